@@ -1,0 +1,45 @@
+"""The step size: as large as noise, stiffness and the scheme allow."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from numpyro_sgmcmc.dynamics import Dynamics
+
+__all__ = ["MAX_NUM_STEPS", "choose_num_steps", "choose_step_size"]
+
+MAX_NUM_STEPS = 500
+_FREE_CURVATURE = 4.0
+
+
+def choose_step_size(
+    dynamics: Dynamics,
+    largest: float,
+    gradient_variance: float,
+    curvature: float,
+    target_bias: float,
+    relaxation_time: float,
+) -> tuple[float, float]:
+    """The largest step size whose predicted bias stays within the target.
+
+    :param dynamics: tells how noise and curvature act.
+    :param largest: step size that suits a whitened Gaussian and an exact gradient.
+    :param gradient_variance: variance of the whitened gradient's noise, a coordinate.
+    :param curvature: largest whitened curvature; up to 4 it costs nothing.
+    :param target_bias: allowed relative error of posterior sds, half of it for noise.
+    :param relaxation_time: time between independent draws.
+    :return: the step size, and the relative excess of the posterior variance predicted at it.
+    """
+    step_size = largest / float(dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE)))
+    inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
+    if inflation > target_bias:
+        shortest = min(step_size, relaxation_time / MAX_NUM_STEPS)
+        step_size = max(step_size * target_bias / inflation, shortest)
+        inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
+    return step_size, inflation
+
+
+def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
+    """Steps between draws that are about independent, from 1 to 500."""
+    return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))

@@ -1,0 +1,124 @@
+"""Model arguments as one value that :func:`jax.jit` can take.
+
+A user calls ``mcmc.run(key, X, y, batch_size=256)``: arrays beside integers that decide shapes.
+:class:`Arguments` is a pytree whose leaves are the arrays and whose structure holds the rest, so
+a function compiled once serves every data set of the same shapes, and a change of ``batch_size``
+compiles anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["Arguments", "as_jax_arrays", "is_array"]
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is a JAX array, or a NumPy array of a type that JAX holds."""
+    if isinstance(x, jax.Array):
+        return True
+    return isinstance(x, np.ndarray) and (x.dtype.kind in "biufc" or "bfloat" in x.dtype.name)
+
+
+def as_jax_arrays(tree: Any) -> Any:
+    """``tree`` with its NumPy arrays as JAX arrays: a traced index cannot index a NumPy array."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
+
+
+class _ById:
+    """An unhashable value, hashed and compared by identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _static(x: Any) -> Hashable:
+    """``x`` as a part of a pytree's structure; its type counts, so that 1 and True differ."""
+    try:
+        hash(x)
+    except TypeError:
+        return _ById(x)
+    return (type(x), x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Arguments:
+    """The positional and keyword arguments of one model call.
+
+    :param tuple args: positional arguments.
+    :param dict kwargs: keyword arguments, or None for none.
+    """
+
+    def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
+        self.args = tuple(args)
+        self.kwargs = dict(kwargs or {})
+
+    @property
+    def arrays(self) -> list[jax.Array | np.ndarray]:
+        """The array leaves, in pytree order."""
+        return [x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)]
+
+    @property
+    def signature(self) -> Hashable:
+        """Structure, static values, and the shapes and types of the arrays."""
+        leaves, structure = jax.tree.flatten(self)
+        return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+    @property
+    def is_concrete(self) -> bool:
+        """Whether no array is being traced."""
+        return not any(isinstance(x, jax.core.Tracer) for x in self.arrays)
+
+    def map_arrays(self, fn: Callable) -> Arguments:
+        """These arguments with ``fn`` applied to each array."""
+        args, kwargs = jax.tree.map(
+            lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs)
+        )
+        return Arguments(args, kwargs)
+
+    def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
+        """The arrays with the names that they have in the model's signature."""
+        try:
+            names = list(inspect.signature(model).parameters)
+        except (TypeError, ValueError):
+            names = []
+        named = []
+        for path, leaf in jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))[0]:
+            if is_array(leaf):
+                part = path[1]
+                if isinstance(part, jax.tree_util.SequenceKey):
+                    name = names[part.idx] if part.idx < len(names) else f"argument {part.idx}"
+                else:
+                    name = str(getattr(part, "key", part))
+                named.append((f"`{name}{jax.tree_util.keystr(path[2:])}`", leaf))
+        return named
+
+    def tree_flatten(self) -> tuple[list[Any], Hashable]:
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        arrays = [x for x in leaves if is_array(x)]
+        static = tuple(None if is_array(x) else _static(x) for x in leaves)
+        return arrays, (structure, static)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Arguments:
+        structure, static = aux
+        arrays = iter(children)
+        leaves = []
+        for entry in static:
+            if entry is None:
+                leaves.append(next(arrays))
+            else:
+                leaves.append(entry.value if isinstance(entry, _ById) else entry[1])
+        return cls(*jax.tree.unflatten(structure, leaves))

@@ -1,0 +1,552 @@
+"""The NumPyro contract, once for all samplers.
+
+A run: :meth:`SGMCMCKernel.init` reads the model, finds what all chains share (once for one set of
+data, whatever the number of chains) and starts the chain; :meth:`SGMCMCKernel.sample` runs
+``num_steps`` stochastic-gradient steps in one ``lax.scan``. Nothing traced is kept on the kernel.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+from numpyro.infer import init_to_uniform
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+from numpyro.infer.mcmc import MCMCKernel
+from numpyro.util import tqdm_auto
+
+from numpyro_sgmcmc import options
+from numpyro_sgmcmc.adaptation import Adaptation, Settings, adapt
+from numpyro_sgmcmc.arguments import Arguments, is_array
+from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
+from numpyro_sgmcmc.integrators import compose
+from numpyro_sgmcmc.minibatch import STREAMS, StreamState
+from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
+from numpyro_sgmcmc.notices import notify
+
+__all__ = ["AdaptState", "KernelOptions", "SGMCMCKernel", "SGMCMCState"]
+
+_DENSE_MAX_DIM = 100
+_HOLD_BYTES = 2**25
+_ESCAPE = 1e3
+
+
+class AdaptState(NamedTuple):
+    """
+    - **step_size** - step size of the iteration's last step, in whitened units.
+    - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
+    - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
+    - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
+    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``.
+    """
+
+    step_size: Array
+    inverse_mass_matrix: Array
+    mass_matrix_sqrt_inv: Array
+    anchor: Array
+    anchor_gradient: Array
+
+
+class SGMCMCState(NamedTuple):
+    """
+    - **i** - iteration, warm-up counted in.
+    - **z** - dict of the unconstrained values of the latent sites.
+    - **dynamics** - state of the dynamic in whitened coordinates: position, momentum, ...
+    - **streams** - state of the minibatch stream of each subsampled plate.
+    - **num_steps** - stochastic-gradient steps of the iteration.
+    - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
+      where the iteration began.
+    - **adapt_state** - an :class:`AdaptState`.
+    - **rng_key** - random key of the next iteration.
+    """
+
+    i: Array
+    z: Any
+    dynamics: Any
+    streams: dict[str, StreamState]
+    num_steps: Array
+    diverging: Array
+    adapt_state: AdaptState
+    rng_key: Array
+
+
+def _is_batch(rng_key: Array) -> bool:
+    """Whether the key is one a chain: raw keys have one more axis than typed ones."""
+    typed = jax.dtypes.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+    return jnp.ndim(rng_key) == (1 if typed else 2)
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+class KernelOptions(TypedDict, total=False):
+    """The keywords that all kernels share; :class:`SGMCMCKernel` describes them."""
+
+    step_size: float | Callable[[int], float] | None
+    num_steps: int | None
+    inverse_mass_matrix: Any
+    dense_mass: bool | list[tuple[str, ...]] | None
+    adapt_step_size: bool
+    adapt_mass_matrix: bool
+    gradient: str
+    minibatch: str
+    target_bias: float
+    init_strategy: Callable
+
+
+class SGMCMCKernel(MCMCKernel):
+    """Base of the stochastic-gradient kernels: everything but the choice of SDE and scheme.
+
+    :param model: Python callable containing NumPyro primitives, with a subsampled plate around
+        the data. Exclusive with ``potential_fn``.
+    :param potential_fn: potential energy of a pytree of unconstrained values, in place of a model.
+    :param dynamics: the SDE.
+    :param scheme: name of the integrator.
+    :param step_size: step size in whitened units (posterior standard deviations), positive; or a
+        schedule ``int -> float`` of the number of steps so far, warm-up counted in, such as any
+        optax schedule. Default None: chosen in warm-up.
+    :param num_steps: stochastic-gradient steps an iteration. Default None: as many as make draws
+        about independent, from 1 to 500.
+    :param inverse_mass_matrix: about the posterior covariance in unconstrained space: shape
+        ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Kept as given. Default
+        None: found in warm-up.
+    :param dense_mass: whether the mass matrix found is dense: a bool, or a list of tuples of site
+        names that form blocks. Default None: dense for up to 100 coordinates.
+    :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own.
+    :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
+    :param gradient: ``"plain"``, ``"control_variate"``, or ``"auto"`` (default): the better by
+        the noise measured in warm-up.
+    :param minibatch: ``"blocks"`` of consecutive rows, ``"epoch"`` (random rows, each once an
+        epoch), ``"iid"`` (random rows), or ``"auto"`` (default): blocks, unless they prove
+        clearly noisier than random rows.
+    :param target_bias: relative error of posterior standard deviations that the choice of the
+        step size may allow. Default 0.05.
+    :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :raises ValueError: at construction, for an option that is unknown or out of range; at
+        ``init``, naming the site, plate or argument that cannot be sampled.
+    """
+
+    sample_field = "z"
+    default_fields = ("z", "diverging")
+
+    largest_step_sizes: ClassVar[dict[str, float]]
+    """For each scheme, the step size that suits a whitened Gaussian and an exact gradient."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Show the shared keywords in the subclass's signature, for `help` and completion."""
+        super().__init_subclass__(**kwargs)
+        own = inspect.signature(cls.__init__).parameters
+        shared = inspect.signature(SGMCMCKernel.__init__).parameters
+        names = [n for n in KernelOptions.__annotations__ if n not in own]
+        if "options" in own:
+            visible = [p for n, p in own.items() if n not in ("self", "options")]
+            cls.__signature__ = inspect.Signature(visible + [shared[n] for n in names])
+
+    def __init__(
+        self,
+        model: Callable | None,
+        potential_fn: Callable | None,
+        *,
+        dynamics: Dynamics,
+        scheme: str,
+        step_size: float | Callable[[int], float] | None = None,
+        num_steps: int | None = None,
+        inverse_mass_matrix: Any = None,
+        dense_mass: bool | list[tuple[str, ...]] | None = None,
+        adapt_step_size: bool = True,
+        adapt_mass_matrix: bool = True,
+        gradient: str = "auto",
+        minibatch: str = "auto",
+        target_bias: float = 0.05,
+        init_strategy: Callable = init_to_uniform,
+    ) -> None:
+        if (model is None) == (potential_fn is None):
+            raise ValueError("Only one of `model` or `potential_fn` must be specified.")
+        options.one_of("scheme", scheme, tuple(self.largest_step_sizes))
+        options.one_of("gradient", gradient, ("auto", *ESTIMATORS))
+        options.one_of("minibatch", minibatch, ("auto", *STREAMS))
+        options.positive_int("num_steps", num_steps)
+        options.positive("target_bias", target_bias)
+        if not callable(step_size):
+            options.positive("step_size", step_size)
+        self._model = model
+        self._potential_fn = potential_fn
+        self._dynamics = dynamics
+        self._scheme = scheme
+        self._step_size = step_size
+        self._num_steps = num_steps
+        self._inverse_mass_matrix = inverse_mass_matrix
+        self._dense_mass = dense_mass
+        self._adapt_step_size = adapt_step_size
+        self._adapt_mass_matrix = adapt_mass_matrix
+        self._gradient = gradient
+        self._minibatch = minibatch
+        self._target_bias = target_bias
+        self._init_strategy = init_strategy
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop all that `init` finds."""
+        # NumPyro calls `init` before every run of a kernel whose `_sample_fn` is None.
+        self._sample_fn: Callable | None = None
+        self._targets: dict[Any, Target] = {}
+        self._adapted: tuple[Arguments, Adaptation] | None = None
+        self._held: dict[int, tuple[Array, Any]] = {}
+        self._target: Target | None = None
+        self._num_warmup = 0
+
+    @property
+    def model(self) -> Callable | None:
+        """The model on all rows; ``None`` for a kernel made from a potential function."""
+        return None if self._model is None else FullDataModel(self._model)
+
+    def get_diagnostics_str(self, state: SGMCMCState) -> str:
+        return f"{state.num_steps} steps of size {state.adapt_state.step_size:.2e}"
+
+    def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
+        """Constrain the sites and add the deterministic ones that do not vary with the rows."""
+        arguments = self._hold(Arguments(model_args, model_kwargs))
+        return lambda z: self._ready.postprocess(z, arguments)
+
+    def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
+        """Constrain the sites, without running the model unless a support depends on values."""
+        arguments = self._hold(Arguments(model_args, model_kwargs))
+        return lambda z: self._ready.constrain(z, arguments)
+
+    def wrap_model(self, wrapper: Callable) -> SGMCMCKernel:
+        """A copy of this kernel for ``wrapper(model)``."""
+        if self._model is None:
+            raise ValueError("`wrap_model` needs a kernel made from a model.")
+        kernel = copy.copy(self)
+        kernel._forget()
+        kernel._model = wrapper(self._model)
+        return kernel
+
+    def refresh(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
+    ) -> SGMCMCState:
+        """Anchor the control variates at the present position, for changed conditioning values.
+
+        Costs one gradient on all rows; a kernel with plain gradients caches nothing and returns
+        the state as it is.
+        """
+        if self._adaptation.estimator == "plain":
+            return state
+        arguments = self._hold(Arguments(model_args, model_kwargs))
+        anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
+        gradient = self._ready.full_gradient(anchor, arguments)
+        adapt_state = state.adapt_state._replace(anchor=anchor, anchor_gradient=gradient)
+        dynamics = state.dynamics._replace(position=jnp.zeros_like(anchor))
+        return state._replace(dynamics=dynamics, adapt_state=adapt_state)
+
+    def init(
+        self,
+        rng_key: Array,
+        num_warmup: int,
+        init_params: Any,
+        model_args: tuple,
+        model_kwargs: dict | None,
+    ) -> SGMCMCState:
+        """Read the model, adapt once for all chains, and start each chain about the anchor.
+
+        :param rng_key: one key, or one a chain.
+        :param num_warmup: number of warm-up iterations.
+        :param init_params: unconstrained values at which the chains start, or None.
+        :param model_args: the model's positional arguments.
+        :param model_kwargs: the model's keyword arguments.
+        :return: the chain's first state, batched where the key is.
+        :raises ValueError: naming the site, plate or argument that cannot be sampled.
+        :raises RuntimeError: where no finite starting point is found.
+        """
+        arguments = Arguments(model_args, model_kwargs)
+        is_batch = _is_batch(rng_key)
+        is_block = GIBBS_SITES_KWARG in arguments.kwargs
+        with jax.ensure_compile_time_eval():
+            concrete = self._concrete(arguments)
+            self._target = target = self._read(concrete, init_params, is_batch)
+            if is_block:
+                init_params = None  # Gibbs gives draws from the prior, constrained
+            init_params = options.check_init_params(init_params, target, is_batch)
+            adaptation = self._adapt(target, concrete, init_params, is_batch)
+        self._num_warmup = num_warmup
+        self._sample_fn = self._iterate
+        held = self._hold(arguments)
+        start = partial(self._start, adaptation=adaptation)
+        state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
+        if is_block:
+            state = self.refresh(state, held.args, held.kwargs)
+        return state
+
+    def sample(
+        self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
+    ) -> SGMCMCState:
+        """Run ``num_steps`` steps, each on a minibatch of its own."""
+        arguments = self._hold(Arguments(model_args, model_kwargs))
+        iterate = partial(self._iterate, arguments=arguments)
+        return jax.vmap(iterate)(state) if _is_batch(state.rng_key) else iterate(state)
+
+    @property
+    def _ready(self) -> Target:
+        if self._target is None:
+            raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
+        return self._target
+
+    @property
+    def _adaptation(self) -> Adaptation:
+        assert self._adapted is not None
+        return self._adapted[1]
+
+    def _concrete(self, arguments: Arguments) -> Arguments:
+        """The arguments with concrete arrays, which the shared part of the warm-up needs."""
+        if arguments.is_concrete:
+            return arguments
+        others = {k: v for k, v in arguments.kwargs.items() if k != GIBBS_SITES_KWARG}
+        if not Arguments(arguments.args, others).is_concrete or len(others) == len(
+            arguments.kwargs
+        ):
+            raise ValueError(
+                "The model's arguments are being traced by jit, vmap or pmap. Call MCMC.run "
+                "outside of it, or let the transformed function close over the data."
+            )
+        # Under pmap Gibbs conditions on traced prior draws; ours serve to adapt as well.
+        names = list(arguments.kwargs[GIBBS_SITES_KWARG])
+        empty = Arguments(arguments.args, {**others, GIBBS_SITES_KWARG: {}})
+        drawn = prior_draws(self._model, empty, names)
+        return Arguments(arguments.args, {**others, GIBBS_SITES_KWARG: drawn})
+
+    def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:
+        """The target for arguments of this form, read from the model the first time."""
+        if self._model is None:
+            if init_params is None:
+                raise ValueError(
+                    "Valid value of `init_params` must be provided with `potential_fn`."
+                )
+            one = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
+                init_params,
+            )
+            leaves, structure = jax.tree.flatten(one)
+            key = structure, tuple(x.shape for x in leaves)
+            if key not in self._targets:
+                self._targets[key] = function_target(self._potential_fn, one)
+            return self._targets[key]
+        key = (arguments.signature, jax.config.jax_enable_x64)
+        if key not in self._targets:
+            target = model_target(self._model, arguments, self._init_strategy)
+            if not target.plates:
+                notify(
+                    "The model has no subsampled plate: every step uses the gradient on all rows. "
+                    "Give the data's plate a subsample_size, for example 100."
+                )
+            if target.is_randomized and self._gradient == "control_variate":
+                raise ValueError(
+                    "The model draws random keys (numpyro.prng_key), so that its gradient on all "
+                    "rows is random too and gradient='control_variate' has nothing to hold on to. "
+                    "Use gradient='plain' or 'auto'."
+                )
+            self._targets[key] = target
+        return self._targets[key]
+
+    def _adapt(
+        self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
+    ) -> Adaptation:
+        """What all chains share, found once for one set of data."""
+        if self._adapted is not None:
+            before = self._adapted[0]
+            same = len(before.arrays) == len(arguments.arrays) and all(
+                a is b for a, b in zip(before.arrays, arguments.arrays, strict=True)
+            )
+            if same and before.signature == arguments.signature and self._is_for(target):
+                return self._adapted[1]
+        with tqdm_auto(total=5, delay=3, leave=False, bar_format="{desc} {elapsed}") as bar:
+
+            def progress(stage: str) -> None:
+                bar.set_description(f"adapting: {stage}")
+                bar.update()
+
+            position = self._first_position(target, arguments, init_params, is_batch)
+            adaptation = adapt(target, arguments, self._settings(target), position, progress)
+        self._adapted = (arguments, adaptation)
+        self._adapted_target = target
+        return adaptation
+
+    def _is_for(self, target: Target) -> bool:
+        return getattr(self, "_adapted_target", None) is target
+
+    def _first_position(
+        self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
+    ) -> Array:
+        """The user's start where it is known already, else one by the initialisation strategy."""
+        if init_params is not None and not _is_traced(init_params):
+            first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
+            return ravel_pytree(first)[0].astype(target.dtype)
+        start = jax.jit(target.start)
+        for key in random.split(random.key(0), 10):
+            position, is_finite = start(key, arguments)
+            if bool(is_finite):
+                return position
+        raise RuntimeError(
+            "Cannot find a starting point with a finite log density and gradient. "
+            + target.explain(position, arguments)
+        )
+
+    def _settings(self, target: Target) -> Settings:
+        names = () if target.sites is None else target.sites
+        mask = options.mass_matrix_mask(self._dense_mass, names, target.dim)
+        is_dense = (
+            target.dim <= _DENSE_MAX_DIM if self._dense_mass is None else bool(self._dense_mass)
+        )
+        matrix = options.mass_matrix(self._inverse_mass_matrix, names, target.dim)
+        if matrix is None and not self._adapt_mass_matrix:
+            matrix = np.ones(target.dim)
+        step_size = self._step_size
+        if callable(step_size):
+            step_size = float(step_size(0))
+            options.positive("step_size(0)", step_size)
+        elif step_size is None and not self._adapt_step_size:
+            step_size = self.largest_step_sizes[self._scheme]
+        return Settings(
+            dynamics=self._dynamics,
+            largest_step_size=self.largest_step_sizes[self._scheme],
+            step_size=step_size,
+            num_steps=self._num_steps,
+            gradient=self._gradient,
+            minibatch=self._minibatch,
+            inverse_mass_matrix=None if matrix is None else jnp.asarray(matrix, target.dtype),
+            is_dense=is_dense,
+            mask=None if mask is None else jnp.asarray(mask),
+            target_bias=self._target_bias,
+        )
+
+    def _start(self, rng_key: Array, init_params: Any, adaptation: Adaptation) -> SGMCMCState:
+        """A chain's first state: over-dispersed about the anchor, or where the user says."""
+        target = self._ready
+        coordinates, anchor_gradient = adaptation.anchored
+        rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
+        if init_params is None:
+            q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
+        else:
+            flat = ravel_pytree(init_params)[0].astype(target.dtype)
+            q = coordinates.whiten(flat - coordinates.anchor)
+        stream_keys = random.split(stream_key, len(target.plates))
+        make = STREAMS[adaptation.minibatch]
+        return SGMCMCState(
+            i=jnp.array(0),
+            z=target.unravel(coordinates.position(q)),
+            dynamics=self._dynamics.init(q, state_key),
+            streams={
+                p.name: make(p.size, p.subsample_size).init(key)
+                for p, key in zip(target.plates, stream_keys, strict=True)
+            },
+            num_steps=jnp.array(adaptation.num_steps),
+            diverging=jnp.array(False),
+            adapt_state=AdaptState(
+                step_size=jnp.asarray(adaptation.step_size, target.dtype),
+                inverse_mass_matrix=coordinates.inverse_mass_matrix,
+                mass_matrix_sqrt_inv=coordinates.factor,
+                anchor=coordinates.anchor,
+                anchor_gradient=anchor_gradient,
+            ),
+            rng_key=rng_key,
+        )
+
+    def _iterate(self, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
+        """One iteration of one chain."""
+        target, adaptation = self._ready, self._adaptation
+        num_steps = adaptation.num_steps
+        adapt_state = state.adapt_state
+        anchored = Anchored(
+            Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv),
+            adapt_state.anchor_gradient,
+        )
+        rng_key, noise_key, row_key, model_key, restart_key = random.split(state.rng_key, 5)
+
+        # The rows and the noise of all steps at once: small draws cost more than they yield, and
+        # indices computed inside the loop would be fused into the gather and computed again there.
+        streams, rows = {}, {}
+        row_keys = random.split(row_key, len(target.plates))
+        for p, key in zip(target.plates, row_keys, strict=True):
+            stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
+            streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
+        scheme = self._dynamics.schemes[self._scheme]
+        noise = random.normal(noise_key, (num_steps, scheme.draws, target.dim), target.dtype)
+        model_keys = random.split(model_key, num_steps) if target.is_randomized else None
+        counts = state.i * num_steps + jnp.arange(num_steps)
+        integrate = compose(self._dynamics.flows(), scheme)
+
+        def step(carry: Any, xs: Any) -> tuple[Any, None]:
+            rows, noise, key, count = xs
+            gradient = whitened_gradient(
+                adaptation.estimator, target, arguments, anchored, rows, key
+            )
+            return integrate(carry, self._step_size_at(count, adapt_state), gradient, noise), None
+
+        dynamics, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
+        is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(dynamics)]).all()
+        moved = jnp.abs(dynamics.position - state.dynamics.position).max()
+        diverging = ~(is_finite & (moved < _ESCAPE))
+        # Over-dispersed starts may be too far out to step from: warm-up brings those nearer.
+        nearer = jnp.where(state.i < self._num_warmup, 0.5, 1.0).astype(target.dtype)
+        restart = self._dynamics.init(nearer * state.dynamics.position, restart_key)
+        dynamics = jax.tree.map(partial(jnp.where, diverging), restart, dynamics)
+        return SGMCMCState(
+            i=state.i + 1,
+            z=target.unravel(anchored.coordinates.position(dynamics.position)),
+            dynamics=dynamics,
+            streams=streams,
+            num_steps=state.num_steps,
+            diverging=diverging,
+            adapt_state=adapt_state._replace(
+                step_size=self._step_size_at(counts[-1], adapt_state)
+            ),
+            rng_key=rng_key,
+        )
+
+    def _step_size_at(self, count: Array, adapt_state: AdaptState) -> Array:
+        if callable(self._step_size):
+            return jnp.asarray(self._step_size(count), adapt_state.step_size.dtype)
+        return adapt_state.step_size
+
+    def _hold(self, arguments: Arguments) -> Arguments:
+        """The arguments as a compiled step should see them.
+
+        NumPyro compiles a kernel with the data as constants. XLA copies a large constant many
+        times over (800 MB cost 5 s and up to 17 GB), so large arrays are held in references,
+        which it takes as buffers. ``pmap`` knows no references and gets constants.
+        """
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return arguments.map_arrays(jnp.asarray)
+
+        def hold(x: Any) -> Any:
+            if isinstance(x, jax.core.Tracer) or not is_array(x) or x.nbytes < _HOLD_BYTES:
+                return jnp.asarray(x)
+            held = self._held.get(id(x))
+            if held is None or held[0] is not x:
+                with jax.ensure_compile_time_eval():
+                    self._held[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
+            return held[1][...]
+
+        return arguments.map_arrays(hold)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_adapted_target", None)
+        return {
+            **state,
+            "_sample_fn": None,
+            "_targets": {},
+            "_adapted": None,
+            "_held": {},
+            "_target": None,
+        }

@@ -1,0 +1,153 @@
+"""Checks of what a user may pass, each with one sentence that names it and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.model import Site, Target
+
+__all__ = [
+    "check_init_params",
+    "mass_matrix",
+    "mass_matrix_mask",
+    "one_of",
+    "positive",
+    "positive_int",
+]
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
+    if value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"`{name}` is {value!r}, but must be one of {listed}.")
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse anything but None and a positive finite number."""
+    if value is None:
+        return
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` is {value!r}, but must be a positive number.") from None
+    if isinstance(value, bool) or not (number > 0 and np.isfinite(number)):
+        raise ValueError(f"`{name}` is {value!r}, but must be positive and finite.")
+
+
+def positive_int(name: str, value: Any) -> None:
+    """Refuse anything but None and a positive integer."""
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if value is not None and not (is_int and value > 0):
+        raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
+
+
+def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
+    """Where each site's coordinates lie in the flat position."""
+    found, start = {}, 0
+    for site in sites:
+        size = int(np.prod(site.shape))
+        found[site.name] = slice(start, start + size)
+        start += size
+    return found
+
+
+def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarray:
+    """Flat coordinates of a tuple of site names, in the order of the tuple."""
+    slices = _slices(sites)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in slices:
+            raise ValueError(
+                f"`{argument}` names site '{name}', but the latent sites are "
+                f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
+            )
+    return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
+
+
+def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+    """Blocks of NumPyro's structured ``dense_mass=[("a", "b"), ...]``; None for a bool or None."""
+    if dense_mass is None or isinstance(dense_mass, bool) or not dense_mass:
+        return None
+    if not isinstance(dense_mass, list):
+        raise ValueError(
+            f"`dense_mass` is {dense_mass!r}, but must be True, False, None or a list of tuples "
+            "of site names."
+        )
+    mask = np.eye(dim, dtype=bool)
+    for names in dense_mass:
+        block = _coordinates("dense_mass", names, sites)
+        mask[np.ix_(block, block)] = True
+    return mask
+
+
+def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+    """A user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
+
+    A dict maps tuples of site names to blocks, as in NumPyro; sites it leaves out get ones.
+    """
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        blocks = [
+            (_coordinates("inverse_mass_matrix", k, sites), np.asarray(v))
+            for k, v in value.items()
+        ]
+        full = np.eye(dim)
+        for where, block in blocks:
+            if block.shape not in ((where.size,), (where.size, where.size)):
+                raise ValueError(
+                    f"`inverse_mass_matrix` has a block of shape {block.shape} for "
+                    f"{where.size} coordinates."
+                )
+            full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
+        matrix = full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
+    else:
+        matrix = np.asarray(value)
+    if matrix.shape not in ((dim,), (dim, dim)):
+        raise ValueError(
+            f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} unconstrained "
+            f"coordinates: give shape ({dim},) or ({dim}, {dim})."
+        )
+    is_positive = (matrix > 0).all() if matrix.ndim == 1 else _is_positive_definite(matrix)
+    if not is_positive:
+        raise ValueError("`inverse_mass_matrix` must be positive definite.")
+    return matrix
+
+
+def _is_positive_definite(matrix: np.ndarray) -> bool:
+    is_symmetric = np.allclose(matrix, matrix.T, rtol=1e-4, atol=1e-6 * np.abs(matrix).max())
+    return bool(is_symmetric and np.linalg.eigvalsh(matrix).min() > 0)
+
+
+def check_init_params(init_params: Any, target: Target, is_batch: bool) -> Any:
+    """``init_params`` as they are, if they fit the latent sites."""
+    if init_params is None or target.sites is None:
+        return init_params
+    if not isinstance(init_params, dict):
+        raise ValueError("`init_params` must be a dict of unconstrained values by site name.")
+    shapes = {s.name: s.shape for s in target.sites}
+    unknown = sorted(set(init_params) - set(shapes))
+    missing = sorted(set(shapes) - set(init_params))
+    if unknown or missing:
+        raise ValueError(
+            f"`init_params` has {f'unknown sites {unknown}' if unknown else 'no values'}"
+            f"{f' for the sites {missing}' if missing else ''}; the latent sites are "
+            f"{sorted(shapes)}."
+        )
+    for name, shape in shapes.items():
+        given = jnp.shape(init_params[name])
+        if given[int(is_batch) :] != shape or len(given) != len(shape) + is_batch:
+            chains = "one a chain, each " if is_batch else ""
+            raise ValueError(
+                f"`init_params` of site '{name}' has shape {given}, but must be {chains}{shape} "
+                "in unconstrained space."
+            )
+        value = init_params[name]
+        if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
+            raise ValueError(f"`init_params` of site '{name}' is not finite.")
+    return init_params

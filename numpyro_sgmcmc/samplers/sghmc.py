@@ -1,0 +1,58 @@
+r"""SGHMC by the Euler scheme.
+
+The SDE of :mod:`numpyro_sgmcmc.samplers.sghmc_split`, integrated as it was first proposed.
+
+Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*, equation
+(13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Unpack
+
+from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+
+__all__ = ["SGHMC"]
+
+
+class SGHMC(SGMCMCKernel):
+    r"""Stochastic-gradient HMC with the Euler scheme.
+
+    Weak order 1, one minibatch gradient a step (two with control variates). Choose it to compare
+    with published results; :class:`~numpyro_sgmcmc.SGHMCSplit` costs the same and takes steps
+    three times as large for the same bias. One step of size :math:`h` from :math:`(\theta, p)`:
+
+    .. math::
+
+        p \leftarrow p - \gamma h p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta, \quad
+        \theta \leftarrow \theta + h p
+
+    :param model: NumPyro model with a subsampled plate, see
+        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
+        all kernels.
+    :param potential_fn: potential energy in place of a model.
+    :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
+        in whitened units. Default 1.5.
+    :param str scheme: ``"euler"``.
+    :param options: keywords shared by all kernels.
+    :raises ValueError: for an option that is unknown or out of range.
+    """
+
+    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.1}
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        friction: float = 1.5,
+        scheme: str = "euler",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        checks.positive("friction", friction)
+        super().__init__(
+            model, potential_fn, dynamics=Underdamped(float(friction)), scheme=scheme, **options
+        )
