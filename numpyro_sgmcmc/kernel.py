@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
@@ -103,6 +104,54 @@ class KernelOptions(TypedDict, total=False):
     minibatch: str
     target_bias: float
     init_strategy: Callable
+
+
+def _eagerly(rng_key: Array) -> AbstractContextManager[None]:
+    """Leave the trace (pmap's, vmap's, jit's) in which a kernel is initialised, if it is in one."""
+    return jax.ensure_compile_time_eval() if _is_traced(rng_key) else nullcontext()
+
+
+@partial(jax.jit, static_argnames=("target", "dynamics", "minibatch"))
+def _start(
+    rng_key: Array,
+    init_params: Any,
+    *,
+    anchored: Anchored,
+    step_size: Array,
+    num_steps: Array,
+    target: Target,
+    dynamics: Dynamics,
+    minibatch: str,
+) -> SGMCMCState:
+    """A chain's first state: over-dispersed about the anchor, or where the user says."""
+    coordinates, anchor_gradient = anchored
+    rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
+    if init_params is None:
+        q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
+    else:
+        flat = ravel_pytree(init_params)[0].astype(target.dtype)
+        q = coordinates.whiten(flat - coordinates.anchor)
+    stream_keys = random.split(stream_key, len(target.plates))
+    make = STREAMS[minibatch]
+    return SGMCMCState(
+        i=jnp.array(0),
+        z=target.unravel(coordinates.position(q)),
+        dynamics=dynamics.init(q, state_key),
+        streams={
+            p.name: make(p.size, p.subsample_size).init(key)
+            for p, key in zip(target.plates, stream_keys, strict=True)
+        },
+        num_steps=num_steps,
+        diverging=jnp.array(False),
+        adapt_state=AdaptState(
+            step_size=step_size,
+            inverse_mass_matrix=coordinates.inverse_mass_matrix,
+            mass_matrix_sqrt_inv=coordinates.factor,
+            anchor=coordinates.anchor,
+            anchor_gradient=anchor_gradient,
+        ),
+        rng_key=rng_key,
+    )
 
 
 class SGMCMCKernel(MCMCKernel):
@@ -272,7 +321,7 @@ class SGMCMCKernel(MCMCKernel):
         arguments = Arguments(model_args, model_kwargs)
         is_batch = _is_batch(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
-        with jax.ensure_compile_time_eval():
+        with _eagerly(rng_key):
             concrete = self._concrete(arguments)
             self._target = target = self._read(concrete, init_params, is_batch)
             if is_block:
@@ -282,7 +331,15 @@ class SGMCMCKernel(MCMCKernel):
         self._num_warmup = num_warmup
         self._sample_fn = self._iterate
         held = self._hold(arguments)
-        start = partial(self._start, adaptation=adaptation)
+        start = partial(
+            _start,
+            anchored=adaptation.anchored,
+            step_size=jnp.asarray(adaptation.step_size, target.dtype),
+            num_steps=jnp.asarray(adaptation.num_steps),
+            target=target,
+            dynamics=self._dynamics,
+            minibatch=adaptation.minibatch,
+        )
         state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
         if is_block:
             state = self.refresh(state, held.args, held.kwargs)
@@ -375,8 +432,8 @@ class SGMCMCKernel(MCMCKernel):
                 bar.set_description(f"adapting: {stage}")
                 bar.update()
 
-            position = self._first_position(target, arguments, init_params, is_batch)
-            adaptation = adapt(target, arguments, self._settings(target), position, progress)
+            starts = self._first_positions(target, arguments, init_params, is_batch)
+            adaptation = adapt(target, arguments, self._settings(target), starts, progress)
         self._adapted = (arguments, adaptation)
         self._adapted_target = target
         return adaptation
@@ -384,22 +441,16 @@ class SGMCMCKernel(MCMCKernel):
     def _is_for(self, target: Target) -> bool:
         return getattr(self, "_adapted_target", None) is target
 
-    def _first_position(
+    def _first_positions(
         self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
-    ) -> Array:
-        """The user's start where it is known already, else one by the initialisation strategy."""
+    ) -> Iterator[np.ndarray]:
+        """The user's start where it is known already, then some by the initialisation strategy."""
         if init_params is not None and not _is_traced(init_params):
             first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
-            return ravel_pytree(first)[0].astype(target.dtype)
+            yield np.asarray(ravel_pytree(first)[0])
         start = jax.jit(target.start)
-        for key in random.split(random.key(0), 10):
-            position, is_finite = start(key, arguments)
-            if bool(is_finite):
-                return position
-        raise RuntimeError(
-            "Cannot find a starting point with a finite log density and gradient. "
-            + target.explain(position, arguments)
-        )
+        for key in random.split(random.key(0), 20):
+            yield np.asarray(start(key, arguments))
 
     def _settings(self, target: Target) -> Settings:
         names = () if target.sites is None else target.sites
@@ -423,42 +474,10 @@ class SGMCMCKernel(MCMCKernel):
             num_steps=self._num_steps,
             gradient=self._gradient,
             minibatch=self._minibatch,
-            inverse_mass_matrix=None if matrix is None else jnp.asarray(matrix, target.dtype),
+            inverse_mass_matrix=matrix,
             is_dense=is_dense,
-            mask=None if mask is None else jnp.asarray(mask),
+            mask=mask,
             target_bias=self._target_bias,
-        )
-
-    def _start(self, rng_key: Array, init_params: Any, adaptation: Adaptation) -> SGMCMCState:
-        """A chain's first state: over-dispersed about the anchor, or where the user says."""
-        target = self._ready
-        coordinates, anchor_gradient = adaptation.anchored
-        rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
-        if init_params is None:
-            q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
-        else:
-            flat = ravel_pytree(init_params)[0].astype(target.dtype)
-            q = coordinates.whiten(flat - coordinates.anchor)
-        stream_keys = random.split(stream_key, len(target.plates))
-        make = STREAMS[adaptation.minibatch]
-        return SGMCMCState(
-            i=jnp.array(0),
-            z=target.unravel(coordinates.position(q)),
-            dynamics=self._dynamics.init(q, state_key),
-            streams={
-                p.name: make(p.size, p.subsample_size).init(key)
-                for p, key in zip(target.plates, stream_keys, strict=True)
-            },
-            num_steps=jnp.array(adaptation.num_steps),
-            diverging=jnp.array(False),
-            adapt_state=AdaptState(
-                step_size=jnp.asarray(adaptation.step_size, target.dtype),
-                inverse_mass_matrix=coordinates.inverse_mass_matrix,
-                mass_matrix_sqrt_inv=coordinates.factor,
-                anchor=coordinates.anchor,
-                anchor_gradient=anchor_gradient,
-            ),
-            rng_key=rng_key,
         )
 
     def _iterate(self, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:

@@ -7,21 +7,24 @@ them, and the plate's own scale (rows / chosen rows) makes the minibatch potenti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
-from numpyro.infer import init_to_sample
+from numpyro.infer import init_to_sample, init_to_uniform
 from numpyro.infer.util import (
     constrain_fn,
-    find_valid_initial_params,
     potential_energy,
     transform_fn,
 )
@@ -50,7 +53,7 @@ class _rows(Messenger):
             size, subsample_size = msg["args"]
             rows = self.choose(msg["name"], size, subsample_size)
             if rows is not None:
-                msg["value"] = rows
+                msg["value"] = jnp.asarray(rows)
                 msg["args"] = (size, rows.shape[0])
 
 
@@ -99,6 +102,11 @@ class Site(NamedTuple):
     shape: tuple[int, ...]
     support: Any
 
+    @property
+    def size(self) -> int:
+        """Number of coordinates."""
+        return math.prod(self.shape)
+
 
 @dataclass(frozen=True, eq=False)
 class Target:
@@ -113,7 +121,7 @@ class Target:
     - **potential_of_sites** - ``(z, indices, arguments, rng_key) -> potential``.
     - **constrain** - ``(z, arguments) -> constrained sites``, without a model run where possible.
     - **postprocess** - the same with the deterministic sites that do not vary with the rows.
-    - **start** - ``(rng_key, arguments) -> (position, whether finite)``.
+    - **start** - ``(rng_key, arguments) -> position`` by the initialisation strategy.
     - **explain** - ``(position, arguments) -> sentence`` naming the sites that are not finite.
     - **sites** - the latent sites in the order of their coordinates; None without a model.
     """
@@ -127,7 +135,7 @@ class Target:
     potential_of_sites: Callable[[Any, Indices, Arguments, Array | None], Array]
     constrain: Callable[[Any, Arguments], Any]
     postprocess: Callable[[Any, Arguments], Any]
-    start: Callable[[Array, Arguments], tuple[Array, Array]]
+    start: Callable[[Array, Arguments], Array]
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
 
@@ -170,50 +178,65 @@ class Target:
         self, position: Array, arguments: Arguments, subset: Indices | None = None
     ) -> Array:
         """Potential on all rows (or on a subset that stands for all), by chunks."""
-        return self._sweep(self.potential, position, arguments, subset)
+        return self._on_all_rows(
+            lambda i: self.potential(position, i, arguments, self._key), arguments, subset
+        )
 
     def full_gradient(
         self, position: Array, arguments: Arguments, subset: Indices | None = None
     ) -> Array:
         """Gradient on all rows (or on a subset that stands for all), by chunks; shape ``(d,)``."""
-        return self._sweep(self.gradient, position, arguments, subset)
-
-    def full_hessian(
-        self, position: Array, arguments: Arguments, subset: Indices | None = None
-    ) -> Array:
-        """Hessian on all rows (or on a subset), by chunks; shape ``(d, d)``."""
-        return self.full_hessian_products(
-            position, jnp.eye(self.dim, dtype=self.dtype), arguments, subset
+        return self._on_all_rows(
+            lambda i: self.gradient(position, i, arguments, self._key), arguments, subset
         )
+
+    def full_expansion(
+        self, position: Array, arguments: Arguments, subset: Indices | None = None
+    ) -> tuple[Array, Array, Array]:
+        """Potential, gradient and Hessian on all rows (or on a subset), by chunks."""
+
+        def on(indices: Indices) -> tuple[Array, Array, Array]:
+            def gradient(q: Array) -> tuple[Array, tuple[Array, Array]]:
+                value, slope = jax.value_and_grad(self.potential)(q, indices, arguments, self._key)
+                return slope, (value, slope)
+
+            hessian, (value, slope) = jax.jacfwd(gradient, has_aux=True)(position)
+            return value, slope, hessian
+
+        return self._on_all_rows(on, arguments, subset, self.dim)
 
     def full_hessian_products(
         self, position: Array, vectors: Array, arguments: Arguments, subset: Indices | None = None
     ) -> Array:
-        """Products of the Hessian with the rows of ``vectors``, shape ``(k, d)``."""
+        """Products of the Hessian on all rows (or on a subset) with ``vectors``, ``(k, d)``."""
 
-        def products(position: Array, indices: Indices, arguments: Arguments) -> Array:
+        def on(indices: Indices) -> Array:
             def gradient(q: Array) -> Array:
-                return self.gradient(q, indices, arguments, None)
+                return self.gradient(q, indices, arguments, self._key)
 
             return jax.vmap(lambda v: jax.jvp(gradient, (position,), (v,))[1])(vectors)
 
-        return self._sweep(products, position, arguments, subset, vectors.shape[0])
+        return self._on_all_rows(on, arguments, subset, vectors.shape[0])
 
-    def _sweep(
+    @property
+    def _key(self) -> Array | None:
+        """On all rows a randomised likelihood is taken at one fixed key."""
+        return random.key(0) if self.is_randomized else None
+
+    def _on_all_rows(
         self,
-        fn: Callable[..., Any],
-        position: Array,
+        fn: Callable[[Indices], Any],
         arguments: Arguments,
         subset: Indices | None,
-        copies: int = 1,
+        tangents: int = 1,
     ) -> Any:
-        # A row of the data costs its own width, and about its logits once more for each tangent.
+        # A row costs its own width in memory, and its logits and such once more for each tangent.
         sizes = {p.size for p in self.plates}
         widths = [
             x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes
         ]
-        rows = chunk_rows(sum(widths) + 4 * copies)
-        return over_all_rows(lambda i: fn(position, i, arguments), self.groups, rows, subset)
+        rows = chunk_rows(sum(widths) + 4 * tangents)
+        return over_all_rows(fn, self.groups, rows, subset)
 
 
 def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Target:
@@ -225,11 +248,6 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     flat, unravel = ravel_pytree(zeros)
 
-    def start(rng_key: Array, arguments: Arguments) -> tuple[Array, Array]:
-        q = random.uniform(rng_key, flat.shape, flat.dtype, -2.0, 2.0)
-        value, gradient = jax.value_and_grad(lambda q: potential_fn(unravel(q)))(q)
-        return q, jnp.isfinite(value) & jnp.isfinite(gradient).all()
-
     return Target(
         plates=(),
         groups=(),
@@ -240,7 +258,7 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
         potential_of_sites=lambda z, indices, arguments, key: potential_fn(z),
         constrain=lambda z, arguments: z,
         postprocess=lambda z, arguments: z,
-        start=start,
+        start=lambda key, arguments: random.uniform(key, flat.shape, flat.dtype, -2.0, 2.0),
         explain=lambda q, arguments: "Give `init_params` at which `potential_fn` is finite.",
         sites=None,
     )
@@ -304,9 +322,17 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         run = with_rows(indices, rng_key)
         return potential_energy(run, arguments.args, arguments.kwargs, z)
 
-    first_rows = {p.name: jnp.arange(p.subsample_size) for p in plates.values()}
+    first_rows = {p.name: np.arange(p.subsample_size) for p in plates.values()}
     dtype = jnp.result_type(float)
-    flat, unravel = ravel_pytree({s.name: jnp.zeros(s.shape, dtype) for s in sites})
+    dim = sum(s.size for s in sites)
+    flat = np.zeros(dim, dtype)
+
+    def unravel(q: Array) -> dict[str, Array]:
+        ends = list(accumulate(s.size for s in sites))
+        return {
+            s.name: q[end - s.size : end].reshape(s.shape)
+            for s, end in zip(sites, ends, strict=True)
+        }
 
     watch = _key_watch(lambda z, a: potential(z, first_rows, a, None))
 
@@ -345,17 +371,19 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         values = replay(z, arguments, first_rows)
         return {s.name: values[s.name] for s in sites}
 
-    def start(rng_key: Array, arguments: Arguments) -> tuple[Array, Array]:
+    strategy = init_strategy if isinstance(init_strategy, partial) else init_strategy()
+
+    def start(rng_key: Array, arguments: Arguments) -> Array:
+        if strategy.func is init_to_uniform:  # the model need not run
+            radius = strategy.keywords["radius"]
+            return random.uniform(rng_key, (dim,), dtype, -radius, radius)
         arguments = arguments.map_arrays(jnp.asarray)
-        (z, _, _), is_finite = find_valid_initial_params(
-            rng_key,
-            with_rows(first_rows, key),
-            init_strategy=init_strategy,
-            model_args=arguments.args,
-            model_kwargs=arguments.kwargs,
-            prototype_params=unravel(flat),
-        )
-        return ravel_pytree({s.name: z[s.name] for s in sites})[0].astype(dtype), is_finite
+        run = substitute(seed(with_rows(first_rows), rng_key), substitute_fn=strategy)
+        drawn = trace(run).get_trace(*arguments.args, **arguments.kwargs)
+        values = [
+            biject_to(drawn[s.name]["fn"].support).inv(drawn[s.name]["value"]) for s in sites
+        ]
+        return jnp.concatenate([jnp.ravel(v).astype(dtype) for v in values])
 
     def explain(position: Array, arguments: Arguments) -> str:
         every_row = {p.name: jnp.arange(p.size) for p in plates.values()}
@@ -379,8 +407,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     return Target(
         plates=tuple(plates.values()),
         groups=_groups(seen, plates),
-        dim=flat.size,
-        dtype=flat.dtype,
+        dim=dim,
+        dtype=dtype,
         unravel=unravel,
         is_randomized=watch.asked,
         potential_of_sites=potential,
@@ -388,7 +416,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         postprocess=postprocess,
         start=start,
         explain=explain,
-        sites=tuple(sorted(sites)),
+        sites=tuple(sites),
     )
 
 
@@ -433,7 +461,7 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         sites.append(Site(name, shape, support if is_static else None))
     if not sites:
         raise ValueError("The model has no latent site: there is nothing to sample.")
-    return sites
+    return sorted(sites, key=lambda s: s.name)
 
 
 def _check_observed(site: Any, plates: dict[str, Plate]) -> None:
@@ -470,7 +498,7 @@ def _check_row_lengths(
     """Whether every array that a plate's indices look up has the plate's number of rows."""
     if not plates:
         return
-    rows = {p.name: jnp.arange(p.subsample_size) for p in plates.values()}
+    rows = {p.name: np.arange(p.subsample_size) for p in plates.values()}
     jaxpr = jax.make_jaxpr(fn)(rows, arguments).jaxpr
     by_var = dict(zip(jaxpr.invars, sorted(plates), strict=False))
     named = [name for name, _ in arguments.named_arrays(model)]

@@ -10,60 +10,84 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import Array, lax, random
 
+from numpyro_sgmcmc.adaptation.noise import draw_rows
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.integrators import compose
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["PILOT_FRICTION", "run_pilot"]
+__all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
 
-PILOT_FRICTION = 1.5
-_KEEP_EVERY = 5
+PILOT = Underdamped(friction=1.5)
+PILOT_STEP_SIZE = 0.3
+PILOT_BIAS = 0.1
+KEEP_EVERY = 5
+_STEPS_A_CALL = 200
+_SCHEME = PILOT.schemes["symmetric"]
 
 
-@partial(jax.jit, static_argnames=("target", "estimator", "num_chains", "num_steps"))
+@partial(jax.jit, static_argnames=("target", "estimator"))
+def _advance(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    state: UnderdampedState,
+    step_size: Array,
+    randomness: Any,
+    estimator: str,
+) -> tuple[UnderdampedState, Array]:
+    """One call's steps of all chains, and the positions every fifth step."""
+    integrate = compose(PILOT.flows(), _SCHEME)
+
+    def chain(state: Any, randomness: Any) -> tuple[Any, Array]:
+        def step(state: Any, xs: Any) -> tuple[Any, Array]:
+            rows, noise, key = xs
+            gradient = whitened_gradient(estimator, target, arguments, anchored, rows, key)
+            state = integrate(state, step_size, gradient, noise)
+            return state, state.position
+
+        state, positions = lax.scan(step, state, randomness)
+        return state, positions[KEEP_EVERY - 1 :: KEEP_EVERY]
+
+    return jax.vmap(chain)(state, randomness)
+
+
 def run_pilot(
     target: Target,
     arguments: Arguments,
     anchored: Anchored,
-    step_size: Array,
-    rng_key: Array,
+    step_size: float,
+    rng: np.random.Generator,
     estimator: str,
     num_chains: int,
     num_steps: int,
-) -> Array:
+) -> np.ndarray:
     """Draws of chains from about the anchor, by the symmetric splitting on random rows.
 
-    :param num_steps: steps a chain; the first half is forgotten.
+    :param num_steps: steps a chain, in hundreds; the first half is forgotten.
     :return: whitened draws, every fifth step, shape ``(num_chains, num_steps // 10, d)``.
     """
-    dynamics = Underdamped(PILOT_FRICTION)
-    scheme = dynamics.schemes["symmetric"]
-    step = compose(dynamics.flows(), scheme)
-
-    def one_step(state: Any, key: Array) -> tuple[Any, None]:
-        noise_key, model_key, *row_keys = random.split(key, len(target.plates) + 2)
-        rows = {
-            p.name: random.randint(k, (p.subsample_size,), 0, p.size)
-            for k, p in zip(row_keys, target.plates, strict=True)
-        }
-        model_key = model_key if target.is_randomized else None
-        gradient = whitened_gradient(estimator, target, arguments, anchored, rows, model_key)
-        noise = random.normal(noise_key, (scheme.draws, target.dim), target.dtype)
-        return step(state, step_size, gradient, noise), None
-
-    def keep(state: Any, key: Array) -> tuple[Any, Array]:
-        state, _ = lax.scan(one_step, state, random.split(key, _KEEP_EVERY))
-        return state, state.position
-
-    def chain(key: Array) -> Array:
-        start_key, momentum_key, run_key = random.split(key, 3)
-        q = random.normal(start_key, (target.dim,), target.dtype)
-        state = dynamics.init(q, momentum_key)
-        _, draws = lax.scan(keep, state, random.split(run_key, num_steps // _KEEP_EVERY))
-        return draws[num_steps // _KEEP_EVERY // 2 :]
-
-    return jax.vmap(chain)(random.split(rng_key, num_chains))
+    shape = (num_chains, target.dim)
+    q, p = (rng.standard_normal(shape).astype(target.dtype) for _ in range(2))
+    state, draws = UnderdampedState(q, p), []
+    for call in range(num_steps // _STEPS_A_CALL):
+        steps = (num_chains, _STEPS_A_CALL)
+        noise = rng.standard_normal((*steps, _SCHEME.draws, target.dim)).astype(target.dtype)
+        keys = random.split(random.key(call), steps) if target.is_randomized else None
+        randomness = (draw_rows(target, rng, steps), noise, keys)
+        state, kept = _advance(
+            target,
+            arguments,
+            anchored,
+            state,
+            np.asarray(step_size, target.dtype),
+            randomness,
+            estimator,
+        )
+        draws.append(np.asarray(kept, np.float64))
+    return np.concatenate(draws[len(draws) // 2 :], axis=1)

@@ -12,39 +12,48 @@ branch; nothing here runs under ``vmap`` or ``pmap``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.adaptation.pilot import PILOT_FRICTION, run_pilot
+from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows, measure_noise
+from numpyro_sgmcmc.adaptation.pilot import (
+    KEEP_EVERY,
+    PILOT,
+    PILOT_BIAS,
+    PILOT_STEP_SIZE,
+    run_pilot,
+)
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
     choose_step_size,
 )
+from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.warm_start import (
+    NEWTON_MAX_DIM,
     approach,
     descend,
     draw_subset,
-    full_gradient,
-    refine,
+    lbfgs,
+    newton,
 )
 from numpyro_sgmcmc.adaptation.whitening import (
     factor_from_curvature,
     factor_from_draws,
+    hessian_by_products,
     largest_curvature,
     symmetric_root,
 )
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.dynamics import Dynamics, Underdamped
-from numpyro_sgmcmc.full_data import Indices
-from numpyro_sgmcmc.gradients import Anchored, gradient_variance
-from numpyro_sgmcmc.minibatch import STREAMS
+from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.notices import notify
 
@@ -52,8 +61,9 @@ __all__ = ["Adaptation", "Settings", "adapt"]
 
 _WORK = 1e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
-_PILOT_STEP_SIZE = 0.3
+_SHORTEST_PILOT = 400
 _CLEARLY_NOISIER = 1.5
+_LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 
 
 @dataclass(frozen=True)
@@ -77,9 +87,9 @@ class Settings:
     num_steps: int | None
     gradient: str
     minibatch: str
-    inverse_mass_matrix: Array | None
+    inverse_mass_matrix: np.ndarray | None
     is_dense: bool
-    mask: Array | None
+    mask: np.ndarray | None
     target_bias: float
 
 
@@ -103,7 +113,7 @@ def adapt(
     target: Target,
     arguments: Arguments,
     settings: Settings,
-    position: Array,
+    starts: Iterable[np.ndarray],
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Adaptation:
     """Find the mode region, whitening, anchor, estimator, minibatches and step size.
@@ -111,201 +121,197 @@ def adapt(
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
     :param settings: what the user has fixed.
-    :param position: a first position, finite, shape ``(d,)``.
+    :param starts: first positions of shape ``(d,)``, of which the first finite one is taken.
     :param progress: called with the name of each stage before it starts.
     :return: what all chains share.
+    :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
     """
-    keys = iter(random.split(random.key(0), 12))
-    batch = sum(p.subsample_size for p in target.plates) or 1
-    affordable = int(_WORK / (batch * target.dim))
+    return _Setup(target, arguments, settings, progress).run(starts)
 
-    progress("warm start")
-    num_steps = max(100, min(1000, affordable))
-    position = descend(target, arguments, position, next(keys), num_steps)
-    subset = draw_subset(target, next(keys))
-    position = refine(target, arguments, position, subset)
 
-    progress("curvature")
-    factor = _first_factor(target, arguments, settings, position, subset, next(keys))
-    coordinates = Coordinates(position, factor)
-    position, gradient = approach(target, arguments, coordinates)
-    anchored = Anchored(Coordinates(position, factor), gradient)
-    if not bool(jnp.isfinite(anchored.anchor_gradient).all()):
+class _Setup:
+    """One run of :func:`adapt`; holds what its stages share and nothing that outlives them."""
+
+    def __init__(
+        self,
+        target: Target,
+        arguments: Arguments,
+        settings: Settings,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.target, self.arguments, self.settings = target, arguments, settings
+        self.progress = progress
+        self.rng = np.random.default_rng(0)
+        subset = draw_subset(target, 0)
+        self.all_rows = Surface(target, arguments)
+        self.some_rows = self.all_rows if subset is None else Surface(target, arguments, subset)
+        batch = sum(p.subsample_size for p in target.plates) or 1
+        self.affordable = int(_WORK / (batch * target.dim))
+
+    def run(self, starts: Iterable[np.ndarray]) -> Adaptation:
+        self.progress("warm start")
+        position = self._optimise(self._first_finite(starts))
+        self.progress("curvature")
+        anchored = self._first_anchor(position)
+        estimator = self.settings.gradient
+        if estimator == "auto":
+            has_rows = bool(self.target.plates) and not self.target.is_randomized
+            estimator = "control_variate" if has_rows else "plain"
+        last = None
+        if self.affordable >= _SHORTEST_PILOT:
+            for _ in range(2):
+                self.progress("pilot chains")
+                moved = self._pilot(anchored, estimator)
+                if moved is None:
+                    break
+                anchored, last = moved
+        self.progress("gradient noise")
+        return self._decide(anchored, estimator, last)
+
+    def _first_finite(self, starts: Iterable[np.ndarray]) -> np.ndarray:
+        for position in starts:
+            if self.some_rows.is_finite(position):
+                return position
         raise RuntimeError(
-            "The gradient on all rows is not finite near the mode. "
-            + target.explain(anchored.coordinates.anchor, arguments)
+            "Cannot find a starting point with a finite log density and gradient. "
+            + self.target.explain(self._cast(position), self.arguments)
         )
 
-    estimator = _first_estimator(target, settings)
-    draws = None
-    num_steps = min(2000, affordable)
-    if num_steps >= 200:
-        for _ in range(2):
-            progress("pilot chains")
-            curvature = _curvature(target, arguments, anchored, None, subset, next(keys))
-            pilot = Underdamped(PILOT_FRICTION)
-            variance = _variance(target, arguments, anchored, None, estimator, "iid", next(keys))
-            step_size, _ = choose_step_size(
-                pilot, _PILOT_STEP_SIZE, variance, curvature, 0.1, pilot.relaxation_time
+    def _optimise(self, position: np.ndarray) -> np.ndarray:
+        target, arguments = self.target, self.arguments
+        if target.dim <= NEWTON_MAX_DIM:
+            return newton(self.some_rows, np.asarray(position, np.float64))
+        position = self._cast(position)
+        if target.plates:
+            num_steps = max(100, min(1000, self.affordable))
+            keys = random.split(random.key(0), num_steps) if target.is_randomized else None
+            rows = draw_rows(target, self.rng, (num_steps,))
+            position = descend(target, arguments, position, rows, keys)
+        return np.asarray(lbfgs(target, arguments, position, self.some_rows.subset), np.float64)
+
+    def _hessian(self, surface: Surface, position: np.ndarray) -> np.ndarray | None:
+        """The Hessian where it is small enough to form or the user wants it dense."""
+        if self.target.dim <= NEWTON_MAX_DIM:
+            return surface.expansion(position)[2]
+        return hessian_by_products(surface, position) if self.settings.is_dense else None
+
+    def _first_anchor(self, position: np.ndarray) -> Anchored:
+        settings = self.settings
+        matrix = settings.inverse_mass_matrix
+        if matrix is None:
+            hessian = self._hessian(self.all_rows, position)
+            factor = factor_from_curvature(
+                hessian, settings.mask, settings.is_dense, self.some_rows, position
             )
-            draws = run_pilot(
-                target,
-                arguments,
-                anchored,
-                jnp.asarray(step_size, target.dtype),
-                next(keys),
-                estimator,
-                _PILOT_CHAINS,
-                num_steps // 10 * 10,
+        else:
+            factor = symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
+        position, gradient = approach(self.all_rows, position, factor)
+        if not (np.isfinite(gradient).all() and np.isfinite(factor).all()):
+            raise RuntimeError(
+                "The gradient on all rows is not finite near the mode. "
+                + self.target.explain(self._cast(position), self.arguments)
             )
-            moved = _move(target, arguments, settings, anchored, draws, step_size)
-            if moved is None:
-                draws = None
-                break
-            anchored, draws = moved
+        return self._anchored(position, factor, gradient)
 
-    progress("gradient noise")
-    return _decide(target, arguments, settings, anchored, draws, subset, estimator, next(keys))
+    def _cast(self, x: np.ndarray) -> Array:
+        return jnp.asarray(x, self.target.dtype)
 
+    def _anchored(
+        self, position: np.ndarray, factor: np.ndarray, gradient: np.ndarray
+    ) -> Anchored:
+        coordinates = Coordinates(self._cast(position), self._cast(factor))
+        return Anchored(coordinates, self._cast(gradient))
 
-def _first_factor(
-    target: Target,
-    arguments: Arguments,
-    settings: Settings,
-    position: Array,
-    subset: Indices | None,
-    rng_key: Array,
-) -> Array:
-    matrix = settings.inverse_mass_matrix
-    if matrix is None:
-        return factor_from_curvature(
-            target, arguments, position, settings.mask, subset, rng_key, settings.is_dense
+    def _pilot(self, anchored: Anchored, estimator: str) -> tuple[Anchored, np.ndarray] | None:
+        """Anchor and whitening moved to a pilot's mean and covariance, and its last positions."""
+        step_size, _ = choose_step_size(
+            PILOT,
+            PILOT_STEP_SIZE,
+            self._noise(anchored, None)[estimator, "random"],
+            self._curvature(anchored, None),
+            PILOT_BIAS,
         )
-    return symmetric_root(matrix) if matrix.ndim == 2 else jnp.sqrt(matrix)
-
-
-def _first_estimator(target: Target, settings: Settings) -> str:
-    """The user's estimator, or the one to start from."""
-    if settings.gradient != "auto":
-        return settings.gradient
-    return "control_variate" if target.plates and not target.is_randomized else "plain"
-
-
-def _move(
-    target: Target,
-    arguments: Arguments,
-    settings: Settings,
-    anchored: Anchored,
-    draws: Array,
-    step_size: float,
-) -> tuple[Anchored, Array] | None:
-    """Anchor and whitening at the draws' mean and covariance, and the draws as seen from there."""
-    coordinates = anchored.coordinates
-    alive = jnp.isfinite(draws).all((1, 2)) & (jnp.abs(draws).max((1, 2)) < 1e3)
-    if not int(alive.sum()) > _PILOT_CHAINS // 2:
-        return None
-    draws = draws[alive]
-    flat = draws.reshape(-1, target.dim)
-    factor = coordinates.factor
-    if settings.inverse_mass_matrix is None:
-        relaxation_time = Underdamped(PILOT_FRICTION).relaxation_time
-        time = draws.shape[0] * draws.shape[1] * 5 * step_size
-        factor = factor_from_draws(
-            factor, flat, time / relaxation_time, settings.mask, settings.is_dense
+        draws = run_pilot(
+            self.target,
+            self.arguments,
+            anchored,
+            step_size,
+            self.rng,
+            estimator,
+            _PILOT_CHAINS,
+            min(2000, self.affordable),
         )
-    mean = flat.mean(0)
-    moved = Coordinates(coordinates.position(mean), factor)
-    gradient = full_gradient(target, arguments, moved.anchor)
-    if not bool(jnp.isfinite(gradient).all() & jnp.isfinite(factor).all()):
-        return None
-    last = jax.vmap(lambda q: moved.whiten(coordinates.push(q)))(draws[:, -1] - mean)
-    return Anchored(moved, gradient), last
+        alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+        if alive.sum() <= _PILOT_CHAINS // 2:
+            return None
+        draws = draws[alive]
+        flat = draws.reshape(-1, self.target.dim)
+        mean = flat.mean(0)
+        origin = np.asarray(anchored.coordinates.anchor, np.float64)
+        factor = np.asarray(anchored.coordinates.factor, np.float64)
 
+        def push(v: np.ndarray) -> np.ndarray:
+            return v * factor if factor.ndim == 1 else v @ factor.T
 
-def _curvature(
-    target: Target,
-    arguments: Arguments,
-    anchored: Anchored,
-    draws: Array | None,
-    subset: Indices | None,
-    rng_key: Array,
-) -> float:
-    """Largest whitened curvature at the anchor and at one typical point."""
-    if target.is_randomized:
-        return 1.0
-    origin = jnp.zeros(target.dim, target.dtype)
-    points = [origin] if draws is None else [origin, draws[0]]
-    values = [
-        float(largest_curvature(target, arguments, anchored.coordinates, q, subset, rng_key))
-        for q in points
-    ]
-    finite = [v for v in values if jnp.isfinite(v)]
-    return max(finite, default=1.0)
+        renewed = factor
+        if self.settings.inverse_mass_matrix is None:
+            time = draws.shape[0] * draws.shape[1] * KEEP_EVERY * step_size
+            effective_size = time / PILOT.relaxation_time
+            renewed = factor_from_draws(factor, flat, effective_size, self.settings.mask)
+        position = origin + push(mean)
+        gradient = self.all_rows.gradient(position)
+        if not (np.isfinite(gradient).all() and np.isfinite(renewed).all()):
+            return None
+        last = push(draws[:, -1] - mean)
+        last = last / renewed if renewed.ndim == 1 else np.linalg.solve(renewed, last.T).T
+        return self._anchored(position, renewed, gradient), last
 
-
-def _variance(
-    target: Target,
-    arguments: Arguments,
-    anchored: Anchored,
-    draws: Array | None,
-    estimator: str,
-    minibatch: str,
-    rng_key: Array,
-) -> float:
-    """Variance of the whitened gradient's noise at typical positions."""
-    if not target.plates:
-        return 0.0
-    position_key, row_key = random.split(rng_key)
-    batch = sum(p.subsample_size for p in target.plates)
-    few = batch * target.dim > 10**6
-    num_positions, num_minibatches = (4, 4) if few else (_PILOT_CHAINS, 32)
-    if draws is None:
-        shape = (num_positions, target.dim)
-        draws = random.normal(position_key, shape, target.dtype)
-    draws = draws[:num_positions]
-    total = draws.shape[0] * num_minibatches
-    rows = {}
-    for p, key in zip(target.plates, random.split(row_key, len(target.plates)), strict=True):
-        stream = STREAMS[minibatch](p.size, p.subsample_size)
-        # Minibatches of one epoch repel each other; one from each of many epochs do not.
-        inits = jax.vmap(stream.init)(random.split(key, total))
-        _, indices = jax.vmap(lambda s, k, stream=stream: stream.draw(s, k, 1))(
-            inits, random.split(random.fold_in(key, 1), total)
+    def _curvature(self, anchored: Anchored, last: np.ndarray | None) -> float:
+        """Largest whitened curvature, at the anchor and at one typical position."""
+        if self.target.is_randomized:
+            return 1.0
+        origin = np.asarray(anchored.coordinates.anchor, np.float64)
+        factor = np.asarray(anchored.coordinates.factor, np.float64)
+        positions = [origin]
+        if last is not None:
+            positions.append(origin + (factor * last[0] if factor.ndim == 1 else factor @ last[0]))
+        surface = self.some_rows
+        return max(
+            largest_curvature(self._hessian(surface, q), factor, surface, q) for q in positions
         )
-        rows[p.name] = indices.reshape(draws.shape[0], num_minibatches, p.subsample_size)
-    return float(_jitted_variance(estimator, target, arguments, anchored, draws, rows))
 
+    def _noise(self, anchored: Anchored, last: np.ndarray | None) -> dict[tuple[str, str], float]:
+        """Variance of the whitened gradient's noise by estimator and kind of rows."""
+        target = self.target
+        if not target.plates:
+            return dict.fromkeys(product(ESTIMATORS, ("random", "blocks")), 0.0)
+        is_costly = self.affordable < 10_000
+        num_positions, num_minibatches = (4, 4) if is_costly else (_PILOT_CHAINS, 32)
+        if last is None:
+            last = self.rng.standard_normal((num_positions, target.dim))
+        positions = self._cast(last[:num_positions])
+        estimators = ("plain",) if target.is_randomized else ESTIMATORS
+        found = {}
+        for kind, draw in (("random", draw_rows), ("blocks", draw_blocks)):
+            rows = draw(target, self.rng, (len(positions), num_minibatches))
+            values = measure_noise(
+                target, self.arguments, anchored, positions, rows, estimators
+            )
+            found |= {(e, kind): float(v) for e, v in zip(estimators, values, strict=True)}
+        return found
 
-_jitted_variance = jax.jit(gradient_variance, static_argnames=("estimator", "target"))
-
-
-def _decide(
-    target: Target,
-    arguments: Arguments,
-    settings: Settings,
-    anchored: Anchored,
-    draws: Array | None,
-    subset: Indices | None,
-    estimator: str,
-    rng_key: Array,
-) -> Adaptation:
-    """Estimator, minibatches and step size from the noise measured at typical positions."""
-    dynamics = settings.dynamics
-    noise_key, curvature_key = random.split(rng_key)
-
-    def noise(estimator: str, minibatch: str) -> float:
-        return _variance(target, arguments, anchored, draws, estimator, minibatch, noise_key)
-
-    random_rows = noise(estimator, "iid")
-    if settings.gradient == "auto" and estimator == "control_variate":
-        plain = noise("plain", "iid")
+    def _decide(
+        self, anchored: Anchored, estimator: str, last: np.ndarray | None
+    ) -> Adaptation:
+        """Estimator, minibatches and step size from the noise measured at typical positions."""
+        settings, target, dynamics = self.settings, self.target, self.settings.dynamics
+        noise = self._noise(anchored, last)
         # A second gradient a step must buy more than a smaller step would.
-        if plain < 2.0 * random_rows:
-            estimator, random_rows = "plain", plain
-
-    minibatch, variance = settings.minibatch, random_rows
-    if minibatch in ("auto", "blocks") and target.plates:
-        in_blocks = noise(estimator, "blocks")
+        if settings.gradient == "auto" and estimator == "control_variate":
+            if noise["plain", "random"] < 2.0 * noise["control_variate", "random"]:
+                estimator = "plain"
+        in_blocks, random_rows = noise[estimator, "blocks"], noise[estimator, "random"]
+        minibatch = settings.minibatch
         if minibatch == "auto":
             minibatch = "blocks"
             if in_blocks > _CLEARLY_NOISIER * random_rows:
@@ -313,32 +319,25 @@ def _decide(
                 notify(
                     f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy "
                     "as random rows: the rows are sorted by something that matters. Random rows "
-                    "are used, which cost more; shuffle the data once, for example with "
-                    "X, y = X[i], y[i] for i = numpy.random.permutation(len(y))."
+                    "are used instead, which cost more a step; to spare that, shuffle the data "
+                    "once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
                 )
-        variance = in_blocks if minibatch == "blocks" else random_rows
-    elif minibatch == "auto":
-        minibatch = "epoch"
-
-    relaxation_time = dynamics.relaxation_time
-    step_size = settings.step_size
-    if step_size is None:
-        curvature = _curvature(target, arguments, anchored, draws, subset, curvature_key)
-        step_size, inflation = choose_step_size(
-            dynamics,
-            settings.largest_step_size,
-            variance,
-            curvature,
-            settings.target_bias,
-            relaxation_time,
-        )
-        if inflation > 2.0 * settings.target_bias:
-            notify(
-                f"The gradient's noise is predicted to make posterior sds about "
-                f"{100 * (jnp.sqrt(1 + inflation) - 1):.0f} % too wide at {MAX_NUM_STEPS} steps a "
-                "draw. Use a larger subsample_size"
-                + (", or gradient='control_variate'." if estimator == "plain" else ".")
+        step_size = settings.step_size
+        if step_size is None:
+            step_size, inflation = choose_step_size(
+                dynamics,
+                settings.largest_step_size,
+                in_blocks if minibatch == "blocks" else random_rows,
+                self._curvature(anchored, last),
+                settings.target_bias,
             )
-    num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
-    return Adaptation(anchored, step_size, num_steps, estimator, minibatch)
-
+            if inflation > 2.0 * settings.target_bias:
+                excess = 100 * (np.sqrt(1 + inflation) - 1)
+                cure = "" if estimator == "control_variate" else ", or gradient='control_variate'"
+                notify(
+                    f"The minibatch gradient is so noisy that posterior sds are predicted to be "
+                    f"about {excess:.0f} % too wide, at {MAX_NUM_STEPS} steps a draw. Use a "
+                    f"larger subsample_size{cure}."
+                )
+        num_steps = settings.num_steps or choose_num_steps(dynamics.relaxation_time, step_size)
+        return Adaptation(anchored, step_size, num_steps, estimator, minibatch)

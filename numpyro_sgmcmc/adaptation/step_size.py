@@ -19,7 +19,6 @@ def choose_step_size(
     gradient_variance: float,
     curvature: float,
     target_bias: float,
-    relaxation_time: float,
 ) -> tuple[float, float]:
     """The largest step size whose predicted bias stays within the target.
 
@@ -28,13 +27,12 @@ def choose_step_size(
     :param gradient_variance: variance of the whitened gradient's noise, a coordinate.
     :param curvature: largest whitened curvature; up to 4 it costs nothing.
     :param target_bias: allowed relative error of posterior sds, half of it for noise.
-    :param relaxation_time: time between independent draws.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     step_size = largest / float(dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE)))
     inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
     if inflation > target_bias:
-        shortest = min(step_size, relaxation_time / MAX_NUM_STEPS)
+        shortest = min(step_size, dynamics.relaxation_time / MAX_NUM_STEPS)
         step_size = max(step_size * target_bias / inflation, shortest)
         inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
     return step_size, inflation

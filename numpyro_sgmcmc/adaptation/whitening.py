@@ -2,127 +2,130 @@
 
 from __future__ import annotations
 
-from functools import partial
+import numpy as np
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax, random
-
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.full_data import Indices
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.adaptation.surface import Surface
 
 __all__ = [
     "factor_from_curvature",
     "factor_from_draws",
+    "hessian_by_products",
     "largest_curvature",
     "symmetric_root",
 ]
 
-_EXACT_DIAGONAL_MAX_DIM = 2_000
 _PROBES = 64
 
 
-def symmetric_root(matrix: Array, inverse: bool = False) -> Array:
+def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     """R with ``R R^T`` the matrix (or its inverse), made positive definite where it is not.
 
     Rows and columns are scaled to a unit diagonal first, so that columns measured in very
-    different units do not drown each other in float32; negative eigenvalues are turned round
-    and tiny ones raised.
+    different units do not drown each other; negative eigenvalues are turned round and tiny ones
+    raised.
 
     :param matrix: symmetric, shape ``(d, d)``.
     """
-    diagonal = jnp.abs(jnp.diagonal(matrix))
-    tiny = jnp.finfo(matrix.dtype).tiny
-    scale = jnp.sqrt(jnp.where(diagonal > tiny, diagonal, 1.0))
-    values, vectors = jnp.linalg.eigh(matrix / jnp.outer(scale, scale))
-    values = jnp.abs(values)
-    values = jnp.maximum(values, 10 * jnp.finfo(matrix.dtype).eps * values.max())
+    diagonal = np.abs(np.diagonal(matrix))
+    scale = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
+    values, vectors = np.linalg.eigh(matrix / np.outer(scale, scale))
+    values = np.abs(values)
+    values = np.maximum(values, 1e-7 * values.max())
     if inverse:
-        return vectors / jnp.sqrt(values) / scale[:, None]
-    return vectors * jnp.sqrt(values) * scale[:, None]
+        return vectors / np.sqrt(values) / scale[:, None]
+    return vectors * np.sqrt(values) * scale[:, None]
 
 
-@partial(jax.jit, static_argnames=("target", "is_dense"))
+def hessian_by_products(surface: Surface, position: np.ndarray) -> np.ndarray:
+    """A large Hessian, 64 columns at a time, so that memory is that of the matrix."""
+    d = position.size
+    columns = np.eye(-(-d // _PROBES) * _PROBES, d)
+    blocks = columns.reshape(-1, _PROBES, d)
+    hessian = np.concatenate([surface.hessian_products(position, v) for v in blocks])[:d]
+    return (hessian + hessian.T) / 2
+
+
 def factor_from_curvature(
-    target: Target,
-    arguments: Arguments,
-    position: Array,
-    mask: Array | None,
-    subset: Indices | None,
-    rng_key: Array,
+    hessian: np.ndarray | None,
+    mask: np.ndarray | None,
     is_dense: bool,
-) -> Array:
+    surface: Surface,
+    position: np.ndarray,
+) -> np.ndarray:
     """L from the Hessian: its inverse root if dense, the inverse roots of its diagonal if not.
 
+    :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
+        estimated from products with random signs (Hutchinson 1990).
     :param mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
-    :param subset: rows from which the diagonal of a large Hessian is estimated.
+    :param surface: on which to estimate the diagonal.
+    :param position: where.
     :return: shape ``(d, d)`` or ``(d,)``.
     """
     if is_dense:
-        root = symmetric_root(target.full_hessian(position, arguments), inverse=True)
-        return root if mask is None else symmetric_root(jnp.where(mask, root @ root.T, 0.0))
-    if target.dim <= _EXACT_DIAGONAL_MAX_DIM:
-        diagonal = jnp.diagonal(target.full_hessian(position, arguments))
+        assert hessian is not None
+        root = symmetric_root(hessian, inverse=True)
+        return root if mask is None else symmetric_root(np.where(mask, root @ root.T, 0.0))
+    if hessian is not None:
+        diagonal = np.abs(np.diagonal(hessian))
     else:
-        # Hutchinson: E[v * Hv] is the diagonal for signs v.
-        probes = random.rademacher(rng_key, (_PROBES, target.dim), target.dtype)
-        products = target.full_hessian_products(position, probes, arguments, subset)
-        diagonal = (probes * products).mean(0)
-        diagonal = jnp.maximum(diagonal, 0.1 * jnp.median(jnp.abs(diagonal)))
-    diagonal = jnp.abs(diagonal)
-    floor = jnp.finfo(target.dtype).eps * diagonal.max()
-    return 1.0 / jnp.sqrt(jnp.maximum(diagonal, floor))
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (_PROBES, position.size))
+        diagonal = (signs * surface.hessian_products(position, signs)).mean(0)
+        diagonal = np.maximum(diagonal, 0.1 * np.median(np.abs(diagonal)))
+    return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
 
 
-@partial(jax.jit, static_argnames="is_dense")
 def factor_from_draws(
-    factor: Array, draws: Array, effective_size: float, mask: Array | None, is_dense: bool
-) -> Array:
+    factor: np.ndarray, draws: np.ndarray, effective_size: float, mask: np.ndarray | None
+) -> np.ndarray:
     """L renewed by the covariance of whitened draws, shrunk towards the identity.
 
     The intensity is Ledoit and Wolf's (2004): the covariance's sampling variance over its squared
     distance from the identity, so that a factor that was right already stays as it was.
 
-    :param factor: the factor in whose coordinates the draws are.
+    :param factor: the factor in whose coordinates the draws are, ``(d,)`` or ``(d, d)``.
     :param draws: shape ``(n, d)``.
     :param effective_size: effective number of independent draws.
+    :param mask: blocks of a structured mass matrix, or None.
     """
     d = draws.shape[1]
-    centred = draws - draws.mean(0)
-    if is_dense:
-        covariance = centred.T @ centred / (draws.shape[0] - 1)
-        excess = covariance - jnp.eye(d, dtype=draws.dtype)
-        shrinkage = jnp.clip(d * (d + 1) / effective_size / jnp.square(excess).sum(), 0.0, 1.0)
-        covariance = covariance - shrinkage * excess
-        if mask is None:
-            return factor @ symmetric_root(covariance)
-        return symmetric_root(jnp.where(mask, factor @ covariance @ factor.T, 0.0))
-    variance = jnp.square(centred).sum(0) / (draws.shape[0] - 1)
-    excess = variance - 1.0
-    shrinkage = jnp.clip(2 * d / effective_size / jnp.square(excess).sum(), 0.0, 1.0)
-    return factor * jnp.sqrt(jnp.clip(variance - shrinkage * excess, 1e-2, 1e2))
+    if factor.ndim == 1:
+        variance = draws.var(0, ddof=1)
+        excess = variance - 1.0
+        shrinkage = min(1.0, 2 * d / effective_size / max(np.square(excess).sum(), 1e-12))
+        return factor * np.sqrt(np.clip(variance - shrinkage * excess, 1e-2, 1e2))
+    covariance = np.cov(draws, rowvar=False).reshape(d, d)
+    excess = covariance - np.eye(d)
+    sampling_variance = d * (d + 1) / effective_size
+    shrinkage = min(1.0, sampling_variance / max(np.square(excess).sum(), 1e-12))
+    covariance = covariance - shrinkage * excess
+    if mask is None:
+        return factor @ symmetric_root(covariance)
+    return symmetric_root(np.where(mask, factor @ covariance @ factor.T, 0.0))
 
 
-@partial(jax.jit, static_argnames="target")
 def largest_curvature(
-    target: Target,
-    arguments: Arguments,
-    coordinates: Coordinates,
-    q: Array,
-    subset: Indices | None,
-    rng_key: Array,
-) -> Array:
-    """Largest absolute eigenvalue of the whitened Hessian at ``q``, by power iteration."""
-    position = coordinates.position(q)
+    hessian: np.ndarray | None, factor: np.ndarray, surface: Surface, position: np.ndarray
+) -> float:
+    """Largest absolute eigenvalue of the whitened Hessian at ``position``.
 
-    def step(_: int, v: Array) -> Array:
-        v = v / jnp.linalg.norm(v)
-        product = target.full_hessian_products(
-            position, coordinates.push(v)[None], arguments, subset
-        )[0]
-        return coordinates.pull(product)
-
-    v = lax.fori_loop(0, 20, step, random.normal(rng_key, (target.dim,), target.dtype))
-    return jnp.linalg.norm(v)
+    :param hessian: the Hessian there; where None, power iteration by Hessian products.
+    :return: the eigenvalue, or one where the curvature is not finite.
+    """
+    if hessian is not None:
+        if not np.isfinite(hessian).all():
+            return 1.0
+        if factor.ndim == 1:
+            whitened = factor[:, None] * hessian * factor
+        else:
+            whitened = factor.T @ hessian @ factor
+        return float(np.abs(np.linalg.eigvalsh(whitened)).max())
+    v = np.random.default_rng(0).standard_normal(position.size)
+    norm = np.linalg.norm(v)
+    for _ in range(20):
+        pushed = factor * v / norm if factor.ndim == 1 else factor @ (v / norm)
+        product = surface.hessian_products(position, pushed[None])[0]
+        v = factor * product if factor.ndim == 1 else factor.T @ product
+        norm = np.linalg.norm(v)
+        if not np.isfinite(norm) or norm == 0:
+            return 1.0
+    return float(norm)

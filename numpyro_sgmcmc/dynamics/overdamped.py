@@ -11,6 +11,7 @@ their :math:`\epsilon` is :math:`2h`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ def _euler(
     return OverdampedState(q - time * gradient(q) + jnp.sqrt(2.0 * time) * noise[0])
 
 
+@dataclass(frozen=True)
 class Overdamped:
     """Overdamped Langevin dynamics with unit mass."""
 

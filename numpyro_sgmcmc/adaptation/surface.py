@@ -1,0 +1,63 @@
+"""The potential's surface as the warm-up sees it: compiled once, called from Python.
+
+Small linear algebra is done by NumPy in float64: it compiles nothing, and curvature of columns in
+very different units needs the digits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+from jax import Array
+
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.full_data import Indices
+from numpyro_sgmcmc.model import Target
+
+__all__ = ["Surface"]
+
+_value = jax.jit(Target.full_potential, static_argnums=0)
+_gradient = jax.jit(Target.full_gradient, static_argnums=0)
+_expansion = jax.jit(Target.full_expansion, static_argnums=0)
+_products = jax.jit(Target.full_hessian_products, static_argnums=0)
+
+
+class Surface:
+    """The full-data potential, or that of a subset of the rows, at positions of float64.
+
+    :param target: the posterior.
+    :param arguments: the model's arguments.
+    :param subset: rows that stand for all, or None for all rows.
+    """
+
+    def __init__(self, target: Target, arguments: Arguments, subset: Indices | None = None) -> None:
+        self.target, self.arguments, self.subset = target, arguments, subset
+        self._cast = partial(np.asarray, dtype=target.dtype)
+
+    def value(self, position: np.ndarray) -> float:
+        """The potential; infinite where it is not finite."""
+        u = float(_value(self.target, self._cast(position), self.arguments, self.subset))
+        return u if np.isfinite(u) else np.inf
+
+    def is_finite(self, position: np.ndarray) -> bool:
+        """Whether potential and gradient are finite."""
+        return bool(np.isfinite(self.value(position)) and np.isfinite(self.gradient(position)).all())
+
+    def gradient(self, position: np.ndarray) -> np.ndarray:
+        """The gradient, shape ``(d,)``."""
+        g = _gradient(self.target, self._cast(position), self.arguments, self.subset)
+        return np.asarray(g, np.float64)
+
+    def expansion(self, position: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """Potential, gradient and Hessian."""
+        u, g, h = _expansion(self.target, self._cast(position), self.arguments, self.subset)
+        return float(u), np.asarray(g, np.float64), np.asarray(h, np.float64)
+
+    def hessian_products(self, position: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        """Products of the Hessian with the rows of ``vectors``, shape ``(k, d)``."""
+        q, v = self._cast(position), self._cast(vectors)
+        return np.asarray(
+            _products(self.target, q, v, self.arguments, self.subset), np.float64
+        )
