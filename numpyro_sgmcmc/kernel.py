@@ -429,7 +429,7 @@ class SGMCMCKernel(MCMCKernel):
         with tqdm_auto(total=5, delay=3, leave=False, bar_format="{desc} {elapsed}") as bar:
 
             def progress(stage: str) -> None:
-                bar.set_description(f"adapting: {stage}")
+                bar.set_description(f"adapting: {stage}", refresh=False)
                 bar.update()
 
             starts = self._first_positions(target, arguments, init_params, is_batch)

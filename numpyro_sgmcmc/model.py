@@ -328,6 +328,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     flat = np.zeros(dim, dtype)
 
     def unravel(q: Array) -> dict[str, Array]:
+        q = jnp.asarray(q)
         ends = list(accumulate(s.size for s in sites))
         return {
             s.name: q[end - s.size : end].reshape(s.shape)
