@@ -5,6 +5,10 @@ r"""Estimators of the whitened gradient from one minibatch, and the variance of 
   gradient MCMC*): :math:`L^\top(\nabla\tilde U(\theta) - \nabla\tilde U(\hat\theta) +
   \nabla U(\hat\theta))`, the same minibatch in the first two. Its noise grows with
   :math:`|\theta - \hat\theta|^2`, so the anchor :math:`\hat\theta` lies in the posterior's midst.
+- second-order control variates: the expansion of :math:`\nabla\tilde U` about the anchor to first
+  order in :math:`\theta - \hat\theta` is replaced by its exact value, for which the full Hessian at
+  the anchor is kept. The noise grows with :math:`|\theta - \hat\theta|^4`: for models in which a
+  few rows decide a coordinate, and few enough coordinates for the Hessian.
 """
 
 from __future__ import annotations
@@ -23,18 +27,22 @@ from numpyro_sgmcmc.model import Target
 
 __all__ = ["ESTIMATORS", "Anchored", "gradient_variance", "whitened_gradient"]
 
-ESTIMATORS = ("plain", "control_variate")
-"""The estimators by the names of a kernel's ``gradient`` argument."""
+ESTIMATORS = {"plain": 1.0, "control_variate": 1.4, "second_order_control_variate": 2.0}
+"""The estimators by the names of a kernel's ``gradient`` argument, and about what a step with each
+costs beside the plain one."""
 
 
 class Anchored(NamedTuple):
     """
     - **coordinates** - whitened coordinates; their origin is the control variates' anchor.
     - **anchor_gradient** - full-data gradient at the anchor, shape ``(d,)``, not whitened.
+    - **anchor_hessian** - full-data Hessian at the anchor, shape ``(d, d)``, not whitened; None
+      unless the second-order control variates need it.
     """
 
     coordinates: Coordinates
     anchor_gradient: Array
+    anchor_hessian: Array | None = None
 
 
 def whitened_gradient(
@@ -47,7 +55,7 @@ def whitened_gradient(
 ) -> GradientFn:
     """The estimate of the whitened gradient that one minibatch gives, as a function of ``q``.
 
-    :param estimator: ``"plain"`` or ``"control_variate"``.
+    :param estimator: one of ESTIMATORS.
     :param target: the posterior.
     :param arguments: the model's arguments.
     :param anchored: coordinates, with the full gradient at their origin.
@@ -55,7 +63,7 @@ def whitened_gradient(
     :param rng_key: key of a randomised likelihood.
     :return: maps ``q`` of shape ``(d,)`` to a gradient of that shape.
     """
-    coordinates, anchor_gradient = anchored
+    coordinates, anchor_gradient, anchor_hessian = anchored
 
     def plain(q: Array) -> Array:
         position = coordinates.position(q)
@@ -67,7 +75,21 @@ def whitened_gradient(
         there = target.gradient(coordinates.anchor, indices, arguments, rng_key)
         return coordinates.pull(here - there + anchor_gradient)
 
-    return {"plain": plain, "control_variate": control_variate}[estimator]
+    def second_order(q: Array) -> Array:
+        v = coordinates.push(q)
+        here = target.gradient(coordinates.anchor + v, indices, arguments, rng_key)
+        there, bend = jax.jvp(
+            lambda a: target.gradient(a, indices, arguments, rng_key), (coordinates.anchor,), (v,)
+        )
+        exact = anchor_gradient if anchor_hessian is None else anchor_gradient + anchor_hessian @ v
+        return coordinates.pull(here - there - bend + exact)
+
+    estimators = {
+        "plain": plain,
+        "control_variate": control_variate,
+        "second_order_control_variate": second_order,
+    }
+    return estimators[estimator]
 
 
 def gradient_variance(
@@ -78,21 +100,21 @@ def gradient_variance(
     positions: Array,
     indices: Indices,
 ) -> Array:
-    """Variance of the whitened gradient's noise, mean over coordinates and positions.
+    """Variance of the whitened gradient's noise, mean over positions.
 
-    :param estimator: ``"plain"`` or ``"control_variate"``.
+    :param estimator: one of ESTIMATORS.
     :param target: the posterior.
     :param arguments: the model's arguments.
     :param anchored: coordinates, with the full gradient at their origin.
     :param positions: whitened positions, shape ``(k, d)``.
     :param indices: for each plate, rows of shape ``(k, m, batch_size)``: m minibatches a position.
-    :return: scalar.
+    :return: one variance a coordinate, shape ``(d,)``.
     """
 
     def at(q: Array, minibatches: Indices) -> Array:
         def one(minibatch: Indices) -> Array:
             return whitened_gradient(estimator, target, arguments, anchored, minibatch)(q)
 
-        return jnp.var(jax.vmap(one)(minibatches), axis=0, ddof=1).mean()
+        return jnp.var(jax.vmap(one)(minibatches), axis=0, ddof=1)
 
-    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean()
+    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)

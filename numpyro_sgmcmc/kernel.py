@@ -49,6 +49,8 @@ class AdaptState(NamedTuple):
     - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
     - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
     - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``.
+    - **anchor_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``; None unless the
+      gradient's estimator needs it.
     """
 
     step_size: Array
@@ -56,6 +58,7 @@ class AdaptState(NamedTuple):
     mass_matrix_sqrt_inv: Array
     anchor: Array
     anchor_gradient: Array
+    anchor_hessian: Array | None
 
 
 class SGMCMCState(NamedTuple):
@@ -124,7 +127,7 @@ def _start(
     minibatch: str,
 ) -> SGMCMCState:
     """A chain's first state: over-dispersed about the anchor, or where the user says."""
-    coordinates, anchor_gradient = anchored
+    coordinates, anchor_gradient, anchor_hessian = anchored
     rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
     if init_params is None:
         q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
@@ -149,6 +152,7 @@ def _start(
             mass_matrix_sqrt_inv=coordinates.factor,
             anchor=coordinates.anchor,
             anchor_gradient=anchor_gradient,
+            anchor_hessian=anchor_hessian,
         ),
         rng_key=rng_key,
     )
@@ -174,8 +178,9 @@ class SGMCMCKernel(MCMCKernel):
         names that form blocks. Default None: dense for up to 100 coordinates.
     :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own.
     :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
-    :param gradient: ``"plain"``, ``"control_variate"``, or ``"auto"`` (default): the better by
-        the noise measured in warm-up.
+    :param gradient: ``"plain"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
+        a Hessian, so for few coordinates), or ``"auto"`` (default): the one that goes furthest
+        at the same cost, by the noise measured in warm-up.
     :param minibatch: ``"blocks"`` of consecutive rows, ``"epoch"`` (random rows, each once an
         epoch), ``"iid"`` (random rows), or ``"auto"`` (default): blocks, unless they prove
         clearly noisier than random rows.
@@ -294,8 +299,12 @@ class SGMCMCKernel(MCMCKernel):
             return state
         arguments = self._hold(Arguments(model_args, model_kwargs))
         anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
-        gradient = self._ready.full_gradient(anchor, arguments)
-        adapt_state = state.adapt_state._replace(anchor=anchor, anchor_gradient=gradient)
+        adapt_state = state.adapt_state._replace(
+            anchor=anchor, anchor_gradient=self._ready.full_gradient(anchor, arguments)
+        )
+        if adapt_state.anchor_hessian is not None:
+            hessian = self._ready.full_expansion(anchor, arguments)[2]
+            adapt_state = adapt_state._replace(anchor_hessian=hessian)
         dynamics = state.dynamics._replace(position=jnp.zeros_like(anchor))
         return state._replace(dynamics=dynamics, adapt_state=adapt_state)
 
@@ -406,7 +415,7 @@ class SGMCMCKernel(MCMCKernel):
                     "The model has no subsampled plate: every step uses the gradient on all rows. "
                     "Give the data's plate a subsample_size, for example 100."
                 )
-            if target.is_randomized and self._gradient == "control_variate":
+            if target.is_randomized and "control_variate" in self._gradient:
                 raise ValueError(
                     "The model draws random keys (numpyro.prng_key), so that its gradient on all "
                     "rows is random too and gradient='control_variate' has nothing to hold on to. "
@@ -488,6 +497,7 @@ class SGMCMCKernel(MCMCKernel):
         anchored = Anchored(
             Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv),
             adapt_state.anchor_gradient,
+            adapt_state.anchor_hessian,
         )
         rng_key, noise_key, row_key, model_key, restart_key = random.split(state.rng_key, 5)
 

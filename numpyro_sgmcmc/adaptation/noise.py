@@ -42,7 +42,7 @@ def measure_noise(
     indices: Indices,
     estimators: tuple[str, ...],
 ) -> tuple[Array, ...]:
-    """Variance of the whitened gradient's noise, a coordinate, for each estimator.
+    """Variances of the whitened gradient's noise, shape ``(d,)`` for each estimator.
 
     :param positions: whitened positions, shape ``(k, d)``.
     :param indices: for each plate, rows of shape ``(k, m, subsample_size)``.

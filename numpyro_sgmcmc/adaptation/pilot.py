@@ -27,7 +27,7 @@ PILOT = Underdamped(friction=1.5)
 PILOT_STEP_SIZE = 0.3
 PILOT_BIAS = 0.1
 KEEP_EVERY = 5
-_STEPS_A_CALL = 200
+_STEPS_A_CALL = 100
 _SCHEME = PILOT.schemes["symmetric"]
 
 
@@ -61,22 +61,23 @@ def run_pilot(
     target: Target,
     arguments: Arguments,
     anchored: Anchored,
+    starts: np.ndarray,
     step_size: float,
+    num_steps: int,
     rng: np.random.Generator,
     estimator: str,
-    num_chains: int,
-    num_steps: int,
 ) -> np.ndarray:
-    """Draws of chains from about the anchor, by the symmetric splitting on random rows.
+    """Draws of chains by the symmetric splitting on random rows.
 
-    :param num_steps: steps a chain, in hundreds; the first half is forgotten.
-    :return: whitened draws, every fifth step, shape ``(num_chains, num_steps // 10, d)``.
+    :param starts: whitened first positions, shape ``(num_chains, d)``.
+    :param num_steps: steps a chain, rounded up to hundreds; the first half is forgotten.
+    :return: whitened draws, every fifth step, shape ``(num_chains, about num_steps // 10, d)``.
     """
-    shape = (num_chains, target.dim)
-    q, p = (rng.standard_normal(shape).astype(target.dtype) for _ in range(2))
+    q = starts.astype(target.dtype)
+    p = rng.standard_normal(q.shape).astype(target.dtype)
     state, draws = UnderdampedState(q, p), []
-    for call in range(num_steps // _STEPS_A_CALL):
-        steps = (num_chains, _STEPS_A_CALL)
+    steps = (q.shape[0], _STEPS_A_CALL)
+    for call in range(-(-num_steps // _STEPS_A_CALL)):
         noise = rng.standard_normal((*steps, _SCHEME.draws, target.dim)).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
         randomness = (draw_rows(target, rng, steps), noise, keys)

@@ -2,7 +2,7 @@
 
 1. Adam, then second-order steps, from the start to the mode region.
 2. Curvature there gives the whitening, and a few full gradients the anchor.
-3. Two rounds of pilot chains move both to the posterior's own mean and covariance.
+3. Pilot chains, a window at a time, move both to the posterior's own mean and covariance.
 4. At the pilot's draws the gradient's noise is measured: for both estimators, for random rows and
    for blocks. It decides estimator, minibatches and step size.
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows, measure_noise
 from numpyro_sgmcmc.adaptation.pilot import (
     KEEP_EVERY,
@@ -38,6 +39,7 @@ from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.warm_start import (
     NEWTON_MAX_DIM,
     approach,
+    centre,
     descend,
     draw_subset,
     lbfgs,
@@ -51,7 +53,6 @@ from numpyro_sgmcmc.adaptation.whitening import (
     symmetric_root,
 )
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.model import Target
@@ -61,7 +62,13 @@ __all__ = ["Adaptation", "Settings", "adapt"]
 
 _WORK = 1e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
+_MAX_WINDOWS = 20
+_FIRST_WINDOW = 30.0
+_LAST_WINDOW = 240.0
+_LONGEST_WINDOW = 4_000
 _SHORTEST_PILOT = 400
+_SMALL_SHIFT = 0.5
+_SMALL_STRETCH = 2.5
 _CLEARLY_NOISIER = 1.5
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 
@@ -147,26 +154,26 @@ class _Setup:
         self.some_rows = self.all_rows if subset is None else Surface(target, arguments, subset)
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
+        self.is_cheap = self.affordable >= 10_000
+        self.estimators = self._candidates()
 
     def run(self, starts: Iterable[np.ndarray]) -> Adaptation:
         self.progress("warm start")
         position = self._optimise(self._first_finite(starts))
         self.progress("curvature")
-        anchored = self._first_anchor(position)
-        estimator = self.settings.gradient
-        if estimator == "auto":
-            has_rows = bool(self.target.plates) and not self.target.is_randomized
-            estimator = "control_variate" if has_rows else "plain"
-        last = None
-        if self.affordable >= _SHORTEST_PILOT:
-            for _ in range(2):
-                self.progress("pilot chains")
-                moved = self._pilot(anchored, estimator)
-                if moved is None:
-                    break
-                anchored, last = moved
+        frame, q = self._settle(self._first_frame(position))
         self.progress("gradient noise")
-        return self._decide(anchored, estimator, last)
+        return self._decide(frame, q)
+
+    def _candidates(self) -> tuple[str, ...]:
+        """The estimators among which to choose."""
+        target, gradient = self.target, self.settings.gradient
+        if not target.plates or target.is_randomized:
+            return ("plain",)
+        if gradient != "auto":
+            return (gradient,)
+        has_hessian = self.settings.is_dense and target.dim <= NEWTON_MAX_DIM
+        return tuple(ESTIMATORS)[: 3 if has_hessian else 2]
 
     def _first_finite(self, starts: Iterable[np.ndarray]) -> np.ndarray:
         for position in starts:
@@ -180,7 +187,8 @@ class _Setup:
     def _optimise(self, position: np.ndarray) -> np.ndarray:
         target, arguments = self.target, self.arguments
         if target.dim <= NEWTON_MAX_DIM:
-            return newton(self.some_rows, np.asarray(position, np.float64))
+            mode = newton(self.some_rows, np.asarray(position, np.float64))
+            return centre(self.some_rows, mode, 0)
         position = self._cast(position)
         if target.plates:
             num_steps = max(100, min(1000, self.affordable))
@@ -195,7 +203,7 @@ class _Setup:
             return surface.expansion(position)[2]
         return hessian_by_products(surface, position) if self.settings.is_dense else None
 
-    def _first_anchor(self, position: np.ndarray) -> Anchored:
+    def _first_frame(self, position: np.ndarray) -> Frame:
         settings = self.settings
         matrix = settings.inverse_mass_matrix
         if matrix is None:
@@ -205,139 +213,202 @@ class _Setup:
             )
         else:
             factor = symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
-        position, gradient = approach(self.all_rows, position, factor)
-        if not (np.isfinite(gradient).all() and np.isfinite(factor).all()):
+        frame = approach(
+            self.all_rows, Frame(position, factor, self.all_rows.gradient(position))
+        )
+        if not frame.is_finite():
             raise RuntimeError(
                 "The gradient on all rows is not finite near the mode. "
-                + self.target.explain(self._cast(position), self.arguments)
+                + self.target.explain(self._cast(frame.anchor), self.arguments)
             )
-        return self._anchored(position, factor, gradient)
+        return frame
 
     def _cast(self, x: np.ndarray) -> Array:
         return jnp.asarray(x, self.target.dtype)
 
-    def _anchored(
-        self, position: np.ndarray, factor: np.ndarray, gradient: np.ndarray
-    ) -> Anchored:
-        coordinates = Coordinates(self._cast(position), self._cast(factor))
-        return Anchored(coordinates, self._cast(gradient))
+    def _settle(self, frame: Frame) -> tuple[Frame, np.ndarray]:
+        """Run pilot chains, window after window, until their mean and covariance stay.
 
-    def _pilot(self, anchored: Anchored, estimator: str) -> tuple[Anchored, np.ndarray] | None:
-        """Anchor and whitening moved to a pilot's mean and covariance, and its last positions."""
-        step_size, _ = choose_step_size(
-            PILOT,
-            PILOT_STEP_SIZE,
-            self._noise(anchored, None)[estimator, "random"],
-            self._curvature(anchored, None),
-            PILOT_BIAS,
-        )
-        draws = run_pilot(
-            self.target,
-            self.arguments,
-            anchored,
-            step_size,
-            self.rng,
-            estimator,
-            _PILOT_CHAINS,
-            min(2000, self.affordable),
-        )
-        alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
-        if alive.sum() <= _PILOT_CHAINS // 2:
-            return None
-        draws = draws[alive]
-        flat = draws.reshape(-1, self.target.dim)
-        mean = flat.mean(0)
-        origin = np.asarray(anchored.coordinates.anchor, np.float64)
-        factor = np.asarray(anchored.coordinates.factor, np.float64)
+        The chains go on from window to window, while anchor and whitening follow them.
 
-        def push(v: np.ndarray) -> np.ndarray:
-            return v * factor if factor.ndim == 1 else v @ factor.T
+        :return: the frame, and whitened positions from about the posterior.
+        """
+        # Close to the centre at first: where it is not Gaussian, a sd away may be nowhere.
+        q = 0.3 * self.rng.standard_normal((_PILOT_CHAINS, self.target.dim))
+        steps_left, shorter, time = self.affordable, 1.0, _FIRST_WINDOW
+        for _ in range(_MAX_WINDOWS):
+            noise = self._noise(frame, q)
+            variances = {e: float(noise[e, "random"].mean()) for e in self.estimators}
+            curvature = self._curvature(frame, q)
+            estimator, step_size, _ = self._cheapest(
+                PILOT, PILOT_STEP_SIZE / shorter, variances, curvature, PILOT_BIAS
+            )
+            num_steps = min(int(time / step_size), _LONGEST_WINDOW)
+            if steps_left < max(num_steps, _SHORTEST_PILOT):
+                break
+            steps_left -= num_steps
+            self.progress("pilot chains")
+            frame = self._with_hessian(frame, estimator)
+            draws = run_pilot(
+                self.target,
+                self.arguments,
+                frame.anchored(self.target.dtype),
+                q,
+                step_size,
+                num_steps,
+                self.rng,
+                estimator,
+            )
+            alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+            if alive.sum() <= _PILOT_CHAINS // 2:
+                shorter *= 4.0
+                q = q / 2.0
+                continue
+            sampled = alive.sum() * draws.shape[1] * KEEP_EVERY * step_size
+            moved, is_settled = self._follow(frame, draws[alive], sampled / PILOT.relaxation_time)
+            q = draws[self.rng.choice(np.flatnonzero(alive), _PILOT_CHAINS), -1]
+            q[: alive.sum()] = draws[alive, -1]
+            q = moved.whiten(frame.anchor + frame.push(q) - moved.anchor)
+            frame = moved
+            if is_settled and time >= _LAST_WINDOW:
+                break
+            time = min(2.0 * time, _LAST_WINDOW)
+        return frame, q
 
-        renewed = factor
+    def _follow(
+        self, frame: Frame, draws: np.ndarray, effective_size: float
+    ) -> tuple[Frame, bool]:
+        """The frame moved to the draws' mean and covariance, and whether that was a small move."""
+        flat = draws.reshape(-1, draws.shape[-1])
+        mean, d = flat.mean(0), flat.shape[1]
+        if frame.factor.ndim == 1:
+            covariance = spread = flat.var(0, ddof=1)
+            slack = 1.0 + np.sqrt(2.0 / effective_size)
+        else:
+            covariance = np.cov(flat, rowvar=False).reshape(d, d)
+            spread = np.linalg.eigvalsh(covariance)
+            slack = 1.0 + np.sqrt(d / effective_size)
+        factor = frame.factor
         if self.settings.inverse_mass_matrix is None:
-            time = draws.shape[0] * draws.shape[1] * KEEP_EVERY * step_size
-            effective_size = time / PILOT.relaxation_time
-            renewed = factor_from_draws(factor, flat, effective_size, self.settings.mask)
-        position = origin + push(mean)
-        gradient = self.all_rows.gradient(position)
-        if not (np.isfinite(gradient).all() and np.isfinite(renewed).all()):
-            return None
-        last = push(draws[:, -1] - mean)
-        last = last / renewed if renewed.ndim == 1 else np.linalg.solve(renewed, last.T).T
-        return self._anchored(position, renewed, gradient), last
+            factor = factor_from_draws(factor, covariance, effective_size, self.settings.mask)
+        moved = self._frame_at(frame, mean, factor)
+        size = np.square(moved.pull(moved.gradient)).sum()
+        if not size < 4.0 * d:
+            # On a curved ridge the mean lies beside it: anchor on the ridge instead.
+            nearest = flat[np.square(flat - mean).sum(1).argmin()]
+            on_ridge = self._frame_at(frame, nearest, factor)
+            if not np.square(on_ridge.pull(on_ridge.gradient)).sum() >= size:
+                moved = on_ridge
+        if not moved.is_finite():
+            return frame, False
+        is_near = np.abs(mean).max() < _SMALL_SHIFT
+        return moved, bool(is_near and spread.max() < _SMALL_STRETCH * slack**2)
 
-    def _curvature(self, anchored: Anchored, last: np.ndarray | None) -> float:
+    def _frame_at(self, frame: Frame, q: np.ndarray, factor: np.ndarray) -> Frame:
+        anchor = frame.anchor + frame.push(q)
+        return Frame(anchor, factor, self.all_rows.gradient(anchor))
+
+    def _curvature(self, frame: Frame, q: np.ndarray) -> float:
         """Largest whitened curvature, at the anchor and at one typical position."""
         if self.target.is_randomized:
             return 1.0
-        origin = np.asarray(anchored.coordinates.anchor, np.float64)
-        factor = np.asarray(anchored.coordinates.factor, np.float64)
-        positions = [origin]
-        if last is not None:
-            positions.append(origin + (factor * last[0] if factor.ndim == 1 else factor @ last[0]))
         surface = self.some_rows
+        typical = frame._replace(anchor=frame.anchor + frame.push(q[0]))
         return max(
-            largest_curvature(self._hessian(surface, q), factor, surface, q) for q in positions
+            largest_curvature(self._hessian(surface, f.anchor), f, surface)
+            for f in (frame, typical)
         )
 
-    def _noise(self, anchored: Anchored, last: np.ndarray | None) -> dict[tuple[str, str], float]:
-        """Variance of the whitened gradient's noise by estimator and kind of rows."""
+    def _with_hessian(self, frame: Frame, estimator: str) -> Frame:
+        """The frame with the full Hessian at its anchor, if the estimator needs it."""
+        if estimator != "second_order_control_variate" or frame.hessian is not None:
+            return frame
+        return frame._replace(hessian=self._hessian(self.all_rows, frame.anchor))
+
+    def _noise(self, frame: Frame, q: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
+        """Variances of the whitened gradient's noise by estimator and kind of rows."""
         target = self.target
         if not target.plates:
-            return dict.fromkeys(product(ESTIMATORS, ("random", "blocks")), 0.0)
-        is_costly = self.affordable < 10_000
-        num_positions, num_minibatches = (4, 4) if is_costly else (_PILOT_CHAINS, 32)
-        if last is None:
-            last = self.rng.standard_normal((num_positions, target.dim))
-        positions = self._cast(last[:num_positions])
-        estimators = ("plain",) if target.is_randomized else ESTIMATORS
+            return dict.fromkeys(product(self.estimators, ("random", "blocks")), np.zeros(1))
+        num_positions, num_minibatches = (_PILOT_CHAINS, 32) if self.is_cheap else (4, 4)
+        positions = self._cast(q[:num_positions])
+        anchored = frame._replace(hessian=None).anchored(target.dtype)
         found = {}
         for kind, draw in (("random", draw_rows), ("blocks", draw_blocks)):
             rows = draw(target, self.rng, (len(positions), num_minibatches))
             values = measure_noise(
-                target, self.arguments, anchored, positions, rows, estimators
+                target, self.arguments, anchored, positions, rows, self.estimators
             )
-            found |= {(e, kind): float(v) for e, v in zip(estimators, values, strict=True)}
+            pairs = zip(self.estimators, values, strict=True)
+            found |= {(e, kind): np.asarray(v, np.float64) for e, v in pairs}
         return found
 
-    def _decide(
-        self, anchored: Anchored, estimator: str, last: np.ndarray | None
-    ) -> Adaptation:
+    def _cheapest(
+        self,
+        dynamics: Dynamics,
+        largest: float,
+        variances: dict[str, float],
+        curvature: float,
+        target_bias: float,
+    ) -> tuple[str, float, float]:
+        """The estimator that goes furthest at the same cost: its name, step size and inflation."""
+        choices = []
+        for estimator in self.estimators:
+            step_size, inflation = choose_step_size(
+                dynamics, largest, variances[estimator], curvature, target_bias
+            )
+            # Beyond the target a shorter step is not to be had: what counts then is the noise.
+            excess = max(1.0, inflation / target_bias)
+            cost = ESTIMATORS[estimator] * excess / step_size
+            choices.append((cost, estimator, step_size, inflation))
+        return min(choices)[1:]
+
+    def _decide(self, frame: Frame, q: np.ndarray) -> Adaptation:
         """Estimator, minibatches and step size from the noise measured at typical positions."""
         settings, target, dynamics = self.settings, self.target, self.settings.dynamics
-        noise = self._noise(anchored, last)
-        # A second gradient a step must buy more than a smaller step would.
-        if settings.gradient == "auto" and estimator == "control_variate":
-            if noise["plain", "random"] < 2.0 * noise["control_variate", "random"]:
-                estimator = "plain"
-        in_blocks, random_rows = noise[estimator, "blocks"], noise[estimator, "random"]
+        noise = {pair: self._worst(v) for pair, v in self._noise(frame, q).items()}
+        curvature = self._curvature(frame, q)
+
+        def choose(kind: str) -> tuple[str, float, float]:
+            return self._cheapest(
+                dynamics,
+                settings.largest_step_size,
+                {e: noise[e, kind] for e in self.estimators},
+                curvature,
+                settings.target_bias,
+            )
+
         minibatch = settings.minibatch
+        kind = "random" if minibatch in ("iid", "epoch") else "blocks"
+        estimator, step_size, inflation = choose(kind)
+        in_blocks, random_rows = noise[estimator, "blocks"], noise[estimator, "random"]
         if minibatch == "auto":
             minibatch = "blocks"
             if in_blocks > _CLEARLY_NOISIER * random_rows:
                 minibatch = "epoch"
+                estimator, step_size, inflation = choose("random")
                 notify(
                     f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy "
                     "as random rows: the rows are sorted by something that matters. Random rows "
                     "are used instead, which cost more a step; to spare that, shuffle the data "
                     "once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
                 )
-        step_size = settings.step_size
-        if step_size is None:
-            step_size, inflation = choose_step_size(
-                dynamics,
-                settings.largest_step_size,
-                in_blocks if minibatch == "blocks" else random_rows,
-                self._curvature(anchored, last),
-                settings.target_bias,
+        if settings.step_size is not None:
+            step_size = settings.step_size
+        elif inflation > 2.0 * settings.target_bias:
+            excess = 100 * (np.sqrt(1 + inflation) - 1)
+            cure = ", or gradient='auto'" if settings.gradient == "plain" else ""
+            notify(
+                f"The minibatch gradient is so noisy that posterior sds are predicted to be up to "
+                f"{excess:.0f} % too wide, at {MAX_NUM_STEPS} steps a draw. Use a larger "
+                f"subsample_size{cure}."
             )
-            if inflation > 2.0 * settings.target_bias:
-                excess = 100 * (np.sqrt(1 + inflation) - 1)
-                cure = "" if estimator == "control_variate" else ", or gradient='control_variate'"
-                notify(
-                    f"The minibatch gradient is so noisy that posterior sds are predicted to be "
-                    f"about {excess:.0f} % too wide, at {MAX_NUM_STEPS} steps a draw. Use a "
-                    f"larger subsample_size{cure}."
-                )
         num_steps = settings.num_steps or choose_num_steps(dynamics.relaxation_time, step_size)
-        return Adaptation(anchored, step_size, num_steps, estimator, minibatch)
+        frame = self._with_hessian(frame, estimator)
+        return Adaptation(
+            frame.anchored(target.dtype), step_size, num_steps, estimator, minibatch
+        )
+
+    def _worst(self, variances: np.ndarray) -> float:
+        """The largest coordinate's variance, as far as the number of minibatches can tell."""
+        return float(variances.max() if self.is_cheap else variances.mean())

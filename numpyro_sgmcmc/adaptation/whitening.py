@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.surface import Surface
 
 __all__ = [
@@ -75,7 +76,7 @@ def factor_from_curvature(
 
 
 def factor_from_draws(
-    factor: np.ndarray, draws: np.ndarray, effective_size: float, mask: np.ndarray | None
+    factor: np.ndarray, covariance: np.ndarray, effective_size: float, mask: np.ndarray | None
 ) -> np.ndarray:
     """L renewed by the covariance of whitened draws, shrunk towards the identity.
 
@@ -83,30 +84,25 @@ def factor_from_draws(
     distance from the identity, so that a factor that was right already stays as it was.
 
     :param factor: the factor in whose coordinates the draws are, ``(d,)`` or ``(d, d)``.
-    :param draws: shape ``(n, d)``.
+    :param covariance: of the draws; only their variances, shape ``(d,)``, for a diagonal factor.
     :param effective_size: effective number of independent draws.
     :param mask: blocks of a structured mass matrix, or None.
     """
-    d = draws.shape[1]
-    if factor.ndim == 1:
-        variance = draws.var(0, ddof=1)
-        excess = variance - 1.0
-        shrinkage = min(1.0, 2 * d / effective_size / max(np.square(excess).sum(), 1e-12))
-        return factor * np.sqrt(np.clip(variance - shrinkage * excess, 1e-2, 1e2))
-    covariance = np.cov(draws, rowvar=False).reshape(d, d)
-    excess = covariance - np.eye(d)
-    sampling_variance = d * (d + 1) / effective_size
+    d = factor.shape[0]
+    is_diagonal = factor.ndim == 1
+    excess = covariance - (1.0 if is_diagonal else np.eye(d))
+    sampling_variance = (2 * d if is_diagonal else d * (d + 1)) / effective_size
     shrinkage = min(1.0, sampling_variance / max(np.square(excess).sum(), 1e-12))
     covariance = covariance - shrinkage * excess
+    if is_diagonal:
+        return factor * np.sqrt(np.clip(covariance, 1e-2, 1e2))
     if mask is None:
         return factor @ symmetric_root(covariance)
     return symmetric_root(np.where(mask, factor @ covariance @ factor.T, 0.0))
 
 
-def largest_curvature(
-    hessian: np.ndarray | None, factor: np.ndarray, surface: Surface, position: np.ndarray
-) -> float:
-    """Largest absolute eigenvalue of the whitened Hessian at ``position``.
+def largest_curvature(hessian: np.ndarray | None, frame: Frame, surface: Surface) -> float:
+    """Largest absolute eigenvalue of the whitened Hessian at the frame's anchor.
 
     :param hessian: the Hessian there; where None, power iteration by Hessian products.
     :return: the eigenvalue, or one where the curvature is not finite.
@@ -114,17 +110,13 @@ def largest_curvature(
     if hessian is not None:
         if not np.isfinite(hessian).all():
             return 1.0
-        if factor.ndim == 1:
-            whitened = factor[:, None] * hessian * factor
-        else:
-            whitened = factor.T @ hessian @ factor
+        whitened = frame.pull(frame.pull(hessian).T)
         return float(np.abs(np.linalg.eigvalsh(whitened)).max())
-    v = np.random.default_rng(0).standard_normal(position.size)
+    v = np.random.default_rng(0).standard_normal(frame.anchor.size)
     norm = np.linalg.norm(v)
     for _ in range(20):
-        pushed = factor * v / norm if factor.ndim == 1 else factor @ (v / norm)
-        product = surface.hessian_products(position, pushed[None])[0]
-        v = factor * product if factor.ndim == 1 else factor.T @ product
+        product = surface.hessian_products(frame.anchor, frame.push(v / norm)[None])[0]
+        v = frame.pull(product)
         norm = np.linalg.norm(v)
         if not np.isfinite(norm) or norm == 0:
             return 1.0
