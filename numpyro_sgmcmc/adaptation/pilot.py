@@ -25,7 +25,7 @@ __all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
 
 PILOT = Underdamped(friction=1.5)
 PILOT_STEP_SIZE = 0.3
-PILOT_BIAS = 0.1
+PILOT_BIAS = 0.2
 KEEP_EVERY = 5
 _STEPS_A_CALL = 100
 _SCHEME = PILOT.schemes["symmetric"]

@@ -358,7 +358,7 @@ class _Setup:
                 dynamics, largest, variances[estimator], curvature, target_bias
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
-            excess = max(1.0, inflation / target_bias)
+            excess = max(1.0, 2.0 * inflation / target_bias)
             cost = ESTIMATORS[estimator] * excess / step_size
             choices.append((cost, estimator, step_size, inflation))
         return min(choices)[1:]

@@ -26,14 +26,16 @@ def choose_step_size(
     :param largest: step size that suits a whitened Gaussian and an exact gradient.
     :param gradient_variance: variance of the whitened gradient's noise, a coordinate.
     :param curvature: largest whitened curvature; up to 4 it costs nothing.
-    :param target_bias: allowed relative error of posterior sds, half of it for noise.
+    :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
+        the variance, a half): where it differs over the posterior it shifts means as well.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     step_size = largest / float(dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE)))
     inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
-    if inflation > target_bias:
+    allowed = target_bias / 2.0
+    if inflation > allowed:
         shortest = min(step_size, dynamics.relaxation_time / MAX_NUM_STEPS)
-        step_size = max(step_size * target_bias / inflation, shortest)
+        step_size = max(step_size * allowed / inflation, shortest)
         inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
     return step_size, inflation
 

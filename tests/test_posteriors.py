@@ -1,0 +1,78 @@
+"""Whole posteriors with default arguments against long NUTS runs."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from models import MODELS
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro.infer import MCMC
+from references import FILE, fingerprint, summarise
+
+from numpyro_sgmcmc import SGHMC, SGLD, SGHMCSplit
+
+REFERENCES = json.loads(FILE.read_text())
+
+# The claim: means within 0.1 posterior sd and sds within 10 %, beyond the Monte Carlo error of
+# both runs, of which three standard errors are allowed (a model has up to 53 coordinates).
+MEAN, SD, Z = 0.1, 0.1, 3.0
+
+
+def errors(name, args, samples):
+    """For each site, how far means and log sds are off beyond what the claim allows."""
+    reference = REFERENCES[name]
+    assert reference["data"] == fingerprint(args), "make tests/references.json anew"
+    found = {}
+    for site, ours in summarise(samples).items():
+        a = {k: np.array(v) for k, v in ours.items()}
+        b = {k: np.array(v) for k, v in reference["sites"][site].items()}
+        mean = np.abs(a["mean"] - b["mean"]) / b["sd"]
+        mean_error = np.sqrt((a["sd"] / b["sd"]) ** 2 / a["ess"] + 1 / b["ess"])
+        sd = np.abs(np.log(a["sd"] / b["sd"]))
+        sd_error = np.sqrt(0.5 / a["ess_sd"] + 0.5 / b["ess_sd"])
+        found[site] = {
+            "mean": float((mean - MEAN - Z * mean_error).max()),
+            "sd": float((sd - np.log1p(SD) - Z * sd_error).max()),
+        }
+    return found
+
+
+def run(kernel, args, num_samples=1500):
+    mcmc = MCMC(
+        kernel,
+        num_warmup=500,
+        num_samples=num_samples,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(7), *args, batch_size=100)
+    return mcmc
+
+
+CASES = [(SGHMCSplit, name) for name in MODELS] + [
+    (kernel, name)
+    for kernel in (SGHMC, SGLD)
+    for name in ("logistic, columns correlated at 0.95", "linear with unknown scale")
+]
+
+
+@pytest.mark.parametrize("kernel_class, name", CASES)
+def test_posterior_is_right_with_default_arguments(kernel_class, name):
+    model, args = MODELS[name]()
+    mcmc = run(kernel_class(model), args)
+    samples = mcmc.get_samples(group_by_chain=True)
+    for site, error in errors(name, args, samples).items():
+        assert error["mean"] <= 0 and error["sd"] <= 0, (site, error)
+        assert np.max(split_gelman_rubin(np.asarray(samples[site]))) < 1.01, site
+    assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+def test_wrong_posteriors_are_seen():
+    """Plain gradients at a step size that their noise forbids."""
+    name = "logistic"
+    model, args = MODELS[name]()
+    kernel = SGHMCSplit(model, gradient="plain", minibatch="iid", step_size=0.03, num_steps=50)
+    found = errors(name, args, run(kernel, args).get_samples(group_by_chain=True))
+    assert found["beta"]["sd"] > 0
