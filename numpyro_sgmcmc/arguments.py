@@ -83,9 +83,7 @@ class Arguments:
 
     def map_arrays(self, fn: Callable) -> Arguments:
         """These arguments with ``fn`` applied to each array."""
-        args, kwargs = jax.tree.map(
-            lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs)
-        )
+        args, kwargs = jax.tree.map(lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs))
         return Arguments(args, kwargs)
 
     def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:

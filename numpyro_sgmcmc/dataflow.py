@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 __all__ = ["Lookup", "depends_on", "row_lookups"]
 
@@ -44,9 +43,7 @@ def _sub_jaxprs(eqn: Any) -> list[Any]:
     return [c for c in closed if len(c.jaxpr.invars) == len(eqn.invars)]
 
 
-def row_lookups(
-    jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, str]
-) -> list[Lookup]:
+def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, str]) -> list[Lookup]:
     """The gathers in which a plate's indices, unchanged, are the rows looked up.
 
     Arithmetic on an index (``i // 10``, ``i - 1``) makes it the user's own, and is not followed.
@@ -67,7 +64,7 @@ def row_lookups(
             plate = known(index_of, eqn.invars[1])
             dims = eqn.params["dimension_numbers"].start_index_map
             if plate is not None and len(dims) == 1:
-                length = eqn.invars[0].aval.shape[dims[0]]
+                length = getattr(eqn.invars[0].aval, "shape", ())[dims[0]]
                 found.append(Lookup(plate, length, known(name_of, eqn.invars[0])))
             continue
         for closed in _sub_jaxprs(eqn):
@@ -91,7 +88,7 @@ def row_lookups(
     return found
 
 
-def depends_on(closed: jax.extend.core.ClosedJaxpr, num_inputs: int) -> list[bool]:
+def depends_on(closed: ClosedJaxpr, num_inputs: int) -> list[bool]:
     """For each output, whether it depends on any of the first ``num_inputs`` inputs."""
     tainted = set(closed.jaxpr.invars[:num_inputs])
     for eqn in closed.jaxpr.eqns:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 __all__ = ["Indices", "Plate", "chunk_rows", "over_all_rows"]
 
-Indices = Mapping[str, Array]
+Indices = Mapping[str, Array | np.ndarray]
 """Row indices by plate name."""
 
 _CHUNK_ELEMENTS = 2**20
@@ -63,9 +64,11 @@ def over_all_rows(
 
     def take(name: str, start: Any, num: int) -> Array:
         places = start + jnp.arange(num)
-        return places if subset is None else subset[name][places]
+        return places if subset is None else jnp.asarray(subset[name])[places]
 
-    first = {p.name: take(p.name, 0, min(p.subsample_size, rows[p.name])) for g in groups for p in g}
+    first = {
+        p.name: take(p.name, 0, min(p.subsample_size, rows[p.name])) for g in groups for p in g
+    }
     if not groups:
         return fn({})
 

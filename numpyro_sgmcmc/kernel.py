@@ -86,7 +86,7 @@ class SGMCMCState(NamedTuple):
 
 def _is_batch(rng_key: Array) -> bool:
     """Whether the key is one a chain: raw keys have one more axis than typed ones."""
-    typed = jax.dtypes.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+    typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     return jnp.ndim(rng_key) == (1 if typed else 2)
 
 
@@ -97,7 +97,7 @@ def _is_traced(tree: Any) -> bool:
 class KernelOptions(TypedDict, total=False):
     """The keywords that all kernels share; :class:`SGMCMCKernel` describes them."""
 
-    step_size: float | Callable[[int], float] | None
+    step_size: float | Callable[[Any], Any] | None
     num_steps: int | None
     inverse_mass_matrix: Any
     dense_mass: bool | list[tuple[str, ...]] | None
@@ -214,7 +214,7 @@ class SGMCMCKernel(MCMCKernel):
         *,
         dynamics: Dynamics,
         scheme: str,
-        step_size: float | Callable[[int], float] | None = None,
+        step_size: float | Callable[[Any], Any] | None = None,
         num_steps: int | None = None,
         inverse_mass_matrix: Any = None,
         dense_mass: bool | list[tuple[str, ...]] | None = None,
@@ -386,6 +386,7 @@ class SGMCMCKernel(MCMCKernel):
                 "outside of it, or let the transformed function close over the data."
             )
         # Under pmap Gibbs conditions on traced prior draws; ours serve to adapt as well.
+        assert self._model is not None
         names = list(arguments.kwargs[GIBBS_SITES_KWARG])
         empty = Arguments(arguments.args, {**others, GIBBS_SITES_KWARG: {}})
         drawn = prior_draws(self._model, empty, names)
@@ -394,6 +395,7 @@ class SGMCMCKernel(MCMCKernel):
     def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:
         """The target for arguments of this form, read from the model the first time."""
         if self._model is None:
+            assert self._potential_fn is not None
             if init_params is None:
                 raise ValueError(
                     "Valid value of `init_params` must be provided with `potential_fn`."
@@ -407,8 +409,8 @@ class SGMCMCKernel(MCMCKernel):
             if key not in self._targets:
                 self._targets[key] = function_target(self._potential_fn, one)
             return self._targets[key]
-        key = (arguments.signature, jax.config.jax_enable_x64)
-        if key not in self._targets:
+        form = (arguments.signature, jnp.result_type(float))
+        if form not in self._targets:
             target = model_target(self._model, arguments, self._init_strategy)
             if not target.plates:
                 notify(
@@ -421,8 +423,8 @@ class SGMCMCKernel(MCMCKernel):
                     "rows is random too and gradient='control_variate' has nothing to hold on to. "
                     "Use gradient='plain' or 'auto'."
                 )
-            self._targets[key] = target
-        return self._targets[key]
+            self._targets[form] = target
+        return self._targets[form]
 
     def _adapt(
         self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
@@ -536,9 +538,7 @@ class SGMCMCKernel(MCMCKernel):
             streams=streams,
             num_steps=state.num_steps,
             diverging=diverging,
-            adapt_state=adapt_state._replace(
-                step_size=self._step_size_at(counts[-1], adapt_state)
-            ),
+            adapt_state=adapt_state._replace(step_size=self._step_size_at(counts[-1], adapt_state)),
             rng_key=rng_key,
         )
 

@@ -23,11 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-__all__ = ["STREAMS", "Blocks", "Epoch", "IID", "Stream", "StreamState"]
+__all__ = ["IID", "STREAMS", "Blocks", "Epoch", "Stream", "StreamState"]
 
 _ROUNDS = 12
 _GOLDEN = 0x9E3779B9
@@ -55,9 +54,7 @@ class Stream(Protocol):
         """The stream's first state, a function of the key."""
         ...
 
-    def draw(
-        self, state: StreamState, rng_key: Array, num_steps: int
-    ) -> tuple[StreamState, Array]:
+    def draw(self, state: StreamState, rng_key: Array, num_steps: int) -> tuple[StreamState, Array]:
         """The next state and the indices of the next ``num_steps`` steps.
 
         :param state: the present state.
@@ -121,9 +118,7 @@ class IID:
     def init(self, rng_key: Array) -> StreamState:
         return _init(rng_key)
 
-    def draw(
-        self, state: StreamState, rng_key: Array, num_steps: int
-    ) -> tuple[StreamState, Array]:
+    def draw(self, state: StreamState, rng_key: Array, num_steps: int) -> tuple[StreamState, Array]:
         shape = (num_steps, self.batch_size)
         return state, random.randint(rng_key, shape, 0, self.size, dtype=jnp.int32)
 
@@ -138,9 +133,7 @@ class Epoch:
     def init(self, rng_key: Array) -> StreamState:
         return _init(rng_key)
 
-    def draw(
-        self, state: StreamState, rng_key: Array, num_steps: int
-    ) -> tuple[StreamState, Array]:
+    def draw(self, state: StreamState, rng_key: Array, num_steps: int) -> tuple[StreamState, Array]:
         state, epochs, x = _advance(state, self.size, num_steps * self.batch_size)
         rows = _permute(_epoch_key(state.seed, epochs), x, self.size)
         return state, rows.astype(jnp.int32).reshape(num_steps, self.batch_size)
@@ -156,9 +149,7 @@ class Blocks:
     def init(self, rng_key: Array) -> StreamState:
         return _init(rng_key)
 
-    def draw(
-        self, state: StreamState, rng_key: Array, num_steps: int
-    ) -> tuple[StreamState, Array]:
+    def draw(self, state: StreamState, rng_key: Array, num_steps: int) -> tuple[StreamState, Array]:
         num_blocks = self.size // self.batch_size
         state, epochs, x = _advance(state, num_blocks, num_steps)
         key = _epoch_key(state.seed, epochs)

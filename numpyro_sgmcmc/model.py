@@ -44,7 +44,7 @@ class _rows(Messenger):
     ``choose`` may return None to leave a plate alone.
     """
 
-    def __init__(self, fn: Any, choose: Callable[[str, int, int], Array | None]) -> None:
+    def __init__(self, fn: Any, choose: Callable[[str, int, int], Any]) -> None:
         self.choose = choose
         super().__init__(fn)
 
@@ -232,9 +232,7 @@ class Target:
     ) -> Any:
         # A row costs its own width in memory, and its logits and such once more for each tangent.
         sizes = {p.size for p in self.plates}
-        widths = [
-            x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes
-        ]
+        widths = [x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes]
         rows = chunk_rows(sum(widths) + 4 * tangents)
         return over_all_rows(fn, self.groups, rows, subset)
 
@@ -300,7 +298,9 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     except (TypeError, ValueError) as error:
         if not plates or str(error).startswith("Plate '"):
             raise
-        names = ", ".join(f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates.values())
+        names = ", ".join(
+            f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates.values()
+        )
         raise ValueError(
             f"The model cannot be run on a minibatch of the plate {names}: index every array of "
             f"rows by the plate's indices, or pass it through numpyro.subsample. ({error})"
@@ -327,7 +327,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     dim = sum(s.size for s in sites)
     flat = np.zeros(dim, dtype)
 
-    def unravel(q: Array) -> dict[str, Array]:
+    def unravel(q: Array | np.ndarray) -> dict[str, Array]:
         q = jnp.asarray(q)
         ends = list(accumulate(s.size for s in sites))
         return {
@@ -352,9 +352,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     def replay(z: Any, arguments: Arguments, indices: Indices) -> Any:
         run = with_rows(indices, key)
         arguments = arguments.map_arrays(jnp.asarray)
-        return constrain_fn(
-            run, arguments.args, arguments.kwargs, z, return_deterministic=True
-        )
+        return constrain_fn(run, arguments.args, arguments.kwargs, z, return_deterministic=True)
 
     kept = {s.name for s in sites} | _row_free_deterministics(
         seen, plates, lambda i, a: replay(unravel(flat), a, i), first_rows, arguments
@@ -381,9 +379,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         arguments = arguments.map_arrays(jnp.asarray)
         run = substitute(seed(with_rows(first_rows), rng_key), substitute_fn=strategy)
         drawn = trace(run).get_trace(*arguments.args, **arguments.kwargs)
-        values = [
-            biject_to(drawn[s.name]["fn"].support).inv(drawn[s.name]["value"]) for s in sites
-        ]
+        values = [biject_to(drawn[s.name]["fn"].support).inv(drawn[s.name]["value"]) for s in sites]
         return jnp.concatenate([jnp.ravel(v).astype(dtype) for v in values])
 
     def explain(position: Array, arguments: Arguments) -> str:
@@ -508,8 +504,8 @@ def _check_row_lengths(
         size = plates[plate].size
         if length != size:
             raise ValueError(
-                f"The plate '{plate}' has size {size}, but {array or 'an array'} that it indexes has "
-                f"{length} rows. Make the two agree: JAX would read other rows without a word."
+                f"The plate '{plate}' has size {size}, but {array or 'an array'} that it indexes "
+                f"has {length} rows. Make the two agree: JAX would read other rows without a word."
             )
 
 
@@ -522,9 +518,7 @@ def _row_free_deterministics(
 ) -> set[str]:
     """Deterministic sites that are the same for every minibatch; the others are left out."""
     names = [k for k, s in seen.items() if s["type"] == "deterministic"]
-    outside = [
-        k for k in names if not any(f.name in plates for f in seen[k]["cond_indep_stack"])
-    ]
+    outside = [k for k in names if not any(f.name in plates for f in seen[k]["cond_indep_stack"])]
     if outside and plates:
         jaxpr = jax.make_jaxpr(lambda i, a: [values(i, a)[k] for k in outside])(rows, arguments)
         varies = depends_on(jaxpr, len(plates))

@@ -94,8 +94,7 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
         return None
     if isinstance(value, dict):
         blocks = [
-            (_coordinates("inverse_mass_matrix", k, sites), np.asarray(v))
-            for k, v in value.items()
+            (_coordinates("inverse_mass_matrix", k, sites), np.asarray(v)) for k, v in value.items()
         ]
         full = np.eye(dim)
         for where, block in blocks:
@@ -110,8 +109,8 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
         matrix = np.asarray(value)
     if matrix.shape not in ((dim,), (dim, dim)):
         raise ValueError(
-            f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} unconstrained "
-            f"coordinates: give shape ({dim},) or ({dim}, {dim})."
+            f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
+            f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
         )
     is_positive = (matrix > 0).all() if matrix.ndim == 1 else _is_positive_definite(matrix)
     if not is_positive:

@@ -58,13 +58,13 @@ CASES = [(SGHMCSplit, name) for name in MODELS] + [
 ]
 
 
-@pytest.mark.parametrize("kernel_class, name", CASES)
+@pytest.mark.parametrize(("kernel_class", "name"), CASES)
 def test_posterior_is_right_with_default_arguments(kernel_class, name):
     model, args = MODELS[name]()
     mcmc = run(kernel_class(model), args)
     samples = mcmc.get_samples(group_by_chain=True)
     for site, error in errors(name, args, samples).items():
-        assert error["mean"] <= 0 and error["sd"] <= 0, (site, error)
+        assert max(error.values()) <= 0, (site, error)
         assert np.max(split_gelman_rubin(np.asarray(samples[site]))) < 1.01, site
     assert not mcmc.get_extra_fields()["diverging"].any()
 

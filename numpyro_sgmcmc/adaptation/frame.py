@@ -46,7 +46,6 @@ class Frame(NamedTuple):
 
     def anchored(self, dtype: Any) -> Anchored:
         """The same for compiled code."""
-        anchor, factor, gradient, hessian = (
-            None if x is None else jnp.asarray(x, dtype) for x in self
-        )
+        anchor, factor, gradient = (jnp.asarray(x, dtype) for x in self[:3])
+        hessian = None if self.hessian is None else jnp.asarray(self.hessian, dtype)
         return Anchored(Coordinates(anchor, factor), gradient, hessian)

@@ -27,8 +27,9 @@ def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) 
 def draw_blocks(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
     """Minibatches of consecutive rows from random starts, ``shape + (subsample_size,)``."""
     return {
-        p.name: ((rng.integers(0, p.size, (*shape, 1)) + np.arange(p.subsample_size)) % p.size)
-        .astype(np.int32)
+        p.name: (
+            (rng.integers(0, p.size, (*shape, 1)) + np.arange(p.subsample_size)) % p.size
+        ).astype(np.int32)
         for p in target.plates
     }
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
@@ -73,10 +74,9 @@ def run_pilot(
     :param num_steps: steps a chain, rounded up to hundreds; the first half is forgotten.
     :return: whitened draws, every fifth step, shape ``(num_chains, about num_steps // 10, d)``.
     """
-    q = starts.astype(target.dtype)
-    p = rng.standard_normal(q.shape).astype(target.dtype)
+    q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
     state, draws = UnderdampedState(q, p), []
-    steps = (q.shape[0], _STEPS_A_CALL)
+    steps = (starts.shape[0], _STEPS_A_CALL)
     for call in range(-(-num_steps // _STEPS_A_CALL)):
         noise = rng.standard_normal((*steps, _SCHEME.draws, target.dim)).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
@@ -86,7 +86,7 @@ def run_pilot(
             arguments,
             anchored,
             state,
-            np.asarray(step_size, target.dtype),
+            jnp.asarray(step_size, target.dtype),
             randomness,
             estimator,
         )

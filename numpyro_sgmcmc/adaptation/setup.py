@@ -189,13 +189,13 @@ class _Setup:
         if target.dim <= NEWTON_MAX_DIM:
             mode = newton(self.some_rows, np.asarray(position, np.float64))
             return centre(self.some_rows, mode, 0)
-        position = self._cast(position)
+        q = self._cast(position)
         if target.plates:
             num_steps = max(100, min(1000, self.affordable))
             keys = random.split(random.key(0), num_steps) if target.is_randomized else None
             rows = draw_rows(target, self.rng, (num_steps,))
-            position = descend(target, arguments, position, rows, keys)
-        return np.asarray(lbfgs(target, arguments, position, self.some_rows.subset), np.float64)
+            q = descend(target, arguments, q, rows, keys)
+        return np.asarray(lbfgs(target, arguments, q, self.some_rows.subset), np.float64)
 
     def _hessian(self, surface: Surface, position: np.ndarray) -> np.ndarray | None:
         """The Hessian where it is small enough to form or the user wants it dense."""
@@ -213,9 +213,7 @@ class _Setup:
             )
         else:
             factor = symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
-        frame = approach(
-            self.all_rows, Frame(position, factor, self.all_rows.gradient(position))
-        )
+        frame = approach(self.all_rows, Frame(position, factor, self.all_rows.gradient(position)))
         if not frame.is_finite():
             raise RuntimeError(
                 "The gradient on all rows is not finite near the mode. "
@@ -275,9 +273,7 @@ class _Setup:
             time = min(2.0 * time, _LAST_WINDOW)
         return frame, q
 
-    def _follow(
-        self, frame: Frame, draws: np.ndarray, effective_size: float
-    ) -> tuple[Frame, bool]:
+    def _follow(self, frame: Frame, draws: np.ndarray, effective_size: float) -> tuple[Frame, bool]:
         """The frame moved to the draws' mean and covariance, and whether that was a small move."""
         flat = draws.reshape(-1, draws.shape[-1])
         mean, d = flat.mean(0), flat.shape[1]
@@ -333,7 +329,7 @@ class _Setup:
         num_positions, num_minibatches = (_PILOT_CHAINS, 32) if self.is_cheap else (4, 4)
         positions = self._cast(q[:num_positions])
         anchored = frame._replace(hessian=None).anchored(target.dtype)
-        found = {}
+        found: dict[tuple[str, str], np.ndarray] = {}
         for kind, draw in (("random", draw_rows), ("blocks", draw_blocks)):
             rows = draw(target, self.rng, (len(positions), num_minibatches))
             values = measure_noise(
@@ -405,9 +401,7 @@ class _Setup:
             )
         num_steps = settings.num_steps or choose_num_steps(dynamics.relaxation_time, step_size)
         frame = self._with_hessian(frame, estimator)
-        return Adaptation(
-            frame.anchored(target.dtype), step_size, num_steps, estimator, minibatch
-        )
+        return Adaptation(frame.anchored(target.dtype), step_size, num_steps, estimator, minibatch)
 
     def _worst(self, variances: np.ndarray) -> float:
         """The largest coordinate's variance, as far as the number of minibatches can tell."""

@@ -10,7 +10,6 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices
@@ -43,7 +42,9 @@ class Surface:
 
     def is_finite(self, position: np.ndarray) -> bool:
         """Whether potential and gradient are finite."""
-        return bool(np.isfinite(self.value(position)) and np.isfinite(self.gradient(position)).all())
+        return bool(
+            np.isfinite(self.value(position)) and np.isfinite(self.gradient(position)).all()
+        )
 
     def gradient(self, position: np.ndarray) -> np.ndarray:
         """The gradient, shape ``(d,)``."""
@@ -58,6 +59,4 @@ class Surface:
     def hessian_products(self, position: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         """Products of the Hessian with the rows of ``vectors``, shape ``(k, d)``."""
         q, v = self._cast(position), self._cast(vectors)
-        return np.asarray(
-            _products(self.target, q, v, self.arguments, self.subset), np.float64
-        )
+        return np.asarray(_products(self.target, q, v, self.arguments, self.subset), np.float64)

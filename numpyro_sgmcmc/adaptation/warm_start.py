@@ -141,9 +141,7 @@ def descend(
 
 
 @partial(jax.jit, static_argnames="target")
-def lbfgs(
-    target: Target, arguments: Arguments, position: Array, subset: Indices | None
-) -> Array:
+def lbfgs(target: Target, arguments: Arguments, position: Array, subset: Indices | None) -> Array:
     """Up to 30 L-BFGS steps on the subset; the better of the start and the end."""
     optimizer = optax.lbfgs()
 

@@ -23,9 +23,7 @@ __all__ = ["Overdamped", "OverdampedState"]
 
 
 class OverdampedState(NamedTuple):
-    """
-    - **position** - whitened position, shape ``(d,)``.
-    """
+    """- **position** - whitened position, shape ``(d,)``."""
 
     position: Array
 

@@ -4,4 +4,4 @@ from numpyro_sgmcmc.samplers.sghmc import SGHMC
 from numpyro_sgmcmc.samplers.sghmc_split import SGHMCSplit
 from numpyro_sgmcmc.samplers.sgld import SGLD
 
-__all__ = ["SGHMC", "SGHMCSplit", "SGLD"]
+__all__ = ["SGHMC", "SGLD", "SGHMCSplit"]
