@@ -133,10 +133,10 @@ def check_init_params(init_params: Any, target: Target, is_batch: bool) -> Any:
     unknown = sorted(set(init_params) - set(shapes))
     missing = sorted(set(shapes) - set(init_params))
     if unknown or missing:
+        found = [f"has unknown sites {unknown}"] * bool(unknown)
+        found += [f"lacks the sites {missing}"] * bool(missing)
         raise ValueError(
-            f"`init_params` has {f'unknown sites {unknown}' if unknown else 'no values'}"
-            f"{f' for the sites {missing}' if missing else ''}; the latent sites are "
-            f"{sorted(shapes)}."
+            f"`init_params` {' and '.join(found)}; the latent sites are {sorted(shapes)}."
         )
     for name, shape in shapes.items():
         given = jnp.shape(init_params[name])
