@@ -60,11 +60,12 @@ from numpyro_sgmcmc.notices import notify
 
 __all__ = ["Adaptation", "Settings", "adapt"]
 
-_WORK = 1e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
+_WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
 _MAX_WINDOWS = 20
 _FIRST_WINDOW = 30.0
 _LAST_WINDOW = 240.0
+_LONGEST_EARLY_WINDOW = 1_000
 _LONGEST_WINDOW = 4_000
 _SHORTEST_PILOT = 400
 _SMALL_SHIFT = 0.5
@@ -154,7 +155,7 @@ class _Setup:
         self.some_rows = self.all_rows if subset is None else Surface(target, arguments, subset)
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
-        self.is_cheap = self.affordable >= 10_000
+        self.is_cheap = self.affordable >= 2_000
         self.estimators = self._candidates()
 
     def run(self, starts: Iterable[np.ndarray]) -> Adaptation:
@@ -207,10 +208,7 @@ class _Setup:
         settings = self.settings
         matrix = settings.inverse_mass_matrix
         if matrix is None:
-            hessian = self._hessian(self.all_rows, position)
-            factor = factor_from_curvature(
-                hessian, settings.mask, settings.is_dense, self.some_rows, position
-            )
+            factor = self._factor_at(position)
         else:
             factor = symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
         frame = approach(self.all_rows, Frame(position, factor, self.all_rows.gradient(position)))
@@ -220,6 +218,12 @@ class _Setup:
                 + self.target.explain(self._cast(frame.anchor), self.arguments)
             )
         return frame
+
+    def _factor_at(self, position: np.ndarray) -> np.ndarray:
+        hessian = self._hessian(self.all_rows, position)
+        return factor_from_curvature(
+            hessian, self.settings.mask, self.settings.is_dense, self.some_rows, position
+        )
 
     def _cast(self, x: np.ndarray) -> Array:
         return jnp.asarray(x, self.target.dtype)
@@ -232,16 +236,20 @@ class _Setup:
         :return: the frame, and whitened positions from about the posterior.
         """
         # Close to the centre at first: where it is not Gaussian, a sd away may be nowhere.
-        q = 0.3 * self.rng.standard_normal((_PILOT_CHAINS, self.target.dim))
+        typical = self.rng.standard_normal((_PILOT_CHAINS, self.target.dim))
+        q = 0.3 * typical
         steps_left, shorter, time = self.affordable, 1.0, _FIRST_WINDOW
         for _ in range(_MAX_WINDOWS):
-            noise = self._noise(frame, q)
-            variances = {e: float(noise[e, "random"].mean()) for e in self.estimators}
+            # A coordinate whose noise grows faster than its friction takes away runs off, and one
+            # is enough: the worst counts, at the distance that the chains will reach.
+            noise = self._noise(frame, typical)
+            variances = {e: self._worst(noise[e, "random"]) for e in self.estimators}
             curvature = self._curvature(frame, q)
             estimator, step_size, _ = self._cheapest(
                 PILOT, PILOT_STEP_SIZE / shorter, variances, curvature, PILOT_BIAS
             )
-            num_steps = min(int(time / step_size), _LONGEST_WINDOW)
+            longest = _LONGEST_WINDOW if time >= _LAST_WINDOW else _LONGEST_EARLY_WINDOW
+            num_steps = min(int(time / step_size), longest)
             if steps_left < max(num_steps, _SHORTEST_PILOT):
                 break
             steps_left -= num_steps
@@ -266,7 +274,7 @@ class _Setup:
             moved, is_settled = self._follow(frame, draws[alive], sampled / PILOT.relaxation_time)
             q = draws[self.rng.choice(np.flatnonzero(alive), _PILOT_CHAINS), -1]
             q[: alive.sum()] = draws[alive, -1]
-            q = moved.whiten(frame.anchor + frame.push(q) - moved.anchor)
+            q = typical = moved.whiten(frame.anchor + frame.push(q) - moved.anchor)
             frame = moved
             if is_settled and time >= _LAST_WINDOW:
                 break
@@ -295,10 +303,12 @@ class _Setup:
             on_ridge = self._frame_at(frame, nearest, factor)
             if not np.square(on_ridge.pull(on_ridge.gradient)).sum() >= size:
                 moved = on_ridge
-        if not moved.is_finite():
-            return frame, False
         is_near = np.abs(mean).max() < _SMALL_SHIFT
-        return moved, bool(is_near and spread.max() < _SMALL_STRETCH * slack**2)
+        is_settled = bool(is_near and spread.max() < _SMALL_STRETCH * slack**2)
+        if not is_settled and self.settings.inverse_mass_matrix is None:
+            # Chains on their way tell little of the spread where they arrive; curvature does.
+            moved = moved._replace(factor=self._factor_at(moved.anchor))
+        return (moved, is_settled) if moved.is_finite() else (frame, False)
 
     def _frame_at(self, frame: Frame, q: np.ndarray, factor: np.ndarray) -> Frame:
         anchor = frame.anchor + frame.push(q)

@@ -1,0 +1,57 @@
+# Two commands do everything, environment included:
+#
+#   make quickstart   fit a model of 327,346 flights and plot it (examples/flights.py)
+#   make test         run the tests
+#
+# PYTHON is the Python to build the environment with, VENV the folder to build it in.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+bin := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart reference test test-all lint format clean
+
+help:
+	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
+	@echo "make reference    the same, and NUTS on all rows beside it (long)"
+	@echo "make test         run the tests but for the slow ones"
+	@echo "make test-all     run all tests"
+	@echo "make lint         check style, format and types"
+	@echo "make format       format the code"
+	@echo "make clean        remove the environment, caches and outputs"
+
+# One stamp for each set of extras: `pip` runs again when pyproject.toml changes.
+$(VENV)/.installed-%: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+quickstart: $(VENV)/.installed-examples
+	$(bin)/python examples/flights.py $(ARGS)
+
+reference: $(VENV)/.installed-examples
+	$(bin)/python examples/flights.py --reference $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(bin)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(bin)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	$(bin)/mypy
+
+format: $(VENV)/.installed-test
+	$(bin)/ruff check --fix-only
+	$(bin)/ruff format
+
+clean:
+	rm -rf $(VENV) quickstart-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,100 @@
+"""Each SDE leaves its density invariant, and each scheme follows that SDE."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orders import fokker_planck_residual, small_step_limit
+from sdes import EXAMPLES, FRICTION, SCHEMES, SDE, quartic, underdamped
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+
+DIM = 2
+NAMES = sorted(EXAMPLES)
+
+
+def points(example, num=5):
+    size = sum(x.size for x in example.state(np.zeros(DIM)))
+    return 0.7 * np.random.default_rng(1).standard_normal((num, size))
+
+
+def residuals(example, sde):
+    log_density = example.log_density(quartic, DIM)
+    at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
+    return np.abs(at(points(example)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sde_leaves_its_density_invariant(name):
+    example = EXAMPLES[name]
+    assert residuals(example, example.sde(jax.grad(quartic), DIM)).max() < 1e-10
+
+
+@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
+def test_small_steps_leave_the_density_invariant(name, scheme):
+    example = EXAMPLES[name]
+    limit = small_step_limit(
+        example.step(scheme),
+        example.state(np.zeros(DIM)),
+        example.num_draws(scheme),
+        jax.grad(quartic),
+    )
+    assert residuals(example, limit).max() < 1e-10
+
+
+def with_diffusion(scale):
+    right = underdamped(jax.grad(quartic), DIM)
+    return SDE(right.drift, lambda z: scale * right.diffusion(z))
+
+
+def with_drift(change):
+    right = underdamped(jax.grad(quartic), DIM)
+    return SDE(lambda z: change(z, right.drift(z)), right.diffusion)
+
+
+WRONG = {
+    "noise by the friction in place of its root": lambda: with_diffusion(FRICTION),
+    "half of the noise": lambda: with_diffusion(0.5),
+    "no friction": lambda: with_drift(
+        lambda z, f: f + FRICTION * jnp.concatenate([jnp.zeros(DIM), z[DIM:]])
+    ),
+    "momentum runs backwards": lambda: with_drift(
+        lambda z, f: jnp.concatenate([-f[:DIM], f[DIM:]])
+    ),
+    "gradient twice": lambda: underdamped(lambda q: 2 * jax.grad(quartic)(q), DIM),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_wrong_sde_is_seen(name):
+    assert residuals(EXAMPLES["underdamped"], WRONG[name]()).max() > 0.01
+
+
+@pytest.mark.parametrize("scheme", sorted(EXAMPLES["underdamped"].dynamics.schemes))
+def test_wrong_noise_of_a_step_is_seen(scheme):
+    example = EXAMPLES["underdamped"]
+    correct = example.step(scheme)
+
+    def step(state, h, gradient, noise):
+        return correct(state, h, gradient, jnp.sqrt(FRICTION) * noise)
+
+    limit = small_step_limit(step, example.state(np.zeros(DIM)), 1, jax.grad(quartic))
+    assert residuals(example, limit).max() > 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_first_state(name):
+    position = jnp.array([0.3, -1.0])
+    states = [EXAMPLES[name].state(position, seed) for seed in (0, 1)]
+    for state in states:
+        np.testing.assert_array_equal(state.position, position)
+        assert all(x.shape == (2,) and x.dtype == position.dtype for x in state)
+    for a, b in zip(states[0][1:], states[1][1:], strict=True):
+        assert (a != b).all()
+
+
+def test_first_momentum_has_unit_variance():
+    example = EXAMPLES["underdamped"]
+    momentum = example.state(np.zeros(40_000)).momentum
+    assert abs(momentum.mean()) < 5 / 200
+    assert abs(momentum.var() - 1) < 5 * np.sqrt(2) / 200

@@ -1,0 +1,181 @@
+"""Values on all rows, by chunks, are NumPyro's own of the model without subsampling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from plated import CASES, assert_close, full_gradient, position_of
+
+import numpyro_sgmcmc.model
+from numpyro_sgmcmc.full_data import Plate, chunk_rows, over_all_rows
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+
+ARRANGEMENTS = [
+    ("one", {}),
+    ("one", {"rows": 4}),
+    ("subsample", {"rows": 3}),
+    ("separate", {"rows": 4, "columns": 2}),
+    ("separate", {"columns": 2}),
+    ("nested", {"rows": 3, "columns": 2}),
+    ("nested", {"rows": 3}),
+    ("nested", {"columns": 1}),
+    ("three", {"rows": 2, "columns": 2}),
+    ("supports", {"rows": 4}),
+]
+
+
+def chunks_of(monkeypatch, num_rows):
+    monkeypatch.setattr(numpyro_sgmcmc.model, "chunk_rows", lambda width: num_rows)
+
+
+@pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
+def test_potential_gradient_and_hessian(name, batch, monkeypatch):
+    case = CASES[name]
+    target, arguments = case.target(**batch), case.arguments(**batch)
+    position = jnp.asarray(position_of(target))
+    potential = case.potential(target)(position)
+    gradient = full_gradient(case, target)
+    hessian = jax.jit(jax.jacfwd(gradient))(position)
+    vectors = np.random.default_rng(1).standard_normal((2, target.dim))
+    for num_rows in (1, 4, 100):
+        chunks_of(monkeypatch, num_rows)
+        assert_close(target.full_potential(position, arguments), potential)
+        assert_close(target.full_gradient(position, arguments), gradient(position))
+    # Four rows a chunk divide neither five nor six.
+    chunks_of(monkeypatch, 4)
+    expansion = target.full_expansion(position, arguments)
+    for found, expected in zip(expansion, (potential, gradient(position), hessian), strict=True):
+        assert_close(found, expected)
+    products = target.full_hessian_products(position, vectors, arguments)
+    assert_close(products, vectors @ hessian)
+
+
+@pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
+def test_which_plates_meet(name, batch):
+    plates = CASES[name].target(**batch).groups
+    names = sorted(sorted(p.name for p in group) for group in plates)
+    expected = {
+        "separate": [["columns"], ["rows"]],
+        "nested": [["columns", "rows"]],
+        "three": [["columns", "rows"], ["others"]],
+    }.get(name, [["rows"]])
+    kept = [[n for n in group if n in batch or (n == "others" and batch)] for group in expected]
+    assert names == [group for group in kept if group]
+
+
+def test_plates_that_meet_in_turn_are_one_group():
+    def plate(name):
+        return Plate(name, 3, 2)
+
+    a, b, c = plate("a"), plate("b"), plate("c")
+    rng = np.random.default_rng(0)
+    ab, bc = rng.standard_normal((2, 3, 3))
+
+    def value(i):
+        return jnp.asarray(ab)[i["a"]][:, i["b"]].mean() + jnp.asarray(bc)[i["b"]][:, i["c"]].mean()
+
+    for num_rows in (1, 2, 5, 100):
+        assert_close(over_all_rows(value, [(a, b, c)], num_rows), ab.mean() + bc.mean())
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 7, 10, 50])
+def test_chunks_are_weighted_by_their_sizes(num_rows):
+    values = jnp.asarray(np.random.default_rng(0).standard_normal(10))
+    calls = []
+
+    def mean(i):
+        calls.append(i["rows"].shape[0])
+        return {"mean": values[i["rows"]].mean(), "square": values[i["rows"]] @ values[i["rows"]] / i["rows"].shape[0]}
+
+    found = over_all_rows(mean, [(Plate("rows", 10, 2),)], num_rows)
+    assert max(calls) <= num_rows
+    assert_close(found, {"mean": values.mean(), "square": values @ values / 10})
+
+
+def test_no_plates():
+    assert over_all_rows(lambda i: 3.0, (), 10) == 3.0
+
+
+def test_memory_is_that_of_a_chunk():
+    size = 10**6
+
+    def mean(i):
+        return jnp.sin(i["rows"].astype(float)).mean()
+
+    jaxpr = jax.make_jaxpr(lambda: over_all_rows(mean, [(Plate("rows", size, 10),)], 1000))()
+    assert str(size) not in "".join(str(v.aval) for v in jaxpr.eqns[-1].outvars)
+    shapes = [v.aval.shape for e in jaxpr.jaxpr.eqns for v in e.outvars]
+    assert max(map(np.prod, shapes)) <= 1000
+
+
+def test_chunk_rows():
+    assert chunk_rows(1) == 8192
+    assert chunk_rows(2**10) == 2**10
+    assert chunk_rows(10**9) == 1
+    assert chunk_rows(0) == 8192
+
+
+def test_plates_need_not_agree_in_budget():
+    # Two hundred million cells in chunks of at most a thousand numbers a call.
+    seen = []
+
+    def size_of(i):
+        seen.append(i["a"].shape[0] * i["b"].shape[0])
+        return jnp.float64(i["a"].shape[0] * i["b"].shape[0] > 0)
+
+    plates = (Plate("a", 20_000, 3), Plate("b", 10_000, 3))
+    jax.eval_shape(lambda: over_all_rows(size_of, [plates], 1000))
+    assert max(seen) <= 1000
+
+
+@pytest.mark.parametrize("name", ["one", "nested", "three"])
+def test_a_subset_stands_for_all_rows(name, monkeypatch):
+    case = CASES[name]
+    batch = {k: 2 for k in ("rows", "columns") if k in case.sizes}
+    target, arguments = case.target(**batch), case.arguments(**batch)
+    position = jnp.asarray(position_of(target))
+    subset = {p.name: jnp.array([2, 0, 2]) for p in target.plates}
+    expected = jax.value_and_grad(target.potential)(position, subset, arguments)
+    for num_rows in (2, 100):
+        chunks_of(monkeypatch, num_rows)
+        assert_close(target.full_potential(position, arguments, subset), expected[0])
+        assert_close(target.full_gradient(position, arguments, subset), expected[1])
+
+
+@pytest.mark.parametrize("name", ["one", "subsample", "supports"])
+def test_per_example_gradients(name):
+    case = CASES[name]
+    target, arguments = case.target(rows=2), case.arguments(rows=2)
+    position = jnp.asarray(position_of(target))
+    found = target.per_example_gradients(position, {"rows": jnp.arange(6)}, arguments)
+    assert found.shape == (6, target.dim)
+    assert_close(found.mean(0), full_gradient(case, target)(position))
+
+    for row in (0, 4):
+        alone = jax.grad(case.scaled_potential(target, np.array([row]), 6))
+        assert_close(found[row], alone(position))
+
+
+def test_minibatch_potential_counts_the_rows_it_has():
+    case = CASES["one"]
+    target, arguments = case.target(rows=2), case.arguments(rows=2)
+    position = jnp.asarray(position_of(target))
+    rows = np.array([0, 3, 3, 5, 1])
+    found = target.potential(position, {"rows": rows}, arguments)
+    assert_close(found, case.scaled_potential(target, rows, 6 / 5)(position))
+
+
+def test_planted_mistake_is_seen():
+    # Chunks of different sizes, all weighted alike.
+    case = CASES["one"]
+    target, arguments = case.target(rows=2), case.arguments(rows=2)
+    position = jnp.asarray(position_of(target))
+    expected = case.potential(target)(position)
+    first, last = (
+        target.potential(position, {"rows": jnp.arange(*ends)}, arguments)
+        for ends in ((0, 4), (4, 6))
+    )
+    assert_close((4 * first + 2 * last) / 6, expected)
+    with pytest.raises(AssertionError):
+        assert_close((first + last) / 2, expected)
