@@ -372,7 +372,8 @@ class _Setup:
     def _decide(self, frame: Frame, q: np.ndarray) -> Adaptation:
         """Estimator, minibatches and step size from the noise measured at typical positions."""
         settings, target, dynamics = self.settings, self.target, self.settings.dynamics
-        noise = {pair: self._worst(v) for pair, v in self._noise(frame, q).items()}
+        variances = self._noise(frame, q)
+        noise = {pair: self._worst(v) for pair, v in variances.items()}
         curvature = self._curvature(frame, q)
 
         def choose(kind: str) -> tuple[str, float, float]:
@@ -387,12 +388,14 @@ class _Setup:
         minibatch = settings.minibatch
         kind = "random" if minibatch in ("iid", "epoch") else "blocks"
         estimator, step_size, inflation = choose(kind)
-        in_blocks, random_rows = noise[estimator, "blocks"], noise[estimator, "random"]
         if minibatch == "auto":
             minibatch = "blocks"
-            if in_blocks > _CLEARLY_NOISIER * random_rows:
+            in_blocks, random_rows = (variances[estimator, k].mean() for k in ("blocks", "random"))
+            with_random_rows = choose("random")
+            # Noise that shortens no step does no harm, and blocks are cheaper.
+            if in_blocks > _CLEARLY_NOISIER * random_rows and with_random_rows[1] > step_size:
                 minibatch = "epoch"
-                estimator, step_size, inflation = choose("random")
+                estimator, step_size, inflation = with_random_rows
                 notify(
                     f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy "
                     "as random rows: the rows are sorted by something that matters. Random rows "
