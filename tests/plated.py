@@ -156,8 +156,3 @@ def assert_close(actual: Any, expected: Any, rtol: float = 1e-12) -> None:
     actual, expected = (np.asarray(ravel_pytree(x)[0]) for x in (actual, expected))
     assert actual.dtype == np.float64
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * np.abs(expected).max())
-
-
-def full_gradient(case: Case, target: Target) -> Callable:
-    """NumPyro's gradient on all rows, of flat positions."""
-    return jax.jit(jax.grad(case.potential(target)))

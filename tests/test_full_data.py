@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from plated import CASES, assert_close, full_gradient, position_of
+from plated import CASES, assert_close, position_of
 
 import numpyro_sgmcmc.model
 from numpyro_sgmcmc.full_data import Plate, chunk_rows, over_all_rows
@@ -29,26 +29,49 @@ def chunks_of(monkeypatch, num_rows):
     monkeypatch.setattr(numpyro_sgmcmc.model, "chunk_rows", lambda width: num_rows)
 
 
+def derivatives(potential, position):
+    """Value, gradient and Hessian."""
+
+    def both(q):
+        value, slope = jax.value_and_grad(potential)(q)
+        return slope, (value, slope)
+
+    hessian, (value, slope) = jax.jit(jax.jacfwd(both, has_aux=True))(position)
+    return value, slope, hessian
+
+
 @pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
 def test_potential_gradient_and_hessian(name, batch, monkeypatch):
+    # Four rows a chunk divide neither five nor six.
+    chunks_of(monkeypatch, 4)
     case = CASES[name]
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
-    potential = case.potential(target)(position)
-    gradient = full_gradient(case, target)
-    hessian = jax.jit(jax.jacfwd(gradient))(position)
     vectors = np.random.default_rng(1).standard_normal((2, target.dim))
-    for num_rows in (1, 4, 100):
-        chunks_of(monkeypatch, num_rows)
-        assert_close(target.full_potential(position, arguments), potential)
-        assert_close(target.full_gradient(position, arguments), gradient(position))
-    # Four rows a chunk divide neither five nor six.
-    chunks_of(monkeypatch, 4)
-    expansion = target.full_expansion(position, arguments)
-    for found, expected in zip(expansion, (potential, gradient(position), hessian), strict=True):
-        assert_close(found, expected)
-    products = target.full_hessian_products(position, vectors, arguments)
-    assert_close(products, vectors @ hessian)
+
+    @jax.jit
+    def found(position):
+        return (
+            target.full_potential(position, arguments),
+            target.full_gradient(position, arguments),
+            target.full_expansion(position, arguments),
+            target.full_hessian_products(position, vectors, arguments),
+        )
+
+    value, slope, hessian = derivatives(case.potential(target), position)
+    expected = (value, slope, (value, slope, hessian), vectors @ hessian)
+    jax.tree.map(assert_close, found(position), expected)
+
+
+@pytest.mark.parametrize(("name", "batch"), [ARRANGEMENTS[1], ARRANGEMENTS[5], ARRANGEMENTS[8]])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 100])
+def test_any_number_of_rows_a_chunk(name, batch, num_rows, monkeypatch):
+    chunks_of(monkeypatch, num_rows)
+    case = CASES[name]
+    target, arguments = case.target(**batch), case.arguments(**batch)
+    position = jnp.asarray(position_of(target))
+    found = jax.jit(lambda q: target.full_potential(q, arguments))(position)
+    assert_close(found, case.potential(target)(position))
 
 
 @pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
@@ -136,11 +159,11 @@ def test_a_subset_stands_for_all_rows(name, monkeypatch):
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
     subset = {p.name: jnp.array([2, 0, 2]) for p in target.plates}
-    expected = jax.value_and_grad(target.potential)(position, subset, arguments)
+    expected = target.potential(position, subset, arguments)
     for num_rows in (2, 100):
         chunks_of(monkeypatch, num_rows)
-        assert_close(target.full_potential(position, arguments, subset), expected[0])
-        assert_close(target.full_gradient(position, arguments, subset), expected[1])
+        found = jax.jit(lambda q: target.full_potential(q, arguments, subset))(position)
+        assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["one", "subsample", "supports"])
@@ -148,13 +171,13 @@ def test_per_example_gradients(name):
     case = CASES[name]
     target, arguments = case.target(rows=2), case.arguments(rows=2)
     position = jnp.asarray(position_of(target))
-    found = target.per_example_gradients(position, {"rows": jnp.arange(6)}, arguments)
+    rows = {"rows": jnp.arange(6)}
+    found = jax.jit(lambda q: target.per_example_gradients(q, rows, arguments))(position)
     assert found.shape == (6, target.dim)
-    assert_close(found.mean(0), full_gradient(case, target)(position))
+    assert_close(found.mean(0), jax.jit(jax.grad(case.potential(target)))(position))
 
-    for row in (0, 4):
-        alone = jax.grad(case.scaled_potential(target, np.array([row]), 6))
-        assert_close(found[row], alone(position))
+    alone = jax.jit(jax.grad(case.scaled_potential(target, np.array([4]), 6)))
+    assert_close(found[4], alone(position))
 
 
 def test_minibatch_potential_counts_the_rows_it_has():

@@ -26,12 +26,15 @@ def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     raised.
 
     :param matrix: symmetric, shape ``(d, d)``.
+    :return: the root; NaN where the matrix is not finite.
     """
+    if not np.isfinite(matrix).all():
+        return np.full_like(matrix, np.nan)
     diagonal = np.abs(np.diagonal(matrix))
     scale = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
     values, vectors = np.linalg.eigh(matrix / np.outer(scale, scale))
     values = np.abs(values)
-    values = np.maximum(values, 1e-7 * values.max())
+    values = np.maximum(values, 1e-7 * (values.max() or 1.0))
     if inverse:
         return vectors / np.sqrt(values) / scale[:, None]
     return vectors * np.sqrt(values) * scale[:, None]

@@ -1,0 +1,163 @@
+"""Bad input: one clear sentence that names the site or argument, before any sampling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMC, SGLD, SGHMCSplit
+
+N = 1000
+_rng = np.random.default_rng(0)
+X = jnp.asarray(_rng.standard_normal((N, 3)), jnp.float32)
+Y = jnp.asarray(_rng.standard_normal(N), jnp.float32)
+
+
+def model(X, y, batch=100, size=None, rows_of=("X", "y"), discrete=False, local=False, key=False):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+    if discrete:
+        b = b + numpyro.sample("k", dist.Bernoulli(0.5))
+    if key:
+        numpyro.prng_key()
+    with numpyro.plate("rows", size or X.shape[0], subsample_size=batch) as i:
+        if local:
+            numpyro.sample("u", dist.Normal(0, 1))
+        x = X[i] if "X" in rows_of else X
+        numpyro.sample("y", dist.Normal(x @ b, 1), obs=y[i] if "y" in rows_of else y)
+
+
+def run(*args, init_params=None, options=None, **kwargs):
+    kernel = SGHMCSplit(model, **(options or {}))
+    mcmc = MCMC(kernel, num_warmup=1, num_samples=1, progress_bar=False)
+    mcmc.run(jax.random.key(0), *(args or (X, Y)), init_params=init_params, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"discrete": True}, ("'k' is discrete", "Gibbs", "DiscreteGibbs(kernel.model)")),
+        ({"local": True}, ("'u'", "inside the subsampled plate 'rows'", "Move it out")),
+        ({"batch": 2000}, ("'rows'", "subsample_size=2000", "1000")),
+        ({"size": 900}, ("'rows'", "size 900", "`X`", "1000 rows")),
+        ({"size": 1100}, ("'rows'", "size 1100", "`X`", "1000 rows")),
+        ({"rows_of": ("y",)}, ("'rows'", "index every array of rows", "numpyro.subsample")),
+        ({"rows_of": ("X",)}, ("'y'", "1000 rows", "'rows'", "index the data")),
+        ({"key": True, "options": {"gradient": "control_variate"}}, ("prng_key", "'plain'")),
+    ],
+)
+def test_model_that_cannot_be_sampled(kwargs, words):
+    with pytest.raises(ValueError, match="'") as error:
+        run(**kwargs)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_array_of_another_length_is_named():
+    with pytest.raises(ValueError, match="`y` that it indexes has 500 rows"):
+        run(X, Y[:500])
+
+
+@pytest.mark.parametrize("bad", [(X, Y.at[3].set(jnp.nan)), (X.at[3, 0].set(jnp.nan), Y)])
+@pytest.mark.filterwarnings("ignore:Out-of-support values")
+def test_missing_values_name_the_site(bad):
+    with pytest.raises(RuntimeError, match=r"site 'y' \(1 of 1000 values\)"):
+        run(*bad)
+
+
+@pytest.mark.filterwarnings("ignore:Out-of-support values")
+def test_missing_value_beyond_the_first_rows_is_found():
+    """One bad row among more than the warm-up looks at first."""
+    n = 50_000
+    x = jnp.ones((n, 3))
+    with pytest.raises(RuntimeError, match="site 'y'"):
+        run(x, jnp.zeros(n).at[n // 2].set(jnp.nan))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gradient": "full"}, "`gradient` is 'full'.*'plain'"),
+        ({"minibatch": "all"}, "`minibatch` is 'all'.*'blocks'"),
+        ({"scheme": "euler"}, "`scheme` is 'euler'.*'symmetric'"),
+        ({"step_size": -1.0}, "`step_size` is -1.0"),
+        ({"step_size": "small"}, "`step_size` is 'small'"),
+        ({"step_size": lambda i: -1.0}, r"`step_size\(0\)` is -1.0"),
+        ({"friction": 0.0}, "`friction` is 0.0"),
+        ({"num_steps": 0}, "`num_steps` is 0"),
+        ({"num_steps": 1.5}, "`num_steps` is 1.5"),
+        ({"target_bias": 0}, "`target_bias` is 0"),
+        ({"dense_mass": "yes"}, "`dense_mass` is 'yes'"),
+        ({"dense_mass": [("c",)]}, "`dense_mass` names site 'c'.*'b'"),
+        ({"inverse_mass_matrix": jnp.ones(4)}, r"shape \(4,\).*3 unconstrained"),
+        ({"inverse_mass_matrix": -jnp.ones(3)}, "positive definite"),
+        ({"inverse_mass_matrix": {("c",): jnp.ones(3)}}, "names site 'c'"),
+        ({"potential_fn": lambda z: 0.0}, "Only one of `model` or `potential_fn`"),
+    ],
+)
+def test_option_out_of_range(options, words):
+    with pytest.raises(ValueError, match=words):
+        run(options=options)
+
+
+@pytest.mark.parametrize("kernel", [SGHMCSplit, SGHMC, SGLD])
+def test_neither_model_nor_potential_and_unknown_keyword(kernel):
+    with pytest.raises(ValueError, match="`model` or `potential_fn`"):
+        kernel()
+    with pytest.raises(TypeError, match="'stepsize'"):
+        kernel(model, stepsize=0.1)
+
+
+@pytest.mark.parametrize(
+    ("init_params", "words"),
+    [
+        ({"b": jnp.ones(4)}, r"site 'b' has shape \(4,\).*\(3,\)"),
+        ({"c": jnp.ones(3)}, r"unknown sites \['c'\] and lacks the sites \['b'\]"),
+        ({"b": jnp.array([0.0, jnp.nan, 0.0])}, "'b' is not finite"),
+        (jnp.ones(3), "must be a dict"),
+    ],
+)
+def test_init_params_that_do_not_fit(init_params, words):
+    with pytest.raises(ValueError, match=words):
+        run(init_params=init_params)
+
+
+def test_potential_without_init_params():
+    mcmc = MCMC(SGLD(potential_fn=lambda z: z**2), num_warmup=1, num_samples=1, progress_bar=False)
+    with pytest.raises(ValueError, match="`init_params` must be provided"):
+        mcmc.run(jax.random.key(0))
+
+
+def test_traced_data():
+    with pytest.raises(ValueError, match=r"traced by jit.*Call MCMC\.run outside"):
+        jax.jit(lambda x: run(x, Y))(X)
+
+
+def test_model_without_latent_sites():
+    kernel = SGHMCSplit(lambda y: numpyro.sample("y", dist.Normal(0, 1), obs=y))
+    mcmc = MCMC(kernel, num_warmup=1, num_samples=1, progress_bar=False)
+    with pytest.raises(ValueError, match="no latent site"):
+        mcmc.run(jax.random.key(0), Y)
+
+
+def test_no_subsampled_plate_warns():
+    with pytest.warns(UserWarning, match="no subsampled plate.*subsample_size"):
+        run(batch=None)
+
+
+def test_nonfinite_steps_are_counted_and_the_chain_goes_on(capsys):
+    def potential(z):
+        return jnp.where(z > 1.5, jnp.nan, 0.5 * z**2)
+
+    mcmc = MCMC(
+        SGHMCSplit(potential_fn=potential), num_warmup=0, num_samples=500, progress_bar=False
+    )
+    mcmc.run(jax.random.key(0), init_params=jnp.array(0.0))
+    diverging = np.asarray(mcmc.get_extra_fields()["diverging"])
+    draws = np.asarray(mcmc.get_samples())
+    assert 0 < diverging.sum() < 500
+    assert np.isfinite(draws).all()
+    assert len(np.unique(draws)) > 300
+    mcmc.print_summary()
+    assert f"Number of divergences: {diverging.sum()}" in capsys.readouterr().out
