@@ -39,7 +39,9 @@ def run(num_rows: int, chain_method: str, num_chains: int) -> None:
         )
         mcmc.run(random.key(1), *data, batch_size=BATCH_SIZE)
         mcmc.get_samples()["beta"].block_until_ready()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
     print(sum(x.nbytes for x in data), peak)
 
 
@@ -51,7 +53,8 @@ def main() -> None:
     args = parser.parse_args()
     num_rows = int(args.num_rows)
     if args.child:
-        return run(num_rows, args.child, args.chains[0])
+        run(num_rows, args.child, args.chains[0])
+        return
     print_header(f"Peak resident memory, N = {args.num_rows:.0e}, D = {DIM}, B = {BATCH_SIZE}")
     print_row(["chains", "", "data MB", "peak MB", "peak/data"], WIDTHS)
     cases = [("none", 0), ("sequential", 1), *(("vectorized", n) for n in args.chains)]
@@ -60,7 +63,13 @@ def main() -> None:
         command += ["--chains", str(chains), "--child", method]
         out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         data, peak = (int(word) for word in out.split()[-2:])
-        cells = [method, chains or "", f"{data / 1e6:.0f}", f"{peak / 1e6:.0f}", f"{peak / data:.2f}"]
+        cells = [
+            method,
+            chains or "",
+            f"{data / 1e6:.0f}",
+            f"{peak / 1e6:.0f}",
+            f"{peak / data:.2f}",
+        ]
         print_row(cells, WIDTHS)
 
 

@@ -32,7 +32,6 @@ each_kernel = pytest.mark.parametrize("kernel_class", KERNELS, ids=lambda k: k._
 ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
     """Compile without optimising: what is tested is the same and a third of the time is spared.
@@ -62,9 +61,7 @@ def survey(X: Any, y: Any = None, counts: Any = None, batch_size: int | None = N
     with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
         mean = X[i] @ beta
         numpyro.sample("y", dist.Normal(mean, 1), obs=None if y is None else y[i])
-        numpyro.sample(
-            "counts", dist.Poisson(rate), obs=None if counts is None else counts[i]
-        )
+        numpyro.sample("counts", dist.Poisson(rate), obs=None if counts is None else counts[i])
 
 
 def survey_data(seed: int = 0) -> Data:

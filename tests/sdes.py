@@ -77,9 +77,7 @@ def _with_unit_momentum(covariance: np.ndarray) -> np.ndarray:
 
 EXAMPLES = {
     "overdamped": Example(Overdamped(), overdamped, _position_only, lambda covariance: covariance),
-    "underdamped": Example(
-        Underdamped(FRICTION), underdamped, _with_momentum, _with_unit_momentum
-    ),
+    "underdamped": Example(Underdamped(FRICTION), underdamped, _with_momentum, _with_unit_momentum),
 }
 
 SCHEMES = [(name, scheme) for name, e in EXAMPLES.items() for scheme in e.dynamics.schemes]

@@ -15,7 +15,6 @@ import numpyro.distributions as dist
 import pytest
 from contract import (
     BATCH,
-    KERNELS,
     ROWS,
     as_jax,
     assert_posterior,
@@ -161,9 +160,7 @@ def test_summary_and_diagnostics(fit_of, kernel_class, capsys):
 
 def test_sequential_chains_are_the_vectorized_ones(fit):
     """Also: an excluded site, and JAX arrays in place of NumPy's."""
-    mcmc = quietly(
-        fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method="sequential"
-    )
+    mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method="sequential")
     data = as_jax(fit.data)
     mcmc.run(jax.random.key(1), *data, batch_size=BATCH, extra_fields=("~z.rate",))
     draws = mcmc.get_samples(group_by_chain=True)

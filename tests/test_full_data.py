@@ -109,7 +109,10 @@ def test_chunks_are_weighted_by_their_sizes(num_rows):
 
     def mean(i):
         calls.append(i["rows"].shape[0])
-        return {"mean": values[i["rows"]].mean(), "square": values[i["rows"]] @ values[i["rows"]] / i["rows"].shape[0]}
+        return {
+            "mean": values[i["rows"]].mean(),
+            "square": values[i["rows"]] @ values[i["rows"]] / i["rows"].shape[0],
+        }
 
     found = over_all_rows(mean, [(Plate("rows", 10, 2),)], num_rows)
     assert max(calls) <= num_rows

@@ -223,7 +223,9 @@ def test_nested_plates_and_a_support_that_depends_on_a_site():
 
     top = np.linspace(0.005, 20, 4000)[:, None]
     share = np.linspace(0.4, 1.6, 1000)
-    log_density = -0.5 * (top / 3) ** 2 - np.log(top) - 0.5 * 600 * ((share - table.mean()) / 2) ** 2
+    log_density = (
+        -0.5 * (top / 3) ** 2 - np.log(top) - 0.5 * 600 * ((share - table.mean()) / 2) ** 2
+    )
     p = np.where(share < top, np.exp(log_density - log_density.max()), 0.0)
     p /= p.sum()
     for site, values in (("top", top), ("share", share)):
