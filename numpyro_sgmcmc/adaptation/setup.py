@@ -134,7 +134,9 @@ def adapt(
     :return: what all chains share.
     :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
     """
-    return _Setup(target, arguments, settings, progress).run(starts)
+    # What is not finite is looked for, and named; NumPy need not warn of it as well.
+    with np.errstate(all="ignore"):
+        return _Setup(target, arguments, settings, progress).run(starts)
 
 
 class _Setup:
