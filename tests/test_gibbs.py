@@ -16,7 +16,6 @@ import numpyro.distributions as dist
 import pytest
 from contract import (
     each_kernel,
-    ignore_donation,
     moments,
     quick_compilation,  # noqa: F401
     quietly,
@@ -122,14 +121,6 @@ assert_enumerated(draws)
 
 def test_parallel_chains():
     run_on_two_devices(PARALLEL)
-
-
-@ignore_donation
-def test_callable_chain_method():
-    kernel = SGHMCSplit(switching, gradient="control_variate")
-    draws = sweep(kernel, 20, BATCH, num_chains=2, chain_method=jax.vmap)
-    assert draws["rate"].shape == draws["k"].shape == (2, 20)
-    assert not (draws["rate"][0] == draws["rate"][1]).any()
 
 
 def test_kernel_without_a_model_is_refused():
