@@ -206,7 +206,7 @@ def plot_effects(posterior, x: dict, late: jax.Array, levels: dict[str, list]) -
         )
         right.axvline(1, color="#9aa5ae", linewidth=0.8, zorder=0)
         right.set_xscale("log")
-        right.xaxis.set_major_locator(FixedLocator([0.25, 0.5, 1, 2, 4]))
+        right.xaxis.set_major_locator(FixedLocator([0.5, 0.75, 1, 1.5, 2]))
         right.xaxis.set_minor_locator(NullLocator())
         right.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         right.set_yticks(y, [f"{levels['carrier'][k]} ({flown[k]:,})" for k in order], fontsize=8)

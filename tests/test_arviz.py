@@ -56,6 +56,16 @@ def test_groups_hold_all_rows(data):
     assert data["posterior"]["odds"].shape == (2, 300, 2)
 
 
+def test_groups_hold_the_runs_own_values(mcmc, data):
+    np.testing.assert_array_equal(data["observed_data"]["y"], mcmc._args[1])
+    np.testing.assert_array_equal(
+        data["posterior"]["beta"], mcmc.get_samples(group_by_chain=True)["beta"]
+    )
+    without = az.from_numpyro(mcmc, log_likelihood=False)
+    assert without["observed_data"]["y"].shape == (N,)
+    np.testing.assert_array_equal(without["posterior"]["beta"], data["posterior"]["beta"])
+
+
 def test_log_likelihood_is_the_models(mcmc, data):
     X, y = mcmc._args
     beta = np.asarray(data["posterior"]["beta"])[0, 0]

@@ -1,0 +1,153 @@
+"""Which arrays a plate's indices look up, read off a jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import init_to_uniform
+
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.dataflow import Lookup, depends_on, row_lookups
+from numpyro_sgmcmc.model import model_target
+
+ROWS, COLUMNS = 7, 3
+
+
+def lookups(fn):
+    """Lookups of ``fn(i, X, T, y)`` with rows along X, along the columns of T, and along y."""
+    i = jnp.arange(2, dtype=jnp.int32)
+    jaxpr = jax.make_jaxpr(fn)(
+        i, jnp.ones((ROWS, COLUMNS)), jnp.ones((COLUMNS, ROWS)), jnp.ones(ROWS)
+    )
+    rows, *arrays = jaxpr.jaxpr.invars
+    return row_lookups(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
+
+
+FOUND = {
+    "X[i]": ("X", lambda i, X, T, y: X[i]),
+    "X[i, :]": ("X", lambda i, X, T, y: X[i, :]),
+    "X[i, 0]": ("X", lambda i, X, T, y: X[i, 0]),
+    "X[i, :2]": ("X", lambda i, X, T, y: X[i, :2]),
+    "X[:, 0][i]": ("X", lambda i, X, T, y: X[:, 0][i]),
+    "X.at[i].get()": ("X", lambda i, X, T, y: X.at[i].get()),
+    "y.at[i].get(mode)": ("y", lambda i, X, T, y: y.at[i].get(mode="fill", fill_value=0.0)),
+    "take(X, i)": ("X", lambda i, X, T, y: jnp.take(X, i, axis=0)),
+    "take(X, i, mode)": ("X", lambda i, X, T, y: jnp.take(X, i, axis=0, mode="clip")),
+    "take(T, i, axis)": ("T", lambda i, X, T, y: jnp.take(T, i, axis=1)),
+    "take_along_axis": ("y", lambda i, X, T, y: jnp.take_along_axis(y, i, axis=0)),
+    "T[:, i]": ("T", lambda i, X, T, y: T[:, i]),
+    "T[..., i]": ("T", lambda i, X, T, y: T[..., i]),
+    "T.T[i]": ("T", lambda i, X, T, y: T.T[i]),
+    "y[i]": ("y", lambda i, X, T, y: y[i]),
+    "y[i, None]": ("y", lambda i, X, T, y: y[i, None]),
+    "y[i[:, None]]": ("y", lambda i, X, T, y: y[i[:, None]]),
+    "y[unsigned]": ("y", lambda i, X, T, y: y[i.astype(jnp.uint32)]),
+    "log(X)[i]": ("X", lambda i, X, T, y: jnp.log(X)[i]),
+    "standardised": ("X", lambda i, X, T, y: ((X - X.mean(0)) / X.std(0))[i]),
+    "joined": (None, lambda i, X, T, y: jnp.concatenate([X, T.T], 1)[i]),
+    "in a jit": ("X", lambda i, X, T, y: jax.jit(lambda j, Z: Z[j])(i, X)),
+    "in a gradient": ("X", lambda i, X, T, y: jax.grad(lambda b: (X[i] @ b).sum())(jnp.ones(3))),
+    "constant": (None, lambda i, X, T, y: jnp.asarray(np.arange(ROWS))[i]),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_lookup_is_found(name):
+    array, fn = FOUND[name]
+    assert lookups(fn) == [Lookup("rows", ROWS, array)]
+
+
+OWN = {
+    "group of ten": lambda i, X, T, y: y[i // 10],
+    "row before": lambda i, X, T, y: y[i - 1],
+    "row after": lambda i, X, T, y: y[i + 1],
+    "cycle": lambda i, X, T, y: y[i % 3],
+    "other rows": lambda i, X, T, y: y[jnp.arange(2)],
+    "values looked up": lambda i, X, T, y: T[0][(2 * i).astype(jnp.int32)],
+    "no lookup": lambda i, X, T, y: i * y.sum(),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_arithmetic_on_an_index_is_the_users_own(name):
+    assert lookups(OWN[name]) == []
+
+
+def test_index_of_an_index_is_followed_once():
+    # A table that maps rows to groups is looked up by rows; what it leads to is not.
+    def fn(i, X, T, y):
+        group = (y > 0).astype(jnp.int32)
+        return X[0][group[i]]
+
+    assert lookups(fn) == [Lookup("rows", ROWS, "y")]
+
+
+def test_length_is_that_of_the_indexed_dimension():
+    assert lookups(lambda i, X, T, y: X[:5][i]) == [Lookup("rows", 5, "X")]
+    assert lookups(lambda i, X, T, y: T[i]) == [Lookup("rows", COLUMNS, "T")]
+
+
+def test_several_plates_and_several_lookups():
+    def fn(i, j, X, y):
+        return X[i].sum() + y[j].sum() + X[:, 0][j].sum()
+
+    i = jnp.arange(2)
+    jaxpr = jax.make_jaxpr(fn)(i, i, jnp.ones((ROWS, 2)), jnp.ones(5)).jaxpr
+    a, b, X, y = jaxpr.invars
+    found = row_lookups(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
+    assert sorted(found) == [Lookup("a", 7, "X"), Lookup("b", 5, "y"), Lookup("b", 7, "X")]
+
+
+def depends(fn, *args, num=1):
+    return depends_on(jax.make_jaxpr(fn)(*args), num)
+
+
+def test_depends_on():
+    def fn(a, b):
+        return a, b, 2 * b + jnp.sin(a), jnp.ones(3), b.sum(), jnp.zeros_like(a)
+
+    assert depends(fn, 1.0, jnp.ones(2)) == [True, False, True, False, False, False]
+    assert depends(fn, 1.0, jnp.ones(2), num=2) == [True, True, True, False, True, False]
+    assert depends(jax.jit(lambda a, b: (a * b, b)), 1.0, 2.0)[0]
+    assert depends(lambda a, b: jax.lax.scan(lambda c, _: (c + a, None), b, None, 3)[0], 1.0, 2.0)[
+        0
+    ]
+
+
+# --- In a model ---------------------------------------------------------------------------------
+
+
+def regression(X, y, *, weights=None, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, weights["sd"][i]), obs=y[i])
+
+
+@pytest.mark.parametrize(
+    ("X_rows", "sd_rows", "culprit"),
+    [(8, 10, "`X`"), (12, 10, "`X`"), (10, 9, r"`weights\['sd'\]`")],
+)
+def test_array_of_another_length_is_named(X_rows, sd_rows, culprit):
+    weights = {"sd": jnp.ones(sd_rows)}
+    arguments = Arguments(
+        (jnp.ones((X_rows, 2)), np.ones(10)), {"weights": weights, "batch_size": 4}
+    )
+    with pytest.raises(ValueError, match=f"'rows' has size 10, but {culprit} that it indexes"):
+        model_target(regression, arguments, init_to_uniform)
+
+
+def test_arrays_of_the_plates_length_pass():
+    weights = {"sd": np.ones(10)}
+    arguments = Arguments((np.ones((10, 2)), jnp.ones(10)), {"weights": weights, "batch_size": 4})
+    assert model_target(regression, arguments, init_to_uniform).dim == 2
+
+
+def test_groups_of_rows_pass():
+    def model(y, batch_size):
+        mean = numpyro.sample("mean", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mean[i // 4], 1), obs=y[i])
+
+    assert model_target(model, Arguments((jnp.ones(12), 4)), init_to_uniform).dim == 3
