@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, random
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
@@ -112,9 +112,11 @@ def gradient_variance(
     """
 
     def at(q: Array, minibatches: Indices) -> Array:
-        def one(minibatch: Indices) -> Array:
-            return whitened_gradient(estimator, target, arguments, anchored, minibatch)(q)
+        def one(minibatch: Indices, key: Array | None) -> Array:
+            return whitened_gradient(estimator, target, arguments, anchored, minibatch, key)(q)
 
-        return jnp.var(jax.vmap(one)(minibatches), axis=0, ddof=1)
+        num = next(iter(minibatches.values())).shape[0]
+        keys = random.split(random.key(0), num) if target.is_randomized else None
+        return jnp.var(jax.vmap(one)(minibatches, keys), axis=0, ddof=1)
 
     return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)

@@ -527,8 +527,10 @@ class SGMCMCKernel(MCMCKernel):
         is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(dynamics)]).all()
         moved = jnp.abs(dynamics.position - state.dynamics.position).max()
         diverging = ~(is_finite & (moved < _ESCAPE))
-        # Over-dispersed starts may be too far out to step from: warm-up brings those nearer.
-        nearer = jnp.where(state.i < self._num_warmup, 0.5, 1.0).astype(target.dtype)
+        # An over-dispersed start, or the last finite position, may be one that no step leaves:
+        # in warm-up, and where the iteration before failed too, come nearer to the anchor.
+        is_stuck = (state.i < self._num_warmup) | state.diverging
+        nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
         restart = self._dynamics.init(nearer * state.dynamics.position, restart_key)
         dynamics = jax.tree.map(partial(jnp.where, diverging), restart, dynamics)
         return SGMCMCState(

@@ -84,6 +84,8 @@ def _epoch_key(seed: Array, epoch: Array) -> Array:
 
 def _permute(key: Array, x: Array, size: int) -> Array:
     """The image of the places ``x`` under the permutation of ``range(size)`` that ``key`` names."""
+    if size == 1:  # XLA on a CPU cannot compile a remainder by one
+        return jnp.zeros_like(x)
     n = jnp.uint32(size)
     x = x + key % n
     x = jnp.where(x >= n, x - n, x)
@@ -99,6 +101,9 @@ def _permute(key: Array, x: Array, size: int) -> Array:
 def _advance(state: StreamState, places: int, num: int) -> tuple[StreamState, Array, Array]:
     """Walk ``num`` places of an endless pass over ``range(places)``: state, epochs, places."""
     walk = state.place + jnp.arange(num, dtype=jnp.uint32)
+    if places == 1:
+        end = StreamState(state.seed, state.epoch + jnp.uint32(num), state.place)
+        return end, state.epoch + walk, jnp.zeros_like(walk)
     epochs, x = state.epoch + walk // places, walk % places
     end = state.place + jnp.uint32(num)
     return StreamState(state.seed, state.epoch + end // places, end % places), epochs, x
@@ -154,7 +159,8 @@ class Blocks:
         state, epochs, x = _advance(state, num_blocks, num_steps)
         key = _epoch_key(state.seed, epochs)
         block = _permute(key, x, num_blocks)
-        offset = _mix(key + jnp.uint32(_GOLDEN >> 1)) % jnp.uint32(self.size)
+        offset = _mix(key + jnp.uint32(_GOLDEN >> 1))
+        offset = offset % jnp.uint32(self.size) if self.size > 1 else jnp.zeros_like(offset)
         start = _wrap(offset + block * jnp.uint32(self.batch_size), self.size)
         rows = start[:, None] + jnp.arange(self.batch_size, dtype=jnp.uint32)
         return state, _wrap(rows, self.size).astype(jnp.int32)

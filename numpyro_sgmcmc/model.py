@@ -291,8 +291,15 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
 
     seen: dict[str, Any] = {}
 
+    sites: list[Site] = []
+    refusals: list[ValueError] = []
+
     def abstract(arguments: Arguments) -> None:
         seen.update(traced(arguments))
+        try:
+            sites.extend(_latent_sites(seen, plates))
+        except ValueError as error:
+            refusals.append(error)
 
     try:
         jax.eval_shape(abstract, arguments)
@@ -306,7 +313,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
             f"The model cannot be run on a minibatch of the plate {names}: index every array of "
             f"rows by the plate's indices, or pass it through numpyro.subsample. ({error})"
         ) from error
-    sites = _latent_sites(seen, plates)
+    if refusals:
+        raise refusals[0]
     has_state = any(s["type"] in ("param", "mutable") for s in seen.values())
     fixed = {}
     if has_state:
@@ -449,7 +457,7 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         support = site["fn"].support
         try:
             transform = biject_to(support)
-            shape = jax.eval_shape(transform.inv, site["value"]).shape
+            shape = jnp.shape(transform.inv(site["value"]))
         except NotImplementedError as error:
             raise ValueError(
                 f"Site '{name}' has support {support}, which has no map to unconstrained space; "

@@ -18,7 +18,6 @@ ARRANGEMENTS = [
     ("separate", {"rows": 4, "columns": 2}),
     ("separate", {"columns": 2}),
     ("nested", {"rows": 3, "columns": 2}),
-    ("nested", {"rows": 3}),
     ("nested", {"columns": 1}),
     ("three", {"rows": 2, "columns": 2}),
     ("supports", {"rows": 4}),
@@ -63,15 +62,17 @@ def test_potential_gradient_and_hessian(name, batch, monkeypatch):
     jax.tree.map(assert_close, found(position), expected)
 
 
-@pytest.mark.parametrize(("name", "batch"), [ARRANGEMENTS[1], ARRANGEMENTS[5], ARRANGEMENTS[8]])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("name", "batch"), [("one", {"rows": 4}), ("nested", {"rows": 3, "columns": 2})]
+)
+@pytest.mark.parametrize("num_rows", [1, 3, 100])
 def test_any_number_of_rows_a_chunk(name, batch, num_rows, monkeypatch):
     chunks_of(monkeypatch, num_rows)
     case = CASES[name]
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
     found = jax.jit(lambda q: target.full_potential(q, arguments))(position)
-    assert_close(found, case.potential(target)(position))
+    assert_close(found, jax.jit(case.potential(target))(position))
 
 
 @pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
@@ -162,7 +163,7 @@ def test_a_subset_stands_for_all_rows(name, monkeypatch):
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
     subset = {p.name: jnp.array([2, 0, 2]) for p in target.plates}
-    expected = target.potential(position, subset, arguments)
+    expected = jax.jit(lambda q: target.potential(q, subset, arguments))(position)
     for num_rows in (2, 100):
         chunks_of(monkeypatch, num_rows)
         found = jax.jit(lambda q: target.full_potential(q, arguments, subset))(position)
@@ -188,8 +189,9 @@ def test_minibatch_potential_counts_the_rows_it_has():
     target, arguments = case.target(rows=2), case.arguments(rows=2)
     position = jnp.asarray(position_of(target))
     rows = np.array([0, 3, 3, 5, 1])
-    found = target.potential(position, {"rows": rows}, arguments)
-    assert_close(found, case.scaled_potential(target, rows, 6 / 5)(position))
+    potential = jax.jit(lambda q: target.potential(q, {"rows": rows}, arguments))
+    found = potential(position)
+    assert_close(found, jax.jit(case.scaled_potential(target, rows, 6 / 5))(position))
 
 
 def test_planted_mistake_is_seen():
@@ -197,11 +199,9 @@ def test_planted_mistake_is_seen():
     case = CASES["one"]
     target, arguments = case.target(rows=2), case.arguments(rows=2)
     position = jnp.asarray(position_of(target))
-    expected = case.potential(target)(position)
-    first, last = (
-        target.potential(position, {"rows": jnp.arange(*ends)}, arguments)
-        for ends in ((0, 4), (4, 6))
-    )
+    expected = jax.jit(case.potential(target))(position)
+    potential = jax.jit(lambda rows: target.potential(position, {"rows": rows}, arguments))
+    first, last = potential(jnp.arange(4)), potential(jnp.arange(4, 6))
     assert_close((4 * first + 2 * last) / 6, expected)
     with pytest.raises(AssertionError):
         assert_close((first + last) / 2, expected)
