@@ -99,8 +99,8 @@ def test_plots(data):
 
 @pytest.mark.filterwarnings("ignore")
 def test_netcdf_round_trip(data, tmp_path):
-    import xarray as xr
-
+    xr = pytest.importorskip("xarray")
+    pytest.importorskip("h5py")
     file = tmp_path / "draws.nc"
     data.to_netcdf(str(file))
     with xr.open_dataset(file, group="posterior", engine="h5netcdf") as posterior:
