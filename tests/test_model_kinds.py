@@ -58,10 +58,8 @@ def everything(*, people: Any, items: Any, batch_size: int | None = None) -> Any
     numpyro.deterministic("batch_mean", batch["height"].mean() + mu)
 
     with numpyro.plate("items", ITEMS, subsample_size=batch_size):
-        kind = numpyro.subsample(items["kind"], event_dim=0)
-        numpyro.sample("kind", dist.Categorical(shares), obs=kind)
-        place = numpyro.subsample(items["place"], event_dim=1)
-        places = jnp.stack([cuts[0], cuts[1], corner[1, 0], width, centre])
+        place = numpyro.subsample(items, event_dim=1)
+        places = jnp.concatenate([cuts, shares, jnp.stack([corner[1, 0], width, centre])])
         numpyro.sample("place", dist.Normal(places, 1).to_event(1), obs=place)
     return {"mu": mu}
 
@@ -82,10 +80,8 @@ def everything_data() -> dict[str, Any]:
         "is_seen": rng.random(PEOPLE) < 0.6,
     }
     people["seen"][~people["is_seen"]] += 50
-    items = {
-        "kind": rng.choice(3, ITEMS, p=[0.5, 0.3, 0.2]),
-        "place": np.array([-1, 1, 0.3, 1.5, 7], np.float32) + normal(ITEMS, 5),
-    }
+    places = np.array([-1, 1, 0.4, 0.35, 0.25, 0.3, 1.5, 7], np.float32)
+    items = places + normal(ITEMS, 8)
     return {"people": people, "items": items}
 
 
@@ -106,17 +102,17 @@ def exact(site: str, data: dict[str, Any]) -> tuple[Any, Any]:
     if site == "level":
         parts = [normal_mean(people["score"][people["group"] == g]) for g in range(GROUPS)]
         return tuple(np.array(x) for x in zip(*parts, strict=True))
-    if site == "shares":
-        a = 1 + np.bincount(items["kind"])
-        mean = a / a.sum()
-        return mean, np.sqrt(mean * (1 - mean) / (a.sum() + 1))
-    if site in ("cuts", "corner", "width"):  # flat priors, whose bounds are many sds away
-        columns = {"cuts": slice(0, 2), "corner": 2, "width": 3}[site]
-        mean = items["place"].mean(0)[columns]
-        return mean, np.full(mean.shape, ITEMS**-0.5)
+    columns = {"cuts": slice(0, 2), "shares": slice(2, 5), "corner": 5, "width": 6, "centre": 7}
+    if site in ("cuts", "shares", "corner", "width"):
+        # The priors are flat and their bounds many sds away; the shares add up to one.
+        mean = items.mean(0)[columns[site]]
+        sd = np.full(mean.shape, ITEMS**-0.5)
+        return (
+            (mean - (mean.sum() - 1) / 3, sd * np.sqrt(2 / 3)) if site == "shares" else (mean, sd)
+        )
     precision = np.array([[1 / 100 + 1 / 4, -1 / 4], [-1 / 4, 1 / 4 + ITEMS]])
     covariance = np.linalg.inv(precision)
-    mean = covariance @ np.array([0.0, items["place"][:, 4].sum()])
+    mean = covariance @ np.array([0.0, items[:, columns["centre"]].sum()])
     which = ("base", "centre").index(site)
     return mean[which], np.sqrt(covariance[which, which])
 
