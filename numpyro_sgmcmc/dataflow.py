@@ -53,34 +53,44 @@ def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, st
     :param arrays: array names by the variables that hold them.
     :return: one entry a gather.
     """
-    index_of, name_of, found = dict(plates), dict(arrays), []
+    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)
 
-    def known(table: Mapping[Any, str], atom: Any) -> str | None:
+
+def _lookups(
+    jaxpr: Jaxpr, columns: Mapping[Any, tuple[str | None, ...]], arrays: Mapping[Any, str]
+) -> list[Lookup]:
+    """:param columns: for index arrays, the plate whose indices each column holds, if any."""
+    columns_of, name_of, found = dict(columns), dict(arrays), []
+
+    def known(table: Mapping[Any, Any], atom: Any) -> Any:
         return None if isinstance(atom, Literal) else table.get(atom)
 
     for eqn in jaxpr.eqns:
         primitive = eqn.primitive.name
+        indices = [c for a in eqn.invars if (c := known(columns_of, a)) is not None]
         if primitive == "gather":
-            plate = known(index_of, eqn.invars[1])
             dims = eqn.params["dimension_numbers"].start_index_map
-            if plate is not None and len(dims) == 1:
-                length = getattr(eqn.invars[0].aval, "shape", ())[dims[0]]
-                found.append(Lookup(plate, length, known(name_of, eqn.invars[0])))
+            looked_up = known(columns_of, eqn.invars[1]) or ()
+            shape = getattr(eqn.invars[0].aval, "shape", ())
+            if len(looked_up) == len(dims):
+                for plate, dim in zip(looked_up, dims, strict=True):
+                    if plate is not None:
+                        found.append(Lookup(plate, shape[dim], known(name_of, eqn.invars[0])))
             continue
         for closed in _sub_jaxprs(eqn):
             inner = closed.jaxpr
             pairs = list(zip(inner.invars, eqn.invars, strict=True))
-            inner_plates = {v: p for v, a in pairs if (p := known(index_of, a)) is not None}
+            inner_columns = {v: c for v, a in pairs if (c := known(columns_of, a)) is not None}
             inner_arrays = {v: n for v, a in pairs if (n := known(name_of, a)) is not None}
-            found += row_lookups(inner, inner_plates, inner_arrays)
-            if primitive in ("jit", "pjit") and eqn.params.get("name") == "_where":
-                inner_index = [p for a in eqn.invars if (p := known(index_of, a)) is not None]
-                if inner_index:
-                    index_of[eqn.outvars[0]] = inner_index[0]
-        if primitive in _INDEX_PRESERVING:
-            for atom in eqn.invars:
-                if (plate := known(index_of, atom)) is not None:
-                    index_of[eqn.outvars[0]] = plate
+            found += _lookups(inner, inner_columns, inner_arrays)
+            if primitive in ("jit", "pjit") and eqn.params.get("name") == "_where" and indices:
+                columns_of[eqn.outvars[0]] = indices[0]
+        if primitive in _INDEX_PRESERVING and indices:
+            columns_of[eqn.outvars[0]] = indices[-1]
+        if primitive == "concatenate" and indices and eqn.params["dimension"] > 0:
+            # X[i, 0] looks up pairs of indices: a column of the plate's beside one of zeros.
+            parts = [known(columns_of, a) or (None,) for a in eqn.invars]
+            columns_of[eqn.outvars[0]] = tuple(c for part in parts for c in part)
         if len(eqn.outvars) == 1:
             names = {n for a in eqn.invars if (n := known(name_of, a)) is not None}
             if len(names) == 1:

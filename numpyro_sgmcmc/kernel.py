@@ -25,7 +25,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import Adaptation, Settings, adapt
+from numpyro_sgmcmc.adaptation import Adaptation, Settings, Surface, adapt
 from numpyro_sgmcmc.arguments import Arguments, is_array
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -224,15 +224,19 @@ class SGMCMCKernel(MCMCKernel):
         minibatch: str = "auto",
         target_bias: float = 0.05,
         init_strategy: Callable = init_to_uniform,
+        **unknown: Any,
     ) -> None:
+        options.no_more_keywords(type(self), unknown)
         if (model is None) == (potential_fn is None):
             raise ValueError("Only one of `model` or `potential_fn` must be specified.")
         options.one_of("scheme", scheme, tuple(self.largest_step_sizes))
         options.one_of("gradient", gradient, ("auto", *ESTIMATORS))
         options.one_of("minibatch", minibatch, ("auto", *STREAMS))
-        options.positive_int("num_steps", num_steps)
+        options.function("init_strategy", init_strategy)
+        if num_steps is not None:
+            options.positive_int("num_steps", num_steps)
         options.positive("target_bias", target_bias)
-        if not callable(step_size):
+        if step_size is not None and not callable(step_size):
             options.positive("step_size", step_size)
         self._model = model
         self._potential_fn = potential_fn
@@ -335,7 +339,7 @@ class SGMCMCKernel(MCMCKernel):
             self._target = target = self._read(concrete, init_params, is_batch)
             if is_block:
                 init_params = None  # Gibbs gives draws from the prior, constrained
-            init_params = options.check_init_params(init_params, target, is_batch)
+            init_params = self._check_start(init_params, target, concrete, rng_key)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
         self._num_warmup = num_warmup
         self._sample_fn = self._iterate
@@ -425,6 +429,28 @@ class SGMCMCKernel(MCMCKernel):
                 )
             self._targets[form] = target
         return self._targets[form]
+
+    def _check_start(
+        self, init_params: Any, target: Target, arguments: Arguments, rng_key: Array
+    ) -> Any:
+        """``init_params`` as they are, if a chain can start there."""
+        if init_params is None:
+            return None
+        num_chains = len(rng_key) if _is_batch(rng_key) else None
+        options.check_init_params(init_params, target, num_chains)
+        if _is_traced(init_params):
+            return init_params
+        surface = Surface.on_some_rows(target, arguments)
+        for chain in range(num_chains or 1):
+            one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
+            position = ravel_pytree(one)[0]
+            if not surface.is_finite(np.asarray(position)):
+                of_chain = f" of chain {chain}" if num_chains else ""
+                raise ValueError(
+                    f"Log density or gradient is not finite at the `init_params`{of_chain}. "
+                    + target.explain(position, arguments)
+                )
+        return init_params
 
     def _adapt(
         self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
@@ -526,7 +552,7 @@ class SGMCMCKernel(MCMCKernel):
         dynamics, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
         is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(dynamics)]).all()
         moved = jnp.abs(dynamics.position - state.dynamics.position).max()
-        diverging = ~(is_finite & (moved < _ESCAPE))
+        diverging = ~(is_finite & (moved > 0) & (moved < _ESCAPE))
         # An over-dispersed start, or the last finite position, may be one that no step leaves:
         # in warm-up, and where the iteration before failed too, come nearer to the anchor.
         is_stuck = (state.i < self._num_warmup) | state.diverging

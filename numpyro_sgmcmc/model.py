@@ -276,10 +276,11 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     plates: dict[str, Plate] = {}
 
     def note(name: str, size: int, subsample_size: int) -> Array:
-        if not 0 < subsample_size <= size:
+        is_int = isinstance(subsample_size, (int, np.integer))
+        if not (is_int and 0 < subsample_size <= size):
             raise ValueError(
-                f"Plate '{name}' has subsample_size={subsample_size}, but it must lie between 1 "
-                f"and the plate's size, {size}."
+                f"Plate '{name}' has subsample_size={subsample_size}, but it must be an integer "
+                f"between 1 and the plate's size, {size}."
             )
         plates[name] = Plate(name, size, subsample_size)
         return jnp.arange(subsample_size)
@@ -409,7 +410,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
                 f"The log density is not finite at site {', '.join(culprits)}: look there for "
                 "missing values, data outside the distribution's support, or overflow."
             )
-        return "Try another init_strategy, for example init_to_median, or give init_params."
+        return "Try other init_params, or another init_strategy such as init_to_median."
 
     return Target(
         plates=tuple(plates.values()),

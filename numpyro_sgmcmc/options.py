@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,8 +15,10 @@ from numpyro_sgmcmc.model import Site, Target
 
 __all__ = [
     "check_init_params",
+    "function",
     "mass_matrix",
     "mass_matrix_mask",
+    "no_more_keywords",
     "one_of",
     "positive",
     "positive_int",
@@ -27,10 +32,22 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` is {value!r}, but must be one of {listed}.")
 
 
+def function(name: str, value: Any) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` is {value!r}, but must be a function.")
+
+
+def no_more_keywords(kernel: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse keywords that a kernel does not know, and name the one that may have been meant."""
+    for name in unknown:
+        meant = difflib.get_close_matches(name, inspect.signature(kernel).parameters, 1)
+        hint = f"; did you mean '{meant[0]}'?" if meant else ""
+        raise TypeError(f"{kernel.__name__} got an unexpected keyword argument '{name}'{hint}")
+
+
 def positive(name: str, value: Any) -> None:
-    """Refuse anything but None and a positive finite number."""
-    if value is None:
-        return
+    """Refuse anything but a positive finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -40,9 +57,9 @@ def positive(name: str, value: Any) -> None:
 
 
 def positive_int(name: str, value: Any) -> None:
-    """Refuse anything but None and a positive integer."""
+    """Refuse anything but a positive integer."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if value is not None and not (is_int and value > 0):
+    if not (is_int and value > 0):
         raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
 
 
@@ -112,19 +129,23 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
             f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
             f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
         )
-    is_positive = (matrix > 0).all() if matrix.ndim == 1 else _is_positive_definite(matrix)
-    if not is_positive:
+    if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
         raise ValueError("`inverse_mass_matrix` must be positive definite.")
     return matrix
 
 
 def _is_positive_definite(matrix: np.ndarray) -> bool:
+    if matrix.ndim == 1:
+        return bool((matrix > 0).all())
     is_symmetric = np.allclose(matrix, matrix.T, rtol=1e-4, atol=1e-6 * np.abs(matrix).max())
     return bool(is_symmetric and np.linalg.eigvalsh(matrix).min() > 0)
 
 
-def check_init_params(init_params: Any, target: Target, is_batch: bool) -> Any:
-    """``init_params`` as they are, if they fit the latent sites."""
+def check_init_params(init_params: Any, target: Target, num_chains: int | None) -> Any:
+    """``init_params`` as they are, if they fit the latent sites.
+
+    :param num_chains: length of the leading axis, or None for one chain without such an axis.
+    """
     if init_params is None or target.sites is None:
         return init_params
     if not isinstance(init_params, dict):
@@ -138,13 +159,14 @@ def check_init_params(init_params: Any, target: Target, is_batch: bool) -> Any:
         raise ValueError(
             f"`init_params` {' and '.join(found)}; the latent sites are {sorted(shapes)}."
         )
+    chains = () if num_chains is None else (num_chains,)
     for name, shape in shapes.items():
         given = jnp.shape(init_params[name])
-        if given[int(is_batch) :] != shape or len(given) != len(shape) + is_batch:
-            chains = "one a chain, each " if is_batch else ""
+        if given != chains + shape:
+            each = "" if num_chains is None else f": one of shape {shape} for each chain"
             raise ValueError(
-                f"`init_params` of site '{name}' has shape {given}, but must be {chains}{shape} "
-                "in unconstrained space."
+                f"`init_params` of site '{name}' has shape {given}, but must have shape "
+                f"{chains + shape} in unconstrained space{each}."
             )
         value = init_params[name]
         if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():

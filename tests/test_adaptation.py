@@ -14,8 +14,8 @@ from numpyro.infer import init_to_uniform
 from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
-from numpyro_sgmcmc.adaptation.surface import Surface
-from numpyro_sgmcmc.adaptation.warm_start import approach, centre, draw_subset, lbfgs, newton
+from numpyro_sgmcmc.adaptation.surface import Surface, draw_subset
+from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton
 from numpyro_sgmcmc.adaptation.whitening import (
     factor_from_curvature,
     factor_from_draws,

@@ -41,7 +41,6 @@ from numpyro_sgmcmc.adaptation.warm_start import (
     approach,
     centre,
     descend,
-    draw_subset,
     lbfgs,
     newton,
 )
@@ -152,9 +151,8 @@ class _Setup:
         self.target, self.arguments, self.settings = target, arguments, settings
         self.progress = progress
         self.rng = np.random.default_rng(0)
-        subset = draw_subset(target, 0)
         self.all_rows = Surface(target, arguments)
-        self.some_rows = self.all_rows if subset is None else Surface(target, arguments, subset)
+        self.some_rows = Surface.on_some_rows(target, arguments)
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
         self.is_cheap = self.affordable >= 2_000

@@ -10,7 +10,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 __all__ = ["MAX_NUM_STEPS", "choose_num_steps", "choose_step_size"]
 
 MAX_NUM_STEPS = 500
-_FREE_CURVATURE = 4.0
+_FREE_CURVATURE = 3.5
 
 
 def choose_step_size(
@@ -25,7 +25,7 @@ def choose_step_size(
     :param dynamics: tells how noise and curvature act.
     :param largest: step size that suits a whitened Gaussian and an exact gradient.
     :param gradient_variance: variance of the whitened gradient's noise, a coordinate.
-    :param curvature: largest whitened curvature; up to 4 it costs nothing.
+    :param curvature: largest whitened curvature; up to 3.5 it costs nothing.
     :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
         the variance, a half): where it differs over the posterior it shifts means as well.
     :return: the step size, and the relative excess of the posterior variance predicted at it.

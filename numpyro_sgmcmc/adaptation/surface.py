@@ -15,12 +15,27 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["Surface"]
+__all__ = ["Surface", "draw_subset"]
+
+_SUBSET_ROWS = 20_000
 
 _value = jax.jit(Target.full_potential, static_argnums=0)
 _gradient = jax.jit(Target.full_gradient, static_argnums=0)
 _expansion = jax.jit(Target.full_expansion, static_argnums=0)
 _products = jax.jit(Target.full_hessian_products, static_argnums=0)
+
+
+def draw_subset(target: Target, seed: int) -> Indices | None:
+    """Random rows that stand for all rows: 20,000 a plate; None where no plate has more."""
+    if all(p.size <= _SUBSET_ROWS for p in target.plates):
+        return None
+    rng = np.random.default_rng(seed)
+    return {
+        p.name: np.arange(p.size, dtype=np.int32)
+        if p.size <= _SUBSET_ROWS
+        else np.sort(rng.integers(0, p.size, _SUBSET_ROWS, dtype=np.int32))
+        for p in target.plates
+    }
 
 
 class Surface:
@@ -34,6 +49,11 @@ class Surface:
     def __init__(self, target: Target, arguments: Arguments, subset: Indices | None = None) -> None:
         self.target, self.arguments, self.subset = target, arguments, subset
         self._cast = partial(np.asarray, dtype=target.dtype)
+
+    @classmethod
+    def on_some_rows(cls, target: Target, arguments: Arguments) -> Surface:
+        """The potential on a fixed random subset of the rows, for work that bears its error."""
+        return cls(target, arguments, draw_subset(target, 0))
 
     def value(self, position: np.ndarray) -> float:
         """The potential; infinite where it is not finite."""

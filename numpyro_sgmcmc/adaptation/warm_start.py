@@ -23,26 +23,12 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["NEWTON_MAX_DIM", "approach", "centre", "descend", "draw_subset", "lbfgs", "newton"]
+__all__ = ["NEWTON_MAX_DIM", "approach", "centre", "descend", "lbfgs", "newton"]
 
 NEWTON_MAX_DIM = 200
-_SUBSET_ROWS = 20_000
 _LONGEST_STEP = 10.0
 _PROBES = 8
 _PROBE_LENGTH = 0.1
-
-
-def draw_subset(target: Target, seed: int) -> Indices | None:
-    """Random rows that stand for all rows: 20,000 a plate; None where no plate has more."""
-    if all(p.size <= _SUBSET_ROWS for p in target.plates):
-        return None
-    rng = np.random.default_rng(seed)
-    return {
-        p.name: np.arange(p.size, dtype=np.int32)
-        if p.size <= _SUBSET_ROWS
-        else np.sort(rng.integers(0, p.size, _SUBSET_ROWS, dtype=np.int32))
-        for p in target.plates
-    }
 
 
 def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
@@ -51,6 +37,7 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
     Ends within about a tenth of a posterior sd of the mode, after 100 steps, or where no step
     improves the potential.
     """
+    longest = _LONGEST_STEP
     for _ in range(100):
         u, gradient, hessian = surface.expansion(position)
         if not (np.isfinite(gradient).all() and np.isfinite(hessian).all()):
@@ -58,15 +45,18 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
         root = symmetric_root(hessian, inverse=True)
         slope = root.T @ gradient
         direction = root @ slope
-        # Beyond a few units of unconstrained space the quadratic model means little.
-        length = 1.0 / max(1.0, np.abs(direction).max() / _LONGEST_STEP)
+        # Beyond a few units of unconstrained space the quadratic model may mean little, unless
+        # steps as long have proved good: a column in large units has a coefficient of thousands.
+        length = 1.0 / max(1.0, np.abs(direction).max() / longest)
         for _ in range(12):
             trial = position - length * direction
             if surface.value(trial) < u:
                 break
             length /= 4.0
+            longest = _LONGEST_STEP
         else:
             break
+        longest = max(longest, 4.0 * np.abs(trial - position).max())
         position = trial
         if slope @ slope < 0.01:
             break
