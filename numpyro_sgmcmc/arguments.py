@@ -26,6 +26,10 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) and (x.dtype.kind in "biufc" or "bfloat" in x.dtype.name)
 
 
+def _is_leaf(x: Any) -> bool:
+    return isinstance(x, jax.Ref) or is_array(x)
+
+
 def as_jax_arrays(tree: Any) -> Any:
     """``tree`` with its NumPy arrays as JAX arrays: a traced index cannot index a NumPy array."""
     return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
@@ -55,7 +59,7 @@ def _static(x: Any) -> Hashable:
 
 @jax.tree_util.register_pytree_node_class
 class Arguments:
-    """The positional and keyword arguments of one model call.
+    """The positional and keyword arguments of one model call; arrays may be held in references.
 
     :param tuple args: positional arguments.
     :param dict kwargs: keyword arguments, or None for none.
@@ -81,6 +85,13 @@ class Arguments:
         """Whether no array is being traced."""
         return not any(isinstance(x, jax.core.Tracer) for x in self.arrays)
 
+    def read(self) -> Arguments:
+        """These arguments with the arrays that references hold in place of the references."""
+        args, kwargs = jax.tree.map(
+            lambda x: x[...] if isinstance(x, jax.Ref) else x, (self.args, self.kwargs)
+        )
+        return Arguments(args, kwargs)
+
     def map_arrays(self, fn: Callable) -> Arguments:
         """These arguments with ``fn`` applied to each array."""
         args, kwargs = jax.tree.map(lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs))
@@ -105,8 +116,8 @@ class Arguments:
 
     def tree_flatten(self) -> tuple[list[Any], Hashable]:
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
-        arrays = [x for x in leaves if is_array(x)]
-        static = tuple(None if is_array(x) else _static(x) for x in leaves)
+        arrays = [x for x in leaves if _is_leaf(x)]
+        static = tuple(None if _is_leaf(x) else _static(x) for x in leaves)
         return arrays, (structure, static)
 
     @classmethod

@@ -39,6 +39,7 @@ __all__ = ["AdaptState", "KernelOptions", "SGMCMCKernel", "SGMCMCState"]
 
 _DENSE_MAX_DIM = 100
 _HOLD_BYTES = 2**25
+_NOISE_AHEAD = 2**22
 _ESCAPE = 1e3
 
 
@@ -158,6 +159,12 @@ def _start(
     )
 
 
+@partial(jax.jit, static_argnames="fn")
+def _with_held(fn: Callable, z: Any, held: Arguments) -> Any:
+    """``fn`` of unconstrained values and the arguments; compiled, so that nothing is copied."""
+    return fn(z, held.read())
+
+
 class SGMCMCKernel(MCMCKernel):
     """Base of the stochastic-gradient kernels: everything but the choice of SDE and scheme.
 
@@ -274,13 +281,13 @@ class SGMCMCKernel(MCMCKernel):
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites and add the deterministic ones that do not vary with the rows."""
-        arguments = self._hold(Arguments(model_args, model_kwargs))
-        return lambda z: self._ready.postprocess(z, arguments)
+        held = self._hold(Arguments(model_args, model_kwargs))
+        return lambda z: _with_held(self._ready.postprocess, z, held)
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites, without running the model unless a support depends on values."""
-        arguments = self._hold(Arguments(model_args, model_kwargs))
-        return lambda z: self._ready.constrain(z, arguments)
+        held = self._hold(Arguments(model_args, model_kwargs))
+        return lambda z: _with_held(self._ready.constrain, z, held)
 
     def wrap_model(self, wrapper: Callable) -> SGMCMCKernel:
         """A copy of this kernel for ``wrapper(model)``."""
@@ -301,7 +308,7 @@ class SGMCMCKernel(MCMCKernel):
         """
         if self._adaptation.estimator == "plain":
             return state
-        arguments = self._hold(Arguments(model_args, model_kwargs))
+        arguments = self._hold(Arguments(model_args, model_kwargs)).read()
         anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
         adapt_state = state.adapt_state._replace(
             anchor=anchor, anchor_gradient=self._ready.full_gradient(anchor, arguments)
@@ -343,7 +350,6 @@ class SGMCMCKernel(MCMCKernel):
             adaptation = self._adapt(target, concrete, init_params, is_batch)
         self._num_warmup = num_warmup
         self._sample_fn = self._iterate
-        held = self._hold(arguments)
         start = partial(
             _start,
             anchored=adaptation.anchored,
@@ -355,14 +361,14 @@ class SGMCMCKernel(MCMCKernel):
         )
         state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
         if is_block:
-            state = self.refresh(state, held.args, held.kwargs)
+            state = self.refresh(state, model_args, model_kwargs)
         return state
 
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:
         """Run ``num_steps`` steps, each on a minibatch of its own."""
-        arguments = self._hold(Arguments(model_args, model_kwargs))
+        arguments = self._hold(Arguments(model_args, model_kwargs)).read()
         iterate = partial(self._iterate, arguments=arguments)
         return jax.vmap(iterate)(state) if _is_batch(state.rng_key) else iterate(state)
 
@@ -463,7 +469,9 @@ class SGMCMCKernel(MCMCKernel):
             )
             if same and before.signature == arguments.signature and self._is_for(target):
                 return self._adapted[1]
-        with tqdm_auto(total=5, delay=3, leave=False, bar_format="{desc} {elapsed}") as bar:
+        with tqdm_auto(
+            total=5, delay=3, leave=False, disable=None, bar_format="{desc} {elapsed}"
+        ) as bar:
 
             def progress(stage: str) -> None:
                 bar.set_description(f"adapting: {stage}", refresh=False)
@@ -486,8 +494,8 @@ class SGMCMCKernel(MCMCKernel):
             first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
             yield np.asarray(ravel_pytree(first)[0])
         start = jax.jit(target.start)
-        for key in random.split(random.key(0), 20):
-            yield np.asarray(start(key, arguments))
+        for seed in range(20):
+            yield np.asarray(start(random.key(seed), arguments))
 
     def _settings(self, target: Target) -> Settings:
         names = () if target.sites is None else target.sites
@@ -531,19 +539,28 @@ class SGMCMCKernel(MCMCKernel):
 
         # The rows and the noise of all steps at once: small draws cost more than they yield, and
         # indices computed inside the loop would be fused into the gather and computed again there.
+        # Only where the noise would fill the memory is it drawn step by step.
         streams, rows = {}, {}
         row_keys = random.split(row_key, len(target.plates))
         for p, key in zip(target.plates, row_keys, strict=True):
             stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
             streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
         scheme = self._dynamics.schemes[self._scheme]
-        noise = random.normal(noise_key, (num_steps, scheme.draws, target.dim), target.dtype)
+        noise_shape = (scheme.draws, target.dim)
+        is_noise_ahead = num_steps * scheme.draws * target.dim <= _NOISE_AHEAD
+        noise = (
+            random.normal(noise_key, (num_steps, *noise_shape), target.dtype)
+            if is_noise_ahead
+            else random.split(noise_key, num_steps)
+        )
         model_keys = random.split(model_key, num_steps) if target.is_randomized else None
         counts = state.i * num_steps + jnp.arange(num_steps)
         integrate = compose(self._dynamics.flows(), scheme)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
             rows, noise, key, count = xs
+            if not is_noise_ahead:
+                noise = random.normal(noise, noise_shape, target.dtype)
             gradient = whitened_gradient(
                 adaptation.estimator, target, arguments, anchored, rows, key
             )
@@ -580,7 +597,8 @@ class SGMCMCKernel(MCMCKernel):
 
         NumPyro compiles a kernel with the data as constants. XLA copies a large constant many
         times over (800 MB cost 5 s and up to 17 GB), so large arrays are held in references,
-        which it takes as buffers. ``pmap`` knows no references and gets constants.
+        which it takes as buffers. To read one outside a compiled function is to copy it.
+        ``pmap`` knows no references and gets constants.
         """
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
@@ -592,7 +610,7 @@ class SGMCMCKernel(MCMCKernel):
             if held is None or held[0] is not x:
                 with jax.ensure_compile_time_eval():
                     self._held[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
-            return held[1][...]
+            return held[1]
 
         return arguments.map_arrays(hold)
 
