@@ -14,13 +14,14 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference test test-all lint format clean
+.PHONY: help quickstart reference test test-all benchmarks lint format clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
 	@echo "make reference    the same, and NUTS on all rows beside it (long)"
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
+	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (about 15 minutes)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"
@@ -42,6 +43,11 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest -n $(WORKERS) $(ARGS)
+
+benchmarks: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/scaling.py
+	$(bin)/python benchmarks/step_cost.py
+	$(bin)/python benchmarks/memory.py
 
 lint: $(VENV)/.installed-test
 	$(bin)/ruff check
