@@ -1,6 +1,28 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
-from numpyro_sgmcmc.samplers import SGHMC, SGLD, SGHMCSplit
+from numpyro_sgmcmc.samplers import (
+    SGHMC,
+    SGLD,
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    RecipeKernel,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
 
-__all__ = ["SGHMC", "SGLD", "SGHMCSplit"]
+__all__ = [
+    "SGHMC",
+    "SGLD",
+    "SGMGT",
+    "SGNHT",
+    "SGRHMC",
+    "SGRLD",
+    "SHMC",
+    "RecipeKernel",
+    "SGHMCSplit",
+    "SGLaplaceHMC",
+]
 __version__ = "0.1.0"

@@ -10,34 +10,93 @@ noise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["Flow", "GradientFn", "Scheme", "Step", "compose"]
+__all__ = ["Flow", "GradientFn", "Part", "Scheme", "Step", "compose"]
 
 GradientFn: TypeAlias = Callable[[Array], Array]
 """Gradient (or its unbiased estimate) of the potential at a position of shape ``(d,)``."""
 
-Flow: TypeAlias = Callable[[Any, Any, GradientFn, Array], Any]
-"""``(state, time, gradient, noise) -> state``."""
 
-Step: TypeAlias = Callable[[Any, Any, GradientFn, Array], Any]
-"""``(state, step_size, gradient, noise) -> state``."""
+class Flow(NamedTuple):
+    """
+    - **run** - ``(state, time, gradient, noise) -> state``, the identity for time zero; ``noise``
+      has shape ``(draws, d)`` and standard normal entries.
+    - **gradients** - gradient evaluations.
+    - **draws** - standard normal vectors.
+    """
+
+    run: Callable[[Any, Any, GradientFn, Array], Any]
+    gradients: int = 0
+    draws: int = 0
+
+
+class Part(NamedTuple):
+    """
+    - **flow** - a flow's name.
+    - **fraction** - fraction of the step for which it runs.
+    - **every** - it runs at every so many steps only, and for the time of that many.
+    """
+
+    flow: str
+    fraction: float = 1.0
+    every: int = 1
 
 
 class Scheme(NamedTuple):
     """
-    - **flows** - pairs of a flow's name and the fraction of the step for which it runs.
+    - **parts** - the flows, one after the other.
     - **order** - weak order: expectations are wrong by O(step_size ** order).
-    - **gradients** - gradient evaluations a step.
-    - **draws** - standard normal vectors a step.
     """
 
-    flows: tuple[tuple[str, float], ...]
+    parts: tuple[Part, ...]
     order: int
-    gradients: int = 1
-    draws: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a scheme, a pure function.
+
+    :param tuple parts: the flows with the parts of the scheme they play.
+    :param int order: weak order.
+    """
+
+    parts: tuple[tuple[Flow, Part], ...]
+    order: int
+
+    @property
+    def gradients(self) -> int:
+        """Gradient evaluations a step, all on one minibatch."""
+        return sum(flow.gradients for flow, _ in self.parts)
+
+    @property
+    def draws(self) -> int:
+        """Standard normal vectors a step."""
+        return sum(flow.draws for flow, _ in self.parts)
+
+    def __call__(
+        self, state: Any, step_size: Any, gradient: GradientFn, noise: Array, count: Any = 0
+    ) -> Any:
+        """The state after one step.
+
+        :param state: a state of the dynamic.
+        :param step_size: step size.
+        :param gradient: the gradient's estimate on one minibatch.
+        :param noise: standard normal entries, shape ``(draws, d)``; each flow gets rows of its own.
+        :param count: steps before this one, for parts that do not run at every step.
+        """
+        used = 0
+        for flow, part in self.parts:
+            time = part.every * part.fraction * step_size
+            if part.every > 1:
+                time = jnp.where((count + 1) % part.every == 0, time, jnp.zeros_like(time))
+            state = flow.run(state, time, gradient, noise[used : used + flow.draws])
+            used += flow.draws
+        return state
 
 
 def compose(flows: Mapping[str, Flow], scheme: Scheme) -> Step:
@@ -45,14 +104,5 @@ def compose(flows: Mapping[str, Flow], scheme: Scheme) -> Step:
 
     :param flows: the dynamic's flows by name.
     :param scheme: their order and fractions.
-    :return: a pure function ``(state, step_size, gradient, noise) -> state``; ``noise`` has shape
-        ``(scheme.draws, d)`` and standard normal entries.
     """
-    sequence = [(flows[name], fraction) for name, fraction in scheme.flows]
-
-    def step(state: Any, step_size: Any, gradient: GradientFn, noise: Array) -> Any:
-        for flow, fraction in sequence:
-            state = flow(state, fraction * step_size, gradient, noise)
-        return state
-
-    return step
+    return Step(tuple((flows[part.flow], part) for part in scheme.parts), scheme.order)

@@ -30,7 +30,6 @@ from numpyro_sgmcmc.arguments import Arguments, is_array
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
-from numpyro_sgmcmc.integrators import compose
 from numpyro_sgmcmc.minibatch import STREAMS, StreamState
 from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
 from numpyro_sgmcmc.notices import notify
@@ -157,6 +156,30 @@ def _start(
         ),
         rng_key=rng_key,
     )
+
+
+def _resampling(
+    dynamics: Dynamics, rng_key: Array, counts: Array, target: Target
+) -> Callable[[Any, Array], Any]:
+    """Draws auxiliary variables afresh at the steps where the dynamic has them due.
+
+    :param counts: the iteration's steps, counted from the run's first.
+    :return: ``(state, count) -> state``.
+    """
+    fresh = {}
+    for k, (field, period) in enumerate(dynamics.resampling.items()):
+        num = len(counts) // period + 2
+        key = random.fold_in(rng_key, k)
+        fresh[field] = dynamics.draw(field, key, (num, target.dim), target.dtype), period
+
+    def resample(state: Any, count: Array) -> Any:
+        for field, (draws, period) in fresh.items():
+            draw = draws[count // period - counts[0] // period]
+            value = jnp.where(count % period == 0, draw, getattr(state, field))
+            state = state._replace(**{field: value})
+        return state
+
+    return resample
 
 
 @partial(jax.jit, static_argnames="fn")
@@ -348,6 +371,8 @@ class SGMCMCKernel(MCMCKernel):
                 init_params = None  # Gibbs gives draws from the prior, constrained
             init_params = self._check_start(init_params, target, concrete, rng_key)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
+            coordinates = adaptation.anchored.coordinates
+            self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
         self._num_warmup = num_warmup
         self._sample_fn = self._iterate
         start = partial(
@@ -535,7 +560,9 @@ class SGMCMCKernel(MCMCKernel):
             adapt_state.anchor_gradient,
             adapt_state.anchor_hessian,
         )
-        rng_key, noise_key, row_key, model_key, restart_key = random.split(state.rng_key, 5)
+        rng_key, noise_key, row_key, model_key, resample_key, restart_key = random.split(
+            state.rng_key, 6
+        )
 
         # The rows and the noise of all steps at once: small draws cost more than they yield, and
         # indices computed inside the loop would be fused into the gather and computed again there.
@@ -545,9 +572,10 @@ class SGMCMCKernel(MCMCKernel):
         for p, key in zip(target.plates, row_keys, strict=True):
             stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
             streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
-        scheme = self._dynamics.schemes[self._scheme]
-        noise_shape = (scheme.draws, target.dim)
-        is_noise_ahead = num_steps * scheme.draws * target.dim <= _NOISE_AHEAD
+        dynamics = self._located_dynamics(target, anchored.coordinates)
+        integrate = dynamics.step(self._scheme)
+        noise_shape = (integrate.draws, target.dim)
+        is_noise_ahead = num_steps * integrate.draws * target.dim <= _NOISE_AHEAD
         noise = (
             random.normal(noise_key, (num_steps, *noise_shape), target.dtype)
             if is_noise_ahead
@@ -555,7 +583,8 @@ class SGMCMCKernel(MCMCKernel):
         )
         model_keys = random.split(model_key, num_steps) if target.is_randomized else None
         counts = state.i * num_steps + jnp.arange(num_steps)
-        integrate = compose(self._dynamics.flows(), scheme)
+
+        resample = _resampling(dynamics, resample_key, counts, target)
 
         def step(carry: Any, xs: Any) -> tuple[Any, None]:
             rows, noise, key, count = xs
@@ -564,28 +593,37 @@ class SGMCMCKernel(MCMCKernel):
             gradient = whitened_gradient(
                 adaptation.estimator, target, arguments, anchored, rows, key
             )
-            return integrate(carry, self._step_size_at(count, adapt_state), gradient, noise), None
+            carry = resample(carry, count)
+            step_size = self._step_size_at(count, adapt_state)
+            return integrate(carry, step_size, gradient, noise, count), None
 
-        dynamics, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
-        is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(dynamics)]).all()
-        moved = jnp.abs(dynamics.position - state.dynamics.position).max()
+        end, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
+        is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
+        moved = jnp.abs(end.position - state.dynamics.position).max()
         diverging = ~(is_finite & (moved > 0) & (moved < _ESCAPE))
         # An over-dispersed start, or the last finite position, may be one that no step leaves:
         # in warm-up, and where the iteration before failed too, come nearer to the anchor.
         is_stuck = (state.i < self._num_warmup) | state.diverging
         nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
-        restart = self._dynamics.init(nearer * state.dynamics.position, restart_key)
-        dynamics = jax.tree.map(partial(jnp.where, diverging), restart, dynamics)
+        restart = dynamics.init(nearer * state.dynamics.position, restart_key)
+        end = jax.tree.map(partial(jnp.where, diverging), restart, end)
         return SGMCMCState(
             i=state.i + 1,
-            z=target.unravel(anchored.coordinates.position(dynamics.position)),
-            dynamics=dynamics,
+            z=target.unravel(anchored.coordinates.position(end.position)),
+            dynamics=end,
             streams=streams,
             num_steps=state.num_steps,
             diverging=diverging,
             adapt_state=adapt_state._replace(step_size=self._step_size_at(counts[-1], adapt_state)),
             rng_key=rng_key,
         )
+
+    def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
+        """The SDE; for kernels whose SDE depends on the position, told where that is."""
+        return self._dynamics
+
+    def _check_dynamics(self, dynamics: Dynamics, dim: int) -> None:
+        """Refuse an SDE that makes no sense at the anchor, before any step."""
 
     def _step_size_at(self, count: Array, adapt_state: AdaptState) -> Array:
         if callable(self._step_size):

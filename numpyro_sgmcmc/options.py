@@ -14,11 +14,13 @@ import numpy as np
 from numpyro_sgmcmc.model import Site, Target
 
 __all__ = [
+    "between",
     "check_init_params",
     "function",
     "mass_matrix",
     "mass_matrix_mask",
     "no_more_keywords",
+    "not_negative",
     "one_of",
     "positive",
     "positive_int",
@@ -54,6 +56,19 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` is {value!r}, but must be a positive number.") from None
     if isinstance(value, bool) or not (number > 0 and np.isfinite(number)):
         raise ValueError(f"`{name}` is {value!r}, but must be positive and finite.")
+
+
+def between(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse anything but a number from ``low`` to ``high``."""
+    positive(name, value)
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}.")
+
+
+def not_negative(name: str, value: Any) -> None:
+    """Refuse anything but zero and a positive finite number."""
+    if isinstance(value, bool) or value != 0:
+        positive(name, value)
 
 
 def positive_int(name: str, value: Any) -> None:

@@ -169,7 +169,7 @@ def small_step_limit(step: Callable, state: Any, num_draws: int, gradient: Calla
     polynomial through eight small step sizes gives their rates at zero to about 1e-12.
     """
     expect = expectation(step, state, num_draws, gradient, num_nodes=4)
-    sizes = 0.01 * np.arange(1, 9)
+    sizes = 0.003 * np.arange(1, 9)
     others = [sizes[sizes != h] for h in sizes]
     weights = np.array([np.prod(o / (o - h)) for o, h in zip(others, sizes, strict=True)])
 

@@ -297,15 +297,15 @@ def test_noise_shortens_the_step_until_its_share_of_the_bias_is_kept(
     step_size, inflation = choose_step_size(dynamics, 0.2, variance, 1.0, target_bias)
     assert 0 < step_size <= 0.2
     assert inflation == pytest.approx(dynamics.noise_inflation(variance, step_size))
-    shortest = dynamics.relaxation_time / MAX_NUM_STEPS
+    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     assert np.sqrt(1 + inflation) - 1 < target_bias or step_size == pytest.approx(shortest)
-    assert choose_num_steps(dynamics.relaxation_time, step_size) <= MAX_NUM_STEPS
+    assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) <= MAX_NUM_STEPS
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_step_is_not_shorter_than_a_draw_can_pay_for(dynamics):
     step_size, inflation = choose_step_size(dynamics, 0.2, 1e6, 1.0, 0.05)
-    assert choose_num_steps(dynamics.relaxation_time, step_size) == MAX_NUM_STEPS
+    assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) == MAX_NUM_STEPS
     assert inflation > 1
 
 

@@ -19,7 +19,6 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.integrators import compose
 from numpyro_sgmcmc.model import Target
 
 __all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
@@ -29,7 +28,7 @@ PILOT_STEP_SIZE = 0.3
 PILOT_BIAS = 0.2
 KEEP_EVERY = 5
 _STEPS_A_CALL = 100
-_SCHEME = PILOT.schemes["symmetric"]
+_STEP = PILOT.step("symmetric")
 
 
 @partial(jax.jit, static_argnames=("target", "estimator"))
@@ -43,13 +42,12 @@ def _advance(
     estimator: str,
 ) -> tuple[UnderdampedState, Array]:
     """One call's steps of all chains, and the positions every fifth step."""
-    integrate = compose(PILOT.flows(), _SCHEME)
 
     def chain(state: Any, randomness: Any) -> tuple[Any, Array]:
         def step(state: Any, xs: Any) -> tuple[Any, Array]:
             rows, noise, key = xs
             gradient = whitened_gradient(estimator, target, arguments, anchored, rows, key)
-            state = integrate(state, step_size, gradient, noise)
+            state = _STEP(state, step_size, gradient, noise)
             return state, state.position
 
         state, positions = lax.scan(step, state, randomness)
@@ -78,7 +76,7 @@ def run_pilot(
     state, draws = UnderdampedState(q, p), []
     steps = (starts.shape[0], _STEPS_A_CALL)
     for call in range(-(-num_steps // _STEPS_A_CALL)):
-        noise = rng.standard_normal((*steps, _SCHEME.draws, target.dim)).astype(target.dtype)
+        noise = rng.standard_normal((*steps, _STEP.draws, target.dim)).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
         randomness = (draw_rows(target, rng, steps), noise, keys)
         state, kept = _advance(

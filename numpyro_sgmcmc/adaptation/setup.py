@@ -271,7 +271,9 @@ class _Setup:
                 q = q / 2.0
                 continue
             sampled = alive.sum() * draws.shape[1] * KEEP_EVERY * step_size
-            moved, is_settled = self._follow(frame, draws[alive], sampled / PILOT.relaxation_time)
+            moved, is_settled = self._follow(
+                frame, draws[alive], sampled / PILOT.relaxation_time(step_size)
+            )
             q = draws[self.rng.choice(np.flatnonzero(alive), _PILOT_CHAINS), -1]
             q[: alive.sum()] = draws[alive, -1]
             q = typical = moved.whiten(frame.anchor + frame.push(q) - moved.anchor)
@@ -394,7 +396,7 @@ class _Setup:
             with_random_rows = choose("random")
             # Noise that shortens no step does no harm, and blocks are cheaper.
             if in_blocks > _CLEARLY_NOISIER * random_rows and with_random_rows[1] > step_size:
-                minibatch = "epoch"
+                minibatch, kind = "epoch", "random"
                 estimator, step_size, inflation = with_random_rows
                 notify(
                     f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy "
@@ -412,7 +414,8 @@ class _Setup:
                 f"{excess:.0f} % too wide, at {MAX_NUM_STEPS} steps a draw. Use a larger "
                 f"subsample_size{cure}."
             )
-        num_steps = settings.num_steps or choose_num_steps(dynamics.relaxation_time, step_size)
+        relaxation_time = dynamics.relaxation_time(float(step_size), noise[estimator, kind])
+        num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
         frame = self._with_hessian(frame, estimator)
         return Adaptation(frame.anchored(target.dtype), step_size, num_steps, estimator, minibatch)
 

@@ -30,14 +30,13 @@ def choose_step_size(
         the variance, a half): where it differs over the posterior it shifts means as well.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
-    step_size = largest / float(dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE)))
-    inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
-    allowed = target_bias / 2.0
-    if inflation > allowed:
-        shortest = min(step_size, dynamics.relaxation_time / MAX_NUM_STEPS)
-        step_size = max(step_size * allowed / inflation, shortest)
-        inflation = float(dynamics.noise_inflation(gradient_variance, step_size))
-    return step_size, inflation
+    step_size = largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
+    shortest = dynamics.relaxation_time(step_size, gradient_variance) / MAX_NUM_STEPS
+    while step_size > shortest:
+        if dynamics.noise_inflation(gradient_variance, step_size) <= target_bias / 2.0:
+            break
+        step_size = max(0.99 * step_size, shortest)
+    return step_size, dynamics.noise_inflation(gradient_variance, step_size)
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:

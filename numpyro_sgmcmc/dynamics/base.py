@@ -3,46 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from jax import Array
+import jax.numpy as jnp
+from jax import Array, random
 
-from numpyro_sgmcmc.integrators import Flow, Scheme
+from numpyro_sgmcmc.integrators import Flow, Scheme, Step, compose
 
 __all__ = ["Dynamics"]
 
 
-class Dynamics(Protocol):
+class Dynamics:
     """An SDE over a flat position of shape ``(d,)`` and its auxiliary variables.
 
     Everything is in whitened coordinates: unit mass, posterior covariance about the identity.
-    A state is a NamedTuple of arrays whose field ``position`` is the position.
+    A state is a NamedTuple of arrays whose first field is the position. Subclasses are frozen
+    dataclasses: they are compiled into the step.
     """
 
-    schemes: ClassVar[Mapping[str, Scheme]]
-    """The schemes that this SDE has, by name."""
+    State: ClassVar[type]
+    """The state's NamedTuple: ``position``, then the auxiliary variables."""
 
     @property
-    def relaxation_time(self) -> float:
-        """Time between about independent draws of a whitened Gaussian."""
-        ...
+    def schemes(self) -> Mapping[str, Scheme]:
+        """The schemes that this SDE has, by name."""
+        raise NotImplementedError
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        """The flows from which the schemes are composed, by name."""
+        raise NotImplementedError
+
+    @property
+    def resampling(self) -> Mapping[str, int]:
+        """Auxiliary variables that are drawn afresh, with the number of steps between draws."""
+        return {}
+
+    def step(self, scheme: str) -> Step:
+        """The step of one of the schemes."""
+        return compose(self.flows, self.schemes[scheme])
+
+    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Draws of an auxiliary variable from its stationary law.
+
+        :param field: name of the variable.
+        :param shape: the position's shape, with any number of axes before it.
+        """
+        raise NotImplementedError
+
+    def energy(self, state: Any) -> Array:
+        """Minus the log stationary density of the auxiliary variables, up to a constant."""
+        return jnp.zeros(())
 
     def init(self, position: Array, rng_key: Array) -> Any:
         """The state at ``position``, auxiliary variables drawn from their stationary law."""
-        ...
+        names = self.State._fields[1:]  # type: ignore[attr-defined]
+        keys = random.split(rng_key, max(1, len(names)))
+        drawn = (
+            self.draw(n, k, position.shape, position.dtype)
+            for n, k in zip(names, keys, strict=False)
+        )
+        return self.State(position, *drawn)
 
-    def flows(self) -> Mapping[str, Flow]:
-        """The flows from which the schemes are composed, by name."""
-        ...
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        """Time between about independent draws of a whitened Gaussian."""
+        raise NotImplementedError
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> Any:
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
         """Predicted relative excess of a unit posterior variance.
 
         :param gradient_variance: variance of the gradient's estimate, a coordinate.
         :param step_size: step size.
         """
-        ...
+        raise NotImplementedError
 
-    def stiffness(self, curvature: Any) -> Any:
+    def stiffness(self, curvature: float) -> float:
         """How many times shorter a step must be at ``curvature`` than at curvature one."""
-        ...
+        raise NotImplementedError

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Scheme
+from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Overdamped", "OverdampedState"]
 
@@ -28,29 +29,32 @@ class OverdampedState(NamedTuple):
     position: Array
 
 
+@dataclass(frozen=True)
+class Overdamped(Dynamics):
+    """Overdamped Langevin dynamics with unit mass."""
+
+    State = OverdampedState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        return {"euler": Scheme((Part("euler"),), order=1)}
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        return {"euler": Flow(_euler, gradients=1, draws=1)}
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        return 2.0
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / 2.0
+
+    def stiffness(self, curvature: float) -> float:
+        return curvature
+
+
 def _euler(
     state: OverdampedState, time: Any, gradient: GradientFn, noise: Array
 ) -> OverdampedState:
     (q,) = state
     return OverdampedState(q - time * gradient(q) + jnp.sqrt(2.0 * time) * noise[0])
-
-
-@dataclass(frozen=True)
-class Overdamped:
-    """Overdamped Langevin dynamics with unit mass."""
-
-    schemes: ClassVar[Mapping[str, Scheme]] = {"euler": Scheme((("euler", 1.0),), order=1)}
-
-    relaxation_time: ClassVar[float] = 2.0
-
-    def init(self, position: Array, rng_key: Array) -> OverdampedState:
-        return OverdampedState(position)
-
-    def flows(self) -> Mapping[str, Flow]:
-        return {"euler": _euler}
-
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> Any:
-        return gradient_variance * step_size / 2.0
-
-    def stiffness(self, curvature: Any) -> Any:
-        return curvature

@@ -1,4 +1,4 @@
-r"""Underdamped Langevin dynamics (SGHMC).
+r"""Underdamped Langevin dynamics (SGHMC, SHMC) and its integrators up to order three.
 
 .. math::
 
@@ -9,19 +9,25 @@ Stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
 
 References: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*; Chen,
 Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with high-order
-integrators*, section 2 and equation (8), where :math:`\gamma` is :math:`D`.
+integrators*, section 2 and equation (8), where :math:`\gamma` is :math:`D`; Franzese, Milios,
+Filippone and Michiardi (2021), *Revisiting the effects of stochasticity for Hamiltonian
+samplers*, appendix B.5; Leimkuhler and Matthews (2013), *Rational construction of stochastic
+numerical methods for molecular sampling*.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Scheme
+from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Underdamped", "UnderdampedState"]
 
@@ -30,77 +36,191 @@ class UnderdampedState(NamedTuple):
     """
     - **position** - whitened position, shape ``(d,)``.
     - **momentum** - momentum at unit mass, shape ``(d,)``.
+    - **gradient** - the last kick's gradient, for schemes that use it twice; None for others.
     """
 
     position: Array
     momentum: Array
+    gradient: Array | None = None
 
 
 @dataclass(frozen=True)
-class Underdamped:
+class Underdamped(Dynamics):
     """Underdamped Langevin dynamics with unit mass.
 
     :param float friction: friction coefficient, positive, in units of one over time.
+    :param int num_leapfrog: leapfrog steps between refreshments, for Lie-Trotter; None for
+        other schemes.
+    :param bool keeps_gradient: whether the state keeps the last gradient, as BAOAB and OBABO need.
     """
 
     friction: float
+    num_leapfrog: int | None = None
+    keeps_gradient: bool = False
 
-    schemes: ClassVar[Mapping[str, Scheme]] = {
-        "euler": Scheme((("euler_kick", 1.0), ("drift", 1.0)), order=1),
-        "symmetric": Scheme(
-            (
-                ("drift", 0.5),
-                ("friction", 0.5),
-                ("noisy_kick", 1.0),
-                ("friction", 0.5),
-                ("drift", 0.5),
-            ),
-            order=2,
-        ),
-    }
+    State = UnderdampedState
 
     @property
-    def relaxation_time(self) -> float:
-        return 2.0 * max(self.friction, 1.0 / self.friction)
+    def schemes(self) -> Mapping[str, Scheme]:
+        leapfrog = (Part("drift", 0.5), Part("kick"), Part("drift", 0.5))
+        found = {
+            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
+            "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
+            "leapfrog": Scheme((Part("drift", 0.5), Part("damped_kick"), Part("drift", 0.5)), 1),
+            "symmetric": Scheme(
+                (
+                    Part("drift", 0.5),
+                    Part("friction", 0.5),
+                    Part("noisy_kick"),
+                    Part("friction", 0.5),
+                    Part("drift", 0.5),
+                ),
+                order=2,
+            ),
+            "lie_trotter": Scheme(
+                (*leapfrog, Part("fluctuation", every=self.num_leapfrog or 1)), order=2
+            ),
+            "mt3": Scheme((Part("mt3"),), order=3),
+        }
+        if self.keeps_gradient:
+            found["baoab"] = Scheme(
+                (
+                    Part("kept_kick", 0.5),
+                    Part("drift", 0.5),
+                    Part("fluctuation"),
+                    Part("drift", 0.5),
+                    Part("kick", 0.5),
+                ),
+                order=2,
+            )
+            found["obabo"] = Scheme(
+                (
+                    Part("fluctuation", 0.5),
+                    Part("kept_kick", 0.5),
+                    Part("drift"),
+                    Part("kick", 0.5),
+                    Part("fluctuation", 0.5),
+                ),
+                order=2,
+            )
+        return found
 
-    def init(self, position: Array, rng_key: Array) -> UnderdampedState:
-        return UnderdampedState(position, random.normal(rng_key, position.shape, position.dtype))
-
+    @property
     def flows(self) -> Mapping[str, Flow]:
         return {
-            "drift": self._drift,
-            "friction": self._friction,
-            "noisy_kick": self._noisy_kick,
-            "euler_kick": self._euler_kick,
+            "drift": Flow(self._drift),
+            "friction": Flow(self._friction),
+            "fluctuation": Flow(self._fluctuation, draws=1),
+            "kick": Flow(self._kick, gradients=1),
+            "kept_kick": Flow(self._kept_kick),
+            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=1),
+            "damped_kick": Flow(self._damped_kick, gradients=1, draws=1),
+            "explicit_euler": Flow(self._explicit_euler, gradients=1, draws=1),
+            "mt3": Flow(self._mt3, gradients=3, draws=2),
         }
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> Any:
-        return gradient_variance * step_size / (2.0 * self.friction)
+    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return random.normal(rng_key, shape, dtype)
 
-    def stiffness(self, curvature: Any) -> Any:
-        return jnp.sqrt(curvature)
+    def init(self, position: Array, rng_key: Array) -> UnderdampedState:
+        momentum = self.draw("momentum", rng_key, position.shape, position.dtype)
+        kept = jnp.zeros_like(position) if self.keeps_gradient else None
+        return UnderdampedState(position, momentum, kept)
+
+    def energy(self, state: UnderdampedState) -> Array:
+        return jnp.square(state.momentum).sum() / 2.0
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        friction = self._effective_friction(step_size)
+        return 2.0 * max(friction, 1.0 / friction)
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / (2.0 * self._effective_friction(step_size))
+
+    def stiffness(self, curvature: float) -> float:
+        return math.sqrt(curvature)
+
+    def _effective_friction(self, step_size: float) -> float:
+        """The friction that takes away as much between refreshments as the refreshment does."""
+        if self.num_leapfrog is None:
+            return self.friction
+        length = self.num_leapfrog * step_size
+        return math.tanh(self.friction * length) / length
 
     def _drift(
         self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
     ) -> UnderdampedState:
-        q, p = state
-        return UnderdampedState(q + time * p, p)
+        return state._replace(position=state.position + time * state.momentum)
 
     def _friction(
         self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
     ) -> UnderdampedState:
-        q, p = state
-        return UnderdampedState(q, jnp.exp(-self.friction * time) * p)
+        return state._replace(momentum=jnp.exp(-self.friction * time) * state.momentum)
+
+    def _fluctuation(
+        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> UnderdampedState:
+        """Friction and noise together: an Ornstein-Uhlenbeck process, solved exactly."""
+        spread = jnp.sqrt(-jnp.expm1(-2.0 * self.friction * time))
+        state = self._friction(state, time, gradient, noise)
+        return state._replace(momentum=state.momentum + spread * noise[0])
+
+    def _kick(
+        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> UnderdampedState:
+        g = gradient(state.position)
+        kept = g if self.keeps_gradient else None
+        return UnderdampedState(state.position, state.momentum - time * g, kept)
+
+    def _kept_kick(
+        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> UnderdampedState:
+        return state._replace(momentum=state.momentum - time * state.gradient)
 
     def _noisy_kick(
         self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
     ) -> UnderdampedState:
-        q, p = state
+        state = self._kick(state, time, gradient, noise)
         scale = jnp.sqrt(2.0 * self.friction * time)
-        return UnderdampedState(q, p - time * gradient(q) + scale * noise[0])
+        return state._replace(momentum=state.momentum + scale * noise[0])
 
-    def _euler_kick(
+    def _damped_kick(
         self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
     ) -> UnderdampedState:
-        q, p = self._noisy_kick(state, time, gradient, noise)
-        return UnderdampedState(q, p - self.friction * time * state.momentum)
+        kicked = self._noisy_kick(state, time, gradient, noise)
+        damping = self.friction * time * state.momentum
+        return kicked._replace(momentum=kicked.momentum - damping)
+
+    def _explicit_euler(
+        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> UnderdampedState:
+        kicked = self._damped_kick(state, time, gradient, noise)
+        return kicked._replace(position=state.position + time * state.momentum)
+
+    def _mt3(
+        self, state: UnderdampedState, h: Any, gradient: GradientFn, noise: Array
+    ) -> UnderdampedState:
+        """Third order, after Milstein and Tretyakov (2003); Franzese et al. (2021), B.5.4.
+
+        The stages are implicit in the momentum, but linear, and solved here.
+        """
+        q, p, friction = state.position, state.momentum, self.friction
+        w1, w2 = noise[0], noise[1] / math.sqrt(12.0)
+        root = math.sqrt(2.0 * friction)
+
+        def stage(q: Array, p: Array, part: float) -> tuple[Array, Array]:
+            """The momentum r with r = p + part h F(q, r), and that force."""
+            g = gradient(q)
+            r = (p - part * h * g) / (1.0 + part * h * friction)
+            return r, -g - friction * r
+
+        _, f1 = stage(q + 7 / 24 * h * p, p, 7 / 24)
+        q2 = q + 25 / 24 * h * p + h**2 / 2 * f1
+        _, f2 = stage(q2, p + 2 / 3 * h * f1, 3 / 8)
+        q3 = q + h * p + h**2 * (17 / 36 * f1 + f2 / 36)
+        p3, _ = stage(q3, p + 2 / 3 * h * (f1 - f2), 1.0)
+        bend = jax.jvp(gradient, (q3,), (w1,))[1]
+        half = w1 / 2.0 + w2
+        q_noise = h**1.5 * half - friction * h**2.5 * w1 / 6.0
+        p_noise = h**0.5 * w1 - friction * h**1.5 * half + h**2.5 * (friction**2 * w1 - bend) / 6.0
+        return state._replace(position=q3 + root * q_noise, momentum=p3 + root * p_noise)

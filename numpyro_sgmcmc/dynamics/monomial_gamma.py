@@ -1,0 +1,246 @@
+r"""Dynamics with softened monomial-gamma kinetics: SGMGT, its "D" form, and Laplacian HMC.
+
+The thermostat, elementwise:
+
+.. math::
+
+    d\theta &= (\nabla K(p) - \sigma_\theta\nabla U(\theta))\,dt + \sqrt{2\sigma_\theta}\,dW_1 \\
+    dp &= (-\nabla U(\theta) - \xi\nabla K(p))\,dt + \sqrt{2\sigma_p}\,dW_2 \\
+    d\xi &= (\gamma[\nabla K(p)^2 - \nabla^2 K(p)] - \tfrac{\sigma_\xi}{\gamma}(\xi - \sigma_p))\,dt
+            + \sqrt{2\sigma_\xi}\,dW_3
+
+with stationary density :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}`. The "D"
+form has :math:`\sigma_\theta, \sigma_\xi > 0`; without it both are zero. A fixed friction
+:math:`\xi = A` gives the stochastic Laplacian HMC.
+
+Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma sampler*,
+equations (6) to (9) and (27), appendix E; its thermostat's resampling law and its splitting's
+middle flow are misprinted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.kinetics import Kinetics
+
+__all__ = ["MonomialGamma", "MonomialGammaLangevin", "MonomialGammaState", "SoftenedState"]
+
+_SYMMETRIC = (
+    Part("drift", 0.5),
+    Part("friction", 0.5),
+    Part("noisy_kick"),
+    Part("friction", 0.5),
+    Part("drift", 0.5),
+)
+
+
+class MonomialGammaState(NamedTuple):
+    """
+    - **position** - whitened position, shape ``(d,)``.
+    - **momentum** - momentum, shape ``(d,)``.
+    - **thermostat** - friction, one a coordinate, shape ``(d,)``.
+    """
+
+    position: Array
+    momentum: Array
+    thermostat: Array
+
+
+@dataclass(frozen=True)
+class MonomialGamma(Dynamics):
+    r"""The monomial-gamma thermostat.
+
+    :param Kinetics kinetics: kinetic energy.
+    :param float sigma_p: noise of the momentum and the friction's stationary mean, positive.
+    :param float gamma: the friction's stationary variance, positive.
+    :param float sigma_theta: noise of the position, not negative.
+    :param float sigma_xi: noise of the friction, not negative.
+    :param int momentum_period: steps between fresh momenta; None for never.
+    :param int thermostat_period: steps between fresh frictions; None for never.
+    """
+
+    kinetics: Kinetics
+    sigma_p: float
+    gamma: float
+    sigma_theta: float = 0.0
+    sigma_xi: float = 0.0
+    momentum_period: int | None = None
+    thermostat_period: int | None = None
+
+    State = MonomialGammaState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        # With noise in the position the middle flow is not exact.
+        order = 1 if self.sigma_theta > 0.0 else 2
+        return {
+            "euler": Scheme((Part("euler"),), order=1),
+            "symmetric": Scheme(_SYMMETRIC, order=order),
+        }
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        draws = 1 + (self.sigma_theta > 0.0) + (self.sigma_xi > 0.0)
+        return {
+            "drift": Flow(self._drift),
+            "friction": Flow(self._friction),
+            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=draws),
+            "euler": Flow(self._euler, gradients=1, draws=draws),
+        }
+
+    @property
+    def resampling(self) -> Mapping[str, int]:
+        periods = {"momentum": self.momentum_period, "thermostat": self.thermostat_period}
+        return {field: period for field, period in periods.items() if period is not None}
+
+    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        if field == "momentum":
+            return self.kinetics.draw(rng_key, shape, dtype)
+        return self.sigma_p + math.sqrt(self.gamma) * random.normal(rng_key, shape, dtype)
+
+    def energy(self, state: MonomialGammaState) -> Array:
+        off = jnp.square(state.thermostat - self.sigma_p) / (2.0 * self.gamma)
+        return (self.kinetics.energy(state.momentum) + off).sum()
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        friction = self.sigma_p + gradient_variance * step_size / 2.0
+        return 3.0 * max(friction, 1.0 / friction)
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / (2.0 * self.sigma_p)
+
+    def stiffness(self, curvature: float) -> float:
+        return curvature if self.sigma_theta > 0.0 else math.sqrt(curvature)
+
+    def _heat(self, p: Array) -> Array:
+        """The rate at which the thermostat rises, but for its own friction."""
+        k = self.kinetics
+        return self.gamma * (jnp.square(k.velocity(p)) - k.curvature(p))
+
+    def _drift(
+        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+    ) -> MonomialGammaState:
+        q, p, xi = state
+        rate = self.sigma_xi / self.gamma
+        # The thermostat's equation is linear at a fixed momentum.
+        length = -jnp.expm1(-rate * time) / rate if rate > 0.0 else time
+        xi = xi + length * (self._heat(p) - rate * (xi - self.sigma_p))
+        return MonomialGammaState(q + time * self.kinetics.velocity(p), p, xi)
+
+    def _friction(
+        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+    ) -> MonomialGammaState:
+        q, p, xi = state
+        return MonomialGammaState(q, self.kinetics.friction(p, xi * time), xi)
+
+    def _noisy_kick(
+        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+    ) -> MonomialGammaState:
+        q, p, xi = state
+        g = gradient(q)
+        used = 1
+        p = p - time * g + jnp.sqrt(2.0 * self.sigma_p * time) * noise[0]
+        if self.sigma_theta > 0.0:
+            spread = jnp.sqrt(2.0 * self.sigma_theta * time)
+            q = q - self.sigma_theta * time * g + spread * noise[used]
+            used += 1
+        if self.sigma_xi > 0.0:
+            xi = xi + jnp.sqrt(2.0 * self.sigma_xi * time) * noise[used]
+        return MonomialGammaState(q, p, xi)
+
+    def _euler(
+        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+    ) -> MonomialGammaState:
+        q, p, xi = self._noisy_kick(state, time, gradient, noise)
+        p = p - time * state.thermostat * self.kinetics.velocity(state.momentum)
+        rate = self._heat(p) - self.sigma_xi / self.gamma * (state.thermostat - self.sigma_p)
+        return MonomialGammaState(q + time * self.kinetics.velocity(p), p, xi + time * rate)
+
+
+class SoftenedState(NamedTuple):
+    """
+    - **position** - whitened position, shape ``(d,)``.
+    - **momentum** - momentum, shape ``(d,)``.
+    """
+
+    position: Array
+    momentum: Array
+
+
+@dataclass(frozen=True)
+class MonomialGammaLangevin(Dynamics):
+    r"""Langevin dynamics with monomial-gamma kinetics and a fixed friction.
+
+    :param Kinetics kinetics: kinetic energy.
+    :param float friction: friction coefficient A, positive.
+    """
+
+    kinetics: Kinetics
+    friction: float
+
+    State = SoftenedState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        return {
+            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
+            "symmetric": Scheme(_SYMMETRIC, order=2),
+        }
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        return {
+            "drift": Flow(self._drift),
+            "friction": Flow(self._friction),
+            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=1),
+            "damped_kick": Flow(self._damped_kick, gradients=1, draws=1),
+        }
+
+    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.kinetics.draw(rng_key, shape, dtype)
+
+    def energy(self, state: SoftenedState) -> Array:
+        return self.kinetics.energy(state.momentum).sum()
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        return 3.0 * max(self.friction, 1.0 / self.friction)
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / (2.0 * self.friction)
+
+    def stiffness(self, curvature: float) -> float:
+        return math.sqrt(curvature)
+
+    def _drift(
+        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> SoftenedState:
+        q, p = state
+        return SoftenedState(q + time * self.kinetics.velocity(p), p)
+
+    def _friction(
+        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> SoftenedState:
+        q, p = state
+        return SoftenedState(q, self.kinetics.friction(p, self.friction * time))
+
+    def _noisy_kick(
+        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> SoftenedState:
+        q, p = state
+        scale = jnp.sqrt(2.0 * self.friction * time)
+        return SoftenedState(q, p - time * gradient(q) + scale * noise[0])
+
+    def _damped_kick(
+        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
+    ) -> SoftenedState:
+        q, p = self._noisy_kick(state, time, gradient, noise)
+        return SoftenedState(q, p - time * self.friction * self.kinetics.velocity(state.momentum))

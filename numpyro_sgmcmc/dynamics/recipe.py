@@ -1,0 +1,114 @@
+r"""The complete recipe: any diffusion with a given stationary density.
+
+.. math::
+
+    dz = \left(-(D(z) + Q(z))\nabla H(z) + \Gamma(z)\right)dt + \sqrt{2D(z)}\,dW,
+    \qquad \Gamma_i = \sum_j \partial_j\,(D_{ij} + Q_{ij})
+
+with D positive semi-definite and Q skew has the stationary density :math:`\propto e^{-H(z)}`.
+Here :math:`z` is the position and any auxiliary variables, and
+:math:`H(z) = U(\theta) + h(z)`: the posterior comes from the model, :math:`h` from the user.
+
+Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations (2)
+to (6); (6) has the sign of :math:`\Gamma` misprinted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+
+__all__ = ["Recipe", "RecipeState"]
+
+
+class RecipeState(NamedTuple):
+    """
+    - **position** - whitened position, shape ``(d,)``.
+    - **auxiliary** - auxiliary variables, shape ``(k,)``.
+    """
+
+    position: Array
+    auxiliary: Array
+
+
+@dataclass(frozen=True)
+class Recipe(Dynamics):
+    """The complete recipe over ``z``, the position and then the auxiliary variables.
+
+    :param diffusion: D: maps z of shape ``(n,)`` to its diagonal ``(n,)`` or a matrix ``(n, n)``.
+    :param curl: Q: maps z to a skew matrix of shape ``(n, n)``.
+    :param hamiltonian: h: maps z to the energy besides the posterior's.
+    :param draw_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values.
+    """
+
+    diffusion: Callable[[Array], Array]
+    curl: Callable[[Array], Array]
+    hamiltonian: Callable[[Array], Array]
+    draw_auxiliary: Callable[[Array, int], Array]
+
+    State = RecipeState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        return {"euler": Scheme((Part("euler"),), order=1)}
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        # As many rows of d normal entries as z may need: in one dimension, its length.
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        num = jax.eval_shape(lambda k: self.draw_auxiliary(k, 1), key).size
+        return {"euler": Flow(self._euler, gradients=1, draws=1 + num)}
+
+    def init(self, position: Array, rng_key: Array) -> RecipeState:
+        auxiliary = self.draw_auxiliary(rng_key, position.size)
+        return RecipeState(position, jnp.asarray(auxiliary, position.dtype))
+
+    def energy(self, state: RecipeState) -> Array:
+        return self.hamiltonian(jnp.concatenate(state))
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        return 3.0
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / 2.0
+
+    def stiffness(self, curvature: float) -> float:
+        return curvature
+
+    def drift(self, z: Array, potential_gradient: Array) -> Array:
+        """The SDE's drift.
+
+        :param z: position and auxiliary variables, shape ``(n,)``.
+        :param potential_gradient: gradient of U at the position, shape ``(d,)``.
+        """
+        slope = jax.grad(self.hamiltonian)(z).at[: potential_gradient.size].add(potential_gradient)
+        diffusion = self.diffusion(z)
+        turn = jax.jacfwd(self.diffusion)(z)
+        if diffusion.ndim == 1:
+            correction, spread = jnp.diagonal(turn), diffusion * slope
+        else:
+            correction, spread = jnp.einsum("ijj->i", turn), diffusion @ slope
+        correction += jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
+        return correction - spread - self.curl(z) @ slope
+
+    def _euler(
+        self, state: RecipeState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RecipeState:
+        z = jnp.concatenate(state)
+        diffusion, zeta = self.diffusion(z), noise.ravel()[: z.size]
+        if diffusion.ndim == 1:
+            spread = jnp.sqrt(diffusion) * zeta
+        else:
+            values, vectors = jnp.linalg.eigh(diffusion)
+            spread = vectors @ (jnp.sqrt(jnp.maximum(values, 0.0)) * (vectors.T @ zeta))
+        z = z + time * self.drift(z, gradient(state.position)) + jnp.sqrt(2.0 * time) * spread
+        dim = state.position.size
+        return RecipeState(z[:dim], z[dim:])

@@ -1,0 +1,222 @@
+r"""Dynamics in a metric that depends on the position: SGRLD and SGRHMC.
+
+With :math:`S(\theta)S(\theta)^\top = G(\theta)^{-1}`, the inverse metric:
+
+.. math::
+
+    \text{SGRLD:}\quad & d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2}\,S\,dW,
+        \quad \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij} \\
+    \text{SGRHMC:}\quad & d\theta = S p\,dt, \quad
+        dp = (-S^\top\nabla U + \operatorname{div} S - \gamma S^\top S\,p)\,dt
+        + \sqrt{2\gamma S^\top S}\,dW, \quad
+        (\operatorname{div} S)_i = \textstyle\sum_j \partial_j S_{ji}
+
+Stationary densities :math:`\propto e^{-U(\theta)}` and :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+Without :math:`\Gamma` and :math:`\operatorname{div} S` they would be others.
+
+Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, section 3.2
+and Algorithm 1, whose signs are right where equation (17)'s are not; Patterson and Teh (2013),
+*Stochastic gradient Riemannian Langevin dynamics on the probability simplex*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+
+__all__ = ["Riemannian", "RiemannianLangevin", "RiemannianLangevinState", "RiemannianState"]
+
+
+def root(inverse_metric: Array) -> Array:
+    """S: the square root of a scalar or diagonal inverse metric, a dense one's Cholesky factor."""
+    if inverse_metric.ndim == 2:
+        return jnp.linalg.cholesky(inverse_metric)
+    return jnp.sqrt(inverse_metric)
+
+
+def apply(matrix: Array, v: Array) -> Array:
+    """The product of a scalar, diagonal or dense matrix with a vector."""
+    return matrix @ v if matrix.ndim == 2 else matrix * v
+
+
+def divergence(matrix: Callable[[Array], Array], q: Array) -> Array:
+    r""":math:`\sum_j \partial_j M_{ji}` of a scalar, diagonal or dense matrix function."""
+    kind = jax.eval_shape(matrix, q).ndim
+    if kind == 0:
+        return jax.grad(matrix)(q)
+    slope = jax.jacfwd(matrix)(q)
+    return jnp.diagonal(slope) if kind == 1 else jnp.einsum("jij->i", slope)
+
+
+class RiemannianLangevinState(NamedTuple):
+    """- **position** - whitened position, shape ``(d,)``."""
+
+    position: Array
+
+
+@dataclass(frozen=True)
+class RiemannianLangevin(Dynamics):
+    r"""Overdamped Langevin dynamics in a metric.
+
+    :param inverse_metric: maps a whitened position to :math:`G^{-1}` there: a scalar, the diagonal
+        of shape ``(d,)``, or a matrix of shape ``(d, d)``.
+    """
+
+    inverse_metric: Callable[[Array], Array]
+
+    State = RiemannianLangevinState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        return {"euler": Scheme((Part("euler"),), order=1)}
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        return {"euler": Flow(self._euler, gradients=1, draws=1)}
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        return 2.0
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / 2.0
+
+    def stiffness(self, curvature: float) -> float:
+        return curvature
+
+    def _euler(
+        self, state: RiemannianLangevinState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianLangevinState:
+        (q,) = state
+        metric = self.inverse_metric(q)
+        drift = divergence(self.inverse_metric, q) - apply(metric, gradient(q))
+        spread = apply(root(metric), noise[0])
+        return RiemannianLangevinState(q + time * drift + jnp.sqrt(2.0 * time) * spread)
+
+
+class RiemannianState(NamedTuple):
+    """
+    - **position** - whitened position, shape ``(d,)``.
+    - **momentum** - momentum at unit mass, shape ``(d,)``.
+    """
+
+    position: Array
+    momentum: Array
+
+
+@dataclass(frozen=True)
+class Riemannian(Dynamics):
+    r"""Underdamped Langevin dynamics in a metric.
+
+    :param inverse_metric: as in :class:`RiemannianLangevin`.
+    :param float friction: friction coefficient :math:`\gamma`, positive.
+    :param int momentum_period: steps between fresh momenta; None for never.
+    """
+
+    inverse_metric: Callable[[Array], Array]
+    friction: float = 1.0
+    momentum_period: int | None = None
+
+    State = RiemannianState
+
+    @property
+    def schemes(self) -> Mapping[str, Scheme]:
+        return {
+            "euler": Scheme((Part("euler_momentum"), Part("euler_drift")), order=1),
+            "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
+            "symmetric": Scheme((Part("drift", 0.5), Part("momentum"), Part("drift", 0.5)), 2),
+        }
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        return {
+            "drift": Flow(self._drift),
+            "momentum": Flow(self._momentum, gradients=1, draws=1),
+            "euler_momentum": Flow(self._euler_momentum, gradients=1, draws=1),
+            "euler_drift": Flow(self._euler_drift),
+            "explicit_euler": Flow(self._explicit_euler, gradients=1, draws=1),
+        }
+
+    @property
+    def resampling(self) -> Mapping[str, int]:
+        return {} if self.momentum_period is None else {"momentum": self.momentum_period}
+
+    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return random.normal(rng_key, shape, dtype)
+
+    def energy(self, state: RiemannianState) -> Array:
+        return jnp.square(state.momentum).sum() / 2.0
+
+    def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
+        return 2.0 * max(self.friction, 1.0 / self.friction)
+
+    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+        return gradient_variance * step_size / (2.0 * self.friction)
+
+    def stiffness(self, curvature: float) -> float:
+        return curvature**0.5
+
+    def _root(self, q: Array) -> Array:
+        return root(self.inverse_metric(q))
+
+    def _force(self, q: Array, gradient: GradientFn) -> tuple[Array, Array]:
+        """S, and the force without the friction."""
+        s = self._root(q)
+        return s, divergence(self._root, q) - apply(s.T, gradient(q))
+
+    def _drift(
+        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianState:
+        """The flow of dq = S(q) p dt by a midpoint step."""
+        q, p = state
+        half = q + 0.5 * time * apply(self._root(q), p)
+        return RiemannianState(q + time * apply(self._root(half), p), p)
+
+    def _momentum(
+        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianState:
+        """Force, friction and noise at a fixed position: linear, solved exactly."""
+        q, p = state
+        s, force = self._force(q, gradient)
+        if s.ndim == 2:
+            values, vectors = jnp.linalg.eigh(s.T @ s)
+            rate = self.friction * values
+            turned = self._ou(vectors.T @ p, vectors.T @ force, rate, time, noise[0])
+            return RiemannianState(q, vectors @ turned)
+        return RiemannianState(q, self._ou(p, force, self.friction * s**2, time, noise[0]))
+
+    @staticmethod
+    def _ou(p: Array, force: Array, rate: Array, time: Any, noise: Array) -> Array:
+        """Dp = (force - rate p) dt + sqrt(2 rate) dW."""
+        length = -jnp.expm1(-rate * time) / rate
+        spread = jnp.sqrt(-jnp.expm1(-2.0 * rate * time))
+        return jnp.exp(-rate * time) * p + length * force + spread * noise
+
+    def _euler_momentum(
+        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianState:
+        q, p = state
+        s, force = self._force(q, gradient)
+        damping = self.friction * apply(s.T, apply(s, p))
+        spread = jnp.sqrt(2.0 * self.friction * time) * apply(s.T, noise[0])
+        return RiemannianState(q, p + time * (force - damping) + spread)
+
+    def _euler_drift(
+        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianState:
+        q, p = state
+        return RiemannianState(q + time * apply(self._root(q), p), p)
+
+    def _explicit_euler(
+        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
+    ) -> RiemannianState:
+        moved = self._euler_drift(state, time, gradient, noise)
+        kicked = self._euler_momentum(state, time, gradient, noise)
+        return RiemannianState(moved.position, kicked.momentum)

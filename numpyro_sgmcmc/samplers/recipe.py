@@ -1,0 +1,126 @@
+r"""The complete recipe as a kernel: any diffusion that has the posterior as its marginal.
+
+.. math::
+
+    dz = \left(-(D(z) + Q(z))\nabla H(z) + \Gamma(z)\right)dt + \sqrt{2D(z)}\,dW,
+    \qquad \Gamma_i = \sum_j \partial_j\,(D_{ij} + Q_{ij})
+
+with stationary density :math:`\propto e^{-H(z)}`, :math:`H(z) = U(\theta) + h(z)`.
+
+Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations (2)
+to (6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+
+from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc.dynamics import Recipe
+from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+
+__all__ = ["RecipeKernel"]
+
+
+def _no_auxiliary(rng_key: Array, dim: int) -> Array:
+    return jnp.zeros(0)
+
+
+class RecipeKernel(SGMCMCKernel):
+    r"""A sampler from the user's own D, Q and h.
+
+    Weak order 1, one minibatch gradient a step (two with control variates). Choose it to try a new
+    dynamic; the dedicated kernels are faster and have better schemes. The derivatives in
+    :math:`\Gamma` are taken automatically.
+
+    All functions are of :math:`z = (\theta, a)`, flat: the position in whitened units, shape
+    ``(d,)``, then the auxiliary variables, ``n`` in all.
+
+    :param model: NumPyro model with a subsampled plate, see
+        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
+        all kernels.
+    :param potential_fn: potential energy in place of a model.
+    :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
+        diagonal.
+    :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
+    :param hamiltonian: h: maps z to the energy besides the posterior's, a scalar.
+    :param auxiliary: ``(rng_key, d) -> (n - d,)``, first values of the auxiliary variables.
+        Default: none.
+    :param str scheme: ``"euler"``.
+    :param options: keywords shared by all kernels.
+    :raises ValueError: for an option that is unknown or out of range, and at ``init`` where D is
+        not positive semi-definite, Q not skew, or one of the wrong shape.
+
+    **Example** Stochastic-gradient HMC with friction 1.5:
+
+    .. doctest::
+
+        >>> import jax, jax.numpy as jnp
+        >>> from numpyro_sgmcmc import RecipeKernel
+
+        >>> def diffusion(z):
+        ...     d = z.size // 2
+        ...     return jnp.repeat(jnp.array([0.0, 1.5]), d)
+
+        >>> def curl(z):
+        ...     d = z.size // 2
+        ...     return jnp.kron(jnp.array([[0.0, -1.0], [1.0, 0.0]]), jnp.eye(d))
+
+        >>> kernel = RecipeKernel(
+        ...     lambda: None, diffusion=diffusion, curl=curl,
+        ...     hamiltonian=lambda z: jnp.square(z[z.size // 2:]).sum() / 2,
+        ...     auxiliary=lambda key, d: jax.random.normal(key, (d,)),
+        ... )
+    """
+
+    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.02}
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        diffusion: Callable[[Array], Array],
+        curl: Callable[[Array], Array],
+        hamiltonian: Callable[[Array], Array],
+        auxiliary: Callable[[Array, int], Array] = _no_auxiliary,
+        scheme: str = "euler",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        functions = {
+            "diffusion": diffusion,
+            "curl": curl,
+            "hamiltonian": hamiltonian,
+            "auxiliary": auxiliary,
+        }
+        for name, function in functions.items():
+            checks.function(name, function)
+        dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
+        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+
+    def _check_dynamics(self, dynamics: Any, dim: int) -> None:
+        state = dynamics.init(jnp.zeros(dim), random.key(0))
+        z = jnp.concatenate(state)
+        n = z.size
+        diffusion, curl = np.asarray(dynamics.diffusion(z)), np.asarray(dynamics.curl(z))
+        if diffusion.shape not in ((n,), (n, n)):
+            raise ValueError(
+                f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
+                f"position): return shape ({n},) or ({n}, {n})."
+            )
+        if curl.shape != (n, n):
+            raise ValueError(
+                f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
+                f"position): return shape ({n}, {n})."
+            )
+        full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
+        slack = 1e-5 * max(1.0, np.abs(full).max())
+        if not np.allclose(full, full.T, atol=slack) or np.linalg.eigvalsh(full).min() < -slack:
+            raise ValueError("`diffusion` must be positive semi-definite, but is not at the mode.")
+        if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
+            raise ValueError("`curl` must be skew-symmetric, but is not at the mode.")

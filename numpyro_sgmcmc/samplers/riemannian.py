@@ -1,0 +1,84 @@
+"""What the kernels in a metric share: the user's metric, in whitened coordinates, and its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
+from numpyro_sgmcmc.kernel import SGMCMCKernel
+from numpyro_sgmcmc.model import Target
+
+__all__ = ["MetricKernel", "potential_metric"]
+
+
+def potential_metric(q: Array) -> Array:
+    r"""The inverse metric of gSGRHMC, :math:`G^{-1} \propto \sqrt{|U + C|}`, a scalar.
+
+    Larger where the potential is, so that steps are longer in the tails. In place of the potential
+    stands its quadratic expansion about the anchor in whitened units, :math:`|q|^2/2`: any
+    positive function of the position leaves the posterior invariant, and this one reads no data.
+    C = 1/2 as in the paper, and the value is about one at a typical position.
+    """
+    return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
+
+
+class MetricKernel(SGMCMCKernel):
+    """Base of the kernels in a metric; takes what :class:`SGMCMCKernel` takes.
+
+    :param inverse_metric: ``"potential"``, or the user's function.
+    """
+
+    def __init__(
+        self,
+        model: Callable | None,
+        potential_fn: Callable | None,
+        *,
+        inverse_metric: str | Callable[[Any], Any],
+        **settings: Any,
+    ) -> None:
+        if inverse_metric != "potential" and not callable(inverse_metric):
+            raise ValueError(
+                f"`inverse_metric` is {inverse_metric!r}, but must be 'potential' or a function "
+                "of the unconstrained values."
+            )
+        self._inverse_metric_fn = inverse_metric
+        super().__init__(model, potential_fn, **settings)
+
+    def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Any:
+        given = self._inverse_metric_fn
+        if not callable(given):
+            return self._dynamics
+
+        def inverse_metric(q: Array) -> Array:
+            value = given(target.unravel(coordinates.position(q)))
+            is_array = isinstance(value, (jax.Array, np.ndarray, float, int))
+            value = value if is_array else ravel_pytree(value)[0]
+            return jnp.asarray(value, target.dtype)
+
+        assert isinstance(self._dynamics, (Riemannian, RiemannianLangevin))
+        return replace(self._dynamics, inverse_metric=inverse_metric)
+
+    def _check_dynamics(self, dynamics: Any, dim: int) -> None:
+        adapted = self._adaptation.anchored.coordinates
+        value = np.asarray(dynamics.inverse_metric(jnp.zeros_like(adapted.anchor)))
+        if value.shape not in ((), (dim,), (dim, dim)):
+            raise ValueError(
+                f"`inverse_metric` returns shape {value.shape}, but the model has {dim} "
+                f"unconstrained coordinates: return a scalar, shape ({dim},) or ({dim}, {dim})."
+            )
+        if value.ndim == 2:
+            is_symmetric = np.allclose(value, value.T, rtol=1e-4, atol=1e-6)
+            is_positive = is_symmetric and np.linalg.eigvalsh(value).min() > 0
+        else:
+            is_positive = np.all(value > 0)
+        if not (np.isfinite(value).all() and is_positive):
+            raise ValueError("`inverse_metric` must be positive definite, but is not at the mode.")

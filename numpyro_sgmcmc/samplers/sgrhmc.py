@@ -1,0 +1,79 @@
+r"""SGRHMC: Hamiltonian dynamics in a metric that depends on the position.
+
+.. math::
+
+    d\theta = S p\,dt, \qquad
+    dp = (-S^\top\nabla U + \operatorname{div} S - \gamma S^\top S\,p)\,dt
+    + \sqrt{2\gamma S^\top S}\,dW, \qquad SS^\top = G^{-1}
+
+with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, section 3.2
+and Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
+
+from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc.dynamics import Riemannian
+from numpyro_sgmcmc.kernel import KernelOptions
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+
+__all__ = ["SGRHMC"]
+
+
+class SGRHMC(MetricKernel):
+    r"""Stochastic-gradient Riemannian HMC; gSGRHMC with its default metric.
+
+    Weak order 2 (1 with the Euler schemes), one minibatch gradient a step (two with control
+    variates). Choose it where the posterior's scale changes from place to place, as in funnels and
+    bananas, and a metric that follows it is known.
+
+    :param model: NumPyro model with a subsampled plate, see
+        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
+        all kernels.
+    :param potential_fn: potential energy in place of a model.
+    :param inverse_metric: :math:`G^{-1}` in whitened units: a function of the unconstrained values
+        (a dict by site name) that returns a positive scalar, a diagonal of shape ``(d,)`` or as a
+        dict by site name, or a positive definite matrix of shape ``(d, d)``; or ``"potential"``
+        (default), :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+    :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
+        1.5.
+    :param int momentum_period: steps between fresh momenta; None (default) for never.
+    :param str scheme: ``"symmetric"`` (default), ``"euler"`` or ``"explicit_euler"``.
+    :param options: keywords shared by all kernels.
+    :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
+        of the wrong shape or not positive definite.
+    """
+
+    largest_step_sizes: ClassVar[dict[str, float]] = {
+        "symmetric": 0.25,
+        "euler": 0.06,
+        "explicit_euler": 0.02,
+    }
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        inverse_metric: str | Callable[[Any], Any] = "potential",
+        friction: float = 1.5,
+        momentum_period: int | None = None,
+        scheme: str = "symmetric",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        checks.positive("friction", friction)
+        if momentum_period is not None:
+            checks.positive_int("momentum_period", momentum_period)
+        super().__init__(
+            model,
+            potential_fn,
+            inverse_metric=inverse_metric,
+            dynamics=Riemannian(potential_metric, float(friction), momentum_period),
+            scheme=scheme,
+            **options,
+        )

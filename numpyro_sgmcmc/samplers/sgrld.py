@@ -1,0 +1,64 @@
+r"""SGRLD: Langevin dynamics in a metric that depends on the position.
+
+.. math:: d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2G^{-1}}\,dW, \qquad
+    \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij}
+
+with stationary density :math:`\propto e^{-U(\theta)}`.
+
+References: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
+probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*,
+section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Unpack
+
+from numpyro_sgmcmc.dynamics import RiemannianLangevin
+from numpyro_sgmcmc.kernel import KernelOptions
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+
+__all__ = ["SGRLD"]
+
+
+class SGRLD(MetricKernel):
+    r"""Stochastic-gradient Riemannian Langevin dynamics.
+
+    Weak order 1, one minibatch gradient a step (two with control variates). Choose it where a
+    good metric is known and a momentum does not help; otherwise
+    :class:`~numpyro_sgmcmc.SGRHMC`, which takes longer steps.
+
+    :param model: NumPyro model with a subsampled plate, see
+        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
+        all kernels.
+    :param potential_fn: potential energy in place of a model.
+    :param inverse_metric: :math:`G^{-1}` in whitened units: a function of the unconstrained values
+        (a dict by site name) that returns a positive scalar, a diagonal of shape ``(d,)`` or as a
+        dict by site name, or a positive definite matrix of shape ``(d, d)``; or ``"potential"``
+        (default), :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+    :param str scheme: ``"euler"``.
+    :param options: keywords shared by all kernels.
+    :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
+        of the wrong shape or not positive definite.
+    """
+
+    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.04}
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        inverse_metric: str | Callable[[Any], Any] = "potential",
+        scheme: str = "euler",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        super().__init__(
+            model,
+            potential_fn,
+            inverse_metric=inverse_metric,
+            dynamics=RiemannianLangevin(potential_metric),
+            scheme=scheme,
+            **options,
+        )

@@ -1,0 +1,93 @@
+r"""Stochastic Hamiltonian Monte Carlo with a choice of integrators.
+
+.. math::
+
+    d\theta = p\,dt, \qquad
+    dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
+
+with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
+stochasticity for Hamiltonian samplers*, section 4 and appendix B.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Unpack
+
+from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+
+__all__ = ["SHMC"]
+
+
+class SHMC(SGMCMCKernel):
+    r"""Stochastic-gradient HMC by any of nine schemes, among them HMC without accept/reject.
+
+    The SDE is :class:`~numpyro_sgmcmc.SGHMCSplit`'s. Choose this kernel to compare integrators, or
+    for one of theirs that suits the problem:
+
+    ==================  =====  =========  ============================================
+    scheme              order  gradients  remark
+    ==================  =====  =========  ============================================
+    ``leapfrog``        1      1          positions exact to order 2 on Gaussians
+    ``lie_trotter``     2      1          HMC with refreshment, see ``num_leapfrog``
+    ``symmetric``       2      1          the splitting of SGHMCSplit
+    ``baoab``           2      1          positions without bias on Gaussians
+    ``obabo``           2      1          friction and noise outermost
+    ``mt3``             3      3          and one Hessian-vector product
+    ``euler``           1      1          the scheme of SGHMC
+    ``explicit_euler``  1      1          the scheme of the complete recipe
+    ==================  =====  =========  ============================================
+
+    With minibatches no scheme has a bias of higher order than two (theorem 3 of the paper).
+
+    :param model: NumPyro model with a subsampled plate, see
+        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
+        all kernels.
+    :param potential_fn: potential energy in place of a model.
+    :param float friction: friction coefficient :math:`\gamma` (:math:`C` in the paper), positive,
+        in whitened units. Default 1.5.
+    :param str scheme: one of the table's. Default ``"leapfrog"``.
+    :param int num_leapfrog: for ``"lie_trotter"``, leapfrog steps between refreshments of the
+        momentum, :math:`N_l` in the paper, each on a minibatch of its own. The momentum keeps the
+        share :math:`e^{-\gamma h N_l}`: a large friction refreshes it fully. Default 1.
+    :param options: keywords shared by all kernels.
+    :raises ValueError: for an option that is unknown or out of range.
+    """
+
+    largest_step_sizes: ClassVar[dict[str, float]] = {
+        "leapfrog": 0.3,
+        "lie_trotter": 0.3,
+        "symmetric": 0.3,
+        "baoab": 0.3,
+        "obabo": 0.3,
+        "mt3": 0.5,
+        "euler": 0.1,
+        "explicit_euler": 0.03,
+    }
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        friction: float = 1.5,
+        scheme: str = "leapfrog",
+        num_leapfrog: int = 1,
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        checks.positive("friction", friction)
+        checks.positive_int("num_leapfrog", num_leapfrog)
+        if num_leapfrog > 1 and scheme != "lie_trotter":
+            raise ValueError(
+                f"`num_leapfrog` is for scheme='lie_trotter', but the scheme is {scheme!r}."
+            )
+        dynamics = Underdamped(
+            float(friction),
+            num_leapfrog=num_leapfrog if scheme == "lie_trotter" else None,
+            keeps_gradient=scheme in ("baoab", "obabo"),
+        )
+        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
