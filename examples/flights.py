@@ -247,8 +247,11 @@ def main() -> None:
 
     mcmc, seconds = fit(x, late, num_levels)
     dims = {f"{factor}_effect": [factor] for factor in FACTORS}
-    data = az.from_numpyro(mcmc, coords=levels, dims=dims)
-    with pd.option_context("display.max_rows", None, "display.width", 120):
+    # ArviZ 0.23 would otherwise compute the likelihood of each flight at each draw: 5 GB.
+    data = az.from_numpyro(mcmc, coords=levels, dims=dims, log_likelihood=False)
+    with pd.option_context(
+        "display.max_rows", None, "display.max_columns", None, "display.width", 120
+    ):
         print(az.summary(data))
     print(f"\nSGHMCSplit: {speed(mcmc, seconds)}.")
 
@@ -258,7 +261,7 @@ def main() -> None:
     if options.reference:
         reference, reference_seconds = fit_reference(x, late, num_levels)
         print(f"\nNUTS, all rows: {speed(reference, reference_seconds)}.\n")
-        with pd.option_context("display.width", 120):
+        with pd.option_context("display.max_columns", None, "display.width", 120):
             print(comparison(mcmc, reference))
 
 

@@ -402,15 +402,24 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
             for name, site in trace(run).get_trace(*args, **kwargs).items():
                 if site["type"] == "sample":
                     log_prob = site["fn"].log_prob(site["value"])
-                    bad = int((~jnp.isfinite(log_prob)).sum())
+                    is_bad = ~jnp.isfinite(log_prob)
+                    if site["is_observed"]:  # a density may be finite outside of its support
+                        is_bad |= ~site["fn"].support(site["value"])
+                    bad = int(is_bad.sum())
                     if bad:
                         culprits.append(f"'{name}' ({bad} of {log_prob.size} values)")
+        arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(original)]
+        missing = [f"{n} ({bad} of its values)" for n, bad in arrays if bad]
+        found = ""
         if culprits:
-            return (
+            found = (
                 f"The log density is not finite at site {', '.join(culprits)}: look there for "
-                "missing values, data outside the distribution's support, or overflow."
+                "missing values, data outside the distribution's support, or overflow. "
             )
-        return "Try other init_params, or another init_strategy such as init_to_median."
+        if missing:
+            found += f"Among the arguments, not all is finite in {', '.join(missing)}."
+        default = "Try other init_params, or another init_strategy such as init_to_median."
+        return found.strip() or default
 
     return Target(
         plates=tuple(plates.values()),
@@ -438,6 +447,11 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         if site["is_observed"]:
             _check_observed(site, plates)
             continue
+        if frames and site["fn"].support.is_discrete:
+            raise ValueError(
+                f"Site '{name}' inside the subsampled plate '{frames[0].name}' is discrete and has "
+                "no data: pass them (is an argument None?), or sum it out of the likelihood."
+            )
         if site["fn"].support.is_discrete:
             raise ValueError(
                 f"Site '{name}' is discrete and has no gradient. Sample it in a block of its own: "
@@ -449,7 +463,7 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
                 f"Site '{name}' is a latent variable inside the subsampled plate "
                 f"'{frames[0].name}': a minibatch would update a few of its values with the "
                 "others forgotten. Move it out of the plate, integrate it out of the likelihood, "
-                "or give the plate no subsample_size."
+                "or give the plate no subsample_size. If it should be observed, pass its data."
             )
         if isinstance(site["fn"], dist.Delta):
             raise ValueError(
@@ -484,6 +498,19 @@ def _check_observed(site: Any, plates: dict[str, Plate]) -> None:
                     f"Site '{site['name']}' observes {rows} rows where the plate '{frame.name}' "
                     f"has a minibatch of {frame.size}: index the data by the plate's indices."
                 )
+    frames = [f for f in site["cond_indep_stack"] if f.name in plates]
+    batch = np.broadcast_shapes(site["fn"].batch_shape, shape[: len(shape) - event_dim])
+    covered = {frame.dim for frame in site["cond_indep_stack"]}
+    for frame in frames:
+        if any(
+            size == frame.size > 1 and dim - len(batch) not in covered
+            for dim, size in enumerate(batch)
+        ):
+            raise ValueError(
+                f"Site '{site['name']}' compares every row of the plate '{frame.name}' with every "
+                f"other: its data have shape {shape} and its distribution "
+                f"{site['fn'].batch_shape}. Make the two agree, for example by y[:, 0]."
+            )
 
 
 def _groups(seen: dict[str, Any], plates: dict[str, Plate]) -> tuple[tuple[Plate, ...], ...]:

@@ -355,6 +355,44 @@ def test_data_outside_the_support_and_no_other_warning(no_sampling):
     assert not [w for w in caught if "numpyro_sgmcmc" in w.filename]
 
 
+def test_a_column_of_data_beside_a_row_of_means(no_sampling):
+    """Every row would be compared with every other, without a word."""
+
+    def columns(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ b, 1), obs=y[i])
+
+    message = refusal(lambda: SGHMCSplit(columns), X, np.asarray(Y)[:, None])
+    assert "'y'" in message
+    assert "(100, 1)" in message
+
+
+def test_no_data_for_a_discrete_likelihood(no_sampling):
+    def unobserved(y=None):
+        p = numpyro.sample("p", dist.Beta(1, 1))
+        with numpyro.plate("rows", 1000, subsample_size=100) as i:
+            numpyro.sample("y", dist.Bernoulli(p), obs=None if y is None else y[i])
+
+    message = refusal(lambda: SGHMCSplit(unobserved))
+    assert "'y'" in message
+    assert "no data" in message
+
+
+def binary(x, y):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=100) as i:
+        numpyro.sample("clicked", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
+
+
+def test_missing_values_among_the_covariates(no_sampling):
+    x = np.array(X)
+    x[5, 1] = np.nan
+    y = np.zeros(N)
+    message = refusal(lambda: SGHMCSplit(binary), x, y, exception=(ValueError, RuntimeError))
+    assert "`x` (1 of its values)" in message
+
+
 def test_unknown_keyword_names_the_kernel():
     for kernel in (SGHMCSplit, SGHMC, SGLD):
         with pytest.raises(TypeError, match=rf"{kernel.__name__}.*'stepsize'"):

@@ -363,7 +363,12 @@ class _Setup:
         choices = []
         for estimator in self.estimators:
             step_size, inflation = choose_step_size(
-                dynamics, largest, variances[estimator], curvature, target_bias
+                dynamics,
+                largest,
+                variances[estimator],
+                curvature,
+                target_bias,
+                is_constant=estimator == "plain",
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
             excess = max(1.0, 2.0 * inflation / target_bias)
@@ -410,9 +415,9 @@ class _Setup:
             excess = 100 * (np.sqrt(1 + inflation) - 1)
             cure = ", or gradient='auto'" if settings.gradient == "plain" else ""
             notify(
-                f"The minibatch gradient is so noisy that posterior sds are predicted to be up to "
-                f"{excess:.0f} % too wide, at {MAX_NUM_STEPS} steps a draw. Use a larger "
-                f"subsample_size{cure}."
+                f"The minibatch gradient is so noisy that posterior sds are predicted to be "
+                f"{excess:.0f} % too wide or more, at {MAX_NUM_STEPS} steps a draw: do not trust "
+                f"them. Use a larger subsample_size{cure}."
             )
         relaxation_time = dynamics.relaxation_time(float(step_size), noise[estimator, kind])
         num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)

@@ -19,6 +19,7 @@ def choose_step_size(
     gradient_variance: float,
     curvature: float,
     target_bias: float,
+    is_constant: bool = False,
 ) -> tuple[float, float]:
     """The largest step size whose predicted bias stays within the target.
 
@@ -28,15 +29,16 @@ def choose_step_size(
     :param curvature: largest whitened curvature; up to 3.5 it costs nothing.
     :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
         the variance, a half): where it differs over the posterior it shifts means as well.
+    :param is_constant: whether the noise is about the same everywhere.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     step_size = largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
     shortest = dynamics.relaxation_time(step_size, gradient_variance) / MAX_NUM_STEPS
     while step_size > shortest:
-        if dynamics.noise_inflation(gradient_variance, step_size) <= target_bias / 2.0:
+        if dynamics.noise_inflation(gradient_variance, step_size, is_constant) <= target_bias / 2.0:
             break
         step_size = max(0.99 * step_size, shortest)
-    return step_size, dynamics.noise_inflation(gradient_variance, step_size)
+    return step_size, dynamics.noise_inflation(gradient_variance, step_size, is_constant)
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:

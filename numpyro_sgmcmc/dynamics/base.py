@@ -69,11 +69,15 @@ class Dynamics:
         """Time between about independent draws of a whitened Gaussian."""
         raise NotImplementedError
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         """Predicted relative excess of a unit posterior variance.
 
         :param gradient_variance: variance of the gradient's estimate, a coordinate.
         :param step_size: step size.
+        :param is_constant: whether the noise is about the same everywhere, as a plain gradient's
+            is and that of control variates is not.
         """
         raise NotImplementedError
 

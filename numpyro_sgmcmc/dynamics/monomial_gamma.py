@@ -115,7 +115,9 @@ class MonomialGamma(Dynamics):
         friction = self.sigma_p + gradient_variance * step_size / 2.0
         return 3.0 * max(friction, 1.0 / friction)
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / (2.0 * self.sigma_p)
 
     def stiffness(self, curvature: float) -> float:
@@ -214,7 +216,9 @@ class MonomialGammaLangevin(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 3.0 * max(self.friction, 1.0 / self.friction)
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 
     def stiffness(self, curvature: float) -> float:

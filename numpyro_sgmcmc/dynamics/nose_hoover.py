@@ -102,9 +102,11 @@ class NoseHoover(Dynamics):
         friction = self.friction + gradient_variance * step_size / 2.0
         return 2.0 * max(friction, 1.0 / friction)
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
-        if self.per_coordinate:
-            # The thermostats take constant noise away; simulated, what is left is about this.
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
+        if self.per_coordinate and is_constant:
+            # The thermostats take it away; simulated, what is left is about this.
             return gradient_variance * step_size**2 / 16.0
         return gradient_variance * step_size / (2.0 * self.friction)
 

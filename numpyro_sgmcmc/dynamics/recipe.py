@@ -77,7 +77,9 @@ class Recipe(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 3.0
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / 2.0
 
     def stiffness(self, curvature: float) -> float:

@@ -85,7 +85,9 @@ class RiemannianLangevin(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / 2.0
 
     def stiffness(self, curvature: float) -> float:
@@ -157,7 +159,9 @@ class Riemannian(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0 * max(self.friction, 1.0 / self.friction)
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 
     def stiffness(self, curvature: float) -> float:

@@ -134,7 +134,9 @@ class Underdamped(Dynamics):
         friction = self._effective_friction(step_size)
         return 2.0 * max(friction, 1.0 / friction)
 
-    def noise_inflation(self, gradient_variance: Any, step_size: Any) -> float:
+    def noise_inflation(
+        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+    ) -> float:
         return gradient_variance * step_size / (2.0 * self._effective_friction(step_size))
 
     def stiffness(self, curvature: float) -> float:
