@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["Flow", "GradientFn", "Part", "Scheme", "Step", "compose"]
+__all__ = ["SYMMETRIC", "Flow", "GradientFn", "Part", "Scheme", "Step", "compose"]
 
 GradientFn: TypeAlias = Callable[[Array], Array]
 """Gradient (or its unbiased estimate) of the potential at a position of shape ``(d,)``."""
@@ -55,6 +55,16 @@ class Scheme(NamedTuple):
 
     parts: tuple[Part, ...]
     order: int
+
+
+SYMMETRIC = (
+    Part("drift", 0.5),
+    Part("friction", 0.5),
+    Part("noisy_kick"),
+    Part("friction", 0.5),
+    Part("drift", 0.5),
+)
+"""The symmetric splitting of Chen, Ding and Carin (2015), of order two where each flow is."""
 
 
 @dataclass(frozen=True)

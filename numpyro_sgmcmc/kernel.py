@@ -68,6 +68,8 @@ class SGMCMCState(NamedTuple):
     - **dynamics** - state of the dynamic in whitened coordinates: position, momentum, ...
     - **streams** - state of the minibatch stream of each subsampled plate.
     - **num_steps** - stochastic-gradient steps of the iteration.
+    - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
+      where a schedule explores.
     - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
       where the iteration began.
     - **adapt_state** - an :class:`AdaptState`.
@@ -79,6 +81,7 @@ class SGMCMCState(NamedTuple):
     dynamics: Any
     streams: dict[str, StreamState]
     num_steps: Array
+    weight: Array
     diverging: Array
     adapt_state: AdaptState
     rng_key: Array
@@ -145,6 +148,7 @@ def _start(
             for p, key in zip(target.plates, stream_keys, strict=True)
         },
         num_steps=num_steps,
+        weight=jnp.zeros_like(step_size),
         diverging=jnp.array(False),
         adapt_state=AdaptState(
             step_size=step_size,
@@ -613,10 +617,17 @@ class SGMCMCKernel(MCMCKernel):
             dynamics=end,
             streams=streams,
             num_steps=state.num_steps,
+            weight=self._weight(counts, adapt_state),
             diverging=diverging,
             adapt_state=adapt_state._replace(step_size=self._step_size_at(counts[-1], adapt_state)),
             rng_key=rng_key,
         )
+
+    def _weight(self, counts: Array, adapt_state: AdaptState) -> Array:
+        if not callable(self._step_size):
+            return len(counts) * adapt_state.step_size
+        weight = getattr(self._step_size, "weight", self._step_size)
+        return jax.vmap(weight)(counts).sum().astype(adapt_state.step_size.dtype)
 
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""

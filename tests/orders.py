@@ -7,9 +7,8 @@ state (a NamedTuple of arrays with a field ``position``) and any number of noise
 and needs float64.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +16,7 @@ import numpy as np
 import scipy.linalg
 from jax.flatten_util import ravel_pytree
 
-
-class SDE(NamedTuple):
-    """``dz = drift(z) dt + sqrt(2 diffusion(z)) dW`` on flat states.
-
-    - **drift** - maps ``z`` of shape ``(n,)`` to that shape.
-    - **diffusion** - maps ``z`` to a matrix of shape ``(n, n)``.
-    """
-
-    drift: Callable
-    diffusion: Callable
+from numpyro_sgmcmc.diagnostics.invariance import SDE, expectation
 
 
 def fitted_slope(step_sizes: Sequence[float], errors: Sequence[float]) -> float:
@@ -88,31 +78,6 @@ def covariance_errors(
 # --- Any potential: quadrature over the noise ---------------------------------------------------
 
 
-def noise_quadrature(num_draws: int, dim: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss-Hermite points, shape ``(m, num_draws, dim)``, and their weights, which add up to 1."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    count = num_draws * dim
-    points = np.array(list(itertools.product(nodes, repeat=count)))
-    products = np.array(list(itertools.product(weights / weights.sum(), repeat=count)))
-    return points.reshape(-1, num_draws, dim), products.prod(1)
-
-
-def expectation(
-    step: Callable, state: Any, num_draws: int, gradient: Callable, num_nodes: int
-) -> Callable:
-    """``(fn, z, step_size) -> E[fn(z')]`` for the flat state z' that a step from z reaches."""
-    unravel = ravel_pytree(state)[1]
-    points, weights = noise_quadrature(num_draws, state.position.size, num_nodes)
-
-    def expect(fn: Callable, z: Any, step_size: Any) -> Any:
-        def one(noise: Any) -> Any:
-            return fn(ravel_pytree(step(unravel(z), step_size, gradient, noise))[0])
-
-        return jnp.tensordot(weights, jax.vmap(one)(points), 1)
-
-    return expect
-
-
 def generator(sde: SDE, fn: Callable) -> Callable:
     """``L fn`` of a vector of functions: the rate at which its expectation changes."""
 
@@ -157,42 +122,3 @@ def local_errors(
         float(np.linalg.norm(expect(fn, z, h) - (h**powers / factorials) @ terms))
         for h in step_sizes
     ]
-
-
-# --- The SDE itself -----------------------------------------------------------------------------
-
-
-def small_step_limit(step: Callable, state: Any, num_draws: int, gradient: Callable) -> SDE:
-    """The SDE that a step follows, read off the step as the step size goes to zero.
-
-    The mean and the second moment of a step's displacement are analytic in the step size; a
-    polynomial through eight small step sizes gives their rates at zero to about 1e-12.
-    """
-    expect = expectation(step, state, num_draws, gradient, num_nodes=4)
-    sizes = 0.003 * np.arange(1, 9)
-    others = [sizes[sizes != h] for h in sizes]
-    weights = np.array([np.prod(o / (o - h)) for o, h in zip(others, sizes, strict=True)])
-
-    def rate_at_zero(fn: Callable, z: Any) -> Any:
-        return jnp.tensordot(weights / sizes, jax.vmap(lambda h: expect(fn, z, h))(sizes), 1)
-
-    def drift(z: Any) -> Any:
-        return rate_at_zero(lambda x: x - z, z)
-
-    def diffusion(z: Any) -> Any:
-        return rate_at_zero(lambda x: jnp.outer(x - z, x - z), z) / 2.0
-
-    return SDE(drift, diffusion)
-
-
-def fokker_planck_residual(sde: SDE, log_density: Callable, z: Any) -> Any:
-    """Relative rate at which the SDE changes the density at ``z``: zero where it is invariant."""
-
-    def flux(x: Any) -> Any:
-        def ratio(y: Any) -> Any:
-            return jnp.exp(log_density(y) - log_density(z))
-
-        spread = jax.jacfwd(lambda y: sde.diffusion(y) * ratio(y))(x)
-        return sde.drift(x) * ratio(x) - jnp.einsum("ijj->i", spread)
-
-    return -jnp.trace(jax.jacfwd(flux)(z))

@@ -5,8 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from orders import fokker_planck_residual, small_step_limit
-from sdes import EXAMPLES, FRICTION, SCHEMES, SDE, quartic, underdamped
+from sdes import EXAMPLES, FRICTION, SCHEMES, quartic, riemannian, scalar_metric, underdamped
+
+from numpyro_sgmcmc.diagnostics import check_invariance
+from numpyro_sgmcmc.diagnostics.invariance import (
+    SDE,
+    fokker_planck_residual,
+    small_step_limit,
+)
+from numpyro_sgmcmc.dynamics import Recipe, Underdamped
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 
@@ -124,3 +131,74 @@ def test_first_momentum_has_unit_variance():
     momentum = example.state(np.zeros(40_000)).momentum
     assert abs(momentum.mean()) < 5 / 200
     assert abs(momentum.var() - 1) < 5 * np.sqrt(2) / 200
+
+
+# --- Misprinted and naive versions fail ---------------------------------------------------------
+
+
+def test_metric_without_its_correction_is_seen():
+    naive = riemannian(scalar_metric, with_correction=False)
+    example = EXAMPLES["riemannian, scalar"]
+    assert residuals(example, naive(jax.grad(quartic), DIM)).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("nose_hoover, shared", lambda off: off / DIM),
+        ("monomial_gamma, a = 1", lambda off: off * 0.5),
+    ],
+)
+def test_misprinted_density_of_a_thermostat_is_seen(name, change):
+    """The thermostat's variance without its factor."""
+    example = EXAMPLES[name]
+    right = example.log_density(quartic, DIM)
+
+    def wrong(z):
+        mean = 1.4 if "gamma" in name else FRICTION
+        at_mean = z.at[2 * DIM :].set(mean)
+        return right(at_mean) + change(right(z) - right(at_mean))
+
+    sde = example.sde(jax.grad(quartic), DIM)
+    at = jax.vmap(lambda z: fokker_planck_residual(sde, wrong, z))
+    assert np.abs(at(jnp.asarray(points(example)))).max() > 0.01
+
+
+def test_recipe_with_the_misprinted_sign_is_seen():
+    example = EXAMPLES["recipe"]
+    right = example.sde(jax.grad(quartic), 1)
+
+    def drift(z):
+        def without_correction(x):
+            slope = jnp.concatenate([jax.grad(quartic)(x[:1]), jnp.zeros(1)])
+            slope += jax.grad(example.dynamics.hamiltonian)(x)
+            d = jnp.diag(example.dynamics.diffusion(x)) + example.dynamics.curl(x)
+            return -d @ slope
+
+        return 2 * without_correction(z) - right.drift(z)
+
+    assert residuals(example, SDE(drift, right.diffusion), 1).max() > 0.01
+
+
+def test_check_invariance():
+    """As a user calls it, in single precision: right dynamics pass and a wrong one does not."""
+    jax.config.update("jax_enable_x64", False)
+    assert check_invariance(Underdamped(1.5), scheme="symmetric").max() < 1e-9
+    assert check_invariance(Underdamped(1.5, keeps_gradient=True), scheme="baoab").max() < 1e-9
+
+    def diffusion(z):
+        return 1.0 + 0.5 * jnp.sin(z)
+
+    right = Recipe(diffusion, lambda z: jnp.zeros((1, 1)), lambda z: 0.0 * z.sum(), no_auxiliary)
+    assert check_invariance(right).max() < 1e-9
+
+    class Naive(Recipe):
+        def drift(self, z, potential_gradient):
+            return -self.diffusion(z) * potential_gradient
+
+    wrong = Naive(right.diffusion, right.curl, right.hamiltonian, no_auxiliary)
+    assert check_invariance(wrong).max() > 0.01
+
+
+def no_auxiliary(rng_key, dim):
+    return jnp.zeros(0)

@@ -29,18 +29,10 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 from numpyro_sgmcmc.kinetics import Kinetics
 
 __all__ = ["MonomialGamma", "MonomialGammaLangevin", "MonomialGammaState", "SoftenedState"]
-
-_SYMMETRIC = (
-    Part("drift", 0.5),
-    Part("friction", 0.5),
-    Part("noisy_kick"),
-    Part("friction", 0.5),
-    Part("drift", 0.5),
-)
 
 
 class MonomialGammaState(NamedTuple):
@@ -84,7 +76,7 @@ class MonomialGamma(Dynamics):
         order = 1 if self.sigma_theta > 0.0 else 2
         return {
             "euler": Scheme((Part("euler"),), order=1),
-            "symmetric": Scheme(_SYMMETRIC, order=order),
+            "symmetric": Scheme(SYMMETRIC, order=order),
         }
 
     @property
@@ -195,7 +187,7 @@ class MonomialGammaLangevin(Dynamics):
     def schemes(self) -> Mapping[str, Scheme]:
         return {
             "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
-            "symmetric": Scheme(_SYMMETRIC, order=2),
+            "symmetric": Scheme(SYMMETRIC, order=2),
         }
 
     @property

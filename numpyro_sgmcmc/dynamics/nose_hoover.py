@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 
 __all__ = ["NoseHoover", "NoseHooverState"]
 
@@ -64,16 +64,7 @@ class NoseHoover(Dynamics):
         return {
             "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
             "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
-            "symmetric": Scheme(
-                (
-                    Part("drift", 0.5),
-                    Part("friction", 0.5),
-                    Part("noisy_kick"),
-                    Part("friction", 0.5),
-                    Part("drift", 0.5),
-                ),
-                order=2,
-            ),
+            "symmetric": Scheme(SYMMETRIC, order=2),
         }
 
     @property

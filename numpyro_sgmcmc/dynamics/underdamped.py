@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 
 __all__ = ["Underdamped", "UnderdampedState"]
 
@@ -67,16 +67,7 @@ class Underdamped(Dynamics):
             "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
             "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
             "leapfrog": Scheme((Part("drift", 0.5), Part("damped_kick"), Part("drift", 0.5)), 1),
-            "symmetric": Scheme(
-                (
-                    Part("drift", 0.5),
-                    Part("friction", 0.5),
-                    Part("noisy_kick"),
-                    Part("friction", 0.5),
-                    Part("drift", 0.5),
-                ),
-                order=2,
-            ),
+            "symmetric": Scheme(SYMMETRIC, order=2),
             "lie_trotter": Scheme(
                 (*leapfrog, Part("fluctuation", every=self.num_leapfrog or 1)), order=2
             ),

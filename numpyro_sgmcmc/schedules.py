@@ -1,0 +1,167 @@
+r"""Step-size schedules, and averages weighted by step size.
+
+A schedule is any function of the number of steps so far, optax's included. With a step size that
+changes, draws do not count alike: averages converge for
+:math:`\tilde\phi = \sum_l h_l\phi_l / \sum_l h_l` (Chen, Ding and Carin 2015, equation (5)). Every
+kernel keeps the weight of each draw in its state: ask for ``extra_fields=("weight",)`` and pass it
+to the functions here.
+
+**Example**
+
+.. doctest::
+
+    >>> import jax, jax.numpy as jnp
+    >>> from numpyro.infer import MCMC
+    >>> from numpyro_sgmcmc import SGHMCSplit, schedules
+
+    >>> kernel = SGHMCSplit(
+    ...     potential_fn=lambda q: jnp.square(q).sum() / 2,
+    ...     step_size=schedules.Polynomial(0.5, schedules.best_exponent(2, "mse")),
+    ...     num_steps=10,
+    ... )
+    >>> mcmc = MCMC(kernel, num_warmup=50, num_samples=2000, progress_bar=False)
+    >>> mcmc.run(jax.random.key(0), init_params=jnp.zeros(1), extra_fields=("weight",))
+    >>> mean = schedules.weighted_mean(mcmc.get_samples(), mcmc.get_extra_fields()["weight"])
+    >>> bool(abs(mean[0]) < 0.15)
+    True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+__all__ = [
+    "Cyclical",
+    "Polynomial",
+    "best_exponent",
+    "resample",
+    "weighted_mean",
+    "weighted_quantile",
+]
+
+
+def best_exponent(order: int, criterion: str) -> float:
+    """The decay at which the error bound of a scheme falls fastest.
+
+    :param order: the scheme's weak order K.
+    :param criterion: ``"bias"``: 1 / (K + 1), or ``"mse"``: 1 / (2 K + 1).
+    :raises ValueError: for another criterion.
+
+    Reference: Chen, Ding and Carin (2015), theorems 5 and 6.
+    """
+    if criterion not in ("bias", "mse"):
+        raise ValueError(f"`criterion` is {criterion!r}, but must be one of 'bias', 'mse'.")
+    return 1.0 / (order + 1 if criterion == "bias" else 2 * order + 1)
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    r"""Step sizes :math:`h_0 l^{-\alpha}` for steps l = 1, 2, ...
+
+    :param float initial: the first step size, in whitened units.
+    :param float exponent: :math:`\alpha`, in (0, 1) for averages to converge.
+    """
+
+    initial: float
+    exponent: float = 1.0 / 3.0
+
+    def __call__(self, count: Any) -> Array:
+        return self.initial * (1.0 + jnp.asarray(count, float)) ** -self.exponent
+
+
+@dataclass(frozen=True)
+class Cyclical:
+    """Cosine cycles: long steps find a mode, short ones sample it.
+
+    The first part of each cycle explores, and its draws have weight zero.
+
+    :param float initial: step size at the start of each cycle, in whitened units.
+    :param int period: steps a cycle.
+    :param float exploration: share of the cycle that explores, in [0, 1). Default 0.5.
+    :param float final: share of ``initial`` below which the step size does not fall. Default 0.05.
+
+    Reference: Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical stochastic gradient MCMC for
+    Bayesian deep learning*, equation (1).
+    """
+
+    initial: float
+    period: int
+    exploration: float = 0.5
+    final: float = 0.05
+
+    def _phase(self, count: Any) -> Array:
+        return (jnp.asarray(count) % self.period) / self.period
+
+    def __call__(self, count: Any) -> Array:
+        cosine = (jnp.cos(jnp.pi * self._phase(count)) + 1.0) / 2.0
+        return self.initial * jnp.maximum(cosine, self.final)
+
+    def weight(self, count: Any) -> Array:
+        """Weight of a step: its size, or zero while the cycle explores."""
+        return jnp.where(self._phase(count) >= self.exploration, self(count), 0.0)
+
+
+def weighted_mean(draws: Any, weights: Any) -> Any:
+    """Means over all draws and chains.
+
+    :param draws: pytree of arrays whose leading axes are those of ``weights``.
+    :param weights: weights, not negative, of shape ``(draws,)`` or ``(chains, draws)``.
+    :return: pytree of arrays without these axes.
+    """
+    weights = jnp.asarray(weights)
+    shares = (weights / weights.sum()).ravel()
+    return jax.tree.map(
+        lambda x: jnp.tensordot(shares, x.reshape(shares.size, *x.shape[weights.ndim :]), 1), draws
+    )
+
+
+def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
+    """The smallest value that at least the share ``q`` of the weight does not exceed.
+
+    :param draws: as in :func:`weighted_mean`.
+    :param weights: as in :func:`weighted_mean`.
+    :param q: share, in [0, 1].
+    """
+    weights = jnp.asarray(weights)
+    shares = (weights / weights.sum()).ravel()
+
+    def quantile(x: Array) -> Array:
+        flat = x.reshape(shares.size, -1)
+        order = jnp.argsort(flat, axis=0)
+        below = jnp.cumsum(shares[order], axis=0)
+        # Rounding may leave the last sum below one.
+        place = jnp.minimum((below < q - 1e-6).sum(0), shares.size - 1)
+        values = jnp.take_along_axis(jnp.sort(flat, axis=0), place[None], axis=0)
+        return values.reshape(x.shape[weights.ndim :])
+
+    return jax.tree.map(quantile, draws)
+
+
+def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = None) -> Any:
+    """Draws of equal weight, chain by chain, in their order: what ArviZ takes.
+
+    Systematic resampling: a draw appears as often as its share of its chain's weight says, up or
+    down to an integer.
+
+    :param rng_key: key.
+    :param draws: pytree of arrays of shape ``(chains, draws, ...)``, as by
+        ``get_samples(group_by_chain=True)``.
+    :param weights: weights of shape ``(chains, draws)``, not negative.
+    :param num_draws: draws a chain to return. Default: as many as there are.
+    :return: pytree of arrays of shape ``(chains, num_draws, ...)``.
+    """
+    weights = jnp.asarray(weights)
+    num_draws = num_draws or weights.shape[1]
+
+    def places(key: Array, w: Array) -> Array:
+        points = (jnp.arange(num_draws) + random.uniform(key)) / num_draws
+        found = jnp.searchsorted(jnp.cumsum(w) / w.sum(), points, side="right")
+        return jnp.minimum(found, w.size - 1)
+
+    rows = jax.vmap(places)(random.split(rng_key, weights.shape[0]), weights)
+    return jax.tree.map(lambda x: jax.vmap(lambda y, r: y[r])(jnp.asarray(x), rows), draws)

@@ -1,0 +1,117 @@
+"""Step-size schedules and the weights they imply."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import random
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMCSplit, schedules
+
+WEIGHTS = np.array([[1.0, 0.0, 3.0], [2.0, 2.0, 0.0]])
+DRAWS = {"a": np.array([[1.0, 50.0, 3.0], [5.0, 7.0, 90.0]]), "b": np.arange(12.0).reshape(2, 3, 2)}
+
+
+def test_best_exponents_are_the_theorys():
+    assert schedules.best_exponent(2, "bias") == pytest.approx(1 / 3)
+    assert schedules.best_exponent(2, "mse") == pytest.approx(1 / 5)
+    assert schedules.best_exponent(1, "bias") == pytest.approx(1 / 2)
+    with pytest.raises(ValueError, match="'variance'"):
+        schedules.best_exponent(2, "variance")
+
+
+def test_polynomial():
+    schedule = schedules.Polynomial(0.4, 0.5)
+    np.testing.assert_allclose(schedule(jnp.array([0, 3, 99])), [0.4, 0.2, 0.04], rtol=1e-6)
+
+
+def test_cycles_explore_first():
+    schedule = schedules.Cyclical(0.4, period=10, exploration=0.3)
+    sizes = schedule(jnp.arange(20))
+    np.testing.assert_allclose(sizes[:10], sizes[10:])
+    assert (np.diff(sizes[:10]) < 0).all()
+    assert sizes[0] == pytest.approx(0.4)
+    weights = schedule.weight(jnp.arange(10))
+    assert (weights[:3] == 0).all()
+    np.testing.assert_allclose(weights[3:], sizes[3:10])
+
+
+def test_weighted_mean():
+    found = schedules.weighted_mean(DRAWS, WEIGHTS)
+    assert found["a"] == pytest.approx((1 + 9 + 10 + 14) / 8)
+    expected = np.tensordot(WEIGHTS / 8, DRAWS["b"], 2)
+    np.testing.assert_allclose(found["b"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("q", "value"), [(0.0, 1), (0.125, 1), (0.2, 3), (0.6, 5), (1.0, 7)])
+def test_weighted_quantile(q, value):
+    """Sorted with their shares: 1 (1/8), 3 (3/8), 5 (2/8), 7 (2/8)."""
+    assert schedules.weighted_quantile(DRAWS, WEIGHTS, q)["a"] == value
+
+
+def test_equal_weights_give_ordinary_quantiles():
+    x = np.random.default_rng(0).standard_normal((2, 501, 3))
+    found = schedules.weighted_quantile(x, np.ones((2, 501)), 0.3)
+    expected = np.quantile(x.reshape(-1, 3), 0.3, axis=0, method="inverted_cdf")
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_resampled_draws_appear_as_often_as_their_weights_say():
+    found = schedules.resample(random.key(0), DRAWS, WEIGHTS, num_draws=400)
+    assert found["b"].shape == (2, 400, 2)
+    for chain, expected in enumerate([{1: 100, 3: 300}, {5: 200, 7: 200}]):
+        values, counts = np.unique(found["a"][chain], return_counts=True)
+        assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == expected
+
+
+def potential(q):
+    return jnp.square(q).sum() / 2
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.Polynomial(0.5, 0.2),
+        schedules.Cyclical(0.5, period=40),
+        optax.exponential_decay(0.5, 1000, 0.5),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_weights_reach_the_extra_fields(schedule):
+    kernel = SGHMCSplit(potential_fn=potential, step_size=schedule, num_steps=10)
+    mcmc = MCMC(kernel, num_warmup=3, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), init_params=jnp.zeros(2), extra_fields=("weight",))
+    steps = jnp.arange(30, 230).reshape(20, 10)
+    expected = jax.vmap(jax.vmap(getattr(schedule, "weight", schedule)))(steps).sum(1)
+    np.testing.assert_allclose(mcmc.get_extra_fields()["weight"], expected, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_constant_steps_weigh_alike():
+    kernel = SGHMCSplit(potential_fn=potential, step_size=0.2, num_steps=5)
+    mcmc = MCMC(kernel, num_warmup=3, num_samples=20, progress_bar=False)
+    mcmc.run(random.key(0), init_params=jnp.zeros(2), extra_fields=("weight",))
+    np.testing.assert_allclose(mcmc.get_extra_fields()["weight"], 1.0, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_weighted_average_of_shrinking_steps_is_right():
+    """At the first step sizes the sd is 15 % off; weighted, the average forgets them."""
+    kernel = SGHMCSplit(
+        potential_fn=potential, step_size=schedules.Polynomial(1.2, 1 / 3), num_steps=10
+    )
+    mcmc = MCMC(
+        kernel,
+        num_warmup=20,
+        num_samples=3000,
+        num_chains=8,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(random.key(1), init_params=jnp.zeros((8, 2)), extra_fields=("weight",))
+    squares = jnp.square(mcmc.get_samples(group_by_chain=True))
+    weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
+    np.testing.assert_allclose(schedules.weighted_mean(squares, weights), 1.0, atol=0.08)
