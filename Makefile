@@ -39,10 +39,10 @@ reference: $(VENV)/.installed-examples
 	$(bin)/python examples/flights.py --reference $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) $(ARGS)
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py
