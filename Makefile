@@ -21,7 +21,7 @@ help:
 	@echo "make reference    the same, and NUTS on all rows beside it (long)"
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
-	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (about 15 minutes)"
+	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (about 10 minutes)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"

@@ -377,6 +377,8 @@ class SGMCMCKernel(MCMCKernel):
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             coordinates = adaptation.anchored.coordinates
             self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
+        present = {id(x) for x in arguments.arrays}
+        self._held = {k: held for k, held in self._held.items() if k in present}
         self._num_warmup = num_warmup
         self._sample_fn = self._iterate
         start = partial(

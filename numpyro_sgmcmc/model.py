@@ -404,7 +404,9 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
                     log_prob = site["fn"].log_prob(site["value"])
                     is_bad = ~jnp.isfinite(log_prob)
                     if site["is_observed"]:  # a density may be finite outside of its support
-                        is_bad |= ~site["fn"].support(site["value"])
+                        is_outside = ~site["fn"].support(site["value"])
+                        if is_outside.shape == is_bad.shape:  # a factor has no value
+                            is_bad |= is_outside
                     bad = int(is_bad.sum())
                     if bad:
                         culprits.append(f"'{name}' ({bad} of {log_prob.size} values)")
@@ -499,7 +501,13 @@ def _check_observed(site: Any, plates: dict[str, Plate]) -> None:
                     f"has a minibatch of {frame.size}: index the data by the plate's indices."
                 )
     frames = [f for f in site["cond_indep_stack"] if f.name in plates]
-    batch = np.broadcast_shapes(site["fn"].batch_shape, shape[: len(shape) - event_dim])
+    try:
+        batch = np.broadcast_shapes(site["fn"].batch_shape, shape[: len(shape) - event_dim])
+    except ValueError:
+        raise ValueError(
+            f"Site '{site['name']}' observes data of shape {shape}, which do not fit its "
+            f"distribution's {site['fn'].batch_shape + site['fn'].event_shape}."
+        ) from None
     covered = {frame.dim for frame in site["cond_indep_stack"]}
     for frame in frames:
         if any(

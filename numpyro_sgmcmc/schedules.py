@@ -2,7 +2,7 @@ r"""Step-size schedules, and averages weighted by step size.
 
 A schedule is any function of the number of steps so far, optax's included. With a step size that
 changes, draws do not count alike: averages converge for
-:math:`\tilde\phi = \sum_l h_l\phi_l / \sum_l h_l` (Chen, Ding and Carin 2015, equation (5)). Every
+:math:`\tilde\phi = \sum_l h_l\phi_l / \sum_l h_l` (Chen, Ding and Carin 2015, section 3.3). Every
 kernel keeps the weight of each draw in its state: ask for ``extra_fields=("weight",)`` and pass it
 to the functions here.
 
@@ -52,7 +52,7 @@ def best_exponent(order: int, criterion: str) -> float:
     :param criterion: ``"bias"``: 1 / (K + 1), or ``"mse"``: 1 / (2 K + 1).
     :raises ValueError: for another criterion.
 
-    Reference: Chen, Ding and Carin (2015), theorems 5 and 6.
+    Reference: Chen, Ding and Carin (2015), theorem 5 and remark 7.
     """
     if criterion not in ("bias", "mse"):
         raise ValueError(f"`criterion` is {criterion!r}, but must be one of 'bias', 'mse'.")

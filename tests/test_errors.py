@@ -368,6 +368,29 @@ def test_a_column_of_data_beside_a_row_of_means(no_sampling):
     assert "(100, 1)" in message
 
 
+def test_data_that_do_not_fit_the_likelihood(no_sampling):
+    def wide(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", N, subsample_size=100) as i:
+            mean = jnp.stack([x[i] @ b] * 3)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[:, i])
+
+    message = refusal(lambda: SGHMCSplit(wide), X, np.ones((2, N)))
+    assert "'y'" in message
+    assert "(2, 100)" in message
+
+
+def test_a_factor_that_is_not_finite_is_named(no_sampling):
+    def factored(x, y):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        numpyro.factor("penalty", jnp.log(-1.0 - jnp.square(b).sum()))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(x[i] @ b, 1), obs=y[i])
+
+    message = refusal(lambda: SGHMCSplit(factored), X, Y, exception=RuntimeError)
+    assert "'penalty'" in message
+
+
 def test_no_data_for_a_discrete_likelihood(no_sampling):
     def unobserved(y=None):
         p = numpyro.sample("p", dist.Beta(1, 1))

@@ -260,6 +260,8 @@ def test_option_is_named(kernel_class, settings, words):
         (RecipeKernel, {**RECIPE, "diffusion": lambda z: -jnp.ones(z.size)}, "`diffusion` must"),
         (RecipeKernel, {**RECIPE, "diffusion": lambda z: jnp.ones(2)}, r"shape \(2,\)"),
         (RecipeKernel, {**RECIPE, "curl": lambda z: jnp.ones((z.size, z.size))}, "`curl` must"),
+        (RecipeKernel, {**RECIPE, "hamiltonian": lambda z: z}, "`hamiltonian` returns shape"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones(d**3)}, "`auxiliary`"),
     ],
 )
 def test_function_is_checked_before_any_step(kernel_class, settings, words):

@@ -98,20 +98,22 @@ def test_constant_steps_weigh_alike():
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
-def test_weighted_average_of_shrinking_steps_is_right():
-    """At the first step sizes the sd is 15 % off; weighted, the average forgets them."""
-    kernel = SGHMCSplit(
-        potential_fn=potential, step_size=schedules.Polynomial(1.2, 1 / 3), num_steps=10
-    )
+def test_weights_leave_the_long_steps_out():
+    """The variance is up to 20 % off while a cycle explores, and right where it samples."""
+    schedule = schedules.Cyclical(1.6, period=1000, exploration=0.8)
+    kernel = SGHMCSplit(potential_fn=potential, step_size=schedule, num_steps=10)
     mcmc = MCMC(
         kernel,
-        num_warmup=20,
-        num_samples=3000,
-        num_chains=8,
+        num_warmup=100,
+        num_samples=1000,
+        num_chains=64,
         chain_method="vectorized",
         progress_bar=False,
     )
-    mcmc.run(random.key(1), init_params=jnp.zeros((8, 2)), extra_fields=("weight",))
-    squares = jnp.square(mcmc.get_samples(group_by_chain=True))
+    mcmc.run(random.key(1), init_params=jnp.zeros((64, 2)), extra_fields=("weight",))
+    draws = mcmc.get_samples(group_by_chain=True)
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
-    np.testing.assert_allclose(schedules.weighted_mean(squares, weights), 1.0, atol=0.08)
+    np.testing.assert_allclose(schedules.weighted_mean(jnp.square(draws), weights), 1, atol=0.03)
+    assert (jnp.square(draws).mean((0, 1)) < 0.95).all()
+    resampled = schedules.resample(random.key(2), draws, weights)
+    np.testing.assert_allclose(jnp.square(resampled).mean((0, 1)), 1, atol=0.04)

@@ -14,8 +14,8 @@ form has :math:`\sigma_\theta, \sigma_\xi > 0`; without it both are zero. A fixe
 :math:`\xi = A` gives the stochastic Laplacian HMC.
 
 Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma sampler*,
-equations (6) to (9) and (27), appendix E; its thermostat's resampling law and its splitting's
-middle flow are misprinted.
+appendix E, and equation (27) for the Laplacian HMC. The thermostat's resampling law and the middle
+flow of its splitting are misprinted there.
 """
 
 from __future__ import annotations

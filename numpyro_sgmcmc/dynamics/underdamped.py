@@ -193,7 +193,7 @@ class Underdamped(Dynamics):
     def _mt3(
         self, state: UnderdampedState, h: Any, gradient: GradientFn, noise: Array
     ) -> UnderdampedState:
-        """Third order, after Milstein and Tretyakov (2003); Franzese et al. (2021), B.5.4.
+        """Third order, after Milstein and Tretyakov (2003); Franzese et al. (2021), B.5.2.
 
         The stages are implicit in the momentum, but linear, and solved here.
         """

@@ -107,6 +107,14 @@ class RecipeKernel(SGMCMCKernel):
         state = dynamics.init(jnp.zeros(dim), random.key(0))
         z = jnp.concatenate(state)
         n = z.size
+        if n > dynamics.step("euler").draws * dim:
+            raise ValueError(
+                f"`auxiliary` returns {n - dim} entries for {dim} coordinates, more in proportion "
+                "than for one: let their number grow at most in proportion to the coordinates'."
+            )
+        energy = np.shape(dynamics.hamiltonian(z))
+        if energy != ():
+            raise ValueError(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
         diffusion, curl = np.asarray(dynamics.diffusion(z)), np.asarray(dynamics.curl(z))
         if diffusion.shape not in ((n,), (n, n)):
             raise ValueError(

@@ -12,7 +12,7 @@ elementwise, with stationary density
 :class:`~numpyro_sgmcmc.kinetics.Kinetics`.
 
 Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma sampler*,
-equations (6) to (9), appendices C and E.
+appendices C (kinetics) and E (splitting).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SGMGT(SGMCMCKernel):
     Weak order 2 with the default scheme, 1 where ``sigma_theta`` is positive or with ``"euler"``;
     one minibatch gradient a step (two with control variates). Momenta of heavier than Gaussian
     tails cross regions of low density more often: choose it for posteriors with several nearby
-    modes. ``a=0.5`` is SGNHT with a thermostat a coordinate, ``a=1`` and ``a=2`` are the paper's;
-    larger ``a`` needs shorter steps.
+    modes. ``a=0.5`` with ``m=2`` is SGNHT with a thermostat a coordinate, ``a=1`` and ``a=2``
+    are the paper's; larger ``a`` needs shorter steps.
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by

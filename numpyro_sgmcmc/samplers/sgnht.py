@@ -41,7 +41,7 @@ class SGNHT(SGMCMCKernel):
         gradient noise; positive, in whitened units. Default 1.5.
     :param bool per_coordinate: one thermostat a coordinate, which also takes away noise that
         differs between coordinates; False for the one thermostat of the paper. Default True.
-    :param str scheme: ``"symmetric"`` (default), ``"euler"`` or ``"explicit_euler"``.
+    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range.
     """
@@ -49,7 +49,6 @@ class SGNHT(SGMCMCKernel):
     largest_step_sizes: ClassVar[dict[str, float]] = {
         "symmetric": 0.3,
         "euler": 0.05,
-        "explicit_euler": 0.02,
     }
 
     def __init__(

@@ -28,7 +28,7 @@ __all__ = ["SGRHMC"]
 class SGRHMC(MetricKernel):
     r"""Stochastic-gradient Riemannian HMC; gSGRHMC with its default metric.
 
-    Weak order 2 (1 with the Euler schemes), one minibatch gradient a step (two with control
+    Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control
     variates). Choose it where the posterior's scale changes from place to place, as in funnels and
     bananas, and a metric that follows it is known.
 
@@ -43,7 +43,7 @@ class SGRHMC(MetricKernel):
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
     :param int momentum_period: steps between fresh momenta; None (default) for never.
-    :param str scheme: ``"symmetric"`` (default), ``"euler"`` or ``"explicit_euler"``.
+    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
         of the wrong shape or not positive definite.
@@ -52,7 +52,6 @@ class SGRHMC(MetricKernel):
     largest_step_sizes: ClassVar[dict[str, float]] = {
         "symmetric": 0.25,
         "euler": 0.06,
-        "explicit_euler": 0.02,
     }
 
     def __init__(

@@ -24,23 +24,22 @@ __all__ = ["SHMC"]
 
 
 class SHMC(SGMCMCKernel):
-    r"""Stochastic-gradient HMC by any of nine schemes, among them HMC without accept/reject.
+    r"""Stochastic-gradient HMC by any of seven schemes, among them HMC without accept/reject.
 
     The SDE is :class:`~numpyro_sgmcmc.SGHMCSplit`'s. Choose this kernel to compare integrators, or
     for one of theirs that suits the problem:
 
-    ==================  =====  =========  ============================================
-    scheme              order  gradients  remark
-    ==================  =====  =========  ============================================
-    ``leapfrog``        1      1          positions exact to order 2 on Gaussians
-    ``lie_trotter``     2      1          HMC with refreshment, see ``num_leapfrog``
-    ``symmetric``       2      1          the splitting of SGHMCSplit
-    ``baoab``           2      1          positions without bias on Gaussians
-    ``obabo``           2      1          friction and noise outermost
-    ``mt3``             3      3          and one Hessian-vector product
-    ``euler``           1      1          the scheme of SGHMC
-    ``explicit_euler``  1      1          the scheme of the complete recipe
-    ==================  =====  =========  ============================================
+    ===============  =====  =========  ============================================
+    scheme           order  gradients  remark
+    ===============  =====  =========  ============================================
+    ``leapfrog``     1      1          positions without bias on Gaussians
+    ``lie_trotter``  2      1          HMC with refreshment, see ``num_leapfrog``
+    ``symmetric``    2      1          the splitting of SGHMCSplit
+    ``baoab``        2      1          positions without bias on Gaussians
+    ``obabo``        2      1          friction and noise outermost
+    ``mt3``          3      3          and one Hessian-vector product
+    ``euler``        1      1          the scheme of SGHMC
+    ===============  =====  =========  ============================================
 
     With minibatches no scheme has a bias of higher order than two (theorem 3 of the paper).
 
@@ -66,7 +65,6 @@ class SHMC(SGMCMCKernel):
         "obabo": 0.3,
         "mt3": 0.5,
         "euler": 0.1,
-        "explicit_euler": 0.03,
     }
 
     def __init__(
