@@ -1,0 +1,78 @@
+"""What the papers' experiments share: arguments, slopes with standard errors, tables, figures."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import matplotlib as mpl
+import numpy as np
+
+mpl.use("Agg")
+
+FIGURES = Path(__file__).parents[2] / "docs" / "papers"
+
+
+class Slope(NamedTuple):
+    """A fitted slope and its standard error."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ± {self.error:.2f}"
+
+
+def fit_slope(x: Any, y: Any, y_error: Any = None) -> Slope:
+    """Slope of log ``y`` over log ``x`` by weighted least squares.
+
+    :param x: positive, shape ``(n,)``.
+    :param y: positive, shape ``(n,)``.
+    :param y_error: standard errors of ``y``. Default None: equal relative errors, their size from
+        the fit's residuals.
+    """
+    x, y = np.log(np.asarray(x, float)), np.asarray(y, float)
+    relative = np.ones_like(y) if y_error is None else np.asarray(y_error, float) / y
+    design = np.column_stack([np.ones_like(x), x]) / relative[:, None]
+    target = np.log(y) / relative
+    covariance = np.linalg.inv(design.T @ design)
+    solution = covariance @ design.T @ target
+    if y_error is None:
+        residual = target - design @ solution
+        covariance *= residual @ residual / max(1, len(x) - 2)
+    return Slope(float(solution[1]), float(np.sqrt(covariance[1, 1])))
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """The command line: ``--quick`` runs a small part of everything, to see that it works."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small part of everything")
+    return parser.parse_args()
+
+
+def print_title(title: str) -> None:
+    """The title and the versions."""
+    print(f"{title}\nPython {platform.python_version()}, JAX {jax.__version__}", flush=True)
+
+
+def print_table(caption: str, header: Sequence[Any], rows: Iterable[Sequence[Any]]) -> None:
+    """A table in Markdown, columns as wide as their widest cell."""
+    cells = [[str(c) for c in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    cells.insert(1, ["-" * w for w in widths])
+    print(f"\n{caption}\n")
+    for row in cells:
+        print("| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |")
+    print(flush=True)
+
+
+def save(figure: Any, name: str) -> None:
+    """Write a figure to ``docs/papers/NAME.png``."""
+    FIGURES.mkdir(exist_ok=True)
+    path = FIGURES / f"{name}.png"
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    print(f"figure: {path.relative_to(FIGURES.parents[1])}")
