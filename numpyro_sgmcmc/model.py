@@ -159,22 +159,6 @@ class Target:
         """Gradient of :meth:`potential`, shape ``(d,)``."""
         return jax.grad(self.potential)(position, indices, arguments, rng_key)
 
-    def per_example_gradients(
-        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
-    ) -> Array:
-        """Gradients of the minibatches of one row each; their mean over rows is the full gradient.
-
-        :param position: flat position, shape ``(d,)``.
-        :param indices: row indices, the same number B for each plate.
-        :return: shape ``(B, d)``.
-        """
-
-        def one(row: Any) -> Array:
-            single = {name: i[None] for name, i in row.items()}
-            return self.gradient(position, single, arguments, rng_key)
-
-        return jax.vmap(one)(dict(indices))
-
     def full_potential(
         self, position: Array, arguments: Arguments, subset: Indices | None = None
     ) -> Array:

@@ -22,9 +22,49 @@ import pytest
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGHMCSplit
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    RecipeKernel,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
 
-KERNELS = [SGHMCSplit, SGHMC, SGLD]
+
+class LangevinRecipe(RecipeKernel):
+    """Underdamped Langevin dynamics through the recipe, which has no dynamic of its own."""
+
+    def __init__(
+        self, model: Any = None, potential_fn: Any = None, *, friction: float = 1.5, **options: Any
+    ) -> None:
+        super().__init__(
+            model,
+            potential_fn,
+            diffusion=lambda z: jnp.repeat(jnp.array([0.0, friction]), z.size // 2),
+            curl=lambda z: jnp.kron(jnp.array([[0.0, -1.0], [1.0, 0.0]]), jnp.eye(z.size // 2)),
+            hamiltonian=lambda z: jnp.square(z[z.size // 2 :]).sum() / 2,
+            auxiliary=lambda key, dim: jax.random.normal(key, (dim,), jnp.float32),
+            **options,
+        )
+
+
+KERNELS = [
+    SGHMCSplit,
+    SGHMC,
+    SGLD,
+    SHMC,
+    SGNHT,
+    SGMGT,
+    SGLaplaceHMC,
+    SGRLD,
+    SGRHMC,
+    LangevinRecipe,
+]
 
 each_kernel = pytest.mark.parametrize("kernel_class", KERNELS, ids=lambda k: k.__name__)
 

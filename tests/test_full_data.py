@@ -170,20 +170,6 @@ def test_a_subset_stands_for_all_rows(name, monkeypatch):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["one", "subsample", "supports"])
-def test_per_example_gradients(name):
-    case = CASES[name]
-    target, arguments = case.target(rows=2), case.arguments(rows=2)
-    position = jnp.asarray(position_of(target))
-    rows = {"rows": jnp.arange(6)}
-    found = jax.jit(lambda q: target.per_example_gradients(q, rows, arguments))(position)
-    assert found.shape == (6, target.dim)
-    assert_close(found.mean(0), jax.jit(jax.grad(case.potential(target)))(position))
-
-    alone = jax.jit(jax.grad(case.scaled_potential(target, np.array([4]), 6)))
-    assert_close(found[4], alone(position))
-
-
 def test_minibatch_potential_counts_the_rows_it_has():
     case = CASES["one"]
     target, arguments = case.target(rows=2), case.arguments(rows=2)

@@ -7,6 +7,8 @@ control variates so is its gradient, so that what varies is the sampler's own no
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,6 +53,14 @@ def posterior(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return covariance @ X.T @ y, covariance
 
 
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """What is traced in here draws zeros for normal numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.random, "normal", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+        yield
+
+
 @pytest.fixture(scope="module")
 def long_run_of():
     """64 chains of single steps, at friction 4 where there is friction."""
@@ -73,20 +83,26 @@ def long_run_of():
             @jax.jit
             def advance(state):
                 def one(state, _):
-                    state = kernel.sample(state, data, batch)
-                    return state, (state.z["beta"], state.dynamics, state.diverging)
+                    after = kernel.sample(state, data, batch)
+                    with without_noise():
+                        quiet = kernel.sample(state, data, batch)
+                    noise = jax.tree.map(jnp.subtract, after.dynamics, quiet.dynamics)
+                    return after, (after.z["beta"], after.dynamics, noise, after.diverging)
 
                 return jax.lax.scan(one, state, None, ITERATIONS)
 
-            last, (draws, dynamics, diverging) = advance(state)
+            last, (*paths, diverging) = advance(state)
             assert not diverging.any()
+            paths = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), paths)
+            draws, dynamics, noise = paths
             runs[kernel_class] = SimpleNamespace(
                 kernel=kernel,
                 arguments=(data, batch),
                 first=state,
                 last=last,
-                draws=jnp.swapaxes(draws, 0, 1),
-                dynamics=jax.tree.map(lambda x: np.swapaxes(x, 0, 1), dynamics),
+                draws=draws,
+                dynamics=dynamics,
+                noise=noise[min(1, len(noise) - 1)],  # the momentum's, where there is one
             )
         return runs[kernel_class]
 
@@ -94,22 +110,28 @@ def long_run_of():
 
 
 @each_kernel
-def test_one_step_uses_the_gradient(long_run_of, kernel_class):
-    """Every label flipped: from one state, with one key, the step goes elsewhere.
+def test_steps_use_the_gradient(long_run_of, kernel_class):
+    """Every label flipped: from one state, with one key, the chain goes elsewhere.
 
     By control variates the labels speak through the anchor's gradient, which `refresh` renews.
+    Two steps: in the first of an explicit scheme the gradient moves the momentum only.
     """
     run = long_run_of(kernel_class)
     (X, y), batch = run.arguments
     state = jax.tree.map(lambda x: x[0], run.last)
-    steps = [
-        run.kernel.sample(run.kernel.refresh(state, data, batch), data, batch).z["beta"]
-        for data in ((X, y), (X, -y), (X, y))
-    ]
-    np.testing.assert_array_equal(steps[0], steps[2])
-    towards = np.sign(posterior(X, -y)[0] - posterior(X, y)[0])
-    shift = (steps[1] - steps[0]) * towards
-    assert (shift > 1e-3 * np.sqrt(np.diag(posterior(X, y)[1]))).all()
+
+    def go(data: Any) -> np.ndarray:
+        after = run.kernel.refresh(state, data, batch)
+        for _ in range(2):
+            after = run.kernel.sample(after, data, batch)
+        return np.asarray(after.z["beta"])
+
+    ends = [go(data) for data in ((X, y), (X, -y), (X, y))]
+    np.testing.assert_array_equal(ends[0], ends[2])
+    whiten = np.linalg.inv(np.linalg.cholesky(posterior(X, y)[1]))
+    towards = whiten @ (posterior(X, -y)[0] - posterior(X, y)[0])
+    moved = whiten @ (ends[1] - ends[0]) @ towards / np.linalg.norm(towards)
+    assert moved > 1e-3, "in posterior sds"
 
 
 @each_kernel
@@ -125,20 +147,15 @@ def test_two_chains_from_one_start_part(long_run_of, kernel_class):
 
 @each_kernel
 def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
-    """On a Gaussian a step is linear: what the state before does not explain is the noise.
+    """The step less what it would have been without noise is the noise.
 
     It must be the same neither from step to step, nor from chain to chain, nor from coordinate
     to coordinate.
     """
     run = long_run_of(kernel_class)
     assert (np.diff(run.draws, axis=1) != 0).any(-1).all()
-    parts = [x for x in jax.tree.leaves(run.dynamics) if x.ndim == 3]
-    state = np.concatenate(parts, axis=-1, dtype=np.float64)  # chains, steps, coordinates
-    before, after = state[:, :-1].reshape(-1, state.shape[-1]), state[:, 1:]
-    design = np.concatenate([before, np.ones((len(before), 1))], axis=1)
-    fitted = design @ np.linalg.lstsq(design, after.reshape(len(before), -1), rcond=None)[0]
-    noise = (after.reshape(len(before), -1) - fitted).reshape(after.shape)
-    noise = noise[..., -2:] / noise[..., -2:].std((0, 1))  # of the part that is stirred
+    noise = np.asarray(run.noise, np.float64)  # chains, steps, coordinates
+    noise = noise / noise.std((0, 1))
 
     def correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.abs((a * b).mean((0, 1))) * np.sqrt(a.shape[0] * a.shape[1])
@@ -146,9 +163,9 @@ def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
     assert (correlation(noise[:, 1:], noise[:, :-1]) < 5).all(), "from step to step"
     assert (correlation(noise[1:], noise[:-1]) < 5).all(), "from chain to chain"
     assert correlation(noise[..., 0], noise[..., 1]) < 5, "from coordinate to coordinate"
-    assert (np.abs(np.square(noise).mean((0, 1)) - 1) < 1e-6).all()
     kurtosis = (noise**4).mean((0, 1))
-    assert (np.abs(kurtosis - 3) < 5 * np.sqrt(96 / noise[..., 0].size)).all(), "not Gaussian"
+    # A metric scales the noise from place to place, which makes up to 3.2 of the normal 3.
+    assert (np.abs(kurtosis - 3) < 0.3).all(), "not Gaussian"
 
 
 @each_kernel
@@ -161,15 +178,19 @@ def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
 
 
 @each_kernel
-def test_momentum_has_unit_variance(long_run_of, kernel_class):
+def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
+    """Drawn afresh it has, by the tests of the dynamics; at the start and much later it must."""
     run = long_run_of(kernel_class)
     if not hasattr(run.dynamics, "momentum"):
         pytest.skip("no momentum")
+    dynamics = run.kernel._dynamics
+    exact = dynamics.draw("momentum", jax.random.key(9), (10**6,), jnp.float32)
+    sd, kurtosis = float(exact.std()), float((exact**4).mean() / exact.var() ** 2)
     first = np.asarray(run.first.dynamics.momentum)
-    assert (np.abs(first.std(0) - 1) < 5 / np.sqrt(2 * CHAINS)).all()
+    assert (np.abs(first.std(0) / sd - 1) < 5 * np.sqrt((kurtosis - 1) / 4 / CHAINS)).all()
     found = moments(run.dynamics.momentum[:, ITERATIONS // 3 :])
     assert (np.abs(found.mean) < 5 * found.mean_error).all()
-    assert (np.abs(found.sd - 1) < 0.1 + 5 * found.sd_error).all()
+    assert (np.abs(found.sd / sd - 1) < 0.1 + 5 * found.sd_error / sd).all()
 
 
 @each_kernel

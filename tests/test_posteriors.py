@@ -5,12 +5,23 @@ import json
 import jax
 import numpy as np
 import pytest
+from contract import LangevinRecipe
 from models import MODELS
 from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 from references import FILE, fingerprint, summarise
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGHMCSplit
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
 
 REFERENCES = json.loads(FILE.read_text())
 
@@ -51,10 +62,18 @@ def run(kernel, args, num_samples=1500):
     return mcmc
 
 
-CASES = [(SGHMCSplit, name) for name in MODELS] + [
-    (kernel, name)
-    for kernel in (SGHMC, SGLD)
-    for name in ("logistic, columns correlated at 0.95", "linear with unknown scale")
+# Those by Euler schemes, and the recipe, which is one, take many short steps.
+SIMPLEST = ["logistic, columns correlated at 0.95", "linear with unknown scale"]
+CASES = [(SGHMCSplit, name) for name in MODELS]
+CASES += [(kernel, name) for kernel in (SGHMC, SGLD) for name in SIMPLEST]
+CASES += [
+    pytest.param(kernel, name, marks=pytest.mark.slow)
+    for kernels, names in (
+        ((SHMC, SGNHT, SGMGT, SGLaplaceHMC, SGRHMC), MODELS),
+        ((SGRLD, LangevinRecipe), SIMPLEST),
+    )
+    for kernel in kernels
+    for name in names
 ]
 
 

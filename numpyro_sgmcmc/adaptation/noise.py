@@ -5,15 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices
-from numpyro_sgmcmc.gradients import Anchored, gradient_variance
+from numpyro_sgmcmc.gradients import Anchored, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["draw_blocks", "draw_rows", "measure_noise"]
+__all__ = ["draw_blocks", "draw_rows", "measure_covariance", "measure_noise"]
+
+_ROW_GRADIENTS = 2**22
 
 
 def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
@@ -52,3 +55,59 @@ def measure_noise(
     return tuple(
         gradient_variance(e, target, arguments, anchored, positions, indices) for e in estimators
     )
+
+
+@partial(jax.jit, static_argnames=("target", "estimator", "is_dense"))
+def _covariance_of_rows(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    positions: Array,
+    indices: Indices,
+    estimator: str,
+    is_dense: bool,
+) -> Array:
+    def at(q: Array, rows: Indices) -> Array:
+        def one(row: Indices) -> Array:
+            single = {name: i[None] for name, i in row.items()}
+            return whitened_gradient(estimator, target, arguments, anchored, single)(q)
+
+        gradients = jax.vmap(one)(dict(rows))
+        return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
+
+    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)
+
+
+def measure_covariance(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    positions: Array,
+    rng: np.random.Generator,
+    estimator: str,
+    is_dense: bool,
+) -> np.ndarray:
+    """Covariance of the whitened gradient's noise from the gradients of single rows.
+
+    For minibatches of independent rows: that of one row over their number, plate by plate. The
+    mean over positions.
+
+    :param positions: whitened positions, shape ``(k, d)``.
+    :param estimator: one of ESTIMATORS.
+    :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
+    """
+    shape = len(positions), int(np.clip(_ROW_GRADIENTS // target.dim, 16, 1024))
+    total = np.zeros((target.dim,) * (1 + is_dense))
+    for varied in target.plates:
+        rows = {
+            p.name: np.broadcast_to(
+                rng.integers(0, p.size, shape if p is varied else (shape[0], 1), dtype=np.int32),
+                shape,
+            )
+            for p in target.plates
+        }
+        of_rows = _covariance_of_rows(
+            target, arguments, anchored, positions, rows, estimator, is_dense
+        )
+        total += np.asarray(of_rows, np.float64) / varied.subsample_size
+    return total

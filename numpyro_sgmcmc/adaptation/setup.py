@@ -22,7 +22,12 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.adaptation.frame import Frame
-from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows, measure_noise
+from numpyro_sgmcmc.adaptation.noise import (
+    draw_blocks,
+    draw_rows,
+    measure_covariance,
+    measure_noise,
+)
 from numpyro_sgmcmc.adaptation.pilot import (
     KEEP_EVERY,
     PILOT,
@@ -52,6 +57,7 @@ from numpyro_sgmcmc.adaptation.whitening import (
     symmetric_root,
 )
 from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.model import Target
@@ -86,6 +92,7 @@ class Settings:
     - **is_dense** - whether the adapted one is dense.
     - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
     - **target_bias** - allowed relative error of posterior sds.
+    - **noise_compensation** - whether the gradient's noise is taken from what is injected.
     """
 
     dynamics: Dynamics
@@ -98,6 +105,7 @@ class Settings:
     is_dense: bool
     mask: np.ndarray | None
     target_bias: float
+    noise_compensation: bool
 
 
 class Adaptation(NamedTuple):
@@ -107,6 +115,7 @@ class Adaptation(NamedTuple):
     - **num_steps** - steps an iteration.
     - **estimator** - ``"plain"`` or ``"control_variate"``.
     - **minibatch** - ``"iid"``, ``"epoch"`` or ``"blocks"``.
+    - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
     """
 
     anchored: Anchored
@@ -114,6 +123,7 @@ class Adaptation(NamedTuple):
     num_steps: int
     estimator: str
     minibatch: str
+    gradient_noise: GradientNoise | None
 
 
 def adapt(
@@ -369,6 +379,7 @@ class _Setup:
                 curvature,
                 target_bias,
                 is_constant=estimator == "plain",
+                is_compensated=self.settings.noise_compensation and dynamics is not PILOT,
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
             excess = max(1.0, 2.0 * inflation / target_bias)
@@ -422,7 +433,31 @@ class _Setup:
         relaxation_time = dynamics.relaxation_time(float(step_size), noise[estimator, kind])
         num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
         frame = self._with_hessian(frame, estimator)
-        return Adaptation(frame.anchored(target.dtype), step_size, num_steps, estimator, minibatch)
+        anchored = frame.anchored(target.dtype)
+        gradient_noise = None
+        if settings.noise_compensation and target.plates:
+            gradient_noise = self._gradient_noise(anchored, q, estimator, float(step_size))
+        return Adaptation(anchored, step_size, num_steps, estimator, minibatch, gradient_noise)
+
+    def _gradient_noise(
+        self, anchored: Anchored, q: np.ndarray, estimator: str, step_size: float
+    ) -> GradientNoise:
+        """The covariance to compensate; says so where that is more than is injected."""
+        target, is_dense = self.target, anchored.coordinates.factor.ndim == 2
+        covariance = measure_covariance(
+            target, self.arguments, anchored, self._cast(q), self.rng, estimator, is_dense
+        )
+        found = GradientNoise.of(jnp.asarray(covariance, target.dtype))
+        shares = self.settings.dynamics.noise_inflation(np.asarray(found.values), step_size)
+        if (worst := shares.max()) > 1.0:
+            notify(
+                f"Gradient noise is up to {worst:.1f} times what the sampler injects at step size "
+                f"{step_size:.3g}, so that it cannot be compensated in {(shares > 1.0).sum()} of "
+                f"{target.dim} directions: posterior sds will be up to "
+                f"{100 * (np.sqrt(worst) - 1):.0f} % too wide. Use a shorter step_size or a larger "
+                "subsample_size."
+            )
+        return found
 
     def _worst(self, variances: np.ndarray) -> float:
         """The largest coordinate's variance, as far as the number of minibatches can tell."""

@@ -11,6 +11,7 @@ __all__ = ["MAX_NUM_STEPS", "choose_num_steps", "choose_step_size"]
 
 MAX_NUM_STEPS = 500
 _FREE_CURVATURE = 3.5
+_UNCOMPENSATED = 0.1
 
 
 def choose_step_size(
@@ -20,6 +21,7 @@ def choose_step_size(
     curvature: float,
     target_bias: float,
     is_constant: bool = False,
+    is_compensated: bool = False,
 ) -> tuple[float, float]:
     """The largest step size whose predicted bias stays within the target.
 
@@ -30,15 +32,24 @@ def choose_step_size(
     :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
         the variance, a half): where it differs over the posterior it shifts means as well.
     :param is_constant: whether the noise is about the same everywhere.
+    :param is_compensated: whether its mean size is taken from the noise that is injected.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     step_size = largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
+
+    def inflation() -> float:
+        """The part of noise that differs from place to place, and what exceeds the injected."""
+        if not is_compensated:
+            return dynamics.noise_inflation(gradient_variance, step_size, is_constant)
+        share = dynamics.noise_inflation(gradient_variance, step_size)
+        return (_UNCOMPENSATED if is_constant else 1.0) * min(share, 1.0) + max(share - 1.0, 0.0)
+
     shortest = dynamics.relaxation_time(step_size, gradient_variance) / MAX_NUM_STEPS
     while step_size > shortest:
-        if dynamics.noise_inflation(gradient_variance, step_size, is_constant) <= target_bias / 2.0:
+        if inflation() <= target_bias / 2.0:
             break
         step_size = max(0.99 * step_size, shortest)
-    return step_size, dynamics.noise_inflation(gradient_variance, step_size, is_constant)
+    return step_size, inflation()
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:

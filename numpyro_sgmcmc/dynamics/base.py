@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.integrators import Flow, Scheme, Step, compose
 
 __all__ = ["Dynamics"]
@@ -80,6 +81,18 @@ class Dynamics:
             is and that of control variates is not.
         """
         raise NotImplementedError
+
+    def compensate(
+        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    ) -> Array:
+        """The step's normal entries, less what the gradient's own noise brings.
+
+        :param state: the state before the step.
+        :param noise: standard normal entries, shape ``(draws, d)``.
+        :param step_size: step size.
+        :param gradient_noise: covariance of the gradient's noise.
+        """
+        return gradient_noise.take_from(noise, self.noise_inflation(1.0, step_size))
 
     def stiffness(self, curvature: float) -> float:
         """How many times shorter a step must be at ``curvature`` than at curvature one."""

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics
 from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 from numpyro_sgmcmc.kinetics import Kinetics
@@ -111,6 +112,19 @@ class MonomialGamma(Dynamics):
         self, gradient_variance: Any, step_size: Any, is_constant: bool = False
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.sigma_p)
+
+    def compensate(
+        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    ) -> Array:
+        # The momentum's row and the position's, where it has one, hear the same gradient.
+        heard = [1.0 / math.sqrt(self.sigma_p)]
+        if self.sigma_theta > 0.0:
+            heard.append(math.sqrt(self.sigma_theta))
+        size = math.hypot(*heard)
+        direction = jnp.zeros(len(noise)).at[: len(heard)].set(jnp.array(heard) / size)
+        along = direction @ noise
+        shrunk = gradient_noise.take_from(along, step_size * size**2 / 2.0)
+        return noise + jnp.outer(direction, shrunk - along)
 
     def stiffness(self, curvature: float) -> float:
         return curvature if self.sigma_theta > 0.0 else math.sqrt(curvature)

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics
 from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
 
@@ -81,6 +82,23 @@ class Recipe(Dynamics):
         self, gradient_variance: Any, step_size: Any, is_constant: bool = False
     ) -> float:
         return gradient_variance * step_size / 2.0
+
+    def compensate(
+        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    ) -> Array:
+        """Of D is taken what enters it by D + Q; what enters elsewhere cannot be compensated."""
+        z = jnp.concatenate(state)
+        dim, covariance = state.position.size, gradient_noise.covariance
+        full = jnp.diag(covariance) if covariance.ndim == 1 else covariance
+        diffusion = self.diffusion(z)
+        diffusion = jnp.diag(diffusion) if diffusion.ndim == 1 else diffusion
+        carried = (diffusion + self.curl(z))[:, :dim]
+        values, vectors = jnp.linalg.eigh(diffusion)
+        is_stirred = values > 1e-6 * values.max()
+        unit = vectors * jnp.where(is_stirred, 1.0 / jnp.sqrt(jnp.abs(values)), 0.0)
+        brought = GradientNoise.of(unit.T @ carried @ full @ carried.T @ unit)
+        shrunk = vectors @ brought.take_from(vectors.T @ noise.ravel()[: z.size], step_size / 2.0)
+        return noise.ravel().at[: z.size].set(shrunk).reshape(noise.shape)
 
     def stiffness(self, curvature: float) -> float:
         return curvature

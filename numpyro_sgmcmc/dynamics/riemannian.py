@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics
 from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
 
@@ -89,6 +90,20 @@ class RiemannianLangevin(Dynamics):
         self, gradient_variance: Any, step_size: Any, is_constant: bool = False
     ) -> float:
         return gradient_variance * step_size / 2.0
+
+    def compensate(
+        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    ) -> Array:
+        s = root(self.inverse_metric(state.position))
+        covariance = gradient_noise.covariance
+        if s.ndim == 2:
+            full = covariance if covariance.ndim == 2 else jnp.diag(covariance)
+            covariance = s.T @ full @ s
+        elif covariance.ndim == 2:
+            covariance = covariance * jnp.outer(*(jnp.broadcast_to(s, covariance.shape[:1]),) * 2)
+        else:
+            covariance = covariance * s**2
+        return GradientNoise.of(covariance).take_from(noise, step_size / 2.0)
 
     def stiffness(self, curvature: float) -> float:
         return curvature
@@ -192,7 +207,8 @@ class Riemannian(Dynamics):
         if s.ndim == 2:
             values, vectors = jnp.linalg.eigh(s.T @ s)
             rate = self.friction * values
-            turned = self._ou(vectors.T @ p, vectors.T @ force, rate, time, noise[0])
+            entries = vectors.T @ (s.T @ noise[0]) / jnp.sqrt(values)
+            turned = self._ou(vectors.T @ p, vectors.T @ force, rate, time, entries)
             return RiemannianState(q, vectors @ turned)
         return RiemannianState(q, self._ou(p, force, self.friction * s**2, time, noise[0]))
 
