@@ -100,7 +100,7 @@ def gradient_variance(
     positions: Array,
     indices: Indices,
 ) -> Array:
-    """Variance of the whitened gradient's noise, mean over positions.
+    """Variance of the whitened gradient's noise at each position.
 
     :param estimator: one of ESTIMATORS.
     :param target: the posterior.
@@ -108,7 +108,7 @@ def gradient_variance(
     :param anchored: coordinates, with the full gradient at their origin.
     :param positions: whitened positions, shape ``(k, d)``.
     :param indices: for each plate, rows of shape ``(k, m, batch_size)``: m minibatches a position.
-    :return: one variance a coordinate, shape ``(d,)``.
+    :return: one variance a coordinate, shape ``(k, d)``.
     """
 
     def at(q: Array, minibatches: Indices) -> Array:
@@ -119,4 +119,4 @@ def gradient_variance(
         keys = random.split(random.key(0), num) if target.is_randomized else None
         return jnp.var(jax.vmap(one)(minibatches, keys), axis=0, ddof=1)
 
-    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)
+    return jax.lax.map(lambda x: at(*x), (positions, dict(indices)))

@@ -57,9 +57,10 @@ class Kinetics:
         # The tail of the integral beyond g, by Gauss-Laguerre nodes in c x, is smooth and small.
         g, c = self._g(p), self.softening
         x, w = np.polynomial.laguerre.laggauss(64)
-        tail = _missing(self.a, c * g[..., None] + x) * np.exp(x)
-        start = _missing(self.a, x) * np.exp(x)
-        return g + (tail @ w - start @ w) / c
+        weights = w * np.exp(x)  # of which neither factor is a float32
+        tail = _missing(self.a, c * g[..., None] + x) @ weights
+        start = _missing(self.a, x) @ weights
+        return g + (tail - start) / c
 
     def velocity(self, p: Array) -> Array:
         r"""The energy's gradient :math:`\nabla K_c(p)`."""

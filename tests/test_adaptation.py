@@ -9,10 +9,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 import scipy.optimize
+from contract import BATCH, survey, survey_data
+from jax import random
 from numpyro.infer import init_to_uniform
 
+from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.adaptation.frame import Frame
-from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows
+from numpyro_sgmcmc.adaptation.noise import NO_NOISE, Noise, draw_blocks, draw_rows
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
 from numpyro_sgmcmc.adaptation.surface import Surface, draw_subset
 from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton
@@ -24,7 +27,7 @@ from numpyro_sgmcmc.adaptation.whitening import (
     symmetric_root,
 )
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.dynamics import Overdamped, Underdamped
+from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
 from numpyro_sgmcmc.full_data import Plate
 from numpyro_sgmcmc.model import function_target, model_target
 
@@ -276,16 +279,20 @@ DYNAMICS = [Overdamped(), Underdamped(1.5), Underdamped(0.2)]
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_largest_step_where_nothing_stands_against_it(dynamics):
     for curvature in (0.1, 1.0):
-        assert choose_step_size(dynamics, 0.2, 0.0, curvature, 0.05) == (0.2, 0.0)
+        assert choose_step_size(dynamics, 0.2, NO_NOISE, curvature, 0.05) == (0.2, 0.0)
 
 
 @pytest.mark.parametrize(
     ("dynamics", "power"), [(Overdamped(), 1), (Underdamped(1.5), 0.5)], ids=repr
 )
 def test_stiff_directions_shorten_the_step(dynamics, power):
-    at = {c: choose_step_size(dynamics, 0.2, 0.0, c, 0.05)[0] for c in (50.0, 5000.0)}
+    at = {c: choose_step_size(dynamics, 0.2, NO_NOISE, c, 0.05)[0] for c in (50.0, 5000.0)}
     assert at[50.0] < 0.2
     assert at[50.0] / at[5000.0] == pytest.approx(100**power)
+
+
+def noise_of(variance):
+    return Noise(variance, 1.0, variance)
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
@@ -294,7 +301,7 @@ def test_stiff_directions_shorten_the_step(dynamics, power):
 def test_noise_shortens_the_step_until_its_share_of_the_bias_is_kept(
     dynamics, target_bias, variance
 ):
-    step_size, inflation = choose_step_size(dynamics, 0.2, variance, 1.0, target_bias)
+    step_size, inflation = choose_step_size(dynamics, 0.2, noise_of(variance), 1.0, target_bias)
     assert 0 < step_size <= 0.2
     assert inflation == pytest.approx(dynamics.noise_inflation(variance, step_size))
     shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
@@ -304,14 +311,38 @@ def test_noise_shortens_the_step_until_its_share_of_the_bias_is_kept(
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_step_is_not_shorter_than_a_draw_can_pay_for(dynamics):
-    step_size, inflation = choose_step_size(dynamics, 0.2, 1e6, 1.0, 0.05)
+    step_size, inflation = choose_step_size(dynamics, 0.2, noise_of(1e6), 1.0, 0.05)
     assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) == MAX_NUM_STEPS
     assert inflation > 1
 
 
+def test_thermostats_take_longer_steps_the_less_the_noise_varies():
+    steps = [
+        choose_step_size(NoseHoover(1.5), 0.3, Noise(10.0, v, 10.0), 1.0, 0.05)[0]
+        for v in (1.0, 0.3, 0.1, 0.0)
+    ]
+    assert (np.diff(steps) > 0).all()
+    assert steps[0] == pytest.approx(
+        choose_step_size(NoseHoover(1.5, False), 0.3, noise_of(10.0), 1.0, 0.05)[0], rel=0.1
+    )
+
+
+@pytest.mark.parametrize(("spread", "varying"), [(0.0, 0.0), (0.3, 0.3), (3.0, 1.0)])
+def test_share_of_noise_that_varies(spread, varying):
+    """Not what variances measured on few numbers differ by of themselves: a quarter here."""
+    rng = np.random.default_rng(0)
+    size = 2.0 * np.exp(spread * rng.standard_normal((400, 1)) - spread**2 / 2)
+    numbers = np.sqrt(size)[..., None] * rng.standard_normal((400, 5, 32))
+    found = Noise.of(numbers.var(-1, ddof=1), 32, is_cheap=True)
+    assert found.varying == pytest.approx(varying, abs=0.07)
+    if spread < 1:
+        assert found.mean == pytest.approx(2.0, rel=0.1)
+        assert 1.0 <= found.variance / found.mean < 1.1
+
+
 def test_less_noise_is_never_a_shorter_step():
     steps = [
-        choose_step_size(Underdamped(1.5), 0.3, v, 1.0, 0.05)[0]
+        choose_step_size(Underdamped(1.5), 0.3, noise_of(v), 1.0, 0.05)[0]
         for v in np.geomspace(1e-3, 1e5, 50)
     ]
     assert (np.diff(steps) <= 0).all()
@@ -555,6 +586,30 @@ def test_rows_for_measuring_noise():
 
 
 # --- The surface --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel_class", "settings", "minibatch"),
+    [
+        (SGHMCSplit, {}, "blocks"),
+        (SGHMCSplit, {"gradient": "plain"}, "blocks"),
+        (SGNHT, {}, "blocks"),
+        (SGNHT, {"gradient": "plain"}, "iid"),
+        (SGMGT, {"gradient": "plain"}, "blocks"),
+        (SGMGT, {"gradient": "plain", "step_size": 0.1}, "iid"),
+    ],
+)
+def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settings, minibatch):
+    """Over an epoch their noise would cancel, and the thermostat cool the positions too far."""
+    kernel = kernel_class(survey, **settings)
+    kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
+    assert kernel._adaptation.minibatch == minibatch
+
+
+def test_thermostat_on_epochs_is_warned_of():
+    kernel = SGNHT(survey, gradient="plain", minibatch="epoch")
+    with pytest.warns(UserWarning, match="sds may be too narrow"):
+        kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
 
 
 def test_surface_is_infinite_where_the_potential_is_not_finite():

@@ -145,7 +145,7 @@ def test_no_more_is_taken_than_there_is():
 @pytest.mark.parametrize(
     ("name", "sizes"), [("one", {"rows": 3}), ("separate", {"rows": 2, "columns": 3})]
 )
-def test_covariance_of_minibatch_gradients(name, sizes, is_dense):
+def test_covariance_of_minibatch_gradients(name, sizes, is_dense, x64):
     """Against all rows of a small model, one by one."""
     case = CASES[name]
     target, arguments = case.target(**sizes), case.arguments(**sizes)

@@ -216,7 +216,12 @@ def test_draws_have_the_stationary_law(a):
 def test_kinetics_are_finite_in_single_precision(a, p):
     kinetics = Kinetics(a, 1.0, 3.0)
     p = jnp.float32(p)
-    for value in (kinetics.velocity(p), kinetics.curvature(p), kinetics.friction(p, 0.5)):
+    for value in (
+        kinetics.energy(p),
+        kinetics.velocity(p),
+        kinetics.curvature(p),
+        kinetics.friction(p, 0.5),
+    ):
         assert value.dtype == jnp.float32
         assert jnp.isfinite(value)
 

@@ -17,6 +17,7 @@ from orders import (
 from sdes import EXAMPLES, FRICTION, SCHEMES, quartic
 
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
+from numpyro_sgmcmc.adaptation.noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.step_size import choose_step_size
 from numpyro_sgmcmc.dynamics import Overdamped, Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
@@ -272,7 +273,7 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
 ):
     dynamics = kernel_class(potential_fn=lambda q: q @ q, scheme=scheme)._dynamics
     largest = kernel_class.largest_step_sizes[scheme]
-    step_size, _ = choose_step_size(dynamics, largest, 0.0, curvature, 0.05)
+    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
     assert sd_ratio(dynamics, scheme, step_size, curvature) == pytest.approx(1, abs=0.05)
 
 

@@ -49,7 +49,7 @@ def errors(name, args, samples):
     return found
 
 
-def run(kernel, args, num_samples=1500):
+def run(kernel, args, num_samples=1500, num_rows=100):
     mcmc = MCMC(
         kernel,
         num_warmup=500,
@@ -58,7 +58,7 @@ def run(kernel, args, num_samples=1500):
         chain_method="vectorized",
         progress_bar=False,
     )
-    mcmc.run(jax.random.key(7), *args, batch_size=100)
+    mcmc.run(jax.random.key(7), *args, batch_size=num_rows)
     return mcmc
 
 
@@ -86,6 +86,31 @@ def test_posterior_is_right_with_default_arguments(kernel_class, name):
         assert max(error.values()) <= 0, (site, error)
         assert np.max(split_gelman_rubin(np.asarray(samples[site]))) < 1.01, site
     assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel_class", "settings", "num_rows"),
+    [
+        (SGNHT, {}, 100),
+        (SGHMCSplit, {"noise_compensation": True}, 1000),
+        (SGLD, {"noise_compensation": True}, 1000),
+    ],
+)
+def test_noise_of_plain_gradients_is_taken_away(kernel_class, settings, num_rows):
+    """By a thermostat, or by compensation: with neither these steps would be too long."""
+    name = "logistic"
+    model, args = MODELS[name]()
+    mcmc = run(kernel_class(model, gradient="plain", **settings), args, 1000, num_rows)
+    for site, error in errors(name, args, mcmc.get_samples(group_by_chain=True)).items():
+        assert max(error.values()) <= 0, (site, error)
+    same = {"step_size": float(mcmc.last_state.adapt_state.step_size[0]), "minibatch": "iid"}
+    steps = int(mcmc.last_state.num_steps[0])
+    other = SGHMCSplit if kernel_class is SGNHT else kernel_class
+    without = run(
+        other(model, gradient="plain", num_steps=steps, **same), args, 1000, num_rows
+    ).get_samples(group_by_chain=True)
+    assert errors(name, args, without)["beta"]["sd"] > 0
 
 
 def test_wrong_posteriors_are_seen():

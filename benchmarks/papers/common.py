@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import matplotlib as mpl
 import numpy as np
 
 mpl.use("Agg")
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 FIGURES = Path(__file__).parents[2] / "docs" / "papers"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,42 @@ from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.gradients import Anchored, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["draw_blocks", "draw_rows", "measure_covariance", "measure_noise"]
+__all__ = ["NO_NOISE", "Noise", "draw_blocks", "draw_rows", "measure_covariance", "measure_noise"]
 
 _ROW_GRADIENTS = 2**22
+
+
+class Noise(NamedTuple):
+    """What the choice of the step size must know of the gradient's noise.
+
+    - **variance** - its variance in the noisiest coordinate, or on average where too few
+      minibatches were seen to tell.
+    - **varying** - the share of it that differs from place to place, from 0 to 1: on average
+      over coordinates, or in one that clearly differs more.
+    - **mean** - its variance, mean over coordinates.
+    """
+
+    variance: float
+    varying: float
+    mean: float
+
+    @classmethod
+    def of(cls, variances: np.ndarray, num_minibatches: int, is_cheap: bool) -> Noise:
+        """From variances of shape ``(positions, d)``, each measured on some minibatches."""
+        mean = variances.mean(0)
+        spread = np.square(variances - mean).sum(0) / max(1, len(variances) - 1)
+        # As much a variance measured on so few numbers spreads by itself.
+        own = 2.0 / (num_minibatches - 1) * np.square(variances).mean(0)
+        surprise = 1.0 + 3.0 * np.sqrt(2.0 / max(1, len(variances) - 1))
+        square = np.maximum(np.square(mean), np.finfo(float).tiny)
+        on_average = (spread - own).sum() / square.sum()
+        clearly = ((spread - surprise * own) / square).max()
+        varying = float(np.sqrt(np.clip(max(on_average, clearly), 0.0, 1.0)))
+        worst = mean.max() if is_cheap else mean.mean()
+        return cls(float(worst), varying, float(mean.mean()))
+
+
+NO_NOISE = Noise(0.0, 0.0, 0.0)
 
 
 def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
@@ -46,7 +80,7 @@ def measure_noise(
     indices: Indices,
     estimators: tuple[str, ...],
 ) -> tuple[Array, ...]:
-    """Variances of the whitened gradient's noise, shape ``(d,)`` for each estimator.
+    """Variances of the whitened gradient's noise, shape ``(k, d)`` for each estimator.
 
     :param positions: whitened positions, shape ``(k, d)``.
     :param indices: for each plate, rows of shape ``(k, m, subsample_size)``.

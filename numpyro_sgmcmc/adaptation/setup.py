@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +22,8 @@ from jax import Array, random
 
 from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.noise import (
+    NO_NOISE,
+    Noise,
     draw_blocks,
     draw_rows,
     measure_covariance,
@@ -253,10 +254,9 @@ class _Setup:
             # A coordinate whose noise grows faster than its friction takes away runs off, and one
             # is enough: the worst counts, at the distance that the chains will reach.
             noise = self._noise(frame, typical)
-            variances = {e: self._worst(noise[e, "random"]) for e in self.estimators}
             curvature = self._curvature(frame, q)
             estimator, step_size, _ = self._cheapest(
-                PILOT, PILOT_STEP_SIZE / shorter, variances, curvature, PILOT_BIAS
+                PILOT, PILOT_STEP_SIZE / shorter, noise["random"], curvature, PILOT_BIAS
             )
             longest = _LONGEST_WINDOW if time >= _LAST_WINDOW else _LONGEST_EARLY_WINDOW
             num_steps = min(int(time / step_size), longest)
@@ -343,29 +343,31 @@ class _Setup:
             return frame
         return frame._replace(hessian=self._hessian(self.all_rows, frame.anchor))
 
-    def _noise(self, frame: Frame, q: np.ndarray) -> dict[tuple[str, str], np.ndarray]:
-        """Variances of the whitened gradient's noise by estimator and kind of rows."""
+    def _noise(self, frame: Frame, q: np.ndarray) -> dict[str, dict[str, Noise]]:
+        """The whitened gradient's noise by kind of rows and estimator."""
         target = self.target
         if not target.plates:
-            return dict.fromkeys(product(self.estimators, ("random", "blocks")), np.zeros(1))
-        num_positions, num_minibatches = (_PILOT_CHAINS, 32) if self.is_cheap else (4, 4)
+            return dict.fromkeys(("random", "blocks"), dict.fromkeys(self.estimators, NO_NOISE))
+        num_positions, num_minibatches = (_PILOT_CHAINS, 128) if self.is_cheap else (4, 4)
         positions = self._cast(q[:num_positions])
         anchored = frame._replace(hessian=None).anchored(target.dtype)
-        found: dict[tuple[str, str], np.ndarray] = {}
+        found: dict[str, dict[str, Noise]] = {}
         for kind, draw in (("random", draw_rows), ("blocks", draw_blocks)):
             rows = draw(target, self.rng, (len(positions), num_minibatches))
             values = measure_noise(
                 target, self.arguments, anchored, positions, rows, self.estimators
             )
-            pairs = zip(self.estimators, values, strict=True)
-            found |= {(e, kind): np.asarray(v, np.float64) for e, v in pairs}
+            found[kind] = {
+                e: Noise.of(np.asarray(v, np.float64), num_minibatches, self.is_cheap)
+                for e, v in zip(self.estimators, values, strict=True)
+            }
         return found
 
     def _cheapest(
         self,
         dynamics: Dynamics,
         largest: float,
-        variances: dict[str, float],
+        noise: dict[str, Noise],
         curvature: float,
         target_bias: float,
     ) -> tuple[str, float, float]:
@@ -375,51 +377,36 @@ class _Setup:
             step_size, inflation = choose_step_size(
                 dynamics,
                 largest,
-                variances[estimator],
+                noise[estimator],
                 curvature,
                 target_bias,
-                is_constant=estimator == "plain",
                 is_compensated=self.settings.noise_compensation and dynamics is not PILOT,
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
             excess = max(1.0, 2.0 * inflation / target_bias)
-            cost = ESTIMATORS[estimator] * excess / step_size
+            time = dynamics.relaxation_time(step_size, noise[estimator].variance)
+            cost = ESTIMATORS[estimator] * excess * time / step_size
             choices.append((cost, estimator, step_size, inflation))
         return min(choices)[1:]
 
     def _decide(self, frame: Frame, q: np.ndarray) -> Adaptation:
         """Estimator, minibatches and step size from the noise measured at typical positions."""
         settings, target, dynamics = self.settings, self.target, self.settings.dynamics
-        variances = self._noise(frame, q)
-        noise = {pair: self._worst(v) for pair, v in variances.items()}
+        noise = self._noise(frame, q)
         curvature = self._curvature(frame, q)
-
-        def choose(kind: str) -> tuple[str, float, float]:
-            return self._cheapest(
+        choices = {
+            kind: self._cheapest(
                 dynamics,
                 settings.largest_step_size,
-                {e: noise[e, kind] for e in self.estimators},
+                noise[kind],
                 curvature,
                 settings.target_bias,
             )
-
-        minibatch = settings.minibatch
-        kind = "random" if minibatch in ("iid", "epoch") else "blocks"
-        estimator, step_size, inflation = choose(kind)
-        if minibatch == "auto":
-            minibatch = "blocks"
-            in_blocks, random_rows = (variances[estimator, k].mean() for k in ("blocks", "random"))
-            with_random_rows = choose("random")
-            # Noise that shortens no step does no harm, and blocks are cheaper.
-            if in_blocks > _CLEARLY_NOISIER * random_rows and with_random_rows[1] > step_size:
-                minibatch, kind = "epoch", "random"
-                estimator, step_size, inflation = with_random_rows
-                notify(
-                    f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy "
-                    "as random rows: the rows are sorted by something that matters. Random rows "
-                    "are used instead, which cost more a step; to spare that, shuffle the data "
-                    "once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
-                )
+            for kind in noise
+        }
+        minibatch = self._choose_minibatch(noise, choices)
+        kind = "blocks" if minibatch == "blocks" else "random"
+        estimator, step_size, inflation = choices[kind]
         if settings.step_size is not None:
             step_size = settings.step_size
         elif inflation > 2.0 * settings.target_bias:
@@ -430,7 +417,14 @@ class _Setup:
                 f"{excess:.0f} % too wide or more, at {MAX_NUM_STEPS} steps a draw: do not trust "
                 f"them. Use a larger subsample_size{cure}."
             )
-        relaxation_time = dynamics.relaxation_time(float(step_size), noise[estimator, kind])
+        if minibatch != "iid" and self._is_thermostat_at_work(noise[kind][estimator], step_size):
+            notify(
+                f"minibatch={minibatch!r} makes noise that cancels over an epoch, which the "
+                "thermostat takes for heat: posterior sds may be too narrow. Use minibatch='iid', "
+                "or leave it out."
+            )
+        variance = noise[kind][estimator].variance
+        relaxation_time = dynamics.relaxation_time(float(step_size), variance)
         num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
         frame = self._with_hessian(frame, estimator)
         anchored = frame.anchored(target.dtype)
@@ -438,6 +432,37 @@ class _Setup:
         if settings.noise_compensation and target.plates:
             gradient_noise = self._gradient_noise(anchored, q, estimator, float(step_size))
         return Adaptation(anchored, step_size, num_steps, estimator, minibatch, gradient_noise)
+
+    def _choose_minibatch(
+        self, noise: dict[str, dict[str, Noise]], choices: dict[str, tuple[str, float, float]]
+    ) -> str:
+        """How to draw rows: the user's way, or the cheapest that does no harm."""
+        settings = self.settings
+        if settings.minibatch != "auto":
+            return settings.minibatch
+        estimator, longest, _ = choices["random"]
+        # Over an epoch the noise of its minibatches cancels: it heats the momenta and not the
+        # positions, which a thermostat would cool too far.
+        if self._is_thermostat_at_work(noise["random"][estimator], settings.step_size or longest):
+            return "iid"
+        estimator, step_size, _ = choices["blocks"]
+        in_blocks, random_rows = (noise[k][estimator].mean for k in ("blocks", "random"))
+        # Noise that shortens no step does no harm, and blocks are cheaper.
+        if in_blocks > _CLEARLY_NOISIER * random_rows and longest > step_size:
+            notify(
+                f"Blocks of consecutive rows are {in_blocks / random_rows:.1f} times as noisy as "
+                "random rows: the rows are sorted by something that matters. Random rows are used "
+                "instead, which cost more a step; to spare that, shuffle the data once: "
+                "i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
+            )
+            return "epoch"
+        return "blocks"
+
+    def _is_thermostat_at_work(self, noise: Noise, step_size: float) -> bool:
+        """Whether a thermostat must take away more noise than may be left."""
+        dynamics = self.settings.dynamics
+        inflation = dynamics.noise_inflation(noise.variance, step_size)
+        return dynamics.has_thermostat and inflation > self.settings.target_bias
 
     def _gradient_noise(
         self, anchored: Anchored, q: np.ndarray, estimator: str, step_size: float
@@ -448,7 +473,7 @@ class _Setup:
             target, self.arguments, anchored, self._cast(q), self.rng, estimator, is_dense
         )
         found = GradientNoise.of(jnp.asarray(covariance, target.dtype))
-        shares = self.settings.dynamics.noise_inflation(np.asarray(found.values), step_size)
+        shares = np.asarray(found.values) * self.settings.dynamics.noise_inflation(1.0, step_size)
         if (worst := shares.max()) > 1.0:
             notify(
                 f"Gradient noise is up to {worst:.1f} times what the sampler injects at step size "
@@ -458,7 +483,3 @@ class _Setup:
                 "subsample_size."
             )
         return found
-
-    def _worst(self, variances: np.ndarray) -> float:
-        """The largest coordinate's variance, as far as the number of minibatches can tell."""
-        return float(variances.max() if self.is_cheap else variances.mean())

@@ -25,6 +25,9 @@ class Dynamics:
     State: ClassVar[type]
     """The state's NamedTuple: ``position``, then the auxiliary variables."""
 
+    has_thermostat: ClassVar[bool] = False
+    """Whether its friction adapts to the momenta's temperature."""
+
     @property
     def schemes(self) -> Mapping[str, Scheme]:
         """The schemes that this SDE has, by name."""
@@ -71,14 +74,14 @@ class Dynamics:
         raise NotImplementedError
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         """Predicted relative excess of a unit posterior variance.
 
         :param gradient_variance: variance of the gradient's estimate, a coordinate.
         :param step_size: step size.
-        :param is_constant: whether the noise is about the same everywhere, as a plain gradient's
-            is and that of control variates is not.
+        :param varying: share of the noise that differs over the posterior, from 0 to 1, which
+            no thermostat can take away.
         """
         raise NotImplementedError
 

@@ -70,6 +70,7 @@ class MonomialGamma(Dynamics):
     thermostat_period: int | None = None
 
     State = MonomialGammaState
+    has_thermostat = True
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
@@ -109,7 +110,7 @@ class MonomialGamma(Dynamics):
         return 3.0 * max(friction, 1.0 / friction)
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.sigma_p)
 
@@ -223,7 +224,7 @@ class MonomialGammaLangevin(Dynamics):
         return 3.0 * max(self.friction, 1.0 / self.friction)
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 

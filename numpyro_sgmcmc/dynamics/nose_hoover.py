@@ -58,6 +58,7 @@ class NoseHoover(Dynamics):
     per_coordinate: bool = True
 
     State = NoseHooverState
+    has_thermostat = True
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
@@ -94,12 +95,13 @@ class NoseHoover(Dynamics):
         return 2.0 * max(friction, 1.0 / friction)
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
-        if self.per_coordinate and is_constant:
-            # The thermostats take it away; simulated, what is left is about this.
-            return gradient_variance * step_size**2 / 16.0
-        return gradient_variance * step_size / (2.0 * self.friction)
+        inflation = gradient_variance * step_size / (2.0 * self.friction)
+        if not self.per_coordinate:
+            return inflation
+        # What is the same everywhere the thermostats take away; simulated, about this is left.
+        return gradient_variance * step_size**2 / 16.0 + varying * inflation
 
     def stiffness(self, curvature: float) -> float:
         return math.sqrt(curvature)

@@ -47,7 +47,7 @@ class Overdamped(Dynamics):
         return 2.0
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 

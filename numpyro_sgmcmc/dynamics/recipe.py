@@ -79,7 +79,7 @@ class Recipe(Dynamics):
         return 3.0
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 

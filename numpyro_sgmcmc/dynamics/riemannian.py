@@ -87,7 +87,7 @@ class RiemannianLangevin(Dynamics):
         return 2.0
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 
@@ -175,7 +175,7 @@ class Riemannian(Dynamics):
         return 2.0 * max(self.friction, 1.0 / self.friction)
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 

@@ -126,7 +126,7 @@ class Underdamped(Dynamics):
         return 2.0 * max(friction, 1.0 / friction)
 
     def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, is_constant: bool = False
+        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self._effective_friction(step_size))
 
