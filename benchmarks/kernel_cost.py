@@ -1,0 +1,122 @@
+"""What a step of every kernel and scheme costs over its gradient.
+
+As ``step_cost.py``, for all kernels: microseconds a step over those of the bare gradient loop, on
+the logistic regression with random rows drawn independently, plain gradients and control variates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_header, print_row
+from jax import jit, lax, random
+from step_cost import NUM_STEPS, bare_loop
+
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    RecipeKernel,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
+
+WIDTHS = (24, 12, 8, 17)
+
+METRICS = {
+    "scalar": lambda z: 1.0 + 0.1 * jnp.tanh(z["beta"].sum()),
+    "diagonal": lambda z: 1.0 + 0.1 * jnp.tanh(z["beta"]),
+    "dense": lambda z: jnp.eye(DIM) + 0.01 * jnp.outer(jnp.sin(z["beta"]), jnp.sin(z["beta"])),
+}
+
+RECIPE = {
+    "diffusion": lambda z: jnp.repeat(jnp.array([0.0, 1.5]), z.size // 2),
+    "curl": lambda z: jnp.kron(jnp.array([[0.0, -1.0], [1.0, 0.0]]), jnp.eye(z.size // 2)),
+    "hamiltonian": lambda z: jnp.square(z[z.size // 2 :]).sum() / 2,
+    "auxiliary": lambda key, dim: random.normal(key, (dim,)),
+}
+
+
+def variants() -> Iterator[tuple[str, str, type, dict[str, Any]]]:
+    """Kernel, scheme, class and settings of each row."""
+    for kernel in (SGHMCSplit, SGHMC, SGLD, SHMC):
+        for scheme in kernel.largest_step_sizes:
+            yield kernel.__name__, scheme, kernel, {"scheme": scheme}
+    yield "SGHMCSplit, compensated", "symmetric", SGHMCSplit, {"noise_compensation": True}
+    for scheme in SGNHT.largest_step_sizes:
+        yield "SGNHT", scheme, SGNHT, {"scheme": scheme}
+        yield "SGNHT, shared", scheme, SGNHT, {"scheme": scheme, "per_coordinate": False}
+    for scheme in SGMGT.largest_step_sizes:
+        for a in (0.5, 1.0, 2.0):
+            yield f"SGMGT, a = {a:g}", scheme, SGMGT, {"scheme": scheme, "a": a}
+    yield "SGMGT, a = 1, D", "symmetric", SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1}
+    for scheme in SGLaplaceHMC.largest_step_sizes:
+        yield "SGLaplaceHMC", scheme, SGLaplaceHMC, {"scheme": scheme}
+    for kernel in (SGRLD, SGRHMC):
+        for scheme in kernel.largest_step_sizes:
+            yield f"{kernel.__name__}, potential", scheme, kernel, {"scheme": scheme}
+            for name, metric in METRICS.items():
+                settings = {"scheme": scheme, "inverse_metric": metric}
+                yield f"{kernel.__name__}, {name}", scheme, kernel, settings
+    yield "RecipeKernel", "euler", RecipeKernel, RECIPE
+
+
+def loops_of(
+    kernel_class: type, settings: dict[str, Any], data: Any, num_iterations: int
+) -> dict[str, Callable[[], Any]]:
+    """Compiled loops of the kernel's iterations, ten steps each, for both estimators."""
+    dim, batch = data[0].shape[1], {"batch_size": BATCH_SIZE}
+    kernel = kernel_class(
+        logistic,
+        num_steps=NUM_STEPS,
+        step_size=0.01,
+        minibatch="iid",
+        inverse_mass_matrix=4.0 / len(data[1]) * np.eye(dim, dtype=np.float32),
+        **settings,
+    )
+    state = kernel.init(random.key(1), 0, None, data, batch)
+    arguments, adaptation = kernel._adapted
+
+    def loop(estimator: str) -> Callable[[], Any]:
+        variant = copy.copy(kernel)  # adapted once for both
+        variant._adapted = arguments, adaptation._replace(estimator=estimator)
+
+        def iterate(_: int, state: Any) -> Any:
+            return variant.sample(state, data, batch)
+
+        compiled = jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state).z)
+        return lambda: compiled(state)
+
+    return {estimator: loop(estimator) for estimator in ("plain", "control_variate")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--num-rows", type=float, default=1e5)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--iterations", type=int, default=300)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    data = make_data(random.key(0), int(args.num_rows), DIM)
+    print_header(f"Cost of a step over the bare loop's, N = {args.num_rows:.0e}, B = {BATCH_SIZE}")
+    print_row(["kernel", "scheme", "plain", "control variates"], WIDTHS)
+    for name, scheme, kernel_class, settings in variants():
+        bare = {"bare": lambda: bare_loop(random.key(0), *data, args.iterations, 1)}
+        loops = loops_of(kernel_class, settings, data, args.iterations)
+        times = interleaved({**bare, **loops}, args.repeats)
+        base = times.pop("bare")
+        print_row([name, scheme, *(f"{np.median(t / base):.2f}" for t in times.values())], WIDTHS)
+
+
+if __name__ == "__main__":
+    main()
