@@ -14,7 +14,7 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference test test-all benchmarks lint format clean
+.PHONY: help quickstart reference test test-all benchmarks papers lint format clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -22,6 +22,7 @@ help:
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (about 10 minutes)"
+	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"
@@ -48,6 +49,12 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py
 	$(bin)/python benchmarks/step_cost.py
 	$(bin)/python benchmarks/memory.py
+
+papers: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/papers/chen2015.py
+	$(bin)/python benchmarks/papers/zhang2017.py
+	$(bin)/python benchmarks/papers/ma2015.py
+	$(bin)/python benchmarks/papers/franzese2021.py
 
 lint: $(VENV)/.installed-test
 	$(bin)/ruff check

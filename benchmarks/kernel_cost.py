@@ -7,7 +7,6 @@ the logistic regression with random rows drawn independently, plain gradients an
 from __future__ import annotations
 
 import argparse
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,8 +87,9 @@ def loops_of(
     arguments, adaptation = kernel._adapted
 
     def loop(estimator: str) -> Callable[[], Any]:
-        variant = copy.copy(kernel)  # adapted once for both
-        variant._adapted = arguments, adaptation._replace(estimator=estimator)
+        variant = kernel_class.__new__(kernel_class)
+        chosen = adaptation._replace(estimator=estimator)
+        vars(variant).update(vars(kernel), _adapted=(arguments, chosen))  # adapted once for both
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)

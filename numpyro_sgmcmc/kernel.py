@@ -670,8 +670,10 @@ class SGMCMCKernel(MCMCKernel):
     def _weight(self, counts: Array, adapt_state: AdaptState) -> Array:
         if not callable(self._step_size):
             return len(counts) * adapt_state.step_size
-        weight = getattr(self._step_size, "weight", self._step_size)
-        return jax.vmap(weight)(counts).sum().astype(adapt_state.step_size.dtype)
+        weights = jax.vmap(getattr(self._step_size, "weight", self._step_size))(counts)
+        # The draw is the last step's: where that explores, the draw does.
+        weight = jnp.where(weights[-1] > 0.0, weights.sum(), 0.0)
+        return weight.astype(adapt_state.step_size.dtype)
 
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""

@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "resample",
     "weighted_mean",
     "weighted_quantile",
+    "without_exploration",
 ]
 
 
@@ -78,7 +80,8 @@ class Polynomial:
 class Cyclical:
     """Cosine cycles: long steps find a mode, short ones sample it.
 
-    The first part of each cycle explores, and its draws have weight zero.
+    The first part of each cycle explores: its draws have weight zero, and
+    :func:`without_exploration` leaves them out.
 
     :param float initial: step size at the start of each cycle, in whitened units.
     :param int period: steps a cycle.
@@ -140,6 +143,25 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
         return values.reshape(x.shape[weights.ndim :])
 
     return jax.tree.map(quantile, draws)
+
+
+def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
+    """The draws whose weight is not zero, and their weights.
+
+    :param draws: pytree of arrays of shape ``(chains, draws, ...)``, as by
+        ``get_samples(group_by_chain=True)``.
+    :param weights: weights of shape ``(chains, draws)``; a schedule's, which are those of all
+        chains alike.
+    :return: pytree of arrays of shape ``(chains, kept, ...)``, and weights ``(chains, kept)``.
+    :raises ValueError: where chains would keep different draws, or none.
+    """
+    kept = np.asarray(weights) > 0.0
+    if not (kept == kept[0]).all() or not kept[0].any():
+        raise ValueError(
+            "`weights` must be positive at some draws, the same in each chain: pass those of one "
+            "schedule, shape (chains, draws)."
+        )
+    return jax.tree.map(lambda x: x[:, kept[0]], draws), jnp.asarray(weights)[:, kept[0]]
 
 
 def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = None) -> Any:

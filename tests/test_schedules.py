@@ -90,6 +90,23 @@ def test_weights_reach_the_extra_fields(schedule):
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_draws_that_end_in_exploration_have_no_weight():
+    """Cycles of 25 steps, of which the last 12 sample, seen every ten steps."""
+    schedule = schedules.Cyclical(0.5, period=25)
+    kernel = SGHMCSplit(potential_fn=potential, step_size=schedule, num_steps=10)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=10, progress_bar=False)
+    mcmc.run(random.key(0), init_params=jnp.zeros(2), extra_fields=("weight",))
+    last = 10 * np.arange(1, 11) - 1
+    weight = np.asarray(mcmc.get_extra_fields()["weight"])
+    np.testing.assert_array_equal(weight > 0, last % 25 >= 12.5)
+
+
+def test_weights_that_differ_between_chains_are_refused():
+    with pytest.raises(ValueError, match="the same in each chain"):
+        schedules.without_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 def test_constant_steps_weigh_alike():
     kernel = SGHMCSplit(potential_fn=potential, step_size=0.2, num_steps=5)
     mcmc = MCMC(kernel, num_warmup=3, num_samples=20, progress_bar=False)
@@ -117,3 +134,8 @@ def test_weights_leave_the_long_steps_out():
     assert (jnp.square(draws).mean((0, 1)) < 0.95).all()
     resampled = schedules.resample(random.key(2), draws, weights)
     np.testing.assert_allclose(jnp.square(resampled).mean((0, 1)), 1, atol=0.04)
+    kept, kept_weights = schedules.without_exploration(draws, weights)
+    assert kept.shape == (64, 200, 2)
+    np.testing.assert_allclose(
+        schedules.weighted_mean(kept, kept_weights), schedules.weighted_mean(draws, weights), 1e-5
+    )
