@@ -588,6 +588,45 @@ def test_rows_for_measuring_noise():
 # --- The surface --------------------------------------------------------------------------------
 
 
+def hierarchy():
+    """A centred hierarchy whose groups do not differ, and the log density of its log scale.
+
+    The joint density has no mode: it grows without bound as scale and effects shrink together.
+    """
+    y = 0.9 * np.random.default_rng(1).standard_normal(8)
+
+    def potential(q):
+        mu, log_tau, effects = q[0], q[1], q[2:]
+        tau = jnp.exp(log_tau)
+        return (
+            jnp.square(y - effects).sum() / 2
+            + jnp.square((effects - mu) / tau).sum() / 2
+            + (len(y) - 1) * log_tau
+            + jnp.square(tau) / 2
+            + jnp.square(mu) / 50
+        )
+
+    def log_density(log_tau):
+        variance = 1 + np.exp(2 * log_tau)
+        precision = len(y) / variance + 1 / 25
+        fit = np.square(y).sum() / variance - np.square(y.sum() / variance) / precision
+        scale = log_tau - np.exp(2 * log_tau) / 2
+        return scale - len(y) / 2 * np.log(variance) - fit / 2 - np.log(precision) / 2
+
+    return surface_of(potential, 10), log_density
+
+
+@pytest.mark.parametrize("keeps_the_best", [True, False])
+def test_newton_stays_where_the_mass_is(keeps_the_best, x64, monkeypatch):
+    """It follows the density into the spike, and returns a point of the way with mass around."""
+    surface, log_density = hierarchy()
+    if not keeps_the_best:
+        monkeypatch.setattr("numpyro_sgmcmc.adaptation.warm_start._NEGLIGIBLE", np.inf)
+    found = newton(surface, np.full(10, 0.5))[1]
+    best = max(log_density(t) for t in np.linspace(-8, 2, 200))
+    assert (best - log_density(found) < 3) == keeps_the_best
+
+
 @pytest.mark.parametrize(
     ("kernel_class", "settings", "minibatch"),
     [

@@ -1,5 +1,7 @@
 """The kernels beyond the first three: right with default arguments, and the recipe's identities."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,9 @@ from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel
+from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGLaplaceHMC
+from numpyro_sgmcmc.adaptation.noise import NO_NOISE
+from numpyro_sgmcmc.adaptation.step_size import choose_step_size
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Recipe, Riemannian, Underdamped
 from numpyro_sgmcmc.kinetics import Kinetics
 
@@ -82,6 +86,54 @@ def test_posterior_is_right(name):
     for site, exact in survey_posterior(data).items():
         assert_posterior(draws[site], *exact)
     assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+NONLINEAR = [
+    (kernel, {"scheme": scheme, **settings})
+    for kernel, settings in (
+        (SGNHT, {}),
+        (SGNHT, {"per_coordinate": False}),
+        (SGMGT, {}),
+        (SGMGT, {"a": 0.5, "m": 2.0}),
+        (SGLaplaceHMC, {}),
+        (SGRLD, {}),
+        (SGRHMC, {}),
+    )
+    for scheme in kernel.largest_step_sizes
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curvature", [0.25, 1.0, 3.5, 30.0])
+@pytest.mark.parametrize(
+    ("kernel_class", "settings"), NONLINEAR, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
+    kernel_class, settings, curvature
+):
+    """20,000 chains in two dimensions: an sd is known to about 0.2 %. See also test_orders."""
+    kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
+    dynamics, scheme = kernel._dynamics, settings["scheme"]
+    largest = kernel_class.largest_step_sizes[scheme]
+    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
+    step, num_chains = dynamics.step(scheme), 20_000
+    num_steps = min(4000, math.ceil(40 / step_size / min(curvature, 1.0)))
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        start_key, key = random.split(key)
+        state = dynamics.init(random.normal(start_key, (2,)) / math.sqrt(curvature), key)
+
+        def one(state, key):
+            noise = random.normal(key, (step.draws, 2))
+            state = step(state, step_size, lambda q: curvature * q, noise)
+            return state, jnp.square(state.position)
+
+        return jax.lax.scan(one, state, random.split(key, num_steps))[1][num_steps // 2 :].mean()
+
+    variance = run(random.split(random.key(0), num_chains)).mean()
+    assert math.sqrt(curvature * float(variance)) == pytest.approx(1, abs=0.05)
 
 
 def test_all_kernels_join_the_battery():
