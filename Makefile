@@ -21,7 +21,7 @@ help:
 	@echo "make reference    the same, and NUTS on all rows beside it (long)"
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
-	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (about 10 minutes)"
+	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
@@ -48,6 +48,7 @@ test-all: $(VENV)/.installed-test
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py
 	$(bin)/python benchmarks/step_cost.py
+	$(bin)/python benchmarks/kernel_cost.py
 	$(bin)/python benchmarks/memory.py
 
 papers: $(VENV)/.installed-examples

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Arguments", "as_jax_arrays", "is_array"]
+__all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "is_array"]
+
+_HOLD_BYTES = 2**25
 
 
 def is_array(x: Any) -> bool:
@@ -131,3 +133,38 @@ class Arguments:
             else:
                 leaves.append(entry.value if isinstance(entry, _ById) else entry[1])
         return cls(*jax.tree.unflatten(structure, leaves))
+
+
+class HeldArrays:
+    """Large arrays in references, one for each, as a compiled step should see them.
+
+    NumPyro compiles a kernel with the data as constants. XLA copies a large constant many times
+    over (800 MB cost 5 s and up to 17 GB), so large arrays are held in references, which it takes
+    as buffers. To read one outside a compiled function is to copy it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {}
+
+    def hold(self, arguments: Arguments) -> Arguments:
+        """The arguments with their large arrays in references.
+
+        ``pmap`` knows no references and gets constants.
+        """
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return arguments.map_arrays(jnp.asarray)
+        return arguments.map_arrays(self._reference)
+
+    def keep_only(self, arguments: Arguments) -> None:
+        """Let go of all arrays but those of ``arguments``."""
+        present = {id(x) for x in arguments.arrays}
+        self._held = {k: held for k, held in self._held.items() if k in present}
+
+    def _reference(self, x: Any) -> Any:
+        if isinstance(x, jax.core.Tracer) or not is_array(x) or x.nbytes < _HOLD_BYTES:
+            return jnp.asarray(x)
+        held = self._held.get(id(x))
+        if held is None or held[0] is not x:
+            with jax.ensure_compile_time_eval():
+                self._held[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
+        return held[1]

@@ -12,12 +12,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax, random
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -26,69 +26,19 @@ from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
 from numpyro_sgmcmc.adaptation import Adaptation, Settings, Surface, adapt
-from numpyro_sgmcmc.arguments import Arguments, is_array
-from numpyro_sgmcmc.compensation import GradientNoise
+from numpyro_sgmcmc.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
-from numpyro_sgmcmc.minibatch import STREAMS, StreamState
+from numpyro_sgmcmc.gradients import ESTIMATORS
+from numpyro_sgmcmc.iteration import Program, iterate, start_chain
+from numpyro_sgmcmc.minibatch import STREAMS
 from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
 from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.state import SGMCMCState
 
-__all__ = ["AdaptState", "KernelOptions", "SGMCMCKernel", "SGMCMCState"]
+__all__ = ["KernelOptions", "SGMCMCKernel"]
 
 _DENSE_MAX_DIM = 100
-_HOLD_BYTES = 2**25
-_NOISE_AHEAD = 2**22
-_ESCAPE = 1e3
-
-
-class AdaptState(NamedTuple):
-    """
-    - **step_size** - step size of the iteration's last step, in whitened units.
-    - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
-    - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
-    - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
-    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``.
-    - **anchor_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``; None unless the
-      gradient's estimator needs it.
-    - **gradient_noise** - covariance of the whitened gradient's noise, a
-      :class:`~numpyro_sgmcmc.compensation.GradientNoise`; None unless it is compensated.
-    """
-
-    step_size: Array
-    inverse_mass_matrix: Array
-    mass_matrix_sqrt_inv: Array
-    anchor: Array
-    anchor_gradient: Array
-    anchor_hessian: Array | None
-    gradient_noise: GradientNoise | None = None
-
-
-class SGMCMCState(NamedTuple):
-    """
-    - **i** - iteration, warm-up counted in.
-    - **z** - dict of the unconstrained values of the latent sites.
-    - **dynamics** - state of the dynamic in whitened coordinates: position, momentum, ...
-    - **streams** - state of the minibatch stream of each subsampled plate.
-    - **num_steps** - stochastic-gradient steps of the iteration.
-    - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
-      where a schedule explores.
-    - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
-      where the iteration began.
-    - **adapt_state** - an :class:`AdaptState`.
-    - **rng_key** - random key of the next iteration.
-    """
-
-    i: Array
-    z: Any
-    dynamics: Any
-    streams: dict[str, StreamState]
-    num_steps: Array
-    weight: Array
-    diverging: Array
-    adapt_state: AdaptState
-    rng_key: Array
 
 
 def _is_batch(rng_key: Array) -> bool:
@@ -120,77 +70,6 @@ class KernelOptions(TypedDict, total=False):
 def _eagerly(rng_key: Array) -> AbstractContextManager[None]:
     """Leave the trace (pmap's, vmap's, jit's) in which a kernel is initialised, if it is in one."""
     return jax.ensure_compile_time_eval() if _is_traced(rng_key) else nullcontext()
-
-
-@partial(jax.jit, static_argnames=("target", "dynamics", "minibatch"))
-def _start(
-    rng_key: Array,
-    init_params: Any,
-    *,
-    anchored: Anchored,
-    step_size: Array,
-    num_steps: Array,
-    gradient_noise: GradientNoise | None,
-    target: Target,
-    dynamics: Dynamics,
-    minibatch: str,
-) -> SGMCMCState:
-    """A chain's first state: over-dispersed about the anchor, or where the user says."""
-    coordinates, anchor_gradient, anchor_hessian = anchored
-    rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
-    if init_params is None:
-        q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
-    else:
-        flat = ravel_pytree(init_params)[0].astype(target.dtype)
-        q = coordinates.whiten(flat - coordinates.anchor)
-    stream_keys = random.split(stream_key, len(target.plates))
-    make = STREAMS[minibatch]
-    return SGMCMCState(
-        i=jnp.array(0),
-        z=target.unravel(coordinates.position(q)),
-        dynamics=dynamics.init(q, state_key),
-        streams={
-            p.name: make(p.size, p.subsample_size).init(key)
-            for p, key in zip(target.plates, stream_keys, strict=True)
-        },
-        num_steps=num_steps,
-        weight=jnp.zeros_like(step_size),
-        diverging=jnp.array(False),
-        adapt_state=AdaptState(
-            step_size=step_size,
-            inverse_mass_matrix=coordinates.inverse_mass_matrix,
-            mass_matrix_sqrt_inv=coordinates.factor,
-            anchor=coordinates.anchor,
-            anchor_gradient=anchor_gradient,
-            anchor_hessian=anchor_hessian,
-            gradient_noise=gradient_noise,
-        ),
-        rng_key=rng_key,
-    )
-
-
-def _resampling(
-    dynamics: Dynamics, rng_key: Array, counts: Array, target: Target
-) -> Callable[[Any, Array], Any]:
-    """Draws auxiliary variables afresh at the steps where the dynamic has them due.
-
-    :param counts: the iteration's steps, counted from the run's first.
-    :return: ``(state, count) -> state``.
-    """
-    fresh = {}
-    for k, (field, period) in enumerate(dynamics.resampling.items()):
-        num = len(counts) // period + 2
-        key = random.fold_in(rng_key, k)
-        fresh[field] = dynamics.draw(field, key, (num, target.dim), target.dtype), period
-
-    def resample(state: Any, count: Array) -> Any:
-        for field, (draws, period) in fresh.items():
-            draw = draws[count // period - counts[0] // period]
-            value = jnp.where(count % period == 0, draw, getattr(state, field))
-            state = state._replace(**{field: value})
-        return state
-
-    return resample
 
 
 @partial(jax.jit, static_argnames="fn")
@@ -315,7 +194,7 @@ class SGMCMCKernel(MCMCKernel):
         self._sample_fn: Callable | None = None
         self._targets: dict[Any, Target] = {}
         self._adapted: tuple[Arguments, Adaptation] | None = None
-        self._held: dict[int, tuple[Array, Any]] = {}
+        self._held = HeldArrays()
         self._target: Target | None = None
         self._num_warmup = 0
 
@@ -329,12 +208,12 @@ class SGMCMCKernel(MCMCKernel):
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites and add the deterministic ones that do not vary with the rows."""
-        held = self._hold(Arguments(model_args, model_kwargs))
+        held = self._held.hold(Arguments(model_args, model_kwargs))
         return lambda z: _with_held(self._ready.postprocess, z, held)
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites, without running the model unless a support depends on values."""
-        held = self._hold(Arguments(model_args, model_kwargs))
+        held = self._held.hold(Arguments(model_args, model_kwargs))
         return lambda z: _with_held(self._ready.constrain, z, held)
 
     def wrap_model(self, wrapper: Callable) -> SGMCMCKernel:
@@ -356,7 +235,7 @@ class SGMCMCKernel(MCMCKernel):
         """
         if self._adaptation.estimator == "plain":
             return state
-        arguments = self._hold(Arguments(model_args, model_kwargs)).read()
+        arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
         adapt_state = state.adapt_state._replace(
             anchor=anchor, anchor_gradient=self._ready.full_gradient(anchor, arguments)
@@ -398,12 +277,11 @@ class SGMCMCKernel(MCMCKernel):
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             coordinates = adaptation.anchored.coordinates
             self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
-        present = {id(x) for x in arguments.arrays}
-        self._held = {k: held for k, held in self._held.items() if k in present}
+        self._held.keep_only(arguments)
         self._num_warmup = num_warmup
-        self._sample_fn = self._iterate
+        self._sample_fn = self.sample
         start = partial(
-            _start,
+            start_chain,
             anchored=adaptation.anchored,
             step_size=jnp.asarray(adaptation.step_size, target.dtype),
             num_steps=jnp.asarray(adaptation.num_steps),
@@ -421,9 +299,21 @@ class SGMCMCKernel(MCMCKernel):
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:
         """Run ``num_steps`` steps, each on a minibatch of its own."""
-        arguments = self._hold(Arguments(model_args, model_kwargs)).read()
-        iterate = partial(self._iterate, arguments=arguments)
-        return jax.vmap(iterate)(state) if _is_batch(state.rng_key) else iterate(state)
+        arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
+        one = partial(iterate, self._program, arguments=arguments)
+        return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
+
+    @property
+    def _program(self) -> Program:
+        target = self._ready
+        return Program(
+            target=target,
+            adaptation=self._adaptation,
+            scheme=self._scheme,
+            locate=partial(self._located_dynamics, target),
+            schedule=self._step_size if callable(self._step_size) else None,
+            num_warmup=self._num_warmup,
+        )
 
     @property
     def _ready(self) -> Target:
@@ -596,118 +486,12 @@ class SGMCMCKernel(MCMCKernel):
             noise_compensation=self._noise_compensation,
         )
 
-    def _iterate(self, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
-        """One iteration of one chain."""
-        target, adaptation = self._ready, self._adaptation
-        num_steps = adaptation.num_steps
-        adapt_state = state.adapt_state
-        anchored = Anchored(
-            Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv),
-            adapt_state.anchor_gradient,
-            adapt_state.anchor_hessian,
-        )
-        rng_key, noise_key, row_key, model_key, resample_key, restart_key = random.split(
-            state.rng_key, 6
-        )
-
-        # The rows and the noise of all steps at once: small draws cost more than they yield, and
-        # indices computed inside the loop would be fused into the gather and computed again there.
-        # Only where the noise would fill the memory is it drawn step by step.
-        streams, rows = {}, {}
-        row_keys = random.split(row_key, len(target.plates))
-        for p, key in zip(target.plates, row_keys, strict=True):
-            stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
-            streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
-        dynamics = self._located_dynamics(target, anchored.coordinates)
-        integrate = dynamics.step(self._scheme)
-        noise_shape = (integrate.draws, target.dim)
-        is_noise_ahead = num_steps * integrate.draws * target.dim <= _NOISE_AHEAD
-        noise = (
-            random.normal(noise_key, (num_steps, *noise_shape), target.dtype)
-            if is_noise_ahead
-            else random.split(noise_key, num_steps)
-        )
-        model_keys = random.split(model_key, num_steps) if target.is_randomized else None
-        counts = state.i * num_steps + jnp.arange(num_steps)
-
-        resample = _resampling(dynamics, resample_key, counts, target)
-
-        def step(carry: Any, xs: Any) -> tuple[Any, None]:
-            rows, noise, key, count = xs
-            if not is_noise_ahead:
-                noise = random.normal(noise, noise_shape, target.dtype)
-            gradient = whitened_gradient(
-                adaptation.estimator, target, arguments, anchored, rows, key
-            )
-            carry = resample(carry, count)
-            step_size = self._step_size_at(count, adapt_state)
-            if adapt_state.gradient_noise is not None:
-                noise = dynamics.compensate(carry, noise, step_size, adapt_state.gradient_noise)
-            return integrate(carry, step_size, gradient, noise, count), None
-
-        end, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
-        is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
-        moved = jnp.abs(end.position - state.dynamics.position).max()
-        diverging = ~(is_finite & (moved > 0) & (moved < _ESCAPE))
-        # An over-dispersed start, or the last finite position, may be one that no step leaves:
-        # in warm-up, and where the iteration before failed too, come nearer to the anchor.
-        is_stuck = (state.i < self._num_warmup) | state.diverging
-        nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
-        restart = dynamics.init(nearer * state.dynamics.position, restart_key)
-        end = jax.tree.map(partial(jnp.where, diverging), restart, end)
-        return SGMCMCState(
-            i=state.i + 1,
-            z=target.unravel(anchored.coordinates.position(end.position)),
-            dynamics=end,
-            streams=streams,
-            num_steps=state.num_steps,
-            weight=self._weight(counts, adapt_state),
-            diverging=diverging,
-            adapt_state=adapt_state._replace(step_size=self._step_size_at(counts[-1], adapt_state)),
-            rng_key=rng_key,
-        )
-
-    def _weight(self, counts: Array, adapt_state: AdaptState) -> Array:
-        if not callable(self._step_size):
-            return len(counts) * adapt_state.step_size
-        weights = jax.vmap(getattr(self._step_size, "weight", self._step_size))(counts)
-        # The draw is the last step's: where that explores, the draw does.
-        weight = jnp.where(weights[-1] > 0.0, weights.sum(), 0.0)
-        return weight.astype(adapt_state.step_size.dtype)
-
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""
         return self._dynamics
 
     def _check_dynamics(self, dynamics: Dynamics, dim: int) -> None:
         """Refuse an SDE that makes no sense at the anchor, before any step."""
-
-    def _step_size_at(self, count: Array, adapt_state: AdaptState) -> Array:
-        if callable(self._step_size):
-            return jnp.asarray(self._step_size(count), adapt_state.step_size.dtype)
-        return adapt_state.step_size
-
-    def _hold(self, arguments: Arguments) -> Arguments:
-        """The arguments as a compiled step should see them.
-
-        NumPyro compiles a kernel with the data as constants. XLA copies a large constant many
-        times over (800 MB cost 5 s and up to 17 GB), so large arrays are held in references,
-        which it takes as buffers. To read one outside a compiled function is to copy it.
-        ``pmap`` knows no references and gets constants.
-        """
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return arguments.map_arrays(jnp.asarray)
-
-        def hold(x: Any) -> Any:
-            if isinstance(x, jax.core.Tracer) or not is_array(x) or x.nbytes < _HOLD_BYTES:
-                return jnp.asarray(x)
-            held = self._held.get(id(x))
-            if held is None or held[0] is not x:
-                with jax.ensure_compile_time_eval():
-                    self._held[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
-            return held[1]
-
-        return arguments.map_arrays(hold)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -717,6 +501,6 @@ class SGMCMCKernel(MCMCKernel):
             "_sample_fn": None,
             "_targets": {},
             "_adapted": None,
-            "_held": {},
+            "_held": HeldArrays(),
             "_target": None,
         }

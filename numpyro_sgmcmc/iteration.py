@@ -1,0 +1,211 @@
+"""One iteration of one chain: ``num_steps`` stochastic-gradient steps in a ``lax.scan``.
+
+Pure functions of the chain's state; what they need besides is in a :class:`Program`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
+
+from numpyro_sgmcmc.adaptation import Adaptation
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.compensation import GradientNoise
+from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
+from numpyro_sgmcmc.minibatch import STREAMS
+from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.state import AdaptState, SGMCMCState
+
+__all__ = ["Program", "iterate", "start_chain"]
+
+_NOISE_AHEAD = 2**22
+_ESCAPE = 1e3
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    - **target** - the posterior.
+    - **adaptation** - what all chains share.
+    - **scheme** - name of the integrator.
+    - **locate** - the SDE for given coordinates: a metric must know where a whitened position is.
+    - **schedule** - the user's step sizes by number of steps so far, or None.
+    - **num_warmup** - warm-up iterations.
+    """
+
+    target: Target
+    adaptation: Adaptation
+    scheme: str
+    locate: Callable[[Coordinates], Dynamics]
+    schedule: Callable[[Any], Any] | None
+    num_warmup: int
+
+    def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
+        """Size of the step that has ``count`` before it."""
+        if self.schedule is not None:
+            return jnp.asarray(self.schedule(count), adapt_state.step_size.dtype)
+        return adapt_state.step_size
+
+    def weight(self, counts: Array, adapt_state: AdaptState) -> Array:
+        """Weight in averages of a draw that took these steps."""
+        if self.schedule is None:
+            return len(counts) * adapt_state.step_size
+        weights = jax.vmap(getattr(self.schedule, "weight", self.schedule))(counts)
+        # The draw is the last step's: where that explores, the draw does.
+        weight = jnp.where(weights[-1] > 0.0, weights.sum(), 0.0)
+        return weight.astype(adapt_state.step_size.dtype)
+
+
+@partial(jax.jit, static_argnames=("target", "dynamics", "minibatch"))
+def start_chain(
+    rng_key: Array,
+    init_params: Any,
+    *,
+    anchored: Anchored,
+    step_size: Array,
+    num_steps: Array,
+    gradient_noise: GradientNoise | None,
+    target: Target,
+    dynamics: Dynamics,
+    minibatch: str,
+) -> SGMCMCState:
+    """A chain's first state: over-dispersed about the anchor, or where the user says."""
+    coordinates, anchor_gradient, anchor_hessian = anchored
+    rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
+    if init_params is None:
+        q = 2.0 * random.normal(position_key, (target.dim,), target.dtype)
+    else:
+        flat = ravel_pytree(init_params)[0].astype(target.dtype)
+        q = coordinates.whiten(flat - coordinates.anchor)
+    stream_keys = random.split(stream_key, len(target.plates))
+    make = STREAMS[minibatch]
+    return SGMCMCState(
+        i=jnp.array(0),
+        z=target.unravel(coordinates.position(q)),
+        dynamics=dynamics.init(q, state_key),
+        streams={
+            p.name: make(p.size, p.subsample_size).init(key)
+            for p, key in zip(target.plates, stream_keys, strict=True)
+        },
+        num_steps=num_steps,
+        weight=jnp.zeros_like(step_size),
+        diverging=jnp.array(False),
+        adapt_state=AdaptState(
+            step_size=step_size,
+            inverse_mass_matrix=coordinates.inverse_mass_matrix,
+            mass_matrix_sqrt_inv=coordinates.factor,
+            anchor=coordinates.anchor,
+            anchor_gradient=anchor_gradient,
+            anchor_hessian=anchor_hessian,
+            gradient_noise=gradient_noise,
+        ),
+        rng_key=rng_key,
+    )
+
+
+def _resampling(
+    dynamics: Dynamics, rng_key: Array, counts: Array, target: Target
+) -> Callable[[Any, Array], Any]:
+    """Draws auxiliary variables afresh at the steps where the dynamic has them due.
+
+    :param counts: the iteration's steps, counted from the run's first.
+    :return: ``(state, count) -> state``.
+    """
+    fresh = {}
+    for k, (field, period) in enumerate(dynamics.resampling.items()):
+        num = len(counts) // period + 2
+        key = random.fold_in(rng_key, k)
+        fresh[field] = dynamics.draw(field, key, (num, target.dim), target.dtype), period
+
+    def resample(state: Any, count: Array) -> Any:
+        for field, (draws, period) in fresh.items():
+            draw = draws[count // period - counts[0] // period]
+            value = jnp.where(count % period == 0, draw, getattr(state, field))
+            state = state._replace(**{field: value})
+        return state
+
+    return resample
+
+
+def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
+    """The state after one iteration.
+
+    :param program: what does not change from iteration to iteration.
+    :param state: the state before.
+    :param arguments: the model's arguments.
+    """
+    target, adaptation = program.target, program.adaptation
+    num_steps = adaptation.num_steps
+    adapt_state = state.adapt_state
+    anchored = Anchored(
+        Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv),
+        adapt_state.anchor_gradient,
+        adapt_state.anchor_hessian,
+    )
+    rng_key, noise_key, row_key, model_key, resample_key, restart_key = random.split(
+        state.rng_key, 6
+    )
+
+    # The rows and the noise of all steps at once: small draws cost more than they yield, and
+    # indices computed inside the loop would be fused into the gather and computed again there.
+    # Only where the noise would fill the memory is it drawn step by step.
+    streams, rows = {}, {}
+    row_keys = random.split(row_key, len(target.plates))
+    for p, key in zip(target.plates, row_keys, strict=True):
+        stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
+        streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
+    dynamics = program.locate(anchored.coordinates)
+    integrate = dynamics.step(program.scheme)
+    noise_shape = (integrate.draws, target.dim)
+    is_noise_ahead = num_steps * integrate.draws * target.dim <= _NOISE_AHEAD
+    noise = (
+        random.normal(noise_key, (num_steps, *noise_shape), target.dtype)
+        if is_noise_ahead
+        else random.split(noise_key, num_steps)
+    )
+    model_keys = random.split(model_key, num_steps) if target.is_randomized else None
+    counts = state.i * num_steps + jnp.arange(num_steps)
+
+    resample = _resampling(dynamics, resample_key, counts, target)
+
+    def step(carry: Any, xs: Any) -> tuple[Any, None]:
+        rows, noise, key, count = xs
+        if not is_noise_ahead:
+            noise = random.normal(noise, noise_shape, target.dtype)
+        gradient = whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
+        carry = resample(carry, count)
+        step_size = program.step_size(count, adapt_state)
+        if adapt_state.gradient_noise is not None:
+            noise = dynamics.compensate(carry, noise, step_size, adapt_state.gradient_noise)
+        return integrate(carry, step_size, gradient, noise, count), None
+
+    end, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
+    moved = jnp.abs(end.position - state.dynamics.position).max()
+    diverging = ~(is_finite & (moved > 0) & (moved < _ESCAPE))
+    # An over-dispersed start, or the last finite position, may be one that no step leaves:
+    # in warm-up, and where the iteration before failed too, come nearer to the anchor.
+    is_stuck = (state.i < program.num_warmup) | state.diverging
+    nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
+    restart = dynamics.init(nearer * state.dynamics.position, restart_key)
+    end = jax.tree.map(partial(jnp.where, diverging), restart, end)
+    return SGMCMCState(
+        i=state.i + 1,
+        z=target.unravel(anchored.coordinates.position(end.position)),
+        dynamics=end,
+        streams=streams,
+        num_steps=state.num_steps,
+        weight=program.weight(counts, adapt_state),
+        diverging=diverging,
+        adapt_state=adapt_state._replace(step_size=program.step_size(counts[-1], adapt_state)),
+        rng_key=rng_key,
+    )

@@ -1,0 +1,60 @@
+"""What a chain carries from iteration to iteration."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from numpyro_sgmcmc.compensation import GradientNoise
+from numpyro_sgmcmc.minibatch import StreamState
+
+__all__ = ["AdaptState", "SGMCMCState"]
+
+
+class AdaptState(NamedTuple):
+    """
+    - **step_size** - step size of the iteration's last step, in whitened units.
+    - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
+    - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
+    - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
+    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``.
+    - **anchor_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``; None unless the
+      gradient's estimator needs it.
+    - **gradient_noise** - covariance of the whitened gradient's noise, a
+      :class:`~numpyro_sgmcmc.compensation.GradientNoise`; None unless it is compensated.
+    """
+
+    step_size: Array
+    inverse_mass_matrix: Array
+    mass_matrix_sqrt_inv: Array
+    anchor: Array
+    anchor_gradient: Array
+    anchor_hessian: Array | None
+    gradient_noise: GradientNoise | None = None
+
+
+class SGMCMCState(NamedTuple):
+    """
+    - **i** - iteration, warm-up counted in.
+    - **z** - dict of the unconstrained values of the latent sites.
+    - **dynamics** - state of the dynamic in whitened coordinates: position, momentum, ...
+    - **streams** - state of the minibatch stream of each subsampled plate.
+    - **num_steps** - stochastic-gradient steps of the iteration.
+    - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
+      where a schedule explores.
+    - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
+      where the iteration began.
+    - **adapt_state** - an :class:`AdaptState`.
+    - **rng_key** - random key of the next iteration.
+    """
+
+    i: Array
+    z: Any
+    dynamics: Any
+    streams: dict[str, StreamState]
+    num_steps: Array
+    weight: Array
+    diverging: Array
+    adapt_state: AdaptState
+    rng_key: Array
