@@ -18,7 +18,7 @@ __all__ = ["Coordinates"]
 class Coordinates(NamedTuple):
     """
     - **anchor** - the origin, a position of shape ``(d,)``.
-    - **factor** - L: shape ``(d,)`` for a diagonal, ``(d, d)`` for a lower-triangular matrix.
+    - **factor** - L: shape ``(d,)`` for a diagonal, ``(d, d)`` for a matrix.
     """
 
     anchor: Array

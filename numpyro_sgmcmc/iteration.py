@@ -52,7 +52,9 @@ class Program:
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
         """Size of the step that has ``count`` before it."""
         if self.schedule is not None:
-            return jnp.asarray(self.schedule(count), adapt_state.step_size.dtype)
+            step_size = jnp.asarray(self.schedule(count), adapt_state.step_size.dtype)
+            # A negative step would run time backwards; the iteration then counts as diverging.
+            return jnp.where(step_size >= 0.0, step_size, jnp.nan)
         return adapt_state.step_size
 
     def weight(self, counts: Array, adapt_state: AdaptState) -> Array:
@@ -61,7 +63,7 @@ class Program:
             return len(counts) * adapt_state.step_size
         weights = jax.vmap(getattr(self.schedule, "weight", self.schedule))(counts)
         # The draw is the last step's: where that explores, the draw does.
-        weight = jnp.where(weights[-1] > 0.0, weights.sum(), 0.0)
+        weight = jnp.where((weights[-1] > 0.0) & (weights >= 0.0).all(), weights.sum(), 0.0)
         return weight.astype(adapt_state.step_size.dtype)
 
 
@@ -191,7 +193,10 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     end, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
     is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
     moved = jnp.abs(end.position - state.dynamics.position).max()
-    diverging = ~(is_finite & (moved > 0) & (moved < _ESCAPE))
+    last_step_size = program.step_size(counts[-1], adapt_state)
+    # A chain of finite numbers that stands still is stuck, unless its schedule has come to rest.
+    has_moved = (moved > 0) | (last_step_size == 0)
+    diverging = ~(is_finite & has_moved & (moved < _ESCAPE))
     # An over-dispersed start, or the last finite position, may be one that no step leaves:
     # in warm-up, and where the iteration before failed too, come nearer to the anchor.
     is_stuck = (state.i < program.num_warmup) | state.diverging
@@ -206,6 +211,6 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         num_steps=state.num_steps,
         weight=program.weight(counts, adapt_state),
         diverging=diverging,
-        adapt_state=adapt_state._replace(step_size=program.step_size(counts[-1], adapt_state)),
+        adapt_state=adapt_state._replace(step_size=last_step_size),
         rng_key=rng_key,
     )

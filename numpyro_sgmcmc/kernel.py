@@ -36,7 +36,7 @@ from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_t
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.state import SGMCMCState
 
-__all__ = ["KernelOptions", "SGMCMCKernel"]
+__all__ = ["KernelOptions", "SGMCMCKernel", "typical_positions"]
 
 _DENSE_MAX_DIM = 100
 
@@ -49,6 +49,11 @@ def _is_batch(rng_key: Array) -> bool:
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def typical_positions(like: Array) -> Array:
+    """Whitened positions as the posterior may have them, at which to check users' functions."""
+    return random.normal(random.key(0), (8, *like.shape), like.dtype)
 
 
 class KernelOptions(TypedDict, total=False):
@@ -163,6 +168,9 @@ class SGMCMCKernel(MCMCKernel):
         if num_steps is not None:
             options.positive_int("num_steps", num_steps)
         options.positive("target_bias", target_bias)
+        options.is_bool("adapt_step_size", adapt_step_size)
+        options.is_bool("adapt_mass_matrix", adapt_mass_matrix)
+        options.is_bool("noise_compensation", noise_compensation)
         if step_size is not None and not callable(step_size):
             options.positive("step_size", step_size)
         self._model = model
@@ -468,12 +476,14 @@ class SGMCMCKernel(MCMCKernel):
             matrix = np.ones(target.dim)
         step_size = self._step_size
         if callable(step_size):
-            step_size = float(step_size(0))
-            options.positive("step_size(0)", step_size)
+            step_size = options.first_step_size(step_size)
         elif step_size is None and not self._adapt_step_size:
             step_size = self.largest_step_sizes[self._scheme]
         return Settings(
             dynamics=self._dynamics,
+            scheme=self._scheme,
+            locate=partial(self._located_dynamics, target),
+            has_default_dynamics=self._has_default_dynamics(),
             largest_step_size=self.largest_step_sizes[self._scheme],
             step_size=step_size,
             num_steps=self._num_steps,
@@ -489,6 +499,11 @@ class SGMCMCKernel(MCMCKernel):
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""
         return self._dynamics
+
+    def _has_default_dynamics(self) -> bool:
+        """Whether the SDE has the settings for which the largest step sizes are known to suit."""
+        default = type(self)(potential_fn=abs, scheme=self._scheme)  # type: ignore[call-arg]
+        return self._dynamics == default._dynamics
 
     def _check_dynamics(self, dynamics: Dynamics, dim: int) -> None:
         """Refuse an SDE that makes no sense at the anchor, before any step."""

@@ -16,7 +16,9 @@ from numpyro_sgmcmc.model import Site, Target
 __all__ = [
     "between",
     "check_init_params",
+    "first_step_size",
     "function",
+    "is_bool",
     "mass_matrix",
     "mass_matrix_mask",
     "no_more_keywords",
@@ -32,6 +34,28 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = ", ".join(repr(c) for c in choices)
         raise ValueError(f"`{name}` is {value!r}, but must be one of {listed}.")
+
+
+def first_step_size(schedule: Any) -> float:
+    """A schedule's first step size, or its largest where it starts at zero; checked at many."""
+    try:
+        jax.eval_shape(lambda n: jnp.asarray(schedule(n), float).reshape(()), jnp.int32(0))
+    except Exception as error:
+        raise ValueError(
+            "`step_size` must be a function of the number of steps so far that JAX can trace "
+            f"(no Python `if` on it) and that returns a number, but calling it failed: {error}"
+        ) from error
+    counts = [0, *(a * 10**b for b in range(5) for a in (1, 2, 5))]
+    sizes = [float(schedule(n)) for n in counts]
+    for n, size in zip(counts, sizes, strict=True):
+        if np.isnan(size) or np.isinf(size) or (size < 0 and n <= 100):
+            raise ValueError(
+                f"`step_size({n})` is {size:g}, but a schedule's steps must be finite and not "
+                "negative."
+            )
+    if max(sizes) <= 0:
+        raise ValueError("`step_size` is a schedule of steps that are all zero.")
+    return sizes[0] if sizes[0] > 0 else max(sizes)
 
 
 def function(name: str, value: Any) -> None:
@@ -61,14 +85,24 @@ def positive(name: str, value: Any) -> None:
 def between(name: str, value: Any, low: float, high: float) -> None:
     """Refuse anything but a number from ``low`` to ``high``."""
     positive(name, value)
-    if not low <= value <= high:
+    if not low <= float(value) <= high:
         raise ValueError(f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}.")
 
 
 def not_negative(name: str, value: Any) -> None:
     """Refuse anything but zero and a positive finite number."""
-    if isinstance(value, bool) or value != 0:
-        positive(name, value)
+    try:
+        is_right = not isinstance(value, bool) and 0 <= float(value) < np.inf
+    except (TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(f"`{name}` is {value!r}, but must be zero or a positive number.")
+
+
+def is_bool(name: str, value: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` is {value!r}, but must be True or False.")
 
 
 def positive_int(name: str, value: Any) -> None:

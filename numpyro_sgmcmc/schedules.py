@@ -36,6 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
+from numpyro_sgmcmc import options
+
 __all__ = [
     "Cyclical",
     "Polynomial",
@@ -66,11 +68,16 @@ class Polynomial:
     r"""Step sizes :math:`h_0 l^{-\alpha}` for steps l = 1, 2, ...
 
     :param float initial: the first step size, in whitened units.
-    :param float exponent: :math:`\alpha`, in (0, 1) for averages to converge.
+    :param float exponent: :math:`\alpha`, in (0, 1] for averages to converge. Default 1/3.
+    :raises ValueError: for a value out of range.
     """
 
     initial: float
     exponent: float = 1.0 / 3.0
+
+    def __post_init__(self) -> None:
+        options.positive("initial", self.initial)
+        options.between("exponent", self.exponent, 0.0, 1.0)
 
     def __call__(self, count: Any) -> Array:
         return self.initial * (1.0 + jnp.asarray(count, float)) ** -self.exponent
@@ -87,6 +94,7 @@ class Cyclical:
     :param int period: steps a cycle.
     :param float exploration: share of the cycle that explores, in [0, 1). Default 0.5.
     :param float final: share of ``initial`` below which the step size does not fall. Default 0.05.
+    :raises ValueError: for a value out of range.
 
     Reference: Zhang, Li, Zhang, Chen and Wilson (2020), *Cyclical stochastic gradient MCMC for
     Bayesian deep learning*, equation (1).
@@ -96,6 +104,16 @@ class Cyclical:
     period: int
     exploration: float = 0.5
     final: float = 0.05
+
+    def __post_init__(self) -> None:
+        options.positive("initial", self.initial)
+        options.positive_int("period", self.period)
+        options.not_negative("final", self.final)
+        options.not_negative("exploration", self.exploration)
+        if self.exploration >= 1:
+            raise ValueError(
+                f"`exploration` is {self.exploration}, but must be below 1: nothing would be kept."
+            )
 
     def _phase(self, count: Any) -> Array:
         return (jnp.asarray(count) % self.period) / self.period
@@ -109,17 +127,31 @@ class Cyclical:
         return jnp.where(self._phase(count) >= self.exploration, self(count), 0.0)
 
 
+def _shares(draws: Any, weights: Any) -> tuple[Array, int]:
+    """Each draw's share of the weight, flat, and the number of axes of the weights."""
+    weights = np.asarray(weights)
+    shapes = {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)}
+    if shapes != {weights.shape}:
+        raise ValueError(
+            f"`weights` have shape {weights.shape}, which are not the first axes of `draws`: take "
+            "both with group_by_chain=True, or both without."
+        )
+    if not ((weights >= 0).all() and weights.sum() > 0):
+        raise ValueError("`weights` must not be negative, and not all zero.")
+    return jnp.asarray(weights / weights.sum()).ravel(), weights.ndim
+
+
 def weighted_mean(draws: Any, weights: Any) -> Any:
     """Means over all draws and chains.
 
     :param draws: pytree of arrays whose leading axes are those of ``weights``.
     :param weights: weights, not negative, of shape ``(draws,)`` or ``(chains, draws)``.
     :return: pytree of arrays without these axes.
+    :raises ValueError: for weights of another shape, negative, or all zero.
     """
-    weights = jnp.asarray(weights)
-    shares = (weights / weights.sum()).ravel()
+    shares, ndim = _shares(draws, weights)
     return jax.tree.map(
-        lambda x: jnp.tensordot(shares, x.reshape(shares.size, *x.shape[weights.ndim :]), 1), draws
+        lambda x: jnp.tensordot(shares, x.reshape(shares.size, *x.shape[ndim:]), 1), draws
     )
 
 
@@ -129,9 +161,11 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :param draws: as in :func:`weighted_mean`.
     :param weights: as in :func:`weighted_mean`.
     :param q: share, in [0, 1].
+    :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
-    weights = jnp.asarray(weights)
-    shares = (weights / weights.sum()).ravel()
+    if not 0 <= q <= 1:
+        raise ValueError(f"`q` is {q!r}, but must lie between 0 and 1.")
+    shares, ndim = _shares(draws, weights)
 
     def quantile(x: Array) -> Array:
         flat = x.reshape(shares.size, -1)
@@ -140,7 +174,7 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
         # Rounding may leave the last sum below one.
         place = jnp.minimum((below < q - 1e-6).sum(0), shares.size - 1)
         values = jnp.take_along_axis(jnp.sort(flat, axis=0), place[None], axis=0)
-        return values.reshape(x.shape[weights.ndim :])
+        return values.reshape(x.shape[ndim:])
 
     return jax.tree.map(quantile, draws)
 
@@ -156,7 +190,7 @@ def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     :raises ValueError: where chains would keep different draws, or none.
     """
     kept = np.asarray(weights) > 0.0
-    if not (kept == kept[0]).all() or not kept[0].any():
+    if kept.ndim != 2 or not (kept == kept[0]).all() or not kept[0].any():
         raise ValueError(
             "`weights` must be positive at some draws, the same in each chain: pass those of one "
             "schedule, shape (chains, draws)."
@@ -177,8 +211,13 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
     :param num_draws: draws a chain to return. Default: as many as there are.
     :return: pytree of arrays of shape ``(chains, num_draws, ...)``.
     """
+    _shares(draws, weights)
     weights = jnp.asarray(weights)
-    num_draws = num_draws or weights.shape[1]
+    if weights.ndim != 2:
+        raise ValueError("`weights` must have shape (chains, draws): use group_by_chain=True.")
+    if num_draws is None:
+        num_draws = weights.shape[1]
+    options.positive_int("num_draws", num_draws)
 
     def places(key: Array, w: Array) -> Array:
         points = (jnp.arange(num_draws) + random.uniform(key)) / num_draws

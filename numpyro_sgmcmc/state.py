@@ -44,7 +44,8 @@ class SGMCMCState(NamedTuple):
     - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
       where a schedule explores.
     - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
-      where the iteration began.
+      where the iteration began, or halfway from there to the anchor in warm-up and after a second
+      failure in a row.
     - **adapt_state** - an :class:`AdaptState`.
     - **rng_key** - random key of the next iteration.
     """

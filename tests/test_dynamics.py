@@ -15,6 +15,11 @@ from numpyro_sgmcmc.diagnostics.invariance import (
 )
 from numpyro_sgmcmc.dynamics import Recipe, Underdamped
 
+
+def turned(z):
+    return jnp.array([[0.0, -1.0], [1.0, 0.0]])
+
+
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 
 DIM = 2
@@ -202,3 +207,24 @@ def test_check_invariance():
 
 def no_auxiliary(rng_key, dim):
     return jnp.zeros(0)
+
+
+def varying_recipe(diffusion):
+    return Recipe(
+        diffusion,
+        turned,
+        lambda z: jnp.square(z[1:]).sum() / 2,
+        lambda key, dim: jax.random.normal(key, (dim,)),
+    )
+
+
+def test_diffusion_that_is_zero_somewhere_can_be_checked():
+    dynamics = varying_recipe(lambda z: jnp.array([0.0, 1.5]) * (1 + z[0] ** 2))
+    assert check_invariance(dynamics).max() < 1e-9
+
+
+def test_what_cannot_be_checked_is_said():
+    with pytest.raises(ValueError, match="not finite"):
+        check_invariance(varying_recipe(lambda z: (1 + z[0] ** 2) * jnp.eye(2)))
+    with pytest.raises(ValueError, match="`scheme` is 'foo'"):
+        check_invariance(Underdamped(1.0), scheme="foo")

@@ -19,7 +19,16 @@ from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGLaplaceHMC
+from numpyro_sgmcmc import (
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    RecipeKernel,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
 from numpyro_sgmcmc.adaptation.noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.step_size import choose_step_size
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Recipe, Riemannian, Underdamped
@@ -111,13 +120,13 @@ NONLINEAR = [
 def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     kernel_class, settings, curvature
 ):
-    """20,000 chains in two dimensions: an sd is known to about 0.2 %. See also test_orders."""
+    """4,000 chains in two dimensions: an sd is known to about 0.3 %. See also test_orders."""
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
     dynamics, scheme = kernel._dynamics, settings["scheme"]
     largest = kernel_class.largest_step_sizes[scheme]
     step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
-    step, num_chains = dynamics.step(scheme), 20_000
-    num_steps = min(4000, math.ceil(40 / step_size / min(curvature, 1.0)))
+    step, num_chains = dynamics.step(scheme), 4000
+    num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 
     @jax.jit
     @jax.vmap
@@ -278,6 +287,72 @@ def test_kinetics_are_finite_in_single_precision(a, p):
         assert jnp.isfinite(value)
 
 
+# --- Settings other than the defaults -----------------------------------------------------------
+
+
+def potential(q):
+    return jnp.square(q).sum() / 2
+
+
+def heavy_diffusion(z):
+    return jnp.full_like(z, 60.0)
+
+
+def no_curl(z):
+    return jnp.zeros((z.size, z.size))
+
+
+def no_energy(z):
+    return 0.0 * z.sum()
+
+
+SETTINGS = [
+    (SGHMCSplit, {"friction": 10.0}),
+    (SHMC, {"friction": 10.0}),
+    (SHMC, {"scheme": "lie_trotter", "num_leapfrog": 10, "friction": 5.0}),
+    (SGMGT, {"m": 0.05}),
+    (SGMGT, {"sigma_theta": 10.0}),
+    (SGNHT, {"friction": 10.0}),
+    (SGLaplaceHMC, {"m": 0.05}),
+    (SGRHMC, {"inverse_metric": lambda q: 30.0}),
+    (
+        RecipeKernel,
+        {"diffusion": heavy_diffusion, "curl": no_curl, "hamiltonian": no_energy},
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.parametrize(
+    ("kernel_class", "settings"),
+    [
+        c if i in (0, 8) else pytest.param(*c, marks=pytest.mark.slow)
+        for i, c in enumerate(SETTINGS)
+    ],
+)
+def test_step_size_follows_the_settings(kernel_class, settings):
+    """At the default settings' step sizes sds would be from 16 % too narrow to five times too wide.
+
+    Lie-Trotter would not mix at all: ten steps of 0.3 are half a period.
+    """
+    kernel = kernel_class(potential_fn=potential, **settings)
+    mcmc = quietly(
+        kernel, num_warmup=100, num_samples=1500, num_chains=4, chain_method="vectorized"
+    )
+    mcmc.run(random.key(0), init_params=jnp.zeros((4, 2)))
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert_posterior(draws, np.zeros(2), np.ones(2))
+    assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_settings_that_no_step_size_suits_are_refused():
+    settings = {"diffusion": jnp.zeros_like, "curl": no_curl, "hamiltonian": no_energy}
+    kernel = RecipeKernel(potential_fn=potential, **settings)
+    with pytest.raises(ValueError, match="no step size"):
+        kernel.init(random.key(0), 10, jnp.ones(2), (), {})
+
+
 # --- Bad input ----------------------------------------------------------------------------------
 
 
@@ -290,7 +365,9 @@ def test_kinetics_are_finite_in_single_precision(a, p):
         (SGMGT, {"c": -1.0}, "`c` is -1.0"),
         (SGMGT, {"gamma": 0.0}, "`gamma` is 0.0"),
         (SGMGT, {"sigma_p": 0.0}, "`sigma_p` is 0.0"),
-        (SGMGT, {"sigma_theta": -0.1}, "`sigma_theta` is -0.1"),
+        (SGMGT, {"sigma_theta": -0.1}, "`sigma_theta` is -0.1, but must be zero or"),
+        (SGMGT, {"sigma_xi": "much"}, "`sigma_xi` is 'much'"),
+        (SGNHT, {"per_coordinate": "no"}, "`per_coordinate` is 'no'"),
         (SGMGT, {"momentum_period": 0}, "`momentum_period` is 0"),
         (SGNHT, {"scheme": "baoab"}, "`scheme` is 'baoab'"),
         (SHMC, {"num_leapfrog": 0}, "`num_leapfrog` is 0"),
@@ -308,6 +385,9 @@ def test_option_is_named(kernel_class, settings, words):
     ("kernel_class", "settings", "words"),
     [
         (SGRHMC, {"inverse_metric": lambda z: jnp.ones(7)}, r"shape \(7,\)"),
+        (SGRHMC, {"inverse_metric": lambda z: {"b": 1.0, "rate": 1.0}}, "the sites are 'beta'"),
+        (SGRLD, {"inverse_metric": lambda z: {"beta": jnp.ones(3), "rate": 1.0}}, "do not fit"),
+        (SGRLD, {"inverse_metric": lambda z: 2.0 - jnp.square(z["rate"])}, "positive definite"),
         (SGRLD, {"inverse_metric": lambda z: -1.0}, "positive definite"),
         (SGRHMC, {"inverse_metric": lambda z: jnp.diag(jnp.array([1.0, 1, -1]))}, "positive def"),
         (RecipeKernel, {**RECIPE, "diffusion": lambda z: -jnp.ones(z.size)}, "`diffusion` must"),
@@ -315,6 +395,11 @@ def test_option_is_named(kernel_class, settings, words):
         (RecipeKernel, {**RECIPE, "curl": lambda z: jnp.ones((z.size, z.size))}, "`curl` must"),
         (RecipeKernel, {**RECIPE, "hamiltonian": lambda z: z}, "`hamiltonian` returns shape"),
         (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones(d**3)}, "`auxiliary`"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key: jnp.ones(3)}, "`auxiliary` must"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones((d, 1))}, "flat array"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: 1.0 - jnp.square(z)}, "everywhere"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: z / z}, "finite"),
+        (RecipeKernel, {**RECIPE, "curl": jnp.diag}, "`curl` must be skew-symmetric every"),
     ],
 )
 def test_function_is_checked_before_any_step(kernel_class, settings, words):

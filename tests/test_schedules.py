@@ -101,6 +101,62 @@ def test_draws_that_end_in_exploration_have_no_weight():
     np.testing.assert_array_equal(weight > 0, last % 25 >= 12.5)
 
 
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: schedules.Polynomial(-1.0), "`initial` is -1.0"),
+        (lambda: schedules.Polynomial(0.1, 2.0), "`exponent` is 2.0"),
+        (lambda: schedules.Cyclical(0.4, 0), "`period` is 0"),
+        (lambda: schedules.Cyclical(0.4, 100, 1.5), "`exploration` is 1.5"),
+        (lambda: schedules.Cyclical(0.4, 100, final=-1), "`final` is -1"),
+        (lambda: schedules.weighted_mean(jnp.ones(6), jnp.ones((2, 3))), "group_by_chain"),
+        (lambda: schedules.weighted_mean(jnp.ones(3), jnp.zeros(3)), "not all zero"),
+        (lambda: schedules.weighted_mean(jnp.ones(3), jnp.array([-1.0, 1, 1])), "negative"),
+        (lambda: schedules.weighted_quantile(jnp.ones(3), jnp.ones(3), 2.0), "`q` is 2.0"),
+        (lambda: schedules.resample(random.key(0), jnp.ones(3), jnp.ones(3)), "group_by_chain"),
+        (lambda: schedules.resample(random.key(0), DRAWS, WEIGHTS, -3), "`num_draws` is -3"),
+        (lambda: schedules.without_exploration(jnp.ones(3), jnp.ones(3)), "chains, draws"),
+    ],
+)
+def test_bad_input_is_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        (lambda n: 0.1 if n < 10 else 0.2, "that JAX can trace"),
+        (lambda n: jnp.ones(2), "returns a number"),
+        (lambda n: -0.1 + 0.0 * n, r"`step_size\(0\)` is -0.1"),
+        (lambda n: jnp.where(n > 1000, jnp.nan, 0.1), r"`step_size\(2000\)` is nan"),
+        (lambda n: 0.0 * n, "all zero"),
+    ],
+)
+def test_bad_schedule_is_named(schedule, words):
+    kernel = SGHMCSplit(potential_fn=potential, step_size=schedule)
+    with pytest.raises(ValueError, match=words):
+        kernel.init(random.key(0), 10, jnp.zeros(2), (), {})
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.parametrize(
+    ("schedule", "num_diverging"),
+    [
+        (optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, 300), 0),
+        (lambda n: 0.3 - 0.002 * n, 25),
+    ],
+    ids=["from zero to zero", "below zero"],
+)
+def test_steps_of_zero_are_no_divergence_and_negative_ones_are(schedule, num_diverging):
+    kernel = SGHMCSplit(potential_fn=potential, step_size=schedule, num_steps=10)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=40, progress_bar=False)
+    mcmc.run(random.key(0), init_params=jnp.ones(2), extra_fields=("weight",))
+    fields = mcmc.get_extra_fields()
+    assert fields["diverging"].sum() == num_diverging
+    assert (fields["weight"] >= 0).all()
+
+
 def test_weights_that_differ_between_chains_are_refused():
     with pytest.raises(ValueError, match="the same in each chain"):
         schedules.without_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))

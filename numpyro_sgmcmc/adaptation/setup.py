@@ -3,7 +3,7 @@
 1. Adam, then second-order steps, from the start to the mode region.
 2. Curvature there gives the whitening, and a few full gradients the anchor.
 3. Pilot chains, a window at a time, move both to the posterior's own mean and covariance.
-4. At the pilot's draws the gradient's noise is measured: for both estimators, for random rows and
+4. At the pilot's draws the gradient's noise is measured: for each estimator, for random rows and
    for blocks. It decides estimator, minibatches and step size.
 
 Work over all rows happens a fixed number of times. The arrays are concrete, so that Python may
@@ -40,6 +40,7 @@ from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
     choose_step_size,
+    shorten_until_right,
 )
 from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.warm_start import (
@@ -59,6 +60,7 @@ from numpyro_sgmcmc.adaptation.whitening import (
 )
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.compensation import GradientNoise
+from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.model import Target
@@ -84,6 +86,9 @@ _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as l
 class Settings:
     """
     - **dynamics** - the SDE.
+    - **scheme** - name of the integrator.
+    - **locate** - the SDE for given coordinates.
+    - **has_default_dynamics** - whether the kernel's SDE has its default settings.
     - **largest_step_size** - step size that suits a whitened Gaussian and an exact gradient.
     - **step_size** - the user's step size, or None to choose it.
     - **num_steps** - the user's steps an iteration, or None to choose.
@@ -97,6 +102,9 @@ class Settings:
     """
 
     dynamics: Dynamics
+    scheme: str
+    locate: Callable[[Coordinates], Dynamics]
+    has_default_dynamics: bool
     largest_step_size: float
     step_size: float | None
     num_steps: int | None
@@ -114,7 +122,7 @@ class Adaptation(NamedTuple):
     - **anchored** - coordinates and the full gradient at their anchor.
     - **step_size** - step size.
     - **num_steps** - steps an iteration.
-    - **estimator** - ``"plain"`` or ``"control_variate"``.
+    - **estimator** - one of ESTIMATORS.
     - **minibatch** - ``"iid"``, ``"epoch"`` or ``"blocks"``.
     - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
     """
@@ -409,7 +417,12 @@ class _Setup:
         estimator, step_size, inflation = choices[kind]
         if settings.step_size is not None:
             step_size = settings.step_size
-        elif inflation > 2.0 * settings.target_bias:
+        elif not settings.has_default_dynamics:
+            located = settings.locate(frame.anchored(target.dtype).coordinates)
+            step_size = shorten_until_right(
+                located, settings.scheme, step_size, target.dim, settings.target_bias
+            )
+        if settings.step_size is None and inflation > 2.0 * settings.target_bias:
             excess = 100 * (np.sqrt(1 + inflation) - 1)
             cure = ", or gradient='auto'" if settings.gradient == "plain" else ""
             notify(
@@ -473,7 +486,7 @@ class _Setup:
             target, self.arguments, anchored, self._cast(q), self.rng, estimator, is_dense
         )
         found = GradientNoise.of(jnp.asarray(covariance, target.dtype))
-        shares = np.asarray(found.values) * self.settings.dynamics.noise_inflation(1.0, step_size)
+        shares = np.asarray(found.values) * self.settings.dynamics.noise_share(step_size)
         if (worst := shares.max()) > 1.0:
             notify(
                 f"Gradient noise is up to {worst:.1f} times what the sampler injects at step size "

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
+from numpyro_sgmcmc import options
 from numpyro_sgmcmc.dynamics import Dynamics
 
 __all__ = ["SDE", "check_invariance", "expectation", "fokker_planck_residual", "small_step_limit"]
@@ -47,7 +48,9 @@ def check_invariance(
     r"""Fokker-Planck residuals of a dynamic's step at random states, in float64.
 
     Below about 1e-9 the density :math:`\propto e^{-U(\theta) - \text{energy}}` is stationary; a
-    wrong drift, noise or correction shows as 0.01 or more.
+    wrong drift, noise or correction shows as 0.01 or more. This holds for rates (frictions,
+    curvatures) of about one: the limit is read from steps of 0.003 to 0.024, in which rates of 50
+    leave errors of 1e-4. What a sampler draws afresh, now and then, is not checked.
 
     :param dynamics: the SDE, for example a :class:`~numpyro_sgmcmc.dynamics.Recipe`.
     :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
@@ -58,12 +61,15 @@ def check_invariance(
     :param states: flat states to check at, position first, shape ``(m, n)``. Default: five random
         ones. Give some where the dynamic is smooth if it has kinks.
     :return: absolute residuals, shape ``(m,)``.
+    :raises ValueError: for an unknown scheme, or where the residual is not finite.
     """
     with jax.enable_x64(True):
         fn = _quartic if potential is None else potential
         state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
         flat, unravel = ravel_pytree(state)
-        step = dynamics.step(scheme or next(iter(dynamics.schemes)))
+        scheme = scheme or next(iter(dynamics.schemes))
+        options.one_of("scheme", scheme, tuple(dynamics.schemes))
+        step = dynamics.step(scheme)
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Array) -> Any:
             if getattr(dynamics, "keeps_gradient", False):
@@ -78,7 +84,13 @@ def check_invariance(
         if states is None:
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
         at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
-        return np.abs(at(jnp.asarray(states)))
+        found = np.abs(at(jnp.asarray(states)))
+        if not np.isfinite(found).all():
+            raise ValueError(
+                "The residual is not finite: the step has no derivatives at these states. Give "
+                "others, or a diffusion as its diagonal, where eigenvalues do not coincide."
+            )
+        return found
 
 
 def small_step_limit(step: Callable, state: Any, num_draws: int, gradient: Callable) -> SDE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -95,7 +96,16 @@ class Dynamics:
         :param step_size: step size.
         :param gradient_noise: covariance of the gradient's noise.
         """
-        return gradient_noise.take_from(noise, self.noise_inflation(1.0, step_size))
+        return gradient_noise.take_from(noise, self.noise_share(step_size))
+
+    def noise_share(self, step_size: Any) -> float:
+        """What part of the injected variance a gradient's variance of one brings."""
+        return self.noise_inflation(1.0, step_size)
+
+    @property
+    def longest_step_size(self) -> float:
+        """A bound on step sizes that has other reasons than bias and stability."""
+        return math.inf
 
     def stiffness(self, curvature: float) -> float:
         """How many times shorter a step must be at ``curvature`` than at curvature one."""

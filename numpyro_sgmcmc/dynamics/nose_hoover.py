@@ -103,6 +103,9 @@ class NoseHoover(Dynamics):
         # What is the same everywhere the thermostats take away; simulated, about this is left.
         return gradient_variance * step_size**2 / 16.0 + varying * inflation
 
+    def noise_share(self, step_size: Any) -> float:
+        return step_size / (2.0 * self.friction)
+
     def stiffness(self, curvature: float) -> float:
         return math.sqrt(curvature)
 

@@ -125,7 +125,10 @@ class Recipe(Dynamics):
         z = jnp.concatenate(state)
         diffusion, zeta = self.diffusion(z), noise.ravel()[: z.size]
         if diffusion.ndim == 1:
-            spread = jnp.sqrt(diffusion) * zeta
+            # Where D is zero its root has no derivative, and needs none.
+            is_stirred = diffusion > 0.0
+            spread = jnp.where(is_stirred, jnp.sqrt(jnp.where(is_stirred, diffusion, 1.0)), 0.0)
+            spread = spread * zeta
         else:
             values, vectors = jnp.linalg.eigh(diffusion)
             spread = vectors @ (jnp.sqrt(jnp.maximum(values, 0.0)) * (vectors.T @ zeta))

@@ -130,6 +130,11 @@ class Underdamped(Dynamics):
     ) -> float:
         return gradient_variance * step_size / (2.0 * self._effective_friction(step_size))
 
+    @property
+    def longest_step_size(self) -> float:
+        # Refreshed every half period, a direction of unit curvature would only change its sign.
+        return math.inf if self.num_leapfrog is None else 1.5 / self.num_leapfrog
+
     def stiffness(self, curvature: float) -> float:
         return math.sqrt(curvature)
 

@@ -1,15 +1,4 @@
-r"""The complete recipe as a kernel: any diffusion that has the posterior as its marginal.
-
-.. math::
-
-    dz = \left(-(D(z) + Q(z))\nabla H(z) + \Gamma(z)\right)dt + \sqrt{2D(z)}\,dW,
-    \qquad \Gamma_i = \sum_j \partial_j\,(D_{ij} + Q_{ij})
-
-with stationary density :math:`\propto e^{-H(z)}`, :math:`H(z) = U(\theta) + h(z)`.
-
-Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations (2)
-to (6).
-"""
+"""The complete recipe as a kernel: any diffusion that has the posterior as its marginal."""
 
 from __future__ import annotations
 
@@ -22,7 +11,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc import options as checks
 from numpyro_sgmcmc.dynamics import Recipe
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel, typical_positions
 
 __all__ = ["RecipeKernel"]
 
@@ -40,6 +29,16 @@ class RecipeKernel(SGMCMCKernel):
 
     All functions are of :math:`z = (\theta, a)`, flat: the position in whitened units, shape
     ``(d,)``, then the auxiliary variables, ``n`` in all.
+
+    .. math::
+
+        dz = \left(-(D(z) + Q(z))\nabla H(z) + \Gamma(z)\right)dt + \sqrt{2D(z)}\,dW,
+        \qquad \Gamma_i = \sum_j \partial_j\,(D_{ij} + Q_{ij})
+
+    with stationary density :math:`\propto e^{-H(z)}`, :math:`H(z) = U(\theta) + h(z)`.
+
+    Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations
+    (2) to (6).
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
@@ -103,9 +102,27 @@ class RecipeKernel(SGMCMCKernel):
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
         super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
 
+    def _has_default_dynamics(self) -> bool:
+        return False
+
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
-        state = dynamics.init(jnp.zeros(dim), random.key(0))
-        z = jnp.concatenate(state)
+        origin = jnp.zeros(dim)
+        for q in (origin, *typical_positions(origin)):
+            try:
+                state = dynamics.init(q, random.key(0))
+            except TypeError as error:
+                raise ValueError(
+                    "`auxiliary` must be a function of a random key and the number of coordinates "
+                    f"that returns a flat array, but calling it failed: {error}"
+                ) from error
+            if np.ndim(state.auxiliary) != 1:
+                raise ValueError(
+                    f"`auxiliary` returns shape {np.shape(state.auxiliary)}, but must return a "
+                    "flat array."
+                )
+            self._check_at(dynamics, jnp.concatenate(state), dim)
+
+    def _check_at(self, dynamics: Any, z: Array, dim: int) -> None:
         n = z.size
         if n > dynamics.step("euler").draws * dim:
             raise ValueError(
@@ -126,9 +143,18 @@ class RecipeKernel(SGMCMCKernel):
                 f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
                 f"position): return shape ({n}, {n})."
             )
+        if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
+            raise ValueError("`diffusion` and `curl` must be finite, but are not everywhere.")
         full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
         slack = 1e-5 * max(1.0, np.abs(full).max())
-        if not np.allclose(full, full.T, atol=slack) or np.linalg.eigvalsh(full).min() < -slack:
-            raise ValueError("`diffusion` must be positive semi-definite, but is not at the mode.")
+        if not np.allclose(full, full.T, atol=slack):
+            raise ValueError("`diffusion` must be symmetric, but is not at a typical position.")
+        if np.linalg.eigvalsh(full).min() < -slack:
+            raise ValueError(
+                "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
+                "position."
+            )
         if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
-            raise ValueError("`curl` must be skew-symmetric, but is not at the mode.")
+            raise ValueError(
+                "`curl` must be skew-symmetric everywhere, but is not at a typical position."
+            )

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
-from numpyro_sgmcmc.kernel import SGMCMCKernel
+from numpyro_sgmcmc.kernel import SGMCMCKernel, typical_positions
 from numpyro_sgmcmc.model import Target
 
 __all__ = ["MetricKernel", "potential_metric"]
@@ -29,6 +28,20 @@ def potential_metric(q: Array) -> Array:
     C = 1/2 as in the paper, and the value is about one at a typical position.
     """
     return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
+
+
+def _by_site(value: dict[str, Any], position: dict[str, Array]) -> Array:
+    """A diagonal given by site, flat."""
+    if not isinstance(position, dict) or set(value) != set(position):
+        sites = ", ".join(f"'{s}'" for s in position)
+        raise ValueError(f"`inverse_metric` returns {sorted(value)}, but the sites are {sites}.")
+    try:
+        same = {k: jnp.broadcast_to(value[k], jnp.shape(x)) for k, x in position.items()}
+    except ValueError as error:
+        raise ValueError(
+            f"`inverse_metric` returns values that do not fit their sites' shapes: {error}"
+        ) from error
+    return ravel_pytree(same)[0]
 
 
 class MetricKernel(SGMCMCKernel):
@@ -51,6 +64,8 @@ class MetricKernel(SGMCMCKernel):
                 "of the unconstrained values."
             )
         self._inverse_metric_fn = inverse_metric
+        if callable(inverse_metric) and settings.get("dense_mass") is None:
+            settings["dense_mass"] = False  # a diagonal then belongs to the sites
         super().__init__(model, potential_fn, **settings)
 
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Any:
@@ -59,17 +74,26 @@ class MetricKernel(SGMCMCKernel):
             return self._dynamics
 
         def inverse_metric(q: Array) -> Array:
-            value = given(target.unravel(coordinates.position(q)))
-            is_array = isinstance(value, (jax.Array, np.ndarray, float, int))
-            value = value if is_array else ravel_pytree(value)[0]
+            position = target.unravel(coordinates.position(q))
+            value = given(position)
+            if isinstance(value, dict):
+                value = _by_site(value, position)
             return jnp.asarray(value, target.dtype)
 
         assert isinstance(self._dynamics, (Riemannian, RiemannianLangevin))
         return replace(self._dynamics, inverse_metric=inverse_metric)
 
+    def _has_default_dynamics(self) -> bool:
+        return self._inverse_metric_fn == "potential" and super()._has_default_dynamics()
+
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
         adapted = self._adaptation.anchored.coordinates
-        value = np.asarray(dynamics.inverse_metric(jnp.zeros_like(adapted.anchor)))
+        at = [jnp.zeros_like(adapted.anchor), *typical_positions(adapted.anchor)]
+        values = [np.asarray(dynamics.inverse_metric(q)) for q in at]
+        for value in values:
+            self._check_metric(value, dim)
+
+    def _check_metric(self, value: np.ndarray, dim: int) -> None:
         if value.shape not in ((), (dim,), (dim, dim)):
             raise ValueError(
                 f"`inverse_metric` returns shape {value.shape}, but the model has {dim} "
@@ -81,4 +105,7 @@ class MetricKernel(SGMCMCKernel):
         else:
             is_positive = np.all(value > 0)
         if not (np.isfinite(value).all() and is_positive):
-            raise ValueError("`inverse_metric` must be positive definite, but is not at the mode.")
+            raise ValueError(
+                "`inverse_metric` must be positive definite everywhere, but is not at a typical "
+                "position: take a square or an exponential of it."
+            )

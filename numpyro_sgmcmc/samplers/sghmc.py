@@ -1,10 +1,4 @@
-r"""SGHMC by the Euler scheme.
-
-The SDE of :mod:`numpyro_sgmcmc.samplers.sghmc_split`, integrated as it was first proposed.
-
-Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*, equation
-(13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
-"""
+"""SGHMC by the Euler scheme."""
 
 from __future__ import annotations
 
@@ -29,6 +23,16 @@ class SGHMC(SGMCMCKernel):
 
         p \leftarrow p - \gamma h p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta, \quad
         \theta \leftarrow \theta + h p
+
+    .. math::
+
+        d\theta = p\,dt, \qquad
+        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+    Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
+    equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by

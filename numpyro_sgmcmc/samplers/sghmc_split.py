@@ -1,16 +1,4 @@
-r"""SGHMC by symmetric splitting.
-
-.. math::
-
-    d\theta = p\,dt, \qquad
-    dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
-
-with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`, by half a drift, half the
-friction, a kick with the minibatch gradient and noise, half the friction and half a drift.
-
-Reference: Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms
-with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation (8).
-"""
+"""SGHMC by symmetric splitting."""
 
 from __future__ import annotations
 
@@ -35,6 +23,18 @@ class SGHMCSplit(SGMCMCKernel):
         \theta &\leftarrow \theta + \tfrac h2 p, \quad p \leftarrow e^{-\gamma h/2} p \\
         p &\leftarrow p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta \\
         p &\leftarrow e^{-\gamma h/2} p, \quad \theta \leftarrow \theta + \tfrac h2 p
+
+    .. math::
+
+        d\theta = p\,dt, \qquad
+        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`, by half a drift, half the
+    friction, a kick with the minibatch gradient and noise, half the friction and half a drift.
+
+    Reference: Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC
+    algorithms with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation
+    (8).
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by

@@ -1,14 +1,4 @@
-r"""Stochastic Laplacian HMC: Langevin dynamics with Laplace-like momenta.
-
-.. math:: d\theta = \nabla K(p)\,dt, \qquad
-    dp = -(\nabla U(\theta) + A\nabla K(p))\,dt + \sqrt{2A}\,dW
-
-with stationary density :math:`\propto e^{-U(\theta) - K(p)}` and the softened kinetics
-:class:`~numpyro_sgmcmc.kinetics.Kinetics` with a = 1.
-
-Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma sampler*,
-equation (27), where it mends the naive stochastic slice sampler.
-"""
+"""Stochastic Laplacian HMC: Langevin dynamics with Laplace-like momenta."""
 
 from __future__ import annotations
 
@@ -29,6 +19,15 @@ class SGLaplaceHMC(SGMCMCKernel):
     Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control variates).
     The speed of every coordinate is bounded by 1/m, so that a single large gradient throws no
     chain far: choose it for gradients with heavy tails.
+
+    .. math:: d\theta = \nabla K(p)\,dt, \qquad
+        dp = -(\nabla U(\theta) + A\nabla K(p))\,dt + \sqrt{2A}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta) - K(p)}` and the softened kinetics
+    :class:`~numpyro_sgmcmc.kinetics.Kinetics` with a = 1.
+
+    Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
+    sampler*, equation (27), where it mends the naive stochastic slice sampler.
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by

@@ -1,12 +1,4 @@
-r"""SGLD: overdamped Langevin dynamics by the Euler scheme.
-
-.. math:: d\theta = -\nabla U(\theta)\,dt + \sqrt{2}\,dW
-
-with stationary density :math:`\propto e^{-U(\theta)}`.
-
-Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin dynamics*,
-equation (4), whose step :math:`\epsilon` is :math:`2h`.
-"""
+"""SGLD: overdamped Langevin dynamics by the Euler scheme."""
 
 from __future__ import annotations
 
@@ -27,6 +19,13 @@ class SGLD(SGMCMCKernel):
     :class:`~numpyro_sgmcmc.SGHMCSplit` for the same bias. One step of size :math:`h`:
 
     .. math:: \theta \leftarrow \theta - h\nabla\tilde U(\theta) + \sqrt{2h}\,\zeta
+
+    .. math:: d\theta = -\nabla U(\theta)\,dt + \sqrt{2}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta)}`.
+
+    Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin
+    dynamics*, equation (4), whose step :math:`\epsilon` is :math:`2h`.
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by

@@ -1,17 +1,4 @@
-r"""SGNHT: the stochastic-gradient Nosé-Hoover thermostat.
-
-.. math::
-
-    d\theta = p\,dt, \qquad
-    dp = -\nabla U(\theta)\,dt - \xi p\,dt + \sqrt{2A}\,dW, \qquad
-    d\xi = \left(\tfrac{p^\top p}{n} - 1\right)dt
-
-with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2 - n(\xi - A)^2/2}`.
-
-References: Ding et al. (2014), *Bayesian sampling using stochastic gradient thermostats*; Chen,
-Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with high-order
-integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
-"""
+"""SGNHT: the stochastic-gradient Nosé-Hoover thermostat."""
 
 from __future__ import annotations
 
@@ -32,6 +19,18 @@ class SGNHT(SGMCMCKernel):
     The friction adapts until the momenta have the right temperature, so that gradient noise of a
     constant size does not widen the posterior. Choose it where control variates cannot be had: for
     randomised likelihoods, or where the plain gradient must do.
+
+    .. math::
+
+        d\theta = p\,dt, \qquad
+        dp = -\nabla U(\theta)\,dt - \xi p\,dt + \sqrt{2A}\,dW, \qquad
+        d\xi = \left(\tfrac{p^\top p}{n} - 1\right)dt
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2 - n(\xi - A)^2/2}`.
+
+    References: Ding et al. (2014), *Bayesian sampling using stochastic gradient thermostats*;
+    Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with
+    high-order integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
@@ -62,5 +61,6 @@ class SGNHT(SGMCMCKernel):
         **options: Unpack[KernelOptions],
     ) -> None:
         checks.positive("friction", friction)
+        checks.is_bool("per_coordinate", per_coordinate)
         dynamics = NoseHoover(float(friction), bool(per_coordinate))
         super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)

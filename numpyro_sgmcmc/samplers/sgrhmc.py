@@ -1,16 +1,4 @@
-r"""SGRHMC: Hamiltonian dynamics in a metric that depends on the position.
-
-.. math::
-
-    d\theta = S p\,dt, \qquad
-    dp = (-S^\top\nabla U + \operatorname{div} S - \gamma S^\top S\,p)\,dt
-    + \sqrt{2\gamma S^\top S}\,dW, \qquad SS^\top = G^{-1}
-
-with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
-
-Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, section 3.2
-and Algorithm 1.
-"""
+"""SGRHMC: Hamiltonian dynamics in a metric that depends on the position."""
 
 from __future__ import annotations
 
@@ -32,14 +20,28 @@ class SGRHMC(MetricKernel):
     variates). Choose it where the posterior's scale changes from place to place, as in funnels and
     bananas, and a metric that follows it is known.
 
+    .. math::
+
+        d\theta = S p\,dt, \qquad
+        dp = (-S^\top\nabla U + \operatorname{div} S - \gamma S^\top S\,p)\,dt
+        + \sqrt{2\gamma S^\top S}\,dW, \qquad SS^\top = G^{-1}
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+    Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equation
+    (17) with its signs corrected, and Algorithm 1.
+
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
         all kernels.
     :param potential_fn: potential energy in place of a model.
-    :param inverse_metric: :math:`G^{-1}` in whitened units: a function of the unconstrained values
-        (a dict by site name) that returns a positive scalar, a diagonal of shape ``(d,)`` or as a
-        dict by site name, or a positive definite matrix of shape ``(d, d)``; or ``"potential"``
-        (default), :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+    :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
+        of the usual length: a function of the unconstrained values (a dict by site name) that
+        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays of the
+        sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With it
+        ``dense_mass`` is False unless given, so that coordinates are those of the sites, each in
+        units of its posterior sd. Or ``"potential"`` (default),
+        :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
     :param int momentum_period: steps between fresh momenta; None (default) for never.

@@ -1,14 +1,4 @@
-r"""SGRLD: Langevin dynamics in a metric that depends on the position.
-
-.. math:: d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2G^{-1}}\,dW, \qquad
-    \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij}
-
-with stationary density :math:`\propto e^{-U(\theta)}`.
-
-References: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
-probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*,
-section 3.1.
-"""
+"""SGRLD: Langevin dynamics in a metric that depends on the position."""
 
 from __future__ import annotations
 
@@ -29,14 +19,26 @@ class SGRLD(MetricKernel):
     good metric is known and a momentum does not help; otherwise
     :class:`~numpyro_sgmcmc.SGRHMC`, which takes longer steps.
 
+    .. math:: d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2G^{-1}}\,dW, \qquad
+        \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij}
+
+    with stationary density :math:`\propto e^{-U(\theta)}`.
+
+    References: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
+    probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient
+    MCMC*, equation (14), with the sign of :math:`\Gamma` corrected.
+
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
         all kernels.
     :param potential_fn: potential energy in place of a model.
-    :param inverse_metric: :math:`G^{-1}` in whitened units: a function of the unconstrained values
-        (a dict by site name) that returns a positive scalar, a diagonal of shape ``(d,)`` or as a
-        dict by site name, or a positive definite matrix of shape ``(d, d)``; or ``"potential"``
-        (default), :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+    :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
+        of the usual length: a function of the unconstrained values (a dict by site name) that
+        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays of the
+        sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With it
+        ``dense_mass`` is False unless given, so that coordinates are those of the sites, each in
+        units of its posterior sd. Or ``"potential"`` (default),
+        :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric

@@ -1,15 +1,4 @@
-r"""Stochastic Hamiltonian Monte Carlo with a choice of integrators.
-
-.. math::
-
-    d\theta = p\,dt, \qquad
-    dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
-
-with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
-
-Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
-stochasticity for Hamiltonian samplers*, section 4 and appendix B.5.
-"""
+"""Stochastic Hamiltonian Monte Carlo with a choice of integrators."""
 
 from __future__ import annotations
 
@@ -41,7 +30,18 @@ class SHMC(SGMCMCKernel):
     ``euler``        1      1          the scheme of SGHMC
     ===============  =====  =========  ============================================
 
-    With minibatches no scheme has a bias of higher order than two (theorem 3 of the paper).
+    With minibatches that visit all rows in random order no scheme has a bias of higher order than
+    two (theorem 3 of the paper), with independent ones of higher order than one.
+
+    .. math::
+
+        d\theta = p\,dt, \qquad
+        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+    Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
+    stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.
 
     :param model: NumPyro model with a subsampled plate, see
         :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
@@ -52,7 +52,8 @@ class SHMC(SGMCMCKernel):
     :param str scheme: one of the table's. Default ``"leapfrog"``.
     :param int num_leapfrog: for ``"lie_trotter"``, leapfrog steps between refreshments of the
         momentum, :math:`N_l` in the paper, each on a minibatch of its own. The momentum keeps the
-        share :math:`e^{-\gamma h N_l}`: a large friction refreshes it fully. Default 1.
+        share :math:`e^{-\gamma h N_l}`: a large friction refreshes it fully. The step size is
+        then at most 1.5 / N_l: at a half period, :math:`N_l h = \pi`, nothing would mix. Default 1.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range.
     """
