@@ -387,7 +387,7 @@ def test_option_is_named(kernel_class, settings, words):
         (SGRHMC, {"inverse_metric": lambda z: jnp.ones(7)}, r"shape \(7,\)"),
         (SGRHMC, {"inverse_metric": lambda z: {"b": 1.0, "rate": 1.0}}, "the sites are 'beta'"),
         (SGRLD, {"inverse_metric": lambda z: {"beta": jnp.ones(3), "rate": 1.0}}, "do not fit"),
-        (SGRLD, {"inverse_metric": lambda z: 2.0 - jnp.square(z["rate"])}, "positive definite"),
+        (SGRLD, {"inverse_metric": lambda z: 100.0 * (z["rate"] - 1.09)}, "positive definite"),
         (SGRLD, {"inverse_metric": lambda z: -1.0}, "positive definite"),
         (SGRHMC, {"inverse_metric": lambda z: jnp.diag(jnp.array([1.0, 1, -1]))}, "positive def"),
         (RecipeKernel, {**RECIPE, "diffusion": lambda z: -jnp.ones(z.size)}, "`diffusion` must"),

@@ -62,12 +62,12 @@ def choose_step_size(
 def _width(
     dynamics: Dynamics, scheme: str, step_size: Any, dim: int, num_chains: int, num_steps: int
 ) -> tuple[Array, Array]:
-    """Sd of simulated chains on a standard normal and the sd's standard error."""
+    """Sd of simulated chains on a standard normal and its standard error; NaN if none moves."""
     step = dynamics.step(scheme)
 
     def chain(key: Array) -> Array:
         start_key, state_key, key = random.split(key, 3)
-        state = dynamics.init(random.normal(start_key, (dim,)), state_key)
+        start = random.normal(start_key, (dim,))
 
         def one(state: Any, xs: Any) -> tuple[Any, Array]:
             key, count = xs
@@ -76,7 +76,9 @@ def _width(
             return state, jnp.square(state.position).mean()
 
         xs = random.split(key, num_steps), jnp.arange(num_steps)
-        return lax.scan(one, state, xs)[1][num_steps // 2 :].mean()
+        end, squares = lax.scan(one, dynamics.init(start, state_key), xs)
+        has_moved = (end.position != start).any()
+        return jnp.where(has_moved, squares[num_steps // 2 :].mean(), jnp.nan)
 
     variances = jax.vmap(chain)(random.split(random.key(0), num_chains))
     sd = jnp.sqrt(variances.mean())

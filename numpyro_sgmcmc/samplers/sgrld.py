@@ -34,10 +34,10 @@ class SGRLD(MetricKernel):
     :param potential_fn: potential energy in place of a model.
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
         of the usual length: a function of the unconstrained values (a dict by site name) that
-        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays of the
-        sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With it
-        ``dense_mass`` is False unless given, so that coordinates are those of the sites, each in
-        units of its posterior sd. Or ``"potential"`` (default),
+        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
+        of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
+        it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
+        in units of its posterior sd. Or ``"potential"`` (default),
         :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
