@@ -105,12 +105,15 @@ def main() -> None:
     parser.add_argument("--num-rows", type=float, default=1e5)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--only", default="", help="kernels whose name begins with this")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     data = make_data(random.key(0), int(args.num_rows), DIM)
     print_header(f"Cost of a step over the bare loop's, N = {args.num_rows:.0e}, B = {BATCH_SIZE}")
     print_row(["kernel", "scheme", "plain", "control variates"], WIDTHS)
     for name, scheme, kernel_class, settings in variants():
+        if not name.startswith(args.only):
+            continue
         bare = {"bare": lambda: bare_loop(random.key(0), *data, args.iterations, 1)}
         loops = loops_of(kernel_class, settings, data, args.iterations)
         times = interleaved({**bare, **loops}, args.repeats)
