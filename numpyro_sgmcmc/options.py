@@ -50,7 +50,7 @@ def first_step_size(schedule: Any) -> float:
     for n, size in zip(counts, sizes, strict=True):
         if np.isnan(size) or np.isinf(size) or (size < 0 and n <= 100):
             raise ValueError(
-                f"`step_size({n})` is {size:g}, but a schedule's steps must be finite and not "
+                f"`step_size({n})` is {size}, but a schedule's steps must be finite and not "
                 "negative."
             )
     if max(sizes) <= 0:

@@ -267,20 +267,30 @@ def test_option_is_named(no_sampling, option, value):
     assert len(message) > len(option) + 20
 
 
-@pytest.mark.parametrize("scheduled", [lambda i: 0.3 - 0.02 * i, lambda i: 0.3 * (i < 10)])
-def test_step_size_schedule_that_ends_below_zero_or_at_it(scheduled):
-    """Either an error before sampling, or every iteration after that counts as diverging."""
-    kernel = SGHMCSplit(model, step_size=scheduled, num_steps=5)
+@pytest.mark.parametrize(
+    ("scheduled", "word"),
+    [(lambda i: 0.3 - 0.02 * i, "`step_size"), (lambda i: 0.3 - 0.001 * i, None)],
+)
+def test_step_size_schedule_that_ends_below_zero(scheduled, word):
+    """An error before sampling, or late in a run: every iteration after that diverges."""
+    kernel = SGHMCSplit(model, step_size=scheduled, num_steps=50)
     mcmc = MCMC(kernel, num_warmup=0, num_samples=20, progress_bar=False)
-    message = None
-    try:
-        mcmc.run(jax.random.key(0), X, Y)
-    except ValueError as error:
-        message = str(error)
-    if message is None:
-        assert mcmc.get_extra_fields()["diverging"][-10:].all()
+    if word is not None:
+        with pytest.raises(ValueError, match=word):
+            mcmc.run(jax.random.key(0), X, Y)
     else:
-        assert "step_size" in message
+        mcmc.run(jax.random.key(0), X, Y)
+        assert mcmc.get_extra_fields()["diverging"][-10:].all()
+
+
+def test_step_size_schedule_that_ends_at_zero():
+    """The chain rests, which is no divergence, and its draws have no weight."""
+    kernel = SGHMCSplit(model, step_size=lambda i: 0.3 * (i < 50), num_steps=5)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=20, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, Y, extra_fields=("weight",))
+    fields = mcmc.get_extra_fields()
+    assert not fields["diverging"].any()
+    np.testing.assert_array_equal(fields["weight"] > 0, np.arange(20) < 10)
 
 
 TWO = {"b": np.zeros((2, 3))}
