@@ -98,7 +98,7 @@ def shorten_until_right(
     :param target_bias: allowed relative error of the sd.
     :raises ValueError: where no step size is short enough.
     """
-    num_chains = int(np.clip(4096 // dim, 32, 1024))
+    num_chains = int(np.clip(4096 // dim, 4, 1024))
     for _ in range(20):
         time = 3.0 * dynamics.relaxation_time(step_size)
         num_steps = 2 ** math.ceil(math.log2(np.clip(time / step_size, 64, 2048)))
