@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
+from numpyro_sgmcmc.diagnostics import bias_report
 from numpyro_sgmcmc.samplers import (
     SGHMC,
     SGLD,
@@ -24,5 +25,6 @@ __all__ = [
     "RecipeKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",
+    "bias_report",
 ]
 __version__ = "0.1.0"

@@ -51,10 +51,13 @@ class Scheme(NamedTuple):
     """
     - **parts** - the flows, one after the other.
     - **order** - weak order: expectations are wrong by O(step_size ** order).
+    - **reads_end** - whether the step's first gradient is taken at the position where the step
+      ends; otherwise it is at, or about, the one where it starts.
     """
 
     parts: tuple[Part, ...]
     order: int
+    reads_end: bool = False
 
 
 SYMMETRIC = (
@@ -73,10 +76,12 @@ class Step:
 
     :param tuple parts: the flows with the parts of the scheme they play.
     :param int order: weak order.
+    :param bool reads_end: whether its first gradient is one at the position where it ends.
     """
 
     parts: tuple[tuple[Flow, Part], ...]
     order: int
+    reads_end: bool = False
 
     @property
     def gradients(self) -> int:
@@ -115,4 +120,5 @@ def compose(flows: Mapping[str, Flow], scheme: Scheme) -> Step:
     :param flows: the dynamic's flows by name.
     :param scheme: their order and fractions.
     """
-    return Step(tuple((flows[part.flow], part) for part in scheme.parts), scheme.order)
+    parts = tuple((flows[part.flow], part) for part in scheme.parts)
+    return Step(parts, scheme.order, scheme.reads_end)

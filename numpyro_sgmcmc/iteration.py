@@ -21,8 +21,10 @@ from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.minibatch import STREAMS
+from numpyro_sgmcmc.integrators import GradientFn
+from numpyro_sgmcmc.minibatch import STREAMS, independent_blocks, independent_rows
 from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
 from numpyro_sgmcmc.state import AdaptState, SGMCMCState
 
 __all__ = ["Program", "iterate", "start_chain"]
@@ -101,6 +103,7 @@ def start_chain(
         num_steps=num_steps,
         weight=jnp.zeros_like(step_size),
         diverging=jnp.array(False),
+        moments=Moments.zeros(target.dim, target.dtype),
         adapt_state=AdaptState(
             step_size=step_size,
             inverse_mass_matrix=coordinates.inverse_mass_matrix,
@@ -138,6 +141,26 @@ def _resampling(
     return resample
 
 
+def _independent_gradient(
+    estimator: str, program: Program, arguments: Arguments, anchored: Anchored, rng_key: Array
+) -> GradientFn:
+    """The whitened gradient's estimate on a minibatch that no step has seen."""
+    target = program.target
+    model_key, *keys = random.split(rng_key, 1 + len(target.plates))
+    draw = independent_blocks if program.adaptation.minibatch == "blocks" else independent_rows
+    rows = {
+        p.name: draw(k, p.size, p.subsample_size) for p, k in zip(target.plates, keys, strict=True)
+    }
+    return whitened_gradient(
+        estimator,
+        target,
+        arguments,
+        anchored,
+        rows,
+        model_key if target.is_randomized else None,
+    )
+
+
 def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
     """The state after one iteration.
 
@@ -153,8 +176,8 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         adapt_state.anchor_gradient,
         adapt_state.anchor_hessian,
     )
-    rng_key, noise_key, row_key, model_key, resample_key, restart_key = random.split(
-        state.rng_key, 6
+    rng_key, noise_key, row_key, model_key, resample_key, restart_key, reading_key = random.split(
+        state.rng_key, 7
     )
 
     # The rows and the noise of all steps at once: small draws cost more than they yield, and
@@ -179,18 +202,46 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
 
     resample = _resampling(dynamics, resample_key, counts, target)
 
-    def step(carry: Any, xs: Any) -> tuple[Any, None]:
+    def step(carry: Any, xs: Any) -> tuple[Any, Array, Array]:
+        """The state after one step, and a position with its gradient's estimate."""
         rows, noise, key, count = xs
         if not is_noise_ahead:
             noise = random.normal(noise, noise_shape, target.dtype)
-        gradient = whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
+        gradient = FirstGradient(
+            whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
+        )
         carry = resample(carry, count)
         step_size = program.step_size(count, adapt_state)
         if adapt_state.gradient_noise is not None:
             noise = dynamics.compensate(carry, noise, step_size, adapt_state.gradient_noise)
-        return integrate(carry, step_size, gradient, noise, count), None
+        end = integrate(carry, step_size, gradient, noise, count)
+        assert gradient.value is not None
+        return end, (end if integrate.reads_end else carry).position, gradient.value
 
-    end, _ = lax.scan(step, state.dynamics, (rows, noise, model_keys, counts))
+    reading = adaptation.reading
+    num_readings = num_steps // reading.every
+    fresh_keys = random.split(reading_key, num_readings) if reading.estimator else None
+
+    def read(carry: tuple[Any, Sums], xs: Any) -> tuple[tuple[Any, Sums], None]:
+        """The steps from one reading to the next, and the reading."""
+        (chain, sums), (steps, fresh_key) = carry, xs
+        first, *_ = jax.tree.leaves(steps)
+        if len(first) == 1:
+            chain, q, g = step(chain, jax.tree.map(lambda x: x[0], steps))
+        else:
+            blank = chain.position, jnp.zeros_like(chain.position)
+            (chain, q, g), _ = lax.scan(lambda c, x: (step(c[0], x), None), (chain, *blank), steps)
+        if reading.estimator:
+            q = chain.position
+            g = _independent_gradient(reading.estimator, program, arguments, anchored, fresh_key)(q)
+        return (chain, sums.add(q, g)), None
+
+    xs = jax.tree.map(
+        lambda x: x.reshape(num_readings, reading.every, *x.shape[1:]),
+        (rows, noise, model_keys, counts),
+    )
+    sums = Sums.zeros(target.dim, target.dtype)
+    (end, sums), _ = lax.scan(read, (state.dynamics, sums), (xs, fresh_keys))
     is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
     moved = jnp.abs(end.position - state.dynamics.position).max()
     last_step_size = program.step_size(counts[-1], adapt_state)
@@ -203,14 +254,18 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
     restart = dynamics.init(nearer * state.dynamics.position, restart_key)
     end = jax.tree.map(partial(jnp.where, diverging), restart, end)
+    weight = program.weight(counts, adapt_state)
+    is_sampling = state.i >= program.num_warmup
+    sums = sums.finished(end.position, dynamics.temperature(end), weight)
     return SGMCMCState(
         i=state.i + 1,
         z=target.unravel(anchored.coordinates.position(end.position)),
         dynamics=end,
         streams=streams,
         num_steps=state.num_steps,
-        weight=program.weight(counts, adapt_state),
+        weight=weight,
         diverging=diverging,
+        moments=state.moments.add(sums, is_sampling, is_sampling & ~diverging),
         adapt_state=adapt_state._replace(step_size=last_step_size),
         rng_key=rng_key,
     )

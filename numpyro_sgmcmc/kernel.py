@@ -25,7 +25,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import Adaptation, Settings, Surface, adapt
+from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, Noise, Settings, Surface, adapt
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -81,6 +81,12 @@ def _eagerly(rng_key: Array) -> AbstractContextManager[None]:
 def _with_held(fn: Callable, z: Any, held: Arguments) -> Any:
     """``fn`` of unconstrained values and the arguments; compiled, so that nothing is copied."""
     return fn(z, held.read())
+
+
+@partial(jax.jit, static_argnames="target")
+def _full_gradients(target: Target, positions: Array, held: Arguments) -> Array:
+    arguments = held.read()
+    return jax.lax.map(lambda q: target.full_gradient(q, arguments), positions)
 
 
 class SGMCMCKernel(MCMCKernel):
@@ -205,6 +211,32 @@ class SGMCMCKernel(MCMCKernel):
         self._held = HeldArrays()
         self._target: Target | None = None
         self._num_warmup = 0
+        self._noise = NO_NOISE
+
+    @property
+    def dynamics(self) -> Dynamics:
+        """The SDE."""
+        return self._dynamics
+
+    @property
+    def scheme(self) -> str:
+        """Name of the integrator."""
+        return self._scheme
+
+    @property
+    def noise(self) -> Noise:
+        """The gradient's noise at typical positions, as the last warm-up measured it."""
+        return self._noise
+
+    @property
+    def target(self) -> Target:
+        """The posterior, once the kernel is initialised."""
+        return self._ready
+
+    def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
+        """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
+        held = self._held.hold(arguments)
+        return _full_gradients(self._ready, positions, held)
 
     @property
     def model(self) -> Callable | None:
@@ -309,7 +341,8 @@ class SGMCMCKernel(MCMCKernel):
         """Run ``num_steps`` steps, each on a minibatch of its own."""
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         one = partial(iterate, self._program, arguments=arguments)
-        return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
+        state = jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
+        return state._replace(moments=state.moments.with_room())
 
     @property
     def _program(self) -> Program:
@@ -448,6 +481,7 @@ class SGMCMCKernel(MCMCKernel):
             starts = self._first_positions(target, arguments, init_params, is_batch)
             adaptation = adapt(target, arguments, self._settings(target), starts, progress)
         self._adapted = (arguments, adaptation)
+        self._noise = adaptation.noise
         self._adapted_target = target
         return adaptation
 

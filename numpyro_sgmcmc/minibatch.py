@@ -26,7 +26,16 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array, random
 
-__all__ = ["IID", "STREAMS", "Blocks", "Epoch", "Stream", "StreamState"]
+__all__ = [
+    "IID",
+    "STREAMS",
+    "Blocks",
+    "Epoch",
+    "Stream",
+    "StreamState",
+    "independent_blocks",
+    "independent_rows",
+]
 
 _ROUNDS = 12
 _GOLDEN = 0x9E3779B9
@@ -111,6 +120,17 @@ def _advance(state: StreamState, places: int, num: int) -> tuple[StreamState, Ar
 
 def _init(rng_key: Array) -> StreamState:
     return StreamState(random.bits(rng_key, (2,), jnp.uint32), jnp.uint32(0), jnp.uint32(0))
+
+
+def independent_rows(rng_key: Array, size: int, batch_size: int) -> Array:
+    """Random rows, independent of any stream."""
+    return random.randint(rng_key, (batch_size,), 0, size, dtype=jnp.int32)
+
+
+def independent_blocks(rng_key: Array, size: int, batch_size: int) -> Array:
+    """Consecutive rows from a random start, independent of any stream."""
+    start = random.randint(rng_key, (), 0, size, dtype=jnp.uint32)
+    return _wrap(start + jnp.arange(batch_size, dtype=jnp.uint32), size).astype(jnp.int32)
 
 
 @dataclass(frozen=True)

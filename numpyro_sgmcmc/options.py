@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "is_bool",
     "mass_matrix",
     "mass_matrix_mask",
+    "needs",
     "no_more_keywords",
     "not_negative",
     "one_of",
@@ -70,6 +72,16 @@ def no_more_keywords(kernel: type, unknown: Mapping[str, Any]) -> None:
         meant = difflib.get_close_matches(name, inspect.signature(kernel).parameters, 1)
         hint = f"; did you mean '{meant[0]}'?" if meant else ""
         raise TypeError(f"{kernel.__name__} got an unexpected keyword argument '{name}'{hint}")
+
+
+def needs(module: str, wanted_by: str, extra: str) -> Any:
+    """The module, imported now; an error that says what to install where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{wanted_by} needs {module}: pip install 'numpyro-sgmcmc[{extra}]'."
+        ) from error
 
 
 def positive(name: str, value: Any) -> None:

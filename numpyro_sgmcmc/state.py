@@ -8,6 +8,7 @@ from jax import Array
 
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.minibatch import StreamState
+from numpyro_sgmcmc.moments import Moments
 
 __all__ = ["AdaptState", "SGMCMCState"]
 
@@ -47,6 +48,7 @@ class SGMCMCState(NamedTuple):
       where the iteration began, or halfway from there to the anchor in warm-up and after a second
       failure in a row.
     - **adapt_state** - an :class:`AdaptState`.
+    - **moments** - what tells the chain's bias, :class:`~numpyro_sgmcmc.moments.Moments`.
     - **rng_key** - random key of the next iteration.
     """
 
@@ -58,4 +60,5 @@ class SGMCMCState(NamedTuple):
     weight: Array
     diverging: Array
     adapt_state: AdaptState
+    moments: Moments
     rng_key: Array

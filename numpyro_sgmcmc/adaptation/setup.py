@@ -36,6 +36,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     PILOT_STEP_SIZE,
     run_pilot,
 )
+from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
@@ -64,6 +65,7 @@ from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.moments import Reading
 from numpyro_sgmcmc.notices import notify
 
 __all__ = ["Adaptation", "Settings", "adapt"]
@@ -79,6 +81,7 @@ _SHORTEST_PILOT = 400
 _SMALL_SHIFT = 0.5
 _SMALL_STRETCH = 2.5
 _CLEARLY_NOISIER = 1.5
+_FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 
 
@@ -125,6 +128,8 @@ class Adaptation(NamedTuple):
     - **estimator** - one of ESTIMATORS.
     - **minibatch** - ``"iid"``, ``"epoch"`` or ``"blocks"``.
     - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
+    - **noise** - the noise measured at typical positions.
+    - **reading** - where the moments come from that tell the bias.
     """
 
     anchored: Anchored
@@ -133,6 +138,8 @@ class Adaptation(NamedTuple):
     estimator: str
     minibatch: str
     gradient_noise: GradientNoise | None
+    noise: Noise
+    reading: Reading
 
 
 def adapt(
@@ -351,23 +358,23 @@ class _Setup:
             return frame
         return frame._replace(hessian=self._hessian(self.all_rows, frame.anchor))
 
-    def _noise(self, frame: Frame, q: np.ndarray) -> dict[str, dict[str, Noise]]:
+    def _noise(
+        self, frame: Frame, q: np.ndarray, estimators: tuple[str, ...] | None = None
+    ) -> dict[str, dict[str, Noise]]:
         """The whitened gradient's noise by kind of rows and estimator."""
-        target = self.target
+        target, estimators = self.target, estimators or self.estimators
         if not target.plates:
-            return dict.fromkeys(("random", "blocks"), dict.fromkeys(self.estimators, NO_NOISE))
+            return dict.fromkeys(("random", "blocks"), dict.fromkeys(estimators, NO_NOISE))
         num_positions, num_minibatches = (_PILOT_CHAINS, 128) if self.is_cheap else (4, 4)
         positions = self._cast(q[:num_positions])
         anchored = frame._replace(hessian=None).anchored(target.dtype)
         found: dict[str, dict[str, Noise]] = {}
         for kind, draw in (("random", draw_rows), ("blocks", draw_blocks)):
             rows = draw(target, self.rng, (len(positions), num_minibatches))
-            values = measure_noise(
-                target, self.arguments, anchored, positions, rows, self.estimators
-            )
+            values = measure_noise(target, self.arguments, anchored, positions, rows, estimators)
             found[kind] = {
                 e: Noise.of(np.asarray(v, np.float64), num_minibatches, self.is_cheap)
-                for e, v in zip(self.estimators, values, strict=True)
+                for e, v in zip(estimators, values, strict=True)
             }
         return found
 
@@ -444,7 +451,43 @@ class _Setup:
         gradient_noise = None
         if settings.noise_compensation and target.plates:
             gradient_noise = self._gradient_noise(anchored, q, estimator, float(step_size))
-        return Adaptation(anchored, step_size, num_steps, estimator, minibatch, gradient_noise)
+        return Adaptation(
+            anchored,
+            step_size,
+            num_steps,
+            estimator,
+            minibatch,
+            gradient_noise,
+            noise[kind][estimator],
+            self._reading(frame, q, noise[kind], estimator, minibatch, float(step_size), num_steps),
+        )
+
+    def _reading(
+        self,
+        frame: Frame,
+        q: np.ndarray,
+        noise: dict[str, Noise],
+        estimator: str,
+        minibatch: str,
+        step_size: float,
+        num_steps: int,
+    ) -> Reading:
+        """Where the moments that tell the bias come from."""
+        dynamics, variance = self.settings.dynamics, noise[estimator].variance
+        excess = dynamics.noise_inflation(variance, step_size)
+        # Where a reading apart costs much, a little dependence is let pass.
+        free = _FREE_NOISE if num_steps >= READING_APART else 4.0 * _FREE_NOISE
+        is_independent = minibatch == "iid" or excess <= free
+        if is_independent and noise[estimator].mean <= num_steps:
+            return Reading()
+        # The Hessian at the anchor is there only if the chain's own estimator needs it.
+        kept = [e for e in noise if e in (estimator, "plain", "control_variate")]
+        variances = {e: noise[e].mean for e in kept}
+        if self.estimators == ("plain",) and not self.target.is_randomized:
+            both = ("plain", "control_variate")
+            found = self._noise(frame, q, both)["blocks" if minibatch == "blocks" else "random"]
+            variances = {e: n.mean for e, n in found.items()}
+        return choose_reading(variances, estimator, is_independent, num_steps)
 
     def _choose_minibatch(
         self, noise: dict[str, dict[str, Noise]], choices: dict[str, tuple[str, float, float]]

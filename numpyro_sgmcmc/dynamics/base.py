@@ -60,6 +60,13 @@ class Dynamics:
         """Minus the log stationary density of the auxiliary variables, up to a constant."""
         return jnp.zeros(())
 
+    def temperature(self, state: Any) -> Array:
+        r"""Kinetic temperature, the mean over coordinates of :math:`p\,\partial_p K`.
+
+        One on average for an exact sampler; NaN without momenta.
+        """
+        return jnp.full((), jnp.nan)
+
     def init(self, position: Array, rng_key: Array) -> Any:
         """The state at ``position``, auxiliary variables drawn from their stationary law."""
         names = self.State._fields[1:]  # type: ignore[attr-defined]

@@ -105,6 +105,9 @@ class MonomialGamma(Dynamics):
         off = jnp.square(state.thermostat - self.sigma_p) / (2.0 * self.gamma)
         return (self.kinetics.energy(state.momentum) + off).sum()
 
+    def temperature(self, state: MonomialGammaState) -> Array:
+        return (state.momentum * self.kinetics.velocity(state.momentum)).mean()
+
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self.sigma_p + gradient_variance * step_size / 2.0
         return 3.0 * max(friction, 1.0 / friction)
@@ -219,6 +222,9 @@ class MonomialGammaLangevin(Dynamics):
 
     def energy(self, state: SoftenedState) -> Array:
         return self.kinetics.energy(state.momentum).sum()
+
+    def temperature(self, state: SoftenedState) -> Array:
+        return (state.momentum * self.kinetics.velocity(state.momentum)).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 3.0 * max(self.friction, 1.0 / self.friction)

@@ -90,6 +90,9 @@ class NoseHoover(Dynamics):
         off = jnp.square(state.thermostat - self.friction).sum()
         return jnp.square(state.momentum).sum() / 2.0 + shared * off / 2.0
 
+    def temperature(self, state: NoseHooverState) -> Array:
+        return jnp.square(state.momentum).mean()
+
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self.friction + gradient_variance * step_size / 2.0
         return 2.0 * max(friction, 1.0 / friction)

@@ -171,6 +171,9 @@ class Riemannian(Dynamics):
     def energy(self, state: RiemannianState) -> Array:
         return jnp.square(state.momentum).sum() / 2.0
 
+    def temperature(self, state: RiemannianState) -> Array:
+        return jnp.square(state.momentum).mean()
+
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0 * max(self.friction, 1.0 / self.friction)
 

@@ -83,6 +83,7 @@ class Underdamped(Dynamics):
                     Part("kick", 0.5),
                 ),
                 order=2,
+                reads_end=True,
             )
             found["obabo"] = Scheme(
                 (
@@ -93,6 +94,7 @@ class Underdamped(Dynamics):
                     Part("fluctuation", 0.5),
                 ),
                 order=2,
+                reads_end=True,
             )
         return found
 
@@ -120,6 +122,9 @@ class Underdamped(Dynamics):
 
     def energy(self, state: UnderdampedState) -> Array:
         return jnp.square(state.momentum).sum() / 2.0
+
+    def temperature(self, state: UnderdampedState) -> Array:
+        return jnp.square(state.momentum).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self._effective_friction(step_size)

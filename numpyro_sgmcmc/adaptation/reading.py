@@ -1,0 +1,38 @@
+"""Where the moments that tell the bias are read: at every step for nothing, or now and then apart.
+
+Minibatches of an epoch are not independent of the position, which earlier ones of the same epoch
+have moved: where their noise matters a reading needs a minibatch of its own. So does one whose
+noise would drown what it tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from numpyro_sgmcmc.moments import Reading
+
+__all__ = ["READING_APART", "choose_reading"]
+
+READING_APART = 20
+"""Steps between readings that have a minibatch of their own."""
+
+_CLEARLY_BETTER = 4.0
+
+
+def choose_reading(
+    variances: Mapping[str, float], estimator: str, is_independent: bool, num_steps: int
+) -> Reading:
+    """How to read the moments.
+
+    :param variances: the gradient's noise by estimator.
+    :param estimator: the one with which the chain runs.
+    :param is_independent: whether the chain's own minibatches do not depend on its position.
+    :param num_steps: steps of an iteration.
+    """
+    divisors = (k for k in range(1, num_steps + 1) if num_steps % k == 0)
+    every = next(k for k in divisors if k >= min(READING_APART, num_steps))
+    best = min(variances, key=lambda e: variances[e])
+    own, apart = variances[estimator] / num_steps, variances[best] / (num_steps // every)
+    if is_independent and own <= _CLEARLY_BETTER * apart:
+        return Reading()
+    return Reading(every, best)

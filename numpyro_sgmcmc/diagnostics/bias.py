@@ -1,0 +1,417 @@
+"""How far a run's means and standard deviations are from the posterior's, measured in the run."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import biject_to
+from numpyro.infer import MCMC
+from numpyro.infer.util import unconstrain_fn
+
+from numpyro_sgmcmc import options
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, estimate
+from numpyro_sgmcmc.kernel import SGMCMCKernel
+from numpyro_sgmcmc.moments import Sums
+
+__all__ = ["BiasReport", "SiteBias", "bias_report", "finished_run"]
+
+_MEAN, _SD = 0.1, 0.05
+_MEAN_UNCLEAR, _SD_UNCLEAR = 0.2, 0.15
+_NUM_BATCHES = 16
+
+
+class SiteBias(NamedTuple):
+    """The worst coordinate of one site, in unconstrained space.
+
+    - **site** - name.
+    - **size** - number of coordinates.
+    - **mean_shift** - chain's mean minus the posterior's, in posterior sds.
+    - **mean_shift_error** - its standard error.
+    - **sd_inflation** - chain's sd over the posterior's, minus one.
+    - **sd_inflation_error** - its standard error.
+    - **verdict** - ``"fine"``, ``"biased"`` or ``"unclear"``.
+    """
+
+    site: str
+    size: int
+    mean_shift: float
+    mean_shift_error: float
+    sd_inflation: float
+    sd_inflation_error: float
+    verdict: str
+
+
+def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
+    """The kernel of a run of this package's.
+
+    :param mcmc: what the user passed.
+    :param wanted_by: name of the function that needs it, for the message.
+    :raises ValueError: where it is something else, or has not run.
+    """
+    if not isinstance(mcmc, MCMC):
+        raise ValueError(
+            f"`{wanted_by}` needs the MCMC object of a run, whose state holds the moments that "
+            f"tell the bias, but got {type(mcmc).__name__}: draws alone do not tell it."
+        )
+    kernel = mcmc.sampler
+    if not isinstance(kernel, SGMCMCKernel):
+        raise ValueError(
+            f"`{wanted_by}` is for the kernels of numpyro_sgmcmc, but this MCMC ran "
+            f"{type(kernel).__name__}, which keeps no moments that tell its bias."
+        )
+    state = mcmc.last_state
+    if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
+        raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
+    return kernel
+
+
+def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) -> BiasReport:
+    """What a finished run says of its own bias.
+
+    The moments come from the gradients of the run's own minibatches, at no cost. They say how
+    far the chain's means and sds are from the posterior's, coordinate by coordinate, whatever the
+    reason: step size, gradient noise, or too few draws. They cannot see a mode that no chain found.
+
+    :param mcmc: a run of one of this package's kernels.
+    :param full_data: whether to take gradients on all rows at some of the draws in place of the
+        run's minibatch gradients. Sharper where those are noisy; costs ``num_draws`` passes over
+        the data.
+    :param num_draws: number of draws for ``full_data``, taken evenly. Default 400.
+    :raises ValueError: for a run of another kernel, or before a run.
+    """
+    kernel = finished_run(mcmc, "bias_report")
+    options.positive_int("num_draws", num_draws)
+    adapt_state = jax.tree.map(lambda x: _first_chain(x, mcmc), mcmc.last_state.adapt_state)
+    factor = np.asarray(adapt_state.mass_matrix_sqrt_inv, np.float64)
+    if full_data:
+        sums = _full_data_sums(mcmc, kernel, adapt_state, num_draws)
+    else:
+        sums = mcmc.last_state.moments.batches
+        sums = jax.tree.map(lambda x: np.asarray(x)[None] if mcmc.num_chains == 1 else x, sums)
+        sums = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), sums)
+    if not (np.asarray(sums.weight) > 0).any():
+        raise ValueError(
+            "All draws diverged or have weight zero, so that there is nothing to report on."
+        )
+    z = jax.tree.map(lambda x: _first_chain(x, mcmc), mcmc.last_state.z)
+    noise = kernel.noise
+    step_size = float(adapt_state.step_size)
+    predicted = kernel.dynamics.noise_inflation(noise.variance, step_size, noise.varying)
+    return BiasReport(
+        names=_coordinate_names(z),
+        estimates=estimate(sums, factor),
+        step_size=step_size,
+        order=kernel.dynamics.schemes[kernel.scheme].order,
+        noise_variance=noise.variance,
+        noise_inflation=float(np.sqrt(1.0 + predicted) - 1.0),
+        divergences=int(np.sum(mcmc.get_extra_fields().get("diverging", 0))),
+        num_draws=int(np.size(mcmc.get_extra_fields().get("diverging", 0))),
+        full_data=full_data,
+    )
+
+
+def _first_chain(x: Any, mcmc: MCMC) -> Any:
+    return x[0] if mcmc.num_chains > 1 else x
+
+
+def _coordinate_names(z: Any) -> list[tuple[str, str]]:
+    """Site and name of each coordinate, in the order of the flat position."""
+    names: list[tuple[str, str]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
+        site = str(getattr(path[0], "key", "z")) if path else "z"
+        places = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
+        names.extend((site, site + place) for place in places)
+    return names
+
+
+def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, adapt_state: Any, num_draws: int) -> Sums:
+    """The moments of some of the draws with gradients on all rows, in batches by time."""
+    positions = unconstrained_draws(mcmc, kernel)
+    per_chain = -(-num_draws // len(positions))
+    every = max(1, positions.shape[1] // per_chain)
+    positions = positions[:, ::every]
+    coordinates = Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
+    flat = positions.reshape(-1, positions.shape[-1])
+    gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
+    q = jax.vmap(coordinates.whiten)(flat - coordinates.anchor)
+    g = jax.vmap(coordinates.pull)(gradients)
+    num_batches = min(_NUM_BATCHES, positions.shape[1])
+    batch = np.arange(positions.shape[1]) * num_batches // positions.shape[1]
+    batch = (np.arange(len(positions))[:, None] * num_batches + batch).ravel()
+
+    def one(q: Any, g: Any) -> Sums:
+        sums = Sums.zeros(q.size, q.dtype).add(q, g)
+        return sums.finished(q, jnp.full((), jnp.nan, q.dtype), jnp.ones((), q.dtype))
+
+    each = jax.tree.map(np.asarray, jax.vmap(one)(q, g))
+    starts = np.flatnonzero(np.diff(batch, prepend=-1))
+    return jax.tree.map(lambda x: np.add.reduceat(x, starts, 0), each)
+
+
+def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
+    """The draws as flat unconstrained positions, shape ``(chains, draws, d)``."""
+    samples = mcmc.get_samples(group_by_chain=True)
+    target = kernel.target
+    if target.sites is None:
+        z = samples
+    else:
+        missing = [s.name for s in target.sites if s.name not in samples]
+        if missing:
+            raise ValueError(
+                f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
+            )
+        z = {s.name: samples[s.name] for s in target.sites}
+        if all(s.support is not None for s in target.sites):
+            z = {s.name: biject_to(s.support).inv(z[s.name]) for s in target.sites}
+        else:
+            one = lambda x: unconstrain_fn(kernel._model, mcmc._args, mcmc._kwargs, x)  # noqa: E731
+            z = jax.vmap(jax.vmap(one))(z)
+            z = {s.name: z[s.name] for s in target.sites}
+    leaves = jax.tree.leaves(z)
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], -1).astype(target.dtype)
+
+
+@dataclass(frozen=True, repr=False)
+class BiasReport:
+    """What :func:`bias_report` found; prints as a table, in a notebook as HTML.
+
+    :param names: site and name of each coordinate.
+    :param estimates: shift, inflation and temperatures.
+    :param step_size: the run's last step size.
+    :param order: weak order of the scheme.
+    :param noise_variance: variance of the whitened gradient's noise, measured in warm-up.
+    :param noise_inflation: by how much that noise is predicted to widen sds, at most.
+    :param divergences: diverging iterations.
+    :param num_draws: iterations they are out of.
+    :param full_data: whether the gradients were those on all rows.
+    """
+
+    names: list[tuple[str, str]]
+    estimates: Estimates
+    step_size: float
+    order: int
+    noise_variance: float
+    noise_inflation: float
+    divergences: int
+    num_draws: int
+    full_data: bool
+
+    @property
+    def sites(self) -> list[SiteBias]:
+        """One row a site: its worst coordinates, and the verdict."""
+        by_site: dict[str, list[int]] = {}
+        for k, (site, _) in enumerate(self.names):
+            by_site.setdefault(site, []).append(k)
+        return [self._site(site, np.array(where)) for site, where in by_site.items()]
+
+    def _site(self, site: str, where: np.ndarray) -> SiteBias:
+        shift, shift_error = _worst(self.estimates.shift, where)
+        inflation, inflation_error = _worst(self.estimates.inflation, where)
+        z = NormalDist().inv_cdf(1.0 - 0.025 / len(where))
+        verdicts = {
+            _judge(self.estimates.shift, where, z, _MEAN, _MEAN_UNCLEAR),
+            _judge(self.estimates.inflation, where, z, _SD, _SD_UNCLEAR),
+        }
+        verdict = next(v for v in ("biased", "unclear", "fine") if v in verdicts)
+        return SiteBias(site, len(where), shift, shift_error, inflation, inflation_error, verdict)
+
+    @property
+    def is_flagged(self) -> bool:
+        """Whether any site is clearly biased, or iterations diverged often."""
+        return self.diverges_often or any(s.verdict == "biased" for s in self.sites)
+
+    @property
+    def diverges_often(self) -> bool:
+        """Whether more than one iteration in a hundred diverged."""
+        return self.divergences > 0.01 * self.num_draws
+
+    @property
+    def verdict(self) -> str:
+        """The report in a few sentences: what is wrong, and what would cure it."""
+        sites = self.sites
+        biased = [s for s in sites if s.verdict == "biased"]
+        unclear = [s for s in sites if s.verdict == "unclear"]
+        said = []
+        if self.diverges_often:
+            said.append(
+                f"{self.divergences} of {self.num_draws} iterations diverged: take a smaller "
+                "step_size."
+            )
+        said += [self._sentence(s) for s in biased[:3]]
+        if len(biased) > 3:
+            said.append(f"So are {len(biased) - 3} more sites.")
+        if biased:
+            said.append(self._cure(biased))
+        if unclear:
+            names = ", ".join(f"`{s.site}`" for s in unclear[:3]) + ", ..." * (len(unclear) > 3)
+            means = "more draws" if self.full_data else "more draws, or full_data=True,"
+            said.append(f"The error bars of {names} are too wide to tell: {means} would.")
+        if not said:
+            said.append("Means and sds are right within the error bars.")
+        return " ".join(said)
+
+    def _sentence(self, s: SiteBias) -> str:
+        found = []
+        if abs(s.sd_inflation) > _SD or not np.isfinite(s.sd_inflation):
+            side = "wide" if s.sd_inflation > 0 else "narrow"
+            found.append(
+                f"sds of `{s.site}` are up to {100 * abs(s.sd_inflation):.0f} % ± "
+                f"{100 * s.sd_inflation_error:.0f} % too {side}"
+            )
+        if abs(s.mean_shift) > _MEAN:
+            side = "high" if s.mean_shift > 0 else "low"
+            found.append(
+                f"means of `{s.site}` are up to {abs(s.mean_shift):.2f} ± "
+                f"{s.mean_shift_error:.2f} sds too {side}"
+            )
+        return " and ".join(found)[:1].upper() + " and ".join(found)[1:] + "."
+
+    def _cure(self, biased: list[SiteBias]) -> str:
+        """What to change, and what it costs."""
+        worst = max(abs(s.sd_inflation) for s in biased)
+        halve = f"halve the step size (to {self.step_size / 2:.2g}; twice the cost of a draw)"
+        if self.noise_inflation > 0.5 * worst:
+            return (
+                f"Gradient noise explains it: double the subsample_size, or {halve}; either "
+                "halves the excess."
+            )
+        share = 2**self.order
+        if self.noise_inflation > 0.2 * worst:
+            return f"Gradient noise explains a part: {halve}, or double the subsample_size."
+        return (
+            f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
+            f"falls to about 1/{share}."
+        )
+
+    @property
+    def line(self) -> str:
+        """The report in one line."""
+        sites = self.sites
+        shift = max(sites, key=lambda s: abs(s.mean_shift))
+        inflation = max(sites, key=lambda s: abs(s.sd_inflation))
+        return (
+            f"Bias: means off by at most {abs(shift.mean_shift):.2f} ± {shift.mean_shift_error:.2f}"
+            f" posterior sds, sds by {100 * inflation.sd_inflation:+.1f} % ± "
+            f"{100 * inflation.sd_inflation_error:.1f} %"
+        )
+
+    def __str__(self) -> str:
+        header = ("site", "size", "mean shift", "sd inflation", "verdict")
+        rows = [header, *self._cells()]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k in (0, 4) else cell.rjust(w)
+                for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, "", *self._notes(), "", self.verdict])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header = ("site", "size", "mean shift (posterior sds)", "sd inflation", "verdict")
+        head = "".join(f"<th>{h}</th>" for h in header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._cells()
+        )
+        notes = "".join(f"<p>{html.escape(n)}</p>" for n in [*self._notes(), self.verdict])
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                s.site,
+                str(s.size),
+                f"{s.mean_shift:+.3f} ± {s.mean_shift_error:.3f}",
+                f"{100 * s.sd_inflation:+.1f} % ± {100 * s.sd_inflation_error:.1f} %",
+                s.verdict,
+            )
+            for s in self.sites
+        ]
+
+    def _notes(self) -> list[str]:
+        configurational, kinetic = self.estimates.configurational, self.estimates.kinetic
+        heat = f"configurational {configurational.value:.3f} ± {configurational.error:.3f}"
+        if np.isfinite(kinetic.value):
+            heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
+        gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
+        return [
+            f"Worst coordinates, in unconstrained space; mean shift in posterior sds; from "
+            f"{gradients}.",
+            f"Temperature (1 where exact): {heat}.",
+            f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
+            f"sds by at most {100 * self.noise_inflation:.1f} %.",
+        ]
+
+    def to_dataset(self) -> Any:
+        """The report as an :class:`xarray.Dataset`, one entry a coordinate."""
+        xarray = options.needs("xarray", "BiasReport.to_dataset", "arviz")
+        shift, inflation = self.estimates.shift, self.estimates.inflation
+        columns = {
+            "mean_shift": shift.value,
+            "mean_shift_error": shift.error,
+            "sd_inflation": inflation.value,
+            "sd_inflation_error": inflation.error,
+        }
+        return xarray.Dataset(
+            {name: ("coordinate", values) for name, values in columns.items()},
+            coords={
+                "coordinate": [name for _, name in self.names],
+                "site": ("coordinate", [site for site, _ in self.names]),
+            },
+            attrs={
+                "verdict": self.verdict,
+                "kinetic_temperature": float(self.estimates.kinetic.value),
+                "configurational_temperature": float(self.estimates.configurational.value),
+                "gradient_noise_variance": self.noise_variance,
+                "step_size": self.step_size,
+                "full_data": int(self.full_data),
+            },
+        )
+
+    def to_dataframe(self, coordinates: bool = False) -> Any:
+        """The report as a :class:`pandas.DataFrame`.
+
+        :param coordinates: one row a coordinate; default one row a site, with the verdicts.
+        """
+        pandas = options.needs("pandas", "BiasReport.to_dataframe", "arviz")
+        if coordinates:
+            return self.to_dataset().to_dataframe()
+        return pandas.DataFrame(self.sites).set_index("site")
+
+    def add_to(self, data: Any) -> None:
+        """Put the report into an ArviZ object as its group ``bias_report``.
+
+        :param data: an ``InferenceData`` (ArviZ 0.23) or a ``DataTree`` (ArviZ 1.x).
+        """
+        dataset = self.to_dataset()
+        if hasattr(data, "add_groups"):
+            data.add_groups({"bias_report": dataset})
+        else:
+            data["bias_report"] = type(data)(dataset)
+
+
+def _worst(found: Estimate, where: np.ndarray) -> tuple[float, float]:
+    """The estimate that is furthest from zero beyond its error."""
+    value, error = found.value[where], found.error[where]
+    k = np.argmax(np.where(np.isfinite(value), np.abs(value) - np.nan_to_num(error), np.inf))
+    return float(value[k]), float(error[k])
+
+
+def _judge(found: Estimate, where: np.ndarray, z: float, tolerance: float, unclear: float) -> str:
+    """Whether any coordinate is clearly beyond the tolerance, or may be far beyond it."""
+    size, slack = np.abs(found.value[where]), z * found.error[where]
+    if (size - slack > tolerance).any():
+        return "biased"
+    return "fine" if (slack < unclear).all() else "unclear"
