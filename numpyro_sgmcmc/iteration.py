@@ -219,8 +219,8 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         return end, (end if integrate.reads_end else carry).position, gradient.value
 
     reading = adaptation.reading
-    num_readings = num_steps // reading.every
-    fresh_keys = random.split(reading_key, num_readings) if reading.estimator else None
+    every = reading.every or num_steps
+    fresh_keys = random.split(reading_key, num_steps // every) if reading.estimator else None
 
     def read(carry: tuple[Any, Sums], xs: Any) -> tuple[tuple[Any, Sums], None]:
         """The steps from one reading to the next, and the reading."""
@@ -234,10 +234,10 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         if reading.estimator:
             q = chain.position
             g = _independent_gradient(reading.estimator, program, arguments, anchored, fresh_key)(q)
-        return (chain, sums.add(q, g)), None
+        return (chain, sums.add(q, g) if reading.every else sums), None
 
     xs = jax.tree.map(
-        lambda x: x.reshape(num_readings, reading.every, *x.shape[1:]),
+        lambda x: x.reshape(num_steps // every, every, *x.shape[1:]),
         (rows, noise, model_keys, counts),
     )
     sums = Sums.zeros(target.dim, target.dtype)
@@ -256,7 +256,10 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     end = jax.tree.map(partial(jnp.where, diverging), restart, end)
     weight = program.weight(counts, adapt_state)
     is_sampling = state.i >= program.num_warmup
-    sums = sums.finished(end.position, dynamics.temperature(end), weight)
+    moments = state.moments
+    if reading.every:
+        sums = sums.finished(end.position, dynamics.temperature(end), weight)
+        moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
     return SGMCMCState(
         i=state.i + 1,
         z=target.unravel(anchored.coordinates.position(end.position)),
@@ -265,7 +268,7 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         num_steps=state.num_steps,
         weight=weight,
         diverging=diverging,
-        moments=state.moments.add(sums, is_sampling, is_sampling & ~diverging),
+        moments=moments,
         adapt_state=adapt_state._replace(step_size=last_step_size),
         rng_key=rng_key,
     )

@@ -233,6 +233,13 @@ class SGMCMCKernel(MCMCKernel):
         """The posterior, once the kernel is initialised."""
         return self._ready
 
+    def coordinates(self, state: SGMCMCState) -> Coordinates:
+        """The whitened coordinates of a state, or of one chain's where several are batched."""
+        adapt_state = state.adapt_state
+        if _is_batch(state.rng_key):
+            adapt_state = jax.tree.map(lambda x: x[0], adapt_state)
+        return Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
+
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
         held = self._held.hold(arguments)

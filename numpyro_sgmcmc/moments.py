@@ -29,7 +29,8 @@ _MANY_DIM = 10_000
 class Reading(NamedTuple):
     """Where the moments come from.
 
-    - **every** - steps from reading to reading, a divisor of the steps of an iteration.
+    - **every** - steps from reading to reading, a divisor of the steps of an iteration; 0 for no
+      readings.
     - **estimator** - that of the gradient on a minibatch of its own, at the end of a step; None
       for the step's own gradient, where it does not depend on the position.
     """

@@ -1,6 +1,17 @@
 """What can be known of a sampler's bias."""
 
 from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
+from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
+from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
+from numpyro_sgmcmc.diagnostics.plots import plot_bias
 
-__all__ = ["BiasReport", "bias_report", "check_invariance"]
+__all__ = [
+    "BiasReport",
+    "bias_report",
+    "calibrated_samples",
+    "check_invariance",
+    "kolmogorov_distance",
+    "plot_bias",
+    "stein_discrepancy",
+]

@@ -10,18 +10,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpyro.distributions import biject_to
 from numpyro.infer import MCMC
-from numpyro.infer.util import unconstrain_fn
 
 from numpyro_sgmcmc import options
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, estimate
+from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.moments import Sums
 
-__all__ = ["BiasReport", "SiteBias", "bias_report", "finished_run"]
+__all__ = ["BiasReport", "SiteBias", "bias_report"]
 
 _MEAN, _SD = 0.1, 0.05
 _MEAN_UNCLEAR, _SD_UNCLEAR = 0.2, 0.15
@@ -49,30 +47,6 @@ class SiteBias(NamedTuple):
     verdict: str
 
 
-def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
-    """The kernel of a run of this package's.
-
-    :param mcmc: what the user passed.
-    :param wanted_by: name of the function that needs it, for the message.
-    :raises ValueError: where it is something else, or has not run.
-    """
-    if not isinstance(mcmc, MCMC):
-        raise ValueError(
-            f"`{wanted_by}` needs the MCMC object of a run, whose state holds the moments that "
-            f"tell the bias, but got {type(mcmc).__name__}: draws alone do not tell it."
-        )
-    kernel = mcmc.sampler
-    if not isinstance(kernel, SGMCMCKernel):
-        raise ValueError(
-            f"`{wanted_by}` is for the kernels of numpyro_sgmcmc, but this MCMC ran "
-            f"{type(kernel).__name__}, which keeps no moments that tell its bias."
-        )
-    state = mcmc.last_state
-    if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
-        raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
-    return kernel
-
-
 def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) -> BiasReport:
     """What a finished run says of its own bias.
 
@@ -89,10 +63,9 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     """
     kernel = finished_run(mcmc, "bias_report")
     options.positive_int("num_draws", num_draws)
-    adapt_state = jax.tree.map(lambda x: _first_chain(x, mcmc), mcmc.last_state.adapt_state)
-    factor = np.asarray(adapt_state.mass_matrix_sqrt_inv, np.float64)
+    factor = np.asarray(kernel.coordinates(mcmc.last_state).factor, np.float64)
     if full_data:
-        sums = _full_data_sums(mcmc, kernel, adapt_state, num_draws)
+        sums = _full_data_sums(mcmc, kernel, num_draws)
     else:
         sums = mcmc.last_state.moments.batches
         sums = jax.tree.map(lambda x: np.asarray(x)[None] if mcmc.num_chains == 1 else x, sums)
@@ -103,7 +76,7 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         )
     z = jax.tree.map(lambda x: _first_chain(x, mcmc), mcmc.last_state.z)
     noise = kernel.noise
-    step_size = float(adapt_state.step_size)
+    step_size = float(np.ravel(mcmc.last_state.adapt_state.step_size)[0])
     predicted = kernel.dynamics.noise_inflation(noise.variance, step_size, noise.varying)
     return BiasReport(
         names=_coordinate_names(z),
@@ -132,13 +105,13 @@ def _coordinate_names(z: Any) -> list[tuple[str, str]]:
     return names
 
 
-def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, adapt_state: Any, num_draws: int) -> Sums:
+def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> Sums:
     """The moments of some of the draws with gradients on all rows, in batches by time."""
     positions = unconstrained_draws(mcmc, kernel)
     per_chain = -(-num_draws // len(positions))
     every = max(1, positions.shape[1] // per_chain)
     positions = positions[:, ::every]
-    coordinates = Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
+    coordinates = kernel.coordinates(mcmc.last_state)
     flat = positions.reshape(-1, positions.shape[-1])
     gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
     q = jax.vmap(coordinates.whiten)(flat - coordinates.anchor)
@@ -154,29 +127,6 @@ def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, adapt_state: Any, num_draw
     each = jax.tree.map(np.asarray, jax.vmap(one)(q, g))
     starts = np.flatnonzero(np.diff(batch, prepend=-1))
     return jax.tree.map(lambda x: np.add.reduceat(x, starts, 0), each)
-
-
-def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
-    """The draws as flat unconstrained positions, shape ``(chains, draws, d)``."""
-    samples = mcmc.get_samples(group_by_chain=True)
-    target = kernel.target
-    if target.sites is None:
-        z = samples
-    else:
-        missing = [s.name for s in target.sites if s.name not in samples]
-        if missing:
-            raise ValueError(
-                f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
-            )
-        z = {s.name: samples[s.name] for s in target.sites}
-        if all(s.support is not None for s in target.sites):
-            z = {s.name: biject_to(s.support).inv(z[s.name]) for s in target.sites}
-        else:
-            one = lambda x: unconstrain_fn(kernel._model, mcmc._args, mcmc._kwargs, x)  # noqa: E731
-            z = jax.vmap(jax.vmap(one))(z)
-            z = {s.name: z[s.name] for s in target.sites}
-    leaves = jax.tree.leaves(z)
-    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], -1).astype(target.dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -276,19 +226,19 @@ class BiasReport:
 
     def _cure(self, biased: list[SiteBias]) -> str:
         """What to change, and what it costs."""
-        worst = max(abs(s.sd_inflation) for s in biased)
         halve = f"halve the step size (to {self.step_size / 2:.2g}; twice the cost of a draw)"
-        if self.noise_inflation > 0.5 * worst:
+        # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
+        excess = max(s.sd_inflation for s in biased)
+        if excess > _SD and self.noise_inflation > 0.5 * excess:
             return (
                 f"Gradient noise explains it: double the subsample_size, or {halve}; either "
                 "halves the excess."
             )
-        share = 2**self.order
-        if self.noise_inflation > 0.2 * worst:
+        if excess > _SD and self.noise_inflation > 0.2 * excess:
             return f"Gradient noise explains a part: {halve}, or double the subsample_size."
         return (
             f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
-            f"falls to about 1/{share}."
+            f"falls to about 1/{2**self.order}."
         )
 
     @property

@@ -1,0 +1,63 @@
+"""What the diagnostics ask of a finished run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import biject_to
+from numpyro.infer import MCMC
+from numpyro.infer.util import unconstrain_fn
+
+from numpyro_sgmcmc.kernel import SGMCMCKernel
+
+__all__ = ["finished_run", "unconstrained_draws"]
+
+
+def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
+    """The kernel of a run of this package's.
+
+    :param mcmc: what the user passed.
+    :param wanted_by: name of the function that needs it, for the message.
+    :raises ValueError: where it is something else, or has not run.
+    """
+    if not isinstance(mcmc, MCMC):
+        raise ValueError(
+            f"`{wanted_by}` needs the MCMC object of a run, whose state holds the moments that "
+            f"tell the bias, but got {type(mcmc).__name__}: draws alone do not tell it."
+        )
+    kernel = mcmc.sampler
+    if not isinstance(kernel, SGMCMCKernel):
+        raise ValueError(
+            f"`{wanted_by}` is for the kernels of numpyro_sgmcmc, but this MCMC ran "
+            f"{type(kernel).__name__}, which keeps no moments that tell its bias."
+        )
+    state = mcmc.last_state
+    if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
+        raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
+    return kernel
+
+
+def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
+    """The draws as flat unconstrained positions, shape ``(chains, draws, d)``."""
+    samples = mcmc.get_samples(group_by_chain=True)
+    target = kernel.target
+    if target.sites is None:
+        z = samples
+    else:
+        missing = [s.name for s in target.sites if s.name not in samples]
+        if missing:
+            raise ValueError(
+                f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
+            )
+        z = {s.name: samples[s.name] for s in target.sites}
+        if all(s.support is not None for s in target.sites):
+            z = {s.name: biject_to(s.support).inv(z[s.name]) for s in target.sites}
+        else:
+            one = lambda x: unconstrain_fn(kernel._model, mcmc._args, mcmc._kwargs, x)  # noqa: E731
+            z = jax.vmap(jax.vmap(one))(z)
+            z = {s.name: z[s.name] for s in target.sites}
+    leaves = jax.tree.leaves(z)
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], -1).astype(target.dtype)
