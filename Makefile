@@ -40,10 +40,10 @@ reference: $(VENV)/.installed-examples
 	$(bin)/python examples/flights.py --reference $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) -m "not slow" $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py

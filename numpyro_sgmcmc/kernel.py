@@ -543,7 +543,10 @@ class SGMCMCKernel(MCMCKernel):
 
     def _has_default_dynamics(self) -> bool:
         """Whether the SDE has the settings for which the largest step sizes are known to suit."""
-        default = type(self)(potential_fn=abs, scheme=self._scheme)  # type: ignore[call-arg]
+        try:
+            default = type(self)(potential_fn=abs, scheme=self._scheme)  # type: ignore[call-arg]
+        except TypeError:  # a subclass with required arguments of its own
+            return False
         return self._dynamics == default._dynamics
 
     def _check_dynamics(self, dynamics: Dynamics, dim: int) -> None:

@@ -66,7 +66,11 @@ KERNELS = [
     LangevinRecipe,
 ]
 
-each_kernel = pytest.mark.parametrize("kernel_class", KERNELS, ids=lambda k: k.__name__)
+# The tests of one kernel share its runs, and so a worker.
+each_kernel = pytest.mark.parametrize(
+    "kernel_class",
+    [pytest.param(k, marks=pytest.mark.xdist_group(k.__name__), id=k.__name__) for k in KERNELS],
+)
 
 # NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
 ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")

@@ -1,6 +1,6 @@
 """The pieces of the warm-up, each where its answer is known."""
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -16,7 +16,12 @@ from numpyro.infer import init_to_uniform
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.noise import NO_NOISE, Noise, draw_blocks, draw_rows
-from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
+from numpyro_sgmcmc.adaptation.step_size import (
+    MAX_NUM_STEPS,
+    choose_num_steps,
+    choose_step_size,
+    shorten_until_right,
+)
 from numpyro_sgmcmc.adaptation.surface import Surface, draw_subset
 from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton
 from numpyro_sgmcmc.adaptation.whitening import (
@@ -27,7 +32,7 @@ from numpyro_sgmcmc.adaptation.whitening import (
     symmetric_root,
 )
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
+from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, RiemannianLangevin, Underdamped
 from numpyro_sgmcmc.full_data import Plate
 from numpyro_sgmcmc.model import function_target, model_target
 
@@ -670,3 +675,14 @@ def test_surface_keeps_the_digits_of_its_callers():
     np.testing.assert_allclose(hessian, 2 * np.eye(2))
     np.testing.assert_allclose(surface.hessian_products(np.zeros(2), np.eye(2)), 2 * np.eye(2))
     np.testing.assert_allclose(surface.gradient(np.array([1.0, 2.0])), [2, 4])
+
+
+def test_simulated_chains_know_what_a_metric_does_to_noise():
+    dynamics = RiemannianLangevin(lambda q: jnp.full((), 4.0))
+    of = partial(shorten_until_right, dynamics, "euler", 0.02, 20, 0.05)
+    exact, excess = of()
+    assert exact == 0.02
+    assert excess == pytest.approx((1 / (1 - 0.02 * 4 / 2)) ** 0.5 - 1, abs=0.01)
+    noisy, excess = of(variance=3.0)
+    assert noisy == pytest.approx(0.6 * 0.02)
+    assert 0.02 < excess < 0.06

@@ -15,7 +15,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from contract import (
-    each_kernel,
+    KERNELS,
+    LangevinRecipe,
     moments,
     quick_compilation,  # noqa: F401
     quietly,
@@ -24,7 +25,7 @@ from contract import (
 from numpyro.infer import DiscreteGibbs, Gibbs
 from numpyro.infer.gibbs import discrete_latent_sites
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGMGT, SGHMCSplit
 
 SHIFT, PRIOR_MEAN, PRIOR_SD = 0.06, 0.25, 0.15
 WEIGHTS = np.array([0.5, 0.3, 0.2])
@@ -87,7 +88,16 @@ def sweep(
     return mcmc.get_samples(group_by_chain=True)
 
 
-@each_kernel
+@pytest.mark.parametrize(
+    "kernel_class",
+    [
+        kernel
+        if kernel in (SGHMCSplit, SGMGT, LangevinRecipe)
+        else pytest.param(kernel, marks=pytest.mark.slow)
+        for kernel in KERNELS
+    ],
+    ids=lambda k: k.__name__,
+)
 def test_discrete_site_and_its_conditionals(kernel_class):
     draws = sweep(kernel_class(switching), 4000, BATCH)
     assert_enumerated(draws)

@@ -23,6 +23,8 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit
 
+shares_a_run = pytest.mark.xdist_group("model kinds")
+
 PEOPLE, ITEMS, GROUPS = 400, 300, 3
 
 
@@ -144,6 +146,7 @@ SITES = [
 ]
 
 
+@shares_a_run
 @pytest.mark.parametrize("site", SITES)
 def test_each_part_has_its_posterior(fitted, site):
     mcmc, _, data = fitted
@@ -153,6 +156,7 @@ def test_each_part_has_its_posterior(fitted, site):
     assert_posterior(draws, *exact(site, data))
 
 
+@shares_a_run
 def test_constrained_draws_lie_in_their_supports(fitted):
     draws = fitted[0].get_samples()
     assert ((draws["width"] > 0) & (draws["width"] < 3)).all()
@@ -161,6 +165,7 @@ def test_constrained_draws_lie_in_their_supports(fitted):
     np.testing.assert_allclose(np.square(draws["corner"]).sum(-1), 1, rtol=1e-5)
 
 
+@shares_a_run
 def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     """One in the plate, one outside that depends on the minibatch; two that do not are kept."""
     mcmc, caught, data = fitted
@@ -177,6 +182,7 @@ def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     )
 
 
+@shares_a_run
 def test_warnings_point_at_the_users_line(fitted):
     for warning in fitted[1]:
         assert warning.filename == __file__, str(warning.message)

@@ -426,9 +426,11 @@ class _Setup:
             step_size = settings.step_size
         elif not settings.has_default_dynamics:
             located = settings.locate(frame.anchored(target.dtype).coordinates)
-            step_size = shorten_until_right(
-                located, settings.scheme, step_size, target.dim, settings.target_bias
+            heard = 0.0 if settings.noise_compensation else noise[kind][estimator].mean
+            step_size, excess = shorten_until_right(
+                located, settings.scheme, step_size, target.dim, settings.target_bias, heard
             )
+            inflation = max(inflation, np.square(1.0 + excess) - 1.0)
         if settings.step_size is None and inflation > 2.0 * settings.target_bias:
             excess = 100 * (np.sqrt(1 + inflation) - 1)
             cure = ", or gradient='auto'" if settings.gradient == "plain" else ""

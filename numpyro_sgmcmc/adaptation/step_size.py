@@ -59,8 +59,14 @@ def choose_step_size(
 
 
 @partial(jax.jit, static_argnames=("dynamics", "scheme", "dim", "num_chains", "num_steps"))
-def _width(
-    dynamics: Dynamics, scheme: str, step_size: Any, dim: int, num_chains: int, num_steps: int
+def _simulate(
+    dynamics: Dynamics,
+    scheme: str,
+    step_size: Any,
+    variance: Any,
+    dim: int,
+    num_chains: int,
+    num_steps: int,
 ) -> tuple[Array, Array]:
     """Sd of simulated chains on a standard normal and its standard error; NaN if none moves."""
     step = dynamics.step(scheme)
@@ -71,8 +77,9 @@ def _width(
 
         def one(state: Any, xs: Any) -> tuple[Any, Array]:
             key, count = xs
-            noise = random.normal(key, (step.draws, dim))
-            state = step(state, step_size, lambda q: q, noise, count)
+            entries = random.normal(key, (step.draws + 1, dim))
+            offset = jnp.sqrt(variance) * entries[0]
+            state = step(state, step_size, lambda q: q + offset, entries[1:], count)
             return state, jnp.square(state.position).mean()
 
         xs = random.split(key, num_steps), jnp.arange(num_steps)
@@ -85,31 +92,58 @@ def _width(
     return sd, variances.std() / math.sqrt(num_chains) / (2.0 * sd)
 
 
+def _excess(
+    dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
+) -> tuple[float, float]:
+    """Relative error of the sd that simulated chains have, and its standard error."""
+    num_chains = int(np.clip(4096 // dim, 4, 1024))
+    time = 3.0 * dynamics.relaxation_time(step_size)
+    num_steps = 2 ** math.ceil(math.log2(np.clip(time / step_size, 64, 2048)))
+    sd, error = _simulate(dynamics, scheme, step_size, variance, dim, num_chains, num_steps)
+    return float(sd) - 1.0, float(error)
+
+
 def shorten_until_right(
-    dynamics: Dynamics, scheme: str, step_size: float, dim: int, target_bias: float
-) -> float:
+    dynamics: Dynamics,
+    scheme: str,
+    step_size: float,
+    dim: int,
+    target_bias: float,
+    variance: float = 0.0,
+) -> tuple[float, float]:
     """A step size at which the scheme has a standard normal right, simulated.
 
     The largest step sizes suit the kernels' default settings. A large friction, a small mass or a
-    steep metric needs shorter ones, and chains with an exact gradient tell how much.
+    steep metric needs shorter ones, with an exact gradient and with a noisy one, and simulated
+    chains tell how much.
 
     :param step_size: where to begin.
     :param dim: number of coordinates.
     :param target_bias: allowed relative error of the sd.
-    :raises ValueError: where no step size is short enough.
+    :param variance: of the whitened gradient's noise.
+    :return: the step size, and the relative error of the sd that is left at it.
+    :raises ValueError: where no step size is short enough for an exact gradient.
     """
-    num_chains = int(np.clip(4096 // dim, 4, 1024))
+    excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
     for _ in range(20):
-        time = 3.0 * dynamics.relaxation_time(step_size)
-        num_steps = 2 ** math.ceil(math.log2(np.clip(time / step_size, 64, 2048)))
-        sd, error = _width(dynamics, scheme, step_size, dim, num_chains, num_steps)
-        if abs(float(sd) - 1.0) <= target_bias + 2.0 * float(error):
-            return step_size
+        if abs(excess) <= target_bias + 2.0 * error:
+            break
         step_size *= 0.6
-    raise ValueError(
-        "With these settings of the kernel no step size leaves a standard normal as it is: is the "
-        "diffusion zero, or are friction, mass or metric extreme?"
-    )
+        excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
+    else:
+        raise ValueError(
+            "With these settings of the kernel no step size leaves a standard normal as it is: is "
+            "the diffusion zero, or are friction, mass or metric extreme?"
+        )
+    if variance <= 0.0:
+        return step_size, excess
+    excess, error = _excess(dynamics, scheme, step_size, variance, dim)
+    while not abs(excess) <= target_bias + 2.0 * error:
+        if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
+            break
+        step_size *= 0.6
+        excess, error = _excess(dynamics, scheme, step_size, variance, dim)
+    return step_size, excess
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
