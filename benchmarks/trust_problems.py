@@ -133,10 +133,9 @@ def _spline() -> tuple[Callable, tuple]:
         level = numpyro.sample("level", dist.Normal(0, 5))
         step = numpyro.sample("step", dist.HalfNormal(1))
         sigma = numpyro.sample("sigma", dist.HalfNormal(2))
-        raw = numpyro.sample("raw", dist.Normal(0, 1).expand([B.shape[1]]).to_event(1))
-        curve = level + step * jnp.cumsum(raw)
+        walk = numpyro.sample("walk", dist.GaussianRandomWalk(step, num_steps=B.shape[1]))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Normal(B[i] @ curve, sigma), obs=y[i])
+            numpyro.sample("y", dist.Normal(level + B[i] @ walk, sigma), obs=y[i])
 
     rng = np.random.default_rng(16)
     x = rng.random(5_000)

@@ -1,6 +1,6 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
-from numpyro_sgmcmc.diagnostics import bias_report
+from numpyro_sgmcmc.diagnostics import bias_report, print_summary
 from numpyro_sgmcmc.samplers import (
     SGHMC,
     SGLD,
@@ -26,5 +26,6 @@ __all__ = [
     "SGHMCSplit",
     "SGLaplaceHMC",
     "bias_report",
+    "print_summary",
 ]
 __version__ = "0.1.0"

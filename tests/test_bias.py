@@ -22,7 +22,16 @@ from contract import (
 from numpyro.infer import MCMC, NUTS
 from orders import stationary_covariance
 
-from numpyro_sgmcmc import SGHMC, SGLD, SGNHT, SHMC, SGHMCSplit, bias_report, diagnostics
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGNHT,
+    SHMC,
+    SGHMCSplit,
+    bias_report,
+    diagnostics,
+    print_summary,
+)
 from numpyro_sgmcmc.dynamics import Underdamped
 
 mpl.use("Agg")
@@ -202,6 +211,16 @@ def test_report_prints_and_converts(noisy):
     each = report.to_dataframe(coordinates=True)
     assert list(each.index) == ["beta[0]", "beta[1]", "rate"]
     np.testing.assert_allclose(each["sd_inflation"], report.estimates.inflation.value)
+
+
+def test_summary_ends_with_a_line_on_bias(noisy, good, capsys):
+    print_summary(good)
+    right = capsys.readouterr().out.splitlines()
+    good.print_summary()
+    assert capsys.readouterr().out.splitlines() == right[:-1]
+    assert right[-1] == bias_report(good).line
+    print_summary(noisy)
+    assert "Gradient noise explains it" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_report_lands_in_the_arviz_object(noisy):

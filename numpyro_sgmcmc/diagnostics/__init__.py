@@ -5,6 +5,7 @@ from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
+from numpyro_sgmcmc.diagnostics.summary import print_summary
 
 __all__ = [
     "BiasReport",
@@ -13,5 +14,6 @@ __all__ = [
     "check_invariance",
     "kolmogorov_distance",
     "plot_bias",
+    "print_summary",
     "stein_discrepancy",
 ]

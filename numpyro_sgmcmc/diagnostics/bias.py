@@ -179,6 +179,11 @@ class BiasReport:
         return self.diverges_often or any(s.verdict == "biased" for s in self.sites)
 
     @property
+    def is_fine(self) -> bool:
+        """Whether every site is right within error bars that are short enough to tell."""
+        return not self.diverges_often and all(s.verdict == "fine" for s in self.sites)
+
+    @property
     def diverges_often(self) -> bool:
         """Whether more than one iteration in a hundred diverged."""
         return self.divergences > 0.01 * self.num_draws
@@ -196,8 +201,8 @@ class BiasReport:
                 "step_size."
             )
         said += [self._sentence(s) for s in biased[:3]]
-        if len(biased) > 3:
-            said.append(f"So are {len(biased) - 3} more sites.")
+        if (more := len(biased) - 3) > 0:
+            said.append(f"{more} more site{'s are' if more > 1 else ' is'} biased.")
         if biased:
             said.append(self._cure(biased))
         if unclear:
@@ -231,7 +236,7 @@ class BiasReport:
         excess = max(s.sd_inflation for s in biased)
         if excess > _SD and self.noise_inflation > 0.5 * excess:
             return (
-                f"Gradient noise explains it: double the subsample_size, or {halve}; either "
+                f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
                 "halves the excess."
             )
         if excess > _SD and self.noise_inflation > 0.2 * excess:

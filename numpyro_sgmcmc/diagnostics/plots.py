@@ -55,7 +55,9 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     if len(names) <= _MOST_LABELS:
         axes[0].set_yticks(rows, names)
     else:
-        axes[0].set_ylabel("coordinate")
+        sites = [site for site, _ in report.names]
+        places = {site: sites.index(site) + (sites.count(site) - 1) / 2 for site in sites}
+        axes[0].set_yticks(list(places.values()), list(places))
     if not axes[0].yaxis_inverted():
         axes[0].invert_yaxis()
     return axes
