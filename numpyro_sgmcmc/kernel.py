@@ -348,8 +348,7 @@ class SGMCMCKernel(MCMCKernel):
         """Run ``num_steps`` steps, each on a minibatch of its own."""
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         one = partial(iterate, self._program, arguments=arguments)
-        state = jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
-        return state._replace(moments=state.moments.with_room())
+        return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
 
     @property
     def _program(self) -> Program:

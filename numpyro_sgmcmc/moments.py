@@ -5,8 +5,8 @@ For the exact posterior :math:`E[\nabla U] = 0` and
 that is independent of the position is unbiased, so that its running mean tells how far the chain's
 mean is off, and its covariance with the position how far the chain's covariance is.
 
-Batch means give the error bars: a fixed number of batches, each as long as the next power of two
-requires. They are few numbers beside the draws and cost nothing beside a gradient.
+Batch means give the error bars: a fixed number of batches, whose lengths grow with the run. They
+are few numbers beside the draws and cost little beside a gradient.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["FULL_MAX_DIM", "FirstGradient", "Moments", "Reading", "Sums"]
+__all__ = ["FULL_MAX_DIM", "FirstGradient", "Moments", "Reading", "Sums", "batch_of"]
 
 FULL_MAX_DIM = 64
 """Up to so many coordinates the moments are matrices."""
 
-_BATCHES, _FEW_BATCHES = 16, 4
+_BATCHES, _FEW_BATCHES = 16, 8
 _MANY_DIM = 10_000
 
 
@@ -91,13 +91,11 @@ class Sums(NamedTuple):
 
 class Moments(NamedTuple):
     """
-    - **batches** - :class:`Sums` with a leading axis of batches, in the order of time.
-    - **length** - iterations that a batch holds when it is full.
+    - **batches** - :class:`Sums` with a leading axis of batches.
     - **iterations** - iterations so far, warm-up not counted.
     """
 
     batches: Sums
-    length: Array
     iterations: Array
 
     @classmethod
@@ -105,7 +103,7 @@ class Moments(NamedTuple):
         """Moments of a chain that has not begun."""
         num = _BATCHES if dim <= _MANY_DIM else _FEW_BATCHES
         empty = jax.tree.map(lambda x: jnp.zeros((num, *x.shape), x.dtype), Sums.zeros(dim, dtype))
-        return cls(empty, jnp.array(1), jnp.array(0))
+        return cls(empty, jnp.array(0))
 
     def add(self, sums: Sums, is_sampling: Array, is_good: Array) -> Moments:
         """With one iteration more.
@@ -114,33 +112,25 @@ class Moments(NamedTuple):
         :param is_sampling: False in warm-up, which does not count.
         :param is_good: False where the sums are to be left out.
         """
-        slot = self.iterations // self.length
+        place = batch_of(self.iterations, len(self.batches.weight))
 
         def put(batches: Array, x: Array) -> Array:
-            return batches.at[slot].add(jnp.where(is_good, x, jnp.zeros_like(x)))
+            return batches.at[place].add(jnp.where(is_good, x, jnp.zeros_like(x)))
 
         batches = jax.tree.map(put, self.batches, sums)
-        return Moments(batches, self.length, self.iterations + is_sampling)
+        return Moments(batches, self.iterations + is_sampling)
 
-    def with_room(self) -> Moments:
-        """Batches joined in pairs when all are full. Also for chains batched together.
 
-        Not a part of :meth:`add`, because under ``vmap`` it would run at every iteration.
-        """
-        chain_axes = self.iterations.ndim
-        num = self.batches.weight.shape[chain_axes]
-        iterations, length = self.iterations.ravel()[0], self.length.ravel()[0]
+def batch_of(iteration: Array, num_batches: int) -> Array:
+    """The batch that an iteration belongs to, so that batches grow with the run, untouched.
 
-        def join(moments: Moments) -> Moments:
-            def pairs(x: Array) -> Array:
-                shape = (*x.shape[:chain_axes], num // 2, 2, *x.shape[chain_axes + 1 :])
-                joined = x.reshape(shape).sum(chain_axes + 1)
-                return jnp.concatenate([joined, jnp.zeros_like(joined)], chain_axes)
-
-            batches = jax.tree.map(pairs, moments.batches)
-            return Moments(batches, 2 * moments.length, moments.iterations)
-
-        return lax.cond(iterations >= num * length, join, lambda moments: moments, self)
+    A quarter of the batches hold one iteration each, the next quarter two, then four, and so on,
+    round and round: what a batch held before weighs a sixteenth of what comes to it.
+    """
+    quarter = num_batches // 4
+    octave = 31 - lax.clz(jnp.asarray(iteration // quarter + 1, jnp.int32))
+    first = quarter * ((1 << octave) - 1)
+    return (quarter * octave + ((iteration - first) >> octave)) % num_batches
 
 
 class FirstGradient:

@@ -1,7 +1,6 @@
 """The moments that tell the bias are read at the right point, kept, and put together rightly."""
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from orders import stationary_covariance
 from sdes import EXAMPLES, SCHEMES
 
 from numpyro_sgmcmc.diagnostics.estimates import estimate
-from numpyro_sgmcmc.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums
+from numpyro_sgmcmc.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
 
 # --- Where a scheme's step reads ----------------------------------------------------------------
 
@@ -96,42 +95,44 @@ def sums_of(q, g, temperature=1.0, weight=1.0):
     return made.finished(q, temperature, jnp.asarray(weight, q.dtype))
 
 
+def test_batches_grow_with_the_run():
+    num, length = 16, 4 * (2**6 - 1)
+    place = np.asarray(jax.vmap(lambda i: batch_of(i, num))(jnp.arange(length)))
+    # Four of one, four of two, four of four, four of eight, then again from the first batch.
+    np.testing.assert_array_equal(place[:12], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7])
+    np.testing.assert_array_equal(place[60 : 60 + 64], np.repeat([0, 1, 2, 3], 16))
+    assert (np.diff(np.flatnonzero(place == 7)[-32:]) == 1).all()
+    weights = np.bincount(place, minlength=num)
+    assert weights.sum() == length
+    # As good as twelve batches of one length, at the end of an octave and in its midst.
+    for n in (length, length - 64, 4 * (2**18 - 1)):
+        at = np.bincount(place[:n], minlength=num) if n <= length else weights
+        assert at.sum() ** 2 / np.square(at).sum() > 9
+
+
 @pytest.mark.parametrize("dim", [3, FULL_MAX_DIM + 1])
-@pytest.mark.parametrize("num_chains", [None, 2])
-def test_batches_hold_every_iteration_once_in_order(dim, num_chains):
+def test_batches_hold_every_good_iteration_once(dim):
     rng = np.random.default_rng(0)
-    shape = (40,) if num_chains is None else (40, num_chains)
-    qs, gs = (rng.standard_normal((*shape, dim)).astype(np.float32) for _ in range(2))
-
-    def add(moments, q, g, i):
-        return moments.add(sums_of(q, g), i >= 0, (i >= 0) & (i != 7))
-
-    over = partial(jax.vmap, in_axes=(0, 0, 0, None)) if num_chains else lambda f: f
+    qs, gs = (rng.standard_normal((40, dim)).astype(np.float32) for _ in range(2))
 
     @jax.jit
     def advance(moments, q, g, i):
-        return over(add)(moments, q, g, i).with_room()
+        return moments.add(sums_of(q, g), i >= 0, (i >= 0) & (i != 7))
 
     moments = Moments.zeros(dim, jnp.float32)
-    if num_chains:
-        moments = jax.tree.map(lambda x: jnp.stack([x] * num_chains), moments)
     for i in range(-3, 40):
         moments = advance(moments, qs[i], gs[i], i)
-    assert (np.asarray(moments.iterations) == 40).all()
-    assert (np.asarray(moments.length) == 4).all()
-    weight = np.asarray(moments.batches.weight)
-    weight = weight if num_chains is None else weight[0]
-    np.testing.assert_array_equal(weight, [4, 3] + [4] * 8 + [0] * 6)  # the seventh was bad
-    gradient = np.asarray(moments.batches.gradient)
-    gradient, of = (gradient, gs) if num_chains is None else (gradient[1], gs[:, 1])
-    np.testing.assert_allclose(gradient[3], of[12:16].sum(0), rtol=1e-5)
+    assert moments.iterations == 40
     kept = np.arange(40) != 7
-    stein = np.asarray(moments.batches.stein)
-    stein = (stein if num_chains is None else stein[1]).sum(0)
-    q = qs if num_chains is None else qs[:, 1]
-    expected = np.einsum("ni,nj->ij", q[kept], of[kept])
+    place = np.asarray(batch_of(jnp.arange(40), 16))
+    expected = np.bincount(place, kept, minlength=16)
+    np.testing.assert_array_equal(moments.batches.weight, expected)
+    np.testing.assert_allclose(
+        moments.batches.gradient[8], gs[(place == 8) & kept].sum(0), rtol=1e-5, atol=1e-6
+    )
+    expected = np.einsum("ni,nj->ij", qs[kept], gs[kept])
     expected = expected if dim <= FULL_MAX_DIM else np.diagonal(expected)
-    np.testing.assert_allclose(stein, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(moments.batches.stein.sum(0), expected, rtol=1e-4, atol=1e-4)
 
 
 # --- Putting them together ----------------------------------------------------------------------

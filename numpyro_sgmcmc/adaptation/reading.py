@@ -11,18 +11,29 @@ from collections.abc import Mapping
 
 from numpyro_sgmcmc.moments import Reading
 
-__all__ = ["READING_APART", "choose_reading"]
+__all__ = ["READING_APART", "choose_reading", "own_reading"]
 
 READING_APART = 20
 """Steps between readings that have a minibatch of their own."""
 
 _CLEARLY_BETTER = 4.0
+_MANY_DIM = 10_000
+_SOME_STEPS = 5
+
+
+def own_reading(dim: int, num_steps: int) -> Reading:
+    """The steps' own gradients: at every step, or at some where vectors are long.
+
+    Sums of long vectors cost as much as the step's other arithmetic.
+    """
+    most = 1 if dim <= _MANY_DIM else _SOME_STEPS
+    return Reading(max(k for k in range(1, most + 1) if num_steps % k == 0))
 
 
 def choose_reading(
     variances: Mapping[str, float], estimator: str, is_independent: bool, num_steps: int
-) -> Reading:
-    """How to read the moments.
+) -> Reading | None:
+    """How to read the moments apart, or None where the steps' own gradients serve.
 
     :param variances: the gradient's noise by estimator.
     :param estimator: the one with which the chain runs.
@@ -34,5 +45,5 @@ def choose_reading(
     best = min(variances, key=lambda e: variances[e])
     own, apart = variances[estimator] / num_steps, variances[best] / (num_steps // every)
     if is_independent and own <= _CLEARLY_BETTER * apart:
-        return Reading()
+        return None
     return Reading(every, best)

@@ -36,7 +36,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     PILOT_STEP_SIZE,
     run_pilot,
 )
-from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading
+from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading, own_reading
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
@@ -481,7 +481,7 @@ class _Setup:
         free = _FREE_NOISE if num_steps >= READING_APART else 4.0 * _FREE_NOISE
         is_independent = minibatch == "iid" or excess <= free
         if is_independent and noise[estimator].mean <= num_steps:
-            return Reading()
+            return own_reading(self.target.dim, num_steps)
         # The Hessian at the anchor is there only if the chain's own estimator needs it.
         kept = [e for e in noise if e in (estimator, "plain", "control_variate")]
         variances = {e: noise[e].mean for e in kept}
@@ -489,7 +489,8 @@ class _Setup:
             both = ("plain", "control_variate")
             found = self._noise(frame, q, both)["blocks" if minibatch == "blocks" else "random"]
             variances = {e: n.mean for e, n in found.items()}
-        return choose_reading(variances, estimator, is_independent, num_steps)
+        apart = choose_reading(variances, estimator, is_independent, num_steps)
+        return apart or own_reading(self.target.dim, num_steps)
 
     def _choose_minibatch(
         self, noise: dict[str, dict[str, Noise]], choices: dict[str, tuple[str, float, float]]
