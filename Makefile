@@ -14,7 +14,7 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference test test-all benchmarks papers lint format clean
+.PHONY: help quickstart reference test test-all benchmarks papers trust lint format clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-all     run all tests"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
+	@echo "make trust        kernels with no arguments, and with wrong ones, beside NUTS (hours)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"
@@ -49,7 +50,13 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py
 	$(bin)/python benchmarks/step_cost.py
 	$(bin)/python benchmarks/kernel_cost.py
+	$(bin)/python benchmarks/moments_cost.py
 	$(bin)/python benchmarks/memory.py
+
+# Not among the benchmarks: hours, and the references make hours more.
+trust: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/trust.py
+	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
 
 papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/chen2015.py

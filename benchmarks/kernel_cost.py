@@ -94,7 +94,7 @@ def loops_of(
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)
 
-        compiled = jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state).z)
+        compiled = jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state))
         return lambda: compiled(state)
 
     return {estimator: loop(estimator) for estimator in ("plain", "control_variate")}

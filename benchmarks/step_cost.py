@@ -90,7 +90,7 @@ def kernel_loops(X: Array, y: Array, num_iterations: int) -> dict[str, Callable[
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, (X, y), {"batch_size": BATCH_SIZE})
 
-        compiled = jax.jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state).z)
+        compiled = jax.jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state))
         return lambda: compiled(state)
 
     return {

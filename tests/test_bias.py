@@ -192,7 +192,8 @@ def test_nothing_is_flagged_where_nothing_is_wrong(good):
 
 def test_few_draws_are_unclear_and_not_fine():
     report = bias_report(run(SGHMCSplit(survey, num_steps=1), num_samples=30, num_chains=1))
-    assert {s.verdict for s in report.sites} == {"unclear"}
+    assert not report.is_fine
+    assert "unclear" in {s.verdict for s in report.sites}
     assert "too wide to tell" in report.verdict
 
 

@@ -1,0 +1,84 @@
+"""What the moments that tell the bias cost.
+
+Time of ``SGHMCSplit``'s own iterations of ten steps with them over the time without: read off the
+steps' own gradients (at every step; at every fifth with more than 10,000 coordinates), and read
+apart, from a minibatch of its own each iteration. In turn, in one process, compilation not timed.
+The target is 1.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_header, print_row
+from jax import lax, random
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.reading import own_reading
+from numpyro_sgmcmc.moments import Reading
+
+NUM_STEPS = 10
+WIDTHS = (8, 8, 8, 16, 12, 8, 8)
+
+
+def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
+    """One row for each estimator and each way to choose rows."""
+    data = make_data(random.key(0), num_rows, dim)
+    batch = {"batch_size": BATCH_SIZE}
+    options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_size": 0.1}
+    if dim > 1000:
+        options["inverse_mass_matrix"] = np.full(dim, 4.0 / num_rows, np.float32)
+    kernel = SGHMCSplit(logistic, gradient="control_variate", **options)
+    state = kernel.init(random.key(1), 0, None, data, batch)
+    arguments, adaptation = kernel._adapted
+
+    def loop(num_iterations: int, **chosen: Any) -> Callable[[], Any]:
+        variant = SGHMCSplit(logistic)
+        vars(variant).update(vars(kernel), _adapted=(arguments, adaptation._replace(**chosen)))
+
+        def iterate(_: int, state: Any) -> Any:
+            return variant.sample(state, data, batch)
+
+        compiled = jax.jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state))
+        return lambda: compiled(state)
+
+    readings = {
+        "without": Reading(0),
+        "own": own_reading(dim, NUM_STEPS),
+        "apart": Reading(NUM_STEPS, "plain"),
+    }
+    for minibatch in ("blocks", "iid"):
+        for estimator in ("plain", "control_variate"):
+            chosen = {"minibatch": minibatch, "estimator": estimator}
+            guess = interleaved({"": loop(2, reading=Reading(0), **chosen)}, 5)[""].min() / 2
+            n = max(2, int(seconds / guess))
+            loops = {k: loop(n, reading=r, **chosen) for k, r in readings.items()}
+            times = interleaved(loops, repeats)
+            base = times.pop("without")
+            micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} us"
+            ratios = [f"{np.median(t / base):.2f}" for t in times.values()]
+            print_row(
+                [f"{num_rows:.0e}", f"{dim:.0e}", minibatch, estimator, micros, *ratios], WIDTHS
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--seconds", type=float, default=0.1, help="length of one run")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print_header(f"Time of an iteration with moments over without, B = {BATCH_SIZE}")
+    print_row(["N", "D", "rows", "gradient", "step", "own", "apart"], WIDTHS)
+    for num_rows, dim in ((10**5, DIM), (10**6, DIM), (10**5, 64), (2000, 10**5)):
+        scale = 4.0 if dim > 1000 else 1.0
+        measure(num_rows, dim, scale * args.seconds, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
