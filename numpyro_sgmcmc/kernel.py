@@ -272,6 +272,15 @@ class SGMCMCKernel(MCMCKernel):
         kernel._model = wrapper(self._model)
         return kernel
 
+    def ready_variant(self, **found: Any) -> SGMCMCKernel:
+        """A copy of an initialised kernel that need not be initialised again.
+
+        :param found: attributes that `init` would set, to have other values.
+        """
+        kernel = copy.copy(self)  # which drops what `init` found, as pickling does
+        kernel.__dict__.update(self.__dict__, **found)
+        return kernel
+
     def refresh(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:

@@ -5,6 +5,7 @@ from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
+from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
 from numpyro_sgmcmc.diagnostics.summary import print_summary
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "bias_report",
     "calibrated_samples",
     "check_invariance",
+    "compare_with_finer",
     "kolmogorov_distance",
     "plot_bias",
     "print_summary",

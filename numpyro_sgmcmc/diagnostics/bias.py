@@ -15,7 +15,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc import options
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, estimate
-from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
+from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.moments import Sums
 
@@ -74,12 +74,11 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         raise ValueError(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
-    z = jax.tree.map(lambda x: _first_chain(x, mcmc), mcmc.last_state.z)
     noise = kernel.noise
     step_size = float(np.ravel(mcmc.last_state.adapt_state.step_size)[0])
     predicted = kernel.dynamics.noise_inflation(noise.variance, step_size, noise.varying)
     return BiasReport(
-        names=_coordinate_names(z),
+        names=coordinate_names(mcmc),
         estimates=estimate(sums, factor),
         step_size=step_size,
         order=kernel.dynamics.schemes[kernel.scheme].order,
@@ -89,20 +88,6 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         num_draws=int(np.size(mcmc.get_extra_fields().get("diverging", 0))),
         full_data=full_data,
     )
-
-
-def _first_chain(x: Any, mcmc: MCMC) -> Any:
-    return x[0] if mcmc.num_chains > 1 else x
-
-
-def _coordinate_names(z: Any) -> list[tuple[str, str]]:
-    """Site and name of each coordinate, in the order of the flat position."""
-    names: list[tuple[str, str]] = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
-        site = str(getattr(path[0], "key", "z")) if path else "z"
-        places = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
-        names.extend((site, site + place) for place in places)
-    return names
 
 
 def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> Sums:

@@ -13,7 +13,7 @@ from numpyro.infer.util import unconstrain_fn
 
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 
-__all__ = ["finished_run", "unconstrained_draws"]
+__all__ = ["coordinate_names", "finished_run", "unconstrained_draws"]
 
 
 def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
@@ -38,6 +38,19 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
         raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
     return kernel
+
+
+def coordinate_names(mcmc: MCMC) -> list[tuple[str, str]]:
+    """Site and name of each coordinate, in the order of the flat position."""
+    z = mcmc.last_state.z
+    if mcmc.num_chains > 1:
+        z = jax.tree.map(lambda x: x[0], z)
+    names: list[tuple[str, str]] = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
+        site = str(getattr(path[0], "key", "z")) if path else "z"
+        places = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
+        names.extend((site, site + place) for place in places)
+    return names
 
 
 def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
