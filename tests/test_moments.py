@@ -63,8 +63,9 @@ NONLINEAR = [(n, s) for n, s in SCHEMES if (n, s) not in LINEAR and n != "recipe
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "scheme"), NONLINEAR)
 def test_reading_of_nonlinear_dynamics(name, scheme):
-    """Simulated: one coordinate of curvature 1.2, steps of 0.2, gradient noise of variance 2."""
-    example, h, k = EXAMPLES[name], 0.2, 1.2
+    """Simulated: one coordinate of curvature 1.2, gradient noise of variance 2."""
+    # Euler's thermostats run away now and then at the longer step.
+    example, h, k = EXAMPLES[name], 0.2 if scheme == "symmetric" else 0.05, 1.2
     step = example.dynamics.step(scheme)
     num_chains, num_steps = 4096, 4000
 
@@ -81,8 +82,11 @@ def test_reading_of_nonlinear_dynamics(name, scheme):
         return seen[num_steps // 4 :].mean(0)
 
     found = jax.jit(jax.vmap(chain))(jax.random.split(jax.random.key(0), num_chains))
+    is_stable = jnp.isfinite(found).all(1) & (found[:, 1] < 1e3)
+    assert is_stable.mean() > 0.99
+    found = found[is_stable]
     difference = found[:, 0] - found[:, 1]
-    error = difference.std() / np.sqrt(num_chains)
+    error = difference.std() / np.sqrt(len(difference))
     assert abs(difference.mean()) < 4 * error + 2e-3 * found[:, 1].mean()
     assert 4 * error < 0.02 * found[:, 1].mean(), "too noisy to tell"
 
