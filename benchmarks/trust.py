@@ -44,11 +44,11 @@ class Outcome(NamedTuple):
     """
     - **shift** - mean error of each coordinate, in posterior sds.
     - **inflation** - sd over the reference's, minus one.
-    - **slack** - three standard errors of each inflation, of both runs.
+    - **shift_error** - Monte Carlo error of the shifts, of both runs.
+    - **inflation_error** - the same of the inflations.
     - **report** - the bias report.
     - **ess** - smallest effective sample size.
-    - **warm_seconds** - compilation and warm-up.
-    - **seconds** - the draws alone.
+    - **total_seconds** - compilation, warm-up and draws.
     """
 
     shift: np.ndarray
@@ -182,6 +182,7 @@ def main() -> None:
     right, cells = [], []
     for problem in args.problems:
         if problem not in known:
+            print(f"{problem}: no reference yet, left out", flush=True)
             continue
         for kernel in args.kernels:
             for label, settings in SETTINGS.items() if args.bad else [("", {})]:

@@ -139,6 +139,17 @@ def test_batches_hold_every_good_iteration_once(dim):
     np.testing.assert_allclose(moments.batches.stein.sum(0), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_iterations_count_by_their_weight():
+    """Twice the weight is twice the iteration, and no weight is none."""
+    q, g = jnp.array([1.0, -2.0]), jnp.array([0.5, 3.0])
+    once, twice, never = (sums_of(q, g, weight=w) for w in (1.0, 2.0, 0.0))
+    assert once.weight == 1.0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(2 * a, b), once, twice)
+    assert all((x == 0).all() for x in never)
+    np.testing.assert_allclose(once.stein, np.outer(q, g))
+    np.testing.assert_allclose(once.spread, np.outer(q, q))
+
+
 # --- Putting them together ----------------------------------------------------------------------
 
 

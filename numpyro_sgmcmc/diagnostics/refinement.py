@@ -66,7 +66,11 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
     """
     kernel = finished_run(mcmc, "compare_with_finer")
     options.one_of("change", change, ("step", "batch"))
-    finer, state = (_half_steps if change == "step" else _twice_the_rows)(kernel, mcmc, rng_key)
+    stream_key, rng_key = random.split(rng_key)
+    if change == "step":
+        finer, state = _half_steps(kernel, mcmc)
+    else:
+        finer, state = _twice_the_rows(kernel, mcmc, stream_key)
     again = MCMC(
         finer,
         num_warmup=mcmc.num_warmup,
@@ -83,7 +87,7 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
     return Refinement([name for _, name in coordinate_names(mcmc)], *_compare(ours, theirs), again)
 
 
-def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[SGMCMCKernel, Any]:
+def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
     if callable(kernel._step_size):
         raise ValueError("`compare_with_finer` cannot halve a schedule: give a constant step_size.")
     arguments, adaptation = _adapted(kernel)
