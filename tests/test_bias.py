@@ -32,6 +32,7 @@ from numpyro_sgmcmc import (
     diagnostics,
     print_summary,
 )
+from numpyro_sgmcmc.diagnostics.bias import BiasReport, SiteBias
 from numpyro_sgmcmc.dynamics import Underdamped
 
 mpl.use("Agg")
@@ -181,6 +182,13 @@ def test_verdict_names_site_size_cause_and_cure(noisy):
     assert steps.is_flagged
     assert "it is the step" in steps.verdict
     assert "1/4" in steps.verdict
+
+
+def test_what_cannot_be_measured_is_said_in_words():
+    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, "biased")
+    said = BiasReport._sentence(None, lost)
+    assert said.startswith("Sds of `tau` are too far off to be measured and means of `tau`")
+    assert "nan" not in said
 
 
 def test_nothing_is_flagged_where_nothing_is_wrong(good):

@@ -50,7 +50,7 @@ class SiteBias(NamedTuple):
 def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) -> BiasReport:
     """What a finished run says of its own bias.
 
-    The moments come from the gradients of the run's own minibatches, at no cost. They say how
+    The moments come from gradients that the run took, at next to no cost. They say how
     far the chain's means and sds are from the posterior's, coordinate by coordinate, whatever the
     reason: step size, gradient noise, or too few draws. They cannot see a mode that no chain found.
 
@@ -200,7 +200,9 @@ class BiasReport:
 
     def _sentence(self, s: SiteBias) -> str:
         found = []
-        if abs(s.sd_inflation) > _SD or not np.isfinite(s.sd_inflation):
+        if not np.isfinite(s.sd_inflation):
+            found.append(f"sds of `{s.site}` are too far off to be measured")
+        elif abs(s.sd_inflation) > _SD:
             side = "wide" if s.sd_inflation > 0 else "narrow"
             found.append(
                 f"sds of `{s.site}` are up to {100 * abs(s.sd_inflation):.0f} % ± "
