@@ -26,11 +26,13 @@ from numpyro_sgmcmc.minibatch import STREAMS, independent_blocks, independent_ro
 from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
 from numpyro_sgmcmc.state import AdaptState, SGMCMCState
+from numpyro_sgmcmc.step_control import StepControl
 
 __all__ = ["Program", "iterate", "start_chain"]
 
 _NOISE_AHEAD = 2**22
 _ESCAPE = 1e3
+_SHORTEST_SHARE = 1 / 64  # of the step size chosen: where that fails too, it is not the step
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def start_chain(
         weight=jnp.zeros_like(step_size),
         diverging=jnp.array(False),
         moments=Moments.zeros(target.dim, target.dtype),
+        step_control=StepControl.zeros(target.dim, target.dtype),
         adapt_state=AdaptState(
             step_size=step_size,
             inverse_mass_matrix=coordinates.inverse_mass_matrix,
@@ -159,6 +162,31 @@ def _independent_gradient(
         rows,
         model_key if target.is_randomized else None,
     )
+
+
+def _check_step(
+    program: Program, state: SGMCMCState, temperatures: Array, diverging: Array
+) -> tuple[StepControl, Array]:
+    """What the chain has seen of its step size, and by what to multiply it: 1 after warm-up.
+
+    Checks come halfway through the warm-up and at its end, on the iterations since the quarter
+    and since the half; a divergence shortens the step at once, but for the over-dispersed start's.
+    """
+    num_warmup, adaptation = program.num_warmup, program.adaptation
+    quarter, half = num_warmup // 4, num_warmup // 2
+    is_warmup = state.i < num_warmup
+    control = state.step_control.add(temperatures, (state.i >= quarter) & is_warmup & ~diverging)
+    is_due = (state.i + 1 == half) | (state.i + 1 == num_warmup)
+    allowed = jnp.asarray(adaptation.allowed_excess, temperatures.dtype)
+    time = adaptation.num_steps * state.adapt_state.step_size
+    independent = jnp.minimum(time / adaptation.relaxation_time, 1.0)
+    factor = jnp.where(is_due, control.factor(allowed, independent), 1.0)
+    is_blamed = is_warmup & diverging & (state.diverging | (state.i >= quarter))
+    factor = jnp.where(is_blamed, 0.5 * factor, factor)
+    shortest = _SHORTEST_SHARE * adaptation.step_size / state.adapt_state.step_size
+    factor = jnp.where(is_warmup, jnp.maximum(factor, jnp.minimum(shortest, 1.0)), 1.0)
+    control = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), control)
+    return control, factor
 
 
 def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
@@ -256,7 +284,11 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     end = jax.tree.map(partial(jnp.where, diverging), restart, end)
     weight = program.weight(counts, adapt_state)
     is_sampling = state.i >= program.num_warmup
-    moments = state.moments
+    moments, control, step_size = state.moments, state.step_control, last_step_size
+    if adaptation.allowed_excess is not None:
+        temperatures = sums.temperatures if reading.every else jnp.ones(target.dim, target.dtype)
+        control, factor = _check_step(program, state, temperatures, diverging)
+        step_size = factor * step_size
     if reading.every:
         sums = sums.finished(end.position, dynamics.temperature(end), weight)
         moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
@@ -269,6 +301,7 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         weight=weight,
         diverging=diverging,
         moments=moments,
-        adapt_state=adapt_state._replace(step_size=last_step_size),
+        step_control=control,
+        adapt_state=adapt_state._replace(step_size=step_size),
         rng_key=rng_key,
     )

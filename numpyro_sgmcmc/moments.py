@@ -73,6 +73,12 @@ class Sums(NamedTuple):
             stein=self.stein + self.product(position, gradient),
         )
 
+    @property
+    def temperatures(self) -> Array:
+        """Mean product of position and gradient in each coordinate, shape ``(d,)``."""
+        stein = jnp.diagonal(self.stein) if self.stein.ndim == 2 else self.stein
+        return stein / self.weight
+
     def finished(self, position: Array, temperature: Any, weight: Array) -> Sums:
         """The iteration's means times its weight, with what is read once an iteration."""
         share = weight / self.weight

@@ -9,13 +9,15 @@ from jax import Array
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.minibatch import StreamState
 from numpyro_sgmcmc.moments import Moments
+from numpyro_sgmcmc.step_control import StepControl
 
 __all__ = ["AdaptState", "SGMCMCState"]
 
 
 class AdaptState(NamedTuple):
     """
-    - **step_size** - step size of the iteration's last step, in whitened units.
+    - **step_size** - step size of the iteration's last step, in whitened units; a chain whose
+      warm-up finds it too long makes it shorter.
     - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
     - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
     - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
@@ -49,6 +51,8 @@ class SGMCMCState(NamedTuple):
       failure in a row.
     - **adapt_state** - an :class:`AdaptState`.
     - **moments** - what tells the chain's bias, :class:`~numpyro_sgmcmc.moments.Moments`.
+    - **step_control** - what the warm-up's check of the step size has seen since the last one, a
+      :class:`~numpyro_sgmcmc.step_control.StepControl`.
     - **rng_key** - random key of the next iteration.
     """
 
@@ -61,4 +65,5 @@ class SGMCMCState(NamedTuple):
     diverging: Array
     adapt_state: AdaptState
     moments: Moments
+    step_control: StepControl
     rng_key: Array

@@ -1,7 +1,24 @@
 """Fixtures shared by all tests."""
 
+import gc
+from pathlib import Path
+
 import jax
 import pytest
+
+_MAPS = Path("/proc/self/maps")
+_MANY_MAPS = 20_000
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs now and then.
+
+    Each holds some mappings of memory, of which Linux allows a process 65,530. A worker that runs
+    out of them is ended by a segmentation fault.
+    """
+    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

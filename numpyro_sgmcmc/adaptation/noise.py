@@ -11,11 +11,20 @@ import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.gradients import Anchored, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.model import Target
 
-__all__ = ["NO_NOISE", "Noise", "draw_blocks", "draw_rows", "measure_covariance", "measure_noise"]
+__all__ = [
+    "NO_NOISE",
+    "Noise",
+    "draw_blocks",
+    "draw_rows",
+    "epoch_share",
+    "measure_covariance",
+    "measure_noise",
+]
 
 _ROW_GRADIENTS = 2**22
 
@@ -28,11 +37,26 @@ class Noise(NamedTuple):
     - **varying** - the share of it that differs from place to place, from 0 to 1: on average
       over coordinates, or in one that clearly differs more.
     - **mean** - its variance, mean over coordinates.
+    - **per_epoch** - minibatches in an epoch over which their noise cancels; 0 for independent
+      ones.
     """
 
     variance: float
     varying: float
     mean: float
+    per_epoch: int = 0
+
+    def inflation(self, dynamics: Dynamics, step_size: float) -> float:
+        """Predicted relative excess of a unit posterior variance.
+
+        :param dynamics: tells how noise acts.
+        :param step_size: step size.
+        """
+        inflation = dynamics.noise_inflation(self.variance, step_size, self.varying)
+        # A thermostat cools what seems to it heat: nothing has cancelled for it.
+        if self.per_epoch == 0 or dynamics.has_thermostat:
+            return inflation
+        return inflation * epoch_share(dynamics, step_size, self.per_epoch)
 
     @classmethod
     def of(cls, variances: np.ndarray, num_minibatches: int, is_cheap: bool) -> Noise:
@@ -51,6 +75,30 @@ class Noise(NamedTuple):
 
 
 NO_NOISE = Noise(0.0, 0.0, 0.0)
+
+
+def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
+    r"""What is left of the noise's effect where each minibatch comes once in an epoch.
+
+    K minibatches in random order have noise of autocovariance
+    :math:`-(1 - k/K) V / (K - 1)` at lag k; the position answers it as it answers white noise,
+    with its own autocorrelation :math:`\rho`:
+
+    .. math:: 1 - \frac{2}{K - 1} \sum_{k=1}^{K-1} \left(1 - \frac{k}{K}\right) \rho(kh)
+
+    About 0 for epochs that are short beside the relaxation time, 1 for long ones.
+
+    :param dynamics: tells how positions relax.
+    :param step_size: step size h.
+    :param per_epoch: number of minibatches K.
+    """
+    if per_epoch < 2:
+        return 0.0
+    remembered = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
+    lags = np.arange(1, min(per_epoch, remembered + 2))
+    correlation = dynamics.autocorrelation(lags * step_size, step_size)
+    cancelled = 2.0 / (per_epoch - 1) * np.sum((1.0 - lags / per_epoch) * correlation)
+    return float(np.clip(1.0 - cancelled, 0.0, 1.0))
 
 
 def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:

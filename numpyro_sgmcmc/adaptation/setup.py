@@ -12,6 +12,7 @@ branch; nothing here runs under ``vmap`` or ``pmap``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -82,7 +83,14 @@ _SMALL_SHIFT = 0.5
 _SMALL_STRETCH = 2.5
 _CLEARLY_NOISIER = 1.5
 _FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
+_SURPRISE = 1.5  # times the predicted excess: less is no surprise
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
+
+
+def _rounded_up(number: float) -> int:
+    """To two significant digits."""
+    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,9 @@ class Adaptation(NamedTuple):
     - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
     - **noise** - the noise measured at typical positions.
     - **reading** - where the moments come from that tell the bias.
+    - **allowed_excess** - excess of temperature at which a chain in warm-up does not shorten its
+      step; None where the step size is the user's.
+    - **relaxation_time** - time between about independent draws.
     """
 
     anchored: Anchored
@@ -140,6 +151,8 @@ class Adaptation(NamedTuple):
     gradient_noise: GradientNoise | None
     noise: Noise
     reading: Reading
+    allowed_excess: float | None
+    relaxation_time: float
 
 
 def adapt(
@@ -431,14 +444,11 @@ class _Setup:
                 located, settings.scheme, step_size, target.dim, settings.target_bias, heard
             )
             inflation = max(inflation, np.square(1.0 + excess) - 1.0)
+        chosen = self._over_epochs(noise[kind][estimator], minibatch)
+        if chosen.per_epoch:
+            inflation = min(inflation, chosen.inflation(dynamics, float(step_size)))
         if settings.step_size is None and inflation > 2.0 * settings.target_bias:
-            excess = 100 * (np.sqrt(1 + inflation) - 1)
-            cure = ", or gradient='auto'" if settings.gradient == "plain" else ""
-            notify(
-                f"The minibatch gradient is so noisy that posterior sds are predicted to be "
-                f"{excess:.0f} % too wide or more, at {MAX_NUM_STEPS} steps a draw: do not trust "
-                f"them. Use a larger subsample_size{cure}."
-            )
+            self._warn_of_noise(inflation)
         if minibatch != "iid" and self._is_thermostat_at_work(noise[kind][estimator], step_size):
             notify(
                 f"minibatch={minibatch!r} makes noise that cancels over an epoch, which the "
@@ -460,8 +470,40 @@ class _Setup:
             estimator,
             minibatch,
             gradient_noise,
-            noise[kind][estimator],
+            chosen,
             self._reading(frame, q, noise[kind], estimator, minibatch, float(step_size), num_steps),
+            self._allowed_excess(inflation),
+            float(relaxation_time),
+        )
+
+    def _over_epochs(self, noise: Noise, minibatch: str) -> Noise:
+        """The noise, with the minibatches over which it cancels."""
+        if minibatch == "iid" or not self.target.plates:
+            return noise
+        return noise._replace(
+            per_epoch=max(-(-p.size // p.subsample_size) for p in self.target.plates)
+        )
+
+    def _allowed_excess(self, inflation: float) -> float | None:
+        """Excess of temperature that is no reason for a shorter step."""
+        if self.settings.step_size is not None:
+            return None
+        return max(2.0 * self.settings.target_bias, _SURPRISE * inflation)
+
+    def _warn_of_noise(self, inflation: float) -> None:
+        """Say that the target cannot be met, by how much, and what would meet it."""
+        target_bias = self.settings.target_bias
+        times = inflation / (2.0 * target_bias)
+        more = [
+            f"of '{p.name}' about {min(p.size, _rounded_up(p.subsample_size * times))}"
+            for p in self.target.plates
+        ]
+        cure = ", or gradient='auto'" if self.settings.gradient == "plain" else ""
+        notify(
+            f"The minibatch gradient is so noisy that posterior sds are predicted to be "
+            f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
+            f"{100 * target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
+            f"a larger subsample_size ({' and '.join(more)}){cure}."
         )
 
     def _reading(

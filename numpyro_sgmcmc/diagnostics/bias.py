@@ -75,8 +75,8 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
     noise = kernel.noise
-    step_size = float(np.ravel(mcmc.last_state.adapt_state.step_size)[0])
-    predicted = kernel.dynamics.noise_inflation(noise.variance, step_size, noise.varying)
+    step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
+    predicted = noise.inflation(kernel.dynamics, step_size)
     return BiasReport(
         names=coordinate_names(mcmc),
         estimates=estimate(sums, factor),
@@ -120,7 +120,7 @@ class BiasReport:
 
     :param names: site and name of each coordinate.
     :param estimates: shift, inflation and temperatures.
-    :param step_size: the run's last step size.
+    :param step_size: the run's last step size, the longest of the chains'.
     :param order: weak order of the scheme.
     :param noise_variance: variance of the whitened gradient's noise, measured in warm-up.
     :param noise_inflation: by how much that noise is predicted to widen sds, at most.

@@ -7,12 +7,26 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.integrators import Flow, Scheme, Step, compose
 
-__all__ = ["Dynamics"]
+__all__ = ["Dynamics", "damped_oscillation"]
+
+
+def damped_oscillation(friction: float, time: np.ndarray) -> np.ndarray:
+    """Autocorrelation of a unit oscillator's position under friction and white noise.
+
+    :param friction: friction, not negative.
+    :param time: lags, of any shape.
+    """
+    decay = friction / 2.0
+    # At critical friction the two rates meet, and sin(wt) / w becomes t.
+    frequency = np.sqrt(complex(1.0 - decay**2)) or 1e-8
+    turned = np.cos(frequency * time) + decay * np.sin(frequency * time) / frequency
+    return np.exp(-decay * time) * turned.real
 
 
 class Dynamics:
@@ -80,6 +94,14 @@ class Dynamics:
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         """Time between about independent draws of a whitened Gaussian."""
         raise NotImplementedError
+
+    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
+        """Autocorrelation of the position on a whitened Gaussian.
+
+        :param time: lags, of any shape.
+        :param step_size: step size.
+        """
+        return np.exp(-2.0 * time / self.relaxation_time(step_size))
 
     def noise_inflation(
         self, gradient_variance: Any, step_size: Any, varying: float = 1.0

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 
 __all__ = ["NoseHoover", "NoseHooverState"]
@@ -96,6 +97,9 @@ class NoseHoover(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self.friction + gradient_variance * step_size / 2.0
         return 2.0 * max(friction, 1.0 / friction)
+
+    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillation(self.friction, time)
 
     def noise_inflation(
         self, gradient_variance: Any, step_size: Any, varying: float = 1.0

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.compensation import GradientNoise
-from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Riemannian", "RiemannianLangevin", "RiemannianLangevinState", "RiemannianState"]
@@ -176,6 +177,9 @@ class Riemannian(Dynamics):
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0 * max(self.friction, 1.0 / self.friction)
+
+    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillation(self.friction, time)
 
     def noise_inflation(
         self, gradient_variance: Any, step_size: Any, varying: float = 1.0

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 
 __all__ = ["Underdamped", "UnderdampedState"]
@@ -129,6 +130,9 @@ class Underdamped(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self._effective_friction(step_size)
         return 2.0 * max(friction, 1.0 / friction)
+
+    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillation(self._effective_friction(step_size), time)
 
     def noise_inflation(
         self, gradient_variance: Any, step_size: Any, varying: float = 1.0

@@ -1,0 +1,77 @@
+r"""The warm-up's check of its own step size: each chain watches its temperatures.
+
+The step size is chosen from measured noise and curvature. Where those mislead (a posterior far
+from Gaussian, tails that no pilot chain has seen), the chain itself tells: the mean of
+:math:`q_j\,\partial_j U` is its configurational temperature in coordinate j, one on average for
+an exact sampler. Where it is beyond prediction and error bar, or the chain diverges, the step
+shrinks.
+
+It costs two vectors in the state. Like NUTS's, each chain's step size is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+__all__ = ["StepControl"]
+
+_ERRORS = 4.0
+_FEWEST = 20.0  # iterations that tell anything
+_LEAST, _MOST = 1 / 8, 1 / 2
+
+
+class StepControl(NamedTuple):
+    """Temperatures of the iterations since the last check.
+
+    - **iterations** - their number.
+    - **total** - sum of their temperatures, those of the coordinates and the mean of all last,
+      shape ``(d + 1,)``.
+    - **square** - sum of their squares, of the same shape.
+    """
+
+    iterations: Array
+    total: Array
+    square: Array
+
+    @classmethod
+    def zeros(cls, dim: int, dtype: Any) -> StepControl:
+        """Nothing seen yet."""
+        blank = jnp.zeros(dim + 1, dtype)
+        return cls(jnp.zeros((), dtype), blank, blank)
+
+    def add(self, temperatures: Array, is_good: Array) -> StepControl:
+        """With one iteration more.
+
+        :param temperatures: means over the iteration of position times gradient, shape ``(d,)``.
+        :param is_good: False for an iteration that does not count.
+        """
+        all_and_mean = jnp.append(temperatures, temperatures.mean())
+        seen = jnp.where(is_good, all_and_mean, 0.0)
+        return StepControl(
+            self.iterations + is_good, self.total + seen, self.square + jnp.square(seen)
+        )
+
+    def factor(self, allowed: Array, independent: Array) -> Array:
+        """By what to multiply the step size: 1, or from 1/8 to 1/2 where it proves too long.
+
+        The excess grows with the step size at least proportionally.
+
+        :param allowed: excess of temperature that is no surprise.
+        :param independent: how many independent draws an iteration is worth, from 0 to 1.
+        """
+        size = jnp.maximum(self.iterations, 2.0)
+        mean = self.total / size
+        variance = (self.square / size - jnp.square(mean)) * size / (size - 1.0)
+        error = jnp.sqrt(jnp.maximum(variance, 0.0) / (size * independent))
+        excess = mean - 1.0
+        # Squares are skewed: by chance their mean is small and its error underrated together.
+        least = jnp.sqrt(2.0 / (size * independent)) * (excess < 0.0)
+        error = jnp.maximum(error, least.at[-1].set(0.0))
+        is_clear = jnp.abs(excess) - _ERRORS * error > allowed
+        is_clear &= self.iterations >= _FEWEST
+        worst = jnp.where(is_clear, jnp.abs(excess), 0.0).max()
+        shorter = jnp.clip(allowed / jnp.maximum(worst, 1e-30), _LEAST, _MOST)
+        return jnp.where(is_clear.any(), shorter, 1.0)
