@@ -64,7 +64,9 @@ class Program:
     def weight(self, counts: Array, adapt_state: AdaptState) -> Array:
         """Weight in averages of a draw that took these steps."""
         if self.schedule is None:
-            return len(counts) * adapt_state.step_size
+            # The same for all chains, even if some have shortened their steps.
+            chosen = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)
+            return len(counts) * chosen
         weights = jax.vmap(getattr(self.schedule, "weight", self.schedule))(counts)
         # The draw is the last step's: where that explores, the draw does.
         weight = jnp.where((weights[-1] > 0.0) & (weights >= 0.0).all(), weights.sum(), 0.0)

@@ -120,11 +120,12 @@ def test_steps_use_the_gradient(long_run_of, kernel_class):
     run = long_run_of(kernel_class)
     (X, y), batch = run.arguments
     state = jax.tree.map(lambda x: x[0], run.last)
+    sample = jax.jit(lambda state, data: run.kernel.sample(state, data, batch))
 
     def go(data: Any) -> np.ndarray:
         after = run.kernel.refresh(state, data, batch)
         for _ in range(2):
-            after = run.kernel.sample(after, data, batch)
+            after = sample(after, data)
         return np.asarray(after.z["beta"])
 
     ends = [go(data) for data in ((X, y), (X, -y), (X, y))]

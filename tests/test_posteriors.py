@@ -67,9 +67,7 @@ SIMPLEST = ["logistic, columns correlated at 0.95", "linear with unknown scale"]
 QUICK = [
     (SGHMCSplit, "logistic, columns correlated at 0.95"),
     (SGHMCSplit, "hierarchical Poisson, centred"),
-    (SGHMCSplit, "hierarchical Poisson, non-centred"),
     (SGHMC, "linear with unknown scale"),
-    (SGLD, "logistic, columns correlated at 0.95"),
 ]
 CASES = [
     (kernel, name)

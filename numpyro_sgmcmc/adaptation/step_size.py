@@ -68,7 +68,7 @@ def _simulate(
     num_chains: int,
     num_steps: int,
 ) -> tuple[Array, Array]:
-    """Sd of simulated chains on a standard normal and its standard error; NaN if none moves."""
+    """Sd of simulated chains on a standard normal and its standard error; zero if none moves."""
     step = dynamics.step(scheme)
 
     def chain(key: Array) -> Array:
@@ -85,11 +85,11 @@ def _simulate(
         xs = random.split(key, num_steps), jnp.arange(num_steps)
         end, squares = lax.scan(one, dynamics.init(start, state_key), xs)
         has_moved = (end.position != start).any()
-        return jnp.where(has_moved, squares[num_steps // 2 :].mean(), jnp.nan)
+        return jnp.where(has_moved, squares[num_steps // 2 :].mean(), 0.0)
 
     variances = jax.vmap(chain)(random.split(random.key(0), num_chains))
     sd = jnp.sqrt(variances.mean())
-    return sd, variances.std() / math.sqrt(num_chains) / (2.0 * sd)
+    return sd, variances.std() / math.sqrt(num_chains) / (2.0 * jnp.maximum(sd, 1e-30))
 
 
 def _excess(
@@ -125,16 +125,16 @@ def shorten_until_right(
     :raises ValueError: where no step size is short enough for an exact gradient.
     """
     excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
-    for _ in range(20):
-        if abs(excess) <= target_bias + 2.0 * error:
-            break
+    shortest = 0.6**20 * step_size
+    while not abs(excess) <= target_bias + 2.0 * error:
+        # Chains that no step moves, no shorter one will move.
+        if excess == -1.0 or step_size < shortest:
+            raise ValueError(
+                "With these settings of the kernel no step size leaves a standard normal as it "
+                "is: is the diffusion zero, or are friction, mass or metric extreme?"
+            )
         step_size *= 0.6
         excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
-    else:
-        raise ValueError(
-            "With these settings of the kernel no step size leaves a standard normal as it is: is "
-            "the diffusion zero, or are friction, mass or metric extreme?"
-        )
     if variance <= 0.0:
         return step_size, excess
     excess, error = _excess(dynamics, scheme, step_size, variance, dim)
