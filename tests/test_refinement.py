@@ -1,14 +1,18 @@
-"""A finer run beside a run: what halving and doubling do is seen, and nothing where nothing is."""
+"""A finer run beside a run: what halving and doubling do is seen, and nothing where nothing is.
+
+And what a run's draws cost.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract import BATCH, quick_compilation, quietly, survey, survey_data  # noqa: F401
+from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import NUTS
 
-from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics import compare_with_finer
+from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import compare_with_finer, ess_per_gradient
 
 pytestmark = pytest.mark.xdist_group("refinement")
 
@@ -47,6 +51,27 @@ def test_a_right_run_stays_as_it_is():
     mcmc = run(num_chains=1)
     assert not compare_with_finer(mcmc, jax.random.key(1)).is_visible
     assert not compare_with_finer(mcmc, jax.random.key(1), "batch").is_visible
+
+
+def test_effective_draws_for_each_gradient(noisy):
+    """The same number from the draws by hand; MT3 takes three gradients a step."""
+    steps = int(noisy.last_state.num_steps[0])
+    found = ess_per_gradient(noisy)
+    draws = noisy.get_samples(group_by_chain=True)
+    assert set(found) == {"beta", "rate"}
+    for site, x in draws.items():
+        ess = effective_sample_size(np.asarray(x))
+        np.testing.assert_allclose(found[site], ess / (2 * 2000 * steps))
+    mcmc = quietly(
+        SHMC(potential_fn=lambda q: jnp.square(q).sum(), scheme="mt3", step_size=0.5, num_steps=4),
+        num_samples=300,
+        thinning=3,
+    )
+    mcmc.run(jax.random.key(0), init_params=jnp.zeros(2))
+    ess = effective_sample_size(np.asarray(mcmc.get_samples())[None])
+    np.testing.assert_allclose(ess_per_gradient(mcmc)["z"], ess / (300 * 4 * 3))
+    with pytest.raises(ValueError, match="ran NUTS"):
+        ess_per_gradient(quietly(NUTS(survey)))
 
 
 def test_what_cannot_be_refined_is_refused(noisy):

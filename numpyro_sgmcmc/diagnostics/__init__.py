@@ -3,6 +3,7 @@
 from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
 from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
+from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
 from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
@@ -14,6 +15,7 @@ __all__ = [
     "calibrated_samples",
     "check_invariance",
     "compare_with_finer",
+    "ess_per_gradient",
     "kolmogorov_distance",
     "plot_bias",
     "print_summary",
