@@ -23,7 +23,7 @@ help:
 	@echo "make test-all     run all tests"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
-	@echo "make trust        kernels with no arguments, and with wrong ones, beside NUTS (hours)"
+	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format and types"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"
@@ -54,9 +54,11 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/memory.py
 
 # Not among the benchmarks: hours, and the references make hours more.
-trust: $(VENV)/.installed-examples
+trust: $(VENV)/.installed-benchmarks
+	$(bin)/python benchmarks/speed.py
 	$(bin)/python benchmarks/trust.py
 	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
+	$(bin)/python benchmarks/trust.py --rivals
 
 papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/chen2015.py

@@ -2,8 +2,8 @@
 
 ``python benchmarks/trust.py`` runs kernels with no arguments on the problems of
 ``trust_problems.py`` and compares them with long NUTS runs. ``--bad`` runs one kernel with
-settings that are wrong on purpose, and counts how often the report says so. All comparisons are in
-unconstrained space, coordinate by coordinate.
+settings that are wrong on purpose, and counts how often the report says so; ``--rivals`` runs what
+else there is. All comparisons are in unconstrained space, coordinate by coordinate.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from common import print_header, print_row
+from numpyro.distributions import biject_to
+from numpyro.handlers import seed as seeded
+from numpyro.handlers import trace
 from numpyro.infer import MCMC
+from rivals import STEP_SIZES, blackjax_draws, hmcecs_draws, svi_draws, unconstrained
 from trust_problems import PROBLEMS
-from trust_references import FILE, fingerprint, summarise, unconstrained
+from trust_references import FILE, fingerprint, summarise
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import bias_report
@@ -46,18 +51,18 @@ class Outcome(NamedTuple):
     - **inflation** - sd over the reference's, minus one.
     - **shift_error** - Monte Carlo error of the shifts, of both runs.
     - **inflation_error** - the same of the inflations.
-    - **report** - the bias report.
     - **ess** - smallest effective sample size.
-    - **total_seconds** - compilation, warm-up and draws.
+    - **seconds** - compilation, warm-up and draws.
+    - **report** - the bias report; None for the rivals, which have none.
     """
 
     shift: np.ndarray
     inflation: np.ndarray
     shift_error: np.ndarray
     inflation_error: np.ndarray
-    report: BiasReport
     ess: float
-    total_seconds: float
+    seconds: float = 0.0
+    report: BiasReport | None = None
 
 
 def make(kernel: str, model: Callable, **options: Any) -> Any:
@@ -81,10 +86,9 @@ def run(kernel: Any, args: tuple, batch_size: int, num_samples: int, seed: int) 
     return mcmc
 
 
-def compare(mcmc: MCMC, model: Callable, args: tuple, reference: Mapping[str, Any]) -> Outcome:
-    """The run beside the reference, in the order of the report's coordinates."""
+def compare(draws: Mapping[str, Any], args: tuple, reference: Mapping[str, Any]) -> Outcome:
+    """Unconstrained draws beside the reference, in the order of the report's coordinates."""
     assert reference["data"] == fingerprint(args), "make trust_references.json anew"
-    draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
     ours = summarise(draws)
     theirs = reference["sites"]
     sites = sorted(ours)
@@ -99,15 +103,13 @@ def compare(mcmc: MCMC, model: Callable, args: tuple, reference: Mapping[str, An
         sd / right - 1.0,
         np.sqrt(np.square(sd / right) / ess + 1.0 / ess_right),
         sd / right * np.sqrt(0.5 / ess_sd + 0.5 / flat(theirs, "ess_sd")),
-        bias_report(mcmc),
         float(ess.min()),
-        0.0,
     )
 
 
 def evaluate(
     kernel: str, problem: str, reference: Mapping[str, Any], settings: Mapping[str, Any], seed: int
-) -> tuple[Outcome, MCMC]:
+) -> Outcome:
     """One cell of the table."""
     options = dict(settings)
     model, args = PROBLEMS[problem].build()
@@ -122,7 +124,49 @@ def evaluate(
     mcmc = run(make(kernel, model, **options), args, batch_size, 1000, seed)
     jax.block_until_ready(mcmc.last_state)
     seconds = time.perf_counter() - start
-    return compare(mcmc, model, args, reference)._replace(total_seconds=seconds), mcmc
+    draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
+    outcome = compare(draws, args, reference)
+    return outcome._replace(seconds=seconds, report=bias_report(mcmc))
+
+
+def rivals(problem: str, reference: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Outcome]]:
+    """What else could be run on the problem; NaN where it cannot."""
+    model, args = PROBLEMS[problem].build()
+    common = model, args, PROBLEMS[problem].batch_size
+    key = jax.random.key(seed)
+    found = trace(seeded(model, key)).get_trace(*args)
+    mean = {
+        k: np.reshape(s["mean"], biject_to(found[k]["fn"].support).inv(found[k]["value"]).shape)
+        for k, s in reference["sites"].items()
+    }
+    runs: dict[str, list[Callable[[], Any]]] = {
+        "SVI normal": [lambda: svi_draws(*common, dense=False, rng_key=key)],
+        "SVI multivariate": [lambda: svi_draws(*common, dense=True, rng_key=key)],
+        "HMCECS": [lambda: hmcecs_draws(*common, mean, key)],
+    }
+    for name in ("sghmc", "sgnht"):
+        runs[f"BlackJAX {name}"] = [
+            partial(blackjax_draws, name, *common, mean, h, key) for h in STEP_SIZES
+        ]
+    for name, tries in runs.items():
+        outcomes = []
+        for attempt in tries:
+            start = time.perf_counter()
+            try:
+                draws = jax.block_until_ready(attempt())
+            except Exception as error:  # whatever a rival cannot do is part of the table
+                print(f"{problem}, {name}: {type(error).__name__}: {str(error)[:80]}", flush=True)
+                continue
+            seconds = time.perf_counter() - start
+            outcomes.append(compare(draws, args, reference)._replace(seconds=seconds))
+        if outcomes:
+            yield name, min(outcomes, key=distance)
+
+
+def distance(o: Outcome) -> float:
+    """The largest error, in sds or relative; infinite where a chain has left the numbers."""
+    worst = max(np.abs(o.shift).max(), np.abs(o.inflation).max())
+    return float(worst) if np.isfinite(worst) else np.inf
 
 
 def is_right(o: Outcome) -> bool:
@@ -133,6 +177,7 @@ def is_right(o: Outcome) -> bool:
 
 def tells_the_truth(o: Outcome) -> float:
     """Share of coordinates whose predicted inflation is within 5 % or two standard errors."""
+    assert o.report is not None
     said = o.report.estimates.inflation
     error = np.hypot(said.error, o.inflation_error)
     return float(np.mean(np.abs(said.value - o.inflation) <= np.maximum(0.05, 2.0 * error)))
@@ -142,6 +187,7 @@ def flag(o: Outcome) -> str:
     """Whether a flag is due, was given, or both."""
     wrong = (np.abs(o.inflation) > 0.2).any() or (np.abs(o.shift) > 0.3).any()
     fine = (np.abs(o.inflation) < 0.03).all() and (np.abs(o.shift) < 0.05).all()
+    assert o.report is not None
     given = o.report.is_flagged
     if wrong and not given:
         return "MISSED"
@@ -149,19 +195,21 @@ def flag(o: Outcome) -> str:
 
 
 def show(problem: str, kernel: str, o: Outcome) -> None:
-    said = o.report.estimates.inflation
+    """One row; a rival has nothing to say of itself."""
     k = int(np.abs(o.inflation).argmax())
+    own = ["", "", ""]
+    if o.report is not None:
+        said = o.report.estimates.inflation.value[k]
+        own = [f"{said:+.2f}", f"{tells_the_truth(o):.2f}", flag(o)]
     print_row(
         [
             problem[:34],
             kernel,
             f"{np.abs(o.shift).max():.2f}",
             f"{o.inflation.min():+.2f} {o.inflation.max():+.2f}",
-            f"{said.value[k]:+.2f}",
-            f"{tells_the_truth(o):.2f}",
-            flag(o),
+            *own,
             f"{o.ess:.0f}",
-            f"{o.total_seconds:.0f}",
+            f"{o.seconds:.0f}",
         ],
         WIDTHS,
     )
@@ -172,11 +220,13 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS))
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--bad", action="store_true", help="settings that are wrong on purpose")
+    parser.add_argument("--rivals", action="store_true", help="SVI, HMCECS, BlackJAX")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     known = json.loads(FILE.read_text())
-    print_header("Trust: no arguments" if not args.bad else "Trust: wrong on purpose")
+    what = "rivals" if args.rivals else "wrong on purpose" if args.bad else "no arguments"
+    print_header(f"Trust: {what}")
     header = ["problem", "kernel", "mean", "sd", "said", "truth", "flag", "ESS", "s"]
     print_row(header, WIDTHS)
     right, cells = [], []
@@ -184,9 +234,13 @@ def main() -> None:
         if problem not in known:
             print(f"{problem}: no reference yet, left out", flush=True)
             continue
+        if args.rivals:
+            for name, o in rivals(problem, known[problem], args.seed):
+                show(problem, name, o)
+            continue
         for kernel in args.kernels:
             for label, settings in SETTINGS.items() if args.bad else [("", {})]:
-                o, _ = evaluate(kernel, problem, known[problem], settings, args.seed)
+                o = evaluate(kernel, problem, known[problem], settings, args.seed)
                 show(problem, label or kernel, o)
                 if not PROBLEMS[problem].hard:
                     right.append(is_right(o))
