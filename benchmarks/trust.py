@@ -9,6 +9,7 @@ else there is. All comparisons are in unconstrained space, coordinate by coordin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 import warnings
@@ -215,13 +216,24 @@ def show(problem: str, kernel: str, o: Outcome) -> None:
     )
 
 
+def summary(cells: list[Outcome]) -> str:
+    """How many are right, and how often the reports were."""
+    right = sum(is_right(o) for o in cells)
+    truth = np.mean([tells_the_truth(o) >= 0.9 for o in cells])
+    flags = [flag(o) for o in cells]
+    return (
+        f"right in {right} of {len(cells)}; the report tells the truth in {truth:.0%};\n"
+        f"missed {flags.count('MISSED')}, false alarms {flags.count('FALSE')}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--problems", nargs="+", default=list(PROBLEMS))
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
     parser.add_argument("--bad", action="store_true", help="settings that are wrong on purpose")
     parser.add_argument("--rivals", action="store_true", help="SVI, HMCECS, BlackJAX")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     known = json.loads(FILE.read_text())
@@ -229,29 +241,20 @@ def main() -> None:
     print_header(f"Trust: {what}")
     header = ["problem", "kernel", "mean", "sd", "said", "truth", "flag", "ESS", "s"]
     print_row(header, WIDTHS)
-    right, cells = [], []
-    for problem in args.problems:
-        if problem not in known:
-            print(f"{problem}: no reference yet, left out", flush=True)
-            continue
+    cells = []
+    for problem, seed in itertools.product(args.problems, args.seeds):
         if args.rivals:
-            for name, o in rivals(problem, known[problem], args.seed):
+            for name, o in rivals(problem, known[problem], seed):
                 show(problem, name, o)
             continue
-        for kernel in args.kernels:
-            for label, settings in SETTINGS.items() if args.bad else [("", {})]:
-                o = evaluate(kernel, problem, known[problem], settings, args.seed)
-                show(problem, label or kernel, o)
-                if not PROBLEMS[problem].hard:
-                    right.append(is_right(o))
-                    cells.append((tells_the_truth(o), flag(o)))
+        settings = SETTINGS if args.bad else {"": {}}
+        for kernel, label in itertools.product(args.kernels, settings):
+            o = evaluate(kernel, problem, known[problem], settings[label], seed)
+            show(problem, label or kernel, o)
+            if not PROBLEMS[problem].hard:
+                cells.append(o)
     if cells:
-        truth = np.mean([t >= 0.9 for t, _ in cells])
-        flags = [f for _, f in cells]
-        print(
-            f"\nright in {sum(right)} of {len(right)}; the report tells the truth in {truth:.0%};"
-        )
-        print(f"missed {flags.count('MISSED')}, false alarms {flags.count('FALSE')}")
+        print(f"\n{summary(cells)}")
 
 
 if __name__ == "__main__":
