@@ -53,6 +53,12 @@ class Program:
     schedule: Callable[[Any], Any] | None
     num_warmup: int
 
+    def anchored(self, state: SGMCMCState) -> Anchored:
+        """The chain's whitened coordinates, with the full gradient at their origin."""
+        found = state.adapt_state
+        coordinates = Coordinates(found.anchor, found.mass_matrix_sqrt_inv)
+        return Anchored(coordinates, found.anchor_gradient, found.anchor_hessian)
+
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
         """Size of the step that has ``count`` before it."""
         if self.schedule is not None:
@@ -146,6 +152,68 @@ def _resampling(
     return resample
 
 
+def _draw_rows(
+    program: Program, state: SGMCMCState, rng_key: Array
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The streams after the iteration, and the rows of all its steps.
+
+    At once: small draws cost more than they yield, and indices computed inside the loop would be
+    fused into the gather and computed again there.
+    """
+    adaptation, plates = program.adaptation, program.target.plates
+    streams, rows = {}, {}
+    for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
+        stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
+        streams[p.name], rows[p.name] = stream.draw(
+            state.streams[p.name], key, adaptation.num_steps
+        )
+    return streams, rows
+
+
+def _step(
+    program: Program,
+    state: SGMCMCState,
+    arguments: Arguments,
+    resample_key: Array,
+    noise_key: Array,
+    counts: Array,
+) -> tuple[Callable[[Any, Any], tuple[Any, Array, Array]], Array]:
+    """One step as a function, and the noise of all steps.
+
+    Only where the noise of all would fill the memory is it drawn step by step, from keys.
+
+    :param counts: the iteration's steps, counted from the run's first.
+    :return: the function takes the chain's state and the step's rows, noise, model key and count,
+        and returns the next state, and a position with its gradient's estimate.
+    """
+    target, adaptation, adapt_state = program.target, program.adaptation, state.adapt_state
+    anchored = program.anchored(state)
+    dynamics = program.locate(anchored.coordinates)
+    integrate = dynamics.step(program.scheme)
+    resample = _resampling(dynamics, resample_key, counts, target)
+    shape = (integrate.draws, target.dim)
+    is_ahead = len(counts) * integrate.draws * target.dim <= _NOISE_AHEAD
+
+    def step(chain: Any, xs: Any) -> tuple[Any, Array, Array]:
+        rows, noise, key, count = xs
+        if not is_ahead:
+            noise = random.normal(noise, shape, target.dtype)
+        gradient = FirstGradient(
+            whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
+        )
+        chain = resample(chain, count)
+        step_size = program.step_size(count, adapt_state)
+        if adapt_state.gradient_noise is not None:
+            noise = dynamics.compensate(chain, noise, step_size, adapt_state.gradient_noise)
+        end = integrate(chain, step_size, gradient, noise, count)
+        assert gradient.value is not None
+        return end, (end if integrate.reads_end else chain).position, gradient.value
+
+    if is_ahead:
+        return step, random.normal(noise_key, (len(counts), *shape), target.dtype)
+    return step, random.split(noise_key, len(counts))
+
+
 def _independent_gradient(
     estimator: str, program: Program, arguments: Arguments, anchored: Anchored, rng_key: Array
 ) -> GradientFn:
@@ -191,6 +259,24 @@ def _check_step(
     return control, factor
 
 
+def _survive(
+    program: Program, state: SGMCMCState, end: Any, last_step_size: Array, rng_key: Array
+) -> tuple[Any, Array]:
+    """Where the chain goes on, and whether the iteration has failed."""
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
+    moved = jnp.abs(end.position - state.dynamics.position).max()
+    # A chain of finite numbers that stands still is stuck, unless its schedule has come to rest.
+    has_moved = (moved > 0) | (last_step_size == 0)
+    diverging = ~(is_finite & has_moved & (moved < _ESCAPE))
+    # An over-dispersed start, or the last finite position, may be one that no step leaves:
+    # in warm-up, and where the iteration before failed too, come nearer to the anchor.
+    is_stuck = (state.i < program.num_warmup) | state.diverging
+    nearer = jnp.where(is_stuck, 0.5, 1.0).astype(program.target.dtype)
+    dynamics = program.locate(program.anchored(state).coordinates)
+    restart = dynamics.init(nearer * state.dynamics.position, rng_key)
+    return jax.tree.map(partial(jnp.where, diverging), restart, end), diverging
+
+
 def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
     """The state after one iteration.
 
@@ -199,54 +285,16 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     :param arguments: the model's arguments.
     """
     target, adaptation = program.target, program.adaptation
-    num_steps = adaptation.num_steps
-    adapt_state = state.adapt_state
-    anchored = Anchored(
-        Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv),
-        adapt_state.anchor_gradient,
-        adapt_state.anchor_hessian,
-    )
+    num_steps, adapt_state = adaptation.num_steps, state.adapt_state
+    anchored = program.anchored(state)
+    dynamics = program.locate(anchored.coordinates)
     rng_key, noise_key, row_key, model_key, resample_key, restart_key, reading_key = random.split(
         state.rng_key, 7
     )
-
-    # The rows and the noise of all steps at once: small draws cost more than they yield, and
-    # indices computed inside the loop would be fused into the gather and computed again there.
-    # Only where the noise would fill the memory is it drawn step by step.
-    streams, rows = {}, {}
-    row_keys = random.split(row_key, len(target.plates))
-    for p, key in zip(target.plates, row_keys, strict=True):
-        stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
-        streams[p.name], rows[p.name] = stream.draw(state.streams[p.name], key, num_steps)
-    dynamics = program.locate(anchored.coordinates)
-    integrate = dynamics.step(program.scheme)
-    noise_shape = (integrate.draws, target.dim)
-    is_noise_ahead = num_steps * integrate.draws * target.dim <= _NOISE_AHEAD
-    noise = (
-        random.normal(noise_key, (num_steps, *noise_shape), target.dtype)
-        if is_noise_ahead
-        else random.split(noise_key, num_steps)
-    )
-    model_keys = random.split(model_key, num_steps) if target.is_randomized else None
+    streams, rows = _draw_rows(program, state, row_key)
     counts = state.i * num_steps + jnp.arange(num_steps)
-
-    resample = _resampling(dynamics, resample_key, counts, target)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, Array, Array]:
-        """The state after one step, and a position with its gradient's estimate."""
-        rows, noise, key, count = xs
-        if not is_noise_ahead:
-            noise = random.normal(noise, noise_shape, target.dtype)
-        gradient = FirstGradient(
-            whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
-        )
-        carry = resample(carry, count)
-        step_size = program.step_size(count, adapt_state)
-        if adapt_state.gradient_noise is not None:
-            noise = dynamics.compensate(carry, noise, step_size, adapt_state.gradient_noise)
-        end = integrate(carry, step_size, gradient, noise, count)
-        assert gradient.value is not None
-        return end, (end if integrate.reads_end else carry).position, gradient.value
+    step, noise = _step(program, state, arguments, resample_key, noise_key, counts)
+    model_keys = random.split(model_key, num_steps) if target.is_randomized else None
 
     reading = adaptation.reading
     every = reading.every or num_steps
@@ -272,26 +320,16 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     )
     sums = Sums.zeros(target.dim, target.dtype)
     (end, sums), _ = lax.scan(read, (state.dynamics, sums), (xs, fresh_keys))
-    is_finite = jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(end)]).all()
-    moved = jnp.abs(end.position - state.dynamics.position).max()
-    last_step_size = program.step_size(counts[-1], adapt_state)
-    # A chain of finite numbers that stands still is stuck, unless its schedule has come to rest.
-    has_moved = (moved > 0) | (last_step_size == 0)
-    diverging = ~(is_finite & has_moved & (moved < _ESCAPE))
-    # An over-dispersed start, or the last finite position, may be one that no step leaves:
-    # in warm-up, and where the iteration before failed too, come nearer to the anchor.
-    is_stuck = (state.i < program.num_warmup) | state.diverging
-    nearer = jnp.where(is_stuck, 0.5, 1.0).astype(target.dtype)
-    restart = dynamics.init(nearer * state.dynamics.position, restart_key)
-    end = jax.tree.map(partial(jnp.where, diverging), restart, end)
+
+    step_size = program.step_size(counts[-1], adapt_state)
+    end, diverging = _survive(program, state, end, step_size, restart_key)
     weight = program.weight(counts, adapt_state)
-    is_sampling = state.i >= program.num_warmup
-    moments, control, step_size = state.moments, state.step_control, last_step_size
-    if adaptation.allowed_excess is not None:
-        temperatures = sums.temperatures if reading.every else jnp.ones(target.dim, target.dtype)
-        control, factor = _check_step(program, state, temperatures, diverging)
+    moments, control = state.moments, state.step_control
+    if reading.every and adaptation.allowed_excess is not None:
+        control, factor = _check_step(program, state, sums.temperatures, diverging)
         step_size = factor * step_size
     if reading.every:
+        is_sampling = state.i >= program.num_warmup
         sums = sums.finished(end.position, dynamics.temperature(end), weight)
         moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
     return SGMCMCState(
