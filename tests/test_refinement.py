@@ -58,9 +58,9 @@ def test_effective_draws_for_each_gradient(noisy):
     steps = int(noisy.last_state.num_steps[0])
     found = ess_per_gradient(noisy)
     draws = noisy.get_samples(group_by_chain=True)
-    assert set(found) == {"beta", "rate"}
-    for site, x in draws.items():
-        ess = effective_sample_size(np.asarray(x))
+    assert set(found) == {"beta", "rate"}, "the latent sites"
+    for site in found:
+        ess = effective_sample_size(np.asarray(draws[site]))
         np.testing.assert_allclose(found[site], ess / (2 * 2000 * steps))
     mcmc = quietly(
         SHMC(potential_fn=lambda q: jnp.square(q).sum(), scheme="mt3", step_size=0.5, num_steps=4),
