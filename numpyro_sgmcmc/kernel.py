@@ -505,7 +505,9 @@ class SGMCMCKernel(MCMCKernel):
                 bar.update()
 
             starts = self._first_positions(target, arguments, init_params, is_batch)
-            adaptation = adapt(target, arguments, self._settings(target), starts, progress)
+            has_start = init_params is not None and not _is_traced(init_params)
+            settings = self._settings(target, has_start)
+            adaptation = adapt(target, arguments, settings, starts, progress)
         self._adapted = (arguments, adaptation)
         self._noise = adaptation.noise
         self._adapted_target = target
@@ -525,7 +527,7 @@ class SGMCMCKernel(MCMCKernel):
         for seed in range(20):
             yield np.asarray(start(random.key(seed), arguments))
 
-    def _settings(self, target: Target) -> Settings:
+    def _settings(self, target: Target, has_start: bool) -> Settings:
         names = () if target.sites is None else target.sites
         mask = options.mass_matrix_mask(self._dense_mass, names, target.dim)
         is_dense = (
@@ -555,6 +557,7 @@ class SGMCMCKernel(MCMCKernel):
             mask=mask,
             target_bias=self._target_bias,
             noise_compensation=self._noise_compensation,
+            has_start=has_start,
         )
 
     def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:

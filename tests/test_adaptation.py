@@ -23,7 +23,7 @@ from numpyro_sgmcmc.adaptation.step_size import (
     shorten_until_right,
 )
 from numpyro_sgmcmc.adaptation.surface import Surface, draw_subset
-from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton
+from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton, newton_from
 from numpyro_sgmcmc.adaptation.whitening import (
     factor_from_curvature,
     factor_from_draws,
@@ -470,6 +470,42 @@ def test_newton_stays_finite_where_the_potential_is_not():
     np.testing.assert_allclose(newton(surface_of(potential, 1), np.array([50.0])), 2, atol=0.2)
     start = np.array([-1.0])
     np.testing.assert_array_equal(newton(surface_of(potential, 1), start), start)
+
+
+def wells(depth):
+    """A well about 0, and one about 40 that is so much deeper."""
+
+    def potential(q, *_):
+        return -jnp.logaddexp(-jnp.square(q[0]) / 2, depth - jnp.square(q[0] - 40.0) / 2)
+
+    return surface_of(potential, 1)
+
+
+@pytest.mark.parametrize("num_shallow", [0, 1, 3])
+def test_of_several_ends_the_one_with_most_mass_counts(num_shallow):
+    starts = [np.array([0.1 * k]) for k in range(num_shallow)] + [np.array([39.0])]
+    np.testing.assert_allclose(newton_from(wells(20.0), starts), 40.0, atol=0.2)
+
+
+def test_more_starts_are_tried_only_where_the_first_disagree():
+    """Twenty nats between wells are no reason, and then a fifth start is not tried."""
+    shallow, deep = [np.array([0.3])], [np.array([39.0])]
+    np.testing.assert_allclose(newton_from(wells(20.0), 4 * shallow + deep), 0.0, atol=0.2)
+    tried = []
+
+    class Counted:
+        def __init__(self, surface):
+            self.surface, self.value = surface, surface.value
+
+        def expansion(self, q):
+            tried.append(float(q[0]))
+            return self.surface.expansion(q)
+
+    newton_from(Counted(wells(20.0)), shallow + 11 * deep)
+    few = tried.count(39.0)
+    tried.clear()
+    newton_from(Counted(wells(200.0)), shallow + 11 * deep)
+    assert (few, tried.count(39.0)) == (3, 11)
 
 
 def test_lbfgs_never_ends_above_its_start():

@@ -52,7 +52,7 @@ from numpyro_sgmcmc.adaptation.warm_start import (
     centre,
     descend,
     lbfgs,
-    newton,
+    newton_from,
 )
 from numpyro_sgmcmc.adaptation.whitening import (
     factor_from_curvature,
@@ -75,6 +75,7 @@ __all__ = ["Adaptation", "Settings", "adapt"]
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
 _MAX_WINDOWS = 20
+_STARTS = 12
 _FIRST_WINDOW = 30.0
 _LAST_WINDOW = 240.0
 _LONGEST_EARLY_WINDOW = 1_000
@@ -112,6 +113,7 @@ class Settings:
     - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
     - **target_bias** - allowed relative error of posterior sds.
     - **noise_compensation** - whether the gradient's noise is taken from what is injected.
+    - **has_start** - whether the first start is the user's.
     """
 
     dynamics: Dynamics
@@ -129,6 +131,7 @@ class Settings:
     mask: np.ndarray | None
     target_bias: float
     noise_compensation: bool
+    has_start: bool
 
 
 class Adaptation(NamedTuple):
@@ -170,7 +173,8 @@ def adapt(
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
     :param settings: what the user has fixed.
-    :param starts: first positions of shape ``(d,)``, of which the first finite one is taken.
+    :param starts: first positions of shape ``(d,)``, of which the first finite ones are tried: the
+        user's alone, or with up to 200 coordinates several.
     :param progress: called with the name of each stage before it starts.
     :return: what all chains share.
     :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
@@ -202,7 +206,7 @@ class _Setup:
 
     def run(self, starts: Iterable[np.ndarray]) -> Adaptation:
         self.progress("warm start")
-        position = self._optimise(self._first_finite(starts))
+        position = self._optimise(self._finite(starts))
         self.progress("curvature")
         frame, q = self._settle(self._first_frame(position))
         self.progress("gradient noise")
@@ -218,20 +222,29 @@ class _Setup:
         has_hessian = self.settings.is_dense and target.dim <= NEWTON_MAX_DIM
         return tuple(ESTIMATORS)[: 3 if has_hessian else 2]
 
-    def _first_finite(self, starts: Iterable[np.ndarray]) -> np.ndarray:
+    def _finite(self, starts: Iterable[np.ndarray]) -> list[np.ndarray]:
+        """The first starts that are finite: the user's alone, or several different ones."""
+        is_one = self.settings.has_start or self.target.dim > NEWTON_MAX_DIM
+        wanted = 1 if is_one else _STARTS
+        found: list[np.ndarray] = []
         for position in starts:
-            if self.some_rows.is_finite(position):
-                return position
-        raise RuntimeError(
-            "Cannot find a starting point with a finite log density and gradient. "
-            + self.target.explain(self._cast(position), self.arguments)
-        )
+            is_new = not any(np.array_equal(position, other) for other in found)
+            if is_new and self.some_rows.is_finite(position):
+                found.append(position)
+            if len(found) == wanted:
+                break
+        if not found:
+            raise RuntimeError(
+                "Cannot find a starting point with a finite log density and gradient. "
+                + self.target.explain(self._cast(position), self.arguments)
+            )
+        return found
 
-    def _optimise(self, position: np.ndarray) -> np.ndarray:
+    def _optimise(self, starts: list[np.ndarray]) -> np.ndarray:
         target, arguments = self.target, self.arguments
         if target.dim <= NEWTON_MAX_DIM:
-            mode = newton(self.some_rows, np.asarray(position, np.float64))
-            return centre(self.some_rows, mode, 0)
+            return centre(self.some_rows, newton_from(self.some_rows, starts), 0)
+        position = starts[0]
         q = self._cast(position)
         if target.plates:
             num_steps = max(100, min(1000, self.affordable))
