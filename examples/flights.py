@@ -27,7 +27,7 @@ import pandas as pd
 from numpyro.diagnostics import summary
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, bias_report
 
 matplotlib.use("Agg")  # the plots are files: no screen is needed
 import matplotlib.pyplot as plt
@@ -254,6 +254,7 @@ def main() -> None:
     ):
         print(az.summary(data))
     print(f"\nSGHMCSplit: {speed(mcmc, seconds)}.")
+    print(f"{bias_report(mcmc).line}.")
 
     save(data, x, late, levels, options.output)
     print(f"Plots and draws are in {options.output}/.")
