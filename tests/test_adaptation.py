@@ -484,7 +484,11 @@ def wells(depth):
 @pytest.mark.parametrize("num_shallow", [0, 1, 3])
 def test_of_several_ends_the_one_with_most_mass_counts(num_shallow):
     starts = [np.array([0.1 * k]) for k in range(num_shallow)] + [np.array([39.0])]
-    np.testing.assert_allclose(newton_from(wells(20.0), starts), 40.0, atol=0.2)
+    np.testing.assert_allclose(newton_from(wells(200.0), starts), 40.0, atol=0.2)
+    # A little more is no reason to leave the first start's.
+    np.testing.assert_allclose(
+        newton_from(wells(20.0), starts), 40.0 * (num_shallow == 0), atol=0.2
+    )
 
 
 def test_more_starts_are_tried_only_where_the_first_disagree():

@@ -73,19 +73,22 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
 
 
 def newton_from(surface: Surface, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """Where Newton steps lead: of several starts' ends, the one with the largest share of the mass.
+    """Where Newton steps lead from the first start, unless another leads to far more of the mass.
 
     A mixture whose components lie in the wrong places has a mode there too, hundreds of nats above
     the one that matters, and most starts may lead to such. Four starts that end alike are enough.
+    Small differences are no reason: in a flat tail the share is overrated.
     """
-    ends: list[tuple[float, np.ndarray]] = []
+    shares: list[float] = []
+    best, least = starts[0], np.inf
     for start in starts:
-        shares = [share for share, _ in ends]
-        if len(ends) >= _FEW_STARTS and max(shares) - min(shares) < _FAR_APART:
+        if len(shares) >= _FEW_STARTS and max(shares) - min(shares) < _FAR_APART:
             break
         end = newton(surface, np.asarray(start, np.float64))
-        ends.append((_share(*surface.expansion(end))[0], end))
-    return min(ends, key=lambda found: found[0])[1]
+        shares.append(_share(*surface.expansion(end))[0])
+        if shares[-1] < least - _FAR_APART:
+            best, least = end, shares[-1]
+    return best
 
 
 def _share(
