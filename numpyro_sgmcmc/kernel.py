@@ -25,15 +25,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import (
-    FREE_CURVATURE,
-    NO_NOISE,
-    Adaptation,
-    Noise,
-    Settings,
-    Surface,
-    adapt,
-)
+from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, Noise, Settings, Surface, adapt
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -141,9 +133,6 @@ class SGMCMCKernel(MCMCKernel):
 
     largest_step_sizes: ClassVar[dict[str, float]]
     """For each scheme, the step size that suits a whitened Gaussian and an exact gradient."""
-
-    free_curvature: ClassVar[float] = FREE_CURVATURE
-    """Largest whitened curvature that these step sizes bear."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Show the shared keywords in the subclass's signature, for `help` and completion."""
@@ -547,7 +536,6 @@ class SGMCMCKernel(MCMCKernel):
             locate=partial(self._located_dynamics, target),
             has_default_dynamics=self._has_default_dynamics(),
             largest_step_size=self.largest_step_sizes[self._scheme],
-            free_curvature=self.free_curvature,
             step_size=step_size,
             num_steps=self._num_steps,
             gradient=self._gradient,

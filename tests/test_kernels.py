@@ -124,14 +124,7 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
     dynamics, scheme = kernel._dynamics, settings["scheme"]
     largest = kernel_class.largest_step_sizes[scheme]
-    step_size, _ = choose_step_size(
-        dynamics,
-        largest,
-        NO_NOISE,
-        curvature,
-        0.05,
-        free_curvature=kernel_class.free_curvature,
-    )
+    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
     step, num_chains = dynamics.step(scheme), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 

@@ -273,14 +273,7 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
 ):
     dynamics = kernel_class(potential_fn=lambda q: q @ q, scheme=scheme)._dynamics
     largest = kernel_class.largest_step_sizes[scheme]
-    step_size, _ = choose_step_size(
-        dynamics,
-        largest,
-        NO_NOISE,
-        curvature,
-        0.05,
-        free_curvature=kernel_class.free_curvature,
-    )
+    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
     assert sd_ratio(dynamics, scheme, step_size, curvature) == pytest.approx(1, abs=0.05)
 
 
@@ -288,7 +281,6 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     ("dynamics", "scheme", "step_size", "ratio"),
     [
         (Underdamped(1.5), "symmetric", 0.3, 0.9958),
-        (Underdamped(1.5), "symmetric", 0.56, 0.9855),
         (Underdamped(1.5), "euler", 0.1, 1.0014),
         (Overdamped(), "euler", 0.05, 1 / np.sqrt(1 - 0.025)),
     ],

@@ -2,7 +2,6 @@
 
 from numpyro_sgmcmc.adaptation.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.adaptation.setup import Adaptation, Settings, adapt
-from numpyro_sgmcmc.adaptation.step_size import FREE_CURVATURE
 from numpyro_sgmcmc.adaptation.surface import Surface
 
-__all__ = ["FREE_CURVATURE", "NO_NOISE", "Adaptation", "Noise", "Settings", "Surface", "adapt"]
+__all__ = ["NO_NOISE", "Adaptation", "Noise", "Settings", "Surface", "adapt"]

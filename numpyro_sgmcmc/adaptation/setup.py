@@ -39,7 +39,6 @@ from numpyro_sgmcmc.adaptation.pilot import (
 )
 from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading, own_reading
 from numpyro_sgmcmc.adaptation.step_size import (
-    FREE_CURVATURE,
     MAX_NUM_STEPS,
     choose_num_steps,
     choose_step_size,
@@ -103,7 +102,6 @@ class Settings:
     - **locate** - the SDE for given coordinates.
     - **has_default_dynamics** - whether the kernel's SDE has its default settings.
     - **largest_step_size** - step size that suits a whitened Gaussian and an exact gradient.
-    - **free_curvature** - largest whitened curvature that does not shorten it.
     - **step_size** - the user's step size, or None to choose it.
     - **num_steps** - the user's steps an iteration, or None to choose.
     - **gradient** - ``"plain"``, ``"control_variate"`` or ``"auto"``.
@@ -121,7 +119,6 @@ class Settings:
     locate: Callable[[Coordinates], Dynamics]
     has_default_dynamics: bool
     largest_step_size: float
-    free_curvature: float
     step_size: float | None
     num_steps: int | None
     gradient: str
@@ -425,9 +422,6 @@ class _Setup:
                 curvature,
                 target_bias,
                 is_compensated=self.settings.noise_compensation and dynamics is not PILOT,
-                free_curvature=FREE_CURVATURE
-                if dynamics is PILOT
-                else self.settings.free_curvature,
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
             excess = max(1.0, 2.0 * inflation / target_bias)

@@ -14,18 +14,10 @@ from jax import Array, lax, random
 from numpyro_sgmcmc.adaptation.noise import Noise
 from numpyro_sgmcmc.dynamics import Dynamics
 
-__all__ = [
-    "FREE_CURVATURE",
-    "MAX_NUM_STEPS",
-    "choose_num_steps",
-    "choose_step_size",
-    "shorten_until_right",
-]
+__all__ = ["MAX_NUM_STEPS", "choose_num_steps", "choose_step_size", "shorten_until_right"]
 
 MAX_NUM_STEPS = 500
-FREE_CURVATURE = 3.5
-"""Largest whitened curvature that the kernels' largest step sizes bear, but for those that say."""
-
+_FREE_CURVATURE = 3.5
 _UNCERTAIN = 0.03  # relative error of the covariance that is compensated
 
 
@@ -36,22 +28,20 @@ def choose_step_size(
     curvature: float,
     target_bias: float,
     is_compensated: bool = False,
-    free_curvature: float = FREE_CURVATURE,
 ) -> tuple[float, float]:
     """The largest step size whose predicted bias stays within the target.
 
     :param dynamics: tells how noise and curvature act.
     :param largest: step size that suits a whitened Gaussian and an exact gradient.
     :param noise: the whitened gradient's noise.
-    :param curvature: largest whitened curvature.
+    :param curvature: largest whitened curvature; up to 3.5 it costs nothing.
     :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
         the variance, a half): where it differs over the posterior it shifts means as well.
     :param is_compensated: whether the noise's mean size is taken from what is injected.
-    :param free_curvature: the largest curvature that does not shorten the step.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     largest = min(largest, dynamics.longest_step_size)
-    step_size = largest / dynamics.stiffness(max(1.0, curvature / free_curvature))
+    step_size = largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
 
     def inflation() -> float:
         """The part of noise that differs from place to place, and what exceeds the injected."""

@@ -66,9 +66,7 @@ class SGHMCSplit(SGMCMCKernel):
         True
     """
 
-    # Sds of a Gaussian come out 1.5 % too narrow, a third of what `target_bias` allows.
-    largest_step_sizes: ClassVar[dict[str, float]] = {"symmetric": 0.56}
-    free_curvature: ClassVar[float] = 1.0
+    largest_step_sizes: ClassVar[dict[str, float]] = {"symmetric": 0.3}
 
     def __init__(
         self,
