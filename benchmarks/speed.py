@@ -95,14 +95,17 @@ def by_hmcecs(model: Callable, args: tuple, mean: dict[str, Any]) -> Row:
     return Row(draws, time.perf_counter() - start, whole)
 
 
-def by_us(model: Callable, args: tuple, batch_size: int, **options: Any) -> Row:
-    """Four vectorized chains of 2,000 draws."""
+def by_us(
+    model: Callable, args: tuple, batch_size: int, num_chains: int = 4, **options: Any
+) -> Row:
+    """Vectorized chains with 8,000 draws together."""
+    num_draws = 8_000 // num_chains
     start = time.perf_counter()
     mcmc = MCMC(
         SGHMCSplit(model, **options),
         num_warmup=300,
-        num_samples=2000,
-        num_chains=4,
+        num_samples=num_draws,
+        num_chains=num_chains,
         chain_method="vectorized",
         progress_bar=False,
     )
@@ -110,7 +113,7 @@ def by_us(model: Callable, args: tuple, batch_size: int, **options: Any) -> Row:
     draws = flat(model, args, mcmc.get_samples(group_by_chain=True))
     whole = time.perf_counter() - start
     kernel = SGHMCSplit(model, **options)
-    timed = sample(kernel, 4, 2000, args, {"batch_size": batch_size})
+    timed = sample(kernel, num_chains, num_draws, args, {"batch_size": batch_size})
     return Row(draws, timed.sampling, whole)
 
 
@@ -131,8 +134,8 @@ def main() -> None:
         ours = {
             "SGHMCSplit": by_us(model, data, BATCH_SIZE),
             "SGHMCSplit, B = 10": by_us(model, data, 10),
-            "SGHMCSplit, B = 10, target_bias = 0.1": by_us(model, data, 10, target_bias=0.1),
             "SGHMCSplit, B = 10, step_size = 0.8": by_us(model, data, 10, step_size=0.8),
+            "SGHMCSplit, B = 10, 0.53, 100 chains": by_us(model, data, 10, 100, step_size=0.53),
         }
         nuts = by_nuts(model, data, args.nuts_draws)
         if model is logistic:
