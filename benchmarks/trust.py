@@ -131,7 +131,7 @@ def evaluate(
 
 
 def rivals(problem: str, reference: Mapping[str, Any], seed: int) -> Iterator[tuple[str, Outcome]]:
-    """What else could be run on the problem; NaN where it cannot."""
+    """What else could be run on the problem; what cannot be is printed, and left out."""
     model, args = PROBLEMS[problem].build()
     common = model, args, PROBLEMS[problem].batch_size
     key = jax.random.key(seed)
@@ -229,8 +229,8 @@ def summary(cells: list[Outcome]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS))
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS))
+    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--bad", action="store_true", help="settings that are wrong on purpose")
     parser.add_argument("--rivals", action="store_true", help="SVI, HMCECS, BlackJAX")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
