@@ -19,6 +19,7 @@ from contract import (
     survey_data,
     survey_posterior,
 )
+from numpyro.diagnostics import gelman_rubin
 from numpyro.infer import MCMC, NUTS
 from orders import stationary_covariance
 
@@ -185,10 +186,37 @@ def test_verdict_names_site_size_cause_and_cure(noisy):
 
 
 def test_what_cannot_be_measured_is_said_in_words():
-    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, "biased")
+    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, 1.0, "biased")
     said = BiasReport._sentence(None, lost)
     assert said.startswith("Sds of `tau` are too far off to be measured and means of `tau`")
     assert "nan" not in said
+    gone = SiteBias("tau", 1, -7e5, 4e5, 0.3, 0.1, 1.0, "biased")
+    assert BiasReport._sentence(None, gone).endswith("means of `tau` are more than 100 sds off.")
+
+
+def test_few_dependent_draws_are_told_from_long_steps():
+    kernel = SGHMCSplit(survey, step_size=0.1, num_steps=1)
+    report = bias_report(run(kernel, num_samples=100, num_chains=1))
+    assert "biased" in {s.verdict for s in report.sites}
+    assert "independent ones at most) explain it: draw more" in report.verdict
+    assert "step" not in report.verdict
+
+
+def test_chains_in_different_modes_are_seen():
+    """Two narrow modes, each sampled perfectly: the moments alone say that all is well."""
+
+    def potential(q):
+        return -jnp.logaddexp(-jnp.square(q - 5.0).sum() / 2, -jnp.square(q + 5.0).sum() / 2)
+
+    kernel = SGHMCSplit(potential_fn=potential, inverse_mass_matrix=np.ones(1), step_size=0.3)
+    mcmc = quietly(kernel, num_samples=1000, num_chains=4, chain_method="vectorized")
+    mcmc.run(jax.random.key(0), init_params=jnp.array([[-5.0], [5.0], [-5.0], [5.0]]))
+    report = bias_report(mcmc)
+    assert report.is_flagged
+    assert {s.verdict for s in report.sites} == {"apart"}
+    assert report.verdict.startswith("Chains disagree on `z` (R-hat up to ")
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True))
+    np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.03)
 
 
 def test_nothing_is_flagged_where_nothing_is_wrong(good):
@@ -210,7 +238,16 @@ def test_few_draws_are_unclear_and_not_fine():
 def test_report_prints_and_converts(noisy):
     report = bias_report(noisy)
     lines = str(report).splitlines()
-    assert lines[0].split() == ["site", "size", "mean", "shift", "sd", "inflation", "verdict"]
+    assert lines[0].split() == [
+        "site",
+        "size",
+        "mean",
+        "shift",
+        "sd",
+        "inflation",
+        "R-hat",
+        "verdict",
+    ]
     assert lines[1].split()[:2] == ["beta", "2"]
     assert max(map(len, lines[:3])) < 80
     page = report._repr_html_()

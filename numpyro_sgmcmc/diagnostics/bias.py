@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import options
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, estimate
+from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, disagreement, estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.moments import Sums
@@ -23,6 +23,9 @@ __all__ = ["BiasReport", "SiteBias", "bias_report"]
 
 _MEAN, _SD = 0.1, 0.05
 _MEAN_UNCLEAR, _SD_UNCLEAR = 0.2, 0.15
+_R_HAT = 1.1
+_FAR = 100.0  # sds: beyond, a number would say no more
+_CHANCE = 3.0  # standard errors that the number of draws may explain
 _NUM_BATCHES = 16
 
 
@@ -35,7 +38,8 @@ class SiteBias(NamedTuple):
     - **mean_shift_error** - its standard error.
     - **sd_inflation** - chain's sd over the posterior's, minus one.
     - **sd_inflation_error** - its standard error.
-    - **verdict** - ``"fine"``, ``"biased"`` or ``"unclear"``.
+    - **r_hat** - how far the chains disagree, 1 where they agree; NaN for a single chain.
+    - **verdict** - ``"fine"``, ``"biased"``, ``"unclear"``, or ``"apart"``: R-hat is above 1.1.
     """
 
     site: str
@@ -44,6 +48,7 @@ class SiteBias(NamedTuple):
     mean_shift_error: float
     sd_inflation: float
     sd_inflation_error: float
+    r_hat: float
     verdict: str
 
 
@@ -52,7 +57,8 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
 
     The moments come from gradients that the run took, at next to no cost. They say how
     far the chain's means and sds are from the posterior's, coordinate by coordinate, whatever the
-    reason: step size, gradient noise, or too few draws. They cannot see a mode that no chain found.
+    reason: step size, gradient noise, or too few draws. They cannot see a mode that no chain found;
+    where chains are in different ones, R-hat does.
 
     :param mcmc: a run of one of this package's kernels.
     :param full_data: whether to take gradients on all rows at some of the draws in place of the
@@ -64,28 +70,36 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     kernel = finished_run(mcmc, "bias_report")
     options.positive_int("num_draws", num_draws)
     factor = np.asarray(kernel.coordinates(mcmc.last_state).factor, np.float64)
-    if full_data:
-        sums = _full_data_sums(mcmc, kernel, num_draws)
-    else:
-        sums = mcmc.last_state.moments.batches
-        sums = jax.tree.map(lambda x: np.asarray(x)[None] if mcmc.num_chains == 1 else x, sums)
-        sums = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), sums)
-    if not (np.asarray(sums.weight) > 0).any():
+    own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
+    if mcmc.num_chains == 1:
+        own = jax.tree.map(lambda x: x[None], own)
+    if not (own.weight > 0).any():
         raise ValueError(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
+    if full_data:
+        sums = _full_data_sums(mcmc, kernel, num_draws)
+    else:
+        sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
     noise = kernel.noise
     step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
     predicted = noise.inflation(kernel.dynamics, step_size)
+    num_draws = int(np.size(mcmc.get_extra_fields().get("diverging", 0)))
+    num_steps = int(np.max(mcmc.last_state.num_steps))
+    iterations = int(np.sum(mcmc.last_state.moments.iterations))
+    time = iterations * num_steps * float(np.mean(mcmc.last_state.adapt_state.step_size))
+    independent = time / float(kernel.dynamics.relaxation_time(step_size))
     return BiasReport(
         names=coordinate_names(mcmc),
         estimates=estimate(sums, factor),
+        r_hat=disagreement(jax.tree.map(lambda x: x.sum(1), own), factor),
         step_size=step_size,
         order=kernel.dynamics.schemes[kernel.scheme].order,
         noise_variance=noise.variance,
         noise_inflation=float(np.sqrt(1.0 + predicted) - 1.0),
         divergences=int(np.sum(mcmc.get_extra_fields().get("diverging", 0))),
-        num_draws=int(np.size(mcmc.get_extra_fields().get("diverging", 0))),
+        num_draws=num_draws,
+        num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
     )
 
@@ -120,23 +134,28 @@ class BiasReport:
 
     :param names: site and name of each coordinate.
     :param estimates: shift, inflation and temperatures.
+    :param r_hat: how far the chains disagree, shape ``(d,)``; NaN for a single chain.
     :param step_size: the run's last step size, the longest of the chains'.
     :param order: weak order of the scheme.
     :param noise_variance: variance of the whitened gradient's noise, measured in warm-up.
     :param noise_inflation: by how much that noise is predicted to widen sds, at most.
     :param divergences: diverging iterations.
     :param num_draws: iterations they are out of.
+    :param num_independent: as how many independent draws they count at most: their time over that
+        in which a Gaussian is forgotten.
     :param full_data: whether the gradients were those on all rows.
     """
 
     names: list[tuple[str, str]]
     estimates: Estimates
+    r_hat: np.ndarray
     step_size: float
     order: int
     noise_variance: float
     noise_inflation: float
     divergences: int
     num_draws: int
+    num_independent: float
     full_data: bool
 
     @property
@@ -155,13 +174,17 @@ class BiasReport:
             _judge(self.estimates.shift, where, z, _MEAN, _MEAN_UNCLEAR),
             _judge(self.estimates.inflation, where, z, _SD, _SD_UNCLEAR),
         }
-        verdict = next(v for v in ("biased", "unclear", "fine") if v in verdicts)
-        return SiteBias(site, len(where), shift, shift_error, inflation, inflation_error, verdict)
+        r_hat = float(self.r_hat[where].max())
+        if r_hat > _R_HAT:
+            verdicts.add("apart")
+        verdict = next(v for v in ("apart", "biased", "unclear", "fine") if v in verdicts)
+        errors = shift_error, inflation_error
+        return SiteBias(site, len(where), shift, errors[0], inflation, errors[1], r_hat, verdict)
 
     @property
     def is_flagged(self) -> bool:
-        """Whether any site is clearly biased, or iterations diverged often."""
-        return self.diverges_often or any(s.verdict == "biased" for s in self.sites)
+        """Whether any site is clearly biased, chains disagree, or iterations diverged often."""
+        return self.diverges_often or any(s.verdict in ("biased", "apart") for s in self.sites)
 
     @property
     def is_fine(self) -> bool:
@@ -179,11 +202,19 @@ class BiasReport:
         sites = self.sites
         biased = [s for s in sites if s.verdict == "biased"]
         unclear = [s for s in sites if s.verdict == "unclear"]
+        apart = [s for s in sites if s.verdict == "apart"]
         said = []
         if self.diverges_often:
             said.append(
                 f"{self.divergences} of {self.num_draws} iterations diverged: take a smaller "
                 "step_size."
+            )
+        if apart:
+            worst = max(apart, key=lambda s: s.r_hat)
+            said.append(
+                f"Chains disagree on {_names(apart)} (R-hat up to {worst.r_hat:.2f}), and what the "
+                "report says of them means little: run longer; chains that still disagree then "
+                "are in different modes."
             )
         said += [self._sentence(s) for s in biased[:3]]
         if (more := len(biased) - 3) > 0:
@@ -191,16 +222,15 @@ class BiasReport:
         if biased:
             said.append(self._cure(biased))
         if unclear:
-            names = ", ".join(f"`{s.site}`" for s in unclear[:3]) + ", ..." * (len(unclear) > 3)
             means = "more draws" if self.full_data else "more draws, or full_data=True,"
-            said.append(f"The error bars of {names} are too wide to tell: {means} would.")
+            said.append(f"The error bars of {_names(unclear)} are too wide to tell: {means} would.")
         if not said:
             said.append("Means and sds are right within the error bars.")
         return " ".join(said)
 
     def _sentence(self, s: SiteBias) -> str:
         found = []
-        if not np.isfinite(s.sd_inflation):
+        if not abs(s.sd_inflation) < _FAR:
             found.append(f"sds of `{s.site}` are too far off to be measured")
         elif abs(s.sd_inflation) > _SD:
             side = "wide" if s.sd_inflation > 0 else "narrow"
@@ -208,7 +238,9 @@ class BiasReport:
                 f"sds of `{s.site}` are up to {100 * abs(s.sd_inflation):.0f} % ± "
                 f"{100 * s.sd_inflation_error:.0f} % too {side}"
             )
-        if abs(s.mean_shift) > _MEAN:
+        if not abs(s.mean_shift) < _FAR:
+            found.append(f"means of `{s.site}` are more than {_FAR:.0f} sds off")
+        elif abs(s.mean_shift) > _MEAN:
             side = "high" if s.mean_shift > 0 else "low"
             found.append(
                 f"means of `{s.site}` are up to {abs(s.mean_shift):.2f} ± "
@@ -218,6 +250,11 @@ class BiasReport:
 
     def _cure(self, biased: list[SiteBias]) -> str:
         """What to change, and what it costs."""
+        if self._is_chance(biased):
+            return (
+                f"So few draws (as good as {self.num_independent:.0f} independent ones at most) "
+                "explain it: draw more."
+            )
         halve = f"halve the step size (to {self.step_size / 2:.2g}; twice the cost of a draw)"
         # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
         excess = max(s.sd_inflation for s in biased)
@@ -233,6 +270,16 @@ class BiasReport:
             f"falls to about 1/{2**self.order}."
         )
 
+    def _is_chance(self, biased: list[SiteBias]) -> bool:
+        """Whether the number of draws explains all of it."""
+        least = np.sqrt([1.0, 0.5]) / np.sqrt(self.num_independent)
+        for s in biased:
+            where = np.array([site == s.site for site, _ in self.names])
+            errors = np.fmax(self.estimates.chance[:, where].max(1), least)
+            if not (np.abs([s.mean_shift, s.sd_inflation]) < _CHANCE * errors).all():
+                return False
+        return True
+
     @property
     def line(self) -> str:
         """The report in one line."""
@@ -246,12 +293,12 @@ class BiasReport:
         )
 
     def __str__(self) -> str:
-        header = ("site", "size", "mean shift", "sd inflation", "verdict")
+        header = ("site", "size", "mean shift", "sd inflation", "R-hat", "verdict")
         rows = [header, *self._cells()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
         lines = [
             "  ".join(
-                cell.ljust(w) if k in (0, 4) else cell.rjust(w)
+                cell.ljust(w) if k in (0, 5) else cell.rjust(w)
                 for k, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
@@ -261,7 +308,7 @@ class BiasReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header = ("site", "size", "mean shift (posterior sds)", "sd inflation", "verdict")
+        header = ("site", "size", "mean shift (posterior sds)", "sd inflation", "R-hat", "verdict")
         head = "".join(f"<th>{h}</th>" for h in header)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
@@ -275,8 +322,14 @@ class BiasReport:
             (
                 s.site,
                 str(s.size),
-                f"{s.mean_shift:+.3f} ± {s.mean_shift_error:.3f}",
-                f"{100 * s.sd_inflation:+.1f} % ± {100 * s.sd_inflation_error:.1f} %",
+                _cell(s.mean_shift, s.mean_shift_error, _FAR, "{:+.3f} ± {:.3f}"),
+                _cell(
+                    100 * s.sd_inflation,
+                    100 * s.sd_inflation_error,
+                    100 * _FAR,
+                    "{:+.1f} % ± {:.1f} %",
+                ),
+                f"{s.r_hat:.2f}" if np.isfinite(s.r_hat) else "-",
                 s.verdict,
             )
             for s in self.sites
@@ -305,6 +358,7 @@ class BiasReport:
             "mean_shift_error": shift.error,
             "sd_inflation": inflation.value,
             "sd_inflation_error": inflation.error,
+            "r_hat": self.r_hat,
         }
         return xarray.Dataset(
             {name: ("coordinate", values) for name, values in columns.items()},
@@ -342,6 +396,14 @@ class BiasReport:
             data.add_groups({"bias_report": dataset})
         else:
             data["bias_report"] = type(data)(dataset)
+
+
+def _names(sites: list[SiteBias]) -> str:
+    return ", ".join(f"`{s.site}`" for s in sites[:3]) + ", ..." * (len(sites) > 3)
+
+
+def _cell(value: float, error: float, far: float, form: str) -> str:
+    return form.format(value, error) if abs(value) < far else "lost"
 
 
 def _worst(found: Estimate, where: np.ndarray) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Estimate", "Estimates", "estimate", "posterior_covariance"]
+__all__ = ["Estimate", "Estimates", "disagreement", "estimate", "posterior_covariance"]
 
 _CLEARLY = 3.0
 
@@ -40,6 +40,8 @@ class Estimates(NamedTuple):
     - **kinetic** - kinetic temperature; NaN without momenta.
     - **covariance** - the chain's, in whitened coordinates, ``(d, d)`` or ``(d,)``.
     - **posterior** - the posterior's, likewise.
+    - **chance** - Monte Carlo standard errors of the chain's own mean and sds, in its sds, shape
+      ``(2, d)``: what is due to the number of draws.
     """
 
     shift: Estimate
@@ -48,6 +50,7 @@ class Estimates(NamedTuple):
     kinetic: Estimate
     covariance: np.ndarray
     posterior: np.ndarray
+    chance: np.ndarray
 
 
 def estimate(sums: Any, factor: np.ndarray) -> Estimates:
@@ -85,7 +88,7 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
         posterior = posterior_covariance(c, spread, is_clear)
         wide, right = (_variances(x, factor) for x in (spread, posterior))
         moved = posterior @ gradient if is_full else posterior * gradient
-        moved = factor @ moved if factor.ndim == 2 else factor * moved
+        moved = _push(moved, factor)
         with np.errstate(invalid="ignore"):
             sd = np.sqrt(right)
             return np.stack([moved / sd, np.sqrt(wide) / sd - 1.0])
@@ -96,6 +99,11 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
 
     both = jackknife(bias)
     _, whole, spread = _moments(total)
+    sd = np.sqrt(_variances(spread, factor))
+
+    def own(t: list[np.ndarray]) -> np.ndarray:
+        return np.stack([_push(t[1] / t[0], factor), np.sqrt(_variances(_moments(t)[2], factor))])
+
     return Estimates(
         Estimate(both.value[0], both.error[0]),
         Estimate(both.value[1], both.error[1]),
@@ -103,7 +111,27 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
         jackknife(lambda t: t[5] / t[0]),
         spread,
         posterior_covariance(whole, spread, is_clear),
+        jackknife(own).error / sd,
     )
+
+
+def disagreement(sums: Any, factor: np.ndarray) -> np.ndarray:
+    r"""R-hat of each coordinate from the sums of chains, which need not be split; shape ``(d,)``.
+
+    :math:`\sqrt{1 + B/W}` with B the variance of the chains' means and W the mean of their
+    variances. NaN for a single chain.
+
+    :param sums: as for :func:`estimate`, the leading axis that of chains.
+    :param factor: L of the whitened coordinates, shape ``(d,)`` or ``(d, d)``.
+    """
+    chains = [np.asarray(x, np.float64) for x in sums]
+    chains = [x[chains[0] > 0] for x in chains]
+    each = list(zip(*chains, strict=True))
+    if len(each) < 2:
+        return np.full(factor.shape[0], np.nan)
+    means = np.stack([_push(t[1] / t[0], factor) for t in each])
+    within = np.mean([_variances(_moments(list(t))[2], factor) for t in each], 0)
+    return np.sqrt(1.0 + means.var(0, ddof=1) / within)
 
 
 def posterior_covariance(
@@ -132,6 +160,11 @@ def _moments(total: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarra
     if stein.ndim == 1:
         return g, stein / weight - q * g, spread / weight - q * q
     return g, stein / weight - np.outer(q, g), spread / weight - np.outer(q, q)
+
+
+def _push(q: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    """From whitened differences to positions'."""
+    return factor @ q if factor.ndim == 2 else factor * q
 
 
 def _variances(covariance: np.ndarray, factor: np.ndarray) -> np.ndarray:
