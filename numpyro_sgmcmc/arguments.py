@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.data.host import HostArray
+
 __all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "is_array"]
 
 _HOLD_BYTES = 2**25
@@ -26,6 +28,10 @@ def is_array(x: Any) -> bool:
     if isinstance(x, jax.Array):
         return True
     return isinstance(x, np.ndarray) and (x.dtype.kind in "biufc" or "bfloat" in x.dtype.name)
+
+
+def _is_host(x: Any) -> bool:
+    return isinstance(x, HostArray)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -97,6 +103,19 @@ class Arguments:
     def map_arrays(self, fn: Callable) -> Arguments:
         """These arguments with ``fn`` applied to each array."""
         args, kwargs = jax.tree.map(lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs))
+        return Arguments(args, kwargs)
+
+    @property
+    def hosts(self) -> list[HostArray]:
+        """The arrays whose rows are read when they are needed."""
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_host)
+        return [x for x in leaves if _is_host(x)]
+
+    def map_hosts(self, fn: Callable[[HostArray], Any]) -> Arguments:
+        """These arguments with ``fn`` applied to each array whose rows are read when needed."""
+        args, kwargs = jax.tree.map(
+            lambda x: fn(x) if _is_host(x) else x, (self.args, self.kwargs), is_leaf=_is_host
+        )
         return Arguments(args, kwargs)
 
     def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:

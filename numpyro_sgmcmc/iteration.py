@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.data.blocks import Block, empty_block, key_words, served
+from numpyro_sgmcmc.data.host import read_ahead
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.integrators import GradientFn
@@ -28,7 +30,7 @@ from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
 from numpyro_sgmcmc.state import AdaptState, SGMCMCState
 from numpyro_sgmcmc.step_control import StepControl
 
-__all__ = ["Program", "iterate", "start_chain"]
+__all__ = ["Program", "iterate", "refilled", "start_chain", "with_empty_block"]
 
 _NOISE_AHEAD = 2**22
 _ESCAPE = 1e3
@@ -152,22 +154,86 @@ def _resampling(
     return resample
 
 
+class _Keys(NamedTuple):
+    """What an iteration's key is split into; **following** is the next iteration's."""
+
+    following: Array
+    noise: Array
+    rows: Array
+    model: Array
+    resample: Array
+    restart: Array
+    reading: Array
+
+    @classmethod
+    def of(cls, rng_key: Array) -> _Keys:
+        """The keys of the iteration that begins with this one."""
+        return cls(*random.split(rng_key, len(cls._fields)))
+
+
 def _draw_rows(
-    program: Program, state: SGMCMCState, rng_key: Array
+    program: Program, streams: dict[str, Any], rng_key: Array
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The streams after the iteration, and the rows of all its steps.
+    """The streams after an iteration, and the rows of all its steps.
 
     At once: small draws cost more than they yield, and indices computed inside the loop would be
     fused into the gather and computed again there.
     """
     adaptation, plates = program.adaptation, program.target.plates
-    streams, rows = {}, {}
+    after, rows = {}, {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
         stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
-        streams[p.name], rows[p.name] = stream.draw(
-            state.streams[p.name], key, adaptation.num_steps
-        )
-    return streams, rows
+        after[p.name], rows[p.name] = stream.draw(streams[p.name], key, adaptation.num_steps)
+    return after, rows
+
+
+def _rows_ahead(program: Program, state: SGMCMCState, length: int) -> dict[str, Array]:
+    """The rows of a chain's next iterations, shape ``(length, num_steps, subsample_size)``."""
+
+    def one(carry: Any, _: None) -> Any:
+        rng_key, streams = carry
+        keys = _Keys.of(rng_key)
+        streams, rows = _draw_rows(program, streams, keys.rows)
+        return (keys.following, streams), rows
+
+    return lax.scan(one, (state.rng_key, state.streams), None, length)[1]
+
+
+def with_empty_block(program: Program, state: SGMCMCState, num_chains: int) -> SGMCMCState:
+    """A chain's first state, with room for the rows that are read ahead.
+
+    :param num_chains: chains that read together.
+    """
+    lookups = program.target.lookups
+    if not lookups:
+        return state
+    rows = jax.eval_shape(lambda s: _draw_rows(program, s.streams, s.rng_key)[1], state)
+    return state._replace(block=empty_block(lookups, rows, num_chains, state.rng_key))
+
+
+def refilled(program: Program, state: SGMCMCState) -> SGMCMCState:
+    """The state of one chain or of many, with rows read ahead for its next iteration.
+
+    Outside of ``vmap``, under which both branches of the condition would run every time.
+    """
+    if state.block is None:
+        return state
+    lookups, block = program.target.lookups, state.block
+    is_batch = block.place.ndim == 1
+    ahead = partial(_rows_ahead, program)
+    length = block.values[0].shape[int(is_batch)]
+
+    def read(state: SGMCMCState) -> Block:
+        upcoming = partial(ahead, length=2 * length)
+        rows = (jax.vmap(upcoming) if is_batch else upcoming)(state)
+        half = (slice(None),) * int(is_batch)
+        now = [rows[p][(*half, slice(None, length))] for _, p in lookups]
+        then = [rows[p][(*half, slice(length, None))] for _, p in lookups]
+        values = read_ahead([a for a, _ in lookups], now, then)
+        return Block(values, jnp.zeros_like(block.place), key_words(state.rng_key))
+
+    is_due = (block.place >= length).any() | (block.key != key_words(state.rng_key)).any()
+    return state._replace(block=lax.cond(is_due, read, lambda s: s.block, state))
 
 
 def _step(
@@ -183,8 +249,9 @@ def _step(
     Only where the noise of all would fill the memory is it drawn step by step, from keys.
 
     :param counts: the iteration's steps, counted from the run's first.
-    :return: the function takes the chain's state and the step's rows, noise, model key and count,
-        and returns the next state, and a position with its gradient's estimate.
+    :return: the function takes the chain's state and the step's rows, what has been read there,
+        noise, model key and count, and returns the next state, and a position with its gradient's
+        estimate.
     """
     target, adaptation, adapt_state = program.target, program.adaptation, state.adapt_state
     anchored = program.anchored(state)
@@ -195,11 +262,18 @@ def _step(
     is_ahead = len(counts) * integrate.draws * target.dim <= _NOISE_AHEAD
 
     def step(chain: Any, xs: Any) -> tuple[Any, Array, Array]:
-        rows, noise, key, count = xs
+        rows, values, noise, key, count = xs
         if not is_ahead:
             noise = random.normal(noise, shape, target.dtype)
         gradient = FirstGradient(
-            whitened_gradient(adaptation.estimator, target, arguments, anchored, rows, key)
+            whitened_gradient(
+                adaptation.estimator,
+                target,
+                served(arguments, target.lookups, rows, values),
+                anchored,
+                rows,
+                key,
+            )
         )
         chain = resample(chain, count)
         step_size = program.step_size(count, adapt_state)
@@ -288,17 +362,20 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
     num_steps, adapt_state = adaptation.num_steps, state.adapt_state
     anchored = program.anchored(state)
     dynamics = program.locate(anchored.coordinates)
-    rng_key, noise_key, row_key, model_key, resample_key, restart_key, reading_key = random.split(
-        state.rng_key, 7
-    )
-    streams, rows = _draw_rows(program, state, row_key)
+    keys = _Keys.of(state.rng_key)
+    streams, rows = _draw_rows(program, state.streams, keys.rows)
+    block = state.block
+    values: tuple[Array, ...] = ()
+    if block is not None:
+        values = tuple(x[block.place] for x in block.values)
+        block = Block(block.values, block.place + 1, key_words(keys.following))
     counts = state.i * num_steps + jnp.arange(num_steps)
-    step, noise = _step(program, state, arguments, resample_key, noise_key, counts)
-    model_keys = random.split(model_key, num_steps) if target.is_randomized else None
+    step, noise = _step(program, state, arguments, keys.resample, keys.noise, counts)
+    model_keys = random.split(keys.model, num_steps) if target.is_randomized else None
 
     reading = adaptation.reading
     every = reading.every or num_steps
-    fresh_keys = random.split(reading_key, num_steps // every) if reading.estimator else None
+    fresh_keys = random.split(keys.reading, num_steps // every) if reading.estimator else None
 
     def read(carry: tuple[Any, Sums], xs: Any) -> tuple[tuple[Any, Sums], None]:
         """The steps from one reading to the next, and the reading."""
@@ -316,13 +393,13 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
 
     xs = jax.tree.map(
         lambda x: x.reshape(num_steps // every, every, *x.shape[1:]),
-        (rows, noise, model_keys, counts),
+        (rows, values, noise, model_keys, counts),
     )
     sums = Sums.zeros(target.dim, target.dtype)
     (end, sums), _ = lax.scan(read, (state.dynamics, sums), (xs, fresh_keys))
 
     step_size = program.step_size(counts[-1], adapt_state)
-    end, diverging = _survive(program, state, end, step_size, restart_key)
+    end, diverging = _survive(program, state, end, step_size, keys.restart)
     weight = program.weight(counts, adapt_state)
     moments, control = state.moments, state.step_control
     if reading.every and adaptation.allowed_excess is not None:
@@ -343,5 +420,6 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
         moments=moments,
         step_control=control,
         adapt_state=adapt_state._replace(step_size=step_size),
-        rng_key=rng_key,
+        rng_key=keys.following,
+        block=block,
     )

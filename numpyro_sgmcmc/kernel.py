@@ -28,9 +28,10 @@ from numpyro_sgmcmc import options
 from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, Noise, Settings, Surface, adapt
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS
-from numpyro_sgmcmc.iteration import Program, iterate, start_chain
+from numpyro_sgmcmc.iteration import Program, iterate, refilled, start_chain, with_empty_block
 from numpyro_sgmcmc.minibatch import STREAMS
 from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
 from numpyro_sgmcmc.notices import notify
@@ -243,7 +244,8 @@ class SGMCMCKernel(MCMCKernel):
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
         held = self._held.hold(arguments)
-        return _full_gradients(self._ready, positions, held)
+        with plain_failures(arguments.hosts):
+            return jax.block_until_ready(_full_gradients(self._ready, positions, held))
 
     @property
     def model(self) -> Callable | None:
@@ -324,7 +326,7 @@ class SGMCMCKernel(MCMCKernel):
         arguments = Arguments(model_args, model_kwargs)
         is_batch = _is_batch(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
-        with _eagerly(rng_key):
+        with _eagerly(rng_key), plain_failures(arguments.hosts):
             concrete = self._concrete(arguments)
             self._target = target = self._read(concrete, init_params, is_batch)
             if is_block:
@@ -347,6 +349,8 @@ class SGMCMCKernel(MCMCKernel):
             minibatch=adaptation.minibatch,
         )
         state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
+        room = partial(with_empty_block, self._program, num_chains=len(rng_key) if is_batch else 1)
+        state = (jax.vmap(room) if is_batch else room)(state)
         if is_block:
             state = self.refresh(state, model_args, model_kwargs)
         return state
@@ -356,6 +360,7 @@ class SGMCMCKernel(MCMCKernel):
     ) -> SGMCMCState:
         """Run ``num_steps`` steps, each on a minibatch of its own."""
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
+        state = refilled(self._program, state)
         one = partial(iterate, self._program, arguments=arguments)
         return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
 

@@ -8,7 +8,7 @@ them, and the plate's own scale (rows / chosen rows) makes the minibatch potenti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -29,14 +29,17 @@ from numpyro.infer.util import (
     potential_energy,
     transform_fn,
 )
-from numpyro.primitives import Messenger
+from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_sgmcmc.arguments import Arguments, as_jax_arrays
+from numpyro_sgmcmc.data.blocks import Lookup, Recorder, is_on_host
 from numpyro_sgmcmc.dataflow import depends_on, row_lookups
 from numpyro_sgmcmc.full_data import Indices, Plate, chunk_rows, over_all_rows
 from numpyro_sgmcmc.notices import notify
 
 __all__ = ["FullDataModel", "Target", "function_target", "model_target", "prior_draws"]
+
+_EXPLAINED_ROWS = 20_000
 
 
 class _rows(Messenger):
@@ -54,8 +57,26 @@ class _rows(Messenger):
             size, subsample_size = msg["args"]
             rows = self.choose(msg["name"], size, subsample_size)
             if rows is not None:
-                msg["value"] = jnp.asarray(rows)
+                # The very same object, by which rows that have been read are known.
+                msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
                 msg["args"] = (size, rows.shape[0])
+        elif msg["type"] == "subsample" and is_on_host(msg["value"]):
+            _subsample_on_host(msg)
+
+
+def _subsample_on_host(msg: Any) -> None:
+    """Answer ``numpyro.subsample`` of an array whose rows are on the host, along its first axis."""
+    data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
+    for plate in _PYRO_STACK:
+        if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
+            if len(data) != plate.size:
+                raise ValueError(
+                    f"The plate '{plate.name}' has size {plate.size}, but {data!r}, which is "
+                    f"subsampled in it, has {len(data)} rows. Make the two agree."
+                )
+            msg["value"] = data[plate._indices]
+            msg["type"] = "subsampled"  # so that the plate does not do it again
+            return
 
 
 class _key_watch(Messenger):
@@ -125,6 +146,7 @@ class Target:
     - **start** - ``(rng_key, arguments) -> position`` by the initialisation strategy.
     - **explain** - ``(position, arguments) -> sentence`` naming the sites that are not finite.
     - **sites** - the latent sites in the order of their coordinates; None without a model.
+    - **lookups** - arrays on the host that a plate's rows index, with their plates.
     """
 
     plates: tuple[Plate, ...]
@@ -139,6 +161,7 @@ class Target:
     start: Callable[[Array, Arguments], Array]
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
+    lookups: tuple[Lookup, ...] = ()
 
     def potential(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -218,6 +241,7 @@ class Target:
         # A row costs its own width in memory, and its logits and such once more for each tangent.
         sizes = {p.size for p in self.plates}
         widths = [x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes]
+        widths += [x.row_size for x in arguments.hosts]
         rows = chunk_rows(sum(widths) + 4 * tangents)
         return over_all_rows(fn, self.groups, rows, subset)
 
@@ -267,11 +291,16 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
                 f"between 1 and the plate's size, {size}."
             )
         plates[name] = Plate(name, size, subsample_size)
-        return jnp.arange(subsample_size)
+        issued[name] = jnp.arange(subsample_size)
+        return issued[name]
+
+    issued: dict[str, Array] = {}
+    lookups: dict[Lookup, None] = {}
 
     def traced(arguments: Arguments) -> Any:
         seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
         arguments = arguments.map_arrays(jnp.asarray)
+        arguments = arguments.map_hosts(lambda a: Recorder(a, issued, lookups))
         return trace(_rows(seeded, note)).get_trace(*arguments.args, **arguments.kwargs)
 
     seen: dict[str, Any] = {}
@@ -337,7 +366,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     jax.eval_shape(checked, first_rows, flat, arguments)
     key = random.key(0) if watch.asked else None
     _check_row_lengths(
-        original, lambda i, a: potential(unravel(flat), i, a, key), plates, arguments
+        original, lambda i, a: potential(unravel(flat), i, a, key), plates, arguments, lookups
     )
 
     transforms = {s.name: biject_to(s.support) for s in sites if s.support is not None}
@@ -377,7 +406,13 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         return jnp.concatenate([jnp.ravel(v).astype(dtype) for v in values])
 
     def explain(position: Array, arguments: Arguments) -> str:
-        every_row = {p.name: jnp.arange(p.size) for p in plates.values()}
+        # Rows on the host may be more than memory holds.
+        most = (
+            _EXPLAINED_ROWS
+            if arguments.hosts
+            else max((p.size for p in plates.values()), default=0)
+        )
+        every_row = {p.name: jnp.arange(min(p.size, most)) for p in plates.values()}
         args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
         values = constrain(unravel(position), arguments)
         run = substitute(with_rows(every_row, key), data=values)
@@ -420,6 +455,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         start=start,
         explain=explain,
         sites=tuple(sites),
+        lookups=tuple(lookups),
     )
 
 
@@ -521,10 +557,17 @@ def _check_row_lengths(
     fn: Callable[[Indices, Arguments], Array],
     plates: dict[str, Plate],
     arguments: Arguments,
+    lookups: Iterable[Lookup],
 ) -> None:
     """Whether every array that a plate's indices look up has the plate's number of rows."""
     if not plates:
         return
+    for host, plate in lookups:
+        if len(host) != plates[plate].size:
+            raise ValueError(
+                f"The plate '{plate}' has size {plates[plate].size}, but {host!r}, which it "
+                f"indexes, has {len(host)} rows. Make the two agree."
+            )
     rows = {p.name: np.arange(p.subsample_size) for p in plates.values()}
     jaxpr = jax.make_jaxpr(fn)(rows, arguments).jaxpr
     by_var = dict(zip(jaxpr.invars, sorted(plates), strict=False))

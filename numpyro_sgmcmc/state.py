@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from numpyro_sgmcmc.compensation import GradientNoise
+from numpyro_sgmcmc.data.blocks import Block
 from numpyro_sgmcmc.minibatch import StreamState
 from numpyro_sgmcmc.moments import Moments
 from numpyro_sgmcmc.step_control import StepControl
@@ -54,6 +55,8 @@ class SGMCMCState(NamedTuple):
     - **step_control** - what the warm-up's check of the step size has seen since the last one, a
       :class:`~numpyro_sgmcmc.step_control.StepControl`.
     - **rng_key** - random key of the next iteration.
+    - **block** - rows read ahead, a :class:`~numpyro_sgmcmc.data.blocks.Block`; None where all data
+      are in memory.
     """
 
     i: Array
@@ -67,3 +70,4 @@ class SGMCMCState(NamedTuple):
     moments: Moments
     step_control: StepControl
     rng_key: Array
+    block: Block | None = None

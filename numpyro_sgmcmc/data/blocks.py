@@ -1,0 +1,176 @@
+"""Blocks of rows in a chain's state: read a few iterations ahead, served a step at a time.
+
+A call to the host costs as much as dozens of steps, so that rows come for several iterations at
+once. Which ones follows from the chain's key alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.data.host import HostArray
+
+__all__ = [
+    "Block",
+    "Lookup",
+    "Recorder",
+    "block_length",
+    "empty_block",
+    "is_on_host",
+    "key_words",
+    "served",
+]
+
+_BLOCK_BYTES = 2**22
+_LONGEST_BLOCK = 64
+
+
+class Lookup(NamedTuple):
+    """An array on the host that the model indexes by a plate's rows.
+
+    - **array** - a :class:`HostArray`.
+    - **plate** - name of the plate.
+    """
+
+    array: HostArray
+    plate: str
+
+
+class Block(NamedTuple):
+    """Rows read for the next iterations of a chain.
+
+    - **values** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
+    - **place** - iterations used.
+    - **key** - words of the random key of the iteration that comes next: with another one, the
+      rows that have been read are not those that it draws.
+    """
+
+    values: tuple[Array, ...]
+    place: Array
+    key: Array
+
+
+def key_words(rng_key: Array) -> Array:
+    """The integers of a typed or a raw key."""
+    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(rng_key) if is_typed else rng_key
+
+
+def empty_block(
+    lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int, rng_key: Array
+) -> Block:
+    """A chain's block before anything is read, used up.
+
+    :param rows: shape and type of the rows of one iteration of one chain, by plate.
+    :param num_chains: chains that read together.
+    :param rng_key: a key like the chain's.
+    """
+    length = block_length(lookups, rows, num_chains)
+    values = tuple(jnp.zeros((length, *rows[p].shape, *a.shape[1:]), a.dtype) for a, p in lookups)
+    return Block(values, jnp.asarray(length), jnp.zeros_like(key_words(rng_key)))
+
+
+class _StandIn:
+    """What a model sees in place of a :class:`HostArray` during one evaluation.
+
+    :param array: the array.
+    """
+
+    def __init__(self, array: HostArray) -> None:
+        self.array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.array, name)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return repr(self.array)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.array.__array__()
+
+    __jax_array__ = __array__
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array[index]
+
+
+def is_on_host(x: Any) -> bool:
+    """Whether ``x`` is an array on the host, or stands in for one."""
+    return isinstance(x, (HostArray, _StandIn))
+
+
+class Recorder(_StandIn):
+    """Notes by which plate's rows it is indexed.
+
+    :param array: the array.
+    :param issued: the rows that plates have given out, by name, as the very same objects.
+    :param lookups: what has been noted.
+    """
+
+    def __init__(
+        self, array: HostArray, issued: Mapping[str, Any], lookups: dict[Lookup, None]
+    ) -> None:
+        super().__init__(array)
+        self.issued, self.lookups = issued, lookups
+
+    def __getitem__(self, index: Any) -> Any:
+        first = index[0] if isinstance(index, tuple) and index else index
+        for plate, rows in self.issued.items():
+            if rows is first:
+                self.lookups[Lookup(self.array, plate)] = None
+        return self.array[index]
+
+
+class Served(_StandIn):
+    """Gives the rows that have been read for a step; any others it reads.
+
+    :param array: the array.
+    :param values: by plate, the plate's rows of the step and this array's values there.
+    """
+
+    def __init__(self, array: HostArray, values: Mapping[str, tuple[Any, Any]]) -> None:
+        super().__init__(array)
+        self.values = values
+
+    def __getitem__(self, index: Any) -> Any:
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        for rows, values in self.values.values():
+            if rows is first:
+                return values[(slice(None), *rest)] if rest else values
+        return self.array[index]
+
+
+def block_length(lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int) -> int:
+    """Iterations a block, from 1 to 64, so that those of all chains stay near 4 MB.
+
+    :param rows: shape and type of the rows of one iteration of one chain, by plate.
+    :param num_chains: chains that read together.
+    """
+    sizes = (rows[p].size * max(a.row_size, 1) * a.dtype.itemsize for a, p in lookups)
+    return max(1, min(_LONGEST_BLOCK, _BLOCK_BYTES // max(num_chains * sum(sizes), 1)))
+
+
+def served(
+    arguments: Arguments,
+    lookups: tuple[Lookup, ...],
+    rows: Mapping[str, Array],
+    values: tuple[Array, ...],
+) -> Arguments:
+    """The arguments of one step, whose arrays on the host answer with what has been read.
+
+    :param rows: the step's rows, by plate.
+    :param values: for each lookup the array's values at its plate's rows.
+    """
+    by_array: dict[HostArray, dict[str, tuple[Any, Any]]] = {}
+    for (array, plate), found in zip(lookups, values, strict=True):
+        by_array.setdefault(array, {})[plate] = (rows[plate], found)
+    return arguments.map_hosts(lambda a: Served(a, by_array.get(a, {})))

@@ -1,0 +1,285 @@
+"""Arrays whose rows are read when a minibatch needs them: larger than memory, or on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["HostArray", "plain_failures", "read_ahead"]
+
+_AHEAD = 8
+_RELEASE_BYTES = 2**28
+_SHORTEST_RUN = 16
+
+
+@cache
+def _reader() -> ThreadPoolExecutor:
+    """One thread that reads ahead for all arrays: disks and h5py like one reader best."""
+    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
+
+
+@jax.tree_util.register_static
+class HostArray:
+    """Rows that stay where they are until a minibatch needs them.
+
+    Pass it to ``mcmc.run`` in place of the array; the model does not change. It may ask for
+    ``X.shape``, index the rows by a plate's indices (``X[i]``, ``X[i, 0]``), or call
+    ``numpyro.subsample(X, event_dim=...)``; the whole array it cannot use, since it is never in
+    memory. Rows are read a block of iterations ahead, on a thread of their own, while the block
+    before computes; full-data passes of the warm-up go by chunks. Draws are those of the same rows
+    in memory, with the same key.
+
+    Two of these are equal only if they are the same object.
+
+    :param source: anything with ``shape``, ``dtype`` and indexing by an integer array along the
+        first axis: ``numpy.memmap``, an ``h5py.Dataset``, a Zarr array, a reader of one's own.
+        Shape ``(N, ...)``; integers, floats or booleans.
+    :param name: what to call it in messages. Default the source's own file or name, if it has one.
+    :param sort: whether rows must be asked for in ascending order and once each, as h5py wants it.
+        Default: only for h5py.
+    :raises ValueError: for a source without rows, or of another type.
+
+    .. doctest::
+
+        >>> rows = HostArray(np.arange(6.0).reshape(3, 2), name="X")
+        >>> rows
+        HostArray('X', shape=(3, 2), dtype=float32)
+        >>> rows[np.array([2, 0])]
+        Array([[4., 5.],
+               [0., 1.]], dtype=float32)
+    """
+
+    def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
+        try:
+            shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
+        except (AttributeError, TypeError):
+            raise ValueError(
+                f"HostArray needs a source with a shape and a dtype, but got "
+                f"{type(source).__name__}."
+            ) from None
+        if not shape or shape[0] < 1:
+            raise ValueError(f"HostArray needs a source with rows, but got shape {shape}.")
+        if dtype.kind not in "biuf":
+            raise ValueError(
+                f"HostArray needs integers, floats or booleans, but got dtype {dtype}."
+            )
+        self._source = source
+        self._dtype = dtype
+        self.shape = shape
+        self.name = name or _name_of(source)
+        self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
+        self._ahead: OrderedDict[bytes, Future] = OrderedDict()
+        self._read_since_release = 0
+        self._by_slices = isinstance(source, np.ndarray) or hasattr(source, "chunks")
+        self.failure: RuntimeError | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type that its rows have on the device."""
+        return jax.dtypes.canonicalize_dtype(self._dtype)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape[1:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"HostArray('{self.name}', shape={self.shape}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Rows, read now, or where the index is being traced, when the compiled function runs.
+
+        :param index: integers of any shape, a slice, or a tuple that starts with one of these and
+            goes on along the other axes.
+        """
+        rows, *rest = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        if (
+            rows is None
+            or rows is Ellipsis
+            or not jnp.issubdtype(jnp.result_type(rows), jnp.integer)
+        ):
+            raise TypeError(
+                f"{self!r} is indexed by rows: by the indices of its plate, an integer array or a "
+                "slice."
+            )
+        if isinstance(rows, jax.core.Tracer):
+            form = jax.ShapeDtypeStruct((*rows.shape, *self.shape[1:]), self.dtype)
+            found = jax.pure_callback(self.read, form, rows, vmap_method="broadcast_all")
+        else:
+            found = jnp.asarray(self.read(np.asarray(rows)))
+        return found[(slice(None),) * jnp.ndim(rows) + (*rest,)] if rest else found
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self!r} is never in memory as a whole: index it by the indices of its plate, or "
+            "pass it through numpyro.subsample."
+        )
+
+    __jax_array__ = __array__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": OrderedDict()}
+
+    def read(self, rows: Any) -> np.ndarray:
+        """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
+
+        :param rows: integer array of any shape.
+        :raises RuntimeError: naming source and rows, where the source fails, gives something else
+            than these rows, or numbers that are not finite.
+        """
+        rows = np.asarray(rows)
+        try:
+            values = self._read(rows.ravel())
+        except RuntimeError as error:
+            self.failure = error
+            raise
+        self._release(values.nbytes)
+        return values.astype(self.dtype, copy=False).reshape(*rows.shape, *self.shape[1:])
+
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        num = len(self)
+        if rows.size and not -num <= rows.min() <= rows.max() < num:
+            outside = rows[(rows < -num) | (rows >= num)]
+            raise RuntimeError(f"{self!r} has no {_span(outside[:5])}.")
+        rows = np.where(rows < 0, rows + num, rows)
+        try:
+            if self._sort:
+                distinct, where = np.unique(rows, return_inverse=True)
+                values = np.asarray(self._source[distinct])[where]
+            else:
+                values = self._take(rows)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self!r} could not read {_span(rows)}: {type(error).__name__}: {error}"
+            ) from error
+        expected = (rows.size, *self.shape[1:])
+        if values.shape != expected:
+            raise RuntimeError(
+                f"{self!r} gave shape {values.shape} for {_span(rows)}, where {expected} was "
+                "expected."
+            )
+        self._check_finite(values, rows)
+        return values
+
+    def _take(self, rows: np.ndarray) -> np.ndarray:
+        """The source's rows; long runs of consecutive ones as slices, which are cheap to read."""
+        ends = np.flatnonzero(np.diff(rows) != 1) + 1
+        if not self._by_slices or rows.size < _SHORTEST_RUN * (len(ends) + 1):
+            return np.asarray(self._source[rows])
+        found = np.empty((rows.size, *self.shape[1:]), self._dtype)
+        for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
+            found[start:end] = self._source[int(rows[start]) : int(rows[start]) + end - start]
+        return found
+
+    def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
+        # One number tells of most arrays that nothing is amiss; an overflow is looked into.
+        if self._dtype.kind != "f" or np.isfinite(values.sum()):
+            return
+        bad = rows[~np.isfinite(values).reshape(len(rows), -1).all(1)]
+        if bad.size:
+            raise RuntimeError(
+                f"{self!r} holds missing or infinite values, for example in {_span(bad[:5])}. "
+                "Clean the source first."
+            )
+
+    def _release(self, num_bytes: int) -> None:
+        """Let go of a memory map's pages: the system would keep them as this process's memory."""
+        self._read_since_release += num_bytes
+        mapped = getattr(self._source, "_mmap", None)
+        if self._read_since_release > _RELEASE_BYTES and isinstance(mapped, mmap.mmap):
+            self._read_since_release = 0
+            if hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+    def start_reading(self, rows: np.ndarray) -> None:
+        """Read rows ahead, on the reader's thread."""
+        key = _digest(rows)
+        if key not in self._ahead:
+            self._ahead[key] = _reader().submit(self.read, rows)
+        while len(self._ahead) > _AHEAD:
+            self._ahead.popitem(last=False)
+
+    def finish_reading(self, rows: np.ndarray) -> np.ndarray:
+        """Rows read ahead, or now if they were not."""
+        started = self._ahead.pop(_digest(rows), None)
+        return self.read(rows) if started is None else started.result()
+
+
+@contextmanager
+def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
+    """Raise a source's failure as it was, not as what a compiled function makes of it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError:
+        for array in arrays:
+            if array.failure is not None:
+                raise array.failure from None
+        raise
+
+
+def read_ahead(
+    arrays: Sequence[HostArray], rows: Sequence[Any], then: Sequence[Any]
+) -> tuple[jax.Array, ...]:
+    """Rows of each array inside a compiled function, and a start on those wanted after them.
+
+    :param arrays: the arrays.
+    :param rows: integer indices for each, of any shape.
+    :param then: the indices that the next call will ask for.
+    :return: for each its rows, shape ``(*rows.shape, *array.shape[1:])``.
+    """
+
+    def fetch(rows: Sequence[Any], then: Sequence[Any]) -> tuple[np.ndarray, ...]:
+        # All are asked for before any is waited for.
+        rows, then = ([np.asarray(x) for x in xs] for xs in (rows, then))
+        found = tuple(a.finish_reading(r) for a, r in zip(arrays, rows, strict=True))
+        for array, upcoming in zip(arrays, then, strict=True):
+            array.start_reading(upcoming)
+        return found
+
+    forms = tuple(
+        jax.ShapeDtypeStruct((*r.shape, *a.shape[1:]), a.dtype)
+        for a, r in zip(arrays, rows, strict=True)
+    )
+    return jax.pure_callback(fetch, forms, tuple(rows), tuple(then), vmap_method="broadcast_all")
+
+
+def _digest(rows: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(rows).data, digest_size=16).digest()
+
+
+def _span(rows: np.ndarray) -> str:
+    """A few row numbers in words."""
+    if rows.size == 1:
+        return f"row {rows[0]}"
+    if rows.size <= 5:
+        return "rows " + ", ".join(map(str, rows))
+    return f"{rows.size} rows between {rows.min()} and {rows.max()}"
+
+
+def _name_of(source: Any) -> str:
+    for attribute in ("filename", "name", "path"):
+        found = getattr(source, attribute, None)
+        if isinstance(found, (str, bytes)) or hasattr(found, "__fspath__"):
+            return str(found)
+    return type(source).__name__
