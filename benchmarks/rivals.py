@@ -1,8 +1,9 @@
 """What else a NumPyro user could run on the same model: SVI, HMCECS and BlackJAX's samplers.
 
-Each gives draws in unconstrained space. Two of them are flattered: HMCECS gets the posterior's
-mean for its Taylor proxy, and BlackJAX's samplers start there, with the best of several step sizes
-by their distance from the reference.
+Each gives draws in unconstrained space, and all have better settings than a user would find at
+once: SVI's step size falls to zero on a cosine, HMCECS gets the posterior's mean for its Taylor
+proxy, and BlackJAX's samplers start there, with the best of several step sizes by their distance
+from the reference.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpyro
+import optax
 from jax import random
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
@@ -48,9 +50,13 @@ def _constrained(model: Callable, args: tuple, point: Mapping[str, Any]) -> Draw
 
 
 def svi_draws(model: Callable, args: tuple, batch_size: int, *, dense: bool, rng_key: Any) -> Draws:
-    """20,000 steps of Adam on minibatches, then draws of the guide; one chain."""
+    """20,000 steps of Adam on minibatches, then draws of the guide; one chain.
+
+    With a constant step size of 0.005 the means stay seven to twelve times further off.
+    """
     guide = (AutoMultivariateNormal if dense else AutoNormal)(model)
-    svi = SVI(model, guide, numpyro.optim.Adam(0.005), Trace_ELBO())
+    adam = optax.adam(optax.cosine_decay_schedule(0.01, _SVI_STEPS))
+    svi = SVI(model, guide, numpyro.optim.optax_to_numpyro(adam), Trace_ELBO())
     fit_key, draw_key = random.split(rng_key)
     found = svi.run(fit_key, _SVI_STEPS, *args, batch_size=batch_size, progress_bar=False)
     samples = guide.sample_posterior(
