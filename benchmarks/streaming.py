@@ -27,8 +27,7 @@ from common import DIM, interleaved, logistic, make_data, print_header, print_ro
 from jax import lax, random
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data import HostArray
+from numpyro_sgmcmc import HostArray, SGHMCSplit
 
 WIDTHS = (10, 8, 10, 12, 12, 8)
 CHUNK = 250_000

@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
+from numpyro_sgmcmc.data import HostArray
 from numpyro_sgmcmc.diagnostics import bias_report, print_summary
 from numpyro_sgmcmc.samplers import (
     SGHMC,
@@ -22,6 +23,7 @@ __all__ = [
     "SGRHMC",
     "SGRLD",
     "SHMC",
+    "HostArray",
     "RecipeKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",

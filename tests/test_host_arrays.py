@@ -12,8 +12,7 @@ import numpyro.distributions as dist
 import pytest
 from contract import quietly
 
-from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.data import HostArray
+from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.blocks import Lookup, block_length
 
 NUM_ROWS, BATCH = 3_000, 20
