@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
+from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.diagnostics import bias_report, print_summary
 from numpyro_sgmcmc.samplers import (
     SGHMC,
@@ -22,10 +23,12 @@ __all__ = [
     "SGRHMC",
     "SGRLD",
     "SHMC",
+    "CheckpointedMCMC",
     "RecipeKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",
     "bias_report",
+    "open_draws",
     "print_summary",
 ]
 __version__ = "0.1.0"
