@@ -6,6 +6,7 @@ No pickle: a checkpoint is data, and reading one runs no code of its own.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def _named_tuple(kind: str) -> type:
     return found
 
 
-def decode(structure: Any, arrays: list[np.ndarray]) -> Any:
+def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]) -> Any:
     """The tree of :func:`encode`; JAX arrays are on the default device."""
     if not isinstance(structure, dict):
         return structure

@@ -7,6 +7,7 @@ on from what has been written, as a resumed run does: the two cannot differ.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,7 @@ class CheckpointedMCMC(MCMC):
         if reached is None or reached.draws == 0:
             return None
         if self._draws_read is None:
-            like = decode(reached.header["layout"], _Nothing())
+            like = _like(reached.header)
             draws = self._disk.read(like, reached.blocks)
             self._draws_read = jax.tree.map(jnp.asarray, draws)
         return self._draws_read
@@ -324,7 +325,7 @@ class CheckpointedMCMC(MCMC):
 
     def _check_last_block(self, header: dict[str, Any]) -> None:
         if header["blocks"]:
-            self._disk.read(decode(header["layout"], _Nothing()), header["blocks"][-1:])
+            self._disk.read(_like(header), header["blocks"][-1:])
 
     def _next_stop(self, done: int) -> int:
         """The iteration of the next checkpoint: a multiple, so that chunks on disk are whole."""
@@ -387,11 +388,9 @@ class CheckpointedMCMC(MCMC):
         self._keep(Checkpoint(done, before.draws + num, blocks, before.header, tree))
 
 
-class _Nothing:
-    """Stands in for the arrays of a tree of which only the structure matters."""
-
-    def __getitem__(self, place: int) -> np.ndarray:
-        return np.zeros(0)
+def _like(header: dict[str, Any]) -> Any:
+    """A tree of the structure that the draws on disk have."""
+    return decode(header["layout"], defaultdict(lambda: np.zeros(0)))
 
 
 class _Safely:

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpyro
 
@@ -23,8 +24,15 @@ _ALL_BYTES = 2**25
 _SOME_ROWS = 512
 _DEEPEST = 8
 # What `init` finds; the checkpoint holds what of it matters.
-_FOUND = frozenset(
-    "_sample_fn _targets _adapted _adapted_target _held _target _num_warmup _noise".split()
+_FOUND = (
+    "_adapted",
+    "_adapted_target",
+    "_held",
+    "_noise",
+    "_num_warmup",
+    "_sample_fn",
+    "_target",
+    "_targets",
 )
 
 
@@ -62,7 +70,7 @@ def describe(x: Any, depth: int = 0) -> str:
     """A value as a short text that is the same in every process."""
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(x)
-    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return f"key {describe(jax.random.key_data(x))}"
     if is_array(x):
         return f"{x.dtype}{tuple(x.shape)} {_checksum(x)}"
@@ -112,7 +120,7 @@ def fingerprint(
     leaves, structure = jax.tree.flatten((arguments.args, arguments.kwargs))
     others = [describe(x) for x in leaves if not is_array(x)]
     found["the model's other arguments"] = f"{structure} {', '.join(others)}"
-    found["x64"] = describe(bool(jax.config.jax_enable_x64))
+    found["floating-point type"] = jnp.result_type(float).name
     found["device"] = jax.default_backend()
     found["version of numpyro_sgmcmc"] = __version__
     found["version of NumPyro"] = numpyro.__version__

@@ -25,12 +25,12 @@ class Segment(NamedTuple):
     """
     - **state** - of one chain, or of all of them.
     - **draws** - room for the draws of a segment, a pytree with a leading axis for them.
-    - **count** - iterations since the segment's first; negative in warm-up, which draws nothing.
+    - **elapsed** - iterations since the segment's first; negative in warm-up, which draws nothing.
     """
 
     state: SGMCMCState
     draws: Any
-    count: Array
+    elapsed: Array
 
 
 class Chains:
@@ -97,11 +97,13 @@ class Chains:
             draws,
         )
 
-    def segment(self, state: SGMCMCState, count: int) -> Segment:
-        """A segment whose draws begin when ``count`` has gone up to zero."""
+    def segment(self, state: SGMCMCState, elapsed: int) -> Segment:
+        """A segment whose draws begin when ``elapsed`` has gone up to zero."""
         draws = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.room(state))
-        counts = jnp.full((self._num_chains,) if self._num_chains > 1 else (), count, jnp.int32)
-        return Segment(state, draws, counts)
+        elapsed_each = jnp.full(
+            (self._num_chains,) if self._num_chains > 1 else (), elapsed, jnp.int32
+        )
+        return Segment(state, draws, elapsed_each)
 
     def advance(self, segment: Segment, iterations: int) -> Segment:
         """The segment some iterations further."""
@@ -143,13 +145,13 @@ class Chains:
         def body(_: Any, segment: Segment) -> Segment:
             state = self._kernel.sample(segment.state, self._args, self._kwargs)
             # In warm-up and between the draws that are kept there is no place for a draw.
-            count = segment.count[0] if is_batch else segment.count
-            is_kept = (count >= 0) & ((count + 1) % thinning == 0)
-            place = jnp.where(is_kept, count // thinning, room)
+            elapsed = segment.elapsed[0] if is_batch else segment.elapsed
+            is_kept = (elapsed >= 0) & ((elapsed + 1) % thinning == 0)
+            place = jnp.where(is_kept, elapsed // thinning, room)
             draws = jax.tree.map(
                 partial(put, place=place), segment.draws, self._collect(state, is_batch)
             )
-            return Segment(state, draws, segment.count + 1)
+            return Segment(state, draws, segment.elapsed + 1)
 
         return lax.fori_loop(0, iterations, body, segment)
 

@@ -46,7 +46,7 @@ def checksum(arrays: Any) -> int:
     """Of the values of some arrays, in order."""
     total = 0
     for x in arrays:
-        total = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8), total)
+        total = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, total)
     return total
 
 
