@@ -24,6 +24,7 @@ from contract import (
     survey,
     survey_data,
 )
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, bias_report, open_draws, print_summary
@@ -39,6 +40,7 @@ from numpyro_sgmcmc.schedules import Polynomial
 __all__ = ["quick_compilation"]
 
 DATA = survey_data()
+slow = pytest.mark.slow
 # Checkpoints at iterations 0, 4, 7 (the warm-up and what thinning leaves over), 11, 15, 19.
 SETTINGS = {
     "num_warmup": 6,
@@ -55,7 +57,9 @@ class Killed(Exception):
 
 
 def kernel_of(kernel_class=SGHMCSplit, **options):
-    return kernel_class(survey, **{"num_steps": 2, "step_size": 0.2, **options})
+    return kernel_class(
+        survey, **{"num_steps": 2, "step_size": 0.2, "gradient": "control_variate", **options}
+    )
 
 
 KERNEL = kernel_of()  # adapts once for all tests
@@ -96,8 +100,26 @@ def assert_same_bits(mcmc, expected):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory, quick_compilation):
+    """What is resumed is the same program, and compiling it most of a test."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    reset_cache()
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, quick_compilation):
+def whole(tmp_path_factory, compilation_cache):
     """The folder of a run that nothing disturbed, and what it left."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     mcmc = run(mcmc_of(folder))
@@ -128,7 +150,7 @@ def kill():
     raise Killed
 
 
-@pytest.mark.parametrize("method", ["sequential", "vectorized"])
+@pytest.mark.parametrize("method", [pytest.param("sequential", marks=slow), "vectorized"])
 def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
     settings = {k: v for k, v in SETTINGS.items() if k != "checkpoint_every"}
     settings["chain_method"] = method
@@ -146,6 +168,7 @@ def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@slow
 def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
     write, kills = store.Store.write, 0
 
@@ -168,15 +191,19 @@ def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
     assert_same_bits(mcmc, whole[1])
 
 
-@pytest.mark.parametrize("iteration", [2, 9, 17])
+@pytest.mark.parametrize(
+    "iteration", [pytest.param(2, marks=slow), 9, pytest.param(17, marks=slow)]
+)
 def test_killed_inside_a_segment(whole, tmp_path, monkeypatch, iteration):
     with monkeypatch.context() as patch:
         end_at(patch, iteration, kill)
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path))
     assert_same_bits(resume(tmp_path), whole[1])
+    assert_same_bits(resume(tmp_path), whole[1])  # which is complete and only read
 
 
+@slow
 @pytest.mark.parametrize("step", ["draws", "state", "header"])
 def test_killed_while_writing(whole, tmp_path, monkeypatch, step):
     targets = {
@@ -203,7 +230,7 @@ def test_killed_while_writing(whole, tmp_path, monkeypatch, step):
     assert_same_bits(resume(tmp_path), whole[1])
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("kernel_class", KERNELS)
 def test_every_kernel(kernel_class, tmp_path, monkeypatch):
     kernel = kernel_of(kernel_class)
@@ -216,7 +243,7 @@ def test_every_kernel(kernel_class, tmp_path, monkeypatch):
 
 
 @ignore_donation
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("method", ["sequential", jax.vmap, "one chain"])
 def test_every_chain_method(method, tmp_path, monkeypatch):
     settings = {"num_chains": 1} if method == "one chain" else {"chain_method": method}
@@ -247,12 +274,12 @@ print("the same")
 """
 
 
-@pytest.mark.slow
+@slow
 def test_parallel_chains(tmp_path):
     assert "the same" in run_on_two_devices(ON_TWO_DEVICES.format(folder=str(tmp_path)))
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -278,7 +305,7 @@ def test_what_else_a_state_holds(settings, tmp_path, monkeypatch):
     np.testing.assert_allclose(mcmc.running_mean()["rate"], mean, rtol=1e-6)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("start", [jnp.zeros(3), (jnp.zeros(()), [jnp.zeros(2)])])
 def test_potential_fn(start, tmp_path):
     def potential(z):
@@ -337,7 +364,14 @@ def lose_draws(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [damage_header, damage_state, damage_values, damage_draws, lose_draws]
+    "damage",
+    [
+        pytest.param(damage_header, marks=slow),
+        damage_state,
+        pytest.param(damage_values, marks=slow),
+        damage_draws,
+        pytest.param(lose_draws, marks=slow),
+    ],
 )
 def test_falls_back_to_the_checkpoint_before(whole, copy, damage):
     damage(copy)
@@ -456,7 +490,9 @@ def test_imports_nothing_that_is_extra():
 # What ends a run in good order
 
 
-@pytest.mark.parametrize("step", ["draws", "state", "header"])
+@pytest.mark.parametrize(
+    "step", ["draws", pytest.param("state", marks=slow), pytest.param("header", marks=slow)]
+)
 def test_full_disk(whole, tmp_path, monkeypatch, step):
     targets = {
         "draws": (DrawsOnDisk, "write"),
@@ -475,14 +511,16 @@ def test_full_disk(whole, tmp_path, monkeypatch, step):
     mcmc = mcmc_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, write)
-        with pytest.raises(RuntimeError, match=r"No space left on device.*2 draws a chain are safe"):
+        with pytest.raises(
+            RuntimeError, match=r"No space left on device.*2 draws a chain are safe"
+        ):
             run(mcmc)
     assert mcmc.get_samples(True)["beta"].shape == (2, 2, 2)
     assert open_draws(tmp_path)["posterior"].sizes["draw"] == 2
     assert_same_bits(resume(tmp_path), whole[1])
 
 
-@pytest.mark.parametrize(("iteration", "draws"), [(3, 0), (13, 3)])
+@pytest.mark.parametrize(("iteration", "draws"), [pytest.param(3, 0, marks=slow), (13, 3)])
 def test_ctrl_c(whole, tmp_path, monkeypatch, iteration, draws):
     mcmc = mcmc_of(tmp_path)
     with monkeypatch.context() as patch:
@@ -501,6 +539,7 @@ def test_ctrl_c(whole, tmp_path, monkeypatch, iteration, draws):
     assert_same_bits(mcmc, whole[1])
 
 
+@slow
 def test_second_ctrl_c(whole, tmp_path, monkeypatch):
     def twice():
         signal.raise_signal(signal.SIGINT)
@@ -527,7 +566,7 @@ else:
 """
 
 
-@pytest.mark.slow
+@slow
 def test_killed_in_earnest(tmp_path):
     here = Path(__file__).parent
     environment = {

@@ -385,6 +385,7 @@ class CheckpointedMCMC(MCMC):
                 crc = self._disk.write(stored, before.draws)
             blocks = [*blocks, [before.draws, before.draws + num, crc]]
             watch.add_draws(sites)
+            watch.show(segment.state)
         self._keep(Checkpoint(done, before.draws + num, blocks, before.header, tree))
 
 

@@ -123,11 +123,11 @@ class Store:
             checkpointer.save((step / "state").absolute(), filled)
             checkpointer.wait_until_finished()
         header = {
+            **checkpoint.header,
             "format": _FORMAT,
             "iterations": checkpoint.iterations,
             "draws": checkpoint.draws,
             "blocks": checkpoint.blocks,
-            **checkpoint.header,
             "structure": structure,
             "arrays": [[list(x.shape), x.dtype.name, checksum([x])] for x in arrays],
         }

@@ -84,8 +84,8 @@ class Watch:
         self._bar = tqdm_auto(total=iterations, initial=done, disable=not is_shown)
         self._num_warmup = num_warmup
         self._traces: list[np.ndarray] = []
-        self.add_draws(draws)
         self._ess = ""
+        self.add_draws(draws)
 
     def __enter__(self) -> Watch:
         return self
