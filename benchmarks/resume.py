@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--longest", type=float, default=25.0, help="seconds before a kill")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-plain", action="store_true")
     parser.add_argument("--child", type=Path)
     parser.add_argument("--plain", action="store_true")
     options = parser.parse_args()
@@ -126,28 +127,46 @@ def main() -> None:
         plain(options.samples)
         return
     with tempfile.TemporaryDirectory() as scratch:
-        measure(Path(scratch), options.kills, options.samples, options.longest, options.seed)
+        measure(
+            Path(scratch),
+            options.kills,
+            options.samples,
+            options.longest,
+            options.seed,
+            not options.no_plain,
+        )
 
 
-def measure(scratch: Path, kills: int, samples: int, longest: float, seed: int) -> None:
+def measure(
+    scratch: Path, kills: int, samples: int, longest: float, seed: int, with_plain: bool
+) -> None:
     seconds = {}
-    for name, extra in (("plain", ["--plain"]), ("whole", ["--child", str(scratch / "whole")])):
+    commands = {"plain": ["--plain"], "whole": ["--child", str(scratch / "whole")]}
+    if not with_plain:
+        del commands["plain"]
+    for name, extra in commands.items():
         began = time.perf_counter()
         command = [sys.executable, __file__, "--samples", str(samples), *extra]
         subprocess.run(command, check=True)
         seconds[name] = time.perf_counter() - began
     steps = json.loads(max(scratch.glob("whole/checkpoints/*/checkpoint.json")).read_text())
     last = steps["iterations"]
-    print(f"plain MCMC {seconds['plain']:.1f} s, with checkpoints {seconds['whole']:.1f} s")
+    print(", ".join(f"{name} run {taken:.1f} s" for name, taken in seconds.items()), flush=True)
 
     chance, folder = random.Random(seed), scratch / "killed"
     print("\n kill   after  checkpoint reached   seconds lost")
     killed = 0
     while killed < kills:
         process = spawn(folder, samples)
-        # From the start of the process on: also in its imports, adaptation and compilation.
-        wait = chance.uniform(0.0, longest)
-        began = time.time()
+        # A fifth of the kills at any time from the process's start on, also in its imports,
+        # adaptation and compilation; the others some time after it has got further.
+        began, before = time.time(), newest(folder)[0]
+        if chance.random() > 0.2:
+            while process.poll() is None and newest(folder)[0] <= before:
+                time.sleep(0.02)
+            wait = chance.uniform(0.0, seconds["whole"] / 100)
+        else:
+            wait = chance.uniform(0.0, longest)
         try:
             process.wait(wait)
         except subprocess.TimeoutExpired:
@@ -157,7 +176,7 @@ def measure(scratch: Path, kills: int, samples: int, longest: float, seed: int) 
             iteration, when = newest(folder)
             lost = time.time() - max(began, when)
             where = "none yet" if iteration < 0 else f"{iteration} of {last}"
-            print(f"{killed:5d} {wait:5.1f} s {where:>19} {lost:14.1f}", flush=True)
+            print(f"{killed:5d} {time.time() - began:5.1f} s {where:>19} {lost:14.1f}", flush=True)
         else:
             assert process.returncode == 0, "the run ended by itself, and not well"
             if newest(folder)[0] == last:
