@@ -173,9 +173,10 @@ def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
     write, kills = store.Store.write, 0
 
     def write_and_die(self, checkpoint):
-        write(self, checkpoint)
+        written = write(self, checkpoint)
         if checkpoint.iterations < 19:
             raise KeyboardInterrupt  # which no handler takes for a full disk
+        return written
 
     monkeypatch.setattr(store.Store, "write", write_and_die)
     with pytest.raises(KeyboardInterrupt):
