@@ -1,5 +1,6 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
+from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray
 from numpyro_sgmcmc.diagnostics import bias_report, print_summary
 from numpyro_sgmcmc.samplers import (
@@ -23,11 +24,13 @@ __all__ = [
     "SGRHMC",
     "SGRLD",
     "SHMC",
+    "CheckpointedMCMC",
     "HostArray",
     "RecipeKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",
     "bias_report",
+    "open_draws",
     "print_summary",
 ]
 __version__ = "0.1.0"

@@ -234,6 +234,13 @@ class SGMCMCKernel(MCMCKernel):
         """The posterior, once the kernel is initialised."""
         return self._ready
 
+    @property
+    def adaptation(self) -> Adaptation:
+        """What all chains share, once the kernel is initialised."""
+        if self._adapted is None:
+            raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
+        return self._adapted[1]
+
     def coordinates(self, state: SGMCMCState) -> Coordinates:
         """The whitened coordinates of a state, or of one chain's where several are batched."""
         adapt_state = state.adapt_state
@@ -291,7 +298,7 @@ class SGMCMCKernel(MCMCKernel):
         Costs one gradient on all rows; a kernel with plain gradients caches nothing and returns
         the state as it is.
         """
-        if self._adaptation.estimator == "plain":
+        if self.adaptation.estimator == "plain":
             return state
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
@@ -335,9 +342,7 @@ class SGMCMCKernel(MCMCKernel):
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             coordinates = adaptation.anchored.coordinates
             self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
-        self._held.keep_only(arguments)
-        self._num_warmup = num_warmup
-        self._sample_fn = self.sample
+        self._be_ready(arguments, num_warmup)
         start = partial(
             start_chain,
             anchored=adaptation.anchored,
@@ -355,6 +360,33 @@ class SGMCMCKernel(MCMCKernel):
             state = self.refresh(state, model_args, model_kwargs)
         return state
 
+    def restore(
+        self,
+        adaptation: Adaptation,
+        num_warmup: int,
+        z: Any,
+        model_args: tuple,
+        model_kwargs: dict | None,
+    ) -> None:
+        """Be as after an :meth:`init` that found ``adaptation``, without looking for it again.
+
+        :param adaptation: the :attr:`adaptation` of a kernel with the same settings and data.
+        :param num_warmup: number of warm-up iterations.
+        :param z: unconstrained values of one chain; only their shapes matter.
+        :param model_args: the model's positional arguments.
+        :param model_kwargs: the model's keyword arguments.
+        """
+        arguments = Arguments(model_args, model_kwargs)
+        self._target = self._adapted_target = self._read(arguments, z, is_batch=False)
+        self._adapted = (arguments, adaptation)
+        self._noise = adaptation.noise
+        self._be_ready(arguments, num_warmup)
+
+    def _be_ready(self, arguments: Arguments, num_warmup: int) -> None:
+        self._held.keep_only(arguments)
+        self._num_warmup = num_warmup
+        self._sample_fn = self.sample
+
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:
@@ -369,7 +401,7 @@ class SGMCMCKernel(MCMCKernel):
         target = self._ready
         return Program(
             target=target,
-            adaptation=self._adaptation,
+            adaptation=self.adaptation,
             scheme=self._scheme,
             locate=partial(self._located_dynamics, target),
             schedule=self._step_size if callable(self._step_size) else None,
@@ -381,11 +413,6 @@ class SGMCMCKernel(MCMCKernel):
         if self._target is None:
             raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
         return self._target
-
-    @property
-    def _adaptation(self) -> Adaptation:
-        assert self._adapted is not None
-        return self._adapted[1]
 
     def _concrete(self, arguments: Arguments) -> Arguments:
         """The arguments with concrete arrays, which the shared part of the warm-up needs."""

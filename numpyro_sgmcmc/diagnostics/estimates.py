@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Estimate", "Estimates", "disagreement", "estimate", "posterior_covariance"]
+__all__ = [
+    "Estimate",
+    "Estimates",
+    "configurational_temperature",
+    "disagreement",
+    "estimate",
+    "posterior_covariance",
+]
 
 _CLEARLY = 3.0
 
@@ -113,6 +120,20 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
         posterior_covariance(whole, spread, is_clear),
         jackknife(own).error / sd,
     )
+
+
+def configurational_temperature(batches: Any) -> float:
+    r""":math:`\operatorname{tr} C / d` of all chains together; NaN before the first reading.
+
+    :param batches: a :class:`~numpyro_sgmcmc.moments.Sums` with a leading axis of batches, and one
+        of chains before it where there are several.
+    """
+    ndim = np.ndim(batches.weight)
+    total = [np.asarray(x, np.float64).sum(tuple(range(ndim))) for x in batches]
+    if not total[0] > 0:
+        return float("nan")
+    c = _moments(total)[1]
+    return float(np.mean(np.diagonal(c) if c.ndim == 2 else c))
 
 
 def disagreement(sums: Any, factor: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ class MetricKernel(SGMCMCKernel):
         return self._inverse_metric_fn == "potential" and super()._has_default_dynamics()
 
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
-        adapted = self._adaptation.anchored.coordinates
+        adapted = self.adaptation.anchored.coordinates
         at = [jnp.zeros_like(adapted.anchor), *typical_positions(adapted.anchor)]
         values = [np.asarray(dynamics.inverse_metric(q)) for q in at]
         for value in values:

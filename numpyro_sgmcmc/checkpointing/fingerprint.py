@@ -1,0 +1,154 @@
+"""What a run must have in common with the run that it continues, as short texts by name."""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+
+from numpyro_sgmcmc.arguments import Arguments, is_array
+from numpyro_sgmcmc.kernel import SGMCMCKernel
+
+__all__ = ["check_same", "describe", "fingerprint"]
+
+_ALL_BYTES = 2**25
+_SOME_ROWS = 512
+_DEEPEST = 8
+# What `init` finds; the checkpoint holds what of it matters.
+_FOUND = (
+    "_adapted",
+    "_adapted_target",
+    "_held",
+    "_noise",
+    "_num_warmup",
+    "_sample_fn",
+    "_target",
+    "_targets",
+)
+
+
+def _checksum(x: Any) -> str:
+    """Of all values, or of some rows where they are many."""
+    if x.nbytes > _ALL_BYTES and len(x) > _SOME_ROWS:
+        x = x[np.linspace(0, len(x) - 1, _SOME_ROWS).astype(int)]
+    return f"{zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
+
+
+def _code(code: CodeType) -> int:
+    """Checksum of what a function does, wherever it stands in its file."""
+
+    def constant(c: Any) -> Any:
+        if isinstance(c, CodeType):
+            return _code(c)
+        return sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+
+    parts = [constant(c) for c in code.co_consts], code.co_names
+    return zlib.crc32(code.co_code + repr(parts).encode())
+
+
+def _closure(function: Any) -> list[Any]:
+    """What a function has closed over."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            found.append(None)
+    return found
+
+
+def describe(x: Any, depth: int = 0) -> str:
+    """A value as a short text that is the same in every process."""
+    if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
+        return repr(x)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return f"key {describe(jax.random.key_data(x))}"
+    if is_array(x):
+        return f"{x.dtype}{tuple(x.shape)} {_checksum(x)}"
+    name = getattr(x, "__qualname__", None)
+    if name is None or depth > _DEEPEST:
+        name = type(x).__qualname__
+    if depth > _DEEPEST:
+        return name
+    inner = partial(describe, depth=depth + 1)
+    if isinstance(x, (list, tuple)):
+        return f"{type(x).__name__}({', '.join(map(inner, x))})"
+    if isinstance(x, (set, frozenset)):
+        return f"{type(x).__name__}({', '.join(sorted(map(inner, x)))})"
+    if isinstance(x, Mapping):
+        return f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in x.items())}}}"
+    if isinstance(x, partial):
+        return f"partial({inner(x.func)}, {inner(x.args)}, {inner(x.keywords)})"
+    if is_dataclass(x) and not isinstance(x, type):
+        return f"{name}({', '.join(f'{f.name}={inner(getattr(x, f.name))}' for f in fields(x))})"
+    if hasattr(x, "__func__"):
+        return f"{inner(x.__self__)}.{inner(x.__func__)}"
+    if isinstance(code := getattr(x, "__code__", None), CodeType):
+        return f"{name} {_code(code):08x} {inner((_closure(x), x.__defaults__, x.__kwdefaults__))}"
+    return name
+
+
+def fingerprint(
+    kernel: SGMCMCKernel,
+    settings: Mapping[str, Any],
+    model_args: tuple,
+    model_kwargs: dict,
+) -> dict[str, str]:
+    """Everything that decides a run's draws but for its key: kernel, settings, data, versions."""
+    from numpyro_sgmcmc import __version__
+
+    model: Callable | None = kernel._model or kernel._potential_fn
+    found = {"kernel": type(kernel).__qualname__, "model": describe(model)}
+    for name, value in sorted(vars(kernel).items()):
+        if name not in _FOUND and name not in ("_model", "_potential_fn"):
+            found[f"kernel option `{name.lstrip('_')}`"] = describe(value)
+    for name, value in settings.items():
+        found[f"`{name}`"] = describe(value)
+    arguments = Arguments(model_args, model_kwargs)
+    assert model is not None
+    for name, array in arguments.named_arrays(model):
+        found[f"data {name}"] = describe(array)
+    for host in arguments.hosts:
+        rows = np.linspace(0, len(host) - 1, min(len(host), _SOME_ROWS)).astype(int)
+        found[f"data {host!r}"] = _checksum(host.read(rows))
+    leaves, structure = jax.tree.flatten((arguments.args, arguments.kwargs))
+    others = [describe(x) for x in leaves if not is_array(x)]
+    found["the model's other arguments"] = f"{structure} {', '.join(others)}"
+    found["floating-point type"] = jnp.result_type(float).name
+    found["device"] = jax.default_backend()
+    found["version of numpyro_sgmcmc"] = __version__
+    found["version of NumPyro"] = numpyro.__version__
+    found["version of JAX"] = jax.__version__
+    found["version of Python"] = ".".join(platform.python_version_tuple()[:2])
+    return found
+
+
+def check_same(stored: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
+    """Refuse to continue a run as another.
+
+    :raises ValueError: naming everything that differs.
+    """
+    differs = [n for n in {**stored, **now} if stored.get(n) != now.get(n)]
+    if differs:
+        each = "; ".join(
+            f"{n} was {_short(stored.get(n, 'not there'))} and is now "
+            f"{_short(now.get(n, 'not there'))}"
+            for n in differs
+        )
+        raise ValueError(
+            f"The run in '{folder}' cannot be continued by this one, as it would not be the same "
+            f"run: {each}."
+        )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:50]}... ({zlib.crc32(text.encode()):08x})"

@@ -1,0 +1,199 @@
+"""A run's folder: checkpoints of the state by orbax, each complete or not there at all.
+
+``checkpoints/<iterations>/state`` is orbax's; ``checkpoint.json`` beside it is written last and
+moved into place at once, so that a folder without it does not count. It has a checksum of every
+array, and of every block of draws so far.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numpyro_sgmcmc import options
+from numpyro_sgmcmc.checkpointing.codec import decode, encode
+from numpyro_sgmcmc.notices import notify
+
+__all__ = ["Checkpoint", "Store", "checksum", "newest_header"]
+
+_HEADER = "checkpoint.json"
+_FORMAT = 1
+
+
+class Checkpoint(NamedTuple):
+    """
+    - **iterations** - complete iterations, warm-up counted in.
+    - **draws** - complete draws of a chain.
+    - **blocks** - first and last draw (exclusive) of each block on disk, and its checksum.
+    - **header** - what else is JSON: fingerprint, settings, structure of the draws.
+    - **tree** - what continues the run.
+    """
+
+    iterations: int
+    draws: int
+    blocks: list[list[int]]
+    header: dict[str, Any]
+    tree: Any
+
+
+def checksum(arrays: Any) -> int:
+    """Of the values of some arrays, in order."""
+    total = 0
+    for x in arrays:
+        total = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, total)
+    return total
+
+
+def _checkpointer() -> Any:
+    ocp = options.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+    return ocp.StandardCheckpointer()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """All of the text or none of it, whatever happens meanwhile."""
+    draft = path.with_suffix(".draft")
+    with open(draft, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The folders of complete checkpoints, newest first."""
+    found = folder.glob(f"checkpoints/*/{_HEADER}")
+    return sorted((f.parent for f in found), key=lambda p: p.name, reverse=True)
+
+
+def _read_header(step: Path) -> dict[str, Any]:
+    header = json.loads((step / _HEADER).read_text())
+    if header["format"] != _FORMAT:
+        raise ValueError(f"it has format {header['format']}, and not {_FORMAT}")
+    return header
+
+
+def newest_header(folder: Path) -> dict[str, Any]:
+    """What the newest readable checkpoint says of itself.
+
+    :raises FileNotFoundError: where there is none.
+    """
+    for step in _steps(folder):
+        try:
+            return _read_header(step)
+        except (ValueError, KeyError, OSError):
+            continue
+    raise FileNotFoundError(f"'{folder}' holds no checkpoint of a run.")
+
+
+class Store:
+    """The checkpoints of one run, of which the last two are kept.
+
+    :param folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: Path | None = None
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run could be continued."""
+        return bool(_steps(self._folder))
+
+    def write(self, checkpoint: Checkpoint) -> Any:
+        """Keep a checkpoint, and of those before only the last.
+
+        :return: the tree as :meth:`newest` would give it.
+        """
+        arrays: list[np.ndarray] = []
+        structure = encode(checkpoint.tree, arrays)
+        step = self._folder / "checkpoints" / f"{checkpoint.iterations:012d}"
+        if step.exists():
+            _remove(step)
+        step.mkdir(parents=True)
+        with _checkpointer() as checkpointer:
+            # Orbax keeps no empty arrays; their shape says everything.
+            filled = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
+            checkpointer.save((step / "state").absolute(), filled)
+            checkpointer.wait_until_finished()
+        header = {
+            **checkpoint.header,
+            "format": _FORMAT,
+            "iterations": checkpoint.iterations,
+            "draws": checkpoint.draws,
+            "blocks": checkpoint.blocks,
+            "structure": structure,
+            "arrays": [[list(x.shape), x.dtype.name, checksum([x])] for x in arrays],
+        }
+        _write_atomically(step / _HEADER, json.dumps(header))
+        for other in (self._folder / "checkpoints").iterdir():
+            if other not in (step, self._last):
+                _remove(other)
+        self._last = step
+        return decode(structure, arrays)
+
+    def headers(self) -> list[tuple[Path, dict[str, Any] | Exception]]:
+        """The checkpoints, newest first, each with its header or with what is wrong with it."""
+        found: list[tuple[Path, dict[str, Any] | Exception]] = []
+        for step in _steps(self._folder):
+            try:
+                found.append((step, _read_header(step)))
+            except (ValueError, KeyError, OSError) as error:
+                found.append((step, error))
+        return found
+
+    def newest(self, check_draws: Any) -> Checkpoint:
+        """The newest checkpoint that is whole, with a warning where that is not the last one.
+
+        :param check_draws: called with a header; raises where the last draws on disk are damaged.
+        :raises RuntimeError: where none is whole.
+        """
+        wrong: list[str] = []
+        for step, header in self.headers():
+            try:
+                if isinstance(header, Exception):
+                    raise header
+                tree = _read_tree(step, header)
+                check_draws(header)
+            # Whatever a damaged file makes its reader raise.
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200]
+                wrong.append(f"that of iteration {int(step.name)} is damaged ({reason})")
+                continue
+            if wrong:
+                notify(
+                    f"Of the checkpoints in '{self._folder}' {' and '.join(wrong)}: the run goes "
+                    f"on from the one before, of iteration {header['iterations']}."
+                )
+            self._last = step
+            return Checkpoint(header["iterations"], header["draws"], header["blocks"], header, tree)
+        raise RuntimeError(
+            f"No checkpoint in '{self._folder}' can be read: {' and '.join(wrong)}. Draws on disk "
+            "are left as they are; run in another folder."
+        )
+
+
+def _read_tree(step: Path, header: dict[str, Any]) -> Any:
+    stored = [(tuple(shape), np.dtype(dtype), crc) for shape, dtype, crc in header["arrays"]]
+    arrays = [np.zeros(shape, dtype) for shape, dtype, _ in stored]
+    target = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
+    with _checkpointer() as checkpointer:
+        found = checkpointer.restore((step / "state").absolute(), target)
+    for name, x in found.items():
+        arrays[int(name)] = np.asarray(x)
+    for x, (shape, dtype, crc) in zip(arrays, stored, strict=True):
+        if x.shape != shape or x.dtype != dtype or checksum([x]) != crc:
+            raise ValueError("an array is not the one that was written")
+    return decode(header["structure"], arrays)
+
+
+def _remove(step: Path) -> None:
+    """Remove a checkpoint, which is none from the first moment on."""
+    (step / _HEADER).unlink(missing_ok=True)
+    shutil.rmtree(step, ignore_errors=True)
