@@ -27,7 +27,14 @@ from contract import (
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, bias_report, open_draws, print_summary
+from numpyro_sgmcmc import (
+    CheckpointedMCMC,
+    HostArray,
+    SGHMCSplit,
+    bias_report,
+    open_draws,
+    print_summary,
+)
 from numpyro_sgmcmc.checkpointing import store
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
@@ -254,6 +261,24 @@ def test_every_chain_method(method, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path / "killed", **settings))
     assert_same_bits(resume(tmp_path / "killed", **settings), outcome(expected))
+
+
+def test_rows_on_the_host(tmp_path, monkeypatch):
+    """The rows read ahead are a part of the state; other values are other data."""
+    data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
+    kernel = kernel_of()
+    whole, killed = (mcmc_of(tmp_path / name, kernel) for name in ("whole", "killed"))
+    whole.run(jax.random.key(1), *data, batch_size=40)
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            killed.run(jax.random.key(1), *data, batch_size=40)
+    resumed = mcmc_of(tmp_path / "killed", kernel_of())
+    resumed.resume(*data, batch_size=40)
+    assert_same_bits(resumed, outcome(whole))
+    others = [HostArray(x + 1, name=n) for n, x in DATA._asdict().items()]
+    with pytest.raises(ValueError, match=r"data HostArray\('X'"):
+        mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
 
 
 ON_TWO_DEVICES = """
