@@ -1,8 +1,10 @@
 """Rows that stay on the host: the draws of the same rows in memory, and errors that name them."""
 
 import pickle
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -178,14 +180,26 @@ def test_sources(kind, tmp_path):
     assert host.ndim == 2
 
 
-def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.data.host._RELEASE_BYTES", 1000)
-    source = np.memmap(tmp_path / "X.dat", np.float32, "w+", shape=X.shape)
-    source[:] = X
-    source.flush()
-    host = HostArray(source)
-    for _ in range(3):
-        np.testing.assert_array_equal(host[np.arange(500)], X[:500])
+def resident_file_pages():
+    """Megabytes of files that are mapped into this process and in its memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssFile:\s+(\d+) kB", status)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("order", ["consecutive", "random"])
+def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
+    """Of 200 MB read only some stay: a random row brings 64 kB with it."""
+    monkeypatch.setattr("numpyro_sgmcmc.data.host._RELEASE_BYTES", 2**25)
+    num, width = 50_000, 1_000
+    np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
+    host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))
+    rows = np.arange(num) if order == "consecutive" else np.random.default_rng(0).permutation(num)
+    before, most = resident_file_pages(), 0.0
+    for part in np.array_split(rows, 100):
+        host.read(part)
+        most = max(most, resident_file_pages())
+    assert most - before < 100
 
 
 def test_pickling():

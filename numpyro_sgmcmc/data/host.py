@@ -19,7 +19,8 @@ import numpy as np
 __all__ = ["HostArray", "plain_failures", "read_ahead"]
 
 _AHEAD = 8
-_RELEASE_BYTES = 2**28
+_RELEASE_BYTES = 2**30
+_FAULT_BYTES = 2**16  # what the system maps at a page fault
 _SHORTEST_RUN = 16
 
 
@@ -80,7 +81,7 @@ class HostArray:
         self.name = name or _name_of(source)
         self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
         self._ahead: OrderedDict[bytes, Future] = OrderedDict()
-        self._read_since_release = 0
+        self._mapped_since_release = 0
         self._by_slices = isinstance(source, np.ndarray) or hasattr(source, "chunks")
         self.failure: RuntimeError | None = None
 
@@ -154,7 +155,8 @@ class HostArray:
         except RuntimeError as error:
             self.failure = error
             raise
-        self._release(values.nbytes)
+        apart = np.count_nonzero(np.diff(rows.ravel()) != 1)
+        self._release(values.nbytes + _FAULT_BYTES * apart)
         return values.astype(self.dtype, copy=False).reshape(*rows.shape, *self.shape[1:])
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
@@ -205,10 +207,10 @@ class HostArray:
 
     def _release(self, num_bytes: int) -> None:
         """Let go of a memory map's pages: the system would keep them as this process's memory."""
-        self._read_since_release += num_bytes
+        self._mapped_since_release += num_bytes
         mapped = getattr(self._source, "_mmap", None)
-        if self._read_since_release > _RELEASE_BYTES and isinstance(mapped, mmap.mmap):
-            self._read_since_release = 0
+        if self._mapped_since_release > _RELEASE_BYTES and isinstance(mapped, mmap.mmap):
+            self._mapped_since_release = 0
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
