@@ -155,7 +155,7 @@ class HostArray:
         except RuntimeError as error:
             self.failure = error
             raise
-        apart = np.count_nonzero(np.diff(rows.ravel()) != 1)
+        apart = int(np.count_nonzero(np.diff(rows.ravel()) != 1))
         self._release(values.nbytes + _FAULT_BYTES * apart)
         return values.astype(self.dtype, copy=False).reshape(*rows.shape, *self.shape[1:])
 
