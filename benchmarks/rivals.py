@@ -52,7 +52,7 @@ def _constrained(model: Callable, args: tuple, point: Mapping[str, Any]) -> Draw
 def svi_draws(model: Callable, args: tuple, batch_size: int, *, dense: bool, rng_key: Any) -> Draws:
     """20,000 steps of Adam on minibatches, then draws of the guide; one chain.
 
-    With a constant step size of 0.005 the means stay seven to twelve times further off.
+    With a constant step size of 0.005 the means stay seven to thirteen times further off.
     """
     guide = (AutoMultivariateNormal if dense else AutoNormal)(model)
     adam = optax.adam(optax.cosine_decay_schedule(0.01, _SVI_STEPS))
