@@ -15,7 +15,7 @@ import pytest
 from contract import quietly
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report
-from numpyro_sgmcmc.data.blocks import Lookup, block_length
+from numpyro_sgmcmc.data.blocks import Lookup, Served, block_length
 
 NUM_ROWS, BATCH = 3_000, 20
 RNG = np.random.default_rng(0)
@@ -178,6 +178,31 @@ def test_sources(kind, tmp_path):
     np.testing.assert_array_equal(host[-1], X[-1])
     assert len(host) == NUM_ROWS
     assert host.ndim == 2
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i, c: (i, c),
+        lambda i, c: (i[:, None], c[None, :2]),
+        lambda i, c: (i, slice(1, None)),
+        lambda i, c: (i, Ellipsis, None),
+        lambda i, c: (i[0], c),
+        lambda i, c: (slice(2, 9, 3), c),
+        lambda i, c: (i, 1),
+    ],
+)
+def test_indices_mean_what_they_mean_to_jax(index):
+    rows, columns = np.array([5, 0, 7]), np.array([1, 0, 1])
+    expected = jnp.asarray(X)[index(rows, columns)]
+    np.testing.assert_array_equal(HostArray(X)[index(rows, columns)], expected)
+    traced = jax.jit(lambda i, c: HostArray(X)[index(i, c)])
+    np.testing.assert_array_equal(traced(rows, columns), expected)
+    first, *_ = index(rows, columns)
+    if first is rows:
+        i = jnp.asarray(rows)
+        given = Served(HostArray(X), {"rows": (i, jnp.asarray(X)[i])})
+        np.testing.assert_array_equal(given[index(i, columns)], expected)
 
 
 def resident_file_pages():

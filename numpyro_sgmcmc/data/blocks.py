@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.host import HostArray, narrowed
 
 __all__ = [
     "Block",
@@ -145,7 +145,7 @@ class Served(_StandIn):
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         for rows, values in self.values.values():
             if rows is first:
-                return values[(slice(None), *rest)] if rest else values
+                return narrowed(values, rows.shape, rest)
         return self.array[index]
 
 

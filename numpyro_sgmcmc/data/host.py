@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["HostArray", "plain_failures", "read_ahead"]
+__all__ = ["HostArray", "narrowed", "plain_failures", "read_ahead"]
 
 _AHEAD = 8
 _RELEASE_BYTES = 2**30
@@ -113,13 +113,11 @@ class HostArray:
             goes on along the other axes.
         """
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        if isinstance(rows, slice):
+        is_slice = isinstance(rows, slice)
+        if is_slice:
             rows = np.arange(*rows.indices(len(self)))
-        if (
-            rows is None
-            or rows is Ellipsis
-            or not jnp.issubdtype(jnp.result_type(rows), jnp.integer)
-        ):
+        is_none = rows is None or rows is Ellipsis
+        if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
             raise TypeError(
                 f"{self!r} is indexed by rows: by the indices of its plate, an integer array or a "
                 "slice."
@@ -129,7 +127,7 @@ class HostArray:
             found = jax.pure_callback(self.read, form, rows, vmap_method="broadcast_all")
         else:
             found = jnp.asarray(self.read(np.asarray(rows)))
-        return found[(slice(None),) * jnp.ndim(rows) + (*rest,)] if rest else found
+        return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
@@ -226,6 +224,18 @@ class HostArray:
         """Rows read ahead, or now if they were not."""
         started = self._ahead.pop(_digest(rows), None)
         return self.read(rows) if started is None else started.result()
+
+
+def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> jax.Array:
+    """``array[rows, *rest]`` from ``found``, which is ``array[rows]``, for rows of a shape.
+
+    Arrays in ``rest`` are broadcast with the rows, as in ``array[rows, columns]``.
+    """
+    if not rest:
+        return found
+    size = math.prod(shape)
+    places = jnp.arange(size).reshape(shape)
+    return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
 
 
 @contextmanager
