@@ -9,6 +9,7 @@ compiles anew.
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -87,6 +88,17 @@ class Arguments:
         """Structure, static values, and the shapes and types of the arrays."""
         leaves, structure = jax.tree.flatten(self)
         return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+    @property
+    def checksums(self) -> tuple[int | None, ...]:
+        """Of NumPy's arrays and those on the host, which may change in place; None for others."""
+        own = (
+            zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+            if isinstance(x, np.ndarray)
+            else None
+            for x in self.arrays
+        )
+        return (*own, *(host.checksum() for host in self.hosts))
 
     @property
     def is_concrete(self) -> bool:

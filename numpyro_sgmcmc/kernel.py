@@ -73,6 +73,12 @@ class KernelOptions(TypedDict, total=False):
     init_strategy: Callable
 
 
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two arrays hold the same, missing values included."""
+    a, b = np.asarray(a), np.asarray(b)
+    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
+
+
 def _eagerly(rng_key: Array) -> AbstractContextManager[None]:
     """Leave the trace (pmap's, vmap's, jit's) in which a kernel is initialised, if it is in one."""
     return jax.ensure_compile_time_eval() if _is_traced(rng_key) else nullcontext()
@@ -209,6 +215,7 @@ class SGMCMCKernel(MCMCKernel):
         self._sample_fn: Callable | None = None
         self._targets: dict[Any, Target] = {}
         self._adapted: tuple[Arguments, Adaptation] | None = None
+        self._checksums: tuple[int | None, ...] = ()
         self._held = HeldArrays()
         self._target: Target | None = None
         self._num_warmup = 0
@@ -379,6 +386,7 @@ class SGMCMCKernel(MCMCKernel):
         arguments = Arguments(model_args, model_kwargs)
         self._target = self._adapted_target = self._read(arguments, z, is_batch=False)
         self._adapted = (arguments, adaptation)
+        self._checksums = arguments.checksums
         self._noise = adaptation.noise
         self._be_ready(arguments, num_warmup)
 
@@ -390,11 +398,35 @@ class SGMCMCKernel(MCMCKernel):
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
     ) -> SGMCMCState:
-        """Run ``num_steps`` steps, each on a minibatch of its own."""
+        """Run ``num_steps`` steps, each on a minibatch of its own.
+
+        :raises ValueError: where the data are others than those that control variates hold the
+            gradient on.
+        """
+        self._check_same_data(Arguments(model_args, model_kwargs))
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         state = refilled(self._program, state)
         one = partial(iterate, self._program, arguments=arguments)
         return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
+
+    def _check_same_data(self, arguments: Arguments) -> None:
+        """Control variates with another data set's gradient lead to a wrong posterior, silently."""
+        assert self._adapted is not None
+        before, adaptation = self._adapted
+        is_block = GIBBS_SITES_KWARG in arguments.kwargs  # whose changes `refresh` knows of
+        if is_block or adaptation.estimator == "plain" or not arguments.is_concrete:
+            return
+        now, then = arguments.arrays, before.arrays
+        if (
+            len(now) == len(then)
+            and arguments.hosts == before.hosts
+            and all(a is b or _is_equal(a, b) for a, b in zip(now, then, strict=True))
+        ):
+            return
+        raise ValueError(
+            "The data are not those that the warm-up adapted to, whose gradient the control "
+            "variates hold: call `mcmc.run` with a new MCMC object, or use gradient='plain'."
+        )
 
     @property
     def _program(self) -> Program:
@@ -515,8 +547,10 @@ class SGMCMCKernel(MCMCKernel):
             same = len(before.arrays) == len(arguments.arrays) and all(
                 a is b for a, b in zip(before.arrays, arguments.arrays, strict=True)
             )
-            if same and before.signature == arguments.signature and self._is_for(target):
+            same = same and before.signature == arguments.signature and self._is_for(target)
+            if same and self._checksums == arguments.checksums:
                 return self._adapted[1]
+            self._held = HeldArrays()
         with tqdm_auto(
             total=5, delay=3, leave=False, disable=None, bar_format="{desc} {elapsed}"
         ) as bar:
@@ -530,6 +564,7 @@ class SGMCMCKernel(MCMCKernel):
             settings = self._settings(target, has_start)
             adaptation = adapt(target, arguments, settings, starts, progress)
         self._adapted = (arguments, adaptation)
+        self._checksums = arguments.checksums
         self._noise = adaptation.noise
         self._adapted_target = target
         return adaptation

@@ -33,7 +33,8 @@ from numpyro_sgmcmc import (
     diagnostics,
     print_summary,
 )
-from numpyro_sgmcmc.diagnostics.bias import BiasReport, SiteBias
+from numpyro_sgmcmc.diagnostics.bias import BiasReport, SiteBias, _judge
+from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.dynamics import Underdamped
 
 mpl.use("Agg")
@@ -198,8 +199,24 @@ def test_few_dependent_draws_are_told_from_long_steps():
     kernel = SGHMCSplit(survey, step_size=0.1, num_steps=1)
     report = bias_report(run(kernel, num_samples=100, num_chains=1))
     assert "biased" in {s.verdict for s in report.sites}
-    assert "independent ones at most) explain it: draw more" in report.verdict
+    assert "independent ones at most) may explain it: draw more" in report.verdict
     assert "step" not in report.verdict
+
+
+def test_noise_is_named_before_chance():
+    """Noise that widens sds, and few draws: more draws would not cure it."""
+    settings = {"gradient": "plain", "minibatch": "iid", "step_size": 0.3}
+    report = bias_report(run(SGHMCSplit(survey, **settings), num_samples=60))
+    assert report.noise_inflation > 0.15
+    assert "draw more" not in report.verdict
+
+
+def test_fine_needs_error_bars_that_rule_the_rest_out():
+    judged = [
+        _judge(Estimate(np.array([value]), np.array([error])), np.array([0]), 2.0, 0.05, 0.15)
+        for value, error in ((0.02, 0.01), (0.1, 0.04), (0.1, 0.02), (0.02, 0.09))
+    ]
+    assert judged == ["fine", "unclear", "biased", "unclear"]
 
 
 def test_chains_in_different_modes_are_seen():

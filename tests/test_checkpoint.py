@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import arviz as az
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 from contract import (
     KERNELS,
@@ -25,7 +27,9 @@ from contract import (
     survey_data,
 )
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from numpyro import handlers
 from numpyro.infer import MCMC, NUTS
+from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import (
     CheckpointedMCMC,
@@ -276,7 +280,10 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
     resumed = mcmc_of(tmp_path / "killed", kernel_of())
     resumed.resume(*data, batch_size=40)
     assert_same_bits(resumed, outcome(whole))
-    others = [HostArray(x + 1, name=n) for n, x in DATA._asdict().items()]
+    others = [HostArray(x.copy()) for x in DATA]
+    others[0]._source[7] += 1
+    for host, name in zip(others, DATA._fields, strict=True):
+        host.name = name
     with pytest.raises(ValueError, match=r"data HostArray\('X'"):
         mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
 
@@ -457,7 +464,7 @@ def test_other_data(whole):
         mcmc.resume(DATA.X, other, DATA.counts, batch_size=40)
     with pytest.raises(ValueError, match="data `X` was"):
         mcmc.resume(DATA.X[:-1], DATA.y, DATA.counts, batch_size=40)
-    with pytest.raises(ValueError, match="the model's other arguments"):
+    with pytest.raises(ValueError, match="argument `batch_size` was 40 and is now 50"):
         mcmc.resume(*DATA, batch_size=50)
 
 
@@ -714,6 +721,19 @@ def test_codec_keeps_types_and_bits():
         encode({"a": {1}}, [])
 
 
+class Prior:
+    """A model with a setting of its own."""
+
+    def __init__(self, sd):
+        self.sd = sd
+
+    def __call__(self):
+        return self.model()
+
+    def model(self):
+        return dist.Normal(0, self.sd)
+
+
 def test_description_tells_functions_apart():
     def scaled(factor):
         return lambda x: factor * x
@@ -723,6 +743,22 @@ def test_description_tells_functions_apart():
     assert describe(lambda x: x + 1) != describe(lambda x: x + 2)
     assert describe(Polynomial(0.1, 0.3)) != describe(Polynomial(0.1, 0.4))
     assert describe(np.zeros(3)) != describe(np.ones(3))
+    alike = scaled(SimpleNamespace(a=1)), scaled(SimpleNamespace(a=1))
+    assert describe(alike[0]) == describe(alike[1])
+    assert describe(scaled(SimpleNamespace(a=1))) != describe(scaled(SimpleNamespace(a=2)))
+    assert describe(scaled(dist.Normal(0, 1))) != describe(scaled(dist.Normal(1, 0)))
+    assert describe(scaled(jax.jit(scaled(1)))) != describe(scaled(jax.jit(scaled(2))))
+    assert describe(Prior(1)) != describe(Prior(2))
+    assert describe(Prior(1).model) != describe(Prior(2).model)
+    assert describe(handlers.scale(survey, 1.0)) != describe(handlers.scale(survey, 2.0))
+    config = [{"beta": LocScaleReparam(c)} for c in (0.0, 0.5)]
+    assert describe(handlers.reparam(survey, config[0])) != describe(
+        handlers.reparam(survey, config[1])
+    )
+    used = dist.MultivariateNormal(jnp.zeros(2), jnp.eye(2))
+    before = describe(used)
+    assert used.precision_matrix.shape == (2, 2)
+    assert describe(used) == before
     big = np.zeros((2**20, 9))
     other = big.copy()
     other[-1, 3] = 1.0

@@ -5,6 +5,7 @@ import re
 import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -283,11 +284,20 @@ def test_a_source_that_fails_later_is_named_too():
         (np.float32(3), r"source with rows, but got shape \(\)"),
         (np.zeros((0, 3)), r"source with rows, but got shape \(0, 3\)"),
         (np.array(["a"]), "integers, floats or booleans"),
+        (SimpleNamespace(shape=(2**31, 3), dtype=np.float32), "indices of rows are 32-bit"),
+        (SimpleNamespace(shape=(3,), dtype=np.float32, iloc=None), "pass its to_numpy"),
     ],
 )
 def test_what_is_no_source(source, message):
     with pytest.raises(ValueError, match=message):
         HostArray(source)
+
+
+def test_what_the_device_cannot_hold():
+    with pytest.raises(RuntimeError, match="missing or infinite values"):
+        HostArray(np.array([1.0, 1e39]))[np.arange(2)]
+    with pytest.raises(RuntimeError, match="some values are masked"):
+        HostArray(np.ma.masked_equal(np.arange(5.0), 3.0))[np.arange(5)]
 
 
 def test_lengths_that_disagree_are_refused():

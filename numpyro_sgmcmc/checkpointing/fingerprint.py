@@ -7,13 +7,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from numpyro.distributions import Distribution
+from numpyro.distributions.util import lazy_property
 
 from numpyro_sgmcmc.arguments import Arguments, is_array
 from numpyro_sgmcmc.kernel import SGMCMCKernel
@@ -27,6 +29,7 @@ _DEEPEST = 8
 _FOUND = (
     "_adapted",
     "_adapted_target",
+    "_checksums",
     "_held",
     "_noise",
     "_num_warmup",
@@ -67,7 +70,11 @@ def _closure(function: Any) -> list[Any]:
 
 
 def describe(x: Any, depth: int = 0) -> str:
-    """A value as a short text that is the same in every process."""
+    """A value as a short text that is the same in every process.
+
+    Functions count by their code and what they have closed over, other objects by their type and
+    what they hold.
+    """
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(x)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -94,7 +101,27 @@ def describe(x: Any, depth: int = 0) -> str:
         return f"{inner(x.__self__)}.{inner(x.__func__)}"
     if isinstance(code := getattr(x, "__code__", None), CodeType):
         return f"{name} {_code(code):08x} {inner((_closure(x), x.__defaults__, x.__kwdefaults__))}"
-    return name
+    if isinstance(x, (type, ModuleType)) or not hasattr(x, "__dict__"):
+        return name
+    kind = type(x).__qualname__
+    if isinstance(x, Distribution):
+        return f"{kind}({inner(_parameters(x))})"
+    held = {k: v for k, v in vars(x).items() if not k.startswith("__")}
+    code = getattr(x, "__wrapped__", type(x).__call__) if callable(x) else None
+    return f"{kind}({inner(held)}) {inner(code)}"
+
+
+def _parameters(x: Distribution) -> dict[str, Any]:
+    """What a distribution was made from, without what it has computed since."""
+    names = sorted(set(vars(x)) - {"_validate_args"})
+    return {
+        n: vars(x)[n] for n in names if not isinstance(getattr(type(x), n, None), lazy_property)
+    }
+
+
+def _name(path: tuple) -> str:
+    """A keyword argument's name, or a positional one's number."""
+    return jax.tree_util.keystr(path[1:]).strip("[]'")
 
 
 def fingerprint(
@@ -117,12 +144,13 @@ def fingerprint(
     assert model is not None
     for name, array in arguments.named_arrays(model):
         found[f"data {name}"] = describe(array)
-    for host in arguments.hosts:
-        rows = np.linspace(0, len(host) - 1, min(len(host), _SOME_ROWS)).astype(int)
-        found[f"data {host!r}"] = _checksum(host.read(rows))
-    leaves, structure = jax.tree.flatten((arguments.args, arguments.kwargs))
-    others = [describe(x) for x in leaves if not is_array(x)]
-    found["the model's other arguments"] = f"{structure} {', '.join(others)}"
+    for place, host in enumerate(arguments.hosts):
+        found[f"data {host!r} ({place})"] = f"{host.checksum():08x}"
+    others = arguments.map_hosts(lambda host: "rows on the host")
+    for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
+        if not is_array(x):
+            found[f"argument `{_name(path)}`"] = describe(x)
+    found["the arguments' structure"] = str(jax.tree.structure((others.args, others.kwargs)))
     found["floating-point type"] = jnp.result_type(float).name
     found["device"] = jax.default_backend()
     found["version of numpyro_sgmcmc"] = __version__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,6 +23,8 @@ _AHEAD = 8
 _RELEASE_BYTES = 2**30
 _FAULT_BYTES = 2**16  # what the system maps at a page fault
 _SHORTEST_RUN = 16
+_MOST_ROWS = 2**31 - 1
+_CHECKED_BYTES, _CHECKED_ROWS = 2**25, 512
 
 
 @cache
@@ -69,11 +72,21 @@ class HostArray:
                 f"HostArray needs a source with a shape and a dtype, but got "
                 f"{type(source).__name__}."
             ) from None
+        if hasattr(source, "iloc"):
+            raise ValueError(
+                f"HostArray reads rows by their places, but a {type(source).__name__} gives "
+                "them by its labels: pass its to_numpy()."
+            )
         if not shape or shape[0] < 1:
             raise ValueError(f"HostArray needs a source with rows, but got shape {shape}.")
         if dtype.kind not in "biuf":
             raise ValueError(
                 f"HostArray needs integers, floats or booleans, but got dtype {dtype}."
+            )
+        if shape[0] > _MOST_ROWS:
+            raise ValueError(
+                f"HostArray has {shape[0]} rows, but indices of rows are 32-bit integers: at most "
+                f"{_MOST_ROWS}. Split the table."
             )
         self._source = source
         self._dtype = dtype
@@ -155,7 +168,7 @@ class HostArray:
             raise
         apart = int(np.count_nonzero(np.diff(rows.ravel()) != 1))
         self._release(values.nbytes + _FAULT_BYTES * apart)
-        return values.astype(self.dtype, copy=False).reshape(*rows.shape, *self.shape[1:])
+        return values.reshape(*rows.shape, *self.shape[1:])
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
         num = len(self)
@@ -179,6 +192,9 @@ class HostArray:
                 f"{self!r} gave shape {values.shape} for {_span(rows)}, where {expected} was "
                 "expected."
             )
+        # As the device will have them: what a shorter type cannot hold is infinite there.
+        with np.errstate(over="ignore"):
+            values = values.astype(self.dtype, copy=False)
         self._check_finite(values, rows)
         return values
 
@@ -186,10 +202,16 @@ class HostArray:
         """The source's rows; long runs of consecutive ones as slices, which are cheap to read."""
         ends = np.flatnonzero(np.diff(rows) != 1) + 1
         if not self._by_slices or rows.size < _SHORTEST_RUN * (len(ends) + 1):
-            return np.asarray(self._source[rows])
+            found = self._source[rows]
+            if np.ma.is_masked(found):
+                raise ValueError("some values are masked")
+            return np.asarray(found)
         found = np.empty((rows.size, *self.shape[1:]), self._dtype)
         for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
-            found[start:end] = self._source[int(rows[start]) : int(rows[start]) + end - start]
+            part = self._source[int(rows[start]) : int(rows[start]) + end - start]
+            if np.ma.is_masked(part):
+                raise ValueError("some values are masked")
+            found[start:end] = part
         return found
 
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
@@ -202,6 +224,13 @@ class HostArray:
                 f"{self!r} holds missing or infinite values, for example in {_span(bad[:5])}. "
                 "Clean the source first."
             )
+
+    def checksum(self) -> int:
+        """Of all values, or of 512 rows of a source above 32 MB: whether it is the same data."""
+        every = len(self) * max(self.row_size, 1) * self._dtype.itemsize <= _CHECKED_BYTES
+        num = len(self) if every else _CHECKED_ROWS
+        rows = np.linspace(0, len(self) - 1, num).astype(np.int64)
+        return zlib.crc32(np.ascontiguousarray(self.read(rows)).data)
 
     def _release(self, num_bytes: int) -> None:
         """Let go of a memory map's pages: the system would keep them as this process's memory."""
@@ -241,6 +270,8 @@ def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> j
 @contextmanager
 def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
     """Raise a source's failure as it was, not as what a compiled function makes of it."""
+    for array in arrays:
+        array.failure = None
     try:
         yield
     except jax.errors.JaxRuntimeError:

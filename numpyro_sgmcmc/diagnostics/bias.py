@@ -232,7 +232,7 @@ class BiasReport:
         found = []
         if not abs(s.sd_inflation) < _FAR:
             found.append(f"sds of `{s.site}` are too far off to be measured")
-        elif abs(s.sd_inflation) > _SD:
+        elif abs(s.sd_inflation) > max(_SD, 2.0 * s.sd_inflation_error):
             side = "wide" if s.sd_inflation > 0 else "narrow"
             found.append(
                 f"sds of `{s.site}` are up to {100 * abs(s.sd_inflation):.0f} % ± "
@@ -240,7 +240,7 @@ class BiasReport:
             )
         if not abs(s.mean_shift) < _FAR:
             found.append(f"means of `{s.site}` are more than {_FAR:.0f} sds off")
-        elif abs(s.mean_shift) > _MEAN:
+        elif abs(s.mean_shift) > max(_MEAN, 2.0 * s.mean_shift_error):
             side = "high" if s.mean_shift > 0 else "low"
             found.append(
                 f"means of `{s.site}` are up to {abs(s.mean_shift):.2f} ± "
@@ -250,11 +250,6 @@ class BiasReport:
 
     def _cure(self, biased: list[SiteBias]) -> str:
         """What to change, and what it costs."""
-        if self._is_chance(biased):
-            return (
-                f"So few draws (as good as {self.num_independent:.0f} independent ones at most) "
-                "explain it: draw more."
-            )
         halve = f"halve the step size (to {self.step_size / 2:.2g}; twice the cost of a draw)"
         # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
         excess = max(s.sd_inflation for s in biased)
@@ -262,6 +257,11 @@ class BiasReport:
             return (
                 f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
                 "halves the excess."
+            )
+        if self._is_chance(biased):
+            return (
+                f"So few draws (as good as {self.num_independent:.0f} independent ones at most) "
+                "may explain it: draw more."
             )
         if excess > _SD and self.noise_inflation > 0.2 * excess:
             return f"Gradient noise explains a part: {halve}, or double the subsample_size."
@@ -407,9 +407,9 @@ def _cell(value: float, error: float, far: float, form: str) -> str:
 
 
 def _worst(found: Estimate, where: np.ndarray) -> tuple[float, float]:
-    """The estimate that is furthest from zero beyond its error."""
+    """The estimate that is furthest from zero beyond twice its error."""
     value, error = found.value[where], found.error[where]
-    k = np.argmax(np.where(np.isfinite(value), np.abs(value) - np.nan_to_num(error), np.inf))
+    k = np.argmax(np.where(np.isfinite(value), np.abs(value) - 2.0 * np.nan_to_num(error), np.inf))
     return float(value[k]), float(error[k])
 
 
@@ -418,4 +418,4 @@ def _judge(found: Estimate, where: np.ndarray, z: float, tolerance: float, uncle
     size, slack = np.abs(found.value[where]), z * found.error[where]
     if (size - slack > tolerance).any():
         return "biased"
-    return "fine" if (slack < unclear).all() else "unclear"
+    return "fine" if (size + slack < unclear).all() else "unclear"
