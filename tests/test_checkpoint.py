@@ -746,7 +746,7 @@ def test_description_tells_functions_apart():
     alike = scaled(SimpleNamespace(a=1)), scaled(SimpleNamespace(a=1))
     assert describe(alike[0]) == describe(alike[1])
     assert describe(scaled(SimpleNamespace(a=1))) != describe(scaled(SimpleNamespace(a=2)))
-    assert describe(scaled(dist.Normal(0, 1))) != describe(scaled(dist.Normal(1, 0)))
+    assert describe(scaled(dist.Normal(1, 2))) != describe(scaled(dist.Normal(2, 1)))
     assert describe(scaled(jax.jit(scaled(1)))) != describe(scaled(jax.jit(scaled(2))))
     assert describe(Prior(1)) != describe(Prior(2))
     assert describe(Prior(1).model) != describe(Prior(2).model)
