@@ -129,6 +129,14 @@ def compilation_cache(tmp_path_factory, quick_compilation):
     reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def foreground():
+    """Meet Ctrl-C as a process in the foreground does, wherever the tests run."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, compilation_cache):
     """The folder of a run that nothing disturbed, and what it left."""

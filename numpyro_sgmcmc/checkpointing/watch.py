@@ -35,8 +35,10 @@ class Interrupt:
         self.is_asked = True
 
     def __enter__(self) -> Interrupt:
-        # Other threads can set no handlers; there Ctrl-C is not theirs to meet either.
-        if threading.current_thread() is threading.main_thread():
+        # Other threads can set no handlers; there Ctrl-C is not theirs to meet either. Nor is it a
+        # background process's, which its shell has told to ignore it.
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._before = signal.signal(signal.SIGINT, self._ask)
         return self
 
