@@ -392,6 +392,8 @@ class SGMCMCKernel(MCMCKernel):
 
     def _be_ready(self, arguments: Arguments, num_warmup: int) -> None:
         self._held.keep_only(arguments)
+        for host in arguments.hosts:
+            host.forget()
         self._num_warmup = num_warmup
         self._sample_fn = self.sample
 

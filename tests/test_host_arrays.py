@@ -228,6 +228,16 @@ def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
     assert most - before < 100
 
 
+def test_what_was_read_ahead_is_forgotten_with_the_run():
+    changing = Y.copy()
+    host = HostArray(changing)
+    mcmc = fit(X, host)
+    assert host._ahead
+    changing += 1.0
+    mcmc.sampler.init(jax.random.key(0), 0, None, (X, host), {"batch_size": BATCH})
+    assert not host._ahead
+
+
 def test_pickling():
     host = HostArray(X, name="X")
     host.start_reading(np.arange(5))

@@ -177,11 +177,7 @@ class HostArray:
             raise RuntimeError(f"{self!r} has no {_span(outside[:5])}.")
         rows = np.where(rows < 0, rows + num, rows)
         try:
-            if self._sort:
-                distinct, where = np.unique(rows, return_inverse=True)
-                values = np.asarray(self._source[distinct])[where]
-            else:
-                values = self._take(rows)
+            values = self._take(rows)
         except Exception as error:
             raise RuntimeError(
                 f"{self!r} could not read {_span(rows)}: {type(error).__name__}: {error}"
@@ -201,18 +197,16 @@ class HostArray:
     def _take(self, rows: np.ndarray) -> np.ndarray:
         """The source's rows; long runs of consecutive ones as slices, which are cheap to read."""
         ends = np.flatnonzero(np.diff(rows) != 1) + 1
-        if not self._by_slices or rows.size < _SHORTEST_RUN * (len(ends) + 1):
-            found = self._source[rows]
-            if np.ma.is_masked(found):
-                raise ValueError("some values are masked")
-            return np.asarray(found)
-        found = np.empty((rows.size, *self.shape[1:]), self._dtype)
-        for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
-            part = self._source[int(rows[start]) : int(rows[start]) + end - start]
-            if np.ma.is_masked(part):
-                raise ValueError("some values are masked")
-            found[start:end] = part
-        return found
+        if self._by_slices and rows.size >= _SHORTEST_RUN * (len(ends) + 1):
+            found = np.empty((rows.size, *self.shape[1:]), self._dtype)
+            for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
+                first = int(rows[start])
+                found[start:end] = _unmasked(self._source[first : first + end - start])
+            return found
+        if self._sort:
+            distinct, where = np.unique(rows, return_inverse=True)
+            return _unmasked(self._source[distinct])[where]
+        return _unmasked(self._source[rows])
 
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         # One number tells of most arrays that nothing is amiss; an overflow is looked into.
@@ -248,6 +242,10 @@ class HostArray:
             self._ahead[key] = _reader().submit(self.read, rows)
         while len(self._ahead) > _AHEAD:
             self._ahead.popitem(last=False)
+
+    def forget(self) -> None:
+        """Drop what has been read ahead: the source may change from run to run."""
+        self._ahead.clear()
 
     def finish_reading(self, rows: np.ndarray) -> np.ndarray:
         """Rows read ahead, or now if they were not."""
@@ -309,6 +307,13 @@ def read_ahead(
 
 def _digest(rows: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(rows).data, digest_size=16).digest()
+
+
+def _unmasked(values: Any) -> np.ndarray:
+    """An array, unless some of its values are missing by a mask, which NumPy would drop."""
+    if np.ma.is_masked(values):
+        raise ValueError("some values are masked")
+    return np.asarray(values)
 
 
 def _span(rows: np.ndarray) -> str:
