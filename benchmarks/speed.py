@@ -136,6 +136,7 @@ def main() -> None:
             "SGHMCSplit, B = 10": by_us(model, data, 10),
             "SGHMCSplit, B = 10, step_size = 0.8": by_us(model, data, 10, step_size=0.8),
             "SGHMCSplit, B = 10, 0.53, 100 chains": by_us(model, data, 10, 100, step_size=0.53),
+            "SGHMCSplit, B = 10, 0.8, 100 chains": by_us(model, data, 10, 100, step_size=0.8),
         }
         nuts = by_nuts(model, data, args.nuts_draws)
         if model is logistic:

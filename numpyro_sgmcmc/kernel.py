@@ -405,7 +405,8 @@ class SGMCMCKernel(MCMCKernel):
         :raises ValueError: where the data are others than those that control variates hold the
             gradient on.
         """
-        self._check_same_data(Arguments(model_args, model_kwargs))
+        if _is_traced(state.rng_key):  # once a compilation: it looks at all of the data
+            self._check_same_data(Arguments(model_args, model_kwargs))
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         state = refilled(self._program, state)
         one = partial(iterate, self._program, arguments=arguments)
@@ -423,6 +424,7 @@ class SGMCMCKernel(MCMCKernel):
             len(now) == len(then)
             and arguments.hosts == before.hosts
             and all(a is b or _is_equal(a, b) for a, b in zip(now, then, strict=True))
+            and before.checksums == self._checksums
         ):
             return
         raise ValueError(
