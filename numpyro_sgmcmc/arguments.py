@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
 
 __all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "is_array"]
 
@@ -33,6 +34,10 @@ def is_array(x: Any) -> bool:
 
 def _is_host(x: Any) -> bool:
     return isinstance(x, HostArray)
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedArray)
 
 
 def _is_leaf(x: Any) -> bool:
@@ -75,8 +80,8 @@ class Arguments:
     """
 
     def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
-        self.args = tuple(args)
-        self.kwargs = dict(kwargs or {})
+        given = tuple(args), dict(kwargs or {})
+        self.args, self.kwargs = jax.tree.map(as_sharded, given, is_leaf=_is_sharded)
 
     @property
     def arrays(self) -> list[jax.Array | np.ndarray]:
@@ -127,6 +132,19 @@ class Arguments:
         """These arguments with ``fn`` applied to each array whose rows are read when needed."""
         args, kwargs = jax.tree.map(
             lambda x: fn(x) if _is_host(x) else x, (self.args, self.kwargs), is_leaf=_is_host
+        )
+        return Arguments(args, kwargs)
+
+    @property
+    def sharded(self) -> list[ShardedArray]:
+        """The arrays whose rows are spread over devices."""
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded)
+        return [x for x in leaves if _is_sharded(x)]
+
+    def map_sharded(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
+        """These arguments with ``fn`` applied to each array whose rows are spread over devices."""
+        args, kwargs = jax.tree.map(
+            lambda x: fn(x) if _is_sharded(x) else x, (self.args, self.kwargs), is_leaf=_is_sharded
         )
         return Arguments(args, kwargs)
 
@@ -192,7 +210,11 @@ class HeldArrays:
         self._held = {k: held for k, held in self._held.items() if k in present}
 
     def _reference(self, x: Any) -> Any:
-        if isinstance(x, jax.core.Tracer) or not is_array(x) or x.nbytes < _HOLD_BYTES:
+        if isinstance(x, jax.core.Tracer) or not is_array(x):
+            return jnp.asarray(x)
+        # What lies on other processes' devices cannot be a constant.
+        is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+        if x.nbytes < _HOLD_BYTES and not is_spread:
             return jnp.asarray(x)
         held = self._held.get(id(x))
         if held is None or held[0] is not x:

@@ -8,6 +8,7 @@ form of the model is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+
+from numpyro_sgmcmc.data.sharded import Shards
 
 __all__ = ["Indices", "Plate", "chunk_rows", "over_all_rows"]
 
@@ -29,11 +32,34 @@ class Plate(NamedTuple):
     - **name** - the plate's name.
     - **size** - number of rows.
     - **subsample_size** - rows in a minibatch.
+    - **shards** - where its rows are spread over devices, each of which has the same part of a
+      minibatch; else None.
+    - **first** - the first of its rows: not 0 where these are one device's part.
     """
 
     name: str
     size: int
     subsample_size: int
+    shards: Shards | None = None
+    first: Any = 0
+
+    @property
+    def part(self) -> int:
+        """Rows of a minibatch on one device."""
+        return self.subsample_size // (1 if self.shards is None else len(self.shards.counts))
+
+    @property
+    def most(self) -> int:
+        """The largest ``subsample_size`` that it can have."""
+        if self.shards is None:
+            return self.size
+        return len(self.shards.counts) * min(self.shards.counts)
+
+    def of_shard(self, first: Any, count: Any) -> Plate:
+        """The part of one device, if its rows are spread over devices."""
+        if self.shards is None:
+            return self
+        return Plate(self.name, count, self.part, None, first)
 
 
 def chunk_rows(row_width: int) -> int:
@@ -58,16 +84,23 @@ def over_all_rows(
     :param subset: rows that stand for all rows, by plate name; all rows where None.
     :return: the pytree of exact values.
     """
-    rows = {p.name: p.size for group in groups for p in group}
+    plates_by_name = {p.name: p for group in groups for p in group}
+    rows = {name: p.size for name, p in plates_by_name.items()}
     if subset is not None:
         rows = {name: subset[name].shape[0] for name in rows}
 
     def take(name: str, start: Any, num: int) -> Array:
         places = start + jnp.arange(num)
-        return places if subset is None else jnp.asarray(subset[name])[places]
+        if subset is not None:
+            return jnp.asarray(subset[name])[places]
+        return plates_by_name[name].first + places
 
     first = {
-        p.name: take(p.name, 0, min(p.subsample_size, rows[p.name])) for g in groups for p in g
+        p.name: take(p.name, 0, min(p.subsample_size, rows[p.name]))
+        if isinstance(rows[p.name], int)
+        else take(p.name, 0, p.subsample_size)
+        for g in groups
+        for p in g
     }
     if not groups:
         return fn({})
@@ -76,14 +109,17 @@ def over_all_rows(
         if not plates:
             return fn(held)
         name, size = plates[0].name, rows[plates[0].name]
-        chunk = min(size, budget)
-        num_chunks, rest = divmod(size, chunk)
+        is_known = isinstance(size, int)
+        chunk = min(size, budget) if is_known else budget
 
         def inner(start: Any, num: int) -> Any:
             held_here = {**held, name: take(name, start, num)}
             value = over(plates[1:], held_here, max(1, budget // chunk))
-            return jax.tree.map(lambda x: (num / size) * x, value)
+            return jax.tree.map(lambda x: jnp.asarray(num / size, x.dtype) * x, value)
 
+        if not is_known:
+            return _ragged(inner, size, chunk)
+        num_chunks, rest = divmod(size, chunk)
         if num_chunks == 1:
             total = inner(0, chunk)
         else:
@@ -103,6 +139,25 @@ def over_all_rows(
     if len(groups) > 1:
         shared = fn(first)
         total = jax.tree.map(lambda t, s: t - (len(groups) - 1) * s, total, shared)
+    return total
+
+
+def _ragged(inner: Callable[[Any, int], Any], size: Array, chunk: int) -> Any:
+    """The sum over rows whose number is known only when it runs: chunks, small chunks, single rows.
+
+    :param inner: ``(start, number of rows) -> their part of the sum``.
+    """
+    shapes = jax.eval_shape(lambda: inner(0, chunk))
+    total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    start: Any = 0
+    for num in sorted({chunk, math.isqrt(chunk), 1}, reverse=True):
+        count = (size - start) // num
+
+        def add(k: Any, total: Any, num: int = num, start: Any = start) -> Any:
+            return _add(total, inner(start + k * num, num))
+
+        total = lax.fori_loop(0, count, add, total)
+        start = start + count * num
     return total
 
 

@@ -13,7 +13,8 @@ r"""Estimators of the whitened gradient from one minibatch, and the variance of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,24 +66,33 @@ def whitened_gradient(
     """
     coordinates, anchor_gradient, anchor_hessian = anchored
 
+    def over_rows(fn: Callable[[GradientFn], Array]) -> Array:
+        """What ``fn`` makes of the minibatch's gradient; where rows are spread, summed once."""
+
+        def here(target: Target, indices: Indices, arguments: Arguments, key: Any) -> Array:
+            return fn(lambda position: target.gradient(position, indices, arguments, key))
+
+        return target.over_shards(here, indices, arguments, rng_key)
+
     def plain(q: Array) -> Array:
         position = coordinates.position(q)
-        return coordinates.pull(target.gradient(position, indices, arguments, rng_key))
+        return coordinates.pull(over_rows(lambda gradient: gradient(position)))
 
     def control_variate(q: Array) -> Array:
         # One gather serves both gradients: XLA sees that they look up the same rows.
-        here = target.gradient(coordinates.position(q), indices, arguments, rng_key)
-        there = target.gradient(coordinates.anchor, indices, arguments, rng_key)
-        return coordinates.pull(here - there + anchor_gradient)
+        position, anchor = coordinates.position(q), coordinates.anchor
+        difference = over_rows(lambda gradient: gradient(position) - gradient(anchor))
+        return coordinates.pull(difference + anchor_gradient)
 
     def second_order(q: Array) -> Array:
-        v = coordinates.push(q)
-        here = target.gradient(coordinates.anchor + v, indices, arguments, rng_key)
-        there, bend = jax.jvp(
-            lambda a: target.gradient(a, indices, arguments, rng_key), (coordinates.anchor,), (v,)
-        )
+        v, anchor = coordinates.push(q), coordinates.anchor
+
+        def rest(gradient: GradientFn) -> Array:
+            there, bend = jax.jvp(gradient, (anchor,), (v,))
+            return gradient(anchor + v) - there - bend
+
         exact = anchor_gradient if anchor_hessian is None else anchor_gradient + anchor_hessian @ v
-        return coordinates.pull(here - there - bend + exact)
+        return coordinates.pull(over_rows(rest) + exact)
 
     estimators = {
         "plain": plain,

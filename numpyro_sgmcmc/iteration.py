@@ -24,7 +24,7 @@ from numpyro_sgmcmc.data.host import read_ahead
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.integrators import GradientFn
-from numpyro_sgmcmc.minibatch import STREAMS, independent_blocks, independent_rows
+from numpyro_sgmcmc.minibatch import independent_minibatch, stream_of
 from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
 from numpyro_sgmcmc.state import AdaptState, SGMCMCState
@@ -103,13 +103,12 @@ def start_chain(
         flat = ravel_pytree(init_params)[0].astype(target.dtype)
         q = coordinates.whiten(flat - coordinates.anchor)
     stream_keys = random.split(stream_key, len(target.plates))
-    make = STREAMS[minibatch]
     return SGMCMCState(
         i=jnp.array(0),
         z=target.unravel(coordinates.position(q)),
         dynamics=dynamics.init(q, state_key),
         streams={
-            p.name: make(p.size, p.subsample_size).init(key)
+            p.name: stream_of(p, minibatch).init(key)
             for p, key in zip(target.plates, stream_keys, strict=True)
         },
         num_steps=num_steps,
@@ -182,7 +181,7 @@ def _draw_rows(
     adaptation, plates = program.adaptation, program.target.plates
     after, rows = {}, {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        stream = STREAMS[adaptation.minibatch](p.size, p.subsample_size)
+        stream = stream_of(p, adaptation.minibatch)
         after[p.name], rows[p.name] = stream.draw(streams[p.name], key, adaptation.num_steps)
     return after, rows
 
@@ -294,9 +293,9 @@ def _independent_gradient(
     """The whitened gradient's estimate on a minibatch that no step has seen."""
     target = program.target
     model_key, *keys = random.split(rng_key, 1 + len(target.plates))
-    draw = independent_blocks if program.adaptation.minibatch == "blocks" else independent_rows
     rows = {
-        p.name: draw(k, p.size, p.subsample_size) for p, k in zip(target.plates, keys, strict=True)
+        p.name: independent_minibatch(p, program.adaptation.minibatch, k)
+        for p, k in zip(target.plates, keys, strict=True)
     }
     return whitened_gradient(
         estimator,

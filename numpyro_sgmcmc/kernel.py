@@ -75,6 +75,10 @@ class KernelOptions(TypedDict, total=False):
 
 def _is_equal(a: Any, b: Any) -> bool:
     """Whether two arrays hold the same, missing values included."""
+    if a.shape != b.shape:
+        return False
+    if isinstance(a, jax.Array) and not a.is_fully_addressable:
+        return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
     a, b = np.asarray(a), np.asarray(b)
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
@@ -410,7 +414,15 @@ class SGMCMCKernel(MCMCKernel):
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         state = refilled(self._program, state)
         one = partial(iterate, self._program, arguments=arguments)
-        return jax.vmap(one)(state) if _is_batch(state.rng_key) else one(state)
+        if not _is_batch(state.rng_key):
+            return one(state)
+        return jax.vmap(one, spmd_axis_name=self._chain_axis(len(state.rng_key)))(state)
+
+    def _chain_axis(self, num_chains: int) -> str | None:
+        """The mesh axis over which chains are spread, if they are."""
+        shards = self._ready.shards
+        axis = None if shards is None else shards.chain_axis
+        return axis if axis is not None and num_chains % shards.mesh.shape[axis] == 0 else None
 
     def _check_same_data(self, arguments: Arguments) -> None:
         """Control variates with another data set's gradient lead to a wrong posterior, silently."""
@@ -507,6 +519,11 @@ class SGMCMCKernel(MCMCKernel):
 
     def _check_compensation(self, target: Target) -> None:
         """Refuse likelihoods whose noise is not that of independent rows."""
+        if target.shards is not None:
+            raise ValueError(
+                "`noise_compensation` needs the gradients of single rows, which rows spread over "
+                "devices do not have: leave it out."
+            )
         if target.is_randomized:
             raise ValueError(
                 "The model draws random keys (numpyro.prng_key), whose noise the gradients of "

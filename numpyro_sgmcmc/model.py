@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -32,7 +32,9 @@ from numpyro.infer.util import (
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_sgmcmc.arguments import Arguments, as_jax_arrays
-from numpyro_sgmcmc.data.blocks import Lookup, Recorder, is_on_host
+from numpyro_sgmcmc.data.blocks import Lookup, Recorder, is_elsewhere
+from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.sharded import LocalRows, ShardedArray, Shards
 from numpyro_sgmcmc.dataflow import depends_on, row_lookups
 from numpyro_sgmcmc.full_data import Indices, Plate, chunk_rows, over_all_rows
 from numpyro_sgmcmc.notices import notify
@@ -60,12 +62,12 @@ class _rows(Messenger):
                 # The very same object, by which rows that have been read are known.
                 msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
                 msg["args"] = (size, rows.shape[0])
-        elif msg["type"] == "subsample" and is_on_host(msg["value"]):
-            _subsample_on_host(msg)
+        elif msg["type"] == "subsample" and is_elsewhere(msg["value"]):
+            _subsample_elsewhere(msg)
 
 
-def _subsample_on_host(msg: Any) -> None:
-    """Answer ``numpyro.subsample`` of an array whose rows are on the host, along its first axis."""
+def _subsample_elsewhere(msg: Any) -> None:
+    """Answer ``numpyro.subsample`` of an array whose rows are elsewhere, along its first axis."""
     data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
     for plate in _PYRO_STACK:
         if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
@@ -147,6 +149,7 @@ class Target:
     - **explain** - ``(position, arguments) -> sentence`` naming the sites that are not finite.
     - **sites** - the latent sites in the order of their coordinates; None without a model.
     - **lookups** - arrays on the host that a plate's rows index, with their plates.
+    - **shards** - which device holds which rows, if rows are spread over devices.
     """
 
     plates: tuple[Plate, ...]
@@ -162,6 +165,7 @@ class Target:
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
     lookups: tuple[Lookup, ...] = ()
+    shards: Shards | None = None
 
     def potential(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -169,25 +173,68 @@ class Target:
         """Minibatch potential, unbiased for the full-data potential when rows are.
 
         :param position: flat position, shape ``(d,)``.
-        :param indices: row indices of each subsampled plate, of any number of rows.
+        :param indices: row indices of each subsampled plate, of any number of rows; where they are
+            spread over devices, as many of each, in the devices' order.
         :param arguments: the model's arguments.
         :param rng_key: key of a randomised likelihood.
         :return: scalar.
         """
-        return self.potential_of_sites(self.unravel(position), indices, arguments, rng_key)
+        return self.over_shards(
+            lambda here, i, a, key: here.potential_of_sites(here.unravel(position), i, a, key),
+            indices,
+            arguments,
+            rng_key,
+        )
 
     def gradient(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
         """Gradient of :meth:`potential`, shape ``(d,)``."""
-        return jax.grad(self.potential)(position, indices, arguments, rng_key)
+        return self.over_shards(
+            lambda here, i, a, key: jax.grad(here.potential)(position, i, a, key),
+            indices,
+            arguments,
+            rng_key,
+        )
+
+    def over_shards(
+        self,
+        fn: Callable[[Target, Indices, Arguments, Array | None], Any],
+        indices: Indices,
+        arguments: Arguments,
+        rng_key: Array | None = None,
+    ) -> Any:
+        """A function linear in the minibatch potential; where rows are spread over devices, the sum
+        of what each makes of its own.
+
+        :param fn: ``(target, indices, arguments, rng_key) -> pytree``.
+        :param indices: as for :meth:`potential`; plates may be left out.
+        :param arguments: the model's arguments.
+        :param rng_key: key of a randomised likelihood.
+        """
+        if self.shards is None:
+            return fn(self, indices, arguments, rng_key)
+        names = [p.name for p in self.plates if p.shards is not None and p.name in indices]
+
+        def here(operands: Any, first: Any, count: Any) -> Any:
+            rows, arrays = operands
+            groups = tuple(tuple(p.of_shard(first, count) for p in g) for g in self.groups)
+            target = replace(self, plates=sum(groups, ()), groups=groups, shards=None)
+            its = iter(arrays)
+            mine = arguments.map_sharded(lambda whole: LocalRows(whole, next(its), first))
+            key = None if rng_key is None else random.fold_in(rng_key, first)
+            return fn(target, {**indices, **rows}, mine, key)
+
+        arrays = [x.array for x in arguments.sharded]
+        rows = {name: jnp.asarray(indices[name]) for name in names}
+        return self.shards.average(here, (rows, arrays))
 
     def full_potential(
         self, position: Array, arguments: Arguments, subset: Indices | None = None
     ) -> Array:
         """Potential on all rows (or on a subset that stands for all), by chunks."""
         return self._on_all_rows(
-            lambda i: self.potential(position, i, arguments, self._key), arguments, subset
+            lambda here, i, a: here.potential(position, i, a, self._key), arguments, subset
         )
 
     def full_gradient(
@@ -195,7 +242,7 @@ class Target:
     ) -> Array:
         """Gradient on all rows (or on a subset that stands for all), by chunks; shape ``(d,)``."""
         return self._on_all_rows(
-            lambda i: self.gradient(position, i, arguments, self._key), arguments, subset
+            lambda here, i, a: here.gradient(position, i, a, self._key), arguments, subset
         )
 
     def full_expansion(
@@ -203,9 +250,9 @@ class Target:
     ) -> tuple[Array, Array, Array]:
         """Potential, gradient and Hessian on all rows (or on a subset), by chunks."""
 
-        def on(indices: Indices) -> tuple[Array, Array, Array]:
+        def on(here: Target, indices: Indices, arguments: Arguments) -> tuple[Array, Array, Array]:
             def gradient(q: Array) -> tuple[Array, tuple[Array, Array]]:
-                value, slope = jax.value_and_grad(self.potential)(q, indices, arguments, self._key)
+                value, slope = jax.value_and_grad(here.potential)(q, indices, arguments, self._key)
                 return slope, (value, slope)
 
             hessian, (value, slope) = jax.jacfwd(gradient, has_aux=True)(position)
@@ -218,9 +265,9 @@ class Target:
     ) -> Array:
         """Products of the Hessian on all rows (or on a subset) with ``vectors``, ``(k, d)``."""
 
-        def on(indices: Indices) -> Array:
+        def on(here: Target, indices: Indices, arguments: Arguments) -> Array:
             def gradient(q: Array) -> Array:
-                return self.gradient(q, indices, arguments, self._key)
+                return here.gradient(q, indices, arguments, self._key)
 
             return jax.vmap(lambda v: jax.jvp(gradient, (position,), (v,))[1])(vectors)
 
@@ -233,7 +280,7 @@ class Target:
 
     def _on_all_rows(
         self,
-        fn: Callable[[Indices], Any],
+        fn: Callable[[Target, Indices, Arguments], Any],
         arguments: Arguments,
         subset: Indices | None,
         tangents: int = 1,
@@ -241,9 +288,13 @@ class Target:
         # A row costs its own width in memory, and its logits and such once more for each tangent.
         sizes = {p.size for p in self.plates}
         widths = [x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes]
-        widths += [x.row_size for x in arguments.hosts]
+        widths += [x.row_size for x in (*arguments.hosts, *arguments.sharded)]
         rows = chunk_rows(sum(widths) + 4 * tangents)
-        return over_all_rows(fn, self.groups, rows, subset)
+
+        def over(here: Target, subset: Indices, arguments: Arguments, key: Any) -> Any:
+            return over_all_rows(lambda i: fn(here, i, arguments), here.groups, rows, subset or None)
+
+        return self.over_shards(over, subset or {}, arguments)
 
 
 def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Target:
@@ -301,6 +352,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
         arguments = arguments.map_arrays(jnp.asarray)
         arguments = arguments.map_hosts(lambda a: Recorder(a, issued, lookups))
+        arguments = arguments.map_sharded(lambda a: Recorder(a, issued, lookups))
         return trace(_rows(seeded, note)).get_trace(*arguments.args, **arguments.kwargs)
 
     seen: dict[str, Any] = {}
@@ -329,6 +381,10 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         ) from error
     if refusals:
         raise refusals[0]
+    shards = _shards_of(arguments.sharded, lookups)
+    if shards is not None:
+        for lookup in lookups:
+            plates[lookup.plate] = _spread_plate(plates[lookup.plate], lookup.array, shards)
     has_state = any(s["type"] in ("param", "mutable") for s in seen.values())
     fixed = {}
     if has_state:
@@ -406,10 +462,10 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         return jnp.concatenate([jnp.ravel(v).astype(dtype) for v in values])
 
     def explain(position: Array, arguments: Arguments) -> str:
-        # Rows on the host may be more than memory holds.
+        # Rows elsewhere may be more than memory holds.
         most = (
             _EXPLAINED_ROWS
-            if arguments.hosts
+            if arguments.hosts or arguments.sharded
             else max((p.size for p in plates.values()), default=0)
         )
         every_row = {p.name: jnp.arange(min(p.size, most)) for p in plates.values()}
@@ -455,7 +511,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         start=start,
         explain=explain,
         sites=tuple(sites),
-        lookups=tuple(lookups),
+        lookups=tuple(x for x in lookups if isinstance(x.array, HostArray)),
+        shards=shards,
     )
 
 
@@ -550,6 +607,43 @@ def _groups(seen: dict[str, Any], plates: dict[str, Plate]) -> tuple[tuple[Plate
         if len(joined) > 1:
             groups = [g for g in groups if not g & met] + [set().union(*joined)]
     return tuple(tuple(plates[name] for name in plates if name in g) for g in groups)
+
+
+def _shards_of(arrays: list[ShardedArray], lookups: Iterable[Lookup]) -> Shards | None:
+    """Which device holds which rows, the same for all arrays that are spread over devices."""
+    if not arrays:
+        return None
+    shards = {x.shards for x in arrays}
+    if len(shards) > 1:
+        listed = ", ".join(f"{x!r} with {list(x.shards.counts)} rows" for x in arrays)
+        raise ValueError(
+            f"All arrays that are spread over devices must be so in the same way, but there are "
+            f"{listed} over meshes {[x.shards.mesh.shape for x in arrays]}."
+        )
+    return shards.pop()
+
+
+def _spread_plate(plate: Plate, array: Any, shards: Shards) -> Plate:
+    """A plate whose rows are spread over devices, each with an equal part of a minibatch."""
+    if not isinstance(array, ShardedArray):
+        raise ValueError(
+            f"The plate '{plate.name}' indexes {array!r} and rows that are spread over devices: "
+            "make all of its arrays ShardedArrays."
+        )
+    num = len(shards.counts)
+    part = -(-plate.subsample_size // num)
+    if part > min(shards.counts):
+        raise ValueError(
+            f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, {part} rows for each "
+            f"of {num} devices, but one of them has only {min(shards.counts)}: use at most "
+            f"{num * min(shards.counts)}."
+        )
+    if num * part != plate.subsample_size and plate.shards is None:
+        notify(
+            f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, which does not divide "
+            f"among {num} devices: each takes {part} rows, {num * part} in all."
+        )
+    return plate._replace(subsample_size=num * part, shards=shards)
 
 
 def _check_row_lengths(

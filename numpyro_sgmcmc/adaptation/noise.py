@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.full_data import Indices
+from numpyro_sgmcmc.full_data import Indices, Plate
 from numpyro_sgmcmc.gradients import Anchored, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.model import Target
 
@@ -103,20 +103,25 @@ def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
 
 def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
     """Minibatches of random rows, ``shape + (subsample_size,)`` for each plate."""
-    return {
-        p.name: rng.integers(0, p.size, (*shape, p.subsample_size), dtype=np.int32)
-        for p in target.plates
-    }
+    return {p.name: _draw(p, rng, shape, p.part, 0) for p in target.plates}
 
 
 def draw_blocks(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
     """Minibatches of consecutive rows from random starts, ``shape + (subsample_size,)``."""
-    return {
-        p.name: (
-            (rng.integers(0, p.size, (*shape, 1)) + np.arange(p.subsample_size)) % p.size
-        ).astype(np.int32)
-        for p in target.plates
-    }
+    return {p.name: _draw(p, rng, shape, 1, np.arange(p.part)) for p in target.plates}
+
+
+def _draw(
+    plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], num_starts: int, run: Any
+) -> np.ndarray:
+    """Rows that start at random and go on along ``run``; of each shard its part."""
+    first, count, strata = 0, plate.size, ()
+    if plate.shards is not None:
+        first, count = (np.reshape(x, (-1, 1)) for x in (plate.shards.firsts, plate.shards.counts))
+        strata = (len(count),)
+    start = rng.integers(0, count, (*shape, *strata, num_starts), dtype=np.int64)
+    rows = first + (start + run) % count
+    return rows.reshape(*shape, plate.subsample_size).astype(np.int32)
 
 
 @partial(jax.jit, static_argnames=("target", "estimators"))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.full_data import Indices
+from numpyro_sgmcmc.full_data import Indices, Plate
 from numpyro_sgmcmc.model import Target
 
 __all__ = ["Surface", "draw_subset"]
@@ -30,12 +30,19 @@ def draw_subset(target: Target, seed: int) -> Indices | None:
     if all(p.size <= _SUBSET_ROWS for p in target.plates):
         return None
     rng = np.random.default_rng(seed)
-    return {
-        p.name: np.arange(p.size, dtype=np.int32)
-        if p.size <= _SUBSET_ROWS
-        else np.sort(rng.integers(0, p.size, _SUBSET_ROWS, dtype=np.int32))
-        for p in target.plates
-    }
+    return {p.name: _some_rows(p, rng) for p in target.plates}
+
+
+def _some_rows(plate: Plate, rng: np.random.Generator) -> np.ndarray:
+    """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
+    if plate.shards is not None:
+        first, count = (np.reshape(x, (-1, 1)) for x in (plate.shards.firsts, plate.shards.counts))
+        each = min(-(-_SUBSET_ROWS // len(count)), int(count.max()))
+        rows = first + np.sort(rng.integers(0, count, (len(count), each)))
+        return rows.reshape(-1).astype(np.int32)
+    if plate.size <= _SUBSET_ROWS:
+        return np.arange(plate.size, dtype=np.int32)
+    return np.sort(rng.integers(0, plate.size, _SUBSET_ROWS, dtype=np.int32))
 
 
 class Surface:

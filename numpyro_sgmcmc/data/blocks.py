@@ -15,6 +15,7 @@ from jax import Array
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.data.host import HostArray, narrowed
+from numpyro_sgmcmc.data.sharded import LocalRows, ShardedArray
 
 __all__ = [
     "Block",
@@ -22,7 +23,7 @@ __all__ = [
     "Recorder",
     "block_length",
     "empty_block",
-    "is_on_host",
+    "is_elsewhere",
     "key_words",
     "served",
 ]
@@ -32,13 +33,13 @@ _LONGEST_BLOCK = 64
 
 
 class Lookup(NamedTuple):
-    """An array on the host that the model indexes by a plate's rows.
+    """An array that the model indexes by a plate's rows.
 
-    - **array** - a :class:`HostArray`.
+    - **array** - a :class:`HostArray` or a :class:`ShardedArray`.
     - **plate** - name of the plate.
     """
 
-    array: HostArray
+    array: Any
     plate: str
 
 
@@ -77,12 +78,12 @@ def empty_block(
 
 
 class _StandIn:
-    """What a model sees in place of a :class:`HostArray` during one evaluation.
+    """What a model sees in place of such an array during one evaluation.
 
     :param array: the array.
     """
 
-    def __init__(self, array: HostArray) -> None:
+    def __init__(self, array: HostArray | ShardedArray) -> None:
         self.array = array
 
     def __getattr__(self, name: str) -> Any:
@@ -103,9 +104,9 @@ class _StandIn:
         return self.array[index]
 
 
-def is_on_host(x: Any) -> bool:
-    """Whether ``x`` is an array on the host, or stands in for one."""
-    return isinstance(x, (HostArray, _StandIn))
+def is_elsewhere(x: Any) -> bool:
+    """Whether ``x`` is an array whose rows are on the host or on other devices, or stands in."""
+    return isinstance(x, (HostArray, ShardedArray, LocalRows, _StandIn))
 
 
 class Recorder(_StandIn):
@@ -117,7 +118,10 @@ class Recorder(_StandIn):
     """
 
     def __init__(
-        self, array: HostArray, issued: Mapping[str, Any], lookups: dict[Lookup, None]
+        self,
+        array: HostArray | ShardedArray,
+        issued: Mapping[str, Any],
+        lookups: dict[Lookup, None],
     ) -> None:
         super().__init__(array)
         self.issued, self.lookups = issued, lookups
@@ -127,6 +131,13 @@ class Recorder(_StandIn):
         for plate, rows in self.issued.items():
             if rows is first:
                 self.lookups[Lookup(self.array, plate)] = None
+                break
+        else:
+            if isinstance(self.array, ShardedArray):
+                raise ValueError(
+                    f"{self.array!r} is indexed by something else than the indices of a subsampled "
+                    "plate: a device has no other rows than its own."
+                )
         return self.array[index]
 
 

@@ -20,7 +20,7 @@ from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
 from numpyro_sgmcmc.full_data import Plate
 from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.minibatch import STREAMS
+from numpyro_sgmcmc.minibatch import stream_of
 from numpyro_sgmcmc.moments import Moments
 
 __all__ = ["Refinement", "compare_with_finer"]
@@ -105,7 +105,7 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
     target = kernel.target
 
     def larger(p: Plate) -> Plate:
-        return p._replace(subsample_size=min(p.size, 2 * p.subsample_size))
+        return p._replace(subsample_size=min(p.most, 2 * p.subsample_size))
 
     plates = tuple(larger(p) for p in target.plates)
     if plates == target.plates:
@@ -115,7 +115,7 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
     state = mcmc.last_state
     streams = {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        make = STREAMS[adaptation.minibatch](p.size, p.subsample_size).init
+        make = stream_of(p, adaptation.minibatch).init
         batched = mcmc.num_chains > 1
         streams[p.name] = (
             jax.vmap(make)(random.split(key, mcmc.num_chains)) if batched else make(key)
