@@ -1,7 +1,7 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
-from numpyro_sgmcmc.data import HostArray
+from numpyro_sgmcmc.data import HostArray, ShardedArray
 from numpyro_sgmcmc.diagnostics import bias_report, print_summary
 from numpyro_sgmcmc.samplers import (
     SGHMC,
@@ -29,6 +29,7 @@ __all__ = [
     "RecipeKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",
+    "ShardedArray",
     "bias_report",
     "open_draws",
     "print_summary",

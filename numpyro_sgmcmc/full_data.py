@@ -49,6 +49,13 @@ class Plate(NamedTuple):
         return self.subsample_size // (1 if self.shards is None else len(self.shards.counts))
 
     @property
+    def strata(self) -> tuple[np.ndarray, np.ndarray]:
+        """First row and number of rows of each shard, shape ``(num_shards, 1)``."""
+        if self.shards is None:
+            return np.array([[0]]), np.array([[self.size]])
+        return self.shards.firsts[:, None], np.array(self.shards.counts)[:, None]
+
+    @property
     def most(self) -> int:
         """The largest ``subsample_size`` that it can have."""
         if self.shards is None:
@@ -142,7 +149,7 @@ def over_all_rows(
     return total
 
 
-def _ragged(inner: Callable[[Any, int], Any], size: Array, chunk: int) -> Any:
+def _ragged(inner: Callable[[Any, int], Any], size: Any, chunk: int) -> Any:
     """The sum over rows whose number is known only when it runs: chunks, small chunks, single rows.
 
     :param inner: ``(start, number of rows) -> their part of the sum``.

@@ -347,6 +347,11 @@ class SGMCMCKernel(MCMCKernel):
         with _eagerly(rng_key), plain_failures(arguments.hosts):
             concrete = self._concrete(arguments)
             self._target = target = self._read(concrete, init_params, is_batch)
+            if target.shards is not None and jax.sharding.get_abstract_mesh().manual_axes:
+                raise ValueError(
+                    "chain_method='parallel' gives every device a chain, but the devices share the "
+                    "rows: use chain_method='vectorized'."
+                )
             if is_block:
                 init_params = None  # Gibbs gives draws from the prior, constrained
             init_params = self._check_start(init_params, target, concrete, rng_key)
@@ -421,8 +426,10 @@ class SGMCMCKernel(MCMCKernel):
     def _chain_axis(self, num_chains: int) -> str | None:
         """The mesh axis over which chains are spread, if they are."""
         shards = self._ready.shards
-        axis = None if shards is None else shards.chain_axis
-        return axis if axis is not None and num_chains % shards.mesh.shape[axis] == 0 else None
+        if shards is None or shards.chain_axis is None:
+            return None
+        axis = shards.chain_axis
+        return axis if num_chains % shards.mesh.shape[axis] == 0 else None
 
     def _check_same_data(self, arguments: Arguments) -> None:
         """Control variates with another data set's gradient lead to a wrong posterior, silently."""

@@ -62,10 +62,7 @@ class StreamState(NamedTuple):
 
 
 class Stream(Protocol):
-    """A way to visit the ``size`` rows of a plate, ``batch_size`` at a time."""
-
-    size: int
-    batch_size: int
+    """A way to visit the rows of a plate, so many at a time."""
 
     def init(self, rng_key: Array) -> StreamState:
         """The stream's first state, a function of the key."""
@@ -220,10 +217,6 @@ class Stratified:
     kind: type
     shards: Shards
     batch_size: int
-
-    @property
-    def size(self) -> int:
-        return self.shards.size
 
     def init(self, rng_key: Array) -> StreamState:
         return jax.vmap(_init)(random.split(rng_key, len(self.shards.counts)))

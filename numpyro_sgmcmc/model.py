@@ -288,11 +288,13 @@ class Target:
         # A row costs its own width in memory, and its logits and such once more for each tangent.
         sizes = {p.size for p in self.plates}
         widths = [x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes]
-        widths += [x.row_size for x in (*arguments.hosts, *arguments.sharded)]
+        widths += [x.row_size for x in arguments.hosts] + [x.row_size for x in arguments.sharded]
         rows = chunk_rows(sum(widths) + 4 * tangents)
 
         def over(here: Target, subset: Indices, arguments: Arguments, key: Any) -> Any:
-            return over_all_rows(lambda i: fn(here, i, arguments), here.groups, rows, subset or None)
+            return over_all_rows(
+                lambda i: fn(here, i, arguments), here.groups, rows, subset or None
+            )
 
         return self.over_shards(over, subset or {}, arguments)
 
@@ -345,6 +347,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         issued[name] = jnp.arange(subsample_size)
         return issued[name]
 
+    spread = arguments.sharded
     issued: dict[str, Array] = {}
     lookups: dict[Lookup, None] = {}
 
@@ -352,7 +355,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
         arguments = arguments.map_arrays(jnp.asarray)
         arguments = arguments.map_hosts(lambda a: Recorder(a, issued, lookups))
-        arguments = arguments.map_sharded(lambda a: Recorder(a, issued, lookups))
+        given = iter(spread)
+        arguments = arguments.map_sharded(lambda a: Recorder(a, issued, lookups, next(given)))
         return trace(_rows(seeded, note)).get_trace(*arguments.args, **arguments.kwargs)
 
     seen: dict[str, Any] = {}
@@ -381,7 +385,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         ) from error
     if refusals:
         raise refusals[0]
-    shards = _shards_of(arguments.sharded, lookups)
+    shards = _shards_of(spread, lookups)
     if shards is not None:
         for lookup in lookups:
             plates[lookup.plate] = _spread_plate(plates[lookup.plate], lookup.array, shards)
@@ -613,6 +617,12 @@ def _shards_of(arrays: list[ShardedArray], lookups: Iterable[Lookup]) -> Shards 
     """Which device holds which rows, the same for all arrays that are spread over devices."""
     if not arrays:
         return None
+    for array in arrays:
+        if not any(lookup.array is array for lookup in lookups):
+            raise ValueError(
+                f"{array!r} is not indexed by a subsampled plate's indices: index it, or pass an "
+                "array that all devices have."
+            )
     shards = {x.shards for x in arrays}
     if len(shards) > 1:
         listed = ", ".join(f"{x!r} with {list(x.shards.counts)} rows" for x in arrays)
@@ -640,8 +650,8 @@ def _spread_plate(plate: Plate, array: Any, shards: Shards) -> Plate:
         )
     if num * part != plate.subsample_size and plate.shards is None:
         notify(
-            f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, which does not divide "
-            f"among {num} devices: each takes {part} rows, {num * part} in all."
+            f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, which does not "
+            f"divide among {num} devices: each takes {part} rows, {num * part} in all."
         )
     return plate._replace(subsample_size=num * part, shards=shards)
 

@@ -115,12 +115,9 @@ def _draw(
     plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], num_starts: int, run: Any
 ) -> np.ndarray:
     """Rows that start at random and go on along ``run``; of each shard its part."""
-    first, count, strata = 0, plate.size, ()
-    if plate.shards is not None:
-        first, count = (np.reshape(x, (-1, 1)) for x in (plate.shards.firsts, plate.shards.counts))
-        strata = (len(count),)
-    start = rng.integers(0, count, (*shape, *strata, num_starts), dtype=np.int64)
-    rows = first + (start + run) % count
+    firsts, counts = plate.strata
+    start = rng.integers(0, counts, (*shape, len(counts), num_starts))
+    rows = firsts + (start + run) % counts
     return rows.reshape(*shape, plate.subsample_size).astype(np.int32)
 
 

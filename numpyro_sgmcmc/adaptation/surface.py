@@ -35,14 +35,12 @@ def draw_subset(target: Target, seed: int) -> Indices | None:
 
 def _some_rows(plate: Plate, rng: np.random.Generator) -> np.ndarray:
     """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
-    if plate.shards is not None:
-        first, count = (np.reshape(x, (-1, 1)) for x in (plate.shards.firsts, plate.shards.counts))
-        each = min(-(-_SUBSET_ROWS // len(count)), int(count.max()))
-        rows = first + np.sort(rng.integers(0, count, (len(count), each)))
-        return rows.reshape(-1).astype(np.int32)
-    if plate.size <= _SUBSET_ROWS:
+    if plate.size <= _SUBSET_ROWS and plate.shards is None:
         return np.arange(plate.size, dtype=np.int32)
-    return np.sort(rng.integers(0, plate.size, _SUBSET_ROWS, dtype=np.int32))
+    firsts, counts = plate.strata
+    each = -(-_SUBSET_ROWS // len(counts))
+    rows = firsts + np.sort(rng.integers(0, counts, (len(counts), each)))
+    return rows.reshape(-1).astype(np.int32)
 
 
 class Surface:

@@ -115,6 +115,7 @@ class Recorder(_StandIn):
     :param array: the array.
     :param issued: the rows that plates have given out, by name, as the very same objects.
     :param lookups: what has been noted.
+    :param given: the array as the user gave it, where this one is being traced.
     """
 
     def __init__(
@@ -122,15 +123,16 @@ class Recorder(_StandIn):
         array: HostArray | ShardedArray,
         issued: Mapping[str, Any],
         lookups: dict[Lookup, None],
+        given: ShardedArray | None = None,
     ) -> None:
         super().__init__(array)
-        self.issued, self.lookups = issued, lookups
+        self.issued, self.lookups, self.given = issued, lookups, array if given is None else given
 
     def __getitem__(self, index: Any) -> Any:
         first = index[0] if isinstance(index, tuple) and index else index
         for plate, rows in self.issued.items():
             if rows is first:
-                self.lookups[Lookup(self.array, plate)] = None
+                self.lookups[Lookup(self.given, plate)] = None
                 break
         else:
             if isinstance(self.array, ShardedArray):

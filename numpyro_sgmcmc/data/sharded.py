@@ -1,10 +1,10 @@
-"""Rows spread over devices and processes: each device computes on the rows that it holds.
+r"""Rows spread over devices and processes: each device computes on the rows that it holds.
 
 A minibatch is stratified: every device draws its own part, of the same number of rows. With
-:math:`N_s` of the :math:`N` rows on device s, and :math:`\\tilde U_s` the minibatch potential of a
+:math:`N_s` of the :math:`N` rows on device s, and :math:`\tilde U_s` the minibatch potential of a
 model that thinks its rows stand for all N,
 
-.. math:: \\tilde U = \\sum_s \\frac{N_s}{N} \\tilde U_s
+.. math:: \tilde U = \sum_s \frac{N_s}{N} \tilde U_s
 
 is unbiased for the potential on all rows, however uneven the shards, and so is its gradient. The
 sum is the one thing that devices tell each other in a step.
@@ -234,7 +234,11 @@ class ShardedArray:
         is_slice = isinstance(rows, slice)
         if is_slice:
             rows = np.arange(*rows.indices(len(self)))
-        if rows is None or rows is Ellipsis or not jnp.issubdtype(jnp.result_type(rows), np.integer):
+        if (
+            rows is None
+            or rows is Ellipsis
+            or not jnp.issubdtype(jnp.result_type(rows), np.integer)
+        ):
             raise TypeError(f"{self!r} is indexed by rows: by the indices of its plate.")
         found = _gather(self.array, self.shards, jnp.asarray(rows))
         return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
