@@ -185,7 +185,7 @@ class ShardedArray:
             start += count
         shape = (len(shards.counts) * shards.longest, *rows.shape[1:])
         sharding = NamedSharding(mesh, shards.rows_spec)
-        self.array = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+        self.array: Any = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
         self.shards, self.name = shards, name
 
     @classmethod
@@ -266,7 +266,7 @@ class ShardedArray:
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Shards, str], children: Any) -> ShardedArray:
-        return cls.of(*children, *aux)
+        return cls.of(children[0], *aux)
 
 
 class LocalRows:
@@ -298,11 +298,12 @@ def as_sharded(x: Any) -> Any:
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         return x
-    axis = sharding.spec[0]
-    num = math.prod(sharding.mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis))
+    axis, mesh = sharding.spec[0], sharding.mesh
+    assert isinstance(mesh, Mesh)
+    num = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis))
     if num == 1 or any(other is not None for other in sharding.spec[1:]):
         return x
-    shards = Shards(sharding.mesh, axis, (x.shape[0] // num,) * num)
+    shards = Shards(mesh, axis, (x.shape[0] // num,) * num)
     return ShardedArray.of(x, shards, f"array of shape {x.shape}")
 
 

@@ -1,0 +1,115 @@
+"""Rows spread over devices and over processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc import ShardedArray
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.xdist_group("sharded")
+
+
+def start(script, *arguments, devices=1, **options):
+    """A Python process whose host poses as so many devices."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    command = [sys.executable, "-W", "error", str(HERE / script), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each check on four devices ended with: nothing, or a traceback."""
+    process = start("sharded_checks.py", devices=4, stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=1200)
+    assert process.returncode == 0
+    return json.loads(out)
+
+
+def names_of_checks():
+    lines = (HERE / "sharded_checks.py").read_text().splitlines()
+    return [x.split("(")[0].removeprefix("def ") for x in lines if x.startswith("def check_")]
+
+
+@pytest.mark.parametrize("name", names_of_checks())
+def test_on_four_devices(results, name):
+    assert not results[name], results[name]
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_processes(folder, num, num_samples):
+    """Processes that share the rows; each writes its draws to a file and its words to another."""
+    port = free_port()
+    return [
+        start(
+            "sharded_process.py",
+            *(k, num, port, folder / f"draws-{num}-{k}.npy", num_samples),
+            stdout=(folder / f"said-{num}-{k}").open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        for k in range(num)
+    ]
+
+
+def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
+    for num in (1, 2):
+        for k, process in enumerate(start_processes(tmp_path, num, 30)):
+            assert process.wait(timeout=600) == 0, (tmp_path / f"said-{num}-{k}").read_text()
+    alone, first, second = (
+        np.load(tmp_path / f"draws-{name}.npy") for name in ("1-0", "2-0", "2-1")
+    )
+    assert alone.shape == (2, 30, 2)
+    assert np.unique(alone, axis=1).shape == alone.shape
+    np.testing.assert_array_equal(first, second)
+    # Sums over devices are taken in another order; differences grow with the steps.
+    np.testing.assert_allclose(first, alone, atol=1e-3 * alone.std())
+
+
+def test_a_process_that_is_lost_ends_the_others_within_a_minute(tmp_path):
+    processes = start_processes(tmp_path, 2, 100_000_000)
+    said = [tmp_path / f"said-2-{k}" for k in range(2)]
+    try:
+        deadline = time.monotonic() + 600
+        while not all("sampling" in path.read_text() for path in said):
+            assert time.monotonic() < deadline, said[0].read_text()
+            assert all(p.poll() is None for p in processes), said[0].read_text()
+            time.sleep(0.5)
+        processes[1].send_signal(signal.SIGKILL)
+        assert processes[0].wait(timeout=60) != 0
+        assert "another task died" in said[0].read_text() or "peer" in said[0].read_text()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_one_device_holds_all_rows():
+    x = np.arange(12.0).reshape(4, 3)
+    array = ShardedArray(x, name="x")
+    assert (array.shape, array.ndim, len(array)) == ((4, 3), 2, 4)
+    np.testing.assert_array_equal(array[1:3], x[1:3])
+    np.testing.assert_array_equal(array[np.array([3, -4]), 1], x[[3, 0], 1])
+    assert repr(array) == "ShardedArray('x', shape=(4, 3), dtype=float32, shards=1)"
+    with pytest.raises(TypeError, match="on no device as a whole"):
+        np.asarray(array)
+    with pytest.raises(TypeError, match="indexed by rows"):
+        array[0.5]
