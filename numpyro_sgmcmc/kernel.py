@@ -426,7 +426,8 @@ class SGMCMCKernel(MCMCKernel):
     def _chain_axis(self, num_chains: int) -> str | None:
         """The mesh axis over which chains are spread, if they are."""
         shards = self._ready.shards
-        if shards is None or shards.chain_axis is None:
+        # Several processes could not read each other's draws.
+        if shards is None or shards.chain_axis is None or jax.process_count() > 1:
             return None
         axis = shards.chain_axis
         return axis if num_chains % shards.mesh.shape[axis] == 0 else None

@@ -121,8 +121,7 @@ class ShardedArray:
     :param rows: the rows of this process, shape ``(n, ...)``: a NumPy or JAX array, or anything
         with ``shape`` and slices. Their order is that of the devices along the axis.
     :param mesh: the devices. Default: all of them along one axis, "rows". Along a second axis of
-        the mesh chains are spread, if their number is a multiple of its length; processes that
-        differ in that axis only give the same rows.
+        the mesh a single process spreads its chains, if their number is a multiple of its length.
     :param axis: the mesh axis (or tuple of axes) over which rows are spread. Default the first.
     :param counts: rows for each of this process's devices along the axis. Default: as equal as can
         be.
