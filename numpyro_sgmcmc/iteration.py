@@ -19,7 +19,7 @@ from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.data.blocks import Block, empty_block, key_words, served
+from numpyro_sgmcmc.data.blocks import Block, Upcoming, empty_block, key_words, served
 from numpyro_sgmcmc.data.host import read_ahead
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
@@ -186,16 +186,17 @@ def _draw_rows(
     return after, rows
 
 
-def _rows_ahead(program: Program, state: SGMCMCState, length: int) -> dict[str, Array]:
+def _rows_ahead(
+    program: Program, upcoming: Upcoming, length: int
+) -> tuple[Upcoming, dict[str, Array]]:
     """The rows of a chain's next iterations, shape ``(length, num_steps, subsample_size)``."""
 
-    def one(carry: Any, _: None) -> Any:
-        rng_key, streams = carry
-        keys = _Keys.of(rng_key)
-        streams, rows = _draw_rows(program, streams, keys.rows)
-        return (keys.following, streams), rows
+    def one(upcoming: Upcoming, _: None) -> tuple[Upcoming, dict[str, Array]]:
+        keys = _Keys.of(upcoming.rng_key)
+        streams, rows = _draw_rows(program, upcoming.streams, keys.rows)
+        return Upcoming(keys.following, streams), rows
 
-    return lax.scan(one, (state.rng_key, state.streams), None, length)[1]
+    return lax.scan(one, upcoming, None, length)
 
 
 def with_empty_block(program: Program, state: SGMCMCState, num_chains: int) -> SGMCMCState:
@@ -207,31 +208,41 @@ def with_empty_block(program: Program, state: SGMCMCState, num_chains: int) -> S
     if not lookups:
         return state
     rows = jax.eval_shape(lambda s: _draw_rows(program, s.streams, s.rng_key)[1], state)
-    return state._replace(block=empty_block(lookups, rows, num_chains, state.rng_key))
+    upcoming = Upcoming(state.rng_key, state.streams)
+    return state._replace(block=empty_block(lookups, rows, num_chains, upcoming))
 
 
 def refilled(program: Program, state: SGMCMCState) -> SGMCMCState:
     """The state of one chain or of many, with rows read ahead for its next iteration.
 
-    Outside of ``vmap``, under which both branches of the condition would run every time.
+    Outside of ``vmap``, under which both branches of a condition would run every time.
     """
     if state.block is None:
         return state
     lookups, block = program.target.lookups, state.block
     is_batch = block.place.ndim == 1
-    ahead = partial(_rows_ahead, program)
     length = block.values[0].shape[int(is_batch)]
+    ahead = partial(_rows_ahead, program, length=length)
+    # One chain after the other: the loop under `vmap` would put them innermost, and the rows would
+    # be turned round at every iteration.
+    draw = partial(lax.map, ahead) if is_batch else ahead
+    is_other_key = (block.key != key_words(state.rng_key)).any()
 
     def read(state: SGMCMCState) -> Block:
-        upcoming = partial(ahead, length=2 * length)
-        rows = (jax.vmap(upcoming) if is_batch else upcoming)(state)
-        half = (slice(None),) * int(is_batch)
-        now = [rows[p][(*half, slice(None, length))] for _, p in lookups]
-        then = [rows[p][(*half, slice(length, None))] for _, p in lookups]
-        values = read_ahead([a for a, _ in lookups], now, then)
-        return Block(values, jnp.zeros_like(block.place), key_words(state.rng_key))
+        # Rows are drawn once: those that were to come are now due, unless the key has changed.
+        upcoming, now = lax.cond(
+            is_other_key,
+            lambda: draw(Upcoming(state.rng_key, state.streams)),
+            lambda: (block.upcoming, block.then),
+        )
+        upcoming, then = draw(upcoming)
+        values = read_ahead(
+            [a for a, _ in lookups], [now[p] for _, p in lookups], [then[p] for _, p in lookups]
+        )
+        place, key = jnp.zeros_like(block.place), key_words(state.rng_key)
+        return Block(values, now, then, upcoming, place, key)
 
-    is_due = (block.place >= length).any() | (block.key != key_words(state.rng_key)).any()
+    is_due = (block.place >= length).any() | is_other_key
     return state._replace(block=lax.cond(is_due, read, lambda s: s.block, state))
 
 
@@ -239,6 +250,7 @@ def _step(
     program: Program,
     state: SGMCMCState,
     arguments: Arguments,
+    place: Array | None,
     resample_key: Array,
     noise_key: Array,
     counts: Array,
@@ -247,10 +259,11 @@ def _step(
 
     Only where the noise of all would fill the memory is it drawn step by step, from keys.
 
+    :param place: iteration in the block of rows that have been read.
     :param counts: the iteration's steps, counted from the run's first.
-    :return: the function takes the chain's state and the step's rows, what has been read there,
-        noise, model key and count, and returns the next state, and a position with its gradient's
-        estimate.
+    :return: the function takes the chain's state and the step's rows (its number in the iteration,
+        where they are read from a block), noise, model key and count, and returns the next state,
+        and a position with its gradient's estimate.
     """
     target, adaptation, adapt_state = program.target, program.adaptation, state.adapt_state
     anchored = program.anchored(state)
@@ -261,7 +274,10 @@ def _step(
     is_ahead = len(counts) * integrate.draws * target.dim <= _NOISE_AHEAD
 
     def step(chain: Any, xs: Any) -> tuple[Any, Array, Array]:
-        rows, values, noise, key, count = xs
+        rows, noise, key, count = xs
+        values: tuple[Array, ...] = ()
+        if state.block is not None:
+            rows, values = state.block.at(place, rows)
         if not is_ahead:
             noise = random.normal(noise, shape, target.dtype)
         gradient = FirstGradient(
@@ -350,26 +366,29 @@ def _survive(
     return jax.tree.map(partial(jnp.where, diverging), restart, end), diverging
 
 
-def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
+def iterate(
+    program: Program, state: SGMCMCState, arguments: Arguments, place: Array | None = None
+) -> SGMCMCState:
     """The state after one iteration.
 
     :param program: what does not change from iteration to iteration.
     :param state: the state before.
     :param arguments: the model's arguments.
+    :param place: the place in the block of rows that have been read, the same for all chains.
     """
     target, adaptation = program.target, program.adaptation
     num_steps, adapt_state = adaptation.num_steps, state.adapt_state
     anchored = program.anchored(state)
     dynamics = program.locate(anchored.coordinates)
     keys = _Keys.of(state.rng_key)
+    rows: Any
     streams, rows = _draw_rows(program, state.streams, keys.rows)
     block = state.block
-    values: tuple[Array, ...] = ()
     if block is not None:
-        values = tuple(x[block.place] for x in block.values)
-        block = Block(block.values, block.place + 1, key_words(keys.following))
+        rows = jnp.arange(num_steps)
+        block = block._replace(place=block.place + 1, key=key_words(keys.following))
     counts = state.i * num_steps + jnp.arange(num_steps)
-    step, noise = _step(program, state, arguments, keys.resample, keys.noise, counts)
+    step, noise = _step(program, state, arguments, place, keys.resample, keys.noise, counts)
     model_keys = random.split(keys.model, num_steps) if target.is_randomized else None
 
     reading = adaptation.reading
@@ -392,7 +411,7 @@ def iterate(program: Program, state: SGMCMCState, arguments: Arguments) -> SGMCM
 
     xs = jax.tree.map(
         lambda x: x.reshape(num_steps // every, every, *x.shape[1:]),
-        (rows, values, noise, model_keys, counts),
+        (rows, noise, model_keys, counts),
     )
     sums = Sums.zeros(target.dim, target.dtype)
     (end, sums), _ = lax.scan(read, (state.dynamics, sums), (xs, fresh_keys))

@@ -418,7 +418,8 @@ class SGMCMCKernel(MCMCKernel):
             self._check_same_data(Arguments(model_args, model_kwargs))
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         state = refilled(self._program, state)
-        one = partial(iterate, self._program, arguments=arguments)
+        place = None if state.block is None else state.block.place.ravel()[0]
+        one = partial(iterate, self._program, arguments=arguments, place=place)
         if not _is_batch(state.rng_key):
             return one(state)
         return jax.vmap(one, spmd_axis_name=self._chain_axis(len(state.rng_key)))(state)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.data.host import HostArray, narrowed
@@ -21,6 +21,7 @@ __all__ = [
     "Block",
     "Lookup",
     "Recorder",
+    "Upcoming",
     "block_length",
     "empty_block",
     "is_elsewhere",
@@ -43,18 +44,50 @@ class Lookup(NamedTuple):
     plate: str
 
 
+class Upcoming(NamedTuple):
+    """Where the drawing of a chain's rows has come to, ahead of the chain.
+
+    - **rng_key** - key of the first iteration whose rows are not drawn yet.
+    - **streams** - the minibatch streams there.
+    """
+
+    rng_key: Array
+    streams: dict[str, Any]
+
+
 class Block(NamedTuple):
     """Rows read for the next iterations of a chain.
 
     - **values** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
+    - **rows** - which rows these are, by plate, shape ``(iterations, num_steps, subsample_size)``.
+    - **then** - the rows of as many iterations after them, which are being read.
+    - **upcoming** - from where the rows after those are drawn.
     - **place** - iterations used.
     - **key** - words of the random key of the iteration that comes next: with another one, the
       rows that have been read are not those that it draws.
     """
 
     values: tuple[Array, ...]
+    rows: dict[str, Array]
+    then: dict[str, Array]
+    upcoming: Upcoming
     place: Array
     key: Array
+
+    def at(self, place: Array, step: Array) -> tuple[dict[str, Array], tuple[Array, ...]]:
+        """The rows of one step and the values there.
+
+        Copied for this step alone and with one index for all chains, which is as fast as memory.
+
+        :param place: iteration in the block.
+        :param step: step in the iteration.
+        """
+
+        def one(x: Array) -> Array:
+            flat = x.reshape(-1, *x.shape[2:])
+            return lax.dynamic_index_in_dim(flat, place * x.shape[1] + step, keepdims=False)
+
+        return {p: one(x) for p, x in self.rows.items()}, tuple(one(x) for x in self.values)
 
 
 def key_words(rng_key: Array) -> Array:
@@ -64,17 +97,19 @@ def key_words(rng_key: Array) -> Array:
 
 
 def empty_block(
-    lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int, rng_key: Array
+    lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int, upcoming: Upcoming
 ) -> Block:
     """A chain's block before anything is read, used up.
 
     :param rows: shape and type of the rows of one iteration of one chain, by plate.
     :param num_chains: chains that read together.
-    :param rng_key: a key like the chain's.
+    :param upcoming: the chain's key and streams.
     """
     length = block_length(lookups, rows, num_chains)
     values = tuple(jnp.zeros((length, *rows[p].shape, *a.shape[1:]), a.dtype) for a, p in lookups)
-    return Block(values, jnp.asarray(length), jnp.zeros_like(key_words(rng_key)))
+    empty = {p: jnp.zeros((length, *x.shape), x.dtype) for p, x in rows.items()}
+    key = ~key_words(upcoming.rng_key)  # no iteration's: nothing is drawn yet
+    return Block(values, empty, empty, upcoming, jnp.asarray(length), key)
 
 
 class _StandIn:

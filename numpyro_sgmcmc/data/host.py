@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ _FAULT_BYTES = 2**16  # what the system maps at a page fault
 _SHORTEST_RUN = 16
 _MOST_ROWS = 2**31 - 1
 _CHECKED_BYTES, _CHECKED_ROWS = 2**25, 512
+_PLAIN = (np.ndarray, np.memmap)
 
 
 @cache
@@ -89,13 +88,15 @@ class HostArray:
                 f"{_MOST_ROWS}. Split the table."
             )
         self._source = source
+        # A memory map copies some of its own attributes at every indexing.
+        self._rows = np.asarray(source) if type(source) in _PLAIN else source
         self._dtype = dtype
         self.shape = shape
         self.name = name or _name_of(source)
         self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
-        self._ahead: OrderedDict[bytes, Future] = OrderedDict()
+        self._ahead: list[tuple[np.ndarray, Future]] = []
         self._mapped_since_release = 0
-        self._by_slices = isinstance(source, np.ndarray) or hasattr(source, "chunks")
+        self._by_slices = hasattr(source, "chunks")
         self.failure: RuntimeError | None = None
 
     @property
@@ -151,7 +152,7 @@ class HostArray:
     __jax_array__ = __array__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": OrderedDict()}
+        return {**self.__dict__, "_ahead": []}
 
     def read(self, rows: Any) -> np.ndarray:
         """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
@@ -166,16 +167,17 @@ class HostArray:
         except RuntimeError as error:
             self.failure = error
             raise
-        apart = int(np.count_nonzero(np.diff(rows.ravel()) != 1))
-        self._release(values.nbytes + _FAULT_BYTES * apart)
+        self._release(rows, values.nbytes)
         return values.reshape(*rows.shape, *self.shape[1:])
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
         num = len(self)
-        if rows.size and not -num <= rows.min() <= rows.max() < num:
+        first, last = (rows.min(), rows.max()) if rows.size else (0, 0)
+        if not -num <= first <= last < num:
             outside = rows[(rows < -num) | (rows >= num)]
             raise RuntimeError(f"{self!r} has no {_span(outside[:5])}.")
-        rows = np.where(rows < 0, rows + num, rows)
+        if first < 0:
+            rows = np.where(rows < 0, rows + num, rows)
         try:
             values = self._take(rows)
         except Exception as error:
@@ -195,18 +197,21 @@ class HostArray:
         return values
 
     def _take(self, rows: np.ndarray) -> np.ndarray:
-        """The source's rows; long runs of consecutive ones as slices, which are cheap to read."""
-        ends = np.flatnonzero(np.diff(rows) != 1) + 1
-        if self._by_slices and rows.size >= _SHORTEST_RUN * (len(ends) + 1):
-            found = np.empty((rows.size, *self.shape[1:]), self._dtype)
-            for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
-                first = int(rows[start])
-                found[start:end] = _unmasked(self._source[first : first + end - start])
-            return found
+        """The source's rows; long runs of consecutive ones as slices, where those are cheaper."""
+        if type(self._rows) is np.ndarray:
+            return self._rows.take(rows, 0)
+        if self._by_slices:
+            ends = np.flatnonzero(np.diff(rows) != 1) + 1
+            if rows.size >= _SHORTEST_RUN * (len(ends) + 1):
+                found = np.empty((rows.size, *self.shape[1:]), self._dtype)
+                for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
+                    first = int(rows[start])
+                    found[start:end] = _unmasked(self._rows[first : first + end - start])
+                return found
         if self._sort:
             distinct, where = np.unique(rows, return_inverse=True)
-            return _unmasked(self._source[distinct])[where]
-        return _unmasked(self._source[rows])
+            return _unmasked(self._rows[distinct])[where]
+        return _unmasked(self._rows[rows])
 
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         # One number tells of most arrays that nothing is amiss; an overflow is looked into.
@@ -226,22 +231,23 @@ class HostArray:
         rows = np.linspace(0, len(self) - 1, num).astype(np.int64)
         return zlib.crc32(np.ascontiguousarray(self.read(rows)).data)
 
-    def _release(self, num_bytes: int) -> None:
+    def _release(self, rows: np.ndarray, num_bytes: int) -> None:
         """Let go of a memory map's pages: the system would keep them as this process's memory."""
-        self._mapped_since_release += num_bytes
         mapped = getattr(self._source, "_mmap", None)
-        if self._mapped_since_release > _RELEASE_BYTES and isinstance(mapped, mmap.mmap):
+        if not isinstance(mapped, mmap.mmap) or self._rows.nbytes <= _RELEASE_BYTES:
+            return
+        apart = int(np.count_nonzero(np.diff(rows.ravel()) != 1))
+        self._mapped_since_release += num_bytes + _FAULT_BYTES * apart
+        if self._mapped_since_release > _RELEASE_BYTES:
             self._mapped_since_release = 0
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     def start_reading(self, rows: np.ndarray) -> None:
         """Read rows ahead, on the reader's thread."""
-        key = _digest(rows)
-        if key not in self._ahead:
-            self._ahead[key] = _reader().submit(self.read, rows)
-        while len(self._ahead) > _AHEAD:
-            self._ahead.popitem(last=False)
+        if self._place_ahead(rows) is None:
+            self._ahead.append((rows, _reader().submit(self.read, rows)))
+            del self._ahead[:-_AHEAD]
 
     def forget(self) -> None:
         """Drop what has been read ahead: the source may change from run to run."""
@@ -249,8 +255,12 @@ class HostArray:
 
     def finish_reading(self, rows: np.ndarray) -> np.ndarray:
         """Rows read ahead, or now if they were not."""
-        started = self._ahead.pop(_digest(rows), None)
-        return self.read(rows) if started is None else started.result()
+        place = self._place_ahead(rows)
+        return self.read(rows) if place is None else self._ahead.pop(place)[1].result()
+
+    def _place_ahead(self, rows: np.ndarray) -> int | None:
+        found = (k for k, (ahead, _) in enumerate(self._ahead) if np.array_equal(ahead, rows))
+        return next(found, None)
 
 
 def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> jax.Array:
@@ -303,10 +313,6 @@ def read_ahead(
         for a, r in zip(arrays, rows, strict=True)
     )
     return jax.pure_callback(fetch, forms, tuple(rows), tuple(then), vmap_method="broadcast_all")
-
-
-def _digest(rows: np.ndarray) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(rows).data, digest_size=16).digest()
 
 
 def _unmasked(values: Any) -> np.ndarray:
