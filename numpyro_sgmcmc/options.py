@@ -21,6 +21,7 @@ __all__ = [
     "check_arrays",
     "check_init_params",
     "check_key",
+    "check_one_key",
     "check_values",
     "first_step_size",
     "function",
@@ -33,6 +34,7 @@ __all__ = [
     "one_of",
     "positive",
     "positive_int",
+    "real_array",
 ]
 
 
@@ -239,20 +241,49 @@ def _is_positive_definite(matrix: np.ndarray) -> bool:
     return bool(is_symmetric and np.linalg.eigvalsh(matrix).min() > 0)
 
 
+def real_array(name: str, value: Any) -> np.ndarray:
+    """A user's array of real numbers; texts, objects and complex numbers are refused."""
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` must be an array, but: {first_line(error)}.") from error
+    if found.dtype.kind not in "biuf" and not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(f"`{name}` has type {found.dtype}, but must be an array of real numbers.")
+    return found
+
+
+def check_one_key(rng_key: Any) -> None:
+    """Refuse what is not one random key."""
+    if _key_axes(rng_key) != 0:
+        raise ValueError(
+            f"`rng_key` is {_key_shown(rng_key)}, but must be one random key such as "
+            "jax.random.key(0)."
+        )
+
+
 def check_key(rng_key: Any) -> None:
     """Refuse what is no random key, nor one a chain."""
+    if _key_axes(rng_key) not in (0, 1):
+        raise ValueError(
+            f"`rng_key` is {_key_shown(rng_key)}, but must be a random key such as "
+            "jax.random.key(0), or an array of one for each chain."
+        )
+
+
+def _key_axes(rng_key: Any) -> int | None:
+    """Axes of an array of typed or raw keys; None for what is none."""
     dtype, ndim = getattr(rng_key, "dtype", None), np.ndim(rng_key)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        is_right = ndim <= 1
-    else:
-        words = jax.eval_shape(jax.random.PRNGKey, 0).shape
-        is_right = dtype == np.uint32 and ndim in (1, 2) and rng_key.shape[-1:] == words
-    if not is_right:
-        found = f"an array of shape {np.shape(rng_key)} and type {dtype}"
-        raise ValueError(
-            f"`rng_key` is {repr(rng_key)[:40] if dtype is None else found}, but must be a random "
-            "key such as jax.random.key(0), or an array of one for each chain."
-        )
+        return ndim
+    words = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    is_raw = dtype == np.uint32 and ndim > 0 and rng_key.shape[-1:] == words
+    return ndim - 1 if is_raw else None
+
+
+def _key_shown(rng_key: Any) -> str:
+    if (dtype := getattr(rng_key, "dtype", None)) is None:
+        return repr(rng_key)[:60]
+    return f"an array of shape {np.shape(rng_key)} and type {dtype}"
 
 
 def check_arrays(arguments: Arguments, model: Callable) -> None:
