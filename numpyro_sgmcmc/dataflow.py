@@ -58,13 +58,16 @@ def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, st
     :param arrays: array names by the variables that hold them.
     :return: one entry a gather.
     """
-    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)
+    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)[0]
 
 
 def _lookups(
     jaxpr: Jaxpr, columns: Mapping[Any, tuple[str | None, ...]], arrays: Mapping[Any, str]
-) -> list[Lookup]:
-    """:param columns: for index arrays, the plate whose indices each column holds, if any."""
+) -> tuple[list[Lookup], list[tuple[str | None, ...] | None]]:
+    """The lookups, and the columns of the outputs.
+
+    :param columns: for index arrays, the plate whose indices each column holds, if any.
+    """
     columns_of, name_of, found = dict(columns), dict(arrays), []
 
     def known(table: Mapping[Any, Any], atom: Any) -> Any:
@@ -94,9 +97,11 @@ def _lookups(
             pairs = list(zip(inner.invars, eqn.invars, strict=True))
             inner_columns = {v: c for v, a in pairs if (c := known(columns_of, a)) is not None}
             inner_arrays = {v: n for v, a in pairs if (n := known(name_of, a)) is not None}
-            found += _lookups(inner, inner_columns, inner_arrays)
-            if primitive in ("jit", "pjit") and eqn.params.get("name") == "_where" and indices:
-                columns_of[eqn.outvars[0]] = indices[0]
+            more, outputs = _lookups(inner, inner_columns, inner_arrays)
+            found += more
+            if primitive in _CALLS:
+                known_outputs = zip(eqn.outvars, outputs, strict=True)
+                columns_of.update({v: c for v, c in known_outputs if c is not None})
         if primitive in _INDEX_PRESERVING and indices:
             columns_of[eqn.outvars[0]] = indices[-1]
         if primitive == "concatenate" and indices and eqn.params["dimension"] > 0:
@@ -107,7 +112,7 @@ def _lookups(
             names = {n for a in eqn.invars if (n := known(name_of, a)) is not None}
             if len(names) == 1:
                 name_of[eqn.outvars[0]] = names.pop()
-    return found
+    return found, [known(columns_of, v) for v in jaxpr.outvars]
 
 
 def origins(jaxpr: Jaxpr, given: Sequence[frozenset]) -> list[frozenset]:

@@ -113,6 +113,7 @@ def check_rows_of_sites(
                     f"Site '{name}' uses rows of the plate '{p.name}', but stands outside of it, "
                     "where a minibatch is not scaled up to all rows: move it into the plate."
                 )
+        for p in plates:
             if _is_fixed(form, value, p) and (
                 None in value or not _is_uniform(run, rows, arguments, name, form, p)
             ):
@@ -197,6 +198,8 @@ def failure(
     """
     if isinstance(error, TypeError) and (misfit := _misfit(model, arguments)):
         return TypeError(f"The model cannot be called with these arguments: {misfit}.")
+    if str(error).startswith("Inside numpyro.plate"):
+        return ValueError(f"{first_line(error)}. Make the array as long as the plate.")
     if isinstance(error, AssertionError):
         empty = [n for n, x in arguments.named_arrays(model) if 0 in np.shape(x)[:1]]
         if "size of plate" not in str(error) or not empty:
