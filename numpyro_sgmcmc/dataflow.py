@@ -7,12 +7,12 @@ indices reach, and how long these are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-__all__ = ["Lookup", "depends_on", "row_lookups"]
+__all__ = ["Lookup", "depends_on", "origins", "row_lookups"]
 
 _INDEX_PRESERVING = {
     "broadcast_in_dim",
@@ -20,9 +20,14 @@ _INDEX_PRESERVING = {
     "copy",
     "expand_dims",
     "reshape",
+    "rev",
     "select_n",
+    "sort",
     "squeeze",
+    "transpose",
 }
+# Their one jaxpr takes the equation's inputs and gives its outputs.
+_CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
 class Lookup(NamedTuple):
@@ -53,13 +58,16 @@ def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, st
     :param arrays: array names by the variables that hold them.
     :return: one entry a gather.
     """
-    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)
+    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)[0]
 
 
 def _lookups(
     jaxpr: Jaxpr, columns: Mapping[Any, tuple[str | None, ...]], arrays: Mapping[Any, str]
-) -> list[Lookup]:
-    """:param columns: for index arrays, the plate whose indices each column holds, if any."""
+) -> tuple[list[Lookup], list[tuple[str | None, ...] | None]]:
+    """The lookups, and the columns of the outputs.
+
+    :param columns: for index arrays, the plate whose indices each column holds, if any.
+    """
     columns_of, name_of, found = dict(columns), dict(arrays), []
 
     def known(table: Mapping[Any, Any], atom: Any) -> Any:
@@ -77,14 +85,23 @@ def _lookups(
                     if plate is not None:
                         found.append(Lookup(plate, shape[dim], known(name_of, eqn.invars[0])))
             continue
+        if primitive == "dynamic_slice":  # of a scalar index, as in a loop over rows
+            shape = getattr(eqn.invars[0].aval, "shape", ())
+            sizes = zip(shape, eqn.params["slice_sizes"], strict=True)
+            for (length, size), atom in zip(sizes, eqn.invars[1:], strict=False):
+                on = (p for p in known(columns_of, atom) or () if p is not None and size == 1)
+                found += [Lookup(p, length, known(name_of, eqn.invars[0])) for p in on]
+            continue
         for closed in _sub_jaxprs(eqn):
             inner = closed.jaxpr
             pairs = list(zip(inner.invars, eqn.invars, strict=True))
             inner_columns = {v: c for v, a in pairs if (c := known(columns_of, a)) is not None}
             inner_arrays = {v: n for v, a in pairs if (n := known(name_of, a)) is not None}
-            found += _lookups(inner, inner_columns, inner_arrays)
-            if primitive in ("jit", "pjit") and eqn.params.get("name") == "_where" and indices:
-                columns_of[eqn.outvars[0]] = indices[0]
+            more, outputs = _lookups(inner, inner_columns, inner_arrays)
+            found += more
+            if primitive in _CALLS:
+                known_outputs = zip(eqn.outvars, outputs, strict=True)
+                columns_of.update({v: c for v, c in known_outputs if c is not None})
         if primitive in _INDEX_PRESERVING and indices:
             columns_of[eqn.outvars[0]] = indices[-1]
         if primitive == "concatenate" and indices and eqn.params["dimension"] > 0:
@@ -95,13 +112,30 @@ def _lookups(
             names = {n for a in eqn.invars if (n := known(name_of, a)) is not None}
             if len(names) == 1:
                 name_of[eqn.outvars[0]] = names.pop()
-    return found
+    return found, [known(columns_of, v) for v in jaxpr.outvars]
+
+
+def origins(jaxpr: Jaxpr, given: Sequence[frozenset]) -> list[frozenset]:
+    """For each output, the union of what is given for the inputs that it depends on."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    nothing: frozenset = frozenset()
+
+    def of(atom: Any) -> frozenset:
+        return nothing if isinstance(atom, Literal) else known.get(atom, nothing)
+
+    for eqn in jaxpr.eqns:
+        inputs = [of(a) for a in eqn.invars]
+        inner = _sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
+        if len(inner) == 1 and len(inner[0].jaxpr.outvars) == len(eqn.outvars):
+            outputs = origins(inner[0].jaxpr, inputs)
+        else:
+            outputs = [nothing.union(*inputs)] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [of(v) for v in jaxpr.outvars]
 
 
 def depends_on(closed: ClosedJaxpr, num_inputs: int) -> list[bool]:
     """For each output, whether it depends on any of the first ``num_inputs`` inputs."""
-    tainted = set(closed.jaxpr.invars[:num_inputs])
-    for eqn in closed.jaxpr.eqns:
-        if any(not isinstance(a, Literal) and a in tainted for a in eqn.invars):
-            tainted.update(eqn.outvars)
-    return [not isinstance(v, Literal) and v in tainted for v in closed.jaxpr.outvars]
+    others = len(closed.jaxpr.invars) - num_inputs
+    given = [frozenset({True})] * num_inputs + [frozenset()] * others
+    return [bool(found) for found in origins(closed.jaxpr, given)]

@@ -178,6 +178,10 @@ class SGMCMCKernel(MCMCKernel):
         options.no_more_keywords(type(self), unknown)
         if (model is None) == (potential_fn is None):
             raise ValueError("Only one of `model` or `potential_fn` must be specified.")
+        if model is not None:
+            options.function("model", model)
+        else:
+            options.function("potential_fn", potential_fn)
         options.one_of("scheme", scheme, tuple(self.largest_step_sizes))
         options.one_of("gradient", gradient, ("auto", *ESTIMATORS))
         options.one_of("minibatch", minibatch, ("auto", *STREAMS))
@@ -190,6 +194,7 @@ class SGMCMCKernel(MCMCKernel):
         options.is_bool("noise_compensation", noise_compensation)
         if step_size is not None and not callable(step_size):
             options.positive("step_size", step_size)
+            step_size = float(step_size)
         self._model = model
         self._potential_fn = potential_fn
         self._dynamics = dynamics
@@ -209,7 +214,7 @@ class SGMCMCKernel(MCMCKernel):
             )
         self._noise_compensation = bool(noise_compensation)
         self._minibatch = "iid" if noise_compensation else minibatch
-        self._target_bias = target_bias
+        self._target_bias = float(target_bias)
         self._init_strategy = init_strategy
         self._forget()
 
@@ -341,7 +346,10 @@ class SGMCMCKernel(MCMCKernel):
         :raises ValueError: naming the site, plate or argument that cannot be sampled.
         :raises RuntimeError: where no finite starting point is found.
         """
+        options.check_key(rng_key)
         arguments = Arguments(model_args, model_kwargs)
+        if self._model is not None:
+            options.check_arrays(arguments, self._model)
         is_batch = _is_batch(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with _eagerly(rng_key), plain_failures(arguments.hosts):
@@ -498,6 +506,7 @@ class SGMCMCKernel(MCMCKernel):
                 raise ValueError(
                     "Valid value of `init_params` must be provided with `potential_fn`."
                 )
+            options.check_values(init_params)
             one = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
                 init_params,

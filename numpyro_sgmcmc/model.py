@@ -38,6 +38,7 @@ from numpyro_sgmcmc.data.sharded import LocalRows, ShardedArray, Shards
 from numpyro_sgmcmc.dataflow import depends_on, row_lookups
 from numpyro_sgmcmc.full_data import Indices, Plate, chunk_rows, over_all_rows
 from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.refusals import check_rows_of_sites, failure, first_line
 
 __all__ = ["FullDataModel", "Target", "function_target", "model_target", "prior_draws"]
 
@@ -307,6 +308,7 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     flat, unravel = ravel_pytree(zeros)
+    _check_potential(potential_fn, zeros)
 
     return Target(
         plates=(),
@@ -324,6 +326,24 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
     )
 
 
+def _check_potential(potential_fn: Callable, values: Any) -> None:
+    """Refuse what is no function from the values to a real number."""
+    try:
+        found = jax.eval_shape(potential_fn, values)
+    except Exception as error:
+        raise ValueError(
+            "`potential_fn` must be a function that JAX can trace (no Python `if` on its values) "
+            f"of values such as `init_params`, but calling it failed: {first_line(error)}."
+        ) from error
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
+    if shape != () or not jnp.issubdtype(dtype, jnp.floating):
+        of_shape = "" if shape is None else f" of shape {shape}"
+        raise ValueError(
+            f"`potential_fn` returns {dtype}{of_shape}, but must return a real number, a float of "
+            "shape ()."
+        )
+
+
 def model_target(model: Callable, arguments: Arguments, init_strategy: Callable) -> Target:
     """Read a NumPyro model and check that it can be sampled.
 
@@ -338,10 +358,16 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
 
     def note(name: str, size: int, subsample_size: int) -> Array:
         is_int = isinstance(subsample_size, (int, np.integer))
+        is_int = is_int and not isinstance(subsample_size, bool)
         if not (is_int and 0 < subsample_size <= size):
             raise ValueError(
                 f"Plate '{name}' has subsample_size={subsample_size}, but it must be an integer "
                 f"between 1 and the plate's size, {size}."
+            )
+        if name in plates and plates[name].size != size:
+            raise ValueError(
+                f"Plate '{name}' has size {plates[name].size} in one place of the model and {size} "
+                "in another: give the two different names."
             )
         plates[name] = Plate(name, size, subsample_size)
         issued[name] = jnp.arange(subsample_size)
@@ -373,15 +399,21 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
 
     try:
         jax.eval_shape(abstract, arguments)
-    except (TypeError, ValueError) as error:
-        if not plates or str(error).startswith("Plate '"):
+    except Exception as error:
+        if str(error).startswith(("Plate '", "The plate '")):
             raise
+        plain = failure(error, model, arguments, lambda: _fails_on_all_rows(model, arguments))
+        if plain is error or (plain is None and not plates):
+            raise
+        if plain is not None:
+            raise plain from error
         names = ", ".join(
             f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates.values()
         )
         raise ValueError(
             f"The model cannot be run on a minibatch of the plate {names}: index every array of "
-            f"rows by the plate's indices, or pass it through numpyro.subsample. ({error})"
+            "rows by the plate's indices, or pass it through numpyro.subsample. "
+            f"({first_line(error)})"
         ) from error
     if refusals:
         raise refusals[0]
@@ -395,6 +427,15 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         concrete = traced(arguments)
         fixed = {k: s["value"] for k, s in concrete.items() if s["type"] in ("param", "mutable")}
     original, model = model, substitute(model, data=fixed)
+
+    def from_the_prior(indices: Indices, arguments: Arguments) -> Any:
+        """The model's trace on these rows."""
+        arguments = arguments.map_arrays(jnp.asarray)
+        seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+        chosen = _rows(seeded, lambda name, size, _: indices.get(name))
+        return trace(chosen).get_trace(*arguments.args, **arguments.kwargs)
+
+    check_rows_of_sites(from_the_prior, plates.values(), arguments)
 
     def with_rows(indices: Indices, rng_key: Array | None = None) -> Callable:
         bound = _rows(model, lambda name, size, _: indices.get(name))
@@ -453,10 +494,10 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         values = replay(z, arguments, first_rows)
         return {s.name: values[s.name] for s in sites}
 
-    strategy = init_strategy if isinstance(init_strategy, partial) else init_strategy()
+    strategy = _strategy(init_strategy)
 
     def start(rng_key: Array, arguments: Arguments) -> Array:
-        if strategy.func is init_to_uniform:  # the model need not run
+        if isinstance(strategy, partial):  # the uniform one: the model need not run
             radius = strategy.keywords["radius"]
             return random.uniform(rng_key, (dim,), dtype, -radius, radius)
         arguments = arguments.map_arrays(jnp.asarray)
@@ -548,7 +589,7 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
                 "others forgotten. Move it out of the plate, integrate it out of the likelihood, "
                 "or give the plate no subsample_size. If it should be observed, pass its data."
             )
-        if isinstance(site["fn"], dist.Delta):
+        if _is_delta(site["fn"]):
             raise ValueError(
                 f"Site '{name}' has a delta distribution; use numpyro.deterministic instead."
             )
@@ -564,9 +605,63 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         # An array among the support's bounds may be another site's value or come from the data.
         is_static = all(isinstance(x, (int, float)) for x in jax.tree.leaves(support))
         sites.append(Site(name, shape, support if is_static else None))
-    if not sites:
+    if not sum(s.size for s in sites):
         raise ValueError("The model has no latent site: there is nothing to sample.")
     return sorted(sites, key=lambda s: s.name)
+
+
+def _is_delta(fn: Any) -> bool:
+    """Whether a distribution, whatever it is wrapped in, has all its mass at one point."""
+    while not isinstance(fn, dist.Delta) and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return isinstance(fn, dist.Delta)
+
+
+def _fails_on_all_rows(model: Callable, arguments: Arguments) -> bool:
+    """Whether the model fails without a minibatch as well."""
+
+    def run(arguments: Arguments) -> None:
+        seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+        arguments = arguments.map_arrays(jnp.asarray)
+        FullDataModel(seeded)(*arguments.args, **arguments.kwargs)
+
+    try:
+        jax.eval_shape(run, arguments)
+    except Exception:
+        return True
+    return False
+
+
+def _strategy(init_strategy: Callable) -> Callable:
+    """An initialisation strategy that says so where it gives a site what it cannot have."""
+    strategy = init_strategy
+    if not isinstance(init_strategy, partial):
+        try:
+            strategy = init_strategy()
+        except TypeError as error:
+            raise ValueError(
+                "`init_strategy` must be one of NumPyro's, such as init_to_median, or a function "
+                f"that returns one when called without a site, but: {first_line(error)}."
+            ) from error
+    if not callable(strategy):
+        raise ValueError(
+            f"`init_strategy` returns {strategy!r} when called without a site, but must return a "
+            "function of the site."
+        )
+
+    def checked(site: Any) -> Any:
+        value = strategy(site)
+        if value is None or site["type"] != "sample" or site["is_observed"]:
+            return value
+        expected = site["fn"].shape(site["kwargs"].get("sample_shape", ()))
+        if np.shape(value) != expected or isinstance(value, str):
+            raise ValueError(
+                f"`init_strategy` gives site '{site['name']}' a value of shape {np.shape(value)}, "
+                f"but it has shape {expected}."
+            )
+        return value
+
+    return checked if getattr(strategy, "func", None) is not init_to_uniform else strategy
 
 
 def _check_observed(site: Any, plates: dict[str, Plate]) -> None:
@@ -581,25 +676,13 @@ def _check_observed(site: Any, plates: dict[str, Plate]) -> None:
                     f"Site '{site['name']}' observes {rows} rows where the plate '{frame.name}' "
                     f"has a minibatch of {frame.size}: index the data by the plate's indices."
                 )
-    frames = [f for f in site["cond_indep_stack"] if f.name in plates]
     try:
-        batch = np.broadcast_shapes(site["fn"].batch_shape, shape[: len(shape) - event_dim])
+        np.broadcast_shapes(site["fn"].batch_shape, shape[: len(shape) - event_dim])
     except ValueError:
         raise ValueError(
             f"Site '{site['name']}' observes data of shape {shape}, which do not fit its "
             f"distribution's {site['fn'].batch_shape + site['fn'].event_shape}."
         ) from None
-    covered = {frame.dim for frame in site["cond_indep_stack"]}
-    for frame in frames:
-        if any(
-            size == frame.size > 1 and dim - len(batch) not in covered
-            for dim, size in enumerate(batch)
-        ):
-            raise ValueError(
-                f"Site '{site['name']}' compares every row of the plate '{frame.name}' with every "
-                f"other: its data have shape {shape} and its distribution "
-                f"{site['fn'].batch_shape}. Make the two agree, for example by y[:, 0]."
-            )
 
 
 def _groups(seen: dict[str, Any], plates: dict[str, Plate]) -> tuple[tuple[Plate, ...], ...]:

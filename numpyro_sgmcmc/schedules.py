@@ -58,8 +58,8 @@ def best_exponent(order: int, criterion: str) -> float:
 
     Reference: Chen, Ding and Carin (2015), theorem 5 and remark 7.
     """
-    if criterion not in ("bias", "mse"):
-        raise ValueError(f"`criterion` is {criterion!r}, but must be one of 'bias', 'mse'.")
+    options.one_of("criterion", criterion, ("bias", "mse"))
+    options.positive("order", order)
     return 1.0 / (order + 1 if criterion == "bias" else 2 * order + 1)
 
 
@@ -110,6 +110,8 @@ class Cyclical:
         options.positive_int("period", self.period)
         options.not_negative("final", self.final)
         options.not_negative("exploration", self.exploration)
+        if self.final > 1:
+            raise ValueError(f"`final` is {self.final}, but must be a share, from 0 to 1.")
         if self.exploration >= 1:
             raise ValueError(
                 f"`exploration` is {self.exploration}, but must be below 1: nothing would be kept."
@@ -129,15 +131,15 @@ class Cyclical:
 
 def _shares(draws: Any, weights: Any) -> tuple[Array, int]:
     """Each draw's share of the weight, flat, and the number of axes of the weights."""
-    weights = np.asarray(weights)
+    weights = options.real_array("weights", weights)
     shapes = {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)}
     if shapes != {weights.shape}:
         raise ValueError(
             f"`weights` have shape {weights.shape}, which are not the first axes of `draws`: take "
             "both with group_by_chain=True, or both without."
         )
-    if not ((weights >= 0).all() and weights.sum() > 0):
-        raise ValueError("`weights` must not be negative, and not all zero.")
+    if not ((weights >= 0).all() and 0 < weights.sum() < np.inf):
+        raise ValueError("`weights` must be finite and not negative, and not all zero.")
     return jnp.asarray(weights / weights.sum()).ravel(), weights.ndim
 
 
@@ -163,7 +165,8 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :param q: share, in [0, 1].
     :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
-    if not 0 <= q <= 1:
+    options.not_negative("q", q)
+    if q > 1:
         raise ValueError(f"`q` is {q!r}, but must lie between 0 and 1.")
     shares, ndim = _shares(draws, weights)
 
@@ -189,6 +192,7 @@ def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     :return: pytree of arrays of shape ``(chains, kept, ...)``, and weights ``(chains, kept)``.
     :raises ValueError: where chains would keep different draws, or none.
     """
+    _shares(draws, weights)
     kept = np.asarray(weights) > 0.0
     if kept.ndim != 2 or not (kept == kept[0]).all() or not kept[0].any():
         raise ValueError(
@@ -211,6 +215,7 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
     :param num_draws: draws a chain to return. Default: as many as there are.
     :return: pytree of arrays of shape ``(chains, num_draws, ...)``.
     """
+    options.check_one_key(rng_key)
     _shares(draws, weights)
     weights = jnp.asarray(weights)
     if weights.ndim != 2:

@@ -7,6 +7,7 @@ on from what has been written, as a resumed run does: the two cannot differ.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,14 @@ class CheckpointedMCMC(MCMC):
                 f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
             )
         options.is_bool("keep_draws", keep_draws)
+        if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
+            raise ValueError(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
+        options.positive_int("num_samples", num_samples)
+        options.positive_int("thinning", thinning)
+        if num_samples < thinning:
+            raise ValueError(
+                f"`thinning` is {thinning}, which leaves none of {num_samples} samples."
+            )
         if checkpoint_every is not None:
             options.positive_int("checkpoint_every", checkpoint_every)
         self._draws_read: dict[str, Any] | None = None
@@ -137,6 +146,11 @@ class CheckpointedMCMC(MCMC):
             raise FileExistsError(
                 f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
                 "`checkpoint` another folder."
+            )
+        options.check_key(rng_key)
+        if self._folder.exists() and not self._folder.is_dir():
+            raise NotADirectoryError(
+                f"`checkpoint` is '{self._folder}', a file: give it the path of a folder."
             )
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)

@@ -76,6 +76,8 @@ class HostArray:
                 f"HostArray reads rows by their places, but a {type(source).__name__} gives "
                 "them by its labels: pass its to_numpy()."
             )
+        if isinstance(source, HostArray):
+            raise ValueError(f"{source!r} is a HostArray already.")
         if not shape or shape[0] < 1:
             raise ValueError(f"HostArray needs a source with rows, but got shape {shape}.")
         if dtype.kind not in "biuf":
@@ -190,6 +192,18 @@ class HostArray:
                 f"{self!r} gave shape {values.shape} for {_span(rows)}, where {expected} was "
                 "expected."
             )
+        if not np.can_cast(values.dtype, self._dtype, "same_kind"):
+            raise RuntimeError(
+                f"{self!r} gave type {values.dtype} for {_span(rows)}, where {self._dtype} was "
+                "expected."
+            )
+        if self._dtype.kind in "iu" and self.dtype != self._dtype and rows.size:
+            limits = np.iinfo(self.dtype)
+            if values.size and (values.min() < limits.min or values.max() > limits.max):
+                raise RuntimeError(
+                    f"{self!r} holds integers that {self.dtype} cannot, in {_span(rows)}: switch "
+                    "on jax_enable_x64, or give it floats."
+                )
         # As the device will have them: what a shorter type cannot hold is infinite there.
         with np.errstate(over="ignore"):
             values = values.astype(self.dtype, copy=False)

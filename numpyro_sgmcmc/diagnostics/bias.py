@@ -69,6 +69,7 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     """
     kernel = finished_run(mcmc, "bias_report")
     options.positive_int("num_draws", num_draws)
+    options.is_bool("full_data", full_data)
     factor = np.asarray(kernel.coordinates(mcmc.last_state).factor, np.float64)
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
     if mcmc.num_chains == 1:
@@ -392,6 +393,8 @@ class BiasReport:
         :param data: an ``InferenceData`` (ArviZ 0.23) or a ``DataTree`` (ArviZ 1.x).
         """
         dataset = self.to_dataset()
+        if not hasattr(data, "groups"):
+            raise ValueError(f"`data` is a {type(data).__name__}, but must be an ArviZ object.")
         if hasattr(data, "add_groups"):
             data.add_groups({"bias_report": dataset})
         else:

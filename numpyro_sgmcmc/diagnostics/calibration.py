@@ -10,7 +10,12 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
-from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
+from numpyro_sgmcmc.diagnostics.runs import (
+    coordinate_names,
+    finished_run,
+    needs_data,
+    unconstrained_draws,
+)
 
 __all__ = ["calibrated_samples"]
 
@@ -34,7 +39,13 @@ def calibrated_samples(
         spread are too wide to correct it.
     """
     kernel = finished_run(mcmc, "calibrated_samples")
-    report = report or bias_report(mcmc)
+    needs_data(kernel, "calibrated_samples")
+    if report is None:
+        report = bias_report(mcmc)
+    if not isinstance(report, BiasReport):
+        raise ValueError(f"`report` is a {type(report).__name__}, but must be a bias report.")
+    if report.names != coordinate_names(mcmc):
+        raise ValueError("`report` is that of another run: its coordinates are not this run's.")
     found = _scale(report.estimates.covariance, report.estimates.posterior)
     if not np.isfinite(found).all():
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.diagnostics.runs import finished_run
+from numpyro_sgmcmc.diagnostics.runs import finished_run, needs_data
 
 __all__ = ["ess_per_gradient"]
 
@@ -26,6 +26,7 @@ def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
     :raises ValueError: for a run of another kernel, or before a run.
     """
     kernel = finished_run(mcmc, "ess_per_gradient")
+    needs_data(kernel, "ess_per_gradient")
     num_steps = int(np.max(mcmc.last_state.num_steps))
     a_step = kernel.dynamics.step(kernel.scheme).gradients
     gradients = mcmc.num_chains * mcmc.num_samples * num_steps * a_step

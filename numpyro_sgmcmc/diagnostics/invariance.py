@@ -63,10 +63,20 @@ def check_invariance(
     :return: absolute residuals, shape ``(m,)``.
     :raises ValueError: for an unknown scheme, or where the residual is not finite.
     """
+    if not isinstance(dynamics, Dynamics):
+        raise ValueError(
+            f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
+            "kernel's `dynamics`."
+        )
+    options.positive_int("dim", dim)
+    if potential is not None:
+        options.function("potential", potential)
     with jax.enable_x64(True):
         fn = _quartic if potential is None else potential
         state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
         flat, unravel = ravel_pytree(state)
+        if (shape := jax.eval_shape(fn, jnp.zeros(dim)).shape) != ():
+            raise ValueError(f"`potential` returns shape {shape}, but must return a scalar.")
         scheme = scheme or next(iter(dynamics.schemes))
         options.one_of("scheme", scheme, tuple(dynamics.schemes))
         step = dynamics.step(scheme)
@@ -83,6 +93,12 @@ def check_invariance(
         sde = small_step_limit(closed, state, step.draws, jax.grad(fn))
         if states is None:
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
+        states = options.real_array("states", states)
+        if states.shape != (len(states) if states.ndim else 0, flat.size):
+            raise ValueError(
+                f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "
+                "position and the other variables."
+            )
         at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
         found = np.abs(at(jnp.asarray(states)))
         if not np.isfinite(found).all():

@@ -31,6 +31,8 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     pyplot = options.needs("matplotlib.pyplot", "plot_bias", "examples")
     if not isinstance(report, BiasReport):
         report = bias_report(report)
+    if axes is not None and not (np.shape(axes) == (2,) and hasattr(axes[0], "errorbar")):
+        raise ValueError(f"`axes` is {axes!r}, but must be two matplotlib axes.")
     names = [name for _, name in report.names]
     if axes is None:
         height = 1.4 + 0.22 * min(len(names), _MOST_LABELS)

@@ -66,6 +66,7 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
     """
     kernel = finished_run(mcmc, "compare_with_finer")
     options.one_of("change", change, ("step", "batch"))
+    options.check_one_key(rng_key)
     stream_key, rng_key = random.split(rng_key)
     if change == "step":
         finer, state = _half_steps(kernel, mcmc)

@@ -13,7 +13,7 @@ from numpyro.infer.util import unconstrain_fn
 
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 
-__all__ = ["coordinate_names", "finished_run", "unconstrained_draws"]
+__all__ = ["coordinate_names", "finished_run", "needs_data", "unconstrained_draws"]
 
 
 def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
@@ -38,6 +38,18 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
         raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
     return kernel
+
+
+def needs_data(kernel: SGMCMCKernel, wanted_by: str) -> None:
+    """Refuse a kernel that has been pickled, and with it has forgotten model and data.
+
+    :raises ValueError: naming the function that needs them.
+    """
+    if kernel._target is None:
+        raise ValueError(
+            f"`{wanted_by}` needs the kernel's data, which it forgets when it is pickled: run it "
+            "again first."
+        )
 
 
 def coordinate_names(mcmc: MCMC) -> list[tuple[str, str]]:

@@ -1,0 +1,643 @@
+"""Whatever is passed: the right potential, or an error of ours that names what is wrong.
+
+Valid models and data are generated, and compared with NumPyro's own potential of the model on all
+rows. Misuses start from a valid call in which one thing is changed; each must be refused before
+any sampling, in a sentence or two that name the site, plate, argument or option, by this package
+and not from inside JAX, NumPyro or NumPy.
+
+``HOSTILE_EXAMPLES`` makes a longer run: so many examples a test, from random seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from contract import quietly
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpyro.infer import NUTS, init_to_uniform
+from numpyro.infer.util import potential_energy
+from strategies import Specimen, specimens
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.model import model_target
+
+PACKAGE = str(Path(numpyro_sgmcmc.__file__).parent)
+LONG = int(os.environ.get("HOSTILE_EXAMPLES", "0"))
+
+
+def few(number: int) -> Any:
+    """So many examples, always the same ones; others and more in a long run."""
+    return settings(
+        max_examples=LONG or number,
+        derandomize=not LONG,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class Reached(Exception):
+    """The warm-up has begun, with a start of finite density."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Without optimisations: many small functions run once each."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def no_warm_up(monkeypatch):
+    """Stop where the checks have passed."""
+
+    def reached(self, starts):
+        raise Reached
+
+    monkeypatch.setattr("numpyro_sgmcmc.adaptation.setup._Setup._optimise", reached)
+
+
+def assert_named(error: BaseException, *names: str) -> None:
+    """Whether an error is ours, short, and says these things."""
+    message = str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"{type(error).__name__}: {message} ({last.filename}:{last.lineno})"
+    assert isinstance(error, (ValueError, TypeError, RuntimeError, OSError)), told
+    assert last.filename.startswith(PACKAGE), told
+    assert all(name in message for name in names), f"{names} not in {told}"
+    assert len(message) < 700, told
+    assert message.count(". ") <= 3, told
+    assert "Tracer" not in message.split("(")[0], told
+
+
+def refusal(call: Callable[[], Any], *names: str) -> None:
+    """Whether a call is refused, by this package, with these words."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call()
+    assert not isinstance(caught.value, Reached), f"not refused: {names}"
+    assert_named(caught.value, *names)
+
+
+def start(
+    model: Any,
+    *args: Any,
+    kernel: Any = SGHMCSplit,
+    rng_key: Any = None,
+    init_params: Any = None,
+    options: dict | None = None,
+    **kwargs: Any,
+) -> None:
+    """Initialise a kernel."""
+    rng_key = jax.random.key(0) if rng_key is None else rng_key
+    kernel(model, **(options or {})).init(rng_key, 10, init_params, args, kwargs)
+
+
+def passes(call: Callable[[], Any]) -> None:
+    """Whether a call passes all checks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Reached):
+            call()
+
+
+# --- The right potential ------------------------------------------------------------------------
+
+
+def windows(size: int, batch_size: int) -> np.ndarray:
+    """Minibatches of consecutive rows from each start, round the end: each row as often."""
+    return (np.arange(size)[:, None] + np.arange(batch_size)) % size
+
+
+def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
+    """Full potential and gradient, and the means over all minibatches, are NumPyro's."""
+    batch = {p: b for p, b in specimen.batch.items() if b is not None}
+    arguments = Arguments(specimen.args, {**specimen.kwargs, **batch})
+    target = model_target(specimen.model, arguments, init_to_uniform)
+    position = np.random.default_rng(seed).normal(0, 0.7, target.dim).astype(target.dtype)
+
+    every = list(product(*(windows(p.size, p.subsample_size) for p in target.plates)))
+    rows = {p.name: np.array([e[k] for e in every]) for k, p in enumerate(target.plates)}
+
+    def potentials(q: Any, plain: Any, held: Arguments, rows: Any) -> Any:
+        theirs = jax.value_and_grad(lambda q: potential_energy(specimen.model, *plain, site(q)))
+        one = jax.value_and_grad(lambda q, i: target.potential(q, i, held))
+        found = {
+            "NumPyro": theirs(q),
+            "full": (target.full_potential(q, held), target.full_gradient(q, held)),
+        }
+        if rows:
+            means = jax.tree.map(lambda x: x.mean(0), jax.vmap(one, (None, 0))(q, rows))
+            found["mean of minibatches"] = means
+        return found
+
+    site = target.unravel
+    held = arguments.map_arrays(np.array)
+    found = jax.tree.map(np.asarray, jax.jit(potentials)(position, specimen.plain, held, rows))
+    expected = found.pop("NumPyro")
+    sizes = 1.0 + np.abs(expected[0]), 1.0 + np.abs(expected[1]).max()
+    for name, both in found.items():
+        for value, right, size in zip(both, expected, sizes, strict=True):
+            told = f"{name} of {specimen}: {value} where {right}"
+            assert value.shape == right.shape, told
+            assert np.isfinite(right).all(), told
+            assert (np.abs(value - right) <= rtol * size).all(), told
+    names = {p for p, b in batch.items() if b < specimen.sizes[p]}
+    assert {p.name: p.size for p in target.plates} == {p: specimen.sizes[p] for p in names}
+
+
+@pytest.mark.usefixtures("x64")
+@few(16)
+@given(specimen=specimens(), seed=st.integers(0, 2**31))
+def test_potentials_of_valid_models_are_numpyros(specimen, seed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_right_potential(specimen, seed, 1e-9)
+
+
+@few(4)
+@given(specimen=specimens(), seed=st.integers(0, 2**31))
+def test_potentials_of_valid_models_are_numpyros_in_float32(specimen, seed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_right_potential(specimen, seed, 2e-4)
+
+
+# --- Misuses of data ----------------------------------------------------------------------------
+
+
+def by_index(X: Any, y: Any, batch_size: Any = None) -> None:
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, 1), obs=y[i])
+
+
+def by_subsample(X: Any, y: Any, batch_size: Any = None) -> None:
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size):
+        mean = numpyro.subsample(X, event_dim=1) @ beta
+        numpyro.sample("y", dist.Normal(mean, 1), obs=numpyro.subsample(y, event_dim=0))
+
+
+def table(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, 2)).astype(np.float32)
+    return X, rng.standard_normal(n).astype(np.float32)
+
+
+def longer(x: np.ndarray) -> np.ndarray:
+    return np.concatenate([x, x])
+
+
+def with_value(value: float) -> Callable[[np.ndarray], np.ndarray]:
+    def put(x: np.ndarray) -> np.ndarray:
+        x = x.copy()
+        x.flat[-1] = value
+        return x
+
+    return put
+
+
+def masked(x: np.ndarray) -> Any:
+    return np.ma.masked_array(x, mask=np.arange(x.size).reshape(x.shape) == 0)
+
+
+def frame(x: np.ndarray) -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame(x) if x.ndim == 2 else pandas.Series(x)
+
+
+# What is done to `y`, and what the error says.
+BAD_DATA: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
+    "shorter": (lambda x: x[:-1], ("rows",)),
+    "longer": (longer, ("rows",)),
+    "column": (lambda x: x[:, None], ("'y'",)),
+    "row": (lambda x: x[None], ("rows",)),
+    "none": (lambda x: None, ("`y`",)),
+    "missing": (with_value(np.nan), ("'y'", "`y`")),
+    "infinite": (with_value(np.inf), ("'y'", "`y`")),
+    "beyond float32": (lambda x: with_value(1e300)(x.astype(np.float64)), ("'y'", "`y`")),
+    "texts": (lambda x: x.astype(str), ("`y`", "<U")),
+    "objects": (lambda x: x.astype(object), ("`y`", "object")),
+    "dates": (lambda x: np.arange(len(x)).astype("datetime64[D]"), ("`y`", "datetime64")),
+    "records": (lambda x: np.zeros(len(x), [("a", "f4")]), ("`y`",)),
+    "complex": (lambda x: x + 1j, ("'y'", "complex")),
+    "big-endian": (lambda x: x.astype(">f4"), ("`y`", "astype")),
+    "long double": (lambda x: x.astype(np.longdouble), ("`y`", "astype")),
+    "masked": (masked, ("`y`", "masked")),
+    "beyond int32": (lambda x: with_value(2**31)(x.astype(np.int64)), ("`y`", "int32")),
+    "beyond uint32": (lambda x: with_value(2**32)(x.astype(np.uint64)), ("`y`", "uint32")),
+    "list": (lambda x: x.tolist(), ("`y`", "list")),
+    "series": (frame, ("`y`", "Series")),
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@few(25)
+@given(
+    name=st.sampled_from(list(BAD_DATA)),
+    n=st.integers(3, 9),
+    seed=st.integers(0, 99),
+    share=st.floats(0, 1),
+    is_keyword=st.booleans(),
+    is_jax=st.booleans(),
+)
+def test_bad_data_are_named(name, n, seed, share, is_keyword, is_jax):
+    change, words = BAD_DATA[name]
+    X, y = table(n, seed)
+    batch_size = 1 + int(share * (n - 2))  # subsampled, and at most n - 1
+    y = change(y)
+    if is_jax:
+        X = jnp.asarray(X)
+    args, kwargs = ((X,), {"y": y}) if is_keyword else ((X, y), {})
+    refusal(lambda: start(by_index, *args, **kwargs, batch_size=batch_size), *words)
+
+
+# What is done to `X`.
+BAD_COVARIATES: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
+    "shorter": (lambda x: x[:-1], ("rows", "`y`")),
+    "longer": (longer, ("rows", "`y`")),
+    "transposed": (lambda x: x.T, ("'rows'", "2")),
+    "a column": (lambda x: x[:, 0], ("`X` (6,)",)),
+    "missing": (with_value(np.nan), ("'y'", "`X`")),
+    "infinite": (with_value(-np.inf), ("'y'", "`X`")),
+    "texts": (lambda x: x.astype(str), ("`X`", "<U")),
+    "masked": (masked, ("`X`", "masked")),
+    "long double": (lambda x: x.astype(np.longdouble), ("`X`", "astype")),
+    "frame": (frame, ("`X`", "DataFrame")),
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("name", BAD_COVARIATES)
+@pytest.mark.parametrize("model", [by_index, by_subsample])
+def test_bad_covariates_are_named(name, model):
+    change, words = BAD_COVARIATES[name]
+    X, y = table(6)
+    if model is by_subsample and name in ("shorter", "longer"):
+        words = ("rows",)
+    refusal(lambda: start(model, change(X), y, batch_size=4), *words)
+
+
+def test_arrays_of_the_wrong_order_are_named(no_warm_up):
+    """Under NUTS the model's own line raises an IndexError about a tuple."""
+    X, y = table(6)
+    refusal(lambda: start(by_index, y, X, batch_size=4), "`X` (6,)", "`y` (6, 2)")
+
+
+@pytest.mark.parametrize(("model", "x"), [(by_index, "X"), (by_subsample, "X")])
+def test_no_rows_at_all(no_warm_up, model, x):
+    X, y = table(6)
+    refusal(lambda: start(model, X[:0], y[:0], batch_size=2), f"`{x}`")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize(
+    ("fn", "values"),
+    [
+        (lambda eta: dist.Bernoulli(logits=eta), [-1, 1]),
+        (lambda eta: dist.Bernoulli(logits=eta), [1, 2]),
+        (lambda eta: dist.Poisson(jnp.exp(eta)), [0, 1.5]),
+        (lambda eta: dist.Poisson(jnp.exp(eta)), [0, -1]),
+        (lambda eta: dist.Exponential(jnp.exp(eta)), [1.0, -1.0]),
+        (lambda eta: dist.HalfNormal(jnp.exp(eta)), [1.0, -1.0]),
+        (lambda eta: dist.Binomial(3, logits=eta), [0, 4]),
+        (lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, 3]),
+        (lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, -1]),
+        (lambda eta: dist.Uniform(0.0, 1.0 + eta**2), [0.5, 1e9]),
+        (lambda eta: dist.LogNormal(eta, 1.0), [0.5, -0.5]),
+        (lambda eta: dist.Beta(1.0 + eta**2, 2.0), [0.5, 1.5]),
+    ],
+)
+def test_data_outside_their_support_name_the_site(fn, values):
+    def model(x: Any, seen: Any) -> None:
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", 6, subsample_size=2) as i:
+            numpyro.sample("seen", fn(b * x[i]), obs=seen[i])
+
+    refusal(lambda: start(model, table(6)[1], np.array(values * 3)), "'seen' (3 of 6 values)")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@few(25)
+@given(
+    n=st.integers(1, 6),
+    batch=st.one_of(
+        st.integers(-3, 9),
+        st.booleans(),
+        st.floats(allow_nan=True),
+        st.text(max_size=3),
+        st.lists(st.integers(1, 3), max_size=2),
+        st.integers(1, 3).map(np.int64),
+        st.integers(1, 3).map(np.array),
+        st.integers(1, 3).map(jnp.asarray),
+        st.just(np.True_),
+        st.just(2 + 0j),
+    ),
+)
+def test_minibatch_sizes(n, batch):
+    """An integer from 1 to the plate's size, or an error that names the plate or its line."""
+    X, y = table(n)
+    call = lambda: start(by_index, X, y, batch_size=batch)  # noqa: E731
+    is_int = isinstance(batch, (int, np.integer)) and not isinstance(batch, bool)
+    is_array = isinstance(batch, (np.ndarray, jax.Array))
+    if is_array:
+        refusal(call, "subsample_size", "Python integer")
+    elif (is_int and 1 <= batch <= n) or (not isinstance(batch, str) and batch == n):
+        passes(call)
+    else:
+        refusal(call, "'rows'", "subsample_size")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (1, {}, ("missing a required argument: 'y'",)),
+        (2, {"bach_size": 3}, ("'bach_size'",)),
+        (2, {"y": 0}, ("'y'",)),
+        (2, {"batch_size": 3, "z": 1}, ("'z'",)),
+    ],
+)
+def test_arguments_that_do_not_fit_the_model(no_warm_up, args, kwargs, words):
+    refusal(lambda: start(by_index, *table(6)[:args], **kwargs), *words)
+
+
+# --- Misuses of plates and models ---------------------------------------------------------------
+
+
+def in_plate(body: Callable[[Any, Any, Any, Any, int], Any]) -> Callable:
+    """A model whose plate has this body, of data, rows, coefficients and minibatch size."""
+
+    def model(X: Any, y: Any, batch_size: int = 4) -> None:
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            body(X, y, i, b, batch_size)
+
+    return model
+
+
+def of_prior(site: Callable[[], Any]) -> Callable:
+    """A model of a mean with this prior."""
+
+    def model(X: Any, y: Any, batch_size: int = 4) -> None:
+        mean = site()
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(jnp.sum(mean), 1), obs=y[i])
+
+    return model
+
+
+def y_site(mean: Any, data: Any, **kwargs: Any) -> Any:
+    return numpyro.sample("y", dist.Normal(mean, 1), obs=data, **kwargs)
+
+
+def outside(X, y, batch_size=4):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        pass
+    y_site(X[i] @ b, y[i])
+
+
+def factor_outside(X, y, batch_size=4):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        log_prob = dist.Normal(X[i] @ b, 1).log_prob(y[i])
+    numpyro.factor("likelihood", log_prob.sum())
+
+
+def prior_of_the_rows(X, y, batch_size=4):
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        spread = y[i].std()
+    b = numpyro.sample("b", dist.Normal(0, spread))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(b, y[i])
+
+
+def one_latent_a_row_outside(X, y, batch_size=4):
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        pass
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([len(i)]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(b, y[i])
+
+
+def another_plates_rows(X, y, batch_size=4):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(X[i] @ b, y[i])
+    with numpyro.plate("others", len(y), subsample_size=batch_size):
+        numpyro.sample("z", dist.Normal(X[i] @ b, 1), obs=y[i])
+
+
+def same_name(X, y, batch_size=4):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(X[i] @ b, y[i])
+    with numpyro.plate("rows", 2 * len(y), subsample_size=batch_size) as j:
+        numpyro.sample("z", dist.Normal(b[0], 1), obs=jnp.concatenate([y, y])[j])
+
+
+def if_of_a_latent(X, y, batch_size=4):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    if b[0] > 0:
+        b = -b
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(X[i] @ b, y[i])
+
+
+def levels_of_the_data(X, y, batch_size=4):
+    num = len(np.unique(y))
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([num]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(b[0], y[i])
+
+
+def largest_of_the_data(X, y, batch_size=4):
+    num = int(y.max()) + 1
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([num]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        y_site(b[0], y[i])
+
+
+def deltas_in_a_plate() -> Any:
+    with numpyro.plate("k", 2):
+        return numpyro.sample("b", dist.Delta(1.0))
+
+
+OUTSIDE = np.arange(12.0, dtype=np.float32)
+
+BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
+    "first rows of y": (
+        in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, y[:n])),
+        ("'y'", "'rows'", "same data"),
+    ),
+    "first rows of X": (in_plate(lambda X, y, i, b, n: y_site(X[:n] @ b, y[i])), ("'rows'",)),
+    "first rows of all": (in_plate(lambda X, y, i, b, n: y_site(X[:n] @ b, y[:n])), ("'rows'",)),
+    "all rows of y": (in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, y)), ("'y'", "'rows'")),
+    "all rows of X": (in_plate(lambda X, y, i, b, n: y_site(X @ b, y[i])), ("'rows'",)),
+    "global rows": (
+        in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, jnp.asarray(OUTSIDE)[:n])),
+        ("'y'", "'rows'"),
+    ),
+    "global rows in NumPy": (
+        in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, OUTSIDE[i])),
+        ("test_hostile.py",),
+    ),
+    "rows in the event": (
+        in_plate(
+            lambda X, y, i, b, n: numpyro.sample(
+                "y", dist.Normal(X[i] @ b, 1).to_event(1), obs=y[i]
+            )
+        ),
+        ("'y'", "to_event"),
+    ),
+    "rows times rows": (
+        in_plate(lambda X, y, i, b, n: y_site((X[i] @ b)[:, None], y[i])),
+        ("'y'", "every other"),
+    ),
+    "some of the rows": (
+        in_plate(lambda X, y, i, b, n: y_site(b[0], y[i][y[i] > 0])),
+        ("test_hostile.py",),
+    ),
+    "short array in a loop": (
+        in_plate(lambda X, y, i, b, n: y_site(jax.lax.map(lambda k: X[:7, 0][k], i), y[i])),
+        ("'rows'", "7 rows"),
+    ),
+    "short array, sorted rows": (
+        in_plate(lambda X, y, i, b, n: y_site(X[:7, 0][jnp.sort(i)], y[i])),
+        ("'rows'", "7 rows"),
+    ),
+    "outside of the plate": (outside, ("'y'", "'rows'", "outside")),
+    "factor outside of the plate": (factor_outside, ("'likelihood'", "'rows'", "outside")),
+    "prior that sees the minibatch": (prior_of_the_rows, ("'b'", "'rows'", "outside")),
+    "one latent a row outside": (one_latent_a_row_outside, ("'b'", "'rows'")),
+    "rows of another plate": (another_plates_rows, ("'z'", "'rows'")),
+    "one name for two plates": (same_name, ("'rows'", "12", "24")),
+    "if of a latent": (if_of_a_latent, ("test_hostile.py", "if b[0] > 0")),
+    "np.unique of the data": (levels_of_the_data, ("test_hostile.py", "np.unique(y)")),
+    "int of the data": (largest_of_the_data, ("test_hostile.py", "int(y.max())")),
+    "delta": (of_prior(lambda: numpyro.sample("b", dist.Delta(1.0))), ("'b'", "delta")),
+    "deltas": (of_prior(lambda: numpyro.sample("b", dist.Delta(1.0).expand([2]))), ("'b'",)),
+    "delta event": (
+        of_prior(lambda: numpyro.sample("b", dist.Delta(jnp.ones(2)).to_event(1))),
+        ("'b'", "delta"),
+    ),
+    "deltas in a plate": (of_prior(deltas_in_a_plate), ("'b'", "delta")),
+    "discrete": (of_prior(lambda: numpyro.sample("b", dist.Poisson(2.0))), ("'b'", "Gibbs")),
+    "no latent": (of_prior(lambda: 0.0), ("no latent site",)),
+    "latent without values": (
+        of_prior(lambda: numpyro.sample("b", dist.Normal(0, 1).expand([0]))),
+        ("no latent site",),
+    ),
+    "complex": (of_prior(lambda: 1j * numpyro.sample("b", dist.Normal(0, 1))), ("'y'", "complex")),
+    "empty support": (of_prior(lambda: numpyro.sample("b", dist.Uniform(2.0, 1.0))), ("'b'",)),
+    "endless support": (
+        of_prior(lambda: numpyro.sample("b", dist.Uniform(0.0, jnp.inf))),
+        ("'b'",),
+    ),
+    "nan gradient": (
+        of_prior(lambda: jnp.sqrt(0.0 * numpyro.sample("b", dist.Normal(0, 1)))),
+        ("gradient",),
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_are_named(name):
+    model, words = BAD_MODELS[name]
+    refusal(lambda: start(model, *table(12)), *words)
+
+
+# Where a minibatch is one row, some of these cannot be told from one row for all.
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("batch_size", [1, 2, 11])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "first rows of y",
+        "all rows of y",
+        "rows in the event",
+        "rows times rows",
+        "outside of the plate",
+        "factor outside of the plate",
+        "one latent a row outside",
+        "rows of another plate",
+        "one name for two plates",
+        "short array in a loop",
+    ],
+)
+def test_bad_models_are_named_at_any_minibatch_size(name, batch_size):
+    refusal(lambda: start(BAD_MODELS[name][0], *table(12), batch_size=batch_size))
+
+
+GOOD_MODELS: dict[str, Callable] = {
+    # Three more entries a row, as many as there are rows in a minibatch.
+    "an axis as long as the minibatch": in_plate(
+        lambda X, y, i, b, n: y_site(jnp.ones((4, 1)) * (X[i] @ b), jnp.stack([y[i]] * 4))
+    ),
+    "zeros in place of data": in_plate(
+        lambda X, y, i, b, n: numpyro.sample(
+            "y", dist.Poisson(0.5 * (y[i] - X[i] @ b) ** 2), obs=jnp.zeros(len(i), int)
+        )
+    ),
+    "one value for all rows": in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, y.mean())),
+    "factor of the rows": in_plate(
+        lambda X, y, i, b, n: numpyro.factor("f", -jnp.square(y[i] - X[i] @ b))
+    ),
+    "a jitted helper that returns both": in_plate(
+        lambda X, y, i, b, n: y_site(*jax.jit(lambda X, y, i: (X[i] @ b, y[i]))(X, y, i))
+    ),
+    "improper": of_prior(
+        lambda: numpyro.sample("b", dist.ImproperUniform(dist.constraints.real, (), ()))
+    ),
+    "whole numbers for reals": in_plate(
+        lambda X, y, i, b, n: y_site(X[i] @ b, jnp.round(y).astype(int)[i])
+    ),
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("batch_size", [1, 4, 11])
+@pytest.mark.parametrize("name", GOOD_MODELS)
+def test_unusual_models_pass(name, batch_size):
+    passes(lambda: start(GOOD_MODELS[name], *table(12), batch_size=batch_size))
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize(
+    ("site", "match"),
+    [
+        (lambda: numpyro.sample("b", dist.ProjectedNormal(jnp.ones(2))), "'b'"),
+        (lambda: numpyro.sample("b", dist.Normal(0.0, -1.0)), "invalid scale parameter"),
+        (lambda: numpyro.sample("y", dist.Normal(0.0, 1.0)), "unique names but got `y`"),
+    ],
+)
+def test_left_to_numpyro(site, match):
+    """Its own sentences are as clear: NUTS raises the same."""
+    X, y = (jnp.asarray(x) for x in table(6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for kernel in (SGHMCSplit, NUTS):
+            with pytest.raises((ValueError, AssertionError), match=match):
+                quietly(kernel(of_prior(site)), num_warmup=1, num_samples=1).run(
+                    jax.random.key(0), X, y, batch_size=3 if kernel is SGHMCSplit else None
+                )
