@@ -285,6 +285,11 @@ class SGMCMCKernel(MCMCKernel):
 
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
+        if self._ready.locals is not None:
+            raise ValueError(
+                "With latent sites inside the subsampled plate the globals alone have no gradient "
+                "to take on all rows."
+            )
         held = self._held.hold(arguments)
         with plain_failures(arguments.hosts):
             return jax.block_until_ready(_full_gradients(self._ready, positions, held))
@@ -375,6 +380,12 @@ class SGMCMCKernel(MCMCKernel):
         with _eagerly(rng_key), plain_failures(arguments.hosts):
             concrete = self._concrete(arguments)
             self._target = target = self._read(concrete, init_params, is_batch)
+            if is_block and target.locals is not None:
+                raise ValueError(
+                    f"Site '{target.locals.names[0]}' is latent inside the subsampled plate, which "
+                    "is not supported in a block of Gibbs: draw it by `gibbs_fn`, or let this "
+                    "kernel move all sites."
+                )
             if is_block:
                 init_params = None  # Gibbs gives draws from the prior, constrained
             init_params = self._check_start(init_params, target, concrete, rng_key)

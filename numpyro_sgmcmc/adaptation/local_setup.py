@@ -51,6 +51,7 @@ _FIRST_RATE, _LAST_RATE = 0.1, 0.003
 _NEWTON_STEPS = 10
 _LONGEST_STEP = 3.0
 _SCALE_ROUNDS = 8
+_MOVES = 4
 _TARGET_ACCEPTANCE = 0.8
 _WINDOW_STEPS, _WINDOW_EPOCHS = 500, 4
 _MIN_WINDOWS, _MAX_WINDOWS = 3, 8
@@ -147,11 +148,11 @@ class _LocalSetup(Setup):
                 self.target, theta, state.values, self.plain_arguments, keys[0]
             )
             state = state._replace(scale=jnp.sqrt((n + 1) / total))
-            values, _ = _sweep(self.target, theta, state, self.plain_arguments, keys[1], 3)
+            values, _ = _sweep(self.target, theta, state, self.plain_arguments, keys[1], _MOVES)
             state = state._replace(values=values)
         for _ in range(_SCALE_ROUNDS):
             values, acceptance = _sweep(
-                self.target, theta, state, self.plain_arguments, self._next_key(), 5
+                self.target, theta, state, self.plain_arguments, self._next_key(), _MOVES
             )
             factor = jnp.exp(jnp.minimum(acceptance - _TARGET_ACCEPTANCE, 0.0))
             state = state._replace(values=values, scale=state.scale * factor[:, None])
@@ -183,7 +184,12 @@ class _LocalSetup(Setup):
             step *= min(1.0, _LONGEST_STEP * math.sqrt(step.size) / np.linalg.norm(step))
             position = position - frame.push(step)
             values, _ = _sweep(
-                self.target, self._cast(position), state, self.plain_arguments, self._next_key(), 3
+                self.target,
+                self._cast(position),
+                state,
+                self.plain_arguments,
+                self._next_key(),
+                _MOVES,
             )
             state = state._replace(values=values)
             self._hold(values)

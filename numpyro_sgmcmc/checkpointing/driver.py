@@ -143,6 +143,11 @@ class CheckpointedMCMC(MCMC):
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
         chains = self._chains(tuple(extra_fields), args, kwargs)
         state = chains.start(rng_key, self.num_warmup, init_params)
+        if state.locals is not None:
+            raise ValueError(
+                "`CheckpointedMCMC` does not keep the values of latent sites inside a subsampled "
+                "plate: use numpyro.infer.MCMC."
+            )
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
         room = self._with_chains(room)
         stored = self._stored(room)

@@ -113,13 +113,18 @@ def _move(fn: Callable[[Array], Array], position: Array, scale: Array, rng_key: 
     is_rare = random.uniform(rare_key, (num, 1), dtype) < _RARELY
     h = _STEP * jitter * jnp.where(is_rare, jnp.asarray(_CAUTIOUS, dtype), 1.0)
 
-    start, g = _values_and_gradients(fn, position)
-    q, p = position, momentum
-    for _ in range(_LEAPFROGS):
-        p = p - 0.5 * h * scale * g
-        q = q + h * scale * p
-        end, g = _values_and_gradients(fn, q)
-        p = p - 0.5 * h * scale * g
+    def half_steps(carry: Any, shares: Array) -> tuple[Any, Array]:
+        q, p = carry
+        kick, drift = shares
+        values, g = _values_and_gradients(fn, q)
+        p = p - kick * h * scale * g
+        return (q + drift * h * scale * p, p), values
+
+    # One place that evaluates the model, which is long to compile.
+    kicks = jnp.ones(_LEAPFROGS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
+    drifts = jnp.ones(_LEAPFROGS + 1, dtype).at[-1].set(0.0)
+    (q, p), values = lax.scan(half_steps, (position, momentum), (kicks, drifts))
+    start, end = values[0], values[-1]
     log_ratio = start - end + 0.5 * (jnp.square(momentum) - jnp.square(p)).sum(1)
     log_ratio = jnp.where(jnp.isfinite(log_ratio) & jnp.isfinite(q).all(1), log_ratio, -jnp.inf)
     log_uniform = -random.exponential(decide_key, (num,), dtype)
