@@ -130,9 +130,7 @@ def test_a_row_sees_its_own_unscaled_gradient(case):
     some = case.values.take(rows)
 
     def total(position):
-        return _rows_of(
-            case.target, case.theta, rows, position, some.drawn, case.arguments
-        ).sum()
+        return _rows_of(case.target, case.theta, rows, position, some.drawn, case.arguments).sum()
 
     assert_close(jax.grad(total)(some.position), expected[rows])
 
@@ -504,7 +502,7 @@ def test_refused_before_any_sampling(model, options, words):
 
 
 def test_epochs_with_a_seam_are_refused():
-    with pytest.raises(ValueError, match=r\"'z' .* 7 rows do not divide 60"):
+    with pytest.raises(ValueError, match=r"'z' .* 7 rows do not divide 60"):
         quietly(SGHMCSplit(normal, minibatch="epoch")).run(jax.random.key(0), Y, batch_size=7)
 
 
@@ -531,7 +529,7 @@ def test_options_without_local_sites_or_a_model():
 
 
 def test_not_with_rows_on_the_host():
-    with pytest.raises(ValueError, match=r\"'z' .* not supported with HostArray"):
+    with pytest.raises(ValueError, match=r"'z' .* not supported with HostArray"):
         quietly(SGHMCSplit(normal)).run(jax.random.key(0), HostArray(Y))
 
 
@@ -545,7 +543,7 @@ def test_not_in_a_block_of_gibbs():
 
     kernel = SGHMCSplit(switching)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
-    with pytest.raises(ValueError, match=r\"'z' .* not supported in a block of Gibbs"):
+    with pytest.raises(ValueError, match=r"'z' .* not supported in a block of Gibbs"):
         quietly(gibbs).run(jax.random.key(0), Y)
 
 
