@@ -105,7 +105,19 @@ class FullDataModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = as_jax_arrays((args, kwargs))
-        return _rows(self.model, lambda name, size, _: jnp.arange(size))(*args, **kwargs)
+        run = _rows(self.model, lambda name, size, _: jnp.arange(size))
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if str(error):
+                raise
+            # A bare assertion is NumPyro's for a site without a value and without a key.
+            raise ValueError(
+                "A latent site of the model has no value, and there is no random key to draw one. "
+                "Draws hold latent sites inside the subsampled plate with collect_locals=True "
+                "alone; without them there is no log likelihood, and ArviZ can be told so: "
+                "az.from_numpyro(mcmc, log_likelihood=False)."
+            ) from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model

@@ -300,7 +300,10 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
     assert sorted(mcmc.get_samples()) == ["mu", "tau"]
     mcmc.print_summary()
-    assert set(az.from_numpyro(mcmc).posterior.data_vars) == {"mu", "tau"}
+    data = az.from_numpyro(mcmc, log_likelihood=False)
+    assert set(data.posterior.data_vars) == {"mu", "tau"}
+    with pytest.raises(ValueError, match=r"collect_locals=True .* log_likelihood=False"):
+        az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.locals
     assert state.values.position.shape == (2, 2000, 1)
     drawn = Predictive(mcmc.sampler.model, whole.get_samples())(jax.random.key(0), y)
@@ -377,7 +380,7 @@ def test_discrete_indicators_against_the_marginal():
 )
 def test_against_nuts_on_the_whole_model(model, data):
     """Means and sds of the globals and of some local values, N = 2,000."""
-    args = data()
+    args = tuple(jnp.asarray(x) for x in data())
     nuts = quietly(
         NUTS(model), num_warmup=500, num_samples=1500, num_chains=2, chain_method="vectorized"
     )

@@ -39,9 +39,9 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
         raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
     if state.locals is not None:
         raise ValueError(
-            f"`{wanted_by}` cannot tell the bias of a model with latent sites inside the subsampled "
-            "plate: its moments are those of the globals given them. Compare with a run of half the "
-            "step_size, and use `mcmc.print_summary()`."
+            f"`{wanted_by}` cannot tell the bias of a model with latent sites inside the "
+            "subsampled plate: its moments are those of the globals given them. Compare with a "
+            "run of half the step_size, and use `mcmc.print_summary()`."
         )
     return kernel
 

@@ -113,7 +113,7 @@ def _move(fn: Callable[[Array], Array], position: Array, scale: Array, rng_key: 
     is_rare = random.uniform(rare_key, (num, 1), dtype) < _RARELY
     h = _STEP * jitter * jnp.where(is_rare, jnp.asarray(_CAUTIOUS, dtype), 1.0)
 
-    def half_steps(carry: Any, shares: Array) -> tuple[Any, Array]:
+    def half_steps(carry: Any, shares: Any) -> tuple[Any, Array]:
         q, p = carry
         kick, drift = shares
         values, g = _values_and_gradients(fn, q)
@@ -269,4 +269,4 @@ def by_chunks(fn: Callable[[Array, Array], Any], num_rows: int, rng_key: Array) 
     num_chunks = -(-num_rows // chunk)
     rows = (jnp.arange(num_chunks * chunk) % num_rows).reshape(num_chunks, chunk)
     found = lax.map(lambda x: fn(*x), (rows, random.split(rng_key, num_chunks)))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], found)
+    return jax.tree.map(lambda x: x.reshape(num_chunks * chunk, *x.shape[2:])[:num_rows], found)

@@ -109,7 +109,9 @@ class LocalSites:
         """Unconstrained values as the model sees them, from shape ``(rows, width)``."""
         ends = accumulate(s.size for s in self.moved)
         return {
-            s.name: jnp.moveaxis(position[:, end - s.size : end].reshape(-1, *s.shape), 0, s.axis)
+            s.name: jnp.moveaxis(
+                position[:, end - s.size : end].reshape(len(position), *s.shape), 0, s.axis
+            )
             for s, end in zip(self.moved, ends, strict=True)
         }
 
