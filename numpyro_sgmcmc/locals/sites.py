@@ -244,7 +244,10 @@ def _local_site(site: Any, frames: Sequence[Any], is_drawn: bool) -> LocalSite:
             f"gibbs_sites=['{name}'], or sum it out of the likelihood. If it should be observed, "
             "pass its data (is an argument None?)."
         )
-    if isinstance(fn, dist.Delta):
+    base = fn
+    while isinstance(base, (dist.ExpandedDistribution, dist.Independent)):
+        base = base.base_dist  # a plate expands what it encloses
+    if isinstance(base, dist.Delta):
         raise ValueError(f"{where} has a delta distribution; use numpyro.deterministic instead.")
     if not all(isinstance(x, (int, float)) for x in jax.tree.leaves(fn.support)):
         raise ValueError(
