@@ -283,6 +283,12 @@ class SGMCMCKernel(MCMCKernel):
             adapt_state = jax.tree.map(lambda x: x[0], adapt_state)
         return Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
 
+    def has_local_sites(self, model_args: tuple, model_kwargs: dict | None) -> bool:
+        """Whether the model has latent sites inside its subsampled plate."""
+        if self._model is None:
+            return False
+        return self._read(Arguments(model_args, model_kwargs), None, False).locals is not None
+
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
         if self._ready.locals is not None:
