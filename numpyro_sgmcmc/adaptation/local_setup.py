@@ -17,28 +17,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import Array, lax, random
+from jax import Array, random
 
 from numpyro_sgmcmc.adaptation.frame import Frame
+from numpyro_sgmcmc.adaptation.local_pilot import (
+    advance,
+    curvature_everywhere,
+    descend_with_locals,
+    sweep_all,
+)
 from numpyro_sgmcmc.adaptation.local_start import LocalStart
 from numpyro_sgmcmc.adaptation.noise import Noise, draw_blocks
-from numpyro_sgmcmc.adaptation.pilot import KEEP_EVERY, PILOT, PILOT_BIAS, PILOT_STEP_SIZE
+from numpyro_sgmcmc.adaptation.pilot import PILOT, PILOT_BIAS, PILOT_STEP_SIZE
 from numpyro_sgmcmc.adaptation.setup import Adaptation, Settings, Setup
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.whitening import symmetric_root
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.full_data import Indices
-from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.locals.checks import check_rows, first_values
-from numpyro_sgmcmc.locals.moves import LocalState, by_chunks, curvatures, sweep, visit
+from numpyro_sgmcmc.locals.moves import LocalState
 from numpyro_sgmcmc.locals.sites import AllRows, with_locals
 from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.notices import notify
@@ -47,7 +48,6 @@ __all__ = ["adapt_with_locals"]
 
 _CHAINS = 4
 _ADAM_STEPS, _ADAM_EPOCHS = 1_000, 3
-_FIRST_RATE, _LAST_RATE = 0.1, 0.003
 _NEWTON_STEPS = 10
 _LONGEST_STEP = 3.0
 _SCALE_ROUNDS = 8
@@ -58,7 +58,6 @@ _MIN_WINDOWS, _MAX_WINDOWS = 3, 8
 _SMALL_SHIFT = 0.5
 _DRAW_EPOCHS = 20
 _STEPS_A_CALL = 500
-_STEP = PILOT.step("symmetric")
 
 
 def adapt_with_locals(
@@ -144,14 +143,14 @@ class _LocalSetup(Setup):
         total = jnp.zeros_like(values.position)
         for n in range(_SCALE_ROUNDS):
             keys = self._next_key(), self._next_key()
-            total += _curvature_everywhere(
+            total += curvature_everywhere(
                 self.target, theta, state.values, self.plain_arguments, keys[0]
             )
             state = state._replace(scale=jnp.sqrt((n + 1) / total))
-            values, _ = _sweep(self.target, theta, state, self.plain_arguments, keys[1], _MOVES)
+            values, _ = sweep_all(self.target, theta, state, self.plain_arguments, keys[1], _MOVES)
             state = state._replace(values=values)
         for _ in range(_SCALE_ROUNDS):
-            values, acceptance = _sweep(
+            values, acceptance = sweep_all(
                 self.target, theta, state, self.plain_arguments, self._next_key(), _MOVES
             )
             factor = jnp.exp(jnp.minimum(acceptance - _TARGET_ACCEPTANCE, 0.0))
@@ -161,7 +160,7 @@ class _LocalSetup(Setup):
     def _adam(self, position: np.ndarray, state: LocalState) -> tuple[np.ndarray, LocalState]:
         num_steps = max(_ADAM_STEPS, _ADAM_EPOCHS * self.epoch)
         rows = draw_blocks(self.target, self.rng, (num_steps,))
-        theta, state = _descend(
+        theta, state = descend_with_locals(
             self.target,
             self.plain_arguments,
             self._cast(position),
@@ -183,7 +182,7 @@ class _LocalSetup(Setup):
             step = frame.pull(frame.gradient)
             step *= min(1.0, _LONGEST_STEP * math.sqrt(step.size) / np.linalg.norm(step))
             position = position - frame.push(step)
-            values, _ = _sweep(
+            values, _ = sweep_all(
                 self.target,
                 self._cast(position),
                 state,
@@ -287,7 +286,7 @@ class _LocalSetup(Setup):
         draws = []
         for _ in range(-(-num_steps // _STEPS_A_CALL)):
             rows = draw_blocks(target, self.rng, (_CHAINS, _STEPS_A_CALL))
-            carry, kept = _advance(
+            carry, kept = advance(
                 target,
                 self.plain_arguments,
                 anchored,
@@ -334,101 +333,3 @@ class _LocalSetup(Setup):
 
 def _root(matrix: np.ndarray) -> np.ndarray:
     return symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
-
-
-_sweep = jax.jit(sweep, static_argnames=("target", "num_moves"))
-
-
-@partial(jax.jit, static_argnames="target")
-def _curvature_everywhere(
-    target: Target, theta: Array, values: AllRows, arguments: Arguments, rng_key: Array
-) -> Array:
-    """Absolute second derivatives of all rows' potentials, none far below the others."""
-    found = by_chunks(
-        lambda rows, key: curvatures(target, theta, rows, values.take(rows), arguments),
-        values.position.shape[0],
-        rng_key,
-    )
-    found = jnp.where(jnp.isfinite(found), jnp.abs(found), jnp.nan)
-    usual = jnp.nan_to_num(jnp.nanmedian(found, axis=0), nan=1.0)
-    found = jnp.where(jnp.isnan(found), usual, found)
-    return jnp.maximum(found, 1e-2 * jnp.maximum(usual, 1e-12))
-
-
-@partial(jax.jit, static_argnames="target")
-def _descend(
-    target: Target,
-    arguments: Arguments,
-    theta: Array,
-    state: LocalState,
-    indices: Indices,
-    rng_key: Array,
-) -> tuple[Array, LocalState]:
-    """Adam on the globals, the minibatch's local values renewed before each of its steps."""
-    rows = next(iter(indices.values()))
-    num_steps = rows.shape[0]
-    rate = optax.cosine_decay_schedule(_FIRST_RATE, num_steps, _LAST_RATE / _FIRST_RATE)
-    adam = optax.adam(rate)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        theta, moments, state = carry
-        minibatch, key = xs
-        state, _, here = visit(
-            target, state, theta, minibatch, arguments, theta, theta, "plain", key
-        )
-        gradient = target.gradient(theta, minibatch, here)
-        gradient = jnp.where(jnp.isfinite(gradient), gradient, 0.0)
-        change, moments = adam.update(gradient, moments, theta)
-        return (optax.apply_updates(theta, change), moments, state), None
-
-    start = theta, adam.init(theta), state
-    (theta, _, state), _ = lax.scan(step, start, (indices, random.split(rng_key, num_steps)))
-    return theta, state
-
-
-@partial(jax.jit, static_argnames=("target", "estimator"))
-def _advance(
-    target: Target,
-    arguments: Arguments,
-    anchored: Anchored,
-    carry: Any,
-    scale: Array,
-    step_size: Array,
-    indices: Indices,
-    rng_keys: Array,
-    estimator: str,
-) -> tuple[Any, Array]:
-    """One call's steps of all pilot chains, and the whitened positions every fifth step."""
-
-    def chain(carry: Any, indices: Indices, rng_key: Array) -> tuple[Any, Array]:
-        noise_key, local_key = random.split(rng_key)
-        num_steps = next(iter(indices.values())).shape[0]
-        noise = random.normal(noise_key, (num_steps, _STEP.draws, target.dim), target.dtype)
-
-        def step(carry: Any, xs: Any) -> tuple[Any, Array]:
-            dynamics, values, anchor_gradient = carry
-            rows, noise, key = xs
-            coordinates = anchored.coordinates
-            theta = coordinates.position(dynamics.position)
-            own = LocalState(values, scale, jnp.ones((), target.dtype))
-            own, anchor_gradient, here = visit(
-                target,
-                own,
-                theta,
-                rows,
-                arguments,
-                coordinates.anchor,
-                anchor_gradient,
-                estimator,
-                key,
-            )
-            origin = anchored._replace(anchor_gradient=anchor_gradient)
-            gradient = whitened_gradient(estimator, target, here, origin, rows)
-            dynamics = _STEP(dynamics, step_size, gradient, noise)
-            return (dynamics, own.values, anchor_gradient), dynamics.position
-
-        xs = indices, noise, random.split(local_key, num_steps)
-        carry, positions = lax.scan(step, carry, xs)
-        return carry, positions[KEEP_EVERY - 1 :: KEEP_EVERY]
-
-    return jax.vmap(chain)(carry, indices, rng_keys)
