@@ -24,6 +24,8 @@ from numpyro_sgmcmc.data.host import read_ahead
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.integrators import GradientFn
+from numpyro_sgmcmc.locals.moves import visit
+from numpyro_sgmcmc.locals.sites import with_locals
 from numpyro_sgmcmc.minibatch import independent_minibatch, stream_of
 from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
@@ -46,6 +48,7 @@ class Program:
     - **locate** - the SDE for given coordinates: a metric must know where a whitened position is.
     - **schedule** - the user's step sizes by number of steps so far, or None.
     - **num_warmup** - warm-up iterations.
+    - **collected** - local sites of which the state's ``z`` has the values of all rows.
     """
 
     target: Target
@@ -54,6 +57,7 @@ class Program:
     locate: Callable[[Coordinates], Dynamics]
     schedule: Callable[[Any], Any] | None
     num_warmup: int
+    collected: tuple[str, ...] = ()
 
     def anchored(self, state: SGMCMCState) -> Anchored:
         """The chain's whitened coordinates, with the full gradient at their origin."""
@@ -261,9 +265,10 @@ def _step(
 
     :param place: iteration in the block of rows that have been read.
     :param counts: the iteration's steps, counted from the run's first.
-    :return: the function takes the chain's state and the step's rows (its number in the iteration,
-        where they are read from a block), noise, model key and count, and returns the next state,
-        and a position with its gradient's estimate.
+    :return: the function takes the chain's state with its local values and their gradient at the
+        anchor, and the step's rows (its number in the iteration, where they are read from a block),
+        noise, model key, count and key of the local moves; it returns the next of the first, and a
+        position with its gradient's estimate.
     """
     target, adaptation, adapt_state = program.target, program.adaptation, state.adapt_state
     anchored = program.anchored(state)
@@ -273,22 +278,33 @@ def _step(
     shape = (integrate.draws, target.dim)
     is_ahead = len(counts) * integrate.draws * target.dim <= _NOISE_AHEAD
 
-    def step(chain: Any, xs: Any) -> tuple[Any, Array, Array]:
-        rows, noise, key, count = xs
+    def step(carry: Any, xs: Any) -> tuple[Any, Array, Array]:
+        chain, own, anchor_gradient = carry
+        rows, noise, key, count, local_key = xs
         values: tuple[Array, ...] = ()
         if state.block is not None:
+            assert place is not None
             rows, values = state.block.at(place, rows)
         if not is_ahead:
             noise = random.normal(noise, shape, target.dtype)
-        gradient = FirstGradient(
-            whitened_gradient(
-                adaptation.estimator,
+        here, origin = served(arguments, target.lookups, rows, values), anchored
+        if target.locals is not None:
+            coordinates = anchored.coordinates
+            theta = coordinates.position(chain.position)
+            own, anchor_gradient, here = visit(
                 target,
-                served(arguments, target.lookups, rows, values),
-                anchored,
+                own,
+                theta,
                 rows,
-                key,
+                here,
+                coordinates.anchor,
+                anchor_gradient,
+                adaptation.estimator,
+                local_key,
             )
+            origin = anchored._replace(anchor_gradient=anchor_gradient)
+        gradient = FirstGradient(
+            whitened_gradient(adaptation.estimator, target, here, origin, rows, key)
         )
         chain = resample(chain, count)
         step_size = program.step_size(count, adapt_state)
@@ -296,7 +312,8 @@ def _step(
             noise = dynamics.compensate(chain, noise, step_size, adapt_state.gradient_noise)
         end = integrate(chain, step_size, gradient, noise, count)
         assert gradient.value is not None
-        return end, (end if integrate.reads_end else chain).position, gradient.value
+        carry = end, own, anchor_gradient
+        return carry, (end if integrate.reads_end else chain).position, gradient.value
 
     if is_ahead:
         return step, random.normal(noise_key, (len(counts), *shape), target.dtype)
@@ -390,6 +407,9 @@ def iterate(
     counts = state.i * num_steps + jnp.arange(num_steps)
     step, noise = _step(program, state, arguments, place, keys.resample, keys.noise, counts)
     model_keys = random.split(keys.model, num_steps) if target.is_randomized else None
+    local_keys = None
+    if target.locals is not None:
+        local_keys = random.split(random.fold_in(keys.model, 1), num_steps)
 
     reading = adaptation.reading
     every = reading.every or num_steps
@@ -397,24 +417,36 @@ def iterate(
 
     def read(carry: tuple[Any, Sums], xs: Any) -> tuple[tuple[Any, Sums], None]:
         """The steps from one reading to the next, and the reading."""
-        (chain, sums), (steps, fresh_key) = carry, xs
+        (carried, sums), (steps, fresh_key) = carry, xs
         first, *_ = jax.tree.leaves(steps)
         if len(first) == 1:
-            chain, q, g = step(chain, jax.tree.map(lambda x: x[0], steps))
+            carried, q, g = step(carried, jax.tree.map(lambda x: x[0], steps))
         else:
-            blank = chain.position, jnp.zeros_like(chain.position)
-            (chain, q, g), _ = lax.scan(lambda c, x: (step(c[0], x), None), (chain, *blank), steps)
+            blank = carried[0].position, jnp.zeros_like(carried[0].position)
+            (carried, q, g), _ = lax.scan(
+                lambda c, x: (step(c[0], x), None), (carried, *blank), steps
+            )
         if reading.estimator:
+            chain, own, anchor_gradient = carried
+            everywhere = arguments if own is None else with_locals(arguments, own.values)
+            origin = anchored
+            if own is not None:
+                origin = anchored._replace(anchor_gradient=anchor_gradient)
             q = chain.position
-            g = _independent_gradient(reading.estimator, program, arguments, anchored, fresh_key)(q)
-        return (chain, sums.add(q, g) if reading.every else sums), None
+            g = _independent_gradient(reading.estimator, program, everywhere, origin, fresh_key)(q)
+        return (carried, sums.add(q, g) if reading.every else sums), None
 
     xs = jax.tree.map(
         lambda x: x.reshape(num_steps // every, every, *x.shape[1:]),
-        (rows, noise, model_keys, counts),
+        (rows, noise, model_keys, counts, local_keys),
     )
     sums = Sums.zeros(target.dim, target.dtype)
-    (end, sums), _ = lax.scan(read, (state.dynamics, sums), (xs, fresh_keys))
+    # Without local values the gradient at the anchor stays, and is no part of the loop.
+    moving = None if state.locals is None else adapt_state.anchor_gradient
+    start = state.dynamics, state.locals, moving
+    ((end, own, moving), sums), _ = lax.scan(read, (start, sums), (xs, fresh_keys))
+    if moving is not None:
+        adapt_state = adapt_state._replace(anchor_gradient=moving)
 
     step_size = program.step_size(counts[-1], adapt_state)
     end, diverging = _survive(program, state, end, step_size, keys.restart)
@@ -427,9 +459,15 @@ def iterate(
         is_sampling = state.i >= program.num_warmup
         sums = sums.finished(end.position, dynamics.temperature(end), weight)
         moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
+    z = target.unravel(anchored.coordinates.position(end.position))
+    if program.collected:
+        assert target.locals is not None
+        assert own is not None
+        of_rows = target.locals.unconstrained(own.values)
+        z |= {name: of_rows[name] for name in program.collected}
     return SGMCMCState(
         i=state.i + 1,
-        z=target.unravel(anchored.coordinates.position(end.position)),
+        z=z,
         dynamics=end,
         streams=streams,
         num_steps=state.num_steps,
@@ -440,4 +478,5 @@ def iterate(
         adapt_state=adapt_state._replace(step_size=step_size),
         rng_key=keys.following,
         block=block,
+        locals=own,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -25,13 +25,22 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, Noise, Settings, Surface, adapt
+from numpyro_sgmcmc.adaptation import (
+    NO_NOISE,
+    Adaptation,
+    Noise,
+    Settings,
+    Surface,
+    adapt,
+    adapt_with_locals,
+)
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS
 from numpyro_sgmcmc.iteration import Program, iterate, refilled, start_chain, with_empty_block
+from numpyro_sgmcmc.locals.chains import check_options, collected_sites, start_locals
 from numpyro_sgmcmc.minibatch import STREAMS
 from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
 from numpyro_sgmcmc.notices import notify
@@ -71,6 +80,9 @@ class KernelOptions(TypedDict, total=False):
     noise_compensation: bool
     target_bias: float
     init_strategy: Callable
+    gibbs_fn: Callable | None
+    gibbs_sites: Sequence[str]
+    collect_locals: bool | Sequence[str]
 
 
 def _is_equal(a: Any, b: Any) -> bool:
@@ -135,6 +147,15 @@ class SGMCMCKernel(MCMCKernel):
     :param target_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :param gibbs_fn: draws of sites inside the subsampled plate from their conditional, as in
+        :class:`~numpyro.infer.hmc_gibbs.HMCGibbs` and for the rows of a minibatch:
+        ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called by these keywords with dicts of
+        constrained values (of the minibatch's rows for sites inside the plate) and the rows'
+        indices, returns a dict of new values of all ``gibbs_sites``. That they come from the
+        conditional is the user's affair.
+    :param gibbs_sites: names of those sites, which may be discrete.
+    :param collect_locals: whether draws hold the sites inside the subsampled plate, for all rows:
+        a bool, or names of such sites. Default False: they take the memory of all rows a draw.
     :raises ValueError: at construction, for an option that is unknown or out of range; at
         ``init``, naming the site, plate or argument that cannot be sampled.
     """
@@ -173,6 +194,9 @@ class SGMCMCKernel(MCMCKernel):
         noise_compensation: bool = False,
         target_bias: float = 0.05,
         init_strategy: Callable = init_to_uniform,
+        gibbs_fn: Callable | None = None,
+        gibbs_sites: Sequence[str] = (),
+        collect_locals: bool | Sequence[str] = False,
         **unknown: Any,
     ) -> None:
         options.no_more_keywords(type(self), unknown)
@@ -214,6 +238,10 @@ class SGMCMCKernel(MCMCKernel):
             )
         self._noise_compensation = bool(noise_compensation)
         self._minibatch = "iid" if noise_compensation else minibatch
+        options.local_options(model, gibbs_fn, gibbs_sites, collect_locals)
+        self._gibbs_fn = gibbs_fn
+        self._gibbs_sites = tuple(gibbs_sites)
+        self._collect_locals = collect_locals
         self._target_bias = float(target_bias)
         self._init_strategy = init_strategy
         self._forget()
@@ -264,8 +292,19 @@ class SGMCMCKernel(MCMCKernel):
             adapt_state = jax.tree.map(lambda x: x[0], adapt_state)
         return Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
 
+    def has_local_sites(self, model_args: tuple, model_kwargs: dict | None) -> bool:
+        """Whether the model has latent sites inside its subsampled plate."""
+        if self._model is None:
+            return False
+        return self._read(Arguments(model_args, model_kwargs), None, False).locals is not None
+
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
+        if self._ready.locals is not None:
+            raise ValueError(
+                "With latent sites inside the subsampled plate the globals alone have no gradient "
+                "to take on all rows."
+            )
         held = self._held.hold(arguments)
         with plain_failures(arguments.hosts):
             return jax.block_until_ready(_full_gradients(self._ready, positions, held))
@@ -281,12 +320,16 @@ class SGMCMCKernel(MCMCKernel):
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites and add the deterministic ones that do not vary with the rows."""
         held = self._held.hold(Arguments(model_args, model_kwargs))
-        return lambda z: _with_held(self._ready.postprocess, z, held)
+        return lambda z: self._ready.with_constrained_locals(
+            lambda z: _with_held(self._ready.postprocess, z, held), z
+        )
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites, without running the model unless a support depends on values."""
         held = self._held.hold(Arguments(model_args, model_kwargs))
-        return lambda z: _with_held(self._ready.constrain, z, held)
+        return lambda z: self._ready.with_constrained_locals(
+            lambda z: _with_held(self._ready.constrain, z, held), z
+        )
 
     def wrap_model(self, wrapper: Callable) -> SGMCMCKernel:
         """A copy of this kernel for ``wrapper(model)``."""
@@ -360,6 +403,12 @@ class SGMCMCKernel(MCMCKernel):
                     "chain_method='parallel' gives every device a chain, but the devices share the "
                     "rows: use chain_method='vectorized'."
                 )
+            if is_block and target.locals is not None:
+                raise ValueError(
+                    f"Site '{target.locals.names[0]}' is latent inside the subsampled plate, which "
+                    "is not supported in a block of Gibbs: draw it by `gibbs_fn`, or let this "
+                    "kernel move all sites."
+                )
             if is_block:
                 init_params = None  # Gibbs gives draws from the prior, constrained
             init_params = self._check_start(init_params, target, concrete, rng_key)
@@ -380,6 +429,8 @@ class SGMCMCKernel(MCMCKernel):
         state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
         room = partial(with_empty_block, self._program, num_chains=len(rng_key) if is_batch else 1)
         state = (jax.vmap(room) if is_batch else room)(state)
+        if target.locals is not None:
+            state = start_locals(self._program, state, concrete, init_params is not None)
         if is_block:
             state = self.refresh(state, model_args, model_kwargs)
         return state
@@ -471,6 +522,7 @@ class SGMCMCKernel(MCMCKernel):
             locate=partial(self._located_dynamics, target),
             schedule=self._step_size if callable(self._step_size) else None,
             num_warmup=self._num_warmup,
+            collected=collected_sites(target.locals, self._collect_locals),
         )
 
     @property
@@ -518,7 +570,14 @@ class SGMCMCKernel(MCMCKernel):
             return self._targets[key]
         form = (arguments.signature, jnp.result_type(float))
         if form not in self._targets:
-            target = model_target(self._model, arguments, self._init_strategy)
+            target = model_target(
+                self._model,
+                arguments,
+                self._init_strategy,
+                self._gibbs_fn,
+                self._gibbs_sites,
+            )
+            check_options(target, arguments, self._minibatch, self._gradient, self._collect_locals)
             if not target.plates:
                 notify(
                     "The model has no subsampled plate: every step uses the gradient on all rows. "
@@ -601,7 +660,8 @@ class SGMCMCKernel(MCMCKernel):
             starts = self._first_positions(target, arguments, init_params, is_batch)
             has_start = init_params is not None and not _is_traced(init_params)
             settings = self._settings(target, has_start)
-            adaptation = adapt(target, arguments, settings, starts, progress)
+            find = adapt if target.locals is None else adapt_with_locals
+            adaptation = find(target, arguments, settings, starts, progress)
         self._adapted = (arguments, adaptation)
         self._checksums = arguments.checksums
         self._noise = adaptation.noise

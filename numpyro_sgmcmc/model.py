@@ -37,6 +37,7 @@ from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.sharded import LocalRows, ShardedArray, Shards
 from numpyro_sgmcmc.dataflow import depends_on, row_lookups
 from numpyro_sgmcmc.full_data import Indices, Plate, chunk_rows, over_all_rows
+from numpyro_sgmcmc.locals.sites import LocalSites, bind, local_sites
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.refusals import check_rows_of_sites, failure, first_line
 
@@ -107,7 +108,19 @@ class FullDataModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = as_jax_arrays((args, kwargs))
-        return _rows(self.model, lambda name, size, _: jnp.arange(size))(*args, **kwargs)
+        run = _rows(self.model, lambda name, size, _: jnp.arange(size))
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if str(error):
+                raise
+            # A bare assertion is NumPyro's for a site without a value and without a key.
+            raise ValueError(
+                "A latent site of the model has no value, and there is no random key to draw one. "
+                "Draws hold latent sites inside the subsampled plate with collect_locals=True "
+                "alone; without them there is no log likelihood, and ArviZ can be told so: "
+                "az.from_numpyro(mcmc, log_likelihood=False)."
+            ) from error
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model
@@ -149,8 +162,11 @@ class Target:
     - **start** - ``(rng_key, arguments) -> position`` by the initialisation strategy.
     - **explain** - ``(position, arguments) -> sentence`` naming the sites that are not finite.
     - **sites** - the latent sites in the order of their coordinates; None without a model.
+    - **draw_prior** - ``(position, indices, arguments, rng_key) -> values`` of the sites inside the
+      subsampled plate, drawn given the others.
     - **lookups** - arrays on the host that a plate's rows index, with their plates.
     - **shards** - which device holds which rows, if rows are spread over devices.
+    - **locals** - the latent sites inside the subsampled plate; None where there are none.
     """
 
     plates: tuple[Plate, ...]
@@ -165,8 +181,10 @@ class Target:
     start: Callable[[Array, Arguments], Array]
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
+    draw_prior: Callable[[Array, Indices, Arguments, Array], Any] | None = None
     lookups: tuple[Lookup, ...] = ()
     shards: Shards | None = None
+    locals: LocalSites | None = None
 
     def potential(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -229,6 +247,14 @@ class Target:
         arrays = [x.array for x in arguments.sharded]
         rows = {name: jnp.asarray(indices[name]) for name in names}
         return self.shards.average(here, (rows, arrays))
+
+    def with_constrained_locals(self, fn: Callable[[Any], Any], z: Any) -> Any:
+        """``fn`` of the global sites, and the local sites that ``z`` holds, constrained."""
+        if self.locals is None:
+            return fn(z)
+        own = {k: v for k, v in z.items() if k in self.locals.names}
+        others = {k: v for k, v in z.items() if k not in own}
+        return {**fn(others), **self.locals.constrain(own)}
 
     def full_potential(
         self, position: Array, arguments: Arguments, subset: Indices | None = None
@@ -344,13 +370,21 @@ def _check_potential(potential_fn: Callable, values: Any) -> None:
         )
 
 
-def model_target(model: Callable, arguments: Arguments, init_strategy: Callable) -> Target:
+def model_target(
+    model: Callable,
+    arguments: Arguments,
+    init_strategy: Callable,
+    gibbs_fn: Callable | None = None,
+    gibbs_sites: tuple[str, ...] = (),
+) -> Target:
     """Read a NumPyro model and check that it can be sampled.
 
     :param model: a NumPyro model.
     :param arguments: its arguments; only shapes and static values count, except where the model
         has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
     :param init_strategy: NumPyro initialisation strategy.
+    :param gibbs_fn: the user's draws of local sites, or None.
+    :param gibbs_sites: names of those sites.
     :return: the target.
     :raises ValueError: naming the site, plate or argument that stands in the way.
     """
@@ -388,11 +422,13 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     seen: dict[str, Any] = {}
 
     sites: list[Site] = []
+    found_locals: list[LocalSites | None] = []
     refusals: list[ValueError] = []
 
     def abstract(arguments: Arguments) -> None:
         seen.update(traced(arguments))
         try:
+            found_locals.append(local_sites(seen, plates, gibbs_fn, gibbs_sites))
             sites.extend(_latent_sites(seen, plates))
         except ValueError as error:
             refusals.append(error)
@@ -417,10 +453,16 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         ) from error
     if refusals:
         raise refusals[0]
+    (local,) = found_locals
     shards = _shards_of(spread, lookups)
     if shards is not None:
         for lookup in lookups:
             plates[lookup.plate] = _spread_plate(plates[lookup.plate], lookup.array, shards)
+        if local is not None:
+            raise ValueError(
+                f"Site '{local.names[0]}' is latent inside the subsampled plate, which is not "
+                "supported where rows are spread over devices: pass arrays that all devices have."
+            )
     has_state = any(s["type"] in ("param", "mutable") for s in seen.values())
     fixed = {}
     if has_state:
@@ -443,7 +485,7 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
 
     def potential(z: Any, indices: Indices, arguments: Arguments, rng_key: Any) -> Array:
         arguments = arguments.map_arrays(jnp.asarray)
-        run = with_rows(indices, rng_key)
+        run, z, arguments = bind(local, with_rows(indices, rng_key), z, indices, arguments)
         return potential_energy(run, arguments.args, arguments.kwargs, z)
 
     first_rows = {p.name: np.arange(p.subsample_size) for p in plates.values()}
@@ -474,8 +516,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
     is_dynamic = len(transforms) < len(sites)
 
     def replay(z: Any, arguments: Arguments, indices: Indices) -> Any:
-        run = with_rows(indices, key)
         arguments = arguments.map_arrays(jnp.asarray)
+        run, z, arguments = bind(local, with_rows(indices, key), z, indices, arguments)
         return constrain_fn(run, arguments.args, arguments.kwargs, z, return_deterministic=True)
 
     kept = {s.name for s in sites} | _row_free_deterministics(
@@ -506,6 +548,12 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         values = [biject_to(drawn[s.name]["fn"].support).inv(drawn[s.name]["value"]) for s in sites]
         return jnp.concatenate([jnp.ravel(v).astype(dtype) for v in values])
 
+    def draw_prior(position: Array, indices: Indices, arguments: Arguments, rng_key: Array) -> Any:
+        values = constrain(unravel(position), arguments)
+        run = substitute(seed(with_rows(indices), rng_key), data=values)
+        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+        return {k: s["value"] for k, s in trace(run).get_trace(*args, **kwargs).items()}
+
     def explain(position: Array, arguments: Arguments) -> str:
         # Rows elsewhere may be more than memory holds.
         most = (
@@ -514,9 +562,10 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
             else max((p.size for p in plates.values()), default=0)
         )
         every_row = {p.name: jnp.arange(min(p.size, most)) for p in plates.values()}
-        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
         values = constrain(unravel(position), arguments)
-        run = substitute(with_rows(every_row, key), data=values)
+        run, own, arguments = bind(local, with_rows(every_row, key), {}, every_row, arguments)
+        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+        run = substitute(run, data=values if local is None else values | local.constrain(own))
         culprits = []
         with numpyro.validation_enabled(False):  # it would stop at the first bad value
             for name, site in trace(run).get_trace(*args, **kwargs).items():
@@ -556,6 +605,8 @@ def model_target(model: Callable, arguments: Arguments, init_strategy: Callable)
         start=start,
         explain=explain,
         sites=tuple(sites),
+        draw_prior=draw_prior,
+        locals=local,
         lookups=tuple(x for x in lookups if isinstance(x.array, HostArray)),
         shards=shards,
     )
@@ -571,23 +622,13 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         if site["is_observed"]:
             _check_observed(site, plates)
             continue
-        if frames and site["fn"].support.is_discrete:
-            raise ValueError(
-                f"Site '{name}' inside the subsampled plate '{frames[0].name}' is discrete and has "
-                "no data: pass them (is an argument None?), or sum it out of the likelihood."
-            )
+        if frames:
+            continue  # a local site
         if site["fn"].support.is_discrete:
             raise ValueError(
                 f"Site '{name}' is discrete and has no gradient. Sample it in a block of its own: "
                 f"Gibbs([(DiscreteGibbs(kernel.model), ['{name}']), (kernel, None)]), with "
                 "Gibbs and DiscreteGibbs from numpyro.infer and kernel this kernel."
-            )
-        if frames:
-            raise ValueError(
-                f"Site '{name}' is a latent variable inside the subsampled plate "
-                f"'{frames[0].name}': a minibatch would update a few of its values with the "
-                "others forgotten. Move it out of the plate, integrate it out of the likelihood, "
-                "or give the plate no subsample_size. If it should be observed, pass its data."
             )
         if _is_delta(site["fn"]):
             raise ValueError(
@@ -606,6 +647,11 @@ def _latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         is_static = all(isinstance(x, (int, float)) for x in jax.tree.leaves(support))
         sites.append(Site(name, shape, support if is_static else None))
     if not sum(s.size for s in sites):
+        if any(s["type"] == "sample" and not s["is_observed"] for s in seen.values()):
+            raise ValueError(
+                "All latent sites of the model are inside the subsampled plate: its rows are "
+                "independent posteriors, and minibatches save nothing. Use NUTS on each."
+            )
         raise ValueError("The model has no latent site: there is nothing to sample.")
     return sorted(sites, key=lambda s: s.name)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ __all__ = [
     "first_step_size",
     "function",
     "is_bool",
+    "local_options",
     "mass_matrix",
     "mass_matrix_mask",
     "needs",
@@ -360,3 +361,27 @@ def check_init_params(init_params: Any, target: Target, num_chains: int | None) 
         if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
             raise ValueError(f"`init_params` of site '{name}' is not finite.")
     return init_params
+
+
+def local_options(
+    model: Any, gibbs_fn: Any, gibbs_sites: Any, collect_locals: bool | Sequence[str]
+) -> None:
+    """Refuse options for local sites that cannot be meant."""
+    if isinstance(gibbs_sites, str) or not all(isinstance(n, str) for n in gibbs_sites):
+        raise ValueError(f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites.")
+    if (gibbs_fn is None) != (len(gibbs_sites) == 0):
+        raise ValueError(
+            "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
+            "that it draws."
+        )
+    if gibbs_fn is not None:
+        function("gibbs_fn", gibbs_fn)
+    if isinstance(collect_locals, str) or not (
+        isinstance(collect_locals, bool) or all(isinstance(n, str) for n in collect_locals)
+    ):
+        raise ValueError(
+            f"`collect_locals` is {collect_locals!r}, but must be True, False or a list of names "
+            "of sites."
+        )
+    if model is None and (gibbs_fn is not None or collect_locals):
+        raise ValueError("`gibbs_fn` and `collect_locals` need a kernel made from a model.")

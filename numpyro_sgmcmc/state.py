@@ -8,6 +8,7 @@ from jax import Array
 
 from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.data.blocks import Block
+from numpyro_sgmcmc.locals.moves import LocalState
 from numpyro_sgmcmc.minibatch import StreamState
 from numpyro_sgmcmc.moments import Moments
 from numpyro_sgmcmc.step_control import StepControl
@@ -22,7 +23,8 @@ class AdaptState(NamedTuple):
     - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
     - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
     - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
-    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``.
+    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``; for the present
+      local values where the model has local sites.
     - **anchor_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``; None unless the
       gradient's estimator needs it.
     - **gradient_noise** - covariance of the whitened gradient's noise, a
@@ -57,6 +59,8 @@ class SGMCMCState(NamedTuple):
     - **rng_key** - random key of the next iteration.
     - **block** - rows read ahead, a :class:`~numpyro_sgmcmc.data.blocks.Block`; None where all data
       are in memory.
+    - **locals** - values of the latent sites inside the subsampled plate for all rows, a
+      :class:`~numpyro_sgmcmc.locals.LocalState`; None where there are none.
     """
 
     i: Array
@@ -71,3 +75,4 @@ class SGMCMCState(NamedTuple):
     step_control: StepControl
     rng_key: Array
     block: Block | None = None
+    locals: LocalState | None = None

@@ -1,5 +1,7 @@
-"""What must hold where rows are spread over devices; needs four, so `test_sharded.py` runs it in a
-process that poses as having them: one function a check."""
+"""What must hold where rows are spread over devices: one function a check.
+
+It needs four devices, so `test_sharded.py` runs it in a process that poses as having them.
+"""
 
 import itertools
 import json
@@ -27,7 +29,7 @@ from numpyro_sgmcmc.adaptation.surface import draw_subset
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
-from numpyro_sgmcmc.minibatch import STREAMS, StreamState, Stratified
+from numpyro_sgmcmc.minibatch import STREAMS, Stratified, StreamState
 from numpyro_sgmcmc.model import model_target
 
 N, DIM = 61, 3

@@ -1,28 +1,12 @@
 """One of the processes that share the rows; `test_sharded.py` starts them.
 
-Arguments: number of this process, number of processes, port, file for the draws, draws.
+Arguments: number of this process, number of processes, port, file for the draws, number of draws.
 """
 
-import os
 import sys
-
-process, processes, port, path, num_samples = sys.argv[1:]
-process, processes = int(process), int(processes)
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
 
 import jax
 import numpy as np
-
-if processes > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}",
-        processes,
-        process,
-        heartbeat_timeout_seconds=20,
-        shutdown_timeout_seconds=20,
-    )
-
 import numpyro
 import numpyro.distributions as dist
 from numpyro.infer import MCMC
@@ -39,26 +23,38 @@ def regression(X, y, batch_size):
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=y[i])
 
 
-rng = np.random.default_rng(0)
-X = rng.normal(size=(sum(COUNTS), DIM)).astype(np.float32)
-y = (rng.random(len(X)) < 1 / (1 + np.exp(-X @ np.array([1.0, -0.5])))).astype(np.float32)
+def main(process, processes, port, path, num_samples):
+    if processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}",
+            processes,
+            process,
+            heartbeat_timeout_seconds=20,
+            shutdown_timeout_seconds=20,
+        )
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(sum(COUNTS), DIM)).astype(np.float32)
+    y = (rng.random(len(X)) < 1 / (1 + np.exp(-X @ np.array([1.0, -0.5])))).astype(np.float32)
+    # What this process has, as if it had read nothing else.
+    ends = np.cumsum((0, *COUNTS))
+    own = slice(process * 4 // processes, (process + 1) * 4 // processes)
+    rows = slice(ends[own.start], ends[own.stop])
+    data = [ShardedArray(x[rows], counts=COUNTS[own]) for x in (X, y)]
+    mcmc = MCMC(
+        SGHMCSplit(regression),
+        num_warmup=20,
+        num_samples=num_samples,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.warmup(jax.random.key(0), *data, batch_size=20)
+    print("sampling", flush=True)
+    mcmc.run(mcmc.post_warmup_state.rng_key, *data, batch_size=20)
+    np.save(path, np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
+    mcmc.print_summary()
 
-# What this process has, as if it had read nothing else.
-ends = np.cumsum((0, *COUNTS))
-own = slice(process * 4 // processes, (process + 1) * 4 // processes)
-rows = slice(ends[own.start], ends[own.stop])
-X, y = (ShardedArray(x[rows], counts=COUNTS[own]) for x in (X, y))
 
-mcmc = MCMC(
-    SGHMCSplit(regression),
-    num_warmup=20,
-    num_samples=int(num_samples),
-    num_chains=2,
-    chain_method="vectorized",
-    progress_bar=False,
-)
-mcmc.warmup(jax.random.key(0), X, y, batch_size=20)
-print("sampling", flush=True)
-mcmc.run(mcmc.post_warmup_state.rng_key, X, y, batch_size=20)
-np.save(path, np.asarray(mcmc.get_samples(group_by_chain=True)["beta"]))
-mcmc.print_summary()
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5]))

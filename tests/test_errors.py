@@ -19,15 +19,13 @@ X = jnp.asarray(_rng.standard_normal((N, 3)), jnp.float32)
 Y = jnp.asarray(_rng.standard_normal(N), jnp.float32)
 
 
-def model(X, y, batch=100, size=None, rows_of=("X", "y"), discrete=False, local=False, key=False):
+def model(X, y, batch=100, size=None, rows_of=("X", "y"), discrete=False, key=False):
     b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
     if discrete:
         b = b + numpyro.sample("k", dist.Bernoulli(0.5))
     if key:
         numpyro.prng_key()
     with numpyro.plate("rows", size or X.shape[0], subsample_size=batch) as i:
-        if local:
-            numpyro.sample("u", dist.Normal(0, 1))
         x = X[i] if "X" in rows_of else X
         numpyro.sample("y", dist.Normal(x @ b, 1), obs=y[i] if "y" in rows_of else y)
 
@@ -42,7 +40,6 @@ def run(*args, init_params=None, options=None, **kwargs):
     ("kwargs", "words"),
     [
         ({"discrete": True}, ("'k' is discrete", "Gibbs", "DiscreteGibbs(kernel.model)")),
-        ({"local": True}, ("'u'", "inside the subsampled plate 'rows'", "Move it out")),
         ({"batch": 2000}, ("'rows'", "subsample_size=2000", "1000")),
         ({"size": 900}, ("'rows'", "size 900", "`X`", "1000 rows")),
         ({"size": 1100}, ("'rows'", "size 1100", "`X`", "1000 rows")),

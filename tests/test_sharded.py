@@ -63,6 +63,7 @@ def start_processes(folder, num, num_samples):
         start(
             "sharded_process.py",
             *(k, num, port, folder / f"draws-{num}-{k}.npy", num_samples),
+            devices=4 // num,
             stdout=(folder / f"said-{num}-{k}").open("w"),
             stderr=subprocess.STDOUT,
         )

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.adaptation.frame import Frame
+from numpyro_sgmcmc.adaptation.local_start import LocalStart
 from numpyro_sgmcmc.adaptation.noise import (
     NO_NOISE,
     Noise,
@@ -69,7 +70,7 @@ from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import Reading
 from numpyro_sgmcmc.notices import notify
 
-__all__ = ["Adaptation", "Settings", "adapt"]
+__all__ = ["Adaptation", "Settings", "Setup", "adapt"]
 
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
@@ -144,6 +145,8 @@ class Adaptation(NamedTuple):
     - **allowed_excess** - excess of temperature at which a chain in warm-up does not shorten its
       step; None where the step size is the user's.
     - **relaxation_time** - time between about independent draws.
+    - **locals** - where the local values start, a
+      :class:`~numpyro_sgmcmc.adaptation.local_start.LocalStart`; None where there are none.
     """
 
     anchored: Anchored
@@ -156,6 +159,7 @@ class Adaptation(NamedTuple):
     reading: Reading
     allowed_excess: float | None
     relaxation_time: float
+    locals: LocalStart | None = None
 
 
 def adapt(
@@ -178,10 +182,10 @@ def adapt(
     """
     # What is not finite is looked for, and named; NumPy need not warn of it as well.
     with np.errstate(all="ignore"):
-        return _Setup(target, arguments, settings, progress).run(starts)
+        return Setup(target, arguments, settings, progress).run(starts)
 
 
-class _Setup:
+class Setup:
     """One run of :func:`adapt`; holds what its stages share and nothing that outlives them."""
 
     def __init__(

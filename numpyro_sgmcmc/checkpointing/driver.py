@@ -155,6 +155,11 @@ class CheckpointedMCMC(MCMC):
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
+        if self.sampler.has_local_sites(args, kwargs):
+            raise ValueError(
+                "`CheckpointedMCMC` does not keep the values of latent sites inside a subsampled "
+                "plate: use numpyro.infer.MCMC."
+            )
         chains = self._chains(tuple(extra_fields), args, kwargs)
         state = chains.start(rng_key, self.num_warmup, init_params)
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))

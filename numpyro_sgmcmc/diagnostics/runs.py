@@ -37,6 +37,12 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
     state = mcmc.last_state
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
         raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
+    if state.locals is not None:
+        raise ValueError(
+            f"`{wanted_by}` cannot tell the bias of a model with latent sites inside the "
+            "subsampled plate: its moments are those of the globals given them. Compare with a "
+            "run of half the step_size, and use `mcmc.print_summary()`."
+        )
     return kernel
 
 

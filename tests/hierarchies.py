@@ -1,0 +1,149 @@
+"""Models with a latent value for each row, and the posterior of their globals without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+
+NOISE = 0.8
+TRIALS = 6
+
+
+def normal_means(y: Any, batch_size: int | None = None) -> None:
+    """The local values integrate out: y is normal with variance tau^2 + NOISE^2."""
+    mu = numpyro.sample("mu", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(z, NOISE), obs=y[i])
+
+
+def normal_means_data(rows: int = 2000, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (1 + rng.standard_normal(rows) + NOISE * rng.standard_normal(rows)).astype(np.float32)
+
+
+def normal_means_posterior(y: Any) -> dict[str, tuple[float, float]]:
+    """Mean and sd of each global of :func:`normal_means`, on a grid."""
+    y = np.asarray(y, np.float64)
+    centre, width = y.mean(), 8 * y.std() / np.sqrt(len(y))
+    mu = np.linspace(centre - width, centre + width, 301)[:, None]
+    tau = np.linspace(1e-3, 2.5, 2001)
+    variance = tau**2 + NOISE**2
+    squares = ((y - centre) ** 2).sum() + len(y) * (centre - mu) ** 2
+    log_density = -0.5 * (len(y) * np.log(variance) + squares / variance)
+    log_density -= 0.5 * ((mu / 5) ** 2 + (tau / 2) ** 2)
+    return grid_moments(log_density, {"mu": mu, "tau": tau})
+
+
+def grid_moments(log_density: Any, values: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Mean and sd of each value under a density on a grid."""
+    p = np.exp(log_density - log_density.max())
+    p /= p.sum()
+    found = {}
+    for name, x in values.items():
+        mean = float((p * x).sum())
+        found[name] = (mean, float(np.sqrt((p * (x - mean) ** 2).sum())))
+    return found
+
+
+def draw_normal_means(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any) -> Any:
+    """The local values of :func:`normal_means` given the globals, for its default data."""
+    precision = 1 / NOISE**2 + 1 / hmc_sites["tau"] ** 2
+    y = jnp.asarray(normal_means_data())[rows]
+    mean = (y / NOISE**2 + hmc_sites["mu"] / hmc_sites["tau"] ** 2) / precision
+    return {"z": dist.Normal(mean, 1 / jnp.sqrt(precision)).sample(rng_key)}
+
+
+def mixture(y: Any, batch_size: int | None = None) -> None:
+    """Two components a row's indicator chooses from."""
+    share = numpyro.sample("share", dist.Beta(2, 2))
+    shift = numpyro.sample("shift", dist.Normal(0, 5))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        k = numpyro.sample("k", dist.Bernoulli(share))
+        numpyro.sample("y", dist.Normal(shift * k, 1), obs=y[i])
+
+
+def mixture_data(rows: int = 2000) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    k = rng.uniform(size=rows) < 0.3
+    return (2.5 * k + rng.standard_normal(rows)).astype(np.float32)
+
+
+def mixture_posterior(y: Any) -> dict[str, tuple[float, float]]:
+    """Mean and sd of each global of :func:`mixture`, the indicators summed out, on a grid."""
+    y = np.asarray(y, np.float64)
+    share = np.linspace(0.2, 0.42, 221)[:, None]
+    shift = np.linspace(2.0, 3.0, 201)
+    log_density = np.log(share) + np.log1p(-share) - 0.5 * (shift / 5) ** 2
+    base = np.exp(-0.5 * y**2)
+    other = np.exp(-0.5 * (y[:, None] - shift) ** 2)
+    for one, two in zip(base, other, strict=True):
+        log_density = log_density + np.log((1 - share) * one + share * two)
+    return grid_moments(log_density, {"share": share, "shift": shift})
+
+
+def indicator_odds(share: Any, shift: Any, y: Any) -> Any:
+    """Log odds of a row's indicator given the globals."""
+    logit = jnp.log(share) - jnp.log1p(-share)
+    return logit + shift * y - 0.5 * shift**2
+
+
+def draw_indicators(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any) -> Any:
+    """The indicators of :func:`mixture` given the globals, for its default data."""
+    y = jnp.asarray(mixture_data())[rows]
+    odds = indicator_odds(hmc_sites["share"], hmc_sites["shift"], y)
+    return {"k": dist.Bernoulli(logits=odds).sample(rng_key)}
+
+
+def counts(x: Any, y: Any, batch_size: int | None = None) -> None:
+    """Poisson regression with a random effect a row."""
+    intercept = numpyro.sample("intercept", dist.Normal(0, 5))
+    slope = numpyro.sample("slope", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        effect = numpyro.sample("effect", dist.Normal(0, tau))
+        numpyro.sample("y", dist.Poisson(jnp.exp(intercept + slope * x[i] + effect)), obs=y[i])
+
+
+def counts_data(rows: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal(rows).astype(np.float32)
+    rate = np.exp(1.0 + 0.4 * x + 0.6 * rng.standard_normal(rows))
+    return x, rng.poisson(rate)
+
+
+def trials(x: Any, y: Any, batch_size: int | None = None) -> None:
+    """Six Bernoulli trials a row, whose logits share the row's random intercept."""
+    intercept = numpyro.sample("intercept", dist.Normal(0, 5))
+    slope = numpyro.sample("slope", dist.Normal(0, 5))
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size, dim=-2) as i:
+        effect = numpyro.sample("effect", dist.Normal(intercept, tau))
+        with numpyro.plate("trials", TRIALS, dim=-1):
+            numpyro.sample("y", dist.Bernoulli(logits=effect + slope * x[i]), obs=y[i])
+
+
+def trials_data(rows: int = 2000) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((rows, TRIALS)).astype(np.float32)
+    logits = 0.5 - 0.7 * x + rng.standard_normal((rows, 1))
+    return x, (rng.uniform(size=x.shape) < 1 / (1 + np.exp(-logits))).astype(np.int32)
+
+
+def awkward(y: Any, batch_size: int | None = None) -> None:
+    """Local sites of several shapes, a constrained one, and one in a second plate."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    scale = numpyro.sample("scale", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size, dim=-1) as i:
+        width = numpyro.sample("width", dist.LogNormal(mu, scale))
+        pair = numpyro.sample("pair", dist.Normal(mu, scale).expand([2]).to_event(1))
+        weights = numpyro.sample("weights", dist.Dirichlet(jnp.ones(3)))
+        with numpyro.plate("columns", 3, dim=-2):
+            cell = numpyro.sample("cell", dist.Normal(pair[:, 0], 1))
+            numpyro.sample("y", dist.StudentT(4, cell + weights.T, width), obs=y[i].T)
+        numpyro.factor("tilt", jnp.sin(pair[:, 1] * y[i, 0]))
