@@ -162,7 +162,9 @@ class Arguments:
                     name = names[part.idx] if part.idx < len(names) else f"argument {part.idx}"
                 else:
                     name = str(getattr(part, "key", part))
-                named.append((f"`{name}{jax.tree_util.keystr(path[2:])}`", leaf))
+                # What a ShardedArray holds goes by its name.
+                inside = [p for p in path[2:] if not isinstance(p, jax.tree_util.FlattenedIndexKey)]
+                named.append((f"`{name}{jax.tree_util.keystr(tuple(inside))}`", leaf))
         return named
 
     def tree_flatten(self) -> tuple[list[Any], Hashable]:

@@ -397,12 +397,12 @@ class SGMCMCKernel(MCMCKernel):
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with _eagerly(rng_key), plain_failures(arguments.hosts):
             concrete = self._concrete(arguments)
-            self._target = target = self._read(concrete, init_params, is_batch)
-            if target.shards is not None and jax.sharding.get_abstract_mesh().manual_axes:
+            if concrete.sharded and jax.sharding.get_abstract_mesh().manual_axes:
                 raise ValueError(
                     "chain_method='parallel' gives every device a chain, but the devices share the "
                     "rows: use chain_method='vectorized'."
                 )
+            self._target = target = self._read(concrete, init_params, is_batch)
             if is_block and target.locals is not None:
                 raise ValueError(
                     f"Site '{target.locals.names[0]}' is latent inside the subsampled plate, which "

@@ -436,7 +436,7 @@ def model_target(
     try:
         jax.eval_shape(abstract, arguments)
     except Exception as error:
-        if str(error).startswith(("Plate '", "The plate '")):
+        if str(error).startswith(("Plate '", "The plate '", "ShardedArray(")):
             raise
         plain = failure(error, model, arguments, lambda: _fails_on_all_rows(model, arguments))
         if plain is error or (plain is None and not plates):

@@ -21,12 +21,14 @@ import numpy as np
 
 from numpyro_sgmcmc.arguments import Arguments, is_array
 from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.sharded import ShardedArray
 from numpyro_sgmcmc.dataflow import origins
 from numpyro_sgmcmc.full_data import Indices, Plate
 
 __all__ = ["check_rows_of_sites", "failure", "first_line"]
 
 _LIBRARIES = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+_RIGHT = (np.generic, HostArray, ShardedArray)
 _NOT_CONCRETE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -285,7 +287,7 @@ def _not_arrays(name: str, x: Any) -> Iterable[str]:
         yield f"`{name}`, an array of type {x.dtype}: pass numbers"
     elif hasattr(x, "iloc"):
         yield f"`{name}`, a {type(x).__name__}: pass {name}.to_numpy()"
-    elif hasattr(x, "__array__") and not is_array(x) and not isinstance(x, (np.generic, HostArray)):
+    elif hasattr(x, "__array__") and not is_array(x) and not isinstance(x, _RIGHT):
         yield f"`{name}`, a {type(x).__name__}: pass numpy.asarray({name})"
 
 

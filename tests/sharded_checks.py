@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from contract import assert_posterior
-from jax import random
+from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
 from numpyro.infer.util import potential_energy
@@ -29,7 +30,13 @@ from numpyro_sgmcmc.adaptation.surface import draw_subset
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
-from numpyro_sgmcmc.minibatch import STREAMS, Stratified, StreamState
+from numpyro_sgmcmc.minibatch import (
+    STREAMS,
+    Stratified,
+    StreamState,
+    independent_minibatch,
+    stream_of,
+)
 from numpyro_sgmcmc.model import model_target
 
 N, DIM = 61, 3
@@ -139,7 +146,7 @@ def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
 def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
     counts = (15, 15, 15, 15)
     X, y, group = (x[:60] for x in table())
-    arguments = Arguments((spread(X, counts), spread(y, counts), group, 0.1), {"batch_size": 60})
+    arguments = Arguments((spread(X, counts), spread(y, counts), group, 0.1), {"batch_size": 8})
     target = model_target(regression, arguments, numpyro.infer.init_to_uniform)
     anchor, q = jnp.asarray(positions(target.dim)[:2])
     _, gradient, hessian = jax.jit(target.full_expansion)(anchor, arguments)
@@ -155,7 +162,6 @@ def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
 
 def check_each_shard_draws_its_own_part_by_the_stream_that_is_asked_for():
     counts = (8, 40, 12, 20)
-    target, _, _ = read((2, 30, 9, 20))
     shards = spread(np.zeros(80, np.float32), counts).shards
     firsts = np.cumsum((0, *counts[:-1]))
     for name, kind in STREAMS.items():
@@ -193,31 +199,48 @@ def check_warm_up_draws_stay_within_their_shards():
         assert (np.diff(part) >= 0).all()
 
 
-def collectives(kernel, arguments, keywords, num_chains=2):
-    """How often each kind of collective stands in the compiled iteration."""
-    state = kernel.init(random.split(random.key(0), num_chains), 4, None, arguments, keywords)
-    text = jax.jit(lambda s: kernel.sample(s, arguments, keywords)).lower(state).compile().as_text()
+def collectives(fn, *operands):
+    """How often each kind of collective stands in a compiled function."""
+    text = jax.jit(fn).lower(*operands).compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    return {k: len(re.findall(rf" {k}(?:-start)?\(", text)) for k in kinds}
+    return {k: n for k in kinds if (n := len(re.findall(rf" {k}(?:-start)?\(", text)))}
 
 
 def check_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows():
-    X, y, group = table(4000)
-    for counts in ((1000,) * 4, (500, 1500, 900, 1100)):
-        for minibatch in STREAMS:
-            arguments = (spread(X, counts), spread(y, counts), group, 0.1)
-            kernel = SGHMCSplit(
-                regression, gradient="control_variate", minibatch=minibatch, num_steps=3
-            )
-            found = collectives(kernel, arguments, {"batch_size": 100})
-            others = {k: n for k, n in found.items() if k != "all-reduce"}
-            assert found["all-reduce"] == 1, (minibatch, found)
-            assert not any(others.values()), (minibatch, found)
+    for counts in LAYOUTS["four, as even as can be"], LAYOUTS["four, uneven"]:
+        target, arguments, _ = read(counts)
+        zeros = jnp.zeros(target.dim)
+        anchored = Anchored(Coordinates(zeros, zeros + 1), zeros, jnp.eye(target.dim))
+        plate = target.plates[0]
+        for minibatch, estimator in zip(STREAMS, ESTIMATORS, strict=True):
+            stream = stream_of(plate, minibatch)
+
+            of = partial(whitened_gradient, estimator, target, anchored=anchored)
+
+            def steps(q, state, arguments, stream=stream, of=of):
+                state, rows = stream.draw(state, random.key(0), 5)
+
+                def step(q, rows):
+                    return q - 0.01 * of(arguments=arguments, indices={"rows": rows})(q), None
+
+                return lax.scan(step, q, rows)[0], state
+
+            found = collectives(steps, zeros, stream.init(random.key(0)), arguments)
+            assert found == {"all-reduce": 1}, (minibatch, found)
+            fresh = {"rows": independent_minibatch(plate, minibatch, random.key(0))}
+            assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
+            assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
+
+
+def collectives_of(mcmc, arguments):
+    """Those of a run's iteration."""
+    kernel, keywords = mcmc.sampler, {"batch_size": 20}
+    return collectives(lambda s: kernel.sample(s, arguments, keywords), mcmc.last_state)
 
 
 def run(arguments, num_chains):
     mcmc = MCMC(
-        SGHMCSplit(regression, step_size=0.1, num_steps=3),
+        SGHMCSplit(regression, gradient="control_variate", step_size=0.1, num_steps=3),
         num_warmup=5,
         num_samples=20,
         num_chains=num_chains,
@@ -261,12 +284,9 @@ def check_chains_spread_over_a_second_axis_are_the_same_chains():
     for shape, names in (((2,), ("rows",)), ((2, 2), ("rows", "chains"))):
         mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), names)
         arguments = (ShardedArray(X, mesh), ShardedArray(y, mesh), group, 0.1)
-        draws.append(run(arguments, 2).get_samples(group_by_chain=True)["beta"])
-        if len(shape) == 2:
-            kernel = SGHMCSplit(regression, gradient="control_variate", num_steps=3)
-            found = collectives(kernel, arguments, {"batch_size": 20})
-            assert found["all-reduce"] == 1, found
-            assert found["all-gather"] == 0, found
+        mcmc = run(arguments, 2)
+        draws.append(mcmc.get_samples(group_by_chain=True)["beta"])
+        assert collectives_of(mcmc, arguments) == {"all-reduce": 1}
     np.testing.assert_allclose(*draws, atol=1e-3)
 
 
@@ -332,10 +352,12 @@ def check_what_cannot_be_right_is_refused():
 
     refused("on no device as a whole", whole)
     refused("indexed by something else", shifted)
-    refused("one of them has only 15", keywords={"batch_size": 61})
+    refused("below its size", keywords={"batch_size": 61})
     refused("noise_compensation", noise_compensation=True)
     other = spread(y, LAYOUTS["four, uneven"])
     refused("in the same way", arguments=(sharded, other, group, 0.1))
+    uneven = (spread(X, LAYOUTS["four, uneven"]), other, group, 0.1)
+    refused("one of them has only 2", arguments=uneven, keywords={"batch_size": 20})
     on_host = HostArray(y, name="y")
     refused("make all of its arrays ShardedArrays", arguments=(sharded, on_host, group, 0.1))
     short = spread(y[:60], (15,) * 4)

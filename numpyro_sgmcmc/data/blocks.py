@@ -172,8 +172,8 @@ class Recorder(_StandIn):
         else:
             if isinstance(self.array, ShardedArray):
                 raise ValueError(
-                    f"{self.array!r} is indexed by something else than the indices of a subsampled "
-                    "plate: a device has no other rows than its own."
+                    f"{self.array!r} is indexed by something else than the indices of a plate "
+                    "whose subsample_size is below its size: a device has no rows but its own."
                 )
         return self.array[index]
 
