@@ -278,6 +278,7 @@ def _step(
         rows, noise, key, count = xs
         values: tuple[Array, ...] = ()
         if state.block is not None:
+            assert place is not None
             rows, values = state.block.at(place, rows)
         if not is_ahead:
             noise = random.normal(noise, shape, target.dtype)

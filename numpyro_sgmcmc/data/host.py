@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["HostArray", "narrowed", "plain_failures", "read_ahead"]
+__all__ = ["HostArray", "counting", "narrowed", "plain_failures", "read_ahead"]
 
 _AHEAD = 8
 _RELEASE_BYTES = 2**30
@@ -97,6 +97,7 @@ class HostArray:
         self._ahead: list[tuple[np.ndarray, Future]] = []
         self._mapped_since_release = 0
         self._by_slices = hasattr(source, "chunks")
+        self._on_read: Callable[[int], None] | None = None
         self.failure: RuntimeError | None = None
 
     @property
@@ -152,7 +153,7 @@ class HostArray:
     __jax_array__ = __array__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": []}
+        return {**self.__dict__, "_ahead": [], "_on_read": None}
 
     def read(self, rows: Any) -> np.ndarray:
         """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
@@ -168,6 +169,8 @@ class HostArray:
             self.failure = error
             raise
         self._release(rows, values.nbytes)
+        if self._on_read is not None:
+            self._on_read(rows.size)
         return values.reshape(*rows.shape, *self.shape[1:])
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
@@ -273,6 +276,29 @@ def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> j
     size = math.prod(shape)
     places = jnp.arange(size).reshape(shape)
     return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
+
+
+@contextmanager
+def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[None]:
+    """Call ``told`` with the number of rows of the array that have been read since, at each read.
+
+    :param array: the array; None for none.
+    """
+    if array is None:
+        yield
+        return
+    total = 0
+
+    def add(rows: int) -> None:
+        nonlocal total
+        total += rows
+        told(total)
+
+    before, array._on_read = array._on_read, add
+    try:
+        yield
+    finally:
+        array._on_read = before
 
 
 @contextmanager
