@@ -14,7 +14,7 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference test test-all benchmarks papers trust lint format clean
+.PHONY: help quickstart reference test test-all benchmarks disk papers trust lint format clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -22,6 +22,7 @@ help:
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
+	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format and types"
@@ -52,6 +53,12 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/kernel_cost.py
 	$(bin)/python benchmarks/moments_cost.py
 	$(bin)/python benchmarks/memory.py
+
+# Writes 24 GB to the folder for temporary files, or to the one that TMPDIR names.
+disk: $(VENV)/.installed-benchmarks
+	$(bin)/python benchmarks/streaming.py
+	$(bin)/python benchmarks/resume.py
+	$(bin)/python benchmarks/many_parameters.py
 
 # Not among the benchmarks: hours, and the references make hours more.
 trust: $(VENV)/.installed-benchmarks

@@ -2,7 +2,7 @@
 
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
-from numpyro_sgmcmc.diagnostics import bias_report, print_summary
+from numpyro_sgmcmc.diagnostics import bias_report, log_likelihood, print_summary
 from numpyro_sgmcmc.samplers import (
     SGHMC,
     SGLD,
@@ -31,6 +31,7 @@ __all__ = [
     "SGLaplaceHMC",
     "ShardedArray",
     "bias_report",
+    "log_likelihood",
     "open_draws",
     "print_summary",
 ]

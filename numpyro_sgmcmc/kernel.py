@@ -22,7 +22,6 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_uniform
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
-from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import options
 from numpyro_sgmcmc.adaptation import (
@@ -44,6 +43,7 @@ from numpyro_sgmcmc.locals.chains import check_options, collected_sites, start_l
 from numpyro_sgmcmc.minibatch import STREAMS
 from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
 from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.progress import passes_shown, stages_shown
 from numpyro_sgmcmc.state import SGMCMCState
 
 __all__ = ["KernelOptions", "SGMCMCKernel", "typical_positions"]
@@ -306,7 +306,8 @@ class SGMCMCKernel(MCMCKernel):
                 "to take on all rows."
             )
         held = self._held.hold(arguments)
-        with plain_failures(arguments.hosts):
+        shown = passes_shown("gradients on all rows", arguments.hosts, len(positions))
+        with plain_failures(arguments.hosts), shown:
             return jax.block_until_ready(_full_gradients(self._ready, positions, held))
 
     @property
@@ -649,14 +650,7 @@ class SGMCMCKernel(MCMCKernel):
             if same and self._checksums == arguments.checksums:
                 return self._adapted[1]
             self._held = HeldArrays()
-        with tqdm_auto(
-            total=5, delay=3, leave=False, disable=None, bar_format="{desc} {elapsed}"
-        ) as bar:
-
-            def progress(stage: str) -> None:
-                bar.set_description(f"adapting: {stage}", refresh=False)
-                bar.update()
-
+        with stages_shown(arguments.hosts) as progress:
             starts = self._first_positions(target, arguments, init_params, is_batch)
             has_start = init_params is not None and not _is_traced(init_params)
             settings = self._settings(target, has_start)

@@ -44,6 +44,7 @@ from numpyro_sgmcmc.refusals import check_rows_of_sites, failure, first_line
 __all__ = ["FullDataModel", "Target", "function_target", "model_target", "prior_draws"]
 
 _EXPLAINED_ROWS = 20_000
+_WHOLE_BYTES = 2**30
 
 
 class _rows(Messenger):
@@ -107,6 +108,14 @@ class FullDataModel:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for host in Arguments(args, kwargs).hosts:
+            num_bytes = len(host) * max(host.row_size, 1) * host.dtype.itemsize
+            if num_bytes > _WHOLE_BYTES:
+                raise ValueError(
+                    f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
+                    "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, and "
+                    "az.from_dict takes the draws of mcmc.get_samples(group_by_chain=True)."
+                )
         args, kwargs = as_jax_arrays((args, kwargs))
         run = _rows(self.model, lambda name, size, _: jnp.arange(size))
         try:
@@ -121,6 +130,13 @@ class FullDataModel:
                 "alone; without them there is no log likelihood, and ArviZ can be told so: "
                 "az.from_numpyro(mcmc, log_likelihood=False)."
             ) from error
+
+    def on_rows(self, indices: Indices) -> Callable:
+        """The model on some rows of each plate.
+
+        :param indices: rows by plate name; plates that are not named are left alone.
+        """
+        return _rows(self.model, lambda name, size, _: indices.get(name))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model

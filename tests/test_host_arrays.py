@@ -13,10 +13,12 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from contract import quietly
+from contract import quick_compilation, quietly, run_on_two_devices
 
-from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report
+from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
 from numpyro_sgmcmc.data.blocks import Lookup, Served, block_length
+
+__all__ = ["quick_compilation"]
 
 NUM_ROWS, BATCH = 3_000, 20
 RNG = np.random.default_rng(0)
@@ -96,16 +98,26 @@ def test_draws_are_those_of_rows_in_memory(model, options):
     assert_same(draws(fit(HostArray(X), HostArray(Y), model, options=options)), in_memory)
 
 
-@pytest.mark.parametrize(
-    ("chain_method", "num_chains"),
-    [("sequential", 1), pytest.param("sequential", 2, marks=pytest.mark.slow), ("parallel", 2)],
-)
-def test_chain_methods(chain_method, num_chains):
-    settings = {"chain_method": chain_method, "num_chains": num_chains}
-    if chain_method == "parallel" and jax.local_device_count() < 2:
-        pytest.skip("needs two devices")
+@pytest.mark.parametrize("num_chains", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_chains_one_by_one(num_chains):
+    settings = {"chain_method": "sequential", "num_chains": num_chains}
     both = [fit(*data, **settings) for data in ((X, Y), (HostArray(X), HostArray(Y)))]
     assert_same(*map(draws, both))
+
+
+ON_TWO_DEVICES = """
+import test_host_arrays as t
+
+both = ((t.X, t.Y), (t.HostArray(t.X), t.HostArray(t.Y)))
+memory, host = (t.fit(*data, chain_method="parallel") for data in both)
+assert memory.chain_method == host.chain_method == "parallel"
+t.assert_same(t.draws(host), t.draws(memory))
+print("the same")
+"""
+
+
+def test_parallel_chains():
+    assert "the same" in run_on_two_devices(ON_TWO_DEVICES)
 
 
 @pytest.mark.parametrize("gradient", ["plain", "control_variate"])
@@ -137,6 +149,41 @@ def test_reports():
         )
 
 
+# --- All rows -----------------------------------------------------------------------------------
+
+
+def test_log_likelihood_by_chunks(monkeypatch):
+    """Chunks of 7 rows or so, of which the last overlaps with the one before."""
+    source = Source(X)
+    mcmc = fit(HostArray(source), HostArray(Y), num_samples=5)
+    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.likelihood._CHUNK_ELEMENTS", 10 * 700)
+    source.asked.clear()
+    found = log_likelihood(mcmc)["y"]
+    assert found.shape == (2, 5, NUM_ROWS)
+    assert source.asked == [700] * 5
+    beta = draws(mcmc)
+    expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    some = np.array([2999, 0, 5])
+    np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
+    with pytest.raises(ValueError, match="between 0 and 2999"):
+        log_likelihood(mcmc, [3000])
+    monkeypatch.setattr("numpyro_sgmcmc.model._WHOLE_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
+        mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
+
+
+def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
+    monkeypatch.setattr("numpyro_sgmcmc.progress._DELAY", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    mcmc = fit(HostArray(X, name="X"), HostArray(Y, name="y"), num_samples=5)
+    assert "passes over 'X'" in capsys.readouterr().err
+    bias_report(mcmc, full_data=True, num_draws=4)
+    shown = capsys.readouterr().err
+    assert "gradients on all rows: 100%" in shown
+    assert "12.0k/12.0k" in shown
+
+
 # --- Reading ------------------------------------------------------------------------------------
 
 
@@ -144,7 +191,8 @@ def test_rows_are_read_in_blocks_and_ahead():
     source = Source(X)
     host = HostArray(source)
     mcmc = fit(host, Y, num_samples=1500, num_warmup=0)
-    (values,), place, _ = mcmc.last_state.block
+    block = mcmc.last_state.block
+    (values,), place = block.values, block.place
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}
     assert length == block_length((Lookup(host, "rows"),), rows, num_chains=2) > 1

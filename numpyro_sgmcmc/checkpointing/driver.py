@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from numpyro_sgmcmc import options
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
 from numpyro_sgmcmc.checkpointing.fingerprint import check_same, fingerprint
+from numpyro_sgmcmc.checkpointing.lock import locked
 from numpyro_sgmcmc.checkpointing.loop import Chains
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
-from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store
+from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
 from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.notices import notify
@@ -139,19 +141,36 @@ class CheckpointedMCMC(MCMC):
         nothing to go on from: run it again.
 
         :raises FileExistsError: where the folder holds a run.
-        :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk.
+        :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
+            another process uses the folder.
         """
         self._check_extras()
+        if jax.process_count() > 1:
+            raise ValueError(
+                "`CheckpointedMCMC` runs in one process, but there are "
+                f"{jax.process_count()}: use numpyro.infer.MCMC."
+            )
+        if self._folder.exists() and not self._folder.is_dir():
+            raise NotADirectoryError(
+                f"`checkpoint` is '{self._folder}', a file: give it the path of a folder."
+            )
+        with locked(self._folder):
+            self._begin(rng_key, args, kwargs, tuple(extra_fields), init_params)
+
+    def _begin(
+        self,
+        rng_key: Array,
+        args: tuple,
+        kwargs: dict[str, Any],
+        extra_fields: tuple[str, ...],
+        init_params: Any,
+    ) -> None:
         if self.has_checkpoint:
             raise FileExistsError(
                 f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
                 "`checkpoint` another folder."
             )
         options.check_key(rng_key)
-        if self._folder.exists() and not self._folder.is_dir():
-            raise NotADirectoryError(
-                f"`checkpoint` is '{self._folder}', a file: give it the path of a folder."
-            )
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
@@ -160,7 +179,7 @@ class CheckpointedMCMC(MCMC):
                 "`CheckpointedMCMC` does not keep the values of latent sites inside a subsampled "
                 "plate: use numpyro.infer.MCMC."
             )
-        chains = self._chains(tuple(extra_fields), args, kwargs)
+        chains = self._chains(extra_fields, args, kwargs)
         state = chains.start(rng_key, self.num_warmup, init_params)
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
         room = self._with_chains(room)
@@ -191,13 +210,18 @@ class CheckpointedMCMC(MCMC):
         :raises FileNotFoundError: where the folder holds no run that could be continued.
         :raises ValueError: where kernel, settings, model, data or versions are not those of the
             run, naming what differs.
-        :raises RuntimeError: where no checkpoint can be read, or none can be written.
+        :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
+            process uses the folder.
         """
         self._check_extras()
         if not self.has_checkpoint:
             raise FileNotFoundError(
                 f"'{self._folder}' holds no run that could be continued: call `run`."
             )
+        with locked(self._folder):
+            self._go_on(args, kwargs)
+
+    def _go_on(self, args: tuple, kwargs: dict[str, Any]) -> None:
         now = self._fingerprint(args, kwargs)
         for _, header in self._store.headers():
             if not isinstance(header, Exception):
@@ -339,8 +363,8 @@ class CheckpointedMCMC(MCMC):
             tree = self._store.write(checkpoint)
         self._reach(checkpoint._replace(tree=tree))
 
-    def _safely(self, reached: Checkpoint | None) -> _Safely:
-        return _Safely(self._folder, reached.draws if reached else 0)
+    def _safely(self, reached: Checkpoint | None) -> AbstractContextManager[None]:
+        return safely(self._folder, reached.draws if reached else 0)
 
     def _check_last_block(self, header: dict[str, Any]) -> None:
         if header["blocks"]:
@@ -411,23 +435,3 @@ class CheckpointedMCMC(MCMC):
 def _like(header: dict[str, Any]) -> Any:
     """A tree of the structure that the draws on disk have."""
     return decode(header["layout"], defaultdict(lambda: np.zeros(0)))
-
-
-class _Safely:
-    """Turns whatever goes wrong while writing into one sentence on what is safe."""
-
-    def __init__(self, folder: Path, draws: int) -> None:
-        self._folder, self._draws = folder, draws
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        # Orbax and Zarr have errors of their own for a full disk.
-        if isinstance(error, Exception) and not isinstance(error, ImportError):
-            reason = " ".join(str(error).split())[:300]
-            raise RuntimeError(
-                f"A checkpoint could not be written to '{self._folder}' ({reason}): "
-                f"{self._draws} draws a chain are safe there and can be read by `open_draws`; "
-                "once there is room, `resume` continues the run."
-            ) from error

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from numpyro_sgmcmc import options
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.notices import notify
 
-__all__ = ["Checkpoint", "Store", "checksum", "newest_header"]
+__all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
 
 _HEADER = "checkpoint.json"
 _FORMAT = 1
@@ -89,6 +91,26 @@ def newest_header(folder: Path) -> dict[str, Any]:
         except (ValueError, KeyError, OSError):
             continue
     raise FileNotFoundError(f"'{folder}' holds no checkpoint of a run.")
+
+
+@contextmanager
+def safely(folder: Path, draws: int) -> Iterator[None]:
+    """Turn whatever goes wrong while writing into one sentence on what is safe.
+
+    :param draws: draws of a chain in the last checkpoint.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    # Orbax and Zarr have errors of their own for a full disk.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RuntimeError(
+            f"A checkpoint could not be written to '{folder}' ({reason}): {draws} draws a chain "
+            "are safe there and can be read by `open_draws`; once there is room, `resume` "
+            "continues the run."
+        ) from error
 
 
 class Store:

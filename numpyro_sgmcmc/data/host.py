@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["HostArray", "narrowed", "plain_failures", "read_ahead"]
+__all__ = ["HostArray", "counting", "narrowed", "plain_failures", "read_ahead"]
 
 _AHEAD = 8
-_RELEASE_BYTES = 2**30
-_FAULT_BYTES = 2**16  # what the system maps at a page fault
+_RELEASE_BYTES = 2**29
+_MOST_JUMPS = 256
+_FAULT_BYTES = 2**16  # what most systems map at a page fault
 _SHORTEST_RUN = 16
 _MOST_ROWS = 2**31 - 1
 _CHECKED_BYTES, _CHECKED_ROWS = 2**25, 512
@@ -97,8 +98,11 @@ class HostArray:
         self.name = name or _name_of(source)
         self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
         self._ahead: list[tuple[np.ndarray, Future]] = []
-        self._mapped_since_release = 0
+        found = getattr(source, "_mmap", None)
+        self._map = found if isinstance(found, mmap.mmap) else None
+        self._mapped, self._resident_before = 0, _resident_file_bytes() or 0
         self._by_slices = hasattr(source, "chunks")
+        self._on_read: Callable[[int], None] | None = None
         self.failure: RuntimeError | None = None
 
     @property
@@ -154,7 +158,8 @@ class HostArray:
     __jax_array__ = __array__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": []}
+        own = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
+        return {**self.__dict__, **own}
 
     def read(self, rows: Any) -> np.ndarray:
         """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
@@ -169,7 +174,8 @@ class HostArray:
         except RuntimeError as error:
             self.failure = error
             raise
-        self._release(rows, values.nbytes)
+        if self._on_read is not None:
+            self._on_read(rows.size)
         return values.reshape(*rows.shape, *self.shape[1:])
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
@@ -213,7 +219,15 @@ class HostArray:
     def _take(self, rows: np.ndarray) -> np.ndarray:
         """The source's rows; long runs of consecutive ones as slices, where those are cheaper."""
         if type(self._rows) is np.ndarray:
-            return self._rows.take(rows, 0)
+            if self._map is None or self._rows.nbytes <= _RELEASE_BYTES:
+                return self._rows.take(rows, 0)
+            # A jump to another place may bring 2 MB with it, so that there are few between looks.
+            jumps = np.flatnonzero(np.diff(rows) != 1)[_MOST_JUMPS - 1 :: _MOST_JUMPS] + 1
+            parts = []
+            for part in np.split(rows, jumps):
+                parts.append(self._rows.take(part, 0))
+                self._release(parts[-1].nbytes)
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
         if self._by_slices:
             ends = np.flatnonzero(np.diff(rows) != 1) + 1
             if rows.size >= _SHORTEST_RUN * (len(ends) + 1):
@@ -245,17 +259,18 @@ class HostArray:
         rows = np.linspace(0, len(self) - 1, num).astype(np.int64)
         return zlib.crc32(np.ascontiguousarray(self.read(rows)).data)
 
-    def _release(self, rows: np.ndarray, num_bytes: int) -> None:
+    def _release(self, num_bytes: int) -> None:
         """Let go of a memory map's pages: the system would keep them as this process's memory."""
-        mapped = getattr(self._source, "_mmap", None)
-        if not isinstance(mapped, mmap.mmap) or self._rows.nbytes <= _RELEASE_BYTES:
-            return
-        apart = int(np.count_nonzero(np.diff(rows.ravel()) != 1))
-        self._mapped_since_release += num_bytes + _FAULT_BYTES * apart
-        if self._mapped_since_release > _RELEASE_BYTES:
-            self._mapped_since_release = 0
-            if hasattr(mmap, "MADV_DONTNEED"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+        assert self._map is not None
+        resident = _resident_file_bytes()
+        if resident is None:
+            self._mapped += num_bytes + _MOST_JUMPS * _FAULT_BYTES
+        else:
+            self._resident_before = min(self._resident_before, resident)
+            self._mapped = resident - self._resident_before
+        if self._mapped > _RELEASE_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._mapped, self._resident_before = 0, _resident_file_bytes() or 0
 
     def start_reading(self, rows: np.ndarray) -> None:
         """Read rows ahead, on the reader's thread."""
@@ -287,6 +302,29 @@ def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> j
     size = math.prod(shape)
     places = jnp.arange(size).reshape(shape)
     return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
+
+
+@contextmanager
+def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[None]:
+    """Call ``told`` with the number of rows of the array that have been read since, at each read.
+
+    :param array: the array; None for none.
+    """
+    if array is None:
+        yield
+        return
+    total = 0
+
+    def add(rows: int) -> None:
+        nonlocal total
+        total += rows
+        told(total)
+
+    before, array._on_read = array._on_read, add
+    try:
+        yield
+    finally:
+        array._on_read = before
 
 
 @contextmanager
@@ -327,6 +365,19 @@ def read_ahead(
         for a, r in zip(arrays, rows, strict=True)
     )
     return jax.pure_callback(fetch, forms, tuple(rows), tuple(then), vmap_method="broadcast_all")
+
+
+def _resident_file_bytes() -> int | None:
+    """Bytes of mapped files in this process's memory; None where the system does not say.
+
+    How much one page fault brings depends on the pages that the system keeps of the file: from 4 kB
+    to 2 MB. So it is asked, and not reckoned.
+    """
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def _unmasked(values: Any) -> np.ndarray:

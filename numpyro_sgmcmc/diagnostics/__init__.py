@@ -5,6 +5,7 @@ from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
+from numpyro_sgmcmc.diagnostics.likelihood import log_likelihood
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
 from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
 from numpyro_sgmcmc.diagnostics.summary import print_summary
@@ -17,6 +18,7 @@ __all__ = [
     "compare_with_finer",
     "ess_per_gradient",
     "kolmogorov_distance",
+    "log_likelihood",
     "plot_bias",
     "print_summary",
     "stein_discrepancy",
