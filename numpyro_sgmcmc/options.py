@@ -36,6 +36,7 @@ __all__ = [
     "positive",
     "positive_int",
     "real_array",
+    "returned",
 ]
 
 
@@ -49,7 +50,9 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def first_step_size(schedule: Any) -> float:
     """A schedule's first step size, or its largest where it starts at zero; checked at many."""
     try:
-        shape = jax.eval_shape(lambda n: jnp.asarray(schedule(n), float), jnp.int32(0)).shape
+        shape = jax.eval_shape(
+            lambda n: jnp.asarray(jnp.asarray(schedule(n)), float), jnp.int32(0)
+        ).shape
         if shape:
             raise TypeError(f"it returns an array of shape {shape}")
     except Exception as error:
@@ -75,6 +78,18 @@ def function(name: str, value: Any) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
         raise ValueError(f"`{name}` is {value!r}, but must be a function.")
+
+
+def returned(name: str, fn: Callable, *args: Any) -> np.ndarray:
+    """What a user's function of arrays returns, as an array; JAX must be able to trace it."""
+    try:
+        jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
+        return np.asarray(jnp.asarray(fn(*args), float))
+    except Exception as error:
+        raise ValueError(
+            f"`{name}` must be a function that JAX can trace (no Python `if` on its values) and "
+            f"that returns an array, but calling it failed: {first_line(error)}."
+        ) from error
 
 
 def no_more_keywords(kernel: type, unknown: Mapping[str, Any]) -> None:

@@ -108,18 +108,14 @@ class RecipeKernel(SGMCMCKernel):
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
         origin = jnp.zeros(dim)
         for q in (origin, *typical_positions(origin)):
-            try:
-                state = dynamics.init(q, random.key(0))
-            except TypeError as error:
+            drawn = checks.returned(
+                "auxiliary", lambda key: dynamics.auxiliary(key, dim), random.key(0)
+            )
+            if drawn.ndim != 1:
                 raise ValueError(
-                    "`auxiliary` must be a function of a random key and the number of coordinates "
-                    f"that returns a flat array, but calling it failed: {error}"
-                ) from error
-            if np.ndim(state.auxiliary) != 1:
-                raise ValueError(
-                    f"`auxiliary` returns shape {np.shape(state.auxiliary)}, but must return a "
-                    "flat array."
+                    f"`auxiliary` returns shape {drawn.shape}, but must return a flat array."
                 )
+            state = dynamics.init(q, random.key(0))
             self._check_at(dynamics, jnp.concatenate(state), dim)
 
     def _check_at(self, dynamics: Any, z: Array, dim: int) -> None:
@@ -129,10 +125,11 @@ class RecipeKernel(SGMCMCKernel):
                 f"`auxiliary` returns {n - dim} entries for {dim} coordinates, more in proportion "
                 "than for one: let their number grow at most in proportion to the coordinates'."
             )
-        energy = np.shape(dynamics.hamiltonian(z))
+        energy = checks.returned("hamiltonian", dynamics.hamiltonian, z).shape
         if energy != ():
             raise ValueError(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
-        diffusion, curl = np.asarray(dynamics.diffusion(z)), np.asarray(dynamics.curl(z))
+        diffusion = checks.returned("diffusion", dynamics.diffusion, z)
+        curl = checks.returned("curl", dynamics.curl, z)
         if diffusion.shape not in ((n,), (n, n)):
             raise ValueError(
                 f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "

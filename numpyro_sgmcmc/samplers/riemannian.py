@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
+from numpyro_sgmcmc import options as checks
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
 from numpyro_sgmcmc.kernel import SGMCMCKernel, typical_positions
@@ -89,7 +90,7 @@ class MetricKernel(SGMCMCKernel):
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
         adapted = self.adaptation.anchored.coordinates
         at = [jnp.zeros_like(adapted.anchor), *typical_positions(adapted.anchor)]
-        values = [np.asarray(dynamics.inverse_metric(q)) for q in at]
+        values = [checks.returned("inverse_metric", dynamics.inverse_metric, q) for q in at]
         for value in values:
             self._check_metric(value, dim)
 
