@@ -346,12 +346,12 @@ def test_warmup_then_run_goes_on():
 @pytest.mark.parametrize(
     "kernel",
     [
-        SGHMCSplit(normal_means, gradient="plain"),
-        SGHMCSplit(normal_means, minibatch="epoch"),
-        SGNHT(normal_means),
         SGHMCSplit(normal_means, gibbs_fn=draw_normal_means, gibbs_sites=["z"]),
+        pytest.param(SGHMCSplit(normal_means, minibatch="epoch"), marks=pytest.mark.slow),
+        pytest.param(SGNHT(normal_means), marks=pytest.mark.slow),
+        pytest.param(SGHMCSplit(normal_means, gradient="plain"), marks=pytest.mark.slow),
     ],
-    ids=["plain", "epoch", "SGNHT", "gibbs_fn"],
+    ids=["gibbs_fn", "epoch", "SGNHT", "plain"],
 )
 @pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
 def test_other_ways_to_the_same_posterior(kernel):
