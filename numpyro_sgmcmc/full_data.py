@@ -56,6 +56,11 @@ class Plate(NamedTuple):
         return self.shards.firsts[:, None], np.array(self.shards.counts)[:, None]
 
     @property
+    def per_epoch(self) -> int:
+        """Minibatches in an epoch; in that of the largest shard."""
+        return -(-int(self.strata[1].max()) // self.part)
+
+    @property
     def most(self) -> int:
         """The largest ``subsample_size`` that it can have."""
         if self.shards is None:

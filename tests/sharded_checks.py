@@ -75,10 +75,9 @@ def spread(x, counts):
 
 def read(counts, batch_size=8):
     """A target with spread rows, its arguments, and NumPyro's potential on all rows."""
-    X, y, group = table()
-    sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), {"batch_size": 8})
-    if batch_size != 8:
-        sharded = Arguments(sharded.args, {"batch_size": batch_size})
+    X, y, group = table(sum(counts))
+    keywords = {"batch_size": batch_size}
+    sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
     target = model_target(regression, sharded, numpyro.infer.init_to_uniform)
 
     def exact(q):
@@ -119,15 +118,13 @@ def check_passes_over_all_rows_are_those_of_one_device():
 
 def check_the_gradient_is_unbiased_for_shards_of_any_size():
     counts = (2, 5, 3, 4)
-    X, y, group = table(sum(counts))
-    arguments = Arguments((spread(X, counts), spread(y, counts), group, 0.1), {"batch_size": 4})
-    target = model_target(regression, arguments, numpyro.infer.init_to_uniform)
+    target, arguments, exact = read(counts, 4)
     q = positions(target.dim)[0]
     firsts = np.cumsum((0, *counts[:-1]))
     every = np.array(list(itertools.product(*[range(n) for n in counts]))) + firsts
     one = jax.jit(lambda rows: target.gradient(q, {"rows": rows}, arguments))
     mean = np.mean([one(rows.astype(np.int32)) for rows in every], 0)
-    close(mean, jax.jit(target.full_gradient)(q, arguments))
+    close(mean, jax.grad(exact)(q))
 
 
 def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
@@ -144,10 +141,7 @@ def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
 
 
 def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
-    counts = (15, 15, 15, 15)
-    X, y, group = (x[:60] for x in table())
-    arguments = Arguments((spread(X, counts), spread(y, counts), group, 0.1), {"batch_size": 8})
-    target = model_target(regression, arguments, numpyro.infer.init_to_uniform)
+    target, arguments, exact = read((15, 15, 15, 15))
     anchor, q = jnp.asarray(positions(target.dim)[:2])
     _, gradient, hessian = jax.jit(target.full_expansion)(anchor, arguments)
     anchored = Anchored(Coordinates(anchor, jnp.ones(target.dim)), gradient, hessian)
@@ -157,7 +151,7 @@ def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
                 name, target, a, anchored, {"rows": jnp.arange(60)}
             )(q)
         )(q, arguments)
-        close(found, jax.jit(target.full_gradient)(anchor + q, arguments))
+        close(found, jax.grad(exact)(anchor + q))
 
 
 def check_each_shard_draws_its_own_part_by_the_stream_that_is_asked_for():

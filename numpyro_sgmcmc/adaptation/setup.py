@@ -497,9 +497,7 @@ class Setup:
         """The noise, with the minibatches over which it cancels."""
         if minibatch == "iid" or not self.target.plates:
             return noise
-        return noise._replace(
-            per_epoch=max(-(-p.size // p.subsample_size) for p in self.target.plates)
-        )
+        return noise._replace(per_epoch=max(p.per_epoch for p in self.target.plates))
 
     def _allowed_excess(self, inflation: float) -> float | None:
         """Excess of temperature that is no reason for a shorter step."""

@@ -313,7 +313,7 @@ def _gather(array: Any, shards: Shards, rows: Array) -> Array:
         ends = jnp.asarray(np.cumsum(shards.counts), jnp.int32)
         shard = jnp.searchsorted(ends, rows, side="right")
         rows = rows - jnp.asarray(shards.firsts)[shard] + shard * shards.longest
-    if isinstance(array, jax.core.Tracer):
+    if any(isinstance(x, jax.core.Tracer) for x in (array, rows)):
         return array[rows]
     everywhere = NamedSharding(shards.mesh, PartitionSpec())
     return jax.jit(lambda a, i: a[i], out_shardings=everywhere)(array, np.asarray(rows))
