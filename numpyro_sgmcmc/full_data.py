@@ -35,6 +35,7 @@ class Plate(NamedTuple):
     - **shards** - where its rows are spread over devices, each of which has the same part of a
       minibatch; else None.
     - **first** - the first of its rows: not 0 where these are one device's part.
+    - **bound** - the most rows that it may have, where ``size`` is known only when it runs.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plate(NamedTuple):
     subsample_size: int
     shards: Shards | None = None
     first: Any = 0
+    bound: int = 0
 
     @property
     def part(self) -> int:
@@ -71,7 +73,7 @@ class Plate(NamedTuple):
         """The part of one device, if its rows are spread over devices."""
         if self.shards is None:
             return self
-        return Plate(self.name, count, self.part, None, first)
+        return Plate(self.name, count, self.part, None, first, self.shards.longest)
 
 
 def chunk_rows(row_width: int) -> int:
@@ -122,7 +124,8 @@ def over_all_rows(
             return fn(held)
         name, size = plates[0].name, rows[plates[0].name]
         is_known = isinstance(size, int)
-        chunk = min(size, budget) if is_known else budget
+        bound = size if is_known else plates[0].bound
+        chunk = min(bound, budget)
 
         def inner(start: Any, num: int) -> Any:
             held_here = {**held, name: take(name, start, num)}
@@ -130,7 +133,7 @@ def over_all_rows(
             return jax.tree.map(lambda x: jnp.asarray(num / size, x.dtype) * x, value)
 
         if not is_known:
-            return _ragged(inner, size, chunk)
+            return _ragged(inner, size, bound, chunk)
         num_chunks, rest = divmod(size, chunk)
         if num_chunks == 1:
             total = inner(0, chunk)
@@ -154,10 +157,13 @@ def over_all_rows(
     return total
 
 
-def _ragged(inner: Callable[[Any, int], Any], size: Any, chunk: int) -> Any:
+def _ragged(inner: Callable[[Any, int], Any], size: Any, bound: int, chunk: int) -> Any:
     """The sum over rows whose number is known only when it runs: chunks, small chunks, single rows.
 
+    What lies beyond the last row is computed and left out, so that it can be differentiated.
+
     :param inner: ``(start, number of rows) -> their part of the sum``.
+    :param bound: the most rows that there may be.
     """
     shapes = jax.eval_shape(lambda: inner(0, chunk))
     total = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
@@ -165,11 +171,12 @@ def _ragged(inner: Callable[[Any, int], Any], size: Any, chunk: int) -> Any:
     for num in sorted({chunk, math.isqrt(chunk), 1}, reverse=True):
         count = (size - start) // num
 
-        def add(k: Any, total: Any, num: int = num, start: Any = start) -> Any:
-            return _add(total, inner(start + k * num, num))
+        def add(total: Any, k: Any, num: int = num, start: Any = start, count: Any = count) -> Any:
+            value = inner(start + k * num, num)
+            return jax.tree.map(lambda t, v: t + jnp.where(k < count, v, 0), total, value), None
 
-        total = lax.fori_loop(0, count, add, total)
-        start = start + count * num
+        total, _ = lax.scan(add, total, jnp.arange(bound // num))
+        start, bound = start + count * num, num - 1
     return total
 
 
