@@ -41,7 +41,7 @@ def write(folder: Path, parameters: int, draws: int) -> None:
         shape = (1, min(segment, draws - start), parameters)
         values = {"z": {"w": rng.standard_normal(shape, np.float32)}}
         blocks.append([start, start + shape[1], disk.write(values, start)])
-    Store(folder).write(Checkpoint(draws, draws, blocks, {}, None))
+    Store(folder).write(Checkpoint(draws, draws, blocks, {}, np.zeros(1)))
     report("written", began)
 
 
