@@ -667,7 +667,7 @@ def is_positive_number(x: Any) -> bool:
 
 
 def is_zero_or_positive(x: Any) -> bool:
-    if isinstance(x, bool) or getattr(x, "dtype", None) == bool:
+    if isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_:
         return False
     try:
         is_zero = isinstance(x, (int, float, np.ndarray, jax.Array, Fraction, Decimal)) and x == 0
@@ -1245,7 +1245,7 @@ def test_misuses_of_schedules_are_named(value):
         ("initial", is_positive_number(value), lambda: schedules.Polynomial(value)),
         ("exponent", share and float(value) > 0, lambda: schedules.Polynomial(1.0, value)),
         ("period", is_positive_integer(value), lambda: schedules.Cyclical(1.0, value)),
-        ("exploration", share and value < 1, lambda: schedules.Cyclical(1.0, 3, value)),
+        ("exploration", share and float(value) < 1, lambda: schedules.Cyclical(1.0, 3, value)),
         ("final", share, lambda: schedules.Cyclical(1.0, 3, 0.5, value)),
         ("q", share, lambda: schedules.weighted_quantile(draws, weights, value)),
         ("order", is_positive_number(value), lambda: schedules.best_exponent(value, "mse")),
