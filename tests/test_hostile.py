@@ -540,6 +540,14 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "if of a latent": (if_of_a_latent, ("test_hostile.py", "if b[0] > 0")),
     "np.unique of the data": (levels_of_the_data, ("test_hostile.py", "np.unique(y)")),
     "int of the data": (largest_of_the_data, ("test_hostile.py", "int(y.max())")),
+    "classes as floats": (
+        in_plate(
+            lambda X, y, i, b, n: numpyro.sample(
+                "y", dist.Categorical(logits=jnp.zeros(3)), obs=jnp.zeros(12)[i]
+            )
+        ),
+        ("'y'", "float32"),
+    ),
     "delta": (of_prior(lambda: numpyro.sample("b", dist.Delta(1.0))), ("'b'", "delta")),
     "deltas": (of_prior(lambda: numpyro.sample("b", dist.Delta(1.0).expand([2]))), ("'b'",)),
     "delta event": (
@@ -666,11 +674,14 @@ def is_positive_number(x: Any) -> bool:
         return False
 
 
+ZEROS = int, float, np.integer, np.floating, np.ndarray, jax.Array, Fraction, Decimal
+
+
 def is_zero_or_positive(x: Any) -> bool:
     if isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_:
         return False
     try:
-        is_zero = isinstance(x, (int, float, np.ndarray, jax.Array, Fraction, Decimal)) and x == 0
+        is_zero = isinstance(x, ZEROS) and x == 0
         return is_positive_number(x) or (is_zero and is_positive_number(x + 1))
     except (TypeError, ValueError, ArithmeticError):
         return False
