@@ -1195,15 +1195,17 @@ def test_diagnostics_of_what_is_no_run_of_ours(name, finished):
 
 def test_misuses_of_diagnostics_are_named(finished):
     ours, key = finished["ours"], jax.random.key(0)
-    report = diagnostics.bias_report(ours)
     d = diagnostics
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report, others = d.bias_report(ours), d.bias_report(finished["other"])
     for wrong in (0, -1, 1.5, "all", True):
         refusal(lambda w=wrong: d.bias_report(ours, num_draws=w), "`num_draws`")
     for wrong in ("yes", 1, None):
         refusal(lambda w=wrong: d.bias_report(ours, full_data=w), "`full_data`")
     for wrong in (0, 2.0, "all", -1):
         refusal(lambda w=wrong: d.print_summary(ours, prob=w), "`prob`")
-    for wrong in (3, {}, "report", d.bias_report(finished["other"])):
+    for wrong in (3, {}, "report", others):
         refusal(lambda w=wrong: d.calibrated_samples(ours, w), "`report`")
     for wrong in (0, "key", np.zeros(2, np.int32), jax.random.split(key, 2)):
         refusal(lambda w=wrong: d.compare_with_finer(ours, w), "`rng_key`")
