@@ -171,7 +171,7 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@few(16)
+@few(10)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potentials_of_valid_models_are_numpyros(specimen, seed):
     with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def test_potentials_of_valid_models_are_numpyros(specimen, seed):
         assert_right_potential(specimen, seed, 1e-9)
 
 
-@few(4)
+@few(3)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potentials_of_valid_models_are_numpyros_in_float32(specimen, seed):
     with warnings.catch_warnings():
@@ -583,7 +583,7 @@ def test_bad_models_are_named(name):
 
 # Where a minibatch is one row, some of these cannot be told from one row for all.
 @pytest.mark.usefixtures("no_warm_up")
-@pytest.mark.parametrize("batch_size", [1, 2, 11])
+@pytest.mark.parametrize("batch_size", [1, 11])
 @pytest.mark.parametrize(
     "name",
     [
@@ -630,7 +630,7 @@ GOOD_MODELS: dict[str, Callable] = {
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@pytest.mark.parametrize("batch_size", [1, 4, 11])
+@pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("name", GOOD_MODELS)
 def test_unusual_models_pass(name, batch_size):
     passes(lambda: start(GOOD_MODELS[name], *table(12), batch_size=batch_size))
@@ -855,7 +855,7 @@ def matrices(draw: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(40)
+@few(20)
 @given(matrix=matrices(), is_block=st.booleans())
 def test_inverse_mass_matrices(matrix, is_block):
     value = {("beta",): matrix} if is_block else matrix
@@ -890,7 +890,7 @@ def test_options_that_do_not_fit_the_model_are_named(option, value):
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(40)
+@few(20)
 @given(
     shape=st.sampled_from([(2,), (2,), (2,), (), (1,), (3,), (2, 1), (1, 2)]),
     dtype=st.sampled_from(["f4", "f8", "f2", "i4", "?", "c8"]),
@@ -1273,7 +1273,7 @@ def test_misuses_of_schedules_are_named(value):
 # --- Whole runs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["numpy", "jax", "host", "half"])
+@pytest.mark.parametrize("form", ["host", "half"])
 def test_a_short_run_gives_what_nuts_gives(form, finished):
     """Names, shapes and types of the draws, and the posterior's neighbourhood."""
     X, y = table(12)
