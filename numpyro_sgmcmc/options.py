@@ -49,12 +49,15 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 def first_step_size(schedule: Any) -> float:
     """A schedule's first step size, or its largest where it starts at zero; checked at many."""
+
+    def number(n: Any) -> Any:
+        found = jnp.asarray(schedule(n))
+        if found.shape or jnp.issubdtype(found.dtype, jnp.complexfloating):
+            raise TypeError(f"it returns {found.dtype} of shape {found.shape}")
+        return found
+
     try:
-        shape = jax.eval_shape(
-            lambda n: jnp.asarray(jnp.asarray(schedule(n)), float), jnp.int32(0)
-        ).shape
-        if shape:
-            raise TypeError(f"it returns an array of shape {shape}")
+        jax.eval_shape(number, jnp.int32(0))
     except Exception as error:
         raise ValueError(
             "`step_size` must be a function of the number of steps so far that JAX can trace "
@@ -83,7 +86,9 @@ def function(name: str, value: Any) -> None:
 def returned(name: str, fn: Callable, *args: Any) -> np.ndarray:
     """What a user's function of arrays returns, as an array; JAX must be able to trace it."""
     try:
-        jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
+        found = jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
+        if jnp.issubdtype(found.dtype, jnp.complexfloating):
+            raise TypeError("it returns complex numbers")
         return np.asarray(jnp.asarray(fn(*args), float))
     except Exception as error:
         raise ValueError(

@@ -83,7 +83,14 @@ def check_rows_of_sites(
         for name, site in run(indices, arguments).items():
             if site["type"] != "sample":
                 continue
-            log_prob = site["fn"].log_prob(site["value"])
+            try:
+                log_prob = site["fn"].log_prob(site["value"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"Site '{name}' has no log density for its value, of type "
+                    f"{jnp.result_type(site['value'])} and shape {jnp.shape(site['value'])}: "
+                    f"{first_line(error)}."
+                ) from error
             if jnp.iscomplexobj(log_prob):
                 raise ValueError(
                     f"Site '{name}' has a complex log density: its data and the parameters of its "

@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-def best_exponent(order: int, criterion: str) -> float:
+def best_exponent(order: float, criterion: str) -> float:
     """The decay at which the error bound of a scheme falls fastest.
 
     :param order: the scheme's weak order K.
@@ -60,7 +60,14 @@ def best_exponent(order: int, criterion: str) -> float:
     """
     options.one_of("criterion", criterion, ("bias", "mse"))
     options.positive("order", order)
+    order = float(order)
     return 1.0 / (order + 1 if criterion == "bias" else 2 * order + 1)
+
+
+def _as_floats(schedule: Any, *names: str) -> None:
+    """Numbers of any kind, such as fractions, as floats."""
+    for name in names:
+        object.__setattr__(schedule, name, float(getattr(schedule, name)))
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class Polynomial:
     def __post_init__(self) -> None:
         options.positive("initial", self.initial)
         options.between("exponent", self.exponent, 0.0, 1.0)
+        _as_floats(self, "initial", "exponent")
 
     def __call__(self, count: Any) -> Array:
         return self.initial * (1.0 + jnp.asarray(count, float)) ** -self.exponent
@@ -110,6 +118,7 @@ class Cyclical:
         options.positive_int("period", self.period)
         options.not_negative("final", self.final)
         options.not_negative("exploration", self.exploration)
+        _as_floats(self, "initial", "final", "exploration")
         if self.final > 1:
             raise ValueError(f"`final` is {self.final}, but must be a share, from 0 to 1.")
         if self.exploration >= 1:
@@ -166,6 +175,7 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
     options.not_negative("q", q)
+    q = float(q)
     if q > 1:
         raise ValueError(f"`q` is {q!r}, but must lie between 0 and 1.")
     shares, ndim = _shares(draws, weights)

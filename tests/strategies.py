@@ -182,9 +182,10 @@ def types_for(x: np.ndarray) -> list[str]:
 
 
 @st.composite
-def arrays(draw: Any, values: np.ndarray) -> Any:
+def arrays(draw: Any, values: np.ndarray, is_class: bool = False) -> Any:
     """The values in a random type and layout."""
-    typed = values.astype(draw(st.sampled_from(types_for(values))))
+    types = [t for t in types_for(values) if not (is_class and ("float" in t or t == "bool"))]
+    typed = values.astype(draw(st.sampled_from(types)))
     return LAYOUTS[draw(st.sampled_from(list(LAYOUTS)))](typed)
 
 
@@ -237,7 +238,11 @@ def specimens(draw: Any) -> Specimen:
         }
 
     raw = [values(b, KINDS[k]) for b, k in zip(blocks, kinds, strict=True)]
-    data = [{n: draw(arrays(x)) for n, x in part.items()} for part in raw]
+    # NumPyro takes classes as integers only.
+    data = [
+        {n: draw(arrays(x, is_class=n == "y" and kind == "categorical")) for n, x in part.items()}
+        for part, kind in zip(raw, kinds, strict=True)
+    ]
     data = [{**part, "mask": np.asarray(part["mask"]).astype(bool)} for part in data]
 
     def model(*args: Any, **kwargs: Any) -> None:

@@ -109,7 +109,7 @@ class RecipeKernel(SGMCMCKernel):
         origin = jnp.zeros(dim)
         for q in (origin, *typical_positions(origin)):
             drawn = checks.returned(
-                "auxiliary", lambda key: dynamics.auxiliary(key, dim), random.key(0)
+                "auxiliary", lambda key: dynamics.draw_auxiliary(key, dim), random.key(0)
             )
             if drawn.ndim != 1:
                 raise ValueError(
