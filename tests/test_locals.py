@@ -246,6 +246,15 @@ def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
 # Runs.
 
 
+@pytest.fixture
+def optimised(quick_compilation):
+    """Long runs are worth what compiling them costs."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
     settings = {"num_warmup": 50, "num_samples": 250, "num_chains": 2} | settings
     mcmc = quietly(kernel, **{"chain_method": "vectorized", **settings})
@@ -378,6 +387,7 @@ def test_discrete_indicators_against_the_marginal():
 @pytest.mark.parametrize(
     ("model", "data"), [(counts, counts_data), (trials, trials_data)], ids=["Poisson", "Bernoulli"]
 )
+@pytest.mark.usefixtures("optimised")
 def test_against_nuts_on_the_whole_model(model, data):
     """Means and sds of the globals and of some local values, N = 2,000."""
     args = tuple(jnp.asarray(x) for x in data())
