@@ -158,7 +158,7 @@ class HostArray:
     __jax_array__ = __array__
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
+        own: dict[str, Any] = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
         return {**self.__dict__, **own}
 
     def read(self, rows: Any) -> np.ndarray:
