@@ -79,6 +79,8 @@ def adapt_with_locals(
 class _LocalSetup(Setup):
     """One run of :func:`adapt_with_locals`. Whatever is asked of all rows holds local values."""
 
+    out_of_epochs = "a larger subsample_size, or a kernel without a thermostat"
+
     def __init__(
         self,
         target: Target,
@@ -309,10 +311,9 @@ class _LocalSetup(Setup):
         # Where an epoch has a seam, a minibatch across it may hold a row twice.
         if self.settings.minibatch == "auto" and plate.size % plate.subsample_size:
             return "blocks"
-        return super()._choose_minibatch(noise, choices)
-
-    def _is_thermostat_at_work(self, noise: Noise, step_size: float) -> bool:
-        return False  # independent minibatches, its way out, may hold a row twice
+        chosen = super()._choose_minibatch(noise, choices)
+        # Independent minibatches may hold a row twice, too.
+        return "blocks" if chosen == "iid" else chosen
 
     def _num_steps(self, adaptation: Adaptation, spread: np.ndarray) -> int:
         """Steps a draw: until globals and local values have about forgotten each other."""

@@ -188,6 +188,8 @@ def adapt(
 class Setup:
     """One run of :func:`adapt`; holds what its stages share and nothing that outlives them."""
 
+    out_of_epochs = "minibatch='iid', or leave it out"
+
     def __init__(
         self,
         target: Target,
@@ -469,8 +471,8 @@ class Setup:
         if minibatch != "iid" and self._is_thermostat_at_work(noise[kind][estimator], step_size):
             notify(
                 f"minibatch={minibatch!r} makes noise that cancels over an epoch, which the "
-                "thermostat takes for heat: posterior sds may be too narrow. Use minibatch='iid', "
-                "or leave it out."
+                "thermostat takes for heat: posterior sds may be too narrow. Use "
+                f"{self.out_of_epochs}."
             )
         variance = noise[kind][estimator].variance
         relaxation_time = dynamics.relaxation_time(float(step_size), variance)

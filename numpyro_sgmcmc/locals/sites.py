@@ -240,9 +240,9 @@ def _local_site(site: Any, frames: Sequence[Any], is_drawn: bool) -> LocalSite:
         return LocalSite(name, one, axis, fn.support, jnp.result_type(value))
     if fn.support.is_discrete:
         raise ValueError(
-            f"{where} is discrete and latent: draw it from its conditional by gibbs_fn=... and "
-            f"gibbs_sites=['{name}'], or sum it out of the likelihood. If it should be observed, "
-            "pass its data (is an argument None?)."
+            f"{where} is discrete and has no data: pass them (is an argument None?), or if it is "
+            f"latent, draw it by gibbs_fn=... and gibbs_sites=['{name}'], or sum it out of the "
+            "likelihood."
         )
     base = fn
     while isinstance(base, (dist.ExpandedDistribution, dist.Independent)):
