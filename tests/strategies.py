@@ -218,8 +218,11 @@ def specimens(draw: Any) -> Specimen:
     blocks = ARRANGEMENTS[arrangement]
     names = sorted({p for block in blocks for p in block})
     largest = {1: 7, 2: 4, 3: 3}[len(names)]
-    sizes = {p: draw(st.integers(1, largest)) for p in names}
-    batch = {p: draw(st.none() | st.integers(1, n)) for p, n in sizes.items()}
+    # Mostly large plates and real minibatches, where mistakes show.
+    sizes = {p: draw(st.sampled_from([*range(1, largest + 1), largest])) for p in names}
+    batch = {
+        p: draw(st.sampled_from([*range(1, n + 1), *range(1, n), None])) for p, n in sizes.items()
+    }
     latents = draw(st.lists(st.sampled_from(list(LATENTS)), min_size=1, max_size=3, unique=True))
     k = draw(st.integers(1, 3))
     kinds = [draw(st.sampled_from(list(KINDS))) for _ in blocks]
