@@ -24,7 +24,7 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.integrators import GradientFn
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["ESTIMATORS", "Anchored", "gradient_variance", "whitened_gradient"]
 

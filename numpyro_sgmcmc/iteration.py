@@ -27,10 +27,10 @@ from numpyro_sgmcmc.integrators import GradientFn
 from numpyro_sgmcmc.locals.moves import visit
 from numpyro_sgmcmc.locals.sites import with_locals
 from numpyro_sgmcmc.minibatch import independent_minibatch, stream_of
-from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import FirstGradient, Moments, Sums
 from numpyro_sgmcmc.state import AdaptState, SGMCMCState
 from numpyro_sgmcmc.step_control import StepControl
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["Program", "iterate", "refilled", "start_chain", "with_empty_block"]
 

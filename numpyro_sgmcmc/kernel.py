@@ -38,13 +38,15 @@ from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS
+from numpyro_sgmcmc.handlers import FullDataModel, prior_draws
 from numpyro_sgmcmc.iteration import Program, iterate, refilled, start_chain, with_empty_block
 from numpyro_sgmcmc.locals.chains import check_options, collected_sites, start_locals
 from numpyro_sgmcmc.minibatch import STREAMS
-from numpyro_sgmcmc.model import FullDataModel, Target, function_target, model_target, prior_draws
+from numpyro_sgmcmc.model import model_target
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.progress import passes_shown, stages_shown
 from numpyro_sgmcmc.state import SGMCMCState
+from numpyro_sgmcmc.target import Target, function_target
 
 __all__ = ["KernelOptions", "SGMCMCKernel", "typical_positions"]
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.model import Site, Target
 from numpyro_sgmcmc.refusals import first_line
+from numpyro_sgmcmc.target import Site, Target
 
 __all__ = [
     "between",

@@ -19,7 +19,8 @@ from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.model import Target, model_target
+from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.target import Target
 
 
 def one(X: Any, y: Any, rows: int | None = None) -> None:

@@ -34,7 +34,8 @@ from numpyro_sgmcmc.adaptation.whitening import (
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, RiemannianLangevin, Underdamped
 from numpyro_sgmcmc.full_data import Plate
-from numpyro_sgmcmc.model import function_target, model_target
+from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.target import function_target
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -169,7 +169,7 @@ def test_log_likelihood_by_chunks(monkeypatch):
     np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
     with pytest.raises(ValueError, match="between 0 and 2999"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.model._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("numpyro_sgmcmc.handlers._WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 

@@ -53,7 +53,8 @@ from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.locals import AllRows, LocalState, visit, with_locals
 from numpyro_sgmcmc.locals.moves import renew, row_potentials, sweep
-from numpyro_sgmcmc.model import Target, model_target
+from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["quick_compilation"]
 

@@ -21,7 +21,7 @@ from plated import CASES, assert_close, coordinates_of, position_of
 
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.minibatch import Blocks, Epoch
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 

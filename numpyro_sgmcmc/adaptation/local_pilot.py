@@ -16,7 +16,7 @@ from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
 from numpyro_sgmcmc.locals.moves import LocalState, by_chunks, curvatures, sweep, visit
 from numpyro_sgmcmc.locals.sites import AllRows
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["advance", "curvature_everywhere", "descend_with_locals", "sweep_all"]
 

@@ -41,8 +41,8 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.locals.checks import check_rows, first_values
 from numpyro_sgmcmc.locals.moves import LocalState
 from numpyro_sgmcmc.locals.sites import AllRows, with_locals
-from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["adapt_with_locals"]
 

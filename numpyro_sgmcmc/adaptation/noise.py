@@ -14,7 +14,7 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.full_data import Indices, Plate
 from numpyro_sgmcmc.gradients import Anchored, gradient_variance, whitened_gradient
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = [
     "NO_NOISE",

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
 

@@ -66,9 +66,9 @@ from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
-from numpyro_sgmcmc.model import Target
 from numpyro_sgmcmc.moments import Reading
 from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["Adaptation", "Settings", "Setup", "adapt"]
 

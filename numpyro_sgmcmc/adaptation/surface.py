@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices, Plate
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["Surface", "draw_subset"]
 

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.whitening import symmetric_root
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.full_data import Indices
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["NEWTON_MAX_DIM", "approach", "centre", "descend", "lbfgs", "newton", "newton_from"]
 

@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.diagnostics.runs import finished_run
-from numpyro_sgmcmc.model import FullDataModel
+from numpyro_sgmcmc.handlers import FullDataModel
 from numpyro_sgmcmc.progress import passes_shown
 
 __all__ = ["log_likelihood"]

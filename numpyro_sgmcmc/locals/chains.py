@@ -17,8 +17,8 @@ from numpyro_sgmcmc.locals.sites import LocalSites, with_locals
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.iteration import Program
-    from numpyro_sgmcmc.model import Target
     from numpyro_sgmcmc.state import SGMCMCState
+    from numpyro_sgmcmc.target import Target
 
 __all__ = ["check_options", "collected_sites", "start_locals"]
 

@@ -15,7 +15,7 @@ from numpyro_sgmcmc.locals.moves import by_chunks, renew, row_potentials
 from numpyro_sgmcmc.locals.sites import AllRows, SomeRows, with_locals
 
 if TYPE_CHECKING:
-    from numpyro_sgmcmc.model import Target
+    from numpyro_sgmcmc.target import Target
 
 __all__ = ["check_rows", "first_values"]
 

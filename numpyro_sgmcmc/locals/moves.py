@@ -33,7 +33,7 @@ from numpyro_sgmcmc.full_data import Indices
 from numpyro_sgmcmc.locals.sites import AllRows, SomeRows, with_locals
 
 if TYPE_CHECKING:
-    from numpyro_sgmcmc.model import Target
+    from numpyro_sgmcmc.target import Target
 
 __all__ = ["LocalState", "curvatures", "renew", "row_potentials", "sweep", "visit"]
 

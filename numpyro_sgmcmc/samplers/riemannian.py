@@ -15,7 +15,7 @@ from numpyro_sgmcmc import options as checks
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
 from numpyro_sgmcmc.kernel import SGMCMCKernel, typical_positions
-from numpyro_sgmcmc.model import Target
+from numpyro_sgmcmc.target import Target
 
 __all__ = ["MetricKernel", "potential_metric"]
 
