@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from hostile import Reached
 
 _MAPS = Path("/proc/self/maps")
 _MANY_MAPS = 20_000
@@ -41,3 +42,13 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def no_warm_up(monkeypatch):
+    """Stop where the checks have passed."""
+
+    def reached(self, starts):
+        raise Reached
+
+    monkeypatch.setattr("numpyro_sgmcmc.adaptation.setup.Setup._optimise", reached)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from plated import CASES, assert_close, position_of
 
-import numpyro_sgmcmc.model
+import numpyro_sgmcmc.target
 from numpyro_sgmcmc.full_data import Plate, chunk_rows, over_all_rows
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
@@ -25,7 +25,7 @@ ARRANGEMENTS = [
 
 
 def chunks_of(monkeypatch, num_rows):
-    monkeypatch.setattr(numpyro_sgmcmc.model, "chunk_rows", lambda width: num_rows)
+    monkeypatch.setattr(numpyro_sgmcmc.target, "chunk_rows", lambda width: num_rows)
 
 
 def derivatives(potential, position):
