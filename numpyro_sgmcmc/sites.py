@@ -56,7 +56,12 @@ def latent_sites(seen: dict[str, Any], plates: dict[str, Plate]) -> list[Site]:
         is_static = all(isinstance(x, (int, float)) for x in jax.tree.leaves(support))
         sites.append(Site(name, shape, support if is_static else None))
     if not sum(s.size for s in sites):
-        if any(s["type"] == "sample" and not s["is_observed"] for s in seen.values()):
+        if any(
+            s["type"] == "sample"
+            and not s["is_observed"]
+            and any(f.name in plates for f in s["cond_indep_stack"])
+            for s in seen.values()
+        ):
             raise ValueError(
                 "All latent sites of the model are inside the subsampled plate: its rows are "
                 "independent posteriors, and minibatches save nothing. Use NUTS on each."

@@ -143,7 +143,7 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     ),
     "global rows in NumPy": (
         in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, OUTSIDE[i])),
-        ("test_hostile.py",),
+        ("test_hostile_models.py",),
     ),
     "rows in the event": (
         in_plate(
@@ -159,7 +159,7 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     ),
     "some of the rows": (
         in_plate(lambda X, y, i, b, n: y_site(b[0], y[i][y[i] > 0])),
-        ("test_hostile.py",),
+        ("test_hostile_models.py",),
     ),
     "short array in a loop": (
         in_plate(lambda X, y, i, b, n: y_site(jax.lax.map(lambda k: X[:7, 0][k], i), y[i])),
@@ -175,9 +175,9 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "one latent a row outside": (one_latent_a_row_outside, ("'b'", "'rows'")),
     "rows of another plate": (another_plates_rows, ("'z'", "'rows'")),
     "one name for two plates": (same_name, ("'rows'", "12", "24")),
-    "if of a latent": (if_of_a_latent, ("test_hostile.py", "if b[0] > 0")),
-    "np.unique of the data": (levels_of_the_data, ("test_hostile.py", "np.unique(y)")),
-    "int of the data": (largest_of_the_data, ("test_hostile.py", "int(y.max())")),
+    "if of a latent": (if_of_a_latent, ("test_hostile_models.py", "if b[0] > 0")),
+    "np.unique of the data": (levels_of_the_data, ("test_hostile_models.py", "np.unique(y)")),
+    "int of the data": (largest_of_the_data, ("test_hostile_models.py", "int(y.max())")),
     "classes as floats": (
         in_plate(
             lambda X, y, i, b, n: numpyro.sample(
