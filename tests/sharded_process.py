@@ -24,6 +24,8 @@ def regression(X, y, batch_size):
 
 
 def main(process, processes, port, path, num_samples):
+    # Devices that are threads wait for each other for ever where each has begun another program.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
