@@ -34,6 +34,8 @@ def worker(args: argparse.Namespace) -> None:
     """Steps and sums of one process among some, timed; the first prints them."""
     import jax
 
+    # Devices that are threads wait for each other for ever where each has begun another program.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if args.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
