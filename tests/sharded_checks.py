@@ -21,7 +21,7 @@ import pytest
 from contract import assert_posterior
 from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray, bias_report
@@ -77,7 +77,7 @@ def read(counts, batch_size=8):
     X, y, group = table(sum(counts))
     keywords = {"batch_size": batch_size}
     sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
-    target = model_target(regression, sharded, numpyro.infer.init_to_uniform)
+    target = model_target(regression, sharded, init_to_uniform)
 
     def exact(q):
         args = tuple(jnp.asarray(a) for a in (X, y, group, 0.1))
@@ -132,7 +132,7 @@ def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
     keywords = {"batch_size": 8}
     sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
     plain = Arguments((X, y, group, 0.1), keywords)
-    of = [model_target(regression, a, numpyro.infer.init_to_uniform) for a in (sharded, plain)]
+    of = [model_target(regression, a, init_to_uniform) for a in (sharded, plain)]
     q = positions(of[0].dim)[0]
     rows = {"rows": np.array([3, 9, 20, 15, 44, 31, 45, 59], np.int32)}
     gradients = [jax.jit(t.gradient)(q, rows, a) for t, a in zip(of, (sharded, plain), strict=True)]
@@ -317,6 +317,16 @@ def check_what_numpyro_does_with_a_run_works():
     assert np.isfinite(mcmc.get_samples()["beta"]).all()
 
 
+def check_a_mesh_with_explicit_axes_serves():
+    X, y, group = table(60)
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    arguments = Arguments((ShardedArray(X, mesh), ShardedArray(y, mesh), group, 0.1))
+    target = model_target(partial(regression, batch_size=8), arguments, init_to_uniform)
+    q = positions(target.dim)[0]
+    other, same, _ = read((15,) * 4)
+    close(jax.jit(target.full_gradient)(q, arguments), jax.jit(other.full_gradient)(q, same))
+
+
 def check_a_minibatch_that_does_not_divide_is_rounded_up_and_said():
     with pytest.warns(UserWarning, match=r"each takes 3 rows, 12 in all"):
         target, _, _ = read((16, 15, 15, 15), batch_size=10)
@@ -371,6 +381,13 @@ def check_what_cannot_be_right_is_refused():
             chain_method="parallel",
             progress_bar=False,
         ).run(key, sharded, labels, group, 0.1, batch_size=8)
+    explicit = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    rows = jax.device_put(X[:60], NamedSharding(explicit, PartitionSpec("rows")))
+    refused("explicit axes", arguments=(rows, y[:60], group[:60], 0.1))
+    with pytest.raises(ValueError, match="integers that int32 cannot"):
+        ShardedArray(2**38 * np.arange(8))
+    with pytest.raises(ValueError, match="dtype"):
+        ShardedArray(np.array(["a", "b"]))
     with pytest.raises(ValueError, match="`counts`"):
         spread(X, (1, 2, 3, 4))
     with pytest.raises(ValueError, match="fewer devices"):

@@ -144,12 +144,7 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
             another process uses the folder.
         """
-        self._check_extras()
-        if jax.process_count() > 1:
-            raise ValueError(
-                "`CheckpointedMCMC` runs in one process, but there are "
-                f"{jax.process_count()}: use numpyro.infer.MCMC."
-            )
+        self._check_place()
         if self._folder.exists() and not self._folder.is_dir():
             raise NotADirectoryError(
                 f"`checkpoint` is '{self._folder}', a file: give it the path of a folder."
@@ -213,7 +208,7 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
             process uses the folder.
         """
-        self._check_extras()
+        self._check_place()
         if not self.has_checkpoint:
             raise FileNotFoundError(
                 f"'{self._folder}' holds no run that could be continued: call `run`."
@@ -304,10 +299,15 @@ class CheckpointedMCMC(MCMC):
         if self._reached is not None and self._reached.draws == 0:
             raise RuntimeError(f"There are no draws yet for `{wanted_by}`: call `resume`.")
 
-    def _check_extras(self) -> None:
+    def _check_place(self) -> None:
         """Refuse before any work, not after it."""
         options.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
         options.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+        if jax.process_count() > 1:
+            raise ValueError(
+                "`CheckpointedMCMC` runs in one process, but there are "
+                f"{jax.process_count()}: use numpyro.infer.MCMC."
+            )
 
     def _fingerprint(self, args: tuple, kwargs: dict) -> dict[str, str]:
         names = ("num_warmup", "num_samples", "num_chains", "thinning", "chain_method")

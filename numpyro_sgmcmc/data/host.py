@@ -221,7 +221,7 @@ class HostArray:
         if type(self._rows) is np.ndarray:
             if self._map is None or self._rows.nbytes <= _RELEASE_BYTES:
                 return self._rows.take(rows, 0)
-            # A jump to another place may bring 2 MB with it, so that there are few between looks.
+            # A jump to another place may bring much with it, so that there are few between looks.
             jumps = np.flatnonzero(np.diff(rows) != 1)[_MOST_JUMPS - 1 :: _MOST_JUMPS] + 1
             parts = []
             for part in np.split(rows, jumps):
@@ -370,8 +370,7 @@ def read_ahead(
 def _resident_file_bytes() -> int | None:
     """Bytes of mapped files in this process's memory; None where the system does not say.
 
-    How much one page fault brings depends on the pages that the system keeps of the file: from 4 kB
-    to 2 MB. So it is asked, and not reckoned.
+    How much one page fault brings depends on the system, so that it is asked, and not reckoned.
     """
     try:
         with open("/proc/self/statm", "rb") as file:

@@ -153,10 +153,14 @@ class ShardedArray:
                 f"ShardedArray needs an array with rows, but got {type(rows).__name__}"
                 f"{f' of shape {rows.shape}' if hasattr(rows, 'shape') else ''}."
             )
-        if mesh is None:
-            mesh = jax.make_mesh(
-                (jax.device_count(),), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)
+        if np.dtype(rows.dtype).kind not in "biuf" and "bfloat" not in str(rows.dtype):
+            raise ValueError(
+                f"ShardedArray needs integers, floats or booleans, but got dtype {rows.dtype}."
             )
+        if mesh is None:
+            mesh = Mesh(np.array(jax.devices()), ("rows",))
+        # Without types on its axes: explicit ones would be asked for at every operation of a model.
+        mesh = Mesh(mesh.devices, mesh.axis_names)
         axis = mesh.axis_names[0] if axis is None else axis
         unknown = set((axis,) if isinstance(axis, str) else axis) - set(mesh.axis_names)
         if unknown:
@@ -177,7 +181,7 @@ class ShardedArray:
         pieces, start = [], 0
         for devices, count in zip(own.values(), sizes, strict=True):
             piece = np.asarray(rows[start : start + count])
-            piece = piece.astype(jax.dtypes.canonicalize_dtype(piece.dtype), copy=False)
+            piece = _as_held(piece)
             missing = shards.longest - count
             padded = np.pad(piece, [(0, missing)] + [(0, 0)] * (piece.ndim - 1), mode="edge")
             pieces += [jax.device_put(padded, device) for device in devices]
@@ -290,8 +294,24 @@ class LocalRows:
         return self.rows[(rows - self.first, *rest)]
 
 
+def _as_held(x: np.ndarray) -> np.ndarray:
+    """In the type that a device holds; refused where that cannot hold its integers."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    if x.dtype.kind in "iu" and dtype != x.dtype:
+        limits = np.iinfo(dtype)
+        if x.min() < limits.min or x.max() > limits.max:
+            raise ValueError(
+                f"ShardedArray holds integers that {dtype} cannot: switch on jax_enable_x64, or "
+                "give it floats."
+            )
+    return x.astype(dtype, copy=False)
+
+
 def as_sharded(x: Any) -> Any:
-    """A JAX array that is spread by rows over several devices as a :class:`ShardedArray`."""
+    """A JAX array that is spread by rows over several devices as a :class:`ShardedArray`.
+
+    :raises ValueError: for a mesh with explicit axes.
+    """
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or x.ndim == 0:
         return x
     sharding = x.sharding
@@ -302,6 +322,12 @@ def as_sharded(x: Any) -> Any:
     num = math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis))
     if num == 1 or any(other is not None for other in sharding.spec[1:]):
         return x
+    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"An array of shape {x.shape} is spread over a mesh with explicit axes, which models "
+            "do not know of: pass ShardedArray(rows, mesh), or make the mesh with "
+            "jax.sharding.Mesh(devices, names)."
+        )
     shards = Shards(mesh, axis, (x.shape[0] // num,) * num)
     return ShardedArray.of(x, shards, f"array of shape {x.shape}")
 
