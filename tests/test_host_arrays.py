@@ -346,8 +346,8 @@ def test_a_source_that_fails_later_is_named_too():
     ("source", "message"),
     [
         ([1.0, 2.0], "a shape and a dtype, but got list"),
-        (np.float32(3), r"source with rows, but got shape \(\)"),
-        (np.zeros((0, 3)), r"source with rows, but got shape \(0, 3\)"),
+        (np.float32(3), r"array with rows, but got shape \(\)"),
+        (np.zeros((0, 3)), r"array with rows, but got shape \(0, 3\)"),
         (np.array(["a"]), "integers, floats or booleans"),
         (SimpleNamespace(shape=(2**31, 3), dtype=np.float32), "indices of rows are 32-bit"),
         (SimpleNamespace(shape=(3,), dtype=np.float32, iloc=None), "pass its to_numpy"),

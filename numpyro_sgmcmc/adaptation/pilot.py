@@ -28,6 +28,7 @@ PILOT_STEP_SIZE = 0.3
 PILOT_BIAS = 0.2
 KEEP_EVERY = 5
 _STEPS_A_CALL = 100
+_NUMBERS_A_CALL = 2**25  # random ones at most, so that many coordinates take fewer steps a call
 _STEP = PILOT.step("symmetric")
 
 
@@ -44,14 +45,18 @@ def _advance(
     """One call's steps of all chains, and the positions every fifth step."""
 
     def chain(state: Any, randomness: Any) -> tuple[Any, Array]:
-        def step(state: Any, xs: Any) -> tuple[Any, Array]:
+        def step(state: Any, xs: Any) -> tuple[Any, None]:
             rows, noise, key = xs
             gradient = whitened_gradient(estimator, target, arguments, anchored, rows, key)
             state = _STEP(state, step_size, gradient, noise)
+            return state, None
+
+        def some_steps(state: Any, xs: Any) -> tuple[Any, Array]:
+            state, _ = lax.scan(step, state, xs)
             return state, state.position
 
-        state, positions = lax.scan(step, state, randomness)
-        return state, positions[KEEP_EVERY - 1 :: KEEP_EVERY]
+        grouped = jax.tree.map(lambda x: x.reshape(-1, KEEP_EVERY, *x.shape[1:]), randomness)
+        return lax.scan(some_steps, state, grouped)
 
     return jax.vmap(chain)(state, randomness)
 
@@ -69,13 +74,16 @@ def run_pilot(
     """Draws of chains by the symmetric splitting on random rows.
 
     :param starts: whitened first positions, shape ``(num_chains, d)``.
-    :param num_steps: steps a chain, rounded up to hundreds; the first half is forgotten.
+    :param num_steps: steps a chain, rounded up to whole calls (100 steps, but for very many
+        coordinates); the first half is forgotten.
     :return: whitened draws, every fifth step, shape ``(num_chains, about num_steps // 10, d)``.
     """
     q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
     state, draws = UnderdampedState(q, p), []
-    steps = (starts.shape[0], _STEPS_A_CALL)
-    for call in range(-(-num_steps // _STEPS_A_CALL)):
+    fitting = _NUMBERS_A_CALL // (starts.size * _STEP.draws * KEEP_EVERY) * KEEP_EVERY
+    steps = (starts.shape[0], max(KEEP_EVERY, min(_STEPS_A_CALL, fitting)))
+    num_calls = -(-num_steps // steps[1])
+    for call in range(num_calls):
         noise = rng.standard_normal((*steps, _STEP.draws, target.dim)).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
         randomness = (draw_rows(target, rng, steps), noise, keys)
@@ -88,5 +96,6 @@ def run_pilot(
             randomness,
             estimator,
         )
-        draws.append(np.asarray(kept, np.float64))
-    return np.concatenate(draws[len(draws) // 2 :], axis=1)
+        if call >= num_calls // 2:
+            draws.append(np.asarray(kept))
+    return np.concatenate(draws, axis=1)

@@ -89,6 +89,14 @@ _SURPRISE = 1.5  # times the predicted excess: less is no surprise
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 
 
+def _variances(draws: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Of each column, in float64, without a second array of the draws' size."""
+    squares = np.zeros_like(mean)
+    for draw in draws:
+        squares += np.square(draw - mean)
+    return squares / (len(draws) - 1)
+
+
 def _rounded_up(number: float) -> int:
     """To two significant digits."""
     unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
@@ -343,9 +351,9 @@ class Setup:
     def _follow(self, frame: Frame, draws: np.ndarray, effective_size: float) -> tuple[Frame, bool]:
         """The frame moved to the draws' mean and covariance, and whether that was a small move."""
         flat = draws.reshape(-1, draws.shape[-1])
-        mean, d = flat.mean(0), flat.shape[1]
+        mean, d = flat.mean(0, dtype=np.float64), flat.shape[1]
         if frame.factor.ndim == 1:
-            covariance = spread = flat.var(0, ddof=1)
+            covariance = spread = _variances(flat, mean)
             slack = 1.0 + np.sqrt(2.0 / effective_size)
         else:
             covariance = np.cov(flat, rowvar=False).reshape(d, d)
@@ -358,7 +366,7 @@ class Setup:
         size = np.square(moved.pull(moved.gradient)).sum()
         if not size < 4.0 * d:
             # On a curved ridge the mean lies beside it: anchor on the ridge instead.
-            nearest = flat[np.square(flat - mean).sum(1).argmin()]
+            nearest = min(flat, key=lambda draw: float(np.square(draw - mean).sum()))
             on_ridge = self._frame_at(frame, nearest, factor)
             if not np.square(on_ridge.pull(on_ridge.gradient)).sum() >= size:
                 moved = on_ridge

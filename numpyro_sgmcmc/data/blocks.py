@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.data.host import HostArray, narrowed
+from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.rows import RowArray, narrowed
 from numpyro_sgmcmc.data.sharded import LocalRows, ShardedArray
 
 __all__ = [
@@ -141,7 +142,7 @@ class _StandIn:
 
 def is_elsewhere(x: Any) -> bool:
     """Whether ``x`` is an array whose rows are on the host or on other devices, or stands in."""
-    return isinstance(x, (HostArray, ShardedArray, LocalRows, _StandIn))
+    return isinstance(x, (RowArray, LocalRows, _StandIn))
 
 
 class Recorder(_StandIn):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["HostArray", "counting", "narrowed", "plain_failures", "read_ahead"]
+from numpyro_sgmcmc.data.rows import RowArray
+
+__all__ = ["HostArray", "counting", "plain_failures", "read_ahead"]
 
 _AHEAD = 8
 _RELEASE_BYTES = 2**29
 _MOST_JUMPS = 256
 _FAULT_BYTES = 2**16  # what most systems map at a page fault
 _SHORTEST_RUN = 16
-_MOST_ROWS = 2**31 - 1
 _CHECKED_BYTES, _CHECKED_ROWS = 2**25, 512
 _PLAIN = (np.ndarray, np.memmap)
 
@@ -34,7 +34,7 @@ def _reader() -> ThreadPoolExecutor:
 
 
 @jax.tree_util.register_static
-class HostArray:
+class HostArray(RowArray):
     """Rows that stay where they are until a minibatch needs them.
 
     Pass it to ``mcmc.run`` in place of the array; the model does not change. It may ask for
@@ -64,6 +64,8 @@ class HostArray:
                [0., 1.]], dtype=float32)
     """
 
+    _is_nowhere = "is never in memory as a whole"
+
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
         try:
             shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
@@ -79,17 +81,7 @@ class HostArray:
             )
         if isinstance(source, HostArray):
             raise ValueError(f"{source!r} is a HostArray already.")
-        if not shape or shape[0] < 1:
-            raise ValueError(f"HostArray needs a source with rows, but got shape {shape}.")
-        if dtype.kind not in "biuf":
-            raise ValueError(
-                f"HostArray needs integers, floats or booleans, but got dtype {dtype}."
-            )
-        if shape[0] > _MOST_ROWS:
-            raise ValueError(
-                f"HostArray has {shape[0]} rows, but indices of rows are 32-bit integers: at most "
-                f"{_MOST_ROWS}. Split the table."
-            )
+        self._check_form(shape, dtype)
         self._source = source
         # A memory map copies some of its own attributes at every indexing.
         self._rows = np.asarray(source) if type(source) in _PLAIN else source
@@ -110,52 +102,15 @@ class HostArray:
         """The type that its rows have on the device."""
         return jax.dtypes.canonicalize_dtype(self._dtype)
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def row_size(self) -> int:
-        """Numbers in a row."""
-        return math.prod(self.shape[1:])
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __repr__(self) -> str:
         return f"HostArray('{self.name}', shape={self.shape}, dtype={self.dtype})"
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        """Rows, read now, or where the index is being traced, when the compiled function runs.
-
-        :param index: integers of any shape, a slice, or a tuple that starts with one of these and
-            goes on along the other axes.
-        """
-        rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        is_slice = isinstance(rows, slice)
-        if is_slice:
-            rows = np.arange(*rows.indices(len(self)))
-        is_none = rows is None or rows is Ellipsis
-        if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
-            raise TypeError(
-                f"{self!r} is indexed by rows: by the indices of its plate, an integer array or a "
-                "slice."
-            )
-        if isinstance(rows, jax.core.Tracer):
-            form = jax.ShapeDtypeStruct((*rows.shape, *self.shape[1:]), self.dtype)
-            found = jax.pure_callback(self.read, form, rows, vmap_method="broadcast_all")
-        else:
-            found = jnp.asarray(self.read(np.asarray(rows)))
-        return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            f"{self!r} is never in memory as a whole: index it by the indices of its plate, or "
-            "pass it through numpyro.subsample."
-        )
-
-    __jax_array__ = __array__
+    def _rows_at(self, rows: Any) -> jax.Array:
+        """Rows, read now, or where they are being traced, when the compiled function runs."""
+        if not isinstance(rows, jax.core.Tracer):
+            return jnp.asarray(self.read(np.asarray(rows)))
+        form = jax.ShapeDtypeStruct((*rows.shape, *self.shape[1:]), self.dtype)
+        return jax.pure_callback(self.read, form, rows, vmap_method="broadcast_all")
 
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
@@ -242,11 +197,11 @@ class HostArray:
         return _unmasked(self._rows[rows])
 
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
-        # One number tells of most arrays that nothing is amiss; an overflow is looked into.
-        if self._dtype.kind != "f" or np.isfinite(values.sum()):
+        if not jnp.issubdtype(self._dtype, jnp.floating):
             return
-        bad = rows[~np.isfinite(values).reshape(len(rows), -1).all(1)]
-        if bad.size:
+        is_finite = np.isfinite(values)
+        if not is_finite.all():
+            bad = rows[~is_finite.reshape(len(rows), -1).all(1)]
             raise RuntimeError(
                 f"{self!r} holds missing or infinite values, for example in {_span(bad[:5])}. "
                 "Clean the source first."
@@ -290,18 +245,6 @@ class HostArray:
     def _place_ahead(self, rows: np.ndarray) -> int | None:
         found = (k for k, (ahead, _) in enumerate(self._ahead) if np.array_equal(ahead, rows))
         return next(found, None)
-
-
-def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> jax.Array:
-    """``array[rows, *rest]`` from ``found``, which is ``array[rows]``, for rows of a shape.
-
-    Arrays in ``rest`` are broadcast with the rows, as in ``array[rows, columns]``.
-    """
-    if not rest:
-        return found
-    size = math.prod(shape)
-    places = jnp.arange(size).reshape(shape)
-    return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
 
 
 @contextmanager

@@ -24,11 +24,9 @@ from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from numpyro_sgmcmc.data.host import narrowed
+from numpyro_sgmcmc.data.rows import RowArray
 
 __all__ = ["LocalRows", "ShardedArray", "Shards", "as_sharded"]
-
-_MOST_ROWS = 2**31 - 1
 
 
 class Shards(NamedTuple):
@@ -106,7 +104,7 @@ class Shards(NamedTuple):
 
 
 @jax.tree_util.register_pytree_node_class
-class ShardedArray:
+class ShardedArray(RowArray):
     """Rows spread over devices, for ``mcmc.run`` in place of the array; the model does not change.
 
     The model may ask for ``X.shape``, which is that of all rows, index the rows by a plate's
@@ -139,6 +137,8 @@ class ShardedArray:
                [0., 1.]], dtype=float32)
     """
 
+    _is_nowhere = "is on no device as a whole"
+
     def __init__(
         self,
         rows: Any,
@@ -148,15 +148,11 @@ class ShardedArray:
         counts: Sequence[int] | None = None,
         name: str = "ShardedArray",
     ) -> None:
-        if not hasattr(rows, "shape") or len(rows.shape) < 1:
+        if not hasattr(rows, "shape"):
             raise ValueError(
-                f"ShardedArray needs an array with rows, but got {type(rows).__name__}"
-                f"{f' of shape {rows.shape}' if hasattr(rows, 'shape') else ''}."
+                f"ShardedArray needs an array with rows, but got {type(rows).__name__}."
             )
-        if np.dtype(rows.dtype).kind not in "biuf" and "bfloat" not in str(rows.dtype):
-            raise ValueError(
-                f"ShardedArray needs integers, floats or booleans, but got dtype {rows.dtype}."
-            )
+        self._check_form(tuple(rows.shape), rows.dtype)
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("rows",))
         # Without types on its axes: explicit ones would be asked for at every operation of a model.
@@ -173,11 +169,7 @@ class ShardedArray:
             raise ValueError("None of this process's devices is in the mesh.")
         sizes = _split(int(rows.shape[0]), len(own), counts)
         shards = Shards(mesh, axis, _agree(rows, dict(zip(own, sizes, strict=True)), mesh, axis))
-        if shards.size > _MOST_ROWS:
-            raise ValueError(
-                f"ShardedArray has {shards.size} rows, but indices of rows are 32-bit integers: "
-                f"at most {_MOST_ROWS}. Split the table."
-            )
+        self._check_number(shards.size)
         pieces, start = [], 0
         for devices, count in zip(own.values(), sizes, strict=True):
             piece = np.asarray(rows[start : start + count])
@@ -208,51 +200,15 @@ class ShardedArray:
         """The type of the numbers."""
         return self.array.dtype
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def row_size(self) -> int:
-        """Numbers in a row."""
-        return math.prod(self.shape[1:])
-
-    def __len__(self) -> int:
-        return self.shards.size
-
     def __repr__(self) -> str:
         return (
             f"ShardedArray('{self.name}', shape={self.shape}, dtype={self.dtype}, "
             f"shards={len(self.shards.counts)})"
         )
 
-    def __getitem__(self, index: Any) -> Any:
-        """Rows from wherever they are, for all devices: not for use in a step.
-
-        :param index: integers of any shape, a slice, or a tuple that starts with one of these and
-            goes on along the other axes.
-        """
-        rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        is_slice = isinstance(rows, slice)
-        if is_slice:
-            rows = np.arange(*rows.indices(len(self)))
-        if (
-            rows is None
-            or rows is Ellipsis
-            or not jnp.issubdtype(jnp.result_type(rows), np.integer)
-        ):
-            raise TypeError(f"{self!r} is indexed by rows: by the indices of its plate.")
-        found = _gather(self.array, self.shards, jnp.asarray(rows))
-        return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            f"{self!r} is on no device as a whole: index it by the indices of its plate, or pass "
-            "it through numpyro.subsample."
-        )
-
-    __jax_array__ = __array__
+    def _rows_at(self, rows: Any) -> Array:
+        """Rows from wherever they are, for all devices: not for use in a step."""
+        return _gather(self.array, self.shards, jnp.asarray(rows))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardedArray) or self.shards != other.shards:

@@ -1,0 +1,104 @@
+"""What arrays have in common whose rows no device holds as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["RowArray", "narrowed"]
+
+_MOST_ROWS = 2**31 - 1
+
+
+class RowArray:
+    """An array with rows along its first axis, to be indexed by the indices of a plate.
+
+    Subclasses have ``shape`` and ``dtype``, and find rows in :meth:`_rows_at`.
+    """
+
+    _is_nowhere: ClassVar[str]
+    """Why the whole array cannot be had, in words that go on from its name."""
+
+    shape: Any
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape[1:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"{self!r} {self._is_nowhere}: index it by the indices of its plate, or pass it "
+            "through numpyro.subsample."
+        )
+
+    __jax_array__ = __array__
+
+    def __getitem__(self, index: Any) -> Any:
+        """Rows by their numbers.
+
+        :param index: integers of any shape, a slice, or a tuple that starts with one of these and
+            goes on along the other axes.
+        :raises TypeError: for any other index.
+        """
+        rows, *rest = index if isinstance(index, tuple) and index else (index,)
+        is_slice = isinstance(rows, slice)
+        if is_slice:
+            rows = np.arange(*rows.indices(len(self)))
+        is_none = rows is None or rows is Ellipsis
+        if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
+            raise TypeError(
+                f"{self!r} is indexed by rows: by the indices of its plate, an integer array or a "
+                "slice."
+            )
+        found = self._rows_at(rows)
+        return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
+
+    def _rows_at(self, rows: Any) -> jax.Array:
+        """The rows of these numbers, shape ``(*rows.shape, *shape[1:])``."""
+        raise NotImplementedError
+
+    @classmethod
+    def _check_form(cls, shape: tuple[int, ...], dtype: Any) -> None:
+        """Refuse what has no rows, other types than numbers, and more rows than indices name."""
+        if not shape or shape[0] < 1:
+            raise ValueError(f"{cls.__name__} needs an array with rows, but got shape {shape}.")
+        if np.dtype(dtype).kind not in "biuf" and "bfloat" not in str(dtype):
+            raise ValueError(
+                f"{cls.__name__} needs integers, floats or booleans, but got dtype {dtype}."
+            )
+        cls._check_number(shape[0])
+
+    @classmethod
+    def _check_number(cls, num_rows: int) -> None:
+        if num_rows > _MOST_ROWS:
+            raise ValueError(
+                f"{cls.__name__} has {num_rows} rows, but indices of rows are 32-bit integers: at "
+                f"most {_MOST_ROWS}. Split the table."
+            )
+
+
+def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> jax.Array:
+    """``array[rows, *rest]`` from ``found``, which is ``array[rows]``, for rows of a shape.
+
+    Arrays in ``rest`` are broadcast with the rows, as in ``array[rows, columns]``.
+    """
+    if not rest:
+        return found
+    size = math.prod(shape)
+    places = jnp.arange(size).reshape(shape)
+    return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
