@@ -240,9 +240,7 @@ def refilled(program: Program, state: SGMCMCState) -> SGMCMCState:
             lambda: (block.upcoming, block.then),
         )
         upcoming, then = draw(upcoming)
-        values = read_ahead(
-            [a for a, _ in lookups], [now[p] for _, p in lookups], [then[p] for _, p in lookups]
-        )
+        values = read_ahead(lookups, now, then)
         place, key = jnp.zeros_like(block.place), key_words(state.rng_key)
         return Block(values, now, then, upcoming, place, key)
 
