@@ -84,12 +84,10 @@ def loops_of(
         **settings,
     )
     state = kernel.init(random.key(1), 0, None, data, batch)
-    arguments, adaptation = kernel._adapted
 
     def loop(estimator: str) -> Callable[[], Any]:
-        variant = kernel_class.__new__(kernel_class)
-        chosen = adaptation._replace(estimator=estimator)
-        vars(variant).update(vars(kernel), _adapted=(arguments, chosen))  # adapted once for both
+        chosen = kernel.adaptation._replace(estimator=estimator)
+        variant = kernel.ready_variant(adaptation=chosen)  # adapted once for both
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)

@@ -35,11 +35,9 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
         options["inverse_mass_matrix"] = np.full(dim, 4.0 / num_rows, np.float32)
     kernel = SGHMCSplit(logistic, gradient="control_variate", **options)
     state = kernel.init(random.key(1), 0, None, data, batch)
-    arguments, adaptation = kernel._adapted
 
     def loop(num_iterations: int, **chosen: Any) -> Callable[[], Any]:
-        variant = SGHMCSplit(logistic)
-        vars(variant).update(vars(kernel), _adapted=(arguments, adaptation._replace(**chosen)))
+        variant = kernel.ready_variant(adaptation=kernel.adaptation._replace(**chosen))
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)

@@ -80,12 +80,10 @@ def kernel_loops(X: Array, y: Array, num_iterations: int) -> dict[str, Callable[
         options["inverse_mass_matrix"] = np.full(dim, 4.0 / len(y), np.float32)
     kernel = SGHMCSplit(logistic, **options)
     state = kernel.init(random.key(1), 0, None, (X, y), {"batch_size": BATCH_SIZE})
-    arguments, adaptation = kernel._adapted
 
     def loop(estimator: str, minibatch: str) -> Callable[[], Any]:
-        variant = SGHMCSplit(logistic)
-        chosen = adaptation._replace(estimator=estimator, minibatch=minibatch)
-        vars(variant).update(vars(kernel), _adapted=(arguments, chosen))  # adapted once for all
+        chosen = kernel.adaptation._replace(estimator=estimator, minibatch=minibatch)
+        variant = kernel.ready_variant(adaptation=chosen)  # adapted once for all
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, (X, y), {"batch_size": BATCH_SIZE})

@@ -20,7 +20,7 @@ import numpy as np
 from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
 
-__all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "is_array"]
+__all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "is_array", "is_traced"]
 
 _HOLD_BYTES = 2**25
 
@@ -30,6 +30,11 @@ def is_array(x: Any) -> bool:
     if isinstance(x, jax.Array):
         return True
     return isinstance(x, np.ndarray) and (x.dtype.kind in "biufc" or "bfloat" in x.dtype.name)
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether an array in the pytree is being traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _is_host(x: Any) -> bool:
@@ -108,7 +113,7 @@ class Arguments:
     @property
     def is_concrete(self) -> bool:
         """Whether no array is being traced."""
-        return not any(isinstance(x, jax.core.Tracer) for x in self.arrays)
+        return not is_traced(self.arrays)
 
     def read(self) -> Arguments:
         """These arguments with the arrays that references hold in place of the references."""

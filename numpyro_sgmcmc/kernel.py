@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypedDict
@@ -29,11 +29,12 @@ from numpyro_sgmcmc.adaptation import (
     Adaptation,
     Noise,
     Settings,
-    Surface,
     adapt,
     adapt_with_locals,
 )
-from numpyro_sgmcmc.arguments import Arguments, HeldArrays
+from numpyro_sgmcmc.adapted import Adapted
+from numpyro_sgmcmc.arguments import Arguments, HeldArrays, is_traced
+from numpyro_sgmcmc.compatibility import check_compatible
 from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -43,8 +44,8 @@ from numpyro_sgmcmc.iteration import Program, iterate, refilled, start_chain, wi
 from numpyro_sgmcmc.locals.chains import check_options, collected_sites, start_locals
 from numpyro_sgmcmc.minibatch import STREAMS
 from numpyro_sgmcmc.model import model_target
-from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.progress import passes_shown, stages_shown
+from numpyro_sgmcmc.starting import check_start, first_positions
 from numpyro_sgmcmc.state import SGMCMCState
 from numpyro_sgmcmc.target import Target, function_target
 
@@ -57,10 +58,6 @@ def _is_batch(rng_key: Array) -> bool:
     """Whether the key is one a chain: raw keys have one more axis than typed ones."""
     typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     return jnp.ndim(rng_key) == (1 if typed else 2)
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def typical_positions(like: Array) -> Array:
@@ -87,19 +84,9 @@ class KernelOptions(TypedDict, total=False):
     collect_locals: bool | Sequence[str]
 
 
-def _is_equal(a: Any, b: Any) -> bool:
-    """Whether two arrays hold the same, missing values included."""
-    if a.shape != b.shape:
-        return False
-    if isinstance(a, jax.Array) and not a.is_fully_addressable:
-        return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
-    a, b = np.asarray(a), np.asarray(b)
-    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
-
-
 def _eagerly(rng_key: Array) -> AbstractContextManager[None]:
     """Leave the trace (pmap's, vmap's, jit's) in which a kernel is initialised, if it is in one."""
-    return jax.ensure_compile_time_eval() if _is_traced(rng_key) else nullcontext()
+    return jax.ensure_compile_time_eval() if is_traced(rng_key) else nullcontext()
 
 
 @partial(jax.jit, static_argnames="fn")
@@ -253,8 +240,7 @@ class SGMCMCKernel(MCMCKernel):
         # NumPyro calls `init` before every run of a kernel whose `_sample_fn` is None.
         self._sample_fn: Callable | None = None
         self._targets: dict[Any, Target] = {}
-        self._adapted: tuple[Arguments, Adaptation] | None = None
-        self._checksums: tuple[int | None, ...] = ()
+        self._adapted: Adapted | None = None
         self._held = HeldArrays()
         self._target: Target | None = None
         self._num_warmup = 0
@@ -285,7 +271,7 @@ class SGMCMCKernel(MCMCKernel):
         """What all chains share, once the kernel is initialised."""
         if self._adapted is None:
             raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
-        return self._adapted[1]
+        return self._adapted.adaptation
 
     def coordinates(self, state: SGMCMCState) -> Coordinates:
         """The whitened coordinates of a state, or of one chain's where several are batched."""
@@ -343,13 +329,21 @@ class SGMCMCKernel(MCMCKernel):
         kernel._model = wrapper(self._model)
         return kernel
 
-    def ready_variant(self, **found: Any) -> SGMCMCKernel:
+    def ready_variant(
+        self, *, adaptation: Adaptation | None = None, target: Target | None = None
+    ) -> SGMCMCKernel:
         """A copy of an initialised kernel that need not be initialised again.
 
-        :param found: attributes that `init` would set, to have other values.
+        :param adaptation: what to have in place of what `init` found, or None to keep that.
+        :param target: the posterior to have, or None to keep it.
         """
+        assert self._adapted is not None
         kernel = copy.copy(self)  # which drops what `init` found, as pickling does
-        kernel.__dict__.update(self.__dict__, **found)
+        kernel.__dict__.update(self.__dict__)
+        if adaptation is not None:
+            kernel._adapted = self._adapted._replace(adaptation=adaptation)
+        if target is not None:
+            kernel._target = target
         return kernel
 
     def refresh(
@@ -414,7 +408,8 @@ class SGMCMCKernel(MCMCKernel):
                 )
             if is_block:
                 init_params = None  # Gibbs gives draws from the prior, constrained
-            init_params = self._check_start(init_params, target, concrete, rng_key)
+            num_chains = len(rng_key) if is_batch else None
+            init_params = check_start(init_params, target, concrete, num_chains)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             coordinates = adaptation.anchored.coordinates
             self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
@@ -455,9 +450,8 @@ class SGMCMCKernel(MCMCKernel):
         :param model_kwargs: the model's keyword arguments.
         """
         arguments = Arguments(model_args, model_kwargs)
-        self._target = self._adapted_target = self._read(arguments, z, is_batch=False)
-        self._adapted = (arguments, adaptation)
-        self._checksums = arguments.checksums
+        self._target = self._read(arguments, z, is_batch=False)
+        self._adapted = Adapted.to(arguments, adaptation, self._target)
         self._noise = adaptation.noise
         self._be_ready(arguments, num_warmup)
 
@@ -476,8 +470,9 @@ class SGMCMCKernel(MCMCKernel):
         :raises ValueError: where the data are others than those that control variates hold the
             gradient on.
         """
-        if _is_traced(state.rng_key):  # once a compilation: it looks at all of the data
-            self._check_same_data(Arguments(model_args, model_kwargs))
+        if is_traced(state.rng_key):  # once a compilation: it looks at all of the data
+            assert self._adapted is not None
+            self._adapted.check_same_data(Arguments(model_args, model_kwargs))
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         state = refilled(self._program, state)
         place = None if state.block is None else state.block.place.ravel()[0]
@@ -494,26 +489,6 @@ class SGMCMCKernel(MCMCKernel):
             return None
         axis = shards.chain_axis
         return axis if num_chains % shards.mesh.shape[axis] == 0 else None
-
-    def _check_same_data(self, arguments: Arguments) -> None:
-        """Control variates with another data set's gradient lead to a wrong posterior, silently."""
-        assert self._adapted is not None
-        before, adaptation = self._adapted
-        is_block = GIBBS_SITES_KWARG in arguments.kwargs  # whose changes `refresh` knows of
-        if is_block or adaptation.estimator == "plain" or not arguments.is_concrete:
-            return
-        now, then = arguments.arrays, before.arrays
-        if (
-            len(now) == len(then)
-            and arguments.hosts == before.hosts
-            and all(a is b or _is_equal(a, b) for a, b in zip(now, then, strict=True))
-            and before.checksums == self._checksums
-        ):
-            return
-        raise ValueError(
-            "The data are not those that the warm-up adapted to, whose gradient the control "
-            "variates hold: call `mcmc.run` with a new MCMC object, or use gradient='plain'."
-        )
 
     @property
     def _program(self) -> Program:
@@ -581,102 +556,27 @@ class SGMCMCKernel(MCMCKernel):
                 self._gibbs_sites,
             )
             check_options(target, arguments, self._minibatch, self._gradient, self._collect_locals)
-            if not target.plates:
-                notify(
-                    "The model has no subsampled plate: every step uses the gradient on all rows. "
-                    "Give the data's plate a subsample_size, for example 100."
-                )
-            if target.is_randomized and "control_variate" in self._gradient:
-                raise ValueError(
-                    "The model draws random keys (numpyro.prng_key), so that its gradient on all "
-                    "rows is random too and gradient='control_variate' has nothing to hold on to. "
-                    "Use gradient='plain' or 'auto'."
-                )
-            if self._noise_compensation:
-                self._check_compensation(target)
+            check_compatible(target, self._gradient, self._noise_compensation)
             self._targets[form] = target
         return self._targets[form]
-
-    def _check_compensation(self, target: Target) -> None:
-        """Refuse likelihoods whose noise is not that of independent rows."""
-        if target.shards is not None:
-            raise ValueError(
-                "`noise_compensation` needs the gradients of single rows, which rows spread over "
-                "devices do not have: leave it out."
-            )
-        if target.is_randomized:
-            raise ValueError(
-                "The model draws random keys (numpyro.prng_key), whose noise the gradients of "
-                "single rows do not show: leave out `noise_compensation`."
-            )
-        for group in target.groups:
-            if len(group) > 1:
-                names = " and ".join(f"'{p.name}'" for p in group)
-                raise ValueError(
-                    f"The subsampled plates {names} meet at one site, so that its rows are not "
-                    "independent: leave out `noise_compensation`, or subsample one of them."
-                )
-
-    def _check_start(
-        self, init_params: Any, target: Target, arguments: Arguments, rng_key: Array
-    ) -> Any:
-        """``init_params`` as they are, if a chain can start there."""
-        if init_params is None:
-            return None
-        num_chains = len(rng_key) if _is_batch(rng_key) else None
-        options.check_init_params(init_params, target, num_chains)
-        if _is_traced(init_params):
-            return init_params
-        surface = Surface.on_some_rows(target, arguments)
-        for chain in range(num_chains or 1):
-            one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
-            position = ravel_pytree(one)[0]
-            if not surface.is_finite(np.asarray(position)):
-                of_chain = f" of chain {chain}" if num_chains else ""
-                raise ValueError(
-                    f"Log density or gradient is not finite at the `init_params`{of_chain}. "
-                    + target.explain(position, arguments)
-                )
-        return init_params
 
     def _adapt(
         self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
     ) -> Adaptation:
         """What all chains share, found once for one set of data."""
         if self._adapted is not None:
-            before = self._adapted[0]
-            same = len(before.arrays) == len(arguments.arrays) and all(
-                a is b for a, b in zip(before.arrays, arguments.arrays, strict=True)
-            )
-            same = same and before.signature == arguments.signature and self._is_for(target)
-            if same and self._checksums == arguments.checksums:
-                return self._adapted[1]
+            if self._adapted.serves(target, arguments):
+                return self._adapted.adaptation
             self._held = HeldArrays()
         with stages_shown(arguments.hosts) as progress:
-            starts = self._first_positions(target, arguments, init_params, is_batch)
-            has_start = init_params is not None and not _is_traced(init_params)
+            starts = first_positions(target, arguments, init_params, is_batch)
+            has_start = init_params is not None and not is_traced(init_params)
             settings = self._settings(target, has_start)
             find = adapt if target.locals is None else adapt_with_locals
             adaptation = find(target, arguments, settings, starts, progress)
-        self._adapted = (arguments, adaptation)
-        self._checksums = arguments.checksums
+        self._adapted = Adapted.to(arguments, adaptation, target)
         self._noise = adaptation.noise
-        self._adapted_target = target
         return adaptation
-
-    def _is_for(self, target: Target) -> bool:
-        return getattr(self, "_adapted_target", None) is target
-
-    def _first_positions(
-        self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
-    ) -> Iterator[np.ndarray]:
-        """The user's start where it is known already, then some by the initialisation strategy."""
-        if init_params is not None and not _is_traced(init_params):
-            first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
-            yield np.asarray(ravel_pytree(first)[0])
-        start = jax.jit(target.start)
-        for seed in range(20):
-            yield np.asarray(start(random.key(seed), arguments))
 
     def _settings(self, target: Target, has_start: bool) -> Settings:
         names = () if target.sites is None else target.sites
@@ -726,10 +626,8 @@ class SGMCMCKernel(MCMCKernel):
         """Refuse an SDE that makes no sense at the anchor, before any step."""
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_adapted_target", None)
         return {
-            **state,
+            **self.__dict__,
             "_sample_fn": None,
             "_targets": {},
             "_adapted": None,

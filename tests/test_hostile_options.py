@@ -317,7 +317,7 @@ def check_dynamics(kernel: Any) -> None:
     target = model_target(by_index, arguments, init_to_uniform)
     coordinates = Coordinates(jnp.zeros(2), jnp.ones(2))
     anchored = SimpleNamespace(coordinates=coordinates)
-    kernel._adapted = arguments, SimpleNamespace(anchored=anchored)
+    kernel._adapted = SimpleNamespace(adaptation=SimpleNamespace(anchored=anchored))
     kernel._check_dynamics(kernel._located_dynamics(target, coordinates), target.dim)
 
 

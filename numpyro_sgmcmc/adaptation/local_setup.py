@@ -33,7 +33,8 @@ from numpyro_sgmcmc.adaptation.local_pilot import (
 from numpyro_sgmcmc.adaptation.local_start import LocalStart
 from numpyro_sgmcmc.adaptation.noise import Noise, draw_blocks
 from numpyro_sgmcmc.adaptation.pilot import PILOT, PILOT_BIAS, PILOT_STEP_SIZE
-from numpyro_sgmcmc.adaptation.setup import Adaptation, Settings, Setup
+from numpyro_sgmcmc.adaptation.settings import Adaptation, Settings
+from numpyro_sgmcmc.adaptation.setup import Setup
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.adaptation.surface import Surface
 from numpyro_sgmcmc.adaptation.whitening import symmetric_root

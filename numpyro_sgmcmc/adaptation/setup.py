@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.adaptation.frame import Frame
-from numpyro_sgmcmc.adaptation.local_start import LocalStart
 from numpyro_sgmcmc.adaptation.noise import (
     NO_NOISE,
     Noise,
@@ -39,6 +36,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     run_pilot,
 )
 from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading, own_reading
+from numpyro_sgmcmc.adaptation.settings import Adaptation, Settings
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
@@ -63,14 +61,13 @@ from numpyro_sgmcmc.adaptation.whitening import (
 )
 from numpyro_sgmcmc.arguments import Arguments
 from numpyro_sgmcmc.compensation import GradientNoise
-from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored
 from numpyro_sgmcmc.moments import Reading
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.target import Target
 
-__all__ = ["Adaptation", "Settings", "Setup", "adapt"]
+__all__ = ["Setup", "adapt"]
 
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
@@ -101,73 +98,6 @@ def _rounded_up(number: float) -> int:
     """To two significant digits."""
     unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
     return math.ceil(number / unit) * unit
-
-
-@dataclass(frozen=True)
-class Settings:
-    """
-    - **dynamics** - the SDE.
-    - **scheme** - name of the integrator.
-    - **locate** - the SDE for given coordinates.
-    - **has_default_dynamics** - whether the kernel's SDE has its default settings.
-    - **largest_step_size** - step size that suits a whitened Gaussian and an exact gradient.
-    - **step_size** - the user's step size, or None to choose it.
-    - **num_steps** - the user's steps an iteration, or None to choose.
-    - **gradient** - ``"plain"``, ``"control_variate"`` or ``"auto"``.
-    - **minibatch** - ``"iid"``, ``"epoch"``, ``"blocks"`` or ``"auto"``.
-    - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None to adapt it.
-    - **is_dense** - whether the adapted one is dense.
-    - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
-    - **target_bias** - allowed relative error of posterior sds.
-    - **noise_compensation** - whether the gradient's noise is taken from what is injected.
-    - **has_start** - whether the first start is the user's.
-    """
-
-    dynamics: Dynamics
-    scheme: str
-    locate: Callable[[Coordinates], Dynamics]
-    has_default_dynamics: bool
-    largest_step_size: float
-    step_size: float | None
-    num_steps: int | None
-    gradient: str
-    minibatch: str
-    inverse_mass_matrix: np.ndarray | None
-    is_dense: bool
-    mask: np.ndarray | None
-    target_bias: float
-    noise_compensation: bool
-    has_start: bool
-
-
-class Adaptation(NamedTuple):
-    """
-    - **anchored** - coordinates and the full gradient at their anchor.
-    - **step_size** - step size.
-    - **num_steps** - steps an iteration.
-    - **estimator** - one of ESTIMATORS.
-    - **minibatch** - ``"iid"``, ``"epoch"`` or ``"blocks"``.
-    - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
-    - **noise** - the noise measured at typical positions.
-    - **reading** - where the moments come from that tell the bias.
-    - **allowed_excess** - excess of temperature at which a chain in warm-up does not shorten its
-      step; None where the step size is the user's.
-    - **relaxation_time** - time between about independent draws.
-    - **locals** - where the local values start, a
-      :class:`~numpyro_sgmcmc.adaptation.local_start.LocalStart`; None where there are none.
-    """
-
-    anchored: Anchored
-    step_size: float
-    num_steps: int
-    estimator: str
-    minibatch: str
-    gradient_noise: GradientNoise | None
-    noise: Noise
-    reading: Reading
-    allowed_excess: float | None
-    relaxation_time: float
-    locals: LocalStart | None = None
 
 
 def adapt(

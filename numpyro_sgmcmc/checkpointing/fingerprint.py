@@ -28,8 +28,6 @@ _DEEPEST = 8
 # What `init` finds; the checkpoint holds what of it matters.
 _FOUND = (
     "_adapted",
-    "_adapted_target",
-    "_checksums",
     "_held",
     "_noise",
     "_num_warmup",

@@ -16,6 +16,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import options
+from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
 from numpyro_sgmcmc.full_data import Plate
@@ -91,10 +92,10 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
 def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
     if callable(kernel._step_size):
         raise ValueError("`compare_with_finer` cannot halve a schedule: give a constant step_size.")
-    arguments, adaptation = _adapted(kernel)
+    adaptation = _adaptation(kernel)
     step_size, num_steps = adaptation.step_size / 2, 2 * adaptation.num_steps
     adaptation = adaptation._replace(step_size=step_size, num_steps=num_steps)
-    finer = kernel.ready_variant(_adapted=(arguments, adaptation))
+    finer = kernel.ready_variant(adaptation=adaptation)
     state = mcmc.last_state
     adapt_state = state.adapt_state._replace(step_size=state.adapt_state.step_size / 2)
     state = state._replace(adapt_state=adapt_state, num_steps=2 * state.num_steps)
@@ -102,7 +103,7 @@ def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
 
 
 def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[SGMCMCKernel, Any]:
-    _, adaptation = _adapted(kernel)
+    minibatch = _adaptation(kernel).minibatch
     target = kernel.target
 
     def larger(p: Plate) -> Plate:
@@ -112,11 +113,11 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
     if plates == target.plates:
         raise ValueError("Every minibatch is the whole plate already: there is no larger one.")
     groups = tuple(tuple(larger(p) for p in group) for group in target.groups)
-    finer = kernel.ready_variant(_target=replace(target, plates=plates, groups=groups))
+    finer = kernel.ready_variant(target=replace(target, plates=plates, groups=groups))
     state = mcmc.last_state
     streams = {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        make = stream_of(p, adaptation.minibatch).init
+        make = stream_of(p, minibatch).init
         batched = mcmc.num_chains > 1
         streams[p.name] = (
             jax.vmap(make)(random.split(key, mcmc.num_chains)) if batched else make(key)
@@ -124,10 +125,13 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
     return finer, _afresh(state._replace(streams=streams))
 
 
-def _adapted(kernel: SGMCMCKernel) -> Any:
-    if kernel._adapted is None:
-        raise ValueError("The kernel has forgotten its data (it was pickled): run it again first.")
-    return kernel._adapted
+def _adaptation(kernel: SGMCMCKernel) -> Adaptation:
+    try:
+        return kernel.adaptation
+    except RuntimeError:
+        raise ValueError(
+            "The kernel has forgotten its data (it was pickled): run it again first."
+        ) from None
 
 
 def _afresh(state: Any) -> Any:
