@@ -30,7 +30,6 @@ from numpyro_sgmcmc.adaptation import (
     Noise,
     Settings,
     adapt,
-    adapt_with_locals,
 )
 from numpyro_sgmcmc.adapted import Adapted
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays, is_traced
@@ -572,8 +571,7 @@ class SGMCMCKernel(MCMCKernel):
             starts = first_positions(target, arguments, init_params, is_batch)
             has_start = init_params is not None and not is_traced(init_params)
             settings = self._settings(target, has_start)
-            find = adapt if target.locals is None else adapt_with_locals
-            adaptation = find(target, arguments, settings, starts, progress)
+            adaptation = adapt(target, arguments, settings, starts, progress)
         self._adapted = Adapted.to(arguments, adaptation, target)
         self._noise = adaptation.noise
         return adaptation

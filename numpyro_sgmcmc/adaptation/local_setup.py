@@ -45,7 +45,7 @@ from numpyro_sgmcmc.locals.sites import AllRows, with_locals
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.target import Target
 
-__all__ = ["adapt_with_locals"]
+__all__ = ["LocalSetup"]
 
 _CHAINS = 4
 _ADAM_STEPS, _ADAM_EPOCHS = 1_000, 3
@@ -61,24 +61,8 @@ _DRAW_EPOCHS = 20
 _STEPS_A_CALL = 500
 
 
-def adapt_with_locals(
-    target: Target,
-    arguments: Arguments,
-    settings: Settings,
-    starts: Iterable[np.ndarray],
-    progress: Callable[[str], None] = lambda stage: None,
-) -> Adaptation:
-    """As :func:`~numpyro_sgmcmc.adaptation.setup.adapt`, for a model with local sites.
-
-    :raises ValueError: where the rows' local values cannot be moved one by one.
-    :raises RuntimeError: where no start is finite.
-    """
-    with np.errstate(all="ignore"):
-        return _LocalSetup(target, arguments, settings, progress).run(starts)
-
-
-class _LocalSetup(Setup):
-    """One run of :func:`adapt_with_locals`. Whatever is asked of all rows holds local values."""
+class LocalSetup(Setup):
+    """One run for a model with local sites. Whatever is asked of all rows holds local values."""
 
     out_of_epochs = "a larger subsample_size, or a kernel without a thermostat"
 

@@ -67,7 +67,7 @@ from numpyro_sgmcmc.moments import Reading
 from numpyro_sgmcmc.notices import notify
 from numpyro_sgmcmc.target import Target
 
-__all__ = ["Setup", "adapt"]
+__all__ = ["Setup"]
 
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 _PILOT_CHAINS = 16
@@ -100,31 +100,11 @@ def _rounded_up(number: float) -> int:
     return math.ceil(number / unit) * unit
 
 
-def adapt(
-    target: Target,
-    arguments: Arguments,
-    settings: Settings,
-    starts: Iterable[np.ndarray],
-    progress: Callable[[str], None] = lambda stage: None,
-) -> Adaptation:
-    """Find the mode region, whitening, anchor, estimator, minibatches and step size.
-
-    :param target: the posterior.
-    :param arguments: the model's arguments, concrete.
-    :param settings: what the user has fixed.
-    :param starts: first positions of shape ``(d,)``, of which the first finite ones are tried: the
-        user's alone, or with up to 200 coordinates several.
-    :param progress: called with the name of each stage before it starts.
-    :return: what all chains share.
-    :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
-    """
-    # What is not finite is looked for, and named; NumPy need not warn of it as well.
-    with np.errstate(all="ignore"):
-        return Setup(target, arguments, settings, progress).run(starts)
-
-
 class Setup:
-    """One run of :func:`adapt`; holds what its stages share and nothing that outlives them."""
+    """One run of :func:`~numpyro_sgmcmc.adaptation.adapt`.
+
+    Holds what its stages share and nothing that outlives them.
+    """
 
     out_of_epochs = "minibatch='iid', or leave it out"
 
