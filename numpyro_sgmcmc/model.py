@@ -62,7 +62,7 @@ def model_target(
         is_int = is_int and not isinstance(subsample_size, bool)
         if not (is_int and 0 < subsample_size <= size):
             raise ValueError(
-                f"Plate '{name}' has subsample_size={subsample_size}, but it must be an integer "
+                f"Plate '{name}' has subsample_size={subsample_size!r}, but it must be an integer "
                 f"between 1 and the plate's size, {size}."
             )
         if name in plates and plates[name].size != size:

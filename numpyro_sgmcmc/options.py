@@ -383,6 +383,20 @@ def check_init_params(init_params: Any, target: Target, num_chains: int | None) 
     return init_params
 
 
+def _takes(name: str, fn: Callable, keywords: Sequence[str]) -> None:
+    """Refuse a function that cannot be called with these keywords."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        signature.bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        raise ValueError(
+            f"`{name}` is called with the keywords {', '.join(keywords)}, but {error}."
+        ) from None
+
+
 def local_options(
     model: Any, gibbs_fn: Any, gibbs_sites: Any, collect_locals: bool | Sequence[str]
 ) -> None:
@@ -396,6 +410,7 @@ def local_options(
         )
     if gibbs_fn is not None:
         function("gibbs_fn", gibbs_fn)
+        _takes("gibbs_fn", gibbs_fn, ("rng_key", "gibbs_sites", "hmc_sites", "rows"))
     if isinstance(collect_locals, str) or not (
         isinstance(collect_locals, bool) or all(isinstance(n, str) for n in collect_locals)
     ):

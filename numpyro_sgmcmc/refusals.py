@@ -231,6 +231,8 @@ def failure(
         )
     if not isinstance(error, (TypeError, ValueError)):
         return error
+    if any(str(error).startswith(repr(a)) for a in (*arguments.hosts, *arguments.sharded)):
+        return ValueError(f"The model fails{_place(error)}: {error}")
     if unusual:
         return ValueError(f"The model cannot use {' and '.join(unusual)}. ({first_line(error)})")
     if fails_on_all_rows():

@@ -141,6 +141,26 @@ def test_other_versions(copy):
         resume(copy)
 
 
+def test_other_random_numbers(whole):
+    is_other = not jax.config.jax_threefry_partitionable
+    with (
+        jax.threefry_partitionable(is_other),
+        pytest.raises(ValueError, match="JAX's option `jax_threefry_partitionable` was"),
+    ):
+        resume(whole[0])
+
+
+def test_a_key_to_resume_with(whole):
+    with pytest.raises(ValueError, match="leave the key out"):
+        mcmc_of(whole[0]).resume(jax.random.key(1), *DATA, batch_size=40)
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeError, match="cannot be made: Not a directory"):
+        run(mcmc_of(tmp_path / "file" / "run"))
+
+
 def test_folders_with_and_without_a_run(whole, tmp_path):
     with pytest.raises(FileExistsError, match="call `resume` to continue it"):
         run(mcmc_of(whole[0]))

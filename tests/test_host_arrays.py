@@ -330,6 +330,25 @@ def test_a_bad_source_is_named_before_sampling(answer, message):
     assert type(caught.value) is RuntimeError
 
 
+@pytest.mark.parametrize("reads", [1, 5, 20])
+def test_a_bad_source_is_named_whenever_it_fails(reads):
+    def fails_in_time(array, rows):
+        if len(source.asked) > reads:
+            raise OSError("disk on fire")
+        return array[rows]
+
+    source = Source(Y, fails_in_time)
+    with pytest.raises(RuntimeError, match=r"HostArray\('y', .*: OSError: disk on fire") as caught:
+        fit(X, HostArray(source, name="y"))
+    assert type(caught.value) is RuntimeError
+
+
+def test_numbers_of_other_machines():
+    foreign = HostArray(X.astype(X.dtype.newbyteorder(">")))
+    np.testing.assert_array_equal(foreign[np.array([3, 1])], X[[3, 1]])
+    assert foreign.dtype == np.float32
+
+
 def test_a_source_that_fails_later_is_named_too():
     source = Source(Y)
     kernel = SGHMCSplit(by_index, step_size=0.3, num_steps=3)

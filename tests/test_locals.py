@@ -269,6 +269,9 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
         assert_posterior(draws[name], mean, sd)
 
 
+shares_a_run = pytest.mark.xdist_group("local values")
+
+
 @pytest.fixture(scope="module")
 def whole():
     """A run with the local values of all rows."""
@@ -276,10 +279,12 @@ def whole():
     return posterior_run(SGHMCSplit(normal_means, collect_locals=True), y)
 
 
+@shares_a_run
 def test_normal_means_against_the_marginal(whole):
     assert_globals(whole, normal_means_posterior(normal_means_data()))
 
 
+@shares_a_run
 def test_local_values_against_their_posterior(whole):
     """Given the globals' posterior each local value is normal with a known mean and sd."""
     y = normal_means_data()
@@ -298,6 +303,7 @@ def test_local_values_against_their_posterior(whole):
     assert np.abs(of_rows[:, extreme].mean(0)).max() < 5 * np.sqrt(2 / len(of_rows))
 
 
+@shares_a_run
 def test_rows_are_renewed_between_draws(whole):
     z = np.asarray(whole.get_samples(group_by_chain=True)["z"])
     assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
@@ -305,6 +311,7 @@ def test_rows_are_renewed_between_draws(whole):
     assert steps >= 2000 / 100
 
 
+@shares_a_run
 def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     y = normal_means_data()
     mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
@@ -323,6 +330,7 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     assert found.posterior["z"].shape == (2, 250, 2000)
 
 
+@shares_a_run
 def test_what_cannot_tell_the_bias_says_so(whole):
     for report in (bias_report, print_summary):
         with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
@@ -488,6 +496,18 @@ def right_shape(rng_key, gibbs_sites, hmc_sites, rows):
     return dict(gibbs_sites)
 
 
+def array(rng_key, gibbs_sites, hmc_sites, rows):
+    return gibbs_sites["k"]
+
+
+def probabilities(rng_key, gibbs_sites, hmc_sites, rows):
+    return {"k": jnp.full(rows.shape, 0.3)}
+
+
+def sevens(rng_key, gibbs_sites, hmc_sites, rows):
+    return {"k": jnp.full(rows.shape, 7)}
+
+
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -507,6 +527,9 @@ def right_shape(rng_key, gibbs_sites, hmc_sites, rows):
         (normal, {"collect_locals": ["w"]}, r"'w', .* \['z'\]"),
         (normal, {"gibbs_fn": right_shape, "gibbs_sites": ["mu"]}, "'mu', which is no latent"),
         (discrete, {"gibbs_fn": wrong_shape, "gibbs_sites": ["k"]}, r"must return \{'k': \(20,"),
+        (discrete, {"gibbs_fn": array, "gibbs_sites": ["k"]}, "must return a dict"),
+        (discrete, {"gibbs_fn": probabilities, "gibbs_sites": ["k"]}, "float32 values of 'k'"),
+        (discrete, {"gibbs_fn": sevens, "gibbs_sites": ["k"]}, "'k' outside .*, for example 7"),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -527,6 +550,7 @@ def test_epochs_with_a_seam_are_refused():
         ({"gibbs_sites": ["k"]}, "go together"),
         ({"gibbs_fn": right_shape, "gibbs_sites": "k"}, "a list of names"),
         ({"gibbs_fn": 3, "gibbs_sites": ["k"]}, "gibbs_fn"),
+        ({"gibbs_fn": lambda key: {}, "gibbs_sites": ["k"]}, "keywords rng_key, .*, but "),
         ({"collect_locals": "z"}, "True, False or a list"),
     ],
 )

@@ -96,6 +96,7 @@ def run_pilot(
             randomness,
             estimator,
         )
+        found = np.asarray(kept)  # waits: the noise of one call at a time is in memory
         if call >= num_calls // 2:
-            draws.append(np.asarray(kept))
+            draws.append(found)
     return np.concatenate(draws, axis=1)

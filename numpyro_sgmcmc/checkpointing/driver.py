@@ -220,6 +220,11 @@ class CheckpointedMCMC(MCMC):
         now = self._fingerprint(args, kwargs)
         for _, header in self._store.headers():
             if not isinstance(header, Exception):
+                if args and is_prng_key(args[0]) and header["fingerprint"] != now:
+                    raise ValueError(
+                        "`resume` takes the model's arguments alone, for the run goes on with the "
+                        "key that it began with: leave the key out."
+                    )
                 check_same(header["fingerprint"], now, self._folder)
                 break
         reached = self._store.newest(self._check_last_block)

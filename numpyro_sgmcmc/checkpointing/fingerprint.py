@@ -25,6 +25,11 @@ __all__ = ["check_same", "describe", "fingerprint"]
 _ALL_BYTES = 2**25
 _SOME_ROWS = 512
 _DEEPEST = 8
+_JAX_OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 # What `init` finds; the checkpoint holds what of it matters.
 _FOUND = (
     "_adapted",
@@ -143,14 +148,17 @@ def fingerprint(
     for name, array in arguments.named_arrays(model):
         found[f"data {name}"] = describe(array)
     for place, host in enumerate(arguments.hosts):
-        found[f"data {host!r} ({place})"] = f"{host.checksum():08x}"
+        # By its place: the file may have moved.
+        found[f"HostArray number {place + 1}"] = f"{host.dtype}{host.shape} {host.checksum():08x}"
     others = arguments.map_hosts(lambda host: "rows on the host")
     for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
         if not is_array(x):
             found[f"argument `{_name(path)}`"] = describe(x)
-    found["the arguments' structure"] = str(jax.tree.structure((others.args, others.kwargs)))
+    found["how the arguments are passed"] = str(jax.tree.structure((others.args, others.kwargs)))
     found["floating-point type"] = jnp.result_type(float).name
     found["device"] = jax.default_backend()
+    for name in _JAX_OPTIONS:
+        found[f"JAX's option `{name}`"] = describe(getattr(jax.config, name))
     found["version of numpyro_sgmcmc"] = __version__
     found["version of NumPyro"] = numpyro.__version__
     found["version of JAX"] = jax.__version__

@@ -27,7 +27,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     :raises RuntimeError: naming the folder and the process that uses it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeError(
+            f"'{folder}' cannot be made: {error.strerror}. Give `checkpoint` another folder."
+        ) from None
     with open(folder / _NAME, "a+") as file:
         try:
             if fcntl is not None:

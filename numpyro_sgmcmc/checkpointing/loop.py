@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from numpyro.util import nested_attrgetter
 
+from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.state import SGMCMCState
 
@@ -106,16 +108,23 @@ class Chains:
         return Segment(state, draws, elapsed_each)
 
     def advance(self, segment: Segment, iterations: int) -> Segment:
-        """The segment some iterations further."""
+        """The segment some iterations further.
+
+        :raises RuntimeError: where a source of rows fails, in its own words.
+        """
+        with plain_failures(Arguments(self._args, self._kwargs).hosts):
+            return jax.block_until_ready(self._advance(segment, iterations))
+
+    def _advance(self, segment: Segment, iterations: int) -> Segment:
         if self._compiled is None:
             self._compiled = self._compile()
         if not callable(self._method):
-            return jax.block_until_ready(self._compiled(segment, jnp.int32(iterations)))
+            return self._compiled(segment, jnp.int32(iterations))
         if iterations not in self._mapped:
             # The user's function takes a function of one argument.
             one = partial(self._compiled, iterations=jnp.int32(iterations))
             self._mapped[iterations] = self._method(lambda s: one(s))
-        return jax.block_until_ready(self._mapped[iterations](segment))
+        return self._mapped[iterations](segment)
 
     def _map(self, one: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function of one chain as one of all."""

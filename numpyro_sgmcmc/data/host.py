@@ -67,6 +67,11 @@ class HostArray(RowArray):
     _is_nowhere = "is never in memory as a whole"
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
+        if hasattr(source, "iloc"):
+            raise ValueError(
+                f"HostArray reads rows by their places, but a {type(source).__name__} gives "
+                "them by its labels: pass its to_numpy()."
+            )
         try:
             shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
         except (AttributeError, TypeError):
@@ -74,18 +79,13 @@ class HostArray(RowArray):
                 f"HostArray needs a source with a shape and a dtype, but got "
                 f"{type(source).__name__}."
             ) from None
-        if hasattr(source, "iloc"):
-            raise ValueError(
-                f"HostArray reads rows by their places, but a {type(source).__name__} gives "
-                "them by its labels: pass its to_numpy()."
-            )
         if isinstance(source, HostArray):
             raise ValueError(f"{source!r} is a HostArray already.")
         self._check_form(shape, dtype)
         self._source = source
         # A memory map copies some of its own attributes at every indexing.
         self._rows = np.asarray(source) if type(source) in _PLAIN else source
-        self._dtype = dtype
+        self._dtype = dtype.newbyteorder("=")
         self.shape = shape
         self.name = name or _name_of(source)
         self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
@@ -281,7 +281,7 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
         array.failure = None
     try:
         yield
-    except jax.errors.JaxRuntimeError:
+    except Exception:  # JAX has several types for it: another at the first call than later
         for array in arrays:
             if array.failure is not None:
                 raise array.failure from None
@@ -343,8 +343,14 @@ def _span(rows: np.ndarray) -> str:
 
 
 def _name_of(source: Any) -> str:
-    for attribute in ("filename", "name", "path"):
-        found = getattr(source, attribute, None)
-        if isinstance(found, (str, bytes)) or hasattr(found, "__fspath__"):
-            return str(found)
-    return type(source).__name__
+    """The source's file, with the place in it, as far as it tells."""
+    parts = []
+    for found in (getattr(source, "file", None), source, getattr(source, "store", None)):
+        for attribute in ("filename", "root"):
+            name = getattr(found, attribute, None)
+            if isinstance(name, (str, bytes)) or hasattr(name, "__fspath__"):
+                parts.append(str(name))
+    inside = getattr(source, "name", None) or getattr(source, "path", None)
+    if isinstance(inside, str) and inside.strip("/"):
+        parts.append(inside.strip("/"))
+    return ":".join(parts) or type(source).__name__

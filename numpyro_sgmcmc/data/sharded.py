@@ -252,7 +252,7 @@ class LocalRows:
 
 def _as_held(x: np.ndarray) -> np.ndarray:
     """In the type that a device holds; refused where that cannot hold its integers."""
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("="))
     if x.dtype.kind in "iu" and dtype != x.dtype:
         limits = np.iinfo(dtype)
         if x.min() < limits.min or x.max() > limits.max:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ def first_values(target: Target, arguments: Arguments, theta: Array) -> AllRows:
 
     Sites that ``gibbs_fn`` draws come from the prior given the globals.
 
-    :raises ValueError: where ``gibbs_fn`` returns other names or shapes than it should.
+    :raises ValueError: where ``gibbs_fn`` returns other names, shapes or types than it should, or
+        values outside of a site's support.
     """
     local = target.locals
     assert local is not None
@@ -47,10 +48,25 @@ def first_values(target: Target, arguments: Arguments, theta: Array) -> AllRows:
     )
     rows = jnp.arange(local.plate.subsample_size)
     scale = jnp.ones((len(rows), local.width), target.dtype)
-    jax.eval_shape(
-        lambda v: renew(target, theta, rows, v.take(rows), scale, arguments, random.key(0)), values
-    )
+    renewed, _ = jax.jit(
+        lambda v: renew(target, theta, rows, v.take(rows), scale, arguments, random.key(0))
+    )(values)
+    for name, x in local.laid_out(renewed.drawn).items():
+        _check_support(name, next(s.support for s in local.drawn if s.name == name), x)
     return values
+
+
+def _check_support(name: str, support: Any, values: Array) -> None:
+    """Refuse draws that are outside of a support that is the same whatever the other values."""
+    if not all(isinstance(x, (int, float)) for x in jax.tree.leaves(support)):
+        return
+    is_inside = np.asarray(support(values))
+    if not is_inside.all():
+        outside = np.asarray(values).ravel()[np.flatnonzero(~is_inside)[0] if is_inside.ndim else 0]
+        raise ValueError(
+            f"`gibbs_fn` returns values of '{name}' outside of its support, {support}, for example "
+            f"{outside}."
+        )
 
 
 @partial(jax.jit, static_argnames="target")

@@ -21,11 +21,12 @@ the anchor, :math:`\sum_i \nabla_\theta \log p(y_i, z_i \mid \hat\theta)`, chang
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.arguments import Arguments
@@ -174,7 +175,7 @@ def _draw(
     arguments: Arguments,
     rng_key: Array,
 ) -> dict[str, Array]:
-    """What ``gibbs_fn`` draws for the rows, checked for its names and shapes."""
+    """What ``gibbs_fn`` draws for the rows, checked for its names, shapes and types."""
     local = target.locals
     assert local is not None
     assert local.gibbs_fn is not None
@@ -184,13 +185,24 @@ def _draw(
     found = local.gibbs_fn(
         rng_key=rng_key, gibbs_sites=given, hmc_sites={**globals_, **others}, rows=rows
     )
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"`gibbs_fn` returns {type(found).__name__}, but must return a dict of new values of "
+            f"{sorted(given)}."
+        )
     expected = {k: v.shape for k, v in given.items()}
-    shapes = {k: jnp.shape(v) for k, v in dict(found).items()}
+    shapes = {k: jnp.shape(v) for k, v in found.items()}
     if shapes != expected:
         raise ValueError(
             f"`gibbs_fn` returns values of shapes {shapes}, but must return {expected}: a value "
             "for each row of the minibatch at each of `gibbs_sites`."
         )
+    for s in local.drawn:
+        if not np.can_cast(jnp.result_type(found[s.name]), s.dtype, "same_kind"):
+            raise ValueError(
+                f"`gibbs_fn` returns {jnp.result_type(found[s.name])} values of '{s.name}', whose "
+                f"type is {s.dtype}: it must return draws (not probabilities)."
+            )
     return {
         s.name: jnp.moveaxis(jnp.asarray(found[s.name]).astype(s.dtype), s.axis, 0)
         for s in local.drawn
