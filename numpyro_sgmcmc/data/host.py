@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,6 +280,13 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
     """Raise a source's failure as it was, not as what a compiled function makes of it."""
     for array in arrays:
         array.failure = None
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return all(array.failure is None for array in arrays)
+
+    # Where JAX logs a callback's traceback.
+    logger = logging.getLogger(jax.pure_callback.__module__)
+    logger.addFilter(is_news)
     try:
         yield
     except Exception:  # JAX has several types for it: another at the first call than later
@@ -286,6 +294,8 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
             if array.failure is not None:
                 raise array.failure from None
         raise
+    finally:
+        logger.removeFilter(is_news)
 
 
 def read_ahead(
