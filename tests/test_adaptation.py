@@ -14,6 +14,7 @@ from jax import random
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
+from numpyro_sgmcmc.adaptation import pilot
 from numpyro_sgmcmc.adaptation.frame import Frame
 from numpyro_sgmcmc.adaptation.noise import NO_NOISE, Noise, draw_blocks, draw_rows
 from numpyro_sgmcmc.adaptation.step_size import (
@@ -727,3 +728,25 @@ def test_simulated_chains_know_what_a_metric_does_to_noise():
     noisy, excess = of(variance=3.0)
     assert noisy == pytest.approx(0.6 * 0.02)
     assert 0.02 < excess < 0.06
+
+
+@pytest.mark.parametrize("fitting", [pilot._NUMBERS_A_CALL, 20_000, 1])
+def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
+    """A hundred steps a call, ten, and five: as many draws, of the same posterior."""
+    monkeypatch.setattr(pilot, "_NUMBERS_A_CALL", fitting)
+    dim = 60
+    target = function_target(lambda z: 0.5 * z @ z, jnp.zeros(dim))
+    origin = Frame(np.zeros(dim), np.ones(dim), np.zeros(dim)).anchored(target.dtype)
+    rng, taken = np.random.default_rng(0), []
+    advance = pilot._advance
+    monkeypatch.setattr(
+        pilot, "_advance", lambda *args: taken.append(args[5][1].shape) or advance(*args)
+    )
+    start = rng.standard_normal((16, dim))
+    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, "plain")
+    assert draws.shape == (16, 40, dim)
+    assert sum(shape[1] for shape in taken) == 400
+    assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)
+    # A time of 1.5 apart, some 12,000 are independent: bounds of about four standard errors.
+    assert abs(draws.var() - 1) < 0.05
+    assert abs(draws.mean()) < 0.05
