@@ -65,7 +65,7 @@ class HostArray(RowArray):
                [0., 1.]], dtype=float32)
     """
 
-    _is_nowhere = "is never in memory as a whole"
+    _why_not_whole = "is never in memory as a whole"
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
         if hasattr(source, "iloc"):

@@ -21,7 +21,7 @@ class RowArray:
     Subclasses have ``shape`` and ``dtype``, and find rows in :meth:`_rows_at`.
     """
 
-    _is_nowhere: ClassVar[str]
+    _why_not_whole: ClassVar[str]
     """Why the whole array cannot be had, in words that go on from its name."""
 
     shape: Any
@@ -42,7 +42,7 @@ class RowArray:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{self!r} {self._is_nowhere}: index it by the indices of its plate, or pass it "
+            f"{self!r} {self._why_not_whole}: index it by the indices of its plate, or pass it "
             "through numpyro.subsample."
         )
 

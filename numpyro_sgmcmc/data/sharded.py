@@ -137,7 +137,7 @@ class ShardedArray(RowArray):
                [0., 1.]], dtype=float32)
     """
 
-    _is_nowhere = "is on no device as a whole"
+    _why_not_whole = "is on no device as a whole"
 
     def __init__(
         self,
