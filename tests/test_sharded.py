@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from sharded_checks import CHECKS, SLOW
 
 from numpyro_sgmcmc import ShardedArray
 
+_LONGEST = 600  # seconds
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("sharded")
 
@@ -34,10 +36,21 @@ def start(script, *arguments, devices=1, **options):
     return subprocess.Popen(command, env=environment, text=True, **options)
 
 
+@contextmanager
+def ended(*processes):
+    """The processes (a single one by itself), none of which outlives the block."""
+    try:
+        yield processes if len(processes) > 1 else processes[0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def run_checks(*names):
     """What each check on four devices ended with: nothing, or a traceback."""
-    process = start("sharded_checks.py", *names, devices=4, stdout=subprocess.PIPE)
-    out, _ = process.communicate(timeout=1200)
+    with ended(start("sharded_checks.py", *names, devices=4, stdout=subprocess.PIPE)) as process:
+        out, _ = process.communicate(timeout=_LONGEST)
     assert process.returncode == 0
     return json.loads(out)
 
@@ -87,8 +100,11 @@ def start_processes(folder, num, num_samples):
 
 def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
     for num in (1, 2):
-        for k, process in enumerate(start_processes(tmp_path, num, 30)):
-            assert process.wait(timeout=600) == 0, (tmp_path / f"said-{num}-{k}").read_text()
+        processes = start_processes(tmp_path, num, 30)
+        with ended(*processes):
+            for k, process in enumerate(processes):
+                said = tmp_path / f"said-{num}-{k}"
+                assert process.wait(timeout=_LONGEST) == 0, said.read_text()
     alone, first, second = (
         np.load(tmp_path / f"draws-{name}.npy") for name in ("1-0", "2-0", "2-1")
     )
@@ -103,8 +119,8 @@ def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
 def test_a_process_that_is_lost_ends_the_others_within_a_minute(tmp_path):
     processes = start_processes(tmp_path, 2, 100_000_000)
     said = [tmp_path / f"said-2-{k}" for k in range(2)]
-    try:
-        deadline = time.monotonic() + 600
+    with ended(*processes):
+        deadline = time.monotonic() + _LONGEST
         while not all("sampling" in path.read_text() for path in said):
             assert time.monotonic() < deadline, said[0].read_text()
             assert all(p.poll() is None for p in processes), said[0].read_text()
@@ -112,10 +128,6 @@ def test_a_process_that_is_lost_ends_the_others_within_a_minute(tmp_path):
         processes[1].send_signal(signal.SIGKILL)
         assert processes[0].wait(timeout=60) != 0
         assert "another task died" in said[0].read_text() or "peer" in said[0].read_text()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_one_device_holds_all_rows():
