@@ -24,13 +24,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import (
-    NO_NOISE,
-    Adaptation,
-    Noise,
-    Settings,
-    adapt,
-)
+from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, Noise, Settings, adapt
 from numpyro_sgmcmc.adapted import Adapted
 from numpyro_sgmcmc.arguments import Arguments, HeldArrays, is_traced
 from numpyro_sgmcmc.compatibility import check_compatible

@@ -30,6 +30,7 @@ from contract import KERNELS, ignore_donation, quietly, run_on_two_devices
 from numpyro_sgmcmc import HostArray, SGHMCSplit
 from numpyro_sgmcmc.checkpointing import store
 from numpyro_sgmcmc.checkpointing.codec import encode
+from numpyro_sgmcmc.data import blocks
 from numpyro_sgmcmc.schedules import Polynomial
 
 __all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
@@ -143,6 +144,32 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
     others[0]._source[7] += 1
     with pytest.raises(ValueError, match=r"HostArray number 1 was"):
         mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
+
+
+def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch):
+    """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
+    monkeypatch.setattr(blocks, "_LONGEST_BLOCK", 2)  # read anew at every other iteration
+    whole = mcmc_of(tmp_path / "whole")
+    whole.run(jax.random.key(1), *map(HostArray, DATA), batch_size=40)
+
+    class Failing:
+        shape, dtype = DATA.y.shape, DATA.y.dtype
+
+        def __getitem__(self, rows):
+            reached = (tmp_path / "broken" / "checkpoints").glob("*")
+            if any(int(step.name) > 10 for step in reached):
+                raise OSError("disk on fire")
+            return DATA.y[rows]
+
+    broken = mcmc_of(tmp_path / "broken")
+    data = HostArray(DATA.X), HostArray(Failing(), name="y"), HostArray(DATA.counts)
+    with pytest.raises(RuntimeError, match=r"HostArray\('y', .*: OSError: disk on fire") as caught:
+        broken.run(jax.random.key(1), *data, batch_size=40)
+    assert type(caught.value) is RuntimeError
+    assert 0 < broken.get_samples(True)["beta"].shape[1] < 13
+    again = mcmc_of(tmp_path / "broken")
+    again.resume(*map(HostArray, DATA), batch_size=40)
+    assert_same_bits(again, outcome(whole))
 
 
 ON_TWO_DEVICES = """

@@ -137,6 +137,8 @@ def test_one_device_holds_all_rows():
     np.testing.assert_array_equal(array[1:3], x[1:3])
     np.testing.assert_array_equal(array[np.array([3, -4]), 1], x[[3, 0], 1])
     assert repr(array) == "ShardedArray('x', shape=(4, 3), dtype=float32, shards=1)"
+    foreign = ShardedArray(x.astype(">f4"))
+    np.testing.assert_array_equal(foreign[np.array([3, 1])], x[[3, 1]])
     with pytest.raises(TypeError, match="on no device as a whole"):
         np.asarray(array)
     with pytest.raises(TypeError, match="indexed by rows"):
