@@ -19,8 +19,7 @@ from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_head
 from jax import lax, random
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.adaptation.reading import own_reading
-from numpyro_sgmcmc.moments import Reading
+from numpyro_sgmcmc.warmup.reading import Reading, own_reading
 
 NUM_STEPS = 10
 WIDTHS = (8, 8, 8, 16, 12, 8, 8)

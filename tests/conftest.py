@@ -51,4 +51,4 @@ def no_warm_up(monkeypatch):
     def reached(self, starts):
         raise Reached
 
-    monkeypatch.setattr("numpyro_sgmcmc.adaptation.setup.Setup._optimise", reached)
+    monkeypatch.setattr("numpyro_sgmcmc.warmup.setup.Setup._optimise", reached)

@@ -17,10 +17,10 @@ from jax.flatten_util import ravel_pytree
 from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.model import model_target
-from numpyro_sgmcmc.target import Target
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.target import Target
 
 
 def one(X: Any, y: Any, rows: int | None = None) -> None:

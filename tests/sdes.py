@@ -22,7 +22,7 @@ from numpyro_sgmcmc.dynamics import (
     RiemannianLangevin,
     Underdamped,
 )
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 
 FRICTION = 1.3
 MASS, SOFTENING = 1.1, 1.2

@@ -25,19 +25,19 @@ from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray, bias_report
-from numpyro_sgmcmc.adaptation.noise import draw_blocks, draw_rows
-from numpyro_sgmcmc.adaptation.surface import draw_subset
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, whitened_gradient
-from numpyro_sgmcmc.minibatch import (
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import (
     STREAMS,
     Stratified,
     StreamState,
     independent_minibatch,
     stream_of,
 )
-from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.gradients import ESTIMATORS, Anchored, whitened_gradient
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.warmup.noise import draw_blocks, draw_rows
+from numpyro_sgmcmc.warmup.surface import draw_subset
 
 N, DIM = 61, 3
 LAYOUTS = {

@@ -14,29 +14,29 @@ from jax import random
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
-from numpyro_sgmcmc.adaptation import pilot
-from numpyro_sgmcmc.adaptation.frame import Frame
-from numpyro_sgmcmc.adaptation.noise import NO_NOISE, Noise, draw_blocks, draw_rows
-from numpyro_sgmcmc.adaptation.step_size import (
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, RiemannianLangevin, Underdamped
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.target import function_target
+from numpyro_sgmcmc.warmup import pilot
+from numpyro_sgmcmc.warmup.frame import Frame
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_blocks, draw_rows
+from numpyro_sgmcmc.warmup.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
     choose_step_size,
     shorten_until_right,
 )
-from numpyro_sgmcmc.adaptation.surface import Surface, draw_subset
-from numpyro_sgmcmc.adaptation.warm_start import approach, centre, lbfgs, newton, newton_from
-from numpyro_sgmcmc.adaptation.whitening import (
+from numpyro_sgmcmc.warmup.surface import Surface, draw_subset
+from numpyro_sgmcmc.warmup.warm_start import approach, centre, lbfgs, newton, newton_from
+from numpyro_sgmcmc.warmup.whitening import (
     factor_from_curvature,
     factor_from_draws,
     hessian_by_products,
     largest_curvature,
     symmetric_root,
 )
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, RiemannianLangevin, Underdamped
-from numpyro_sgmcmc.full_data import Plate
-from numpyro_sgmcmc.model import model_target
-from numpyro_sgmcmc.target import function_target
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -668,7 +668,7 @@ def test_newton_stays_where_the_mass_is(keeps_the_best, x64, monkeypatch):
     """It follows the density into the spike, and returns a point of the way with mass around."""
     surface, log_density = hierarchy()
     if not keeps_the_best:
-        monkeypatch.setattr("numpyro_sgmcmc.adaptation.warm_start._NEGLIGIBLE", np.inf)
+        monkeypatch.setattr("numpyro_sgmcmc.warmup.warm_start._NEGLIGIBLE", np.inf)
     found = newton(surface, np.full(10, 0.5))[1]
     best = max(log_density(t) for t in np.linspace(-8, 2, 200))
     assert (best - log_density(found) < 3) == keeps_the_best

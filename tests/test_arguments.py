@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.arguments import Arguments, as_jax_arrays, is_array
+from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays, is_array
 
 X, y = np.ones((4, 2), np.float32), np.arange(4)
 

@@ -28,10 +28,10 @@ from checkpoints import (
 from contract import KERNELS, ignore_donation, quietly, run_on_two_devices
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc.chain import block
 from numpyro_sgmcmc.checkpointing import store
 from numpyro_sgmcmc.checkpointing.codec import encode
-from numpyro_sgmcmc.data import blocks
-from numpyro_sgmcmc.schedules import Polynomial
+from numpyro_sgmcmc.samplers.schedules import Polynomial
 
 __all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
 
@@ -148,7 +148,7 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
 
 def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch):
     """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
-    monkeypatch.setattr(blocks, "_LONGEST_BLOCK", 2)  # read anew at every other iteration
+    monkeypatch.setattr(block, "_LONGEST_BLOCK", 2)  # read anew at every other iteration
     whole = mcmc_of(tmp_path / "whole")
     whole.run(jax.random.key(1), *map(HostArray, DATA), batch_size=40)
 

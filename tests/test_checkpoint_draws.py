@@ -31,8 +31,8 @@ from numpyro_sgmcmc import bias_report, open_draws, print_summary
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.fingerprint import describe
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
-from numpyro_sgmcmc.minibatch import StreamState
-from numpyro_sgmcmc.schedules import Polynomial
+from numpyro_sgmcmc.data.minibatch import StreamState
+from numpyro_sgmcmc.samplers.schedules import Polynomial
 
 __all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
 

@@ -22,11 +22,11 @@ from plated import CASES, position_of
 from sdes import EXAMPLES, FRICTION, SCHEMES, quartic
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGHMCSplit
-from numpyro_sgmcmc.adaptation.noise import measure_covariance
-from numpyro_sgmcmc.compensation import GradientNoise
-from numpyro_sgmcmc.coordinates import Coordinates
 from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.gradients import Anchored
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.gradients import Anchored
+from numpyro_sgmcmc.warmup.noise import measure_covariance
 
 COVARIANCE = np.array([[0.5, 0.3, 0.0], [0.3, 0.6, -0.1], [0.0, -0.1, 0.2]])
 BATCH = 40

@@ -8,9 +8,9 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.dataflow import Lookup, depends_on, row_lookups
-from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.dataflow import Lookup, depends_on, row_lookups
+from numpyro_sgmcmc.posterior.model import model_target
 
 ROWS, COLUMNS = 7, 3
 

@@ -8,11 +8,7 @@ from jax.flatten_util import ravel_pytree
 from sdes import EXAMPLES, FRICTION, SCHEMES, quartic, riemannian, scalar_metric, underdamped
 
 from numpyro_sgmcmc.diagnostics import check_invariance
-from numpyro_sgmcmc.diagnostics.invariance import (
-    SDE,
-    fokker_planck_residual,
-    small_step_limit,
-)
+from numpyro_sgmcmc.diagnostics.invariance import SDE, fokker_planck_residual, small_step_limit
 from numpyro_sgmcmc.dynamics import Recipe, Underdamped
 
 

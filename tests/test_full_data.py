@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from plated import CASES, assert_close, position_of
 
-import numpyro_sgmcmc.target
-from numpyro_sgmcmc.full_data import Plate, chunk_rows, over_all_rows
+import numpyro_sgmcmc.posterior.target
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 
@@ -25,7 +26,7 @@ ARRANGEMENTS = [
 
 
 def chunks_of(monkeypatch, num_rows):
-    monkeypatch.setattr(numpyro_sgmcmc.target, "chunk_rows", lambda width: num_rows)
+    monkeypatch.setattr(numpyro_sgmcmc.posterior.target, "chunk_rows", lambda width: num_rows)
 
 
 def derivatives(potential, position):

@@ -17,7 +17,8 @@ import pytest
 from contract import quick_compilation, quietly, run_on_two_devices
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
-from numpyro_sgmcmc.data.blocks import Lookup, Served, block_length
+from numpyro_sgmcmc.chain.read_ahead import block_length
+from numpyro_sgmcmc.data.stand_ins import Lookup, Served
 
 __all__ = ["quick_compilation"]
 
@@ -169,13 +170,13 @@ def test_log_likelihood_by_chunks(monkeypatch):
     np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
     with pytest.raises(ValueError, match="between 0 and 2999"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.handlers._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 
 
 def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_sgmcmc.progress._DELAY", 0.0)
+    monkeypatch.setattr("numpyro_sgmcmc.data.progress._DELAY", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
     def slowly(array, rows):

@@ -29,8 +29,8 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 from strategies import Specimen, specimens
 
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.model import model_target
 
 
 def windows(size: int, batch_size: int) -> np.ndarray:

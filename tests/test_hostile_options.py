@@ -33,9 +33,9 @@ from numpyro.infer import init_to_uniform, init_to_value
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.model import model_target
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.model import model_target
 
 
 def is_flag(x: Any) -> bool:

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from numpyro.infer import NUTS
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc import HostArray, SGHMCSplit, diagnostics, schedules
+from numpyro_sgmcmc import HostArray, SGHMCSplit, diagnostics
+from numpyro_sgmcmc.samplers import schedules
 
 
 class Reader:

@@ -19,20 +19,11 @@ from jax import random
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc import (
-    SGMGT,
-    SGNHT,
-    SGRHMC,
-    SGRLD,
-    SHMC,
-    RecipeKernel,
-    SGHMCSplit,
-    SGLaplaceHMC,
-)
-from numpyro_sgmcmc.adaptation.noise import NO_NOISE
-from numpyro_sgmcmc.adaptation.step_size import choose_step_size
+from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHMCSplit, SGLaplaceHMC
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Recipe, Riemannian, Underdamped
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
+from numpyro_sgmcmc.warmup.noise import NO_NOISE
+from numpyro_sgmcmc.warmup.step_size import choose_step_size
 
 BATCH = 40
 FRICTION = 1.3

@@ -48,13 +48,13 @@ from numpyro_sgmcmc import (
     bias_report,
     print_summary,
 )
-from numpyro_sgmcmc.arguments import Arguments
-from numpyro_sgmcmc.coordinates import Coordinates
-from numpyro_sgmcmc.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.locals import AllRows, LocalState, visit, with_locals
-from numpyro_sgmcmc.locals.moves import renew, row_potentials, sweep
-from numpyro_sgmcmc.model import model_target
-from numpyro_sgmcmc.target import Target
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
+from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, visit, with_locals
+from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.target import Target
 
 __all__ = ["quick_compilation"]
 

@@ -10,7 +10,15 @@ import pytest
 from jax import random
 from scipy import stats
 
-from numpyro_sgmcmc.minibatch import IID, STREAMS, Blocks, Epoch, StreamState, _epoch_key, _permute
+from numpyro_sgmcmc.data.minibatch import (
+    IID,
+    STREAMS,
+    Blocks,
+    Epoch,
+    StreamState,
+    _epoch_key,
+    _permute,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

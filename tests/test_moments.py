@@ -11,8 +11,8 @@ from jax.flatten_util import ravel_pytree
 from orders import stationary_covariance
 from sdes import EXAMPLES, SCHEMES
 
+from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
 from numpyro_sgmcmc.diagnostics.estimates import estimate
-from numpyro_sgmcmc.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
 
 # --- Where a scheme's step reads ----------------------------------------------------------------
 

@@ -17,11 +17,11 @@ from orders import (
 from sdes import EXAMPLES, FRICTION, SCHEMES, quartic
 
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
-from numpyro_sgmcmc.adaptation.noise import NO_NOISE
-from numpyro_sgmcmc.adaptation.step_size import choose_step_size
 from numpyro_sgmcmc.dynamics import Overdamped, Underdamped
+from numpyro_sgmcmc.dynamics.integrators import Part, Scheme, compose
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
-from numpyro_sgmcmc.integrators import Part, Scheme, compose
+from numpyro_sgmcmc.warmup.noise import NO_NOISE
+from numpyro_sgmcmc.warmup.step_size import choose_step_size
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 

@@ -11,17 +11,7 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 from references import FILE, fingerprint, summarise
 
-from numpyro_sgmcmc import (
-    SGHMC,
-    SGLD,
-    SGMGT,
-    SGNHT,
-    SGRHMC,
-    SGRLD,
-    SHMC,
-    SGHMCSplit,
-    SGLaplaceHMC,
-)
+from numpyro_sgmcmc import SGHMC, SGLD, SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, SGHMCSplit, SGLaplaceHMC
 
 REFERENCES = json.loads(FILE.read_text())
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from numpyro_sgmcmc.adaptation.reading import READING_APART, choose_reading, own_reading
-from numpyro_sgmcmc.moments import Reading
+from numpyro_sgmcmc.warmup.reading import READING_APART, Reading, choose_reading, own_reading
 
 NOISY = {"plain": 400.0, "control_variate": 2.0}
 

@@ -13,10 +13,10 @@ from numpyro.infer import MCMC
 from scipy.linalg import expm
 
 from numpyro_sgmcmc import SGNHT, SHMC, SGHMCSplit
-from numpyro_sgmcmc.adaptation import Noise
-from numpyro_sgmcmc.adaptation.noise import epoch_share
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
-from numpyro_sgmcmc.step_control import StepControl
+from numpyro_sgmcmc.warmup import Noise
+from numpyro_sgmcmc.warmup.noise import epoch_share
+from numpyro_sgmcmc.warmup.step_control import StepControl
 
 # --- What noise that cancels over an epoch is predicted to do ----------------------------------
 

@@ -19,9 +19,14 @@ from jax import random
 from numpyro.infer.util import potential_energy
 from plated import CASES, assert_close, coordinates_of, position_of
 
-from numpyro_sgmcmc.gradients import ESTIMATORS, Anchored, gradient_variance, whitened_gradient
-from numpyro_sgmcmc.minibatch import Blocks, Epoch
-from numpyro_sgmcmc.target import Target
+from numpyro_sgmcmc.data.minibatch import Blocks, Epoch
+from numpyro_sgmcmc.posterior.gradients import (
+    ESTIMATORS,
+    Anchored,
+    gradient_variance,
+    whitened_gradient,
+)
+from numpyro_sgmcmc.posterior.target import Target
 
 pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
 

@@ -34,8 +34,8 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.dynamics import Dynamics, Overdamped, Underdamped
-from numpyro_sgmcmc.integrators import GradientFn
-from numpyro_sgmcmc.schedules import Polynomial, best_exponent
+from numpyro_sgmcmc.dynamics.integrators import GradientFn
+from numpyro_sgmcmc.samplers.schedules import Polynomial, best_exponent
 
 jax.config.update("jax_enable_x64", True)
 

@@ -38,7 +38,7 @@ from scipy.sparse.linalg import LinearOperator, gmres
 from scipy.special import ndtr
 
 from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.integrators import Step
+from numpyro_sgmcmc.dynamics.integrators import Step
 
 jax.config.update("jax_enable_x64", True)
 

@@ -36,7 +36,7 @@ from scipy.stats import norm
 
 from numpyro_sgmcmc import SGLaplaceHMC
 from numpyro_sgmcmc.dynamics import Dynamics, MonomialGamma, MonomialGammaLangevin, NoseHoover
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 
 # Five wells
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, unquote
 import jax
 import numpy as np
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.store import checksum, newest_header
 
 __all__ = ["DrawsOnDisk", "open_draws"]
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**24
 
 
 def _zarr() -> Any:
-    return options.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+    return checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
 
 
 def _named_leaves(draws: dict[str, Any], sample_field: str) -> Iterator[tuple[str, Any]]:
@@ -124,7 +124,7 @@ def open_draws(folder: str | Path) -> Any:
     :raises FileNotFoundError: where the folder holds no run.
     """
     _zarr()
-    arviz = options.needs("arviz", "`open_draws`", "arviz")
+    arviz = checks.needs("arviz", "`open_draws`", "arviz")
     import xarray  # ArviZ brings it
 
     folder = Path(folder)

@@ -21,7 +21,7 @@ from jax import Array, random
 from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
 from numpyro_sgmcmc.checkpointing.fingerprint import check_same, fingerprint
@@ -30,8 +30,8 @@ from numpyro_sgmcmc.checkpointing.loop import Chains
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
 from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
 from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
-from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["CheckpointedMCMC"]
 
@@ -90,17 +90,17 @@ class CheckpointedMCMC(MCMC):
                 f"`CheckpointedMCMC` is for the kernels of numpyro_sgmcmc, whose state holds all "
                 f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
             )
-        options.is_bool("keep_draws", keep_draws)
+        checks.is_bool("keep_draws", keep_draws)
         if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
             raise ValueError(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
-        options.positive_int("num_samples", num_samples)
-        options.positive_int("thinning", thinning)
+        checks.positive_int("num_samples", num_samples)
+        checks.positive_int("thinning", thinning)
         if num_samples < thinning:
             raise ValueError(
                 f"`thinning` is {thinning}, which leaves none of {num_samples} samples."
             )
         if checkpoint_every is not None:
-            options.positive_int("checkpoint_every", checkpoint_every)
+            checks.positive_int("checkpoint_every", checkpoint_every)
         self._draws_read: dict[str, Any] | None = None
         super().__init__(
             sampler,
@@ -165,7 +165,7 @@ class CheckpointedMCMC(MCMC):
                 f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
                 "`checkpoint` another folder."
             )
-        options.check_key(rng_key)
+        checks.check_key(rng_key)
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
@@ -306,8 +306,8 @@ class CheckpointedMCMC(MCMC):
 
     def _check_place(self) -> None:
         """Refuse before any work, not after it."""
-        options.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-        options.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+        checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+        checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
         if jax.process_count() > 1:
             raise ValueError(
                 "`CheckpointedMCMC` runs in one process, but there are "

@@ -17,8 +17,8 @@ import numpyro
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import lazy_property
 
-from numpyro_sgmcmc.arguments import Arguments, is_array
-from numpyro_sgmcmc.kernel import SGMCMCKernel
+from numpyro_sgmcmc.data.arguments import Arguments, is_array
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["check_same", "describe", "fingerprint"]
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from numpyro.util import nested_attrgetter
 
-from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.chain.state import SGMCMCState
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
-from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.state import SGMCMCState
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["Chains", "Segment"]
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
-from numpyro_sgmcmc.notices import notify
+from numpyro_sgmcmc.checks import notify
 
 __all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
 
@@ -53,7 +53,7 @@ def checksum(arrays: Any) -> int:
 
 
 def _checkpointer() -> Any:
-    ocp = options.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+    ocp = checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
     return ocp.StandardCheckpointer()
 
 

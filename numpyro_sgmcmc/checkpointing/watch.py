@@ -13,8 +13,8 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.util import tqdm_auto
 
+from numpyro_sgmcmc.chain.state import SGMCMCState
 from numpyro_sgmcmc.diagnostics.estimates import configurational_temperature
-from numpyro_sgmcmc.state import SGMCMCState
 
 __all__ = ["Interrupt", "Pace", "Watch"]
 

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import options
-from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.chain.moments import Sums
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, disagreement, estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
-from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.moments import Sums
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["BiasReport", "SiteBias", "bias_report"]
 
@@ -68,8 +68,8 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     :raises ValueError: for a run of another kernel, or before a run.
     """
     kernel = finished_run(mcmc, "bias_report")
-    options.positive_int("num_draws", num_draws)
-    options.is_bool("full_data", full_data)
+    checks.positive_int("num_draws", num_draws)
+    checks.is_bool("full_data", full_data)
     factor = np.asarray(kernel.coordinates(mcmc.last_state).factor, np.float64)
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
     if mcmc.num_chains == 1:
@@ -352,7 +352,7 @@ class BiasReport:
 
     def to_dataset(self) -> Any:
         """The report as an :class:`xarray.Dataset`, one entry a coordinate."""
-        xarray = options.needs("xarray", "BiasReport.to_dataset", "arviz")
+        xarray = checks.needs("xarray", "BiasReport.to_dataset", "arviz")
         shift, inflation = self.estimates.shift, self.estimates.inflation
         columns = {
             "mean_shift": shift.value,
@@ -382,7 +382,7 @@ class BiasReport:
 
         :param coordinates: one row a coordinate; default one row a site, with the verdicts.
         """
-        pandas = options.needs("pandas", "BiasReport.to_dataframe", "arviz")
+        pandas = checks.needs("pandas", "BiasReport.to_dataframe", "arviz")
         if coordinates:
             return self.to_dataset().to_dataframe()
         return pandas.DataFrame(self.sites).set_index("site")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 
 __all__ = ["KolmogorovDistance", "kolmogorov_distance", "stein_discrepancy"]
 
@@ -46,7 +46,7 @@ def stein_discrepancy(
         negative; the squared discrepancy is returned). Default False: the discrepancy.
     :raises ValueError: for draws or scores that are not finite, or of different shapes.
     """
-    draws, scores = options.real_array("draws", draws), options.real_array("scores", scores)
+    draws, scores = checks.real_array("draws", draws), checks.real_array("scores", scores)
     x, s = (jnp.asarray(a, float) for a in (draws, scores))
     if x.shape != s.shape or x.ndim != 2 or not x.size:
         raise ValueError(
@@ -55,9 +55,9 @@ def stein_discrepancy(
     for name, a in (("draws", x), ("scores", s)):
         if not bool(jnp.isfinite(a).all()):
             raise ValueError(f"`{name}` are not finite: leave out the diverging iterations.")
-    options.one_of("kernel", kernel, tuple(_RADIAL))
-    options.positive("length", length)
-    options.is_bool("unbiased", unbiased)
+    checks.one_of("kernel", kernel, tuple(_RADIAL))
+    checks.positive("length", length)
+    checks.is_bool("unbiased", unbiased)
     if unbiased and len(x) < 2:
         raise ValueError("`unbiased` needs two draws at least.")
     total, own = _stein_sums(x - x.mean(0), s, jnp.asarray(length, x.dtype), kernel)
@@ -133,8 +133,8 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     :return: distances of shape ``(...)``.
     :raises ValueError: for shapes that do not match, fewer than two draws, or values not finite.
     """
-    a = options.real_array("draws", draws).astype(np.float64)
-    b = options.real_array("reference", reference).astype(np.float64)
+    a = checks.real_array("draws", draws).astype(np.float64)
+    b = checks.real_array("reference", reference).astype(np.float64)
     if a.ndim < 1 or a.shape[1:] != b.shape[1:] or len(a) < 2 or len(b) < 2:
         raise ValueError(
             "`draws` and `reference` must have two draws or more along the first axis and the same "

@@ -63,7 +63,7 @@ class Estimates(NamedTuple):
 def estimate(sums: Any, factor: np.ndarray) -> Estimates:
     """Bias of a chain's mean and sds, coordinate by coordinate.
 
-    :param sums: a :class:`~numpyro_sgmcmc.moments.Sums` whose fields have a leading axis of
+    :param sums: a :class:`~numpyro_sgmcmc.chain.moments.Sums` whose fields have a leading axis of
         batches, about independent ones.
     :param factor: L of the whitened coordinates, shape ``(d,)`` or ``(d, d)``.
     :return: standard errors are by the jackknife over batches.
@@ -125,8 +125,8 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
 def configurational_temperature(batches: Any) -> float:
     r""":math:`\operatorname{tr} C / d` of all chains together; NaN before the first reading.
 
-    :param batches: a :class:`~numpyro_sgmcmc.moments.Sums` with a leading axis of batches, and one
-        of chains before it where there are several.
+    :param batches: a :class:`~numpyro_sgmcmc.chain.moments.Sums` with a leading axis of batches, and
+        one of chains before it where there are several.
     """
     ndim = np.ndim(batches.weight)
     total = [np.asarray(x, np.float64).sum(tuple(range(ndim))) for x in batches]

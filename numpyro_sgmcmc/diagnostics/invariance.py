@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Dynamics
 
 __all__ = ["SDE", "check_invariance", "expectation", "fokker_planck_residual", "small_step_limit"]
@@ -68,9 +68,9 @@ def check_invariance(
             f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
             "kernel's `dynamics`."
         )
-    options.positive_int("dim", dim)
+    checks.positive_int("dim", dim)
     if potential is not None:
-        options.function("potential", potential)
+        checks.function("potential", potential)
     with jax.enable_x64(True):
         fn = _quartic if potential is None else potential
         state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
@@ -78,7 +78,7 @@ def check_invariance(
         if (shape := jax.eval_shape(fn, jnp.zeros(dim)).shape) != ():
             raise ValueError(f"`potential` returns shape {shape}, but must return a scalar.")
         scheme = scheme or next(iter(dynamics.schemes))
-        options.one_of("scheme", scheme, tuple(dynamics.schemes))
+        checks.one_of("scheme", scheme, tuple(dynamics.schemes))
         step = dynamics.step(scheme)
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Array) -> Any:
@@ -93,7 +93,7 @@ def check_invariance(
         sde = small_step_limit(closed, state, step.draws, jax.grad(fn))
         if states is None:
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
-        states = options.real_array("states", states)
+        states = checks.real_array("states", states)
         if states.shape != (len(states) if states.ndim else 0, flat.size):
             raise ValueError(
                 f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "

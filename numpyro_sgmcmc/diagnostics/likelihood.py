@@ -11,11 +11,11 @@ from jax import Array, random
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.arguments import Arguments
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
+from numpyro_sgmcmc.data.progress import passes_shown
 from numpyro_sgmcmc.diagnostics.runs import finished_run
-from numpyro_sgmcmc.handlers import FullDataModel
-from numpyro_sgmcmc.progress import passes_shown
+from numpyro_sgmcmc.posterior.handlers import FullDataModel
 
 __all__ = ["log_likelihood"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     :return: the two axes.
     :raises ImportError: without matplotlib.
     """
-    pyplot = options.needs("matplotlib.pyplot", "plot_bias", "examples")
+    pyplot = checks.needs("matplotlib.pyplot", "plot_bias", "examples")
     if not isinstance(report, BiasReport):
         report = bias_report(report)
     if axes is not None and not (np.shape(axes) == (2,) and hasattr(axes[0], "errorbar")):

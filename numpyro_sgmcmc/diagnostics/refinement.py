@@ -15,14 +15,14 @@ from jax import Array, random
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import options
-from numpyro_sgmcmc.adaptation import Adaptation
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.chain.moments import Moments
+from numpyro_sgmcmc.data.minibatch import stream_of
+from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
-from numpyro_sgmcmc.full_data import Plate
-from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.minibatch import stream_of
-from numpyro_sgmcmc.moments import Moments
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.warmup import Adaptation
 
 __all__ = ["Refinement", "compare_with_finer"]
 
@@ -66,8 +66,8 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
         where there is no larger minibatch.
     """
     kernel = finished_run(mcmc, "compare_with_finer")
-    options.one_of("change", change, ("step", "batch"))
-    options.check_one_key(rng_key)
+    checks.one_of("change", change, ("step", "batch"))
+    checks.check_one_key(rng_key)
     stream_key, rng_key = random.split(rng_key)
     if change == "step":
         finer, state = _half_steps(kernel, mcmc)

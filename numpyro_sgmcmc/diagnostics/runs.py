@@ -11,7 +11,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer import MCMC
 from numpyro.infer.util import unconstrain_fn
 
-from numpyro_sgmcmc.kernel import SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["coordinate_names", "finished_run", "needs_data", "unconstrained_draws"]
 

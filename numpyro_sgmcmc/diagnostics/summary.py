@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import options
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.diagnostics.bias import bias_report
 
 __all__ = ["print_summary"]
@@ -19,7 +19,7 @@ def print_summary(mcmc: MCMC, prob: float = 0.9, exclude_deterministic: bool = T
     :raises ValueError: for a run of another kernel, or before a run.
     """
     report = bias_report(mcmc)
-    options.between("prob", prob, 0.0, 1.0)
+    checks.between("prob", prob, 0.0, 1.0)
     mcmc.print_summary(prob, exclude_deterministic)
     print(report.line)
     if not report.is_fine:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.compensation import GradientNoise
-from numpyro_sgmcmc.integrators import Flow, Scheme, Step, compose
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.integrators import Flow, Scheme, Step, compose
 
 __all__ = ["Dynamics", "damped_oscillation"]
 

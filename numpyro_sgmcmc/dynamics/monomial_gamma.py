@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 
 __all__ = ["MonomialGamma", "MonomialGammaLangevin", "MonomialGammaState", "SoftenedState"]
 

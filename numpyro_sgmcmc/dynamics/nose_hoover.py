@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
-from numpyro_sgmcmc.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
 
 __all__ = ["NoseHoover", "NoseHooverState"]
 

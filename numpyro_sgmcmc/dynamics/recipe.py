@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Recipe", "RecipeState"]
 

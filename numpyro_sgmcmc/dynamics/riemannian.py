@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
-from numpyro_sgmcmc.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Riemannian", "RiemannianLangevin", "RiemannianLangevinState", "RiemannianState"]
 

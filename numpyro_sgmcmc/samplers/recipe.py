@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Recipe
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel, typical_positions
+from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel, typical_positions
 
 __all__ = ["RecipeKernel"]
 

@@ -11,11 +11,11 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc import options as checks
-from numpyro_sgmcmc.coordinates import Coordinates
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
-from numpyro_sgmcmc.kernel import SGMCMCKernel, typical_positions
-from numpyro_sgmcmc.target import Target
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel, typical_positions
 
 __all__ = ["MetricKernel", "potential_metric"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Unpack
 
-from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import MonomialGammaLangevin
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
+from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
 
 __all__ = ["SGLaplaceHMC"]
 
@@ -24,7 +24,7 @@ class SGLaplaceHMC(SGMCMCKernel):
         dp = -(\nabla U(\theta) + A\nabla K(p))\,dt + \sqrt{2A}\,dW
 
     with stationary density :math:`\propto e^{-U(\theta) - K(p)}` and the softened kinetics
-    :class:`~numpyro_sgmcmc.kinetics.Kinetics` with a = 1.
+    :class:`~numpyro_sgmcmc.dynamics.kinetics.Kinetics` with a = 1.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (27), where it mends the naive stochastic slice sampler.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar, Unpack
 
 from numpyro_sgmcmc.dynamics import Overdamped
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
 
 __all__ = ["SGLD"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Unpack
 
-from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import MonomialGamma
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
-from numpyro_sgmcmc.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
+from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
 
 __all__ = ["SGMGT"]
 
@@ -33,7 +33,7 @@ class SGMGT(SGMCMCKernel):
 
     elementwise, with stationary density
     :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}` and the softened kinetics of
-    :class:`~numpyro_sgmcmc.kinetics.Kinetics`.
+    :class:`~numpyro_sgmcmc.dynamics.kinetics.Kinetics`.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (13), appendices C (kinetics) and E (splitting).

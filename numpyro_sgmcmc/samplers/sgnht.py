@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Unpack
 
-from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import NoseHoover
-from numpyro_sgmcmc.kernel import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
 
 __all__ = ["SGNHT"]
 

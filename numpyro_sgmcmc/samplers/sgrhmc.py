@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Unpack
 
-from numpyro_sgmcmc import options as checks
+from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Riemannian
-from numpyro_sgmcmc.kernel import KernelOptions
+from numpyro_sgmcmc.samplers.base import KernelOptions
 from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
 
 __all__ = ["SGRHMC"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Unpack
 
 from numpyro_sgmcmc.dynamics import RiemannianLangevin
-from numpyro_sgmcmc.kernel import KernelOptions
+from numpyro_sgmcmc.samplers.base import KernelOptions
 from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
 
 __all__ = ["SGRLD"]

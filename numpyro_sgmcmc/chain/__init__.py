@@ -1,0 +1,1 @@
+"""One chain: its state, its steps, and what they leave behind."""

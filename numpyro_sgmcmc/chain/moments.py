@@ -1,0 +1,143 @@
+r"""Moments that tell a chain's bias, accumulated while it runs.
+
+For the exact posterior :math:`E[\nabla U] = 0` and
+:math:`E[(q - m)(\nabla U)^\top] = I` (Stein's identity, integration by parts). A minibatch gradient
+that is independent of the position is unbiased, so that its running mean tells how far the chain's
+mean is off, and its covariance with the position how far the chain's covariance is.
+
+Batch means give the error bars: a fixed number of batches, whose lengths grow with the run. They
+are few numbers beside the draws and cost little beside a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+__all__ = ["FULL_MAX_DIM", "FirstGradient", "Moments", "Sums", "batch_of"]
+
+FULL_MAX_DIM = 64
+"""Up to so many coordinates the moments are matrices."""
+
+_BATCHES, _FEW_BATCHES = 16, 8
+_MANY_DIM = 10_000
+
+
+class Sums(NamedTuple):
+    """Weighted sums over readings. A product of vectors is a matrix up to 64 coordinates.
+
+    - **weight** - sum of the weights.
+    - **position** - of whitened positions, shape ``(d,)``.
+    - **gradient** - of whitened gradients, shape ``(d,)``.
+    - **stein** - of positions times gradients, shape ``(d, d)`` or ``(d,)``.
+    - **spread** - of positions times positions, of the same shape.
+    - **temperature** - of kinetic temperatures.
+    """
+
+    weight: Array
+    position: Array
+    gradient: Array
+    stein: Array
+    spread: Array
+    temperature: Array
+
+    @classmethod
+    def zeros(cls, dim: int, dtype: Any) -> Sums:
+        """Sums of nothing."""
+        square = jnp.zeros((dim, dim) if dim <= FULL_MAX_DIM else (dim,), dtype)
+        vector, scalar = jnp.zeros(dim, dtype), jnp.zeros((), dtype)
+        return cls(scalar, vector, vector, square, square, scalar)
+
+    def add(self, position: Array, gradient: Array) -> Sums:
+        """With one reading more, of weight one."""
+        return self._replace(
+            weight=self.weight + 1.0,
+            position=self.position + position,
+            gradient=self.gradient + gradient,
+            stein=self.stein + self.product(position, gradient),
+        )
+
+    @property
+    def temperatures(self) -> Array:
+        """Mean product of position and gradient in each coordinate, shape ``(d,)``."""
+        stein = jnp.diagonal(self.stein) if self.stein.ndim == 2 else self.stein
+        return stein / self.weight
+
+    def finished(self, position: Array, temperature: Any, weight: Array) -> Sums:
+        """The iteration's means times its weight, with what is read once an iteration."""
+        share = weight / self.weight
+        return jax.tree.map(
+            lambda x: x * share,
+            self._replace(
+                spread=self.weight * self.product(position, position),
+                temperature=self.weight * temperature,
+            ),
+        )
+
+    def product(self, a: Array, b: Array) -> Array:
+        """The product of two vectors in the shape of the second moments."""
+        return jnp.outer(a, b) if self.stein.ndim == 2 else a * b
+
+
+class Moments(NamedTuple):
+    """
+    - **batches** - :class:`Sums` with a leading axis of batches.
+    - **iterations** - iterations so far, warm-up not counted.
+    """
+
+    batches: Sums
+    iterations: Array
+
+    @classmethod
+    def zeros(cls, dim: int, dtype: Any) -> Moments:
+        """Moments of a chain that has not begun."""
+        num = _BATCHES if dim <= _MANY_DIM else _FEW_BATCHES
+        empty = jax.tree.map(lambda x: jnp.zeros((num, *x.shape), x.dtype), Sums.zeros(dim, dtype))
+        return cls(empty, jnp.array(0))
+
+    def add(self, sums: Sums, is_sampling: Array, is_good: Array) -> Moments:
+        """With one iteration more.
+
+        :param sums: the iteration's.
+        :param is_sampling: False in warm-up, which does not count.
+        :param is_good: False where the sums are to be left out.
+        """
+        place = batch_of(self.iterations, len(self.batches.weight))
+
+        def put(batches: Array, x: Array) -> Array:
+            return batches.at[place].add(jnp.where(is_good, x, jnp.zeros_like(x)))
+
+        batches = jax.tree.map(put, self.batches, sums)
+        return Moments(batches, self.iterations + is_sampling)
+
+
+def batch_of(iteration: Array, num_batches: int) -> Array:
+    """The batch that an iteration belongs to, so that batches grow with the run, untouched.
+
+    A quarter of the batches hold one iteration each, the next quarter two, then four, and so on,
+    round and round: what a batch held before weighs a sixteenth of what comes to it.
+    """
+    quarter = num_batches // 4
+    octave = 31 - lax.clz(jnp.asarray(iteration // quarter + 1, jnp.int32))
+    first = quarter * ((1 << octave) - 1)
+    return (quarter * octave + ((iteration - first) >> octave)) % num_batches
+
+
+class FirstGradient:
+    """A gradient function that remembers what it was first asked for and said.
+
+    :param gradient: maps a position to a gradient.
+    """
+
+    def __init__(self, gradient: Any) -> None:
+        self._gradient = gradient
+        self.value: Array | None = None
+
+    def __call__(self, q: Array) -> Array:
+        g = self._gradient(q)
+        if self.value is None:
+            self.value = g
+        return g

@@ -1,0 +1,100 @@
+"""What does not change from iteration to iteration, and how an iteration's randomness is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_sgmcmc.chain.state import AdaptState, SGMCMCState
+from numpyro_sgmcmc.data.minibatch import stream_of
+from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.gradients import Anchored
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.warmup import Adaptation
+
+__all__ = ["Keys", "Program", "draw_rows"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    - **target** - the posterior.
+    - **adaptation** - what all chains share.
+    - **scheme** - name of the integrator.
+    - **locate** - the SDE for given coordinates: a metric must know where a whitened position is.
+    - **schedule** - the user's step sizes by number of steps so far, or None.
+    - **num_warmup** - warm-up iterations.
+    - **collected** - local sites of which the state's ``z`` has the values of all rows.
+    """
+
+    target: Target
+    adaptation: Adaptation
+    scheme: str
+    locate: Callable[[Coordinates], Dynamics]
+    schedule: Callable[[Any], Any] | None
+    num_warmup: int
+    collected: tuple[str, ...] = ()
+
+    def anchored(self, state: SGMCMCState) -> Anchored:
+        """The chain's whitened coordinates, with the full gradient at their origin."""
+        found = state.adapt_state
+        coordinates = Coordinates(found.anchor, found.mass_matrix_sqrt_inv)
+        return Anchored(coordinates, found.anchor_gradient, found.anchor_hessian)
+
+    def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
+        """Size of the step that has ``count`` before it."""
+        if self.schedule is not None:
+            step_size = jnp.asarray(self.schedule(count), adapt_state.step_size.dtype)
+            # A negative step would run time backwards; the iteration then counts as diverging.
+            return jnp.where(step_size >= 0.0, step_size, jnp.nan)
+        return adapt_state.step_size
+
+    def weight(self, counts: Array, adapt_state: AdaptState) -> Array:
+        """Weight in averages of a draw that took these steps."""
+        if self.schedule is None:
+            # The same for all chains, even if some have shortened their steps.
+            chosen = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)
+            return len(counts) * chosen
+        weights = jax.vmap(getattr(self.schedule, "weight", self.schedule))(counts)
+        # The draw is the last step's: where that explores, the draw does.
+        weight = jnp.where((weights[-1] > 0.0) & (weights >= 0.0).all(), weights.sum(), 0.0)
+        return weight.astype(adapt_state.step_size.dtype)
+
+
+class Keys(NamedTuple):
+    """What an iteration's key is split into; **following** is the next iteration's."""
+
+    following: Array
+    noise: Array
+    rows: Array
+    model: Array
+    resample: Array
+    restart: Array
+    reading: Array
+
+    @classmethod
+    def of(cls, rng_key: Array) -> Keys:
+        """The keys of the iteration that begins with this one."""
+        return cls(*random.split(rng_key, len(cls._fields)))
+
+
+def draw_rows(
+    program: Program, streams: dict[str, Any], rng_key: Array
+) -> tuple[dict[str, Any], dict[str, Array]]:
+    """The streams after an iteration, and the rows of all its steps.
+
+    At once: small draws cost more than they yield, and indices computed inside the loop would be
+    fused into the gather and computed again there.
+    """
+    adaptation, plates = program.adaptation, program.target.plates
+    after, rows = {}, {}
+    for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
+        stream = stream_of(p, adaptation.minibatch)
+        after[p.name], rows[p.name] = stream.draw(streams[p.name], key, adaptation.num_steps)
+    return after, rows

@@ -1,0 +1,190 @@
+"""Checks of what a user may pass, each with one sentence that names it and the way out."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+
+__all__ = [
+    "between",
+    "check_key",
+    "check_one_key",
+    "first_line",
+    "function",
+    "is_bool",
+    "needs",
+    "no_more_keywords",
+    "not_negative",
+    "notify",
+    "one_of",
+    "positive",
+    "positive_int",
+    "real_array",
+    "returned",
+]
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
+    if not (isinstance(value, str) and value in choices):
+        listed = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"`{name}` is {value!r}, but must be one of {listed}.")
+
+
+def function(name: str, value: Any) -> None:
+    """Refuse what cannot be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` is {value!r}, but must be a function.")
+
+
+def returned(name: str, fn: Callable, *args: Any) -> np.ndarray:
+    """What a user's function of arrays returns, as an array; JAX must be able to trace it."""
+    try:
+        found = jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
+        if jnp.issubdtype(found.dtype, jnp.complexfloating):
+            raise TypeError("it returns complex numbers")
+        return np.asarray(jnp.asarray(fn(*args), float))
+    except Exception as error:
+        raise ValueError(
+            f"`{name}` must be a function that JAX can trace (no Python `if` on its values) and "
+            f"that returns an array, but calling it failed: {first_line(error)}."
+        ) from error
+
+
+def no_more_keywords(kernel: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse keywords that a kernel does not know, and name the one that may have been meant."""
+    for name in unknown:
+        meant = difflib.get_close_matches(name, inspect.signature(kernel).parameters, 1)
+        hint = f"; did you mean '{meant[0]}'?" if meant else ""
+        raise TypeError(f"{kernel.__name__} got an unexpected keyword argument '{name}'{hint}")
+
+
+def needs(module: str, wanted_by: str, extra: str) -> Any:
+    """The module, imported now; an error that says what to install where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{wanted_by} needs {module}: pip install 'numpyro-sgmcmc[{extra}]'."
+        ) from error
+
+
+def _number(value: Any) -> float | None:
+    """A number as a float, None for anything else: texts and truth values are none."""
+    if isinstance(value, (bool, str, bytes)) or getattr(value, "dtype", None) == np.bool_:
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse anything but a positive finite number."""
+    number = _number(value)
+    if number is None:
+        raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+    if not (number > 0 and np.isfinite(number)):
+        raise ValueError(f"`{name}` is {value!r}, but must be positive and finite.")
+
+
+def between(name: str, value: Any, low: float, high: float) -> None:
+    """Refuse anything but a number from ``low`` to ``high``."""
+    positive(name, value)
+    if not low <= float(value) <= high:
+        raise ValueError(f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}.")
+
+
+def not_negative(name: str, value: Any) -> None:
+    """Refuse anything but zero and a positive finite number."""
+    number = _number(value)
+    if number is None or not 0 <= number < np.inf:
+        raise ValueError(f"`{name}` is {value!r}, but must be zero or a positive number.")
+
+
+def is_bool(name: str, value: Any) -> None:
+    """Refuse anything but True and False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"`{name}` is {value!r}, but must be True or False.")
+
+
+def positive_int(name: str, value: Any) -> None:
+    """Refuse anything but a positive integer."""
+    is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not (is_int and value > 0):
+        raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
+
+
+def real_array(name: str, value: Any) -> np.ndarray:
+    """A user's array of real numbers; texts, objects and complex numbers are refused."""
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{name}` must be an array, but: {first_line(error)}.") from error
+    if found.dtype.kind not in "biuf" and not jnp.issubdtype(found.dtype, jnp.floating):
+        raise ValueError(f"`{name}` has type {found.dtype}, but must be an array of real numbers.")
+    return found
+
+
+def check_one_key(rng_key: Any) -> None:
+    """Refuse what is not one random key."""
+    if _key_axes(rng_key) != 0:
+        raise ValueError(
+            f"`rng_key` is {_key_shown(rng_key)}, but must be one random key such as "
+            "jax.random.key(0)."
+        )
+
+
+def check_key(rng_key: Any) -> None:
+    """Refuse what is no random key, nor one a chain."""
+    if _key_axes(rng_key) not in (0, 1):
+        raise ValueError(
+            f"`rng_key` is {_key_shown(rng_key)}, but must be a random key such as "
+            "jax.random.key(0), or an array of one for each chain."
+        )
+
+
+def _key_axes(rng_key: Any) -> int | None:
+    """Axes of an array of typed or raw keys; None for what is none."""
+    dtype, ndim = getattr(rng_key, "dtype", None), np.ndim(rng_key)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return ndim
+    words = jax.eval_shape(jax.random.PRNGKey, 0).shape
+    is_raw = dtype == np.uint32 and ndim > 0 and rng_key.shape[-1:] == words
+    return ndim - 1 if is_raw else None
+
+
+def _key_shown(rng_key: Any) -> str:
+    if (dtype := getattr(rng_key, "dtype", None)) is None:
+        return repr(rng_key)[:60]
+    return f"an array of shape {np.shape(rng_key)} and type {dtype}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that JAX adds."""
+    said = str(error).strip().split("\n")[0][:200].rstrip(". ")
+    if isinstance(error, KeyError):  # which says no more than the key
+        return f"there is no key {said}"
+    return said or type(error).__name__
+
+
+_INTERNAL = tuple(str(Path(p).parent) for p in (__file__, numpyro.__file__, jax.__file__))
+
+
+def notify(message: str) -> None:
+    """Warn once (by Python's own rules) at the innermost line outside the libraries."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INTERNAL):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level)

@@ -1,0 +1,66 @@
+"""The subsampled plate, and the rows that are wanted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from numpyro_sgmcmc.data.sharded import Shards
+
+__all__ = ["Indices", "Plate"]
+
+
+Indices = Mapping[str, Array | np.ndarray]
+"""Row indices by plate name."""
+
+
+class Plate(NamedTuple):
+    """
+    - **name** - the plate's name.
+    - **size** - number of rows.
+    - **subsample_size** - rows in a minibatch.
+    - **shards** - where its rows are spread over devices, each of which has the same part of a
+      minibatch; else None.
+    - **first** - the first of its rows: not 0 where these are one device's part.
+    - **bound** - the most rows that it may have, where ``size`` is known only when it runs.
+    """
+
+    name: str
+    size: int
+    subsample_size: int
+    shards: Shards | None = None
+    first: Any = 0
+    bound: int = 0
+
+    @property
+    def part(self) -> int:
+        """Rows of a minibatch on one device."""
+        return self.subsample_size // (1 if self.shards is None else len(self.shards.counts))
+
+    @property
+    def strata(self) -> tuple[np.ndarray, np.ndarray]:
+        """First row and number of rows of each shard, shape ``(num_shards, 1)``."""
+        if self.shards is None:
+            return np.array([[0]]), np.array([[self.size]])
+        return self.shards.firsts[:, None], np.array(self.shards.counts)[:, None]
+
+    @property
+    def per_epoch(self) -> int:
+        """Minibatches in an epoch; in that of the largest shard."""
+        return -(-int(self.strata[1].max()) // self.part)
+
+    @property
+    def most(self) -> int:
+        """The largest ``subsample_size`` that it can have."""
+        if self.shards is None:
+            return self.size
+        return len(self.shards.counts) * min(self.shards.counts)
+
+    def of_shard(self, first: Any, count: Any) -> Plate:
+        """The part of one device, if its rows are spread over devices."""
+        if self.shards is None:
+            return self
+        return Plate(self.name, count, self.part, None, first, self.shards.longest)

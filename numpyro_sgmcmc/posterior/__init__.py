@@ -1,0 +1,1 @@
+"""From a NumPyro model to functions of a flat unconstrained position."""

@@ -1,0 +1,133 @@
+"""What answers a model's ``plate`` statements with the rows that are wanted.
+
+The model is never edited: ``plate(...) as i``, ``numpyro.subsample`` and nested plates all see
+them, and the plate's own scale (rows / chosen rows) makes the minibatch potential unbiased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+from jax import Array, random
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer import init_to_sample
+from numpyro.primitives import _PYRO_STACK, Messenger
+
+from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
+from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.data.stand_ins import is_elsewhere
+
+__all__ = ["FullDataModel", "choose_rows", "key_watch", "prior_draws"]
+
+_WHOLE_BYTES = 2**30
+
+
+class choose_rows(Messenger):
+    """Handler that answers each subsampled plate with ``choose(name, size, subsample_size)``.
+
+    ``choose`` may return None to leave a plate alone.
+    """
+
+    def __init__(self, fn: Any, choose: Callable[[str, int, int], Any]) -> None:
+        self.choose = choose
+        super().__init__(fn)
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "plate" and msg["value"] is None:
+            size, subsample_size = msg["args"]
+            rows = self.choose(msg["name"], size, subsample_size)
+            if rows is not None:
+                # The very same object, by which rows that have been read are known.
+                msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
+                msg["args"] = (size, rows.shape[0])
+        elif msg["type"] == "subsample" and is_elsewhere(msg["value"]):
+            _subsample_elsewhere(msg)
+
+
+def _subsample_elsewhere(msg: Any) -> None:
+    """Answer ``numpyro.subsample`` of an array whose rows are elsewhere, along its first axis."""
+    data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
+    for plate in _PYRO_STACK:
+        if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
+            if len(data) != plate.size:
+                raise ValueError(
+                    f"The plate '{plate.name}' has size {plate.size}, but {data!r}, which is "
+                    f"subsampled in it, has {len(data)} rows. Make the two agree."
+                )
+            msg["value"] = data[plate._indices]
+            msg["type"] = "subsampled"  # so that the plate does not do it again
+            return
+
+
+class key_watch(Messenger):
+    """Handler that notes whether the model asks for a random key."""
+
+    asked = False
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "prng_key" and msg["value"] is None:
+            self.asked = True
+            msg["value"] = random.key(0)
+
+
+class FullDataModel:
+    """The model with every plate at its full size: what ArviZ, ``log_likelihood`` and
+    :class:`~numpyro.infer.gibbs.DiscreteGibbs` should see.
+
+    Two views of one model are equal, so that blocks of ``Gibbs`` can share it.
+
+    :param model: a NumPyro model.
+    """
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for host in Arguments(args, kwargs).hosts:
+            num_bytes = len(host) * max(host.row_size, 1) * host.dtype.itemsize
+            if num_bytes > _WHOLE_BYTES:
+                raise ValueError(
+                    f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
+                    "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, and "
+                    "az.from_dict takes the draws of mcmc.get_samples(group_by_chain=True)."
+                )
+        args, kwargs = as_jax_arrays((args, kwargs))
+        run = choose_rows(self.model, lambda name, size, _: jnp.arange(size))
+        try:
+            return run(*args, **kwargs)
+        except AssertionError as error:
+            if str(error):
+                raise
+            # A bare assertion is NumPyro's for a site without a value and without a key.
+            raise ValueError(
+                "A latent site of the model has no value, and there is no random key to draw one. "
+                "Draws hold latent sites inside the subsampled plate with collect_locals=True "
+                "alone; without them there is no log likelihood, and ArviZ can be told so: "
+                "az.from_numpyro(mcmc, log_likelihood=False)."
+            ) from error
+
+    def on_rows(self, indices: Indices) -> Callable:
+        """The model on some rows of each plate.
+
+        :param indices: rows by plate name; plates that are not named are left alone.
+        """
+        return choose_rows(self.model, lambda name, size, _: indices.get(name))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FullDataModel) and self.model == other.model
+
+    def __hash__(self) -> int:
+        return hash((FullDataModel, self.model))
+
+
+def prior_draws(model: Callable, arguments: Arguments, names: list[str]) -> dict[str, Array]:
+    """Draws from the prior for the named sites, as values to condition on."""
+    args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+    seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+    seen = trace(choose_rows(seeded, lambda name, size, num: jnp.arange(num))).get_trace(
+        *args, **kwargs
+    )
+    return {name: jnp.asarray(seen[name]["value"]) for name in names}

@@ -1,0 +1,113 @@
+"""A user's mass matrix, and the blocks of a structured one, on flat positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numpyro_sgmcmc.checks import first_line
+from numpyro_sgmcmc.posterior.target import Site
+
+__all__ = ["mass_matrix", "mass_matrix_mask"]
+
+
+def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+    """Blocks of NumPyro's structured ``dense_mass=[("a", "b"), ...]``; None for a bool or None."""
+    if dense_mass is None or isinstance(dense_mass, (bool, np.bool_)):
+        return None
+    if not isinstance(dense_mass, list):
+        raise ValueError(
+            f"`dense_mass` is {dense_mass!r}, but must be True, False, None or a list of tuples "
+            "of site names."
+        )
+    if not dense_mass:
+        return None
+    mask = np.eye(dim, dtype=bool)
+    for names in dense_mass:
+        block = _coordinates("dense_mass", names, sites)
+        mask[np.ix_(block, block)] = True
+    return mask
+
+
+def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+    """A user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
+
+    A dict maps tuples of site names to blocks, as in NumPyro; sites it leaves out get ones.
+    """
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        blocks = [
+            (_coordinates("inverse_mass_matrix", k, sites), _matrix(v)) for k, v in value.items()
+        ]
+        taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
+        if len(np.unique(taken)) < len(taken):
+            raise ValueError(
+                f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
+                "block."
+            )
+        full = np.eye(dim)
+        for where, block in blocks:
+            if block.shape not in ((where.size,), (where.size, where.size)):
+                raise ValueError(
+                    f"`inverse_mass_matrix` has a block of shape {block.shape} for "
+                    f"{where.size} coordinates."
+                )
+            full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
+        matrix = full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
+    else:
+        matrix = _matrix(value)
+    if matrix.shape not in ((dim,), (dim, dim)):
+        raise ValueError(
+            f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
+            f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
+        )
+    if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
+        raise ValueError("`inverse_mass_matrix` must be positive definite.")
+    return matrix
+
+
+def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
+    """Where each site's coordinates lie in the flat position."""
+    found, start = {}, 0
+    for site in sites:
+        size = int(np.prod(site.shape))
+        found[site.name] = slice(start, start + size)
+        start += size
+    return found
+
+
+def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarray:
+    """Flat coordinates of a tuple of site names, in the order of the tuple."""
+    slices = _slices(sites)
+    if not isinstance(names, (str, tuple, list)) or not names:
+        raise ValueError(f"`{argument}` has {names!r} where a tuple of site names is expected.")
+    names = (names,) if isinstance(names, str) else tuple(names)
+    for name in names:
+        if name not in slices:
+            raise ValueError(
+                f"`{argument}` names site '{name}', but the latent sites are "
+                f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
+            )
+    return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
+
+
+def _matrix(value: Any) -> np.ndarray:
+    """A user's matrix or its diagonal as an array of floats."""
+    try:
+        found = np.asarray(value)
+        if found.dtype.kind not in "iuf":
+            raise TypeError(f"its type is {found.dtype}")
+        return found.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"`inverse_mass_matrix` must be an array of numbers, but {first_line(error)}."
+        ) from error
+
+
+def _is_positive_definite(matrix: np.ndarray) -> bool:
+    if matrix.ndim == 1:
+        return bool((matrix > 0).all())
+    is_symmetric = np.allclose(matrix, matrix.T, rtol=1e-4, atol=1e-6 * np.abs(matrix).max())
+    return bool(is_symmetric and np.linalg.eigvalsh(matrix).min() > 0)

@@ -1,0 +1,42 @@
+"""What all chains share, found once before any of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.warmup.local_setup import LocalSetup
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
+from numpyro_sgmcmc.warmup.settings import Adaptation, Settings
+from numpyro_sgmcmc.warmup.setup import Setup
+from numpyro_sgmcmc.warmup.surface import Surface
+
+__all__ = ["NO_NOISE", "Adaptation", "Noise", "Settings", "Surface", "adapt"]
+
+
+def adapt(
+    target: Target,
+    arguments: Arguments,
+    settings: Settings,
+    starts: Iterable[np.ndarray],
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Adaptation:
+    """Find the mode region, whitening, anchor, estimator, minibatches and step size.
+
+    :param target: the posterior.
+    :param arguments: the model's arguments, concrete.
+    :param settings: what the user has fixed.
+    :param starts: first positions of shape ``(d,)``, of which the first finite ones are tried: the
+        user's alone, or with up to 200 coordinates several.
+    :param progress: called with the name of each stage before it starts.
+    :return: what all chains share.
+    :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
+    :raises ValueError: where rows' local values cannot be moved one by one.
+    """
+    # What is not finite is looked for, and named; NumPy need not warn of it as well.
+    with np.errstate(all="ignore"):
+        setup = Setup if target.locals is None else LocalSetup
+        return setup(target, arguments, settings, progress).run(starts)

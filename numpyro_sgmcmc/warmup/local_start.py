@@ -1,0 +1,25 @@
+"""Where the local values of the chains start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jax import Array
+
+from numpyro_sgmcmc.posterior.locals.sites import AllRows
+
+__all__ = ["LocalStart"]
+
+
+class LocalStart(NamedTuple):
+    """
+    - **values** - local values of all rows from several pilot chains, which the leading axis
+      numbers.
+    - **scale** - length scales of the local moves, shape ``(N, k)``.
+    - **spread** - R with ``R R^T`` the covariance of the globals' posterior in whitened
+      coordinates, shape ``(d, d)`` or ``(d,)``.
+    """
+
+    values: AllRows
+    scale: Array
+    spread: Array

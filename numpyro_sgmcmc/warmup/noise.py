@@ -1,0 +1,197 @@
+"""The gradient's noise at typical positions: what decides whether the posterior is right."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Indices, Plate
+from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.posterior.gradients import Anchored, gradient_variance, whitened_gradient
+from numpyro_sgmcmc.posterior.target import Target
+
+__all__ = [
+    "NO_NOISE",
+    "Noise",
+    "draw_blocks",
+    "draw_rows",
+    "epoch_share",
+    "measure_covariance",
+    "measure_noise",
+]
+
+_ROW_GRADIENTS = 2**22
+
+
+class Noise(NamedTuple):
+    """What the choice of the step size must know of the gradient's noise.
+
+    - **variance** - its variance in the noisiest coordinate, or on average where too few
+      minibatches were seen to tell.
+    - **varying** - the share of it that differs from place to place, from 0 to 1: on average
+      over coordinates, or in one that clearly differs more.
+    - **mean** - its variance, mean over coordinates.
+    - **per_epoch** - minibatches in an epoch over which their noise cancels; 0 for independent
+      ones.
+    """
+
+    variance: float
+    varying: float
+    mean: float
+    per_epoch: int = 0
+
+    def inflation(self, dynamics: Dynamics, step_size: float) -> float:
+        """Predicted relative excess of a unit posterior variance.
+
+        :param dynamics: tells how noise acts.
+        :param step_size: step size.
+        """
+        inflation = dynamics.noise_inflation(self.variance, step_size, self.varying)
+        # A thermostat cools what seems to it heat: nothing has cancelled for it.
+        if self.per_epoch == 0 or dynamics.has_thermostat:
+            return inflation
+        return inflation * epoch_share(dynamics, step_size, self.per_epoch)
+
+    @classmethod
+    def of(cls, variances: np.ndarray, num_minibatches: int, is_cheap: bool) -> Noise:
+        """From variances of shape ``(positions, d)``, each measured on some minibatches."""
+        mean = variances.mean(0)
+        spread = np.square(variances - mean).sum(0) / max(1, len(variances) - 1)
+        # As much a variance measured on so few numbers spreads by itself.
+        own = 2.0 / (num_minibatches - 1) * np.square(variances).mean(0)
+        surprise = 1.0 + 3.0 * np.sqrt(2.0 / max(1, len(variances) - 1))
+        square = np.maximum(np.square(mean), np.finfo(float).tiny)
+        on_average = (spread - own).sum() / square.sum()
+        clearly = ((spread - surprise * own) / square).max()
+        varying = float(np.sqrt(np.clip(max(on_average, clearly), 0.0, 1.0)))
+        worst = mean.max() if is_cheap else mean.mean()
+        return cls(float(worst), varying, float(mean.mean()))
+
+
+NO_NOISE = Noise(0.0, 0.0, 0.0)
+
+
+def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
+    r"""What is left of the noise's effect where each minibatch comes once in an epoch.
+
+    K minibatches in random order have noise of autocovariance
+    :math:`-(1 - k/K) V / (K - 1)` at lag k; the position answers it as it answers white noise,
+    with its own autocorrelation :math:`\rho`:
+
+    .. math:: 1 - \frac{2}{K - 1} \sum_{k=1}^{K-1} \left(1 - \frac{k}{K}\right) \rho(kh)
+
+    About 0 for epochs that are short beside the relaxation time, 1 for long ones.
+
+    :param dynamics: tells how positions relax.
+    :param step_size: step size h.
+    :param per_epoch: number of minibatches K.
+    """
+    if per_epoch < 2:
+        return 0.0
+    remembered = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
+    lags = np.arange(1, min(per_epoch, remembered + 2))
+    correlation = dynamics.autocorrelation(lags * step_size, step_size)
+    cancelled = 2.0 / (per_epoch - 1) * np.sum((1.0 - lags / per_epoch) * correlation)
+    return float(np.clip(1.0 - cancelled, 0.0, 1.0))
+
+
+def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
+    """Minibatches of random rows, ``shape + (subsample_size,)`` for each plate."""
+    return {p.name: _draw(p, rng, shape, p.part, 0) for p in target.plates}
+
+
+def draw_blocks(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
+    """Minibatches of consecutive rows from random starts, ``shape + (subsample_size,)``."""
+    return {p.name: _draw(p, rng, shape, 1, np.arange(p.part)) for p in target.plates}
+
+
+def _draw(
+    plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], num_starts: int, run: Any
+) -> np.ndarray:
+    """Rows that start at random and go on along ``run``; of each shard its part."""
+    firsts, counts = plate.strata
+    start = rng.integers(0, counts, (*shape, len(counts), num_starts))
+    rows = firsts + (start + run) % counts
+    return rows.reshape(*shape, plate.subsample_size).astype(np.int32)
+
+
+@partial(jax.jit, static_argnames=("target", "estimators"))
+def measure_noise(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    positions: Array,
+    indices: Indices,
+    estimators: tuple[str, ...],
+) -> tuple[Array, ...]:
+    """Variances of the whitened gradient's noise, shape ``(k, d)`` for each estimator.
+
+    :param positions: whitened positions, shape ``(k, d)``.
+    :param indices: for each plate, rows of shape ``(k, m, subsample_size)``.
+    :param estimators: names of the estimators.
+    """
+    return tuple(
+        gradient_variance(e, target, arguments, anchored, positions, indices) for e in estimators
+    )
+
+
+@partial(jax.jit, static_argnames=("target", "estimator", "is_dense"))
+def _covariance_of_rows(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    positions: Array,
+    indices: Indices,
+    estimator: str,
+    is_dense: bool,
+) -> Array:
+    def at(q: Array, rows: Indices) -> Array:
+        def one(row: Indices) -> Array:
+            single = {name: i[None] for name, i in row.items()}
+            return whitened_gradient(estimator, target, arguments, anchored, single)(q)
+
+        gradients = jax.vmap(one)(dict(rows))
+        return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
+
+    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)
+
+
+def measure_covariance(
+    target: Target,
+    arguments: Arguments,
+    anchored: Anchored,
+    positions: Array,
+    rng: np.random.Generator,
+    estimator: str,
+    is_dense: bool,
+) -> np.ndarray:
+    """Covariance of the whitened gradient's noise from the gradients of single rows.
+
+    For minibatches of independent rows: that of one row over their number, plate by plate. The
+    mean over positions.
+
+    :param positions: whitened positions, shape ``(k, d)``.
+    :param estimator: one of ESTIMATORS.
+    :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
+    """
+    shape = len(positions), int(np.clip(_ROW_GRADIENTS // target.dim, 16, 1024))
+    total = np.zeros((target.dim,) * (1 + is_dense))
+    for varied in target.plates:
+        rows = {
+            p.name: np.broadcast_to(
+                rng.integers(0, p.size, shape if p is varied else (shape[0], 1), dtype=np.int32),
+                shape,
+            )
+            for p in target.plates
+        }
+        of_rows = _covariance_of_rows(
+            target, arguments, anchored, positions, rows, estimator, is_dense
+        )
+        total += np.asarray(of_rows, np.float64) / varied.subsample_size
+    return total

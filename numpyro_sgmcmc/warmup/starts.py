@@ -1,0 +1,107 @@
+"""Where chains and the warm-up start: the user's values, or the initialisation strategy's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from jax.flatten_util import ravel_pytree
+
+from numpyro_sgmcmc.data.arguments import Arguments, is_traced
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.warmup import Surface
+
+__all__ = ["check_init_params", "check_start", "check_values", "first_positions"]
+
+_STARTS = 20
+
+
+def check_start(
+    init_params: Any, target: Target, arguments: Arguments, num_chains: int | None
+) -> Any:
+    """``init_params`` as they are, if chains can start there.
+
+    :param num_chains: chains whose values are stacked along a first axis; None for one chain's.
+    :raises ValueError: for other shapes than the sites', or where the density is not finite.
+    """
+    if init_params is None:
+        return None
+    check_init_params(init_params, target, num_chains)
+    if is_traced(init_params):
+        return init_params
+    surface = Surface.on_some_rows(target, arguments)
+    for chain in range(num_chains or 1):
+        one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
+        position = ravel_pytree(one)[0]
+        if not surface.is_finite(np.asarray(position)):
+            of_chain = f" of chain {chain}" if num_chains else ""
+            raise ValueError(
+                f"Log density or gradient is not finite at the `init_params`{of_chain}. "
+                + target.explain(position, arguments)
+            )
+    return init_params
+
+
+def first_positions(
+    target: Target, arguments: Arguments, init_params: Any, is_batch: bool
+) -> Iterator[np.ndarray]:
+    """The user's start where it is known already, then some by the initialisation strategy."""
+    if init_params is not None and not is_traced(init_params):
+        first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
+        yield np.asarray(ravel_pytree(first)[0])
+    start = jax.jit(target.start)
+    for seed in range(_STARTS):
+        yield np.asarray(start(random.key(seed), arguments))
+
+
+def check_values(init_params: Any) -> None:
+    """Refuse what a potential function cannot be a function of."""
+    leaves = jax.tree.leaves(init_params)
+    if not sum(np.size(x) for x in leaves):
+        raise ValueError("`init_params` has no values: there is nothing to sample.")
+    for x in leaves:
+        if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise ValueError(f"`init_params` has type {jnp.result_type(x)}, but must be real.")
+
+
+def check_init_params(init_params: Any, target: Target, num_chains: int | None) -> Any:
+    """``init_params`` as they are, if they fit the latent sites.
+
+    :param num_chains: length of the leading axis, or None for one chain without such an axis.
+    """
+    if init_params is None or target.sites is None:
+        return init_params
+    if not isinstance(init_params, dict):
+        raise ValueError("`init_params` must be a dict of unconstrained values by site name.")
+    shapes = {s.name: s.shape for s in target.sites}
+    unknown = sorted(set(init_params) - set(shapes))
+    missing = sorted(set(shapes) - set(init_params))
+    if unknown or missing:
+        found = [f"has unknown sites {unknown}"] * bool(unknown)
+        found += [f"lacks the sites {missing}"] * bool(missing)
+        raise ValueError(
+            f"`init_params` {' and '.join(found)}; the latent sites are {sorted(shapes)}."
+        )
+    chains = () if num_chains is None else (num_chains,)
+    for name, shape in shapes.items():
+        given = np.shape(init_params[name])
+        if given != chains + shape:
+            each = "" if num_chains is None else f": one of shape {shape} for each chain"
+            raise ValueError(
+                f"`init_params` of site '{name}' has shape {given}, but must have shape "
+                f"{chains + shape} in unconstrained space{each}."
+            )
+        value = init_params[name]
+        kind = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
+        if kind is None or not (jnp.issubdtype(kind, jnp.floating) or kind.kind in "biu"):
+            raise ValueError(
+                f"`init_params` of site '{name}' has type {kind or type(value).__name__}, but must "
+                "be an array of real numbers."
+            )
+        if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
+            raise ValueError(f"`init_params` of site '{name}' is not finite.")
+    return init_params

@@ -1,0 +1,87 @@
+"""The potential's surface as the warm-up sees it: compiled once, called from Python.
+
+Small linear algebra is done by NumPy in float64: it compiles nothing, and curvature of columns in
+very different units needs the digits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Indices, Plate
+from numpyro_sgmcmc.posterior.target import Target
+
+__all__ = ["Surface", "draw_subset"]
+
+_SUBSET_ROWS = 20_000
+
+_value = jax.jit(Target.full_potential, static_argnums=0)
+_gradient = jax.jit(Target.full_gradient, static_argnums=0)
+_expansion = jax.jit(Target.full_expansion, static_argnums=0)
+_products = jax.jit(Target.full_hessian_products, static_argnums=0)
+
+
+def draw_subset(target: Target, seed: int) -> Indices | None:
+    """Random rows that stand for all rows: 20,000 a plate; None where no plate has more."""
+    if all(p.size <= _SUBSET_ROWS for p in target.plates):
+        return None
+    rng = np.random.default_rng(seed)
+    return {p.name: _some_rows(p, rng) for p in target.plates}
+
+
+def _some_rows(plate: Plate, rng: np.random.Generator) -> np.ndarray:
+    """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
+    if plate.size <= _SUBSET_ROWS and plate.shards is None:
+        return np.arange(plate.size, dtype=np.int32)
+    firsts, counts = plate.strata
+    each = -(-_SUBSET_ROWS // len(counts))
+    rows = firsts + np.sort(rng.integers(0, counts, (len(counts), each)))
+    return rows.reshape(-1).astype(np.int32)
+
+
+class Surface:
+    """The full-data potential, or that of a subset of the rows, at positions of float64.
+
+    :param target: the posterior.
+    :param arguments: the model's arguments.
+    :param subset: rows that stand for all, or None for all rows.
+    """
+
+    def __init__(self, target: Target, arguments: Arguments, subset: Indices | None = None) -> None:
+        self.target, self.arguments, self.subset = target, arguments, subset
+        self._cast = partial(np.asarray, dtype=target.dtype)
+
+    @classmethod
+    def on_some_rows(cls, target: Target, arguments: Arguments) -> Surface:
+        """The potential on a fixed random subset of the rows, for work that bears its error."""
+        return cls(target, arguments, draw_subset(target, 0))
+
+    def value(self, position: np.ndarray) -> float:
+        """The potential; infinite where it is not finite."""
+        u = float(_value(self.target, self._cast(position), self.arguments, self.subset))
+        return u if np.isfinite(u) else np.inf
+
+    def is_finite(self, position: np.ndarray) -> bool:
+        """Whether potential and gradient are finite."""
+        return bool(
+            np.isfinite(self.value(position)) and np.isfinite(self.gradient(position)).all()
+        )
+
+    def gradient(self, position: np.ndarray) -> np.ndarray:
+        """The gradient, shape ``(d,)``."""
+        g = _gradient(self.target, self._cast(position), self.arguments, self.subset)
+        return np.asarray(g, np.float64)
+
+    def expansion(self, position: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+        """Potential, gradient and Hessian."""
+        u, g, h = _expansion(self.target, self._cast(position), self.arguments, self.subset)
+        return float(u), np.asarray(g, np.float64), np.asarray(h, np.float64)
+
+    def hessian_products(self, position: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        """Products of the Hessian with the rows of ``vectors``, shape ``(k, d)``."""
+        q, v = self._cast(position), self._cast(vectors)
+        return np.asarray(_products(self.target, q, v, self.arguments, self.subset), np.float64)

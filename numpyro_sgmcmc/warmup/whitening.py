@@ -1,0 +1,126 @@
+"""The factor L of the whitened coordinates: from curvature first, then from a pilot's draws."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numpyro_sgmcmc.warmup.frame import Frame
+from numpyro_sgmcmc.warmup.surface import Surface
+
+__all__ = [
+    "factor_from_curvature",
+    "factor_from_draws",
+    "hessian_by_products",
+    "largest_curvature",
+    "symmetric_root",
+]
+
+_PROBES = 64
+
+
+def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
+    """R with ``R R^T`` the matrix (or its inverse), made positive definite where it is not.
+
+    Rows and columns are scaled to a unit diagonal first, so that columns measured in very
+    different units do not drown each other; negative eigenvalues are turned round and tiny ones
+    raised.
+
+    :param matrix: symmetric, shape ``(d, d)``.
+    :return: the root; NaN where the matrix is not finite.
+    """
+    if not np.isfinite(matrix).all():
+        return np.full_like(matrix, np.nan)
+    diagonal = np.abs(np.diagonal(matrix))
+    scale = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
+    values, vectors = np.linalg.eigh(matrix / np.outer(scale, scale))
+    values = np.abs(values)
+    values = np.maximum(values, 1e-7 * (values.max() or 1.0))
+    if inverse:
+        return vectors / np.sqrt(values) / scale[:, None]
+    return vectors * np.sqrt(values) * scale[:, None]
+
+
+def hessian_by_products(surface: Surface, position: np.ndarray) -> np.ndarray:
+    """A large Hessian, 64 columns at a time, so that memory is that of the matrix."""
+    d = position.size
+    columns = np.eye(-(-d // _PROBES) * _PROBES, d)
+    blocks = columns.reshape(-1, _PROBES, d)
+    hessian = np.concatenate([surface.hessian_products(position, v) for v in blocks])[:d]
+    return (hessian + hessian.T) / 2
+
+
+def factor_from_curvature(
+    hessian: np.ndarray | None,
+    mask: np.ndarray | None,
+    is_dense: bool,
+    surface: Surface,
+    position: np.ndarray,
+) -> np.ndarray:
+    """L from the Hessian: its inverse root if dense, the inverse roots of its diagonal if not.
+
+    :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
+        estimated from products with random signs (Hutchinson 1990).
+    :param mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
+    :param surface: on which to estimate the diagonal.
+    :param position: where.
+    :return: shape ``(d, d)`` or ``(d,)``.
+    """
+    if is_dense:
+        assert hessian is not None
+        root = symmetric_root(hessian, inverse=True)
+        return root if mask is None else symmetric_root(np.where(mask, root @ root.T, 0.0))
+    if hessian is not None:
+        diagonal = np.abs(np.diagonal(hessian))
+    else:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (_PROBES, position.size))
+        diagonal = (signs * surface.hessian_products(position, signs)).mean(0)
+        diagonal = np.maximum(diagonal, 0.1 * np.median(np.abs(diagonal)))
+    return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
+
+
+def factor_from_draws(
+    factor: np.ndarray, covariance: np.ndarray, effective_size: float, mask: np.ndarray | None
+) -> np.ndarray:
+    """L renewed by the covariance of whitened draws, shrunk towards the identity.
+
+    The intensity is Ledoit and Wolf's (2004): the covariance's sampling variance over its squared
+    distance from the identity, so that a factor that was right already stays as it was.
+
+    :param factor: the factor in whose coordinates the draws are, ``(d,)`` or ``(d, d)``.
+    :param covariance: of the draws; only their variances, shape ``(d,)``, for a diagonal factor.
+    :param effective_size: effective number of independent draws.
+    :param mask: blocks of a structured mass matrix, or None.
+    """
+    d = factor.shape[0]
+    is_diagonal = factor.ndim == 1
+    excess = covariance - (1.0 if is_diagonal else np.eye(d))
+    sampling_variance = (2 * d if is_diagonal else d * (d + 1)) / effective_size
+    shrinkage = min(1.0, sampling_variance / max(np.square(excess).sum(), 1e-12))
+    covariance = covariance - shrinkage * excess
+    if is_diagonal:
+        return factor * np.sqrt(np.clip(covariance, 1e-2, 1e2))
+    if mask is None:
+        return factor @ symmetric_root(covariance)
+    return symmetric_root(np.where(mask, factor @ covariance @ factor.T, 0.0))
+
+
+def largest_curvature(hessian: np.ndarray | None, frame: Frame, surface: Surface) -> float:
+    """Largest absolute eigenvalue of the whitened Hessian at the frame's anchor.
+
+    :param hessian: the Hessian there; where None, power iteration by Hessian products.
+    :return: the eigenvalue, or one where the curvature is not finite.
+    """
+    if hessian is not None:
+        if not np.isfinite(hessian).all():
+            return 1.0
+        whitened = frame.pull(frame.pull(hessian).T)
+        return float(np.abs(np.linalg.eigvalsh(whitened)).max())
+    v = np.random.default_rng(0).standard_normal(frame.anchor.size)
+    norm = np.linalg.norm(v)
+    for _ in range(20):
+        product = surface.hessian_products(frame.anchor, frame.push(v / norm)[None])[0]
+        v = frame.pull(product)
+        norm = np.linalg.norm(v)
+        if not np.isfinite(norm) or norm == 0:
+            return 1.0
+    return float(norm)
