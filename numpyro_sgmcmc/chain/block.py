@@ -40,32 +40,32 @@ class Block(NamedTuple):
 
     - **values** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
     - **rows** - which rows these are, by plate, shape ``(iterations, num_steps, subsample_size)``.
-    - **then** - the rows of as many iterations after them, which are being read.
+    - **next_rows** - the rows of as many iterations after them, which are being read.
     - **upcoming** - from where the rows after those are drawn.
-    - **place** - iterations used.
+    - **used** - iterations used.
     - **key** - words of the random key of the iteration that comes next: with another one, the
       rows that have been read are not those that it draws.
     """
 
     values: tuple[Array, ...]
     rows: dict[str, Array]
-    then: dict[str, Array]
+    next_rows: dict[str, Array]
     upcoming: Upcoming
-    place: Array
+    used: Array
     key: Array
 
-    def at(self, place: Array, step: Array) -> tuple[dict[str, Array], tuple[Array, ...]]:
+    def at(self, iteration: Array, step: Array) -> tuple[dict[str, Array], tuple[Array, ...]]:
         """The rows of one step and the values there.
 
         Copied for this step alone and with one index for all chains, which is as fast as memory.
 
-        :param place: iteration in the block.
+        :param iteration: number of the iteration in the block.
         :param step: step in the iteration.
         """
 
         def one(x: Array) -> Array:
             flat = x.reshape(-1, *x.shape[2:])
-            return lax.dynamic_index_in_dim(flat, place * x.shape[1] + step, keepdims=False)
+            return lax.dynamic_index_in_dim(flat, iteration * x.shape[1] + step, keepdims=False)
 
         return {p: one(x) for p, x in self.rows.items()}, tuple(one(x) for x in self.values)
 

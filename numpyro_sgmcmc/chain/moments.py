@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_sgmcmc.dynamics.integrators import GradientFn
+
 __all__ = ["FULL_MAX_DIM", "FirstGradient", "Moments", "Sums", "batch_of"]
 
 FULL_MAX_DIM = 64
@@ -132,12 +134,18 @@ class FirstGradient:
     :param gradient: maps a position to a gradient.
     """
 
-    def __init__(self, gradient: Any) -> None:
+    def __init__(self, gradient: GradientFn) -> None:
         self._gradient = gradient
-        self.value: Array | None = None
+        self._first: Array | None = None
 
     def __call__(self, q: Array) -> Array:
         g = self._gradient(q)
-        if self.value is None:
-            self.value = g
+        if self._first is None:
+            self._first = g
         return g
+
+    @property
+    def first(self) -> Array:
+        """The first gradient, once there is one."""
+        assert self._first is not None
+        return self._first

@@ -11,33 +11,56 @@ from numpyro_sgmcmc.chain.moments import Moments
 from numpyro_sgmcmc.data.minibatch import StreamState
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.locals.moves import LocalState
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.step_control import StepControl
 
-__all__ = ["AdaptState", "SGMCMCState"]
+__all__ = ["AdaptState", "Moving", "SGMCMCState"]
 
 
 class AdaptState(NamedTuple):
     """
     - **step_size** - step size of the iteration's last step, in whitened units; a chain whose
       warm-up finds it too long makes it shorter.
-    - **inverse_mass_matrix** - about the posterior covariance, shape ``(d,)`` or ``(d, d)``.
-    - **mass_matrix_sqrt_inv** - L with ``L L^T`` the inverse mass matrix, of the same shape.
-    - **anchor** - origin of the whitened coordinates and of the control variates, shape ``(d,)``.
-    - **anchor_gradient** - gradient on all rows at the anchor, shape ``(d,)``; for the present
-      local values where the model has local sites.
-    - **anchor_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``; None unless the
-      gradient's estimator needs it.
+    - **whitening** - the whitened coordinates, with the gradient on all rows at their origin and,
+      where the estimator needs it, the Hessian, a
+      :class:`~numpyro_sgmcmc.posterior.whitening.Whitening`. Where the model has local sites the
+      gradient is that for their present values.
     - **gradient_noise** - covariance of the whitened gradient's noise, a
       :class:`~numpyro_sgmcmc.dynamics.compensation.GradientNoise`; None unless it is compensated.
     """
 
     step_size: Array
-    inverse_mass_matrix: Array
-    mass_matrix_sqrt_inv: Array
-    anchor: Array
-    anchor_gradient: Array
-    anchor_hessian: Array | None
+    whitening: Whitening
     gradient_noise: GradientNoise | None = None
+
+    @property
+    def inverse_mass_matrix(self) -> Array:
+        """About the posterior covariance, shape ``(d,)`` or ``(d, d)``."""
+        return self.whitening.inverse_mass_matrix
+
+    @property
+    def mass_matrix_sqrt_inv(self) -> Array:
+        """L with ``L L^T`` the inverse mass matrix, of the same shape."""
+        return self.whitening.factor
+
+    @property
+    def anchor(self) -> Array:
+        """Origin of the whitened coordinates and of the control variates, shape ``(d,)``."""
+        return self.whitening.anchor
+
+    @property
+    def anchor_gradient(self) -> Array:
+        """Gradient on all rows at the anchor, shape ``(d,)``."""
+        return self.whitening.gradient
+
+    @property
+    def anchor_hessian(self) -> Array | None:
+        """Hessian on all rows at the anchor, shape ``(d, d)``; None unless it is needed."""
+        return self.whitening.hessian
+
+    def with_anchor_gradient(self, gradient: Array) -> AdaptState:
+        """With another gradient at the anchor: that for other local values."""
+        return self._replace(whitening=self.whitening._replace(gradient=gradient))
 
 
 class SGMCMCState(NamedTuple):
@@ -76,3 +99,23 @@ class SGMCMCState(NamedTuple):
     rng_key: Array
     block: Block | None = None
     locals: LocalState | None = None
+
+
+class Moving(NamedTuple):
+    """What a step moves.
+
+    - **dynamics** - state of the dynamic.
+    - **locals** - local values of all rows; None where there are none.
+    - **anchor_gradient** - gradient on all rows at the anchor for these local values; None where
+      there are none, for it then stays and is no part of the loop.
+    """
+
+    dynamics: Any
+    locals: LocalState | None = None
+    anchor_gradient: Array | None = None
+
+    def whitening(self, whitening: Whitening) -> Whitening:
+        """The coordinates, with the gradient at their origin for the present local values."""
+        if self.anchor_gradient is None:
+            return whitening
+        return whitening._replace(gradient=self.anchor_gradient)

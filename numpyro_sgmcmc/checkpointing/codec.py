@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import jax
@@ -24,8 +25,8 @@ def _is_key(x: Any) -> bool:
 def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     """The structure of ``tree`` as JSON; its arrays are appended to ``arrays``.
 
-    :param tree: named tuples, dicts with strings as keys, lists, tuples, arrays, random keys,
-        numbers, strings, bools and None.
+    :param tree: named tuples, dataclasses without fields, dicts with strings as keys, lists, tuples,
+        arrays, random keys, numbers, strings, bools and None.
     :raises TypeError: for anything else.
     """
     if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):
@@ -43,6 +44,8 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
         kind = f"{type(tree).__module__}:{type(tree).__qualname__}"
         parts = zip(tree._fields, tree, strict=True)
         return {"type": kind, "fields": {n: encode(x, arrays) for n, x in parts}}
+    if is_dataclass(tree) and not isinstance(tree, type) and not fields(tree):
+        return {"object": f"{type(tree).__module__}:{type(tree).__qualname__}"}
     if isinstance(tree, (list, tuple)):
         return {type(tree).__name__: [encode(x, arrays) for x in tree]}
     if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
@@ -50,15 +53,30 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     raise TypeError(f"A {type(tree).__name__} cannot be kept in a checkpoint.")
 
 
-def _named_tuple(kind: str) -> type:
+def _type(kind: str) -> type:
     """A type of a module that is loaded already: reading a checkpoint imports nothing."""
     module, name = kind.split(":")
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+    if not isinstance(found, type):
+        raise ValueError(f"{kind} is no type.")
+    return found
+
+
+def _named_tuple(kind: str) -> type:
+    found = _type(kind)
+    if not (issubclass(found, tuple) and hasattr(found, "_fields")):
         raise ValueError(f"{kind} is no named tuple.")
     return found
+
+
+def _constant(kind: str) -> Any:
+    """The one value of a dataclass without fields: an estimator, a minibatch scheme."""
+    found = _type(kind)
+    if not is_dataclass(found) or fields(found):
+        raise ValueError(f"{kind} is no dataclass without fields.")
+    return found()
 
 
 def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]) -> Any:
@@ -74,8 +92,10 @@ def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarra
             return arrays[place]
         case {"scalar": place}:
             return arrays[place][()]
-        case {"type": kind, "fields": fields}:
-            return _named_tuple(kind)(**{n: decode(x, arrays) for n, x in fields.items()})
+        case {"type": kind, "fields": parts}:
+            return _named_tuple(kind)(**{n: decode(x, arrays) for n, x in parts.items()})
+        case {"object": kind}:
+            return _constant(kind)
         case {"list": items}:
             return [decode(x, arrays) for x in items]
         case {"tuple": items}:

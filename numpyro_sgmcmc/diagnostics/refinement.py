@@ -7,6 +7,7 @@ assumes less, because it compares draws with draws.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.chain.moments import Moments
-from numpyro_sgmcmc.data.minibatch import stream_of
+from numpyro_sgmcmc.data.minibatch import start_stream
 from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
@@ -103,7 +104,7 @@ def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
 
 
 def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[SGMCMCKernel, Any]:
-    minibatch = _adaptation(kernel).minibatch
+    _adaptation(kernel)  # refuses one that has forgotten its data
     target = kernel.target
 
     def larger(p: Plate) -> Plate:
@@ -117,7 +118,7 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
     state = mcmc.last_state
     streams = {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        make = stream_of(p, minibatch).init
+        make = partial(start_stream, p)
         batched = mcmc.num_chains > 1
         streams[p.name] = (
             jax.vmap(make)(random.split(key, mcmc.num_chains)) if batched else make(key)

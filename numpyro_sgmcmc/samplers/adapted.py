@@ -51,7 +51,7 @@ class Adapted(NamedTuple):
         :raises ValueError: for such data.
         """
         is_block = GIBBS_SITES_KWARG in arguments.kwargs  # whose changes `refresh` knows of
-        if is_block or self.adaptation.estimator == "plain" or not arguments.is_concrete:
+        if is_block or not self.adaptation.estimator.has_anchor or not arguments.is_concrete:
             return
         now, then = arguments.arrays, self.arguments.arrays
         if (

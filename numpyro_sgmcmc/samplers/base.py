@@ -24,23 +24,19 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.chain.iteration import iterate, start_chain
-from numpyro_sgmcmc.chain.program import Program
-from numpyro_sgmcmc.chain.read_ahead import refilled, with_empty_block
-from numpyro_sgmcmc.chain.start_locals import start_locals
-from numpyro_sgmcmc.chain.state import SGMCMCState
+from numpyro_sgmcmc.chain import ChainPlan, SGMCMCState, advance, start_chains
 from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, check_arrays, is_traced
 from numpyro_sgmcmc.data.host import plain_failures
-from numpyro_sgmcmc.data.minibatch import STREAMS
+from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.data.progress import passes_shown, stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import ESTIMATORS
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 from numpyro_sgmcmc.posterior.handlers import FullDataModel, prior_draws
 from numpyro_sgmcmc.posterior.locals.checks import check_options
 from numpyro_sgmcmc.posterior.locals.sites import collected_sites
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target, function_target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.adapted import Adapted
 from numpyro_sgmcmc.samplers.compatibility import check_compatible
 from numpyro_sgmcmc.samplers.mass_matrix import mass_matrix, mass_matrix_mask
@@ -197,7 +193,7 @@ class SGMCMCKernel(MCMCKernel):
             checks.function("potential_fn", potential_fn)
         checks.one_of("scheme", scheme, tuple(self.largest_step_sizes))
         checks.one_of("gradient", gradient, ("auto", *ESTIMATORS))
-        checks.one_of("minibatch", minibatch, ("auto", *STREAMS))
+        checks.one_of("minibatch", minibatch, ("auto", *MINIBATCH_SCHEMES))
         checks.function("init_strategy", init_strategy)
         if num_steps is not None:
             checks.positive_int("num_steps", num_steps)
@@ -273,12 +269,10 @@ class SGMCMCKernel(MCMCKernel):
             raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
         return self._adapted.adaptation
 
-    def coordinates(self, state: SGMCMCState) -> Coordinates:
+    def coordinates(self, state: SGMCMCState) -> Whitening:
         """The whitened coordinates of a state, or of one chain's where several are batched."""
-        adapt_state = state.adapt_state
-        if _is_batch(state.rng_key):
-            adapt_state = jax.tree.map(lambda x: x[0], adapt_state)
-        return Coordinates(adapt_state.anchor, adapt_state.mass_matrix_sqrt_inv)
+        whitening = state.adapt_state.whitening
+        return jax.tree.map(lambda x: x[0], whitening) if state.i.ndim else whitening
 
     def has_local_sites(self, model_args: tuple, model_kwargs: dict | None) -> bool:
         """Whether the model has latent sites inside its subsampled plate."""
@@ -354,18 +348,20 @@ class SGMCMCKernel(MCMCKernel):
         Costs one gradient on all rows; a kernel with plain gradients caches nothing and returns
         the state as it is.
         """
-        if self.adaptation.estimator == "plain":
+        if not self.adaptation.estimator.has_anchor:
             return state
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
         anchor = ravel_pytree(state.z)[0].astype(self._ready.dtype)
-        adapt_state = state.adapt_state._replace(
-            anchor=anchor, anchor_gradient=self._ready.full_gradient(anchor, arguments)
+        whitening = state.adapt_state.whitening._replace(
+            anchor=anchor, gradient=self._ready.full_gradient(anchor, arguments)
         )
-        if adapt_state.anchor_hessian is not None:
+        if whitening.hessian is not None:
             hessian = self._ready.full_expansion(anchor, arguments)[2]
-            adapt_state = adapt_state._replace(anchor_hessian=hessian)
-        dynamics = state.dynamics._replace(position=jnp.zeros_like(anchor))
-        return state._replace(dynamics=dynamics, adapt_state=adapt_state)
+            whitening = whitening._replace(hessian=hessian)
+        return state._replace(
+            dynamics=state.dynamics._replace(position=jnp.zeros_like(anchor)),
+            adapt_state=state.adapt_state._replace(whitening=whitening),
+        )
 
     def init(
         self,
@@ -411,24 +407,10 @@ class SGMCMCKernel(MCMCKernel):
             num_chains = len(rng_key) if is_batch else None
             init_params = check_start(init_params, target, concrete, num_chains)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
-            coordinates = adaptation.anchored.coordinates
-            self._check_dynamics(self._located_dynamics(target, coordinates), target.dim)
+            located = self._located_dynamics(target, adaptation.whitening)
+            self._check_dynamics(located, target.dim)
         self._be_ready(arguments, num_warmup)
-        start = partial(
-            start_chain,
-            anchored=adaptation.anchored,
-            step_size=jnp.asarray(adaptation.step_size, target.dtype),
-            num_steps=jnp.asarray(adaptation.num_steps),
-            gradient_noise=adaptation.gradient_noise,
-            target=target,
-            dynamics=self._dynamics,
-            minibatch=adaptation.minibatch,
-        )
-        state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
-        room = partial(with_empty_block, self._program, num_chains=len(rng_key) if is_batch else 1)
-        state = (jax.vmap(room) if is_batch else room)(state)
-        if target.locals is not None:
-            state = start_locals(self._program, state, concrete, init_params is not None)
+        state = start_chains(self._plan, self._dynamics, rng_key, init_params, concrete)
         if is_block:
             state = self.refresh(state, model_args, model_kwargs)
         return state
@@ -474,12 +456,8 @@ class SGMCMCKernel(MCMCKernel):
             assert self._adapted is not None
             self._adapted.check_same_data(Arguments(model_args, model_kwargs))
         arguments = self._held.hold(Arguments(model_args, model_kwargs)).read()
-        state = refilled(self._program, state)
-        place = None if state.block is None else state.block.place.ravel()[0]
-        one = partial(iterate, self._program, arguments=arguments, place=place)
-        if not _is_batch(state.rng_key):
-            return one(state)
-        return jax.vmap(one, spmd_axis_name=self._chain_axis(len(state.rng_key)))(state)
+        chain_axis = self._chain_axis(len(state.i)) if state.i.ndim else None
+        return advance(self._plan, state, arguments, chain_axis)
 
     def _chain_axis(self, num_chains: int) -> str | None:
         """The mesh axis over which chains are spread, if they are."""
@@ -491,9 +469,9 @@ class SGMCMCKernel(MCMCKernel):
         return axis if num_chains % shards.mesh.shape[axis] == 0 else None
 
     @property
-    def _program(self) -> Program:
+    def _plan(self) -> ChainPlan:
         target = self._ready
-        return Program(
+        return ChainPlan(
             target=target,
             adaptation=self.adaptation,
             scheme=self._scheme,
@@ -599,8 +577,8 @@ class SGMCMCKernel(MCMCKernel):
             largest_step_size=self.largest_step_sizes[self._scheme],
             step_size=step_size,
             num_steps=self._num_steps,
-            gradient=self._gradient,
-            minibatch=self._minibatch,
+            gradient=ESTIMATORS.get(self._gradient),
+            minibatch=MINIBATCH_SCHEMES.get(self._minibatch),
             inverse_mass_matrix=matrix,
             is_dense=is_dense,
             mask=mask,
@@ -609,7 +587,7 @@ class SGMCMCKernel(MCMCKernel):
             has_start=has_start,
         )
 
-    def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Dynamics:
+    def _located_dynamics(self, target: Target, whitening: Whitening) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""
         return self._dynamics
 

@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel, typical_positions
 
 __all__ = ["MetricKernel", "potential_metric"]
@@ -69,13 +69,13 @@ class MetricKernel(SGMCMCKernel):
             settings["dense_mass"] = False  # a diagonal then belongs to the sites
         super().__init__(model, potential_fn, **settings)
 
-    def _located_dynamics(self, target: Target, coordinates: Coordinates) -> Any:
+    def _located_dynamics(self, target: Target, whitening: Whitening) -> Any:
         given = self._inverse_metric_fn
         if not callable(given):
             return self._dynamics
 
         def inverse_metric(q: Array) -> Array:
-            position = target.unravel(coordinates.position(q))
+            position = target.unravel(whitening.position(q))
             value = given(position)
             if isinstance(value, dict):
                 value = _by_site(value, position)
@@ -88,8 +88,8 @@ class MetricKernel(SGMCMCKernel):
         return self._inverse_metric_fn == "potential" and super()._has_default_dynamics()
 
     def _check_dynamics(self, dynamics: Any, dim: int) -> None:
-        adapted = self.adaptation.anchored.coordinates
-        at = [jnp.zeros_like(adapted.anchor), *typical_positions(adapted.anchor)]
+        anchor = self.adaptation.whitening.anchor
+        at = [jnp.zeros_like(anchor), *typical_positions(anchor)]
         values = [checks.returned("inverse_metric", dynamics.inverse_metric, q) for q in at]
         for value in values:
             self._check_metric(value, dim)

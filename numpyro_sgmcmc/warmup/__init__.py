@@ -8,13 +8,12 @@ import numpy as np
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup.local_setup import LocalSetup
+from numpyro_sgmcmc.warmup import global_warmup, local_warmup
+from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.warmup.settings import Adaptation, Settings
-from numpyro_sgmcmc.warmup.setup import Setup
-from numpyro_sgmcmc.warmup.surface import Surface
 
-__all__ = ["NO_NOISE", "Adaptation", "Noise", "Settings", "Surface", "adapt"]
+__all__ = ["NO_NOISE", "Adaptation", "Noise", "Settings", "adapt"]
 
 
 def adapt(
@@ -38,5 +37,5 @@ def adapt(
     """
     # What is not finite is looked for, and named; NumPy need not warn of it as well.
     with np.errstate(all="ignore"):
-        setup = Setup if target.locals is None else LocalSetup
-        return setup(target, arguments, settings, progress).run(starts)
+        warmup = global_warmup if target.locals is None else local_warmup
+        return warmup.warm_up(Context(target, arguments, settings, progress), starts)

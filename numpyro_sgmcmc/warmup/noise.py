@@ -11,15 +11,17 @@ import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import MinibatchScheme
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.gradients import Anchored, gradient_variance, whitened_gradient
+from numpyro_sgmcmc.posterior.estimators import Estimator, gradient_variance, whitened_gradient
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 
 __all__ = [
     "NO_NOISE",
     "Noise",
-    "draw_blocks",
+    "NoiseOfRows",
     "draw_rows",
     "epoch_share",
     "measure_covariance",
@@ -77,6 +79,21 @@ class Noise(NamedTuple):
 NO_NOISE = Noise(0.0, 0.0, 0.0)
 
 
+class NoiseOfRows(NamedTuple):
+    """The noise of each estimator by the kind of rows in a minibatch.
+
+    - **random** - of random rows.
+    - **blocks** - of consecutive rows.
+    """
+
+    random: dict[Estimator, Noise]
+    blocks: dict[Estimator, Noise]
+
+    def of(self, scheme: MinibatchScheme) -> dict[Estimator, Noise]:
+        """That of a scheme's kind of rows."""
+        return self.blocks if scheme.is_consecutive else self.random
+
+
 def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
     r"""What is left of the noise's effect where each minibatch comes once in an epoch.
 
@@ -101,14 +118,16 @@ def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
     return float(np.clip(1.0 - cancelled, 0.0, 1.0))
 
 
-def draw_rows(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
-    """Minibatches of random rows, ``shape + (subsample_size,)`` for each plate."""
+def draw_rows(
+    target: Target, rng: np.random.Generator, shape: tuple[int, ...], scheme: MinibatchScheme
+) -> Indices:
+    """Independent minibatches with rows as a scheme has them: random ones, or consecutive.
+
+    :return: shape ``shape + (subsample_size,)`` for each plate.
+    """
+    if scheme.is_consecutive:
+        return {p.name: _draw(p, rng, shape, 1, np.arange(p.part)) for p in target.plates}
     return {p.name: _draw(p, rng, shape, p.part, 0) for p in target.plates}
-
-
-def draw_blocks(target: Target, rng: np.random.Generator, shape: tuple[int, ...]) -> Indices:
-    """Minibatches of consecutive rows from random starts, ``shape + (subsample_size,)``."""
-    return {p.name: _draw(p, rng, shape, 1, np.arange(p.part)) for p in target.plates}
 
 
 def _draw(
@@ -125,19 +144,19 @@ def _draw(
 def measure_noise(
     target: Target,
     arguments: Arguments,
-    anchored: Anchored,
+    whitening: Whitening,
     positions: Array,
     indices: Indices,
-    estimators: tuple[str, ...],
+    estimators: tuple[Estimator, ...],
 ) -> tuple[Array, ...]:
     """Variances of the whitened gradient's noise, shape ``(k, d)`` for each estimator.
 
     :param positions: whitened positions, shape ``(k, d)``.
     :param indices: for each plate, rows of shape ``(k, m, subsample_size)``.
-    :param estimators: names of the estimators.
+    :param estimators: how the gradient is estimated.
     """
     return tuple(
-        gradient_variance(e, target, arguments, anchored, positions, indices) for e in estimators
+        gradient_variance(e, target, arguments, whitening, positions, indices) for e in estimators
     )
 
 
@@ -145,16 +164,16 @@ def measure_noise(
 def _covariance_of_rows(
     target: Target,
     arguments: Arguments,
-    anchored: Anchored,
+    whitening: Whitening,
     positions: Array,
     indices: Indices,
-    estimator: str,
+    estimator: Estimator,
     is_dense: bool,
 ) -> Array:
     def at(q: Array, rows: Indices) -> Array:
         def one(row: Indices) -> Array:
             single = {name: i[None] for name, i in row.items()}
-            return whitened_gradient(estimator, target, arguments, anchored, single)(q)
+            return whitened_gradient(estimator, target, arguments, whitening, single)(q)
 
         gradients = jax.vmap(one)(dict(rows))
         return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
@@ -165,10 +184,10 @@ def _covariance_of_rows(
 def measure_covariance(
     target: Target,
     arguments: Arguments,
-    anchored: Anchored,
+    whitening: Whitening,
     positions: Array,
     rng: np.random.Generator,
-    estimator: str,
+    estimator: Estimator,
     is_dense: bool,
 ) -> np.ndarray:
     """Covariance of the whitened gradient's noise from the gradients of single rows.
@@ -177,7 +196,7 @@ def measure_covariance(
     mean over positions.
 
     :param positions: whitened positions, shape ``(k, d)``.
-    :param estimator: one of ESTIMATORS.
+    :param estimator: how the gradient is estimated.
     :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
     """
     shape = len(positions), int(np.clip(_ROW_GRADIENTS // target.dim, 16, 1024))
@@ -191,7 +210,7 @@ def measure_covariance(
             for p in target.plates
         }
         of_rows = _covariance_of_rows(
-            target, arguments, anchored, positions, rows, estimator, is_dense
+            target, arguments, whitening, positions, rows, estimator, is_dense
         )
         total += np.asarray(of_rows, np.float64) / varied.subsample_size
     return total

@@ -15,10 +15,12 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
-from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
+from numpyro_sgmcmc.posterior.estimators import Estimator, whitened_gradient
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.noise import draw_rows
 
 __all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
@@ -36,18 +38,18 @@ _STEP = PILOT.step("symmetric")
 def _advance(
     target: Target,
     arguments: Arguments,
-    anchored: Anchored,
+    whitening: Whitening,
     state: UnderdampedState,
     step_size: Array,
     randomness: Any,
-    estimator: str,
+    estimator: Estimator,
 ) -> tuple[UnderdampedState, Array]:
     """One call's steps of all chains, and the positions every fifth step."""
 
     def chain(state: Any, randomness: Any) -> tuple[Any, Array]:
         def step(state: Any, xs: Any) -> tuple[Any, None]:
             rows, noise, key = xs
-            gradient = whitened_gradient(estimator, target, arguments, anchored, rows, key)
+            gradient = whitened_gradient(estimator, target, arguments, whitening, rows, key)
             state = _STEP(state, step_size, gradient, noise)
             return state, None
 
@@ -64,12 +66,12 @@ def _advance(
 def run_pilot(
     target: Target,
     arguments: Arguments,
-    anchored: Anchored,
+    whitening: Whitening,
     starts: np.ndarray,
     step_size: float,
     num_steps: int,
     rng: np.random.Generator,
-    estimator: str,
+    estimator: Estimator,
 ) -> np.ndarray:
     """Draws of chains by the symmetric splitting on random rows.
 
@@ -86,11 +88,11 @@ def run_pilot(
     for call in range(num_calls):
         noise = rng.standard_normal((*steps, _STEP.draws, target.dim)).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
-        randomness = (draw_rows(target, rng, steps), noise, keys)
+        randomness = (draw_rows(target, rng, steps, IID()), noise, keys)
         state, kept = _advance(
             target,
             arguments,
-            anchored,
+            whitening,
             state,
             jnp.asarray(step_size, target.dtype),
             randomness,

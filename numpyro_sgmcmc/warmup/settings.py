@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from numpyro_sgmcmc.data.minibatch import MinibatchScheme
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import Anchored
+from numpyro_sgmcmc.posterior.estimators import Estimator
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.local_start import LocalStart
+from numpyro_sgmcmc.warmup.moment_source import MomentSource
 from numpyro_sgmcmc.warmup.noise import Noise
-from numpyro_sgmcmc.warmup.reading import Reading
 
 __all__ = ["Adaptation", "Settings"]
 
@@ -29,8 +30,8 @@ class Settings:
     - **largest_step_size** - step size that suits a whitened Gaussian and an exact gradient.
     - **step_size** - the user's step size, or None to choose it.
     - **num_steps** - the user's steps an iteration, or None to choose.
-    - **gradient** - ``"plain"``, ``"control_variate"`` or ``"auto"``.
-    - **minibatch** - ``"iid"``, ``"epoch"``, ``"blocks"`` or ``"auto"``.
+    - **gradient** - the user's estimator, or None to choose it.
+    - **minibatch** - the user's way to visit the rows, or None to choose it.
     - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None to adapt it.
     - **is_dense** - whether the adapted one is dense.
     - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
@@ -41,13 +42,13 @@ class Settings:
 
     dynamics: Dynamics
     scheme: str
-    locate: Callable[[Coordinates], Dynamics]
+    locate: Callable[[Whitening], Dynamics]
     has_default_dynamics: bool
     largest_step_size: float
     step_size: float | None
     num_steps: int | None
-    gradient: str
-    minibatch: str
+    gradient: Estimator | None
+    minibatch: MinibatchScheme | None
     inverse_mass_matrix: np.ndarray | None
     is_dense: bool
     mask: np.ndarray | None
@@ -58,14 +59,14 @@ class Settings:
 
 class Adaptation(NamedTuple):
     """
-    - **anchored** - coordinates and the full gradient at their anchor.
+    - **whitening** - coordinates and the full gradient at their anchor.
     - **step_size** - step size.
     - **num_steps** - steps an iteration.
-    - **estimator** - one of ESTIMATORS.
-    - **minibatch** - ``"iid"``, ``"epoch"`` or ``"blocks"``.
+    - **estimator** - how the gradient is estimated.
+    - **minibatch** - how the rows are visited.
     - **gradient_noise** - covariance of the gradient's noise, if it is compensated; else None.
     - **noise** - the noise measured at typical positions.
-    - **reading** - where the moments come from that tell the bias.
+    - **moment_source** - where the moments come from that tell the bias.
     - **allowed_excess** - excess of temperature at which a chain in warm-up does not shorten its
       step; None where the step size is the user's.
     - **relaxation_time** - time between about independent draws.
@@ -73,14 +74,14 @@ class Adaptation(NamedTuple):
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
     """
 
-    anchored: Anchored
+    whitening: Whitening
     step_size: float
     num_steps: int
-    estimator: str
-    minibatch: str
+    estimator: Estimator
+    minibatch: MinibatchScheme
     gradient_noise: GradientNoise | None
     noise: Noise
-    reading: Reading
+    moment_source: MomentSource
     allowed_excess: float | None
     relaxation_time: float
     locals: LocalStart | None = None

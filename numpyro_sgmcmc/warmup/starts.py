@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup import Surface
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
 __all__ = ["check_init_params", "check_start", "check_values", "first_positions"]
 
@@ -33,11 +33,11 @@ def check_start(
     check_init_params(init_params, target, num_chains)
     if is_traced(init_params):
         return init_params
-    surface = Surface.on_some_rows(target, arguments)
+    potential = EagerPotential.on_some_rows(target, arguments)
     for chain in range(num_chains or 1):
         one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
         position = ravel_pytree(one)[0]
-        if not surface.is_finite(np.asarray(position)):
+        if not potential.is_finite(np.asarray(position)):
             of_chain = f" of chain {chain}" if num_chains else ""
             raise ValueError(
                 f"Log density or gradient is not finite at the `init_params`{of_chain}. "

@@ -20,9 +20,9 @@ from jax import Array, lax
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup.frame import Frame
-from numpyro_sgmcmc.warmup.surface import Surface
-from numpyro_sgmcmc.warmup.whitening import symmetric_root
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
+from numpyro_sgmcmc.warmup.factors import symmetric_root
 
 __all__ = ["NEWTON_MAX_DIM", "approach", "centre", "descend", "lbfgs", "newton", "newton_from"]
 
@@ -34,7 +34,7 @@ _PROBES = 8
 _PROBE_LENGTH = 0.1
 
 
-def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
+def newton(potential: EagerPotential, position: np.ndarray) -> np.ndarray:
     """Newton steps that follow negative curvature down, each with a line search.
 
     Ends within about a tenth of a posterior sd of the mode, after 100 steps, or where no step
@@ -45,7 +45,7 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
     best, least = position, np.inf
     longest = _LONGEST_STEP
     for _ in range(100):
-        u, gradient, hessian = surface.expansion(position)
+        u, gradient, hessian = potential.expansion(position)
         if not (np.isfinite(gradient).all() and np.isfinite(hessian).all()):
             break
         root = symmetric_root(hessian, inverse=True)
@@ -59,7 +59,7 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
         length = 1.0 / max(1.0, np.abs(direction).max() / longest)
         for _ in range(12):
             trial = position - length * direction
-            if surface.value(trial) < u:
+            if potential.value(trial) < u:
                 break
             length /= 4.0
             longest = _LONGEST_STEP
@@ -72,7 +72,7 @@ def newton(surface: Surface, position: np.ndarray) -> np.ndarray:
     return best
 
 
-def newton_from(surface: Surface, starts: Sequence[np.ndarray]) -> np.ndarray:
+def newton_from(potential: EagerPotential, starts: Sequence[np.ndarray]) -> np.ndarray:
     """Where Newton steps lead from the first start, unless another leads to far more of the mass.
 
     A mixture whose components lie in the wrong places has a mode there too, hundreds of nats above
@@ -84,8 +84,8 @@ def newton_from(surface: Surface, starts: Sequence[np.ndarray]) -> np.ndarray:
     for start in starts:
         if len(shares) >= _FEW_STARTS and max(shares) - min(shares) < _FAR_APART:
             break
-        end = newton(surface, np.asarray(start, np.float64))
-        shares.append(_share(*surface.expansion(end))[0])
+        end = newton(potential, np.asarray(start, np.float64))
+        shares.append(_share(*potential.expansion(end))[0])
         if shares[-1] < least - _FAR_APART:
             best, least = end, shares[-1]
     return best
@@ -101,7 +101,7 @@ def _share(
     return u - np.linalg.slogdet(root)[1], gradient, root
 
 
-def centre(surface: Surface, position: np.ndarray, seed: int) -> np.ndarray:
+def centre(potential: EagerPotential, position: np.ndarray, seed: int) -> np.ndarray:
     r"""From the mode to where the mass is: the minimum of :math:`U + \tfrac12\log\det\nabla^2 U`.
 
     The density at a point times the volume of the Gaussian that fits there is its share of the
@@ -111,12 +111,12 @@ def centre(surface: Surface, position: np.ndarray, seed: int) -> np.ndarray:
     directions; a line search on the objective itself keeps the steps honest.
     """
     rng = np.random.default_rng(seed)
-    value, gradient, root = _share(*surface.expansion(position))
+    value, gradient, root = _share(*potential.expansion(position))
     for _ in range(60):
         bend = np.zeros_like(position)
         for zeta in rng.standard_normal((_PROBES, position.size)):
             step = _PROBE_LENGTH * root @ zeta
-            sides = surface.gradient(position + step) + surface.gradient(position - step)
+            sides = potential.gradient(position + step) + potential.gradient(position - step)
             bend += (sides - 2.0 * gradient) / (2.0 * _PROBE_LENGTH**2 * _PROBES)
         slope = root.T @ (gradient + bend)
         if not np.isfinite(slope).all() or np.abs(slope).max() < 1.0:
@@ -124,7 +124,7 @@ def centre(surface: Surface, position: np.ndarray, seed: int) -> np.ndarray:
         direction = root @ slope / max(1.0, np.linalg.norm(slope))
         for length in 4.0 ** -np.arange(6):
             trial = position - length * direction
-            trial_value, trial_gradient, trial_root = _share(*surface.expansion(trial))
+            trial_value, trial_gradient, trial_root = _share(*potential.expansion(trial))
             if trial_value < value:
                 break
         else:
@@ -180,19 +180,19 @@ def lbfgs(target: Target, arguments: Arguments, position: Array, subset: Indices
     return jnp.where(value(best) <= value(position), best, position)
 
 
-def approach(surface: Surface, frame: Frame) -> Frame:
+def approach(potential: EagerPotential, whitening: Whitening) -> Whitening:
     """Move the anchor by whitened steps with the full gradient until that is about zero.
 
-    :param surface: of all rows.
+    :param potential: of all rows.
     """
-    distance = np.square(frame.pull(frame.gradient)).sum()
+    distance = np.square(whitening.pull(whitening.gradient)).sum()
     for _ in range(4):
-        if not distance > 0.1 * frame.anchor.size:
+        if not distance > 0.1 * whitening.anchor.size:
             break
-        trial = frame.anchor - frame.push(frame.pull(frame.gradient))
-        moved = Frame(trial, frame.factor, surface.gradient(trial))
+        trial = whitening.anchor - whitening.push(whitening.pull(whitening.gradient))
+        moved = Whitening(trial, whitening.factor, potential.gradient(trial))
         moved_distance = np.square(moved.pull(moved.gradient)).sum()
         if not moved_distance < distance:
             break
-        frame, distance = moved, moved_distance
-    return frame
+        whitening, distance = moved, moved_distance
+    return whitening

@@ -34,6 +34,7 @@ from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.locals.sites import AllRows, SomeRows, with_locals
 
 if TYPE_CHECKING:
+    from numpyro_sgmcmc.posterior.estimators import Estimator
     from numpyro_sgmcmc.posterior.target import Target
 
 __all__ = ["LocalState", "curvatures", "renew", "row_potentials", "sweep", "visit"]
@@ -218,7 +219,7 @@ def visit(
     arguments: Arguments,
     anchor: Array,
     anchor_gradient: Array,
-    estimator: str,
+    estimator: Estimator,
     rng_key: Array,
 ) -> tuple[LocalState, Array, Arguments]:
     """The local part of a step: the minibatch's rows gathered, renewed and put back.
@@ -228,7 +229,7 @@ def visit(
     :param indices: the minibatch.
     :param anchor: where the control variates hold the gradient.
     :param anchor_gradient: gradient on all rows there, for the present local values.
-    :param estimator: name of the gradient's estimator.
+    :param estimator: how the gradient is estimated.
     :return: the next state, the gradient at the anchor for the new values, and the arguments of
         the step's gradient.
     """
@@ -238,7 +239,7 @@ def visit(
     before = state.values.take(rows)
     after, acceptance = renew(target, theta, rows, before, state.scale[rows], arguments, rng_key)
     here = with_locals(arguments, after)
-    if estimator != "plain":
+    if estimator.has_anchor:
         share = rows.shape[0] / local.plate.size
         there = target.gradient(anchor, indices, with_locals(arguments, before))
         change = target.gradient(anchor, indices, here) - there

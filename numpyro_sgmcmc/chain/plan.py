@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_sgmcmc.chain.state import AdaptState, SGMCMCState
-from numpyro_sgmcmc.data.minibatch import stream_of
+from numpyro_sgmcmc.chain.state import AdaptState
+from numpyro_sgmcmc.data.minibatch import draw_minibatches
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import Anchored
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import Adaptation
 
-__all__ = ["Keys", "Program", "draw_rows"]
+__all__ = ["ChainPlan", "Keys", "draw_rows"]
 
 
 @dataclass(frozen=True)
-class Program:
+class ChainPlan:
     """
     - **target** - the posterior.
     - **adaptation** - what all chains share.
@@ -36,16 +35,10 @@ class Program:
     target: Target
     adaptation: Adaptation
     scheme: str
-    locate: Callable[[Coordinates], Dynamics]
+    locate: Callable[[Whitening], Dynamics]
     schedule: Callable[[Any], Any] | None
     num_warmup: int
     collected: tuple[str, ...] = ()
-
-    def anchored(self, state: SGMCMCState) -> Anchored:
-        """The chain's whitened coordinates, with the full gradient at their origin."""
-        found = state.adapt_state
-        coordinates = Coordinates(found.anchor, found.mass_matrix_sqrt_inv)
-        return Anchored(coordinates, found.anchor_gradient, found.anchor_hessian)
 
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
         """Size of the step that has ``count`` before it."""
@@ -76,7 +69,7 @@ class Keys(NamedTuple):
     model: Array
     resample: Array
     restart: Array
-    reading: Array
+    moments: Array
 
     @classmethod
     def of(cls, rng_key: Array) -> Keys:
@@ -85,16 +78,17 @@ class Keys(NamedTuple):
 
 
 def draw_rows(
-    program: Program, streams: dict[str, Any], rng_key: Array
+    plan: ChainPlan, streams: dict[str, Any], rng_key: Array
 ) -> tuple[dict[str, Any], dict[str, Array]]:
     """The streams after an iteration, and the rows of all its steps.
 
     At once: small draws cost more than they yield, and indices computed inside the loop would be
     fused into the gather and computed again there.
     """
-    adaptation, plates = program.adaptation, program.target.plates
+    adaptation, plates = plan.adaptation, plan.target.plates
     after, rows = {}, {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        stream = stream_of(p, adaptation.minibatch)
-        after[p.name], rows[p.name] = stream.draw(streams[p.name], key, adaptation.num_steps)
+        after[p.name], rows[p.name] = draw_minibatches(
+            adaptation.minibatch, p, streams[p.name], key, adaptation.num_steps
+        )
     return after, rows

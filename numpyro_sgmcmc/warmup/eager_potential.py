@@ -1,4 +1,4 @@
-"""The potential's surface as the warm-up sees it: compiled once, called from Python.
+"""The potential as the warm-up asks for it: compiled once, called from Python.
 
 Small linear algebra is done by NumPy in float64: it compiles nothing, and curvature of columns in
 very different units needs the digits.
@@ -15,7 +15,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Target
 
-__all__ = ["Surface", "draw_subset"]
+__all__ = ["EagerPotential", "draw_subset"]
 
 _SUBSET_ROWS = 20_000
 
@@ -43,7 +43,7 @@ def _some_rows(plate: Plate, rng: np.random.Generator) -> np.ndarray:
     return rows.reshape(-1).astype(np.int32)
 
 
-class Surface:
+class EagerPotential:
     """The full-data potential, or that of a subset of the rows, at positions of float64.
 
     :param target: the posterior.
@@ -56,7 +56,7 @@ class Surface:
         self._cast = partial(np.asarray, dtype=target.dtype)
 
     @classmethod
-    def on_some_rows(cls, target: Target, arguments: Arguments) -> Surface:
+    def on_some_rows(cls, target: Target, arguments: Arguments) -> EagerPotential:
         """The potential on a fixed random subset of the rows, for work that bears its error."""
         return cls(target, arguments, draw_subset(target, 0))
 

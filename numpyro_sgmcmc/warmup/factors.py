@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_sgmcmc.warmup.frame import Frame
-from numpyro_sgmcmc.warmup.surface import Surface
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
 __all__ = [
     "factor_from_curvature",
     "factor_from_draws",
     "hessian_by_products",
     "largest_curvature",
+    "root",
     "symmetric_root",
 ]
 
@@ -40,12 +41,17 @@ def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     return vectors * np.sqrt(values) * scale[:, None]
 
 
-def hessian_by_products(surface: Surface, position: np.ndarray) -> np.ndarray:
+def root(matrix: np.ndarray) -> np.ndarray:
+    """L with ``L L^T`` the matrix, ``(d, d)``, or the diagonal one of shape ``(d,)``."""
+    return symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
+
+
+def hessian_by_products(potential: EagerPotential, position: np.ndarray) -> np.ndarray:
     """A large Hessian, 64 columns at a time, so that memory is that of the matrix."""
     d = position.size
     columns = np.eye(-(-d // _PROBES) * _PROBES, d)
     blocks = columns.reshape(-1, _PROBES, d)
-    hessian = np.concatenate([surface.hessian_products(position, v) for v in blocks])[:d]
+    hessian = np.concatenate([potential.hessian_products(position, v) for v in blocks])[:d]
     return (hessian + hessian.T) / 2
 
 
@@ -53,7 +59,7 @@ def factor_from_curvature(
     hessian: np.ndarray | None,
     mask: np.ndarray | None,
     is_dense: bool,
-    surface: Surface,
+    potential: EagerPotential,
     position: np.ndarray,
 ) -> np.ndarray:
     """L from the Hessian: its inverse root if dense, the inverse roots of its diagonal if not.
@@ -61,19 +67,19 @@ def factor_from_curvature(
     :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
         estimated from products with random signs (Hutchinson 1990).
     :param mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
-    :param surface: on which to estimate the diagonal.
+    :param potential: on which to estimate the diagonal.
     :param position: where.
     :return: shape ``(d, d)`` or ``(d,)``.
     """
     if is_dense:
         assert hessian is not None
-        root = symmetric_root(hessian, inverse=True)
-        return root if mask is None else symmetric_root(np.where(mask, root @ root.T, 0.0))
+        factor = symmetric_root(hessian, inverse=True)
+        return factor if mask is None else symmetric_root(np.where(mask, factor @ factor.T, 0.0))
     if hessian is not None:
         diagonal = np.abs(np.diagonal(hessian))
     else:
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (_PROBES, position.size))
-        diagonal = (signs * surface.hessian_products(position, signs)).mean(0)
+        diagonal = (signs * potential.hessian_products(position, signs)).mean(0)
         diagonal = np.maximum(diagonal, 0.1 * np.median(np.abs(diagonal)))
     return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
 
@@ -104,8 +110,10 @@ def factor_from_draws(
     return symmetric_root(np.where(mask, factor @ covariance @ factor.T, 0.0))
 
 
-def largest_curvature(hessian: np.ndarray | None, frame: Frame, surface: Surface) -> float:
-    """Largest absolute eigenvalue of the whitened Hessian at the frame's anchor.
+def largest_curvature(
+    hessian: np.ndarray | None, whitening: Whitening, potential: EagerPotential
+) -> float:
+    """Largest absolute eigenvalue of the whitened Hessian at the whitening's anchor.
 
     :param hessian: the Hessian there; where None, power iteration by Hessian products.
     :return: the eigenvalue, or one where the curvature is not finite.
@@ -113,13 +121,13 @@ def largest_curvature(hessian: np.ndarray | None, frame: Frame, surface: Surface
     if hessian is not None:
         if not np.isfinite(hessian).all():
             return 1.0
-        whitened = frame.pull(frame.pull(hessian).T)
+        whitened = whitening.pull(whitening.pull(hessian).T)
         return float(np.abs(np.linalg.eigvalsh(whitened)).max())
-    v = np.random.default_rng(0).standard_normal(frame.anchor.size)
+    v = np.random.default_rng(0).standard_normal(whitening.anchor.size)
     norm = np.linalg.norm(v)
     for _ in range(20):
-        product = surface.hessian_products(frame.anchor, frame.push(v / norm)[None])[0]
-        v = frame.pull(product)
+        product = potential.hessian_products(whitening.anchor, whitening.push(v / norm)[None])[0]
+        v = whitening.pull(product)
         norm = np.linalg.norm(v)
         if not np.isfinite(norm) or norm == 0:
             return 1.0

@@ -1,0 +1,29 @@
+"""Independent rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_sgmcmc.data.minibatch.base import MinibatchScheme, StreamState
+
+__all__ = ["IID"]
+
+
+@dataclass(frozen=True)
+class IID(MinibatchScheme):
+    """Rows drawn with replacement at every step."""
+
+    name = "iid"
+    is_independent = True
+
+    def draw(
+        self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
+    ) -> tuple[StreamState, Array]:
+        return state, random.randint(rng_key, (num_steps, batch_size), 0, size, dtype=jnp.int32)
+
+    def has_distinct_rows(self, size: int, batch_size: int) -> bool:
+        return False

@@ -1,0 +1,108 @@
+"""What an estimator of the gradient must tell of itself, and how one is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array, random
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.dynamics.integrators import GradientFn
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
+
+__all__ = ["Estimator", "OverRows", "gradient_variance", "whitened_gradient"]
+
+OverRows: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
+"""Maps a function that is linear in the minibatch's gradient function to its value: where rows are
+spread over devices, the sum of what each makes of its own."""
+
+
+class Estimator:
+    """A way to estimate the gradient from one minibatch.
+
+    Subclasses are frozen dataclasses without fields: an estimator is compiled into the step.
+    """
+
+    name: ClassVar[str]
+    """What the kernels' ``gradient`` argument calls it."""
+
+    cost: ClassVar[float]
+    """About what a step with it costs beside one with the plain gradient, measured."""
+
+    has_anchor: ClassVar[bool] = True
+    """Whether it holds the gradient on all rows at the anchor."""
+
+    needs_hessian: ClassVar[bool] = False
+    """Whether it holds the Hessian there as well."""
+
+    def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
+        """The whitened gradient's estimate at ``q``.
+
+        :param q: whitened position, shape ``(d,)``.
+        :param whitening: coordinates, with what the estimator holds at their origin.
+        :param over_rows: gives access to the minibatch's gradient.
+        """
+        raise NotImplementedError
+
+
+def whitened_gradient(
+    estimator: Estimator,
+    target: Target,
+    arguments: Arguments,
+    whitening: Whitening,
+    indices: Indices,
+    rng_key: Array | None = None,
+) -> GradientFn:
+    """The estimate of the whitened gradient that one minibatch gives, as a function of ``q``.
+
+    :param estimator: how.
+    :param target: the posterior.
+    :param arguments: the model's arguments.
+    :param whitening: coordinates, with what the estimator holds at their origin.
+    :param indices: the minibatch.
+    :param rng_key: key of a randomised likelihood.
+    :return: maps ``q`` of shape ``(d,)`` to a gradient of that shape.
+    """
+
+    def over_rows(fn: Callable[[GradientFn], Array]) -> Array:
+        def on_shard(shard: Target, indices: Indices, arguments: Arguments, key: Any) -> Array:
+            return fn(lambda position: shard.gradient(position, indices, arguments, key))
+
+        return target.over_shards(on_shard, indices, arguments, rng_key)
+
+    return lambda q: estimator.estimate(q, whitening, over_rows)
+
+
+def gradient_variance(
+    estimator: Estimator,
+    target: Target,
+    arguments: Arguments,
+    whitening: Whitening,
+    positions: Array,
+    indices: Indices,
+) -> Array:
+    """Variance of the whitened gradient's noise at each position.
+
+    :param estimator: how the gradient is estimated.
+    :param target: the posterior.
+    :param arguments: the model's arguments.
+    :param whitening: coordinates, with the full gradient at their origin.
+    :param positions: whitened positions, shape ``(k, d)``.
+    :param indices: for each plate, rows of shape ``(k, m, batch_size)``: m minibatches a position.
+    :return: one variance a coordinate, shape ``(k, d)``.
+    """
+
+    def at(q: Array, minibatches: Indices) -> Array:
+        def one(minibatch: Indices, key: Array | None) -> Array:
+            return whitened_gradient(estimator, target, arguments, whitening, minibatch, key)(q)
+
+        num = next(iter(minibatches.values())).shape[0]
+        keys = random.split(random.key(0), num) if target.is_randomized else None
+        return jnp.var(jax.vmap(one)(minibatches, keys), axis=0, ddof=1)
+
+    return jax.lax.map(lambda x: at(*x), (positions, dict(indices)))

@@ -1,0 +1,268 @@
+"""What is decided from the noise measured at typical positions, and what the user is told of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, Blocks, Epoch, MinibatchScheme
+from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.context import Choice, Context
+from numpyro_sgmcmc.warmup.moment_source import (
+    STEPS_APART,
+    MomentSource,
+    choose_source,
+    own_gradients,
+)
+from numpyro_sgmcmc.warmup.noise import Noise, NoiseOfRows, measure_covariance
+from numpyro_sgmcmc.warmup.settings import Adaptation
+from numpyro_sgmcmc.warmup.step_size import (
+    MAX_NUM_STEPS,
+    choose_num_steps,
+    shorten_until_right,
+)
+
+__all__ = ["decide"]
+
+_CLEARLY_NOISIER = 1.5
+_FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
+_SURPRISE = 1.5  # times the predicted excess: less is no surprise
+
+
+def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
+    """Estimator, minibatches and step size from the noise measured at typical positions.
+
+    :param q: whitened positions from about the posterior.
+    """
+    settings, target, dynamics = context.settings, context.target, context.settings.dynamics
+    noise = context.noise(whitening, q)
+    curvature = context.curvature(whitening, q)
+    random, blocks = (
+        context.cheapest(
+            dynamics, settings.largest_step_size, of_rows, curvature, settings.target_bias
+        )
+        for of_rows in noise
+    )
+    scheme = _choose_minibatch(context, noise, random, blocks)
+    estimator, step_size, inflation = blocks if scheme.is_consecutive else random
+    own = noise.of(scheme)[estimator]
+    step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
+    chosen = _over_epochs(context, own, scheme)
+    if chosen.per_epoch:
+        inflation = min(inflation, chosen.inflation(dynamics, float(step_size)))
+    _warn(context, own, scheme, step_size, inflation)
+    relaxation_time = dynamics.relaxation_time(float(step_size), own.variance)
+    num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
+    cast = context.with_hessian(whitening, estimator).cast(target.dtype)
+    gradient_noise = None
+    if settings.noise_compensation and target.plates:
+        gradient_noise = _gradient_noise(context, cast, q, estimator, float(step_size))
+    at = _Chosen(estimator, scheme, float(step_size), num_steps)
+    return Adaptation(
+        whitening=cast,
+        step_size=step_size,
+        num_steps=num_steps,
+        estimator=estimator,
+        minibatch=scheme,
+        gradient_noise=gradient_noise,
+        noise=chosen,
+        moment_source=_moment_source(context, whitening, q, noise.of(scheme), at),
+        allowed_excess=_allowed_excess(context, inflation),
+        relaxation_time=float(relaxation_time),
+    )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """With what the chains run."""
+
+    estimator: Estimator
+    scheme: MinibatchScheme
+    step_size: float
+    num_steps: int
+
+
+def _choose_minibatch(
+    context: Context, noise: NoiseOfRows, random: Choice, blocks: Choice
+) -> MinibatchScheme:
+    """How to draw rows: the user's way, or the cheapest that does no harm."""
+    local, asked = context.target.locals, context.settings.minibatch
+    if asked is not None:
+        return asked
+    if local is None:
+        return _cheapest_minibatch(context, noise, random, blocks)
+    size, batch = local.plate.size, local.plate.subsample_size
+    # Where an epoch has a seam, a minibatch across it may hold a row twice.
+    if not Epoch().has_distinct_rows(size, batch):
+        return Blocks()
+    chosen = _cheapest_minibatch(context, noise, random, blocks)
+    # Independent minibatches may hold a row twice, too.
+    return chosen if chosen.has_distinct_rows(size, batch) else Blocks()
+
+
+def _cheapest_minibatch(
+    context: Context, noise: NoiseOfRows, random: Choice, blocks: Choice
+) -> MinibatchScheme:
+    settings = context.settings
+    estimator, longest, _ = random
+    # Over an epoch the noise of its minibatches cancels: it heats the momenta and not the
+    # positions, which a thermostat would cool too far.
+    if _is_thermostat_at_work(context, noise.random[estimator], settings.step_size or longest):
+        return MINIBATCH_SCHEMES["iid"]
+    estimator, step_size, _ = blocks
+    in_blocks, in_random = noise.blocks[estimator].mean, noise.random[estimator].mean
+    # Noise that shortens no step does no harm, and blocks are cheaper.
+    if in_blocks > _CLEARLY_NOISIER * in_random and longest > step_size:
+        notify(
+            f"Blocks of consecutive rows are {in_blocks / in_random:.1f} times as noisy as "
+            "random rows: the rows are sorted by something that matters. Random rows are used "
+            "instead, which cost more a step; to spare that, shuffle the data once: "
+            "i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
+        )
+        return Epoch()
+    return Blocks()
+
+
+def _step_size(
+    context: Context, whitening: Whitening, noise: Noise, step_size: float, inflation: float
+) -> tuple[float, float]:
+    """The user's step size, or the one found, shortened where the SDE's settings are unusual."""
+    settings, target = context.settings, context.target
+    if settings.step_size is not None:
+        return settings.step_size, inflation
+    if settings.has_default_dynamics:
+        return step_size, inflation
+    located = settings.locate(whitening.cast(target.dtype))
+    heard = 0.0 if settings.noise_compensation else noise.mean
+    step_size, excess = shorten_until_right(
+        located, settings.scheme, step_size, target.dim, settings.target_bias, heard
+    )
+    return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
+
+
+def _over_epochs(context: Context, noise: Noise, scheme: MinibatchScheme) -> Noise:
+    """The noise, with the minibatches over which it cancels."""
+    if scheme.is_independent or not context.target.plates:
+        return noise
+    return noise._replace(per_epoch=max(p.per_epoch for p in context.target.plates))
+
+
+def _allowed_excess(context: Context, inflation: float) -> float | None:
+    """Excess of temperature that is no reason for a shorter step."""
+    if context.settings.step_size is not None:
+        return None
+    return max(2.0 * context.settings.target_bias, _SURPRISE * inflation)
+
+
+def _is_thermostat_at_work(context: Context, noise: Noise, step_size: float) -> bool:
+    """Whether a thermostat must take away more noise than may be left."""
+    dynamics = context.settings.dynamics
+    inflation = dynamics.noise_inflation(noise.variance, step_size)
+    return dynamics.has_thermostat and inflation > context.settings.target_bias
+
+
+def _warn(
+    context: Context, noise: Noise, scheme: MinibatchScheme, step_size: float, inflation: float
+) -> None:
+    """Say where the target cannot be met, or a thermostat would be misled."""
+    settings, has_locals = context.settings, context.target.locals is not None
+    if settings.step_size is None and inflation > 2.0 * settings.target_bias:
+        _warn_of_noise(context, inflation)
+    if not scheme.is_independent and _is_thermostat_at_work(context, noise, step_size):
+        way_out = (
+            "a larger subsample_size, or a kernel without a thermostat"
+            if has_locals
+            else "minibatch='iid', or leave it out"
+        )
+        notify(
+            f"minibatch={scheme.name!r} makes noise that cancels over an epoch, which the "
+            f"thermostat takes for heat: posterior sds may be too narrow. Use {way_out}."
+        )
+
+
+def _warn_of_noise(context: Context, inflation: float) -> None:
+    """Say that the target cannot be met, by how much, and what would meet it."""
+    settings = context.settings
+    target_bias = settings.target_bias
+    times = inflation / (2.0 * target_bias)
+    more = [
+        f"of '{p.name}' about {min(p.size, _rounded_up(p.subsample_size * times))}"
+        for p in context.target.plates
+    ]
+    is_plain = settings.gradient is not None and not settings.gradient.has_anchor
+    cure = ", or gradient='auto'" if is_plain else ""
+    notify(
+        f"The minibatch gradient is so noisy that posterior sds are predicted to be "
+        f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
+        f"{100 * target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
+        f"a larger subsample_size ({' and '.join(more)}){cure}."
+    )
+
+
+def _rounded_up(number: float) -> int:
+    """To two significant digits."""
+    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
+
+
+def _moment_source(
+    context: Context,
+    whitening: Whitening,
+    q: np.ndarray,
+    noise: dict[Estimator, Noise],
+    at: _Chosen,
+) -> MomentSource:
+    """Where the moments that tell the bias come from.
+
+    :param noise: of the kind of rows with which the chains run.
+    """
+    dim, dynamics = context.target.dim, context.settings.dynamics
+    estimator, num_steps = at.estimator, at.num_steps
+    excess = dynamics.noise_inflation(noise[estimator].variance, at.step_size)
+    # Where gradients apart cost much, a little dependence is let pass.
+    free = _FREE_NOISE if num_steps >= STEPS_APART else 4.0 * _FREE_NOISE
+    is_independent = at.scheme.is_independent or excess <= free
+    if is_independent and noise[estimator].mean <= num_steps:
+        return own_gradients(dim, num_steps)
+    # The Hessian at the anchor is there only if the chain's own estimator needs it.
+    kept = [e for e in noise if e == estimator or not e.needs_hessian]
+    variances = {e: noise[e].mean for e in kept}
+    if context.estimators == (Plain(),) and not context.target.is_randomized:
+        without_hessian = tuple(e for e in ESTIMATORS.values() if not e.needs_hessian)
+        found = context.noise(whitening, q, without_hessian).of(at.scheme)
+        variances = {e: n.mean for e, n in found.items()}
+    apart = choose_source(variances, estimator, is_independent, num_steps)
+    return apart or own_gradients(dim, num_steps)
+
+
+def _gradient_noise(
+    context: Context, whitening: Whitening, q: np.ndarray, estimator: Estimator, step_size: float
+) -> GradientNoise:
+    """The covariance to compensate; says so where that is more than is injected."""
+    target = context.target
+    covariance = measure_covariance(
+        target,
+        context.arguments,
+        whitening,
+        context.cast(q),
+        context.rng,
+        estimator,
+        whitening.is_dense,
+    )
+    found = GradientNoise.of(jnp.asarray(covariance, target.dtype))
+    shares = np.asarray(found.values) * context.settings.dynamics.noise_share(step_size)
+    if (worst := shares.max()) > 1.0:
+        notify(
+            f"Gradient noise is up to {worst:.1f} times what the sampler injects at step size "
+            f"{step_size:.3g}, so that it cannot be compensated in {(shares > 1.0).sum()} of "
+            f"{target.dim} directions: posterior sds will be up to "
+            f"{100 * (np.sqrt(worst) - 1):.0f} % too wide. Use a shorter step_size or a larger "
+            "subsample_size."
+        )
+    return found
