@@ -5,7 +5,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from hostile import Reached
+
+from tests.hostile.calls import Reached
 
 _MAPS = Path("/proc/self/maps")
 _MANY_MAPS = 20_000
