@@ -10,7 +10,6 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
 from numpyro_sgmcmc.diagnostics.estimates import estimate
-from tests.contract.kernels import quick_compilation  # noqa: F401
 from tests.dynamics.orders import stationary_covariance
 from tests.dynamics.sdes import EXAMPLES, SCHEMES
 

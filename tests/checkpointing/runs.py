@@ -15,7 +15,7 @@ from numpyro_sgmcmc.checkpointing import store
 from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
 from numpyro_sgmcmc.checkpointing.loop import Chains
-from tests.contract.kernels import quick_compilation, survey, survey_data
+from tests.contract.kernels import survey, survey_data
 
 # Test modules import the fixtures, and have them in their own `__all__`.
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "mcmc_of",
     "newest",
     "outcome",
-    "quick_compilation",
     "resume",
     "run",
     "slow",
@@ -104,7 +103,7 @@ def assert_same_bits(mcmc, expected):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory, quick_compilation):
+def compilation_cache(tmp_path_factory):
     """What is resumed is the same program, and compiling it most of a test."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),

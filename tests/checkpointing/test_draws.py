@@ -27,14 +27,13 @@ from tests.checkpointing.runs import (
     foreground,
     mcmc_of,
     newest,
-    quick_compilation,
     resume,
     run,
     whole,
 )
 from tests.contract.kernels import survey
 
-__all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
+__all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
 
 def test_draws_open_lazily(whole):

@@ -22,14 +22,13 @@ from tests.checkpointing.runs import (
     foreground,
     mcmc_of,
     outcome,
-    quick_compilation,
     resume,
     run,
     slow,
     whole,
 )
 
-__all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
+__all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from tests.checkpointing.runs import (
     kernel_of,
     mcmc_of,
     newest,
-    quick_compilation,
     resume,
     run,
     slow,
@@ -31,7 +30,7 @@ from tests.checkpointing.runs import (
 )
 from tests.contract.kernels import KERNELS, survey
 
-__all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
+__all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
 
 def damage_header(folder):

@@ -25,7 +25,6 @@ from tests.checkpointing.runs import (
     kill,
     mcmc_of,
     outcome,
-    quick_compilation,
     resume,
     run,
     slow,
@@ -33,7 +32,7 @@ from tests.checkpointing.runs import (
 )
 from tests.contract.kernels import KERNELS, ignore_donation, quietly, run_on_two_devices
 
-__all__ = ["compilation_cache", "copy", "foreground", "quick_compilation", "whole"]
+__all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
 
 @pytest.mark.parametrize("method", [pytest.param("sequential", marks=slow), "vectorized"])

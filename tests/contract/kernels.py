@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,18 +74,6 @@ each_kernel = pytest.mark.parametrize(
 
 # NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
 ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Compile without optimising: what is tested is the same and a third of the time is spared.
-
-    For the modules that import it.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 ROWS, BATCH = 400, 40

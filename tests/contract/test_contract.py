@@ -35,7 +35,6 @@ from tests.contract.kernels import (
     each_kernel,
     ignore_donation,
     num_compilations,
-    quick_compilation,  # noqa: F401
     quietly,
     run_on_two_devices,
     survey,

@@ -22,7 +22,6 @@ from tests.contract.kernels import (
     KERNELS,
     LangevinRecipe,
     moments,
-    quick_compilation,  # noqa: F401
     quietly,
     run_on_two_devices,
 )

@@ -25,7 +25,6 @@ from tests.contract.kernels import (
     assert_posterior,
     each_kernel,
     moments,
-    quick_compilation,  # noqa: F401
 )
 
 ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 3000
@@ -227,7 +226,7 @@ def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     arguments = (rows(), {"batch_size": BATCH})
     state = kernel.init(jax.random.key(0), 0, None, *arguments)
     seen: list[tuple[int, ...]] = []
-    monkeypatch.setattr("test_mistakes.watched", seen)
+    monkeypatch.setattr(f"{__name__}.watched", seen)
     for _ in range(4):
         state = kernel.sample(state, *arguments)
         jax.effects_barrier()

@@ -18,9 +18,7 @@ import pytest
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
 from numpyro_sgmcmc.chain.block import block_length
 from numpyro_sgmcmc.data.stand_ins import Lookup, Served
-from tests.contract.kernels import quick_compilation, quietly, run_on_two_devices
-
-__all__ = ["quick_compilation"]
+from tests.contract.kernels import quietly, run_on_two_devices
 
 NUM_ROWS, BATCH = 3_000, 20
 RNG = np.random.default_rng(0)

@@ -20,8 +20,6 @@ from numpyro_sgmcmc.data.minibatch import (
     _permute,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 IMPROBABLE = 1e-6
 """Threshold of p-values; seeds are fixed, so that a test which passes once passes always."""
 

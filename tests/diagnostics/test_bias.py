@@ -29,7 +29,6 @@ from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
     KERNELS,
-    quick_compilation,  # noqa: F401
     quietly,
     survey,
     survey_data,

@@ -12,7 +12,7 @@ from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import compare_with_finer, ess_per_gradient
-from tests.contract.kernels import BATCH, quick_compilation, quietly, survey, survey_data  # noqa: F401
+from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 pytestmark = pytest.mark.xdist_group("refinement")
 

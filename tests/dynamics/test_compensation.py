@@ -18,7 +18,6 @@ from numpyro_sgmcmc.posterior.gradients import Anchored
 from numpyro_sgmcmc.warmup.noise import measure_covariance
 from tests.contract.kernels import (
     assert_posterior,
-    quick_compilation,  # noqa: F401
     quietly,
     survey,
     survey_data,

@@ -24,7 +24,7 @@ def turned(z):
     return jnp.array([[0.0, -1.0], [1.0, 0.0]])
 
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 DIM = 2
 NAMES = sorted(EXAMPLES)

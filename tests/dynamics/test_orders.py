@@ -23,7 +23,7 @@ from tests.dynamics.orders import (
 )
 from tests.dynamics.sdes import EXAMPLES, FRICTION, SCHEMES, quartic
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 STEP_SIZES = (0.2, 0.1, 0.05, 0.025)
 SHORT_STEP_SIZES = (0.02, 0.01, 0.005, 0.0025)

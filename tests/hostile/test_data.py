@@ -20,7 +20,6 @@ from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.model import model_target
-from tests.contract.kernels import quick_compilation  # noqa: F401
 from tests.hostile.calls import (
     by_index,
     by_subsample,

@@ -16,7 +16,6 @@ from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
-    quick_compilation,  # noqa: F401
     quietly,
 )
 from tests.hostile.calls import (

@@ -22,7 +22,6 @@ from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.model import model_target
 from tests.contract.kernels import (
     KERNELS,
-    quick_compilation,  # noqa: F401
 )
 from tests.hostile.calls import (
     anything,

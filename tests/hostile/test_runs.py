@@ -21,7 +21,6 @@ import numpyro_sgmcmc
 from numpyro_sgmcmc import HostArray, SGHMCSplit, diagnostics
 from numpyro_sgmcmc.samplers import schedules
 from tests.contract.kernels import (
-    quick_compilation,  # noqa: F401
     quietly,
 )
 from tests.hostile.calls import (

@@ -10,7 +10,7 @@ from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 from tests.posterior.plated import CASES, assert_close, position_of
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 ARRANGEMENTS = [
     ("one", {}),

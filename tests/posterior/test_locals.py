@@ -34,7 +34,6 @@ from numpyro_sgmcmc.posterior.target import Target
 from tests.contract.kernels import (
     assert_posterior,
     assert_same_distribution,
-    quick_compilation,
     quietly,
 )
 from tests.posterior.hierarchies import (
@@ -55,8 +54,6 @@ from tests.posterior.hierarchies import (
     trials_data,
 )
 from tests.posterior.plated import assert_close
-
-__all__ = ["quick_compilation"]
 
 ROWS, BATCH = 12, 4
 
@@ -245,15 +242,6 @@ def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
 
 
 # Runs.
-
-
-@pytest.fixture
-def optimised(quick_compilation):
-    """Long runs are worth what compiling them costs."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:

@@ -19,7 +19,6 @@ from numpyro.infer.reparam import LocScaleReparam
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
     assert_posterior,
-    quick_compilation,  # noqa: F401
     quietly,
 )
 

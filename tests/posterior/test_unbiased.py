@@ -28,7 +28,7 @@ from numpyro_sgmcmc.posterior.gradients import (
 from numpyro_sgmcmc.posterior.target import Target
 from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compile")
+pytestmark = pytest.mark.usefixtures("x64")
 
 NAMES = tuple(ESTIMATORS)
 

@@ -18,7 +18,6 @@ from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from tests.contract.kernels import (
     KERNELS,
     assert_posterior,
-    quick_compilation,  # noqa: F401
     quietly,
     survey,
     survey_data,

@@ -38,8 +38,6 @@ from numpyro_sgmcmc.warmup.whitening import (
 )
 from tests.contract.kernels import BATCH, survey, survey_data
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def random_covariance(d, seed=0, correlation=None):
     rng = np.random.default_rng(seed)

@@ -16,7 +16,6 @@ from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
 from numpyro_sgmcmc.warmup import Noise
 from numpyro_sgmcmc.warmup.noise import epoch_share
 from numpyro_sgmcmc.warmup.step_control import StepControl
-from tests.contract.kernels import quick_compilation  # noqa: F401
 
 # --- What noise that cancels over an epoch is predicted to do ----------------------------------
 
