@@ -32,9 +32,9 @@ from numpyro.infer import MCMC, DiscreteGibbs, Gibbs
 import numpyro_sgmcmc as sg
 from numpyro_sgmcmc.diagnostics import calibrated_samples, compare_with_finer
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import hierarchies
-from contract import KERNELS
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.contract.kernels import KERNELS
+from tests.posterior import hierarchies
 
 RNG = np.random.default_rng(0)
 N = 600
@@ -231,7 +231,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["checkpointed"] = checkpointed
 
     def in_gibbs() -> Any:
-        from test_gibbs import counts, switching
+        from tests.contract.test_gibbs import counts, switching
 
         kernel = sg.SGHMCSplit(switching)
         gibbs = Gibbs([(DiscreteGibbs(kernel.model), ("k",)), (kernel, None)])

@@ -1,7 +1,7 @@
 """Posteriors of many kinds and sizes, for the trust benchmark.
 
-The eight models of ``tests/models.py``, which have 20,000 rows each, and the ones below, from 100
-to 1,000,000 rows. Each takes ``batch_size`` for its data's plate, and None for all rows.
+The eight models of ``tests/samplers/models.py``, which have 20,000 rows each, and the ones below,
+from 100 to 1,000,000 rows. Each takes ``batch_size`` for its data's plate, and None for all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpyro
 import numpyro.distributions as dist
 from numpyro.distributions.transforms import OrderedTransform
 
-from tests.models import MODELS
+from tests.samplers.models import MODELS
 
 __all__ = ["PROBLEMS", "Problem"]
 

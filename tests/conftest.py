@@ -1,25 +1,28 @@
-"""Fixtures shared by all tests."""
+"""Fixtures shared by all tests, and a count of what was compiled."""
 
 import gc
+from collections import Counter
 from pathlib import Path
 
 import jax
 import pytest
-from hostile import Reached
+
+from tests.hostile.calls import Reached
 
 _MAPS = Path("/proc/self/maps")
 _MANY_MAPS = 20_000
 
+# Compile without optimising: what is tested is the same and most programs run for no time.
+# A long run asks for `optimised`.
+jax.config.update("jax_disable_most_optimizations", True)
 
-def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs now and then.
 
-    Each holds some mappings of memory, of which Linux allows a process 65,530. A worker that runs
-    out of them is ended by a segmentation fault.
-    """
-    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY_MAPS:
-        jax.clear_caches()
-        gc.collect()
+@pytest.fixture(scope="module")
+def optimised():
+    """Optimise what is compiled: for long runs, which are worth it."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
@@ -36,15 +39,6 @@ def x64():
 
 
 @pytest.fixture
-def quick_compile():
-    """Compile without optimisations: for many small functions that run for no time."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
 def no_warm_up(monkeypatch):
     """Stop where the checks have passed."""
 
@@ -52,3 +46,51 @@ def no_warm_up(monkeypatch):
         raise Reached
 
     monkeypatch.setattr("numpyro_sgmcmc.warmup.setup.Setup._optimise", reached)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs now and then.
+
+    Each holds some mappings of memory, of which Linux allows a process 65,530. A worker that runs
+    out of them is ended by a segmentation fault.
+    """
+    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
+
+
+# Compilations are most of the tests' time: how many, how long, and how many were on disk.
+
+_compiled: Counter = Counter()
+
+
+def _note_compilation(event, seconds, **_):
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compiled.update(programs=1, seconds=seconds)
+
+
+def _note_cache_hit(event, **_):
+    if event == "/jax/compilation_cache/cache_hits":
+        _compiled.update(hits=1)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_compilation)
+jax.monitoring.register_event_listener(_note_cache_hit)
+
+
+def pytest_sessionfinish(session):
+    """Hand a worker's count to the process that sums them up."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = dict(_compiled)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    _compiled.update(getattr(node, "workeroutput", {}).get("compiled", {}))
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(
+        f"compilations: {_compiled['programs']} programs in {_compiled['seconds']:.0f} s "
+        f"({_compiled['hits']} from the cache)"
+    )

@@ -1,0 +1,240 @@
+"""A run that is killed and resumed is the run that was not, to the last bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc.chain import block
+from numpyro_sgmcmc.checkpointing import store
+from numpyro_sgmcmc.checkpointing.codec import encode
+from numpyro_sgmcmc.samplers.schedules import Polynomial
+from tests.checkpointing.runs import (
+    DATA,
+    KERNEL,
+    SETTINGS,
+    Killed,
+    assert_same_bits,
+    compilation_cache,
+    copy,
+    end_at,
+    fail_writing,
+    foreground,
+    kernel_of,
+    kill,
+    mcmc_of,
+    outcome,
+    resume,
+    run,
+    slow,
+    whole,
+)
+from tests.contract.kernels import KERNELS, ignore_donation, quietly, run_on_two_devices
+
+__all__ = ["compilation_cache", "copy", "foreground", "whole"]
+
+
+@pytest.mark.parametrize("method", [pytest.param("sequential", marks=slow), "vectorized"])
+def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
+    settings = {k: v for k, v in SETTINGS.items() if k != "checkpoint_every"}
+    settings["chain_method"] = method
+    plain = quietly(KERNEL, **settings)
+    plain.run(jax.random.key(1), *DATA, batch_size=40)
+    mcmc = whole[2] if method == "vectorized" else run(mcmc_of(tmp_path, chain_method=method))
+    for name, draws in plain.get_samples(True).items():
+        np.testing.assert_array_equal(mcmc.get_samples(True)[name], draws)
+    diverging = plain.get_extra_fields(True)["diverging"]
+    np.testing.assert_array_equal(mcmc.get_extra_fields(True)["diverging"], diverging)
+    ours, theirs = [], []
+    encode(mcmc.last_state, ours)
+    encode(plain.last_state, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@slow
+def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
+    write, kills = store.Store.write, 0
+
+    def write_and_die(self, checkpoint):
+        written = write(self, checkpoint)
+        if checkpoint.iterations < 19:
+            raise KeyboardInterrupt  # which no handler takes for a full disk
+        return written
+
+    monkeypatch.setattr(store.Store, "write", write_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        run(mcmc_of(tmp_path))
+    kills += 1
+    while True:
+        try:
+            mcmc = resume(tmp_path)
+            break
+        except KeyboardInterrupt:
+            kills += 1
+    assert kills == 5
+    assert_same_bits(mcmc, whole[1])
+
+
+@pytest.mark.parametrize(
+    "iteration", [pytest.param(2, marks=slow), 9, pytest.param(17, marks=slow)]
+)
+def test_killed_inside_a_segment(whole, tmp_path, monkeypatch, iteration):
+    with monkeypatch.context() as patch:
+        end_at(patch, iteration, kill)
+        with pytest.raises(Killed):
+            run(mcmc_of(tmp_path))
+    assert_same_bits(resume(tmp_path), whole[1])
+    assert_same_bits(resume(tmp_path), whole[1])  # which is complete and only read
+
+
+@slow
+@pytest.mark.parametrize("step", ["draws", "state", "header"])
+def test_killed_while_writing(whole, tmp_path, monkeypatch, step):
+    with monkeypatch.context() as patch:
+        fail_writing(patch, step, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run(mcmc_of(tmp_path))
+    assert_same_bits(resume(tmp_path), whole[1])
+
+
+@slow
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_every_kernel(kernel_class, tmp_path, monkeypatch):
+    kernel = kernel_of(kernel_class)
+    expected = outcome(run(mcmc_of(tmp_path / "whole", kernel)))
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            run(mcmc_of(tmp_path / "killed", kernel))
+    assert_same_bits(resume(tmp_path / "killed", kernel_of(kernel_class)), expected)
+
+
+@ignore_donation
+@slow
+@pytest.mark.parametrize("method", ["sequential", jax.vmap, "one chain"])
+def test_every_chain_method(method, tmp_path, monkeypatch):
+    settings = {"num_chains": 1} if method == "one chain" else {"chain_method": method}
+    expected = run(mcmc_of(tmp_path / "whole", **settings))
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            run(mcmc_of(tmp_path / "killed", **settings))
+    assert_same_bits(resume(tmp_path / "killed", **settings), outcome(expected))
+
+
+def test_rows_on_the_host(tmp_path, monkeypatch):
+    """The rows read ahead are a part of the state; other values are other data."""
+    data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
+    kernel = kernel_of()
+    whole, killed = (mcmc_of(tmp_path / name, kernel) for name in ("whole", "killed"))
+    whole.run(jax.random.key(1), *data, batch_size=40)
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            killed.run(jax.random.key(1), *data, batch_size=40)
+    resumed = mcmc_of(tmp_path / "killed", kernel_of())
+    resumed.resume(*data, batch_size=40)
+    assert_same_bits(resumed, outcome(whole))
+    moved = mcmc_of(tmp_path / "killed", kernel_of())
+    moved.resume(*[HostArray(x, name="elsewhere") for x in DATA], batch_size=40)
+    others = [HostArray(x.copy()) for x in DATA]
+    others[0]._source[7] += 1
+    with pytest.raises(ValueError, match=r"HostArray number 1 was"):
+        mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
+
+
+def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch):
+    """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
+    monkeypatch.setattr(block, "_LONGEST_BLOCK", 2)  # read anew at every other iteration
+    whole = mcmc_of(tmp_path / "whole")
+    whole.run(jax.random.key(1), *map(HostArray, DATA), batch_size=40)
+
+    class Failing:
+        shape, dtype = DATA.y.shape, DATA.y.dtype
+
+        def __getitem__(self, rows):
+            reached = (tmp_path / "broken" / "checkpoints").glob("*")
+            if any(int(step.name) > 10 for step in reached):
+                raise OSError("disk on fire")
+            return DATA.y[rows]
+
+    broken = mcmc_of(tmp_path / "broken")
+    data = HostArray(DATA.X), HostArray(Failing(), name="y"), HostArray(DATA.counts)
+    with pytest.raises(RuntimeError, match=r"HostArray\('y', .*: OSError: disk on fire") as caught:
+        broken.run(jax.random.key(1), *data, batch_size=40)
+    assert type(caught.value) is RuntimeError
+    assert 0 < broken.get_samples(True)["beta"].shape[1] < 13
+    again = mcmc_of(tmp_path / "broken")
+    again.resume(*map(HostArray, DATA), batch_size=40)
+    assert_same_bits(again, outcome(whole))
+
+
+ON_TWO_DEVICES = """
+import tests.checkpointing.runs as t
+
+folder, patch = t.Path({folder!r}), t.pytest.MonkeyPatch()
+parallel = dict(chain_method="parallel")
+expected = t.outcome(t.run(t.mcmc_of(folder / "whole", **parallel)))
+with patch.context() as p:
+    t.end_at(p, 12, t.kill)
+    with t.pytest.raises(t.Killed):
+        t.run(t.mcmc_of(folder / "killed", **parallel))
+mcmc = t.resume(folder / "killed", **parallel)
+assert mcmc.chain_method == "parallel"
+t.assert_same_bits(mcmc, expected)
+print("the same")
+"""
+
+
+@slow
+def test_parallel_chains(tmp_path):
+    assert "the same" in run_on_two_devices(ON_TWO_DEVICES.format(folder=str(tmp_path)))
+
+
+@slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"step_size": Polynomial(0.2, 0.5)},
+        {"gradient": "plain", "noise_compensation": True},
+        {"gradient": "second_order_control_variate", "minibatch": "epoch"},
+        {"step_size": None, "num_steps": 40},
+    ],
+    ids=["schedule", "compensated", "second order", "adapted"],
+)
+def test_what_else_a_state_holds(settings, tmp_path, monkeypatch):
+    kernel = kernel_of(**settings)
+    whole = run(mcmc_of(tmp_path / "whole", kernel), extra_fields=("weight", "z.rate"))
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            run(mcmc_of(tmp_path / "killed", kernel), extra_fields=("weight", "z.rate"))
+    mcmc = resume(tmp_path / "killed", kernel_of(**settings))
+    assert_same_bits(mcmc, outcome(whole))
+    assert {"weight", "z.rate", "diverging"} == set(mcmc.get_extra_fields())
+    weights = np.asarray(mcmc.get_extra_fields()["weight"], np.float64)
+    mean = np.average(np.asarray(mcmc.get_samples()["rate"], np.float64), weights=weights)
+    np.testing.assert_allclose(mcmc.running_mean()["rate"], mean, rtol=1e-6)
+
+
+@slow
+@pytest.mark.parametrize("start", [jnp.zeros(3), (jnp.zeros(()), [jnp.zeros(2)])])
+def test_potential_fn(start, tmp_path):
+    def potential(z):
+        return sum(jnp.square(x).sum() for x in jax.tree.leaves(z)) / 2
+
+    def make():
+        return mcmc_of(
+            tmp_path,
+            SGHMCSplit(potential_fn=potential, num_steps=1, step_size=0.2),
+            num_chains=1,
+        )
+
+    mcmc = make()
+    mcmc.run(jax.random.PRNGKey(0), init_params=start)
+    again = make()
+    again.resume()
+    assert jax.tree.structure(again.get_samples()) == jax.tree.structure(start)
+    assert_same_bits(again, outcome(mcmc))

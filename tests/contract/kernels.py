@@ -1,0 +1,216 @@
+"""What every kernel must do: the battery's kernels, a model that all can run, and measures.
+
+A new kernel joins all tests of ``test_contract.py``, ``test_mistakes.py`` and ``test_gibbs.py`` by
+one name in :data:`KERNELS`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import (
+    SGHMC,
+    SGLD,
+    SGMGT,
+    SGNHT,
+    SGRHMC,
+    SGRLD,
+    SHMC,
+    RecipeKernel,
+    SGHMCSplit,
+    SGLaplaceHMC,
+)
+
+
+class LangevinRecipe(RecipeKernel):
+    """Underdamped Langevin dynamics through the recipe, which has no dynamic of its own."""
+
+    def __init__(
+        self, model: Any = None, potential_fn: Any = None, *, friction: float = 1.5, **options: Any
+    ) -> None:
+        super().__init__(
+            model,
+            potential_fn,
+            diffusion=lambda z: jnp.repeat(jnp.array([0.0, friction]), z.size // 2),
+            curl=lambda z: jnp.kron(jnp.array([[0.0, -1.0], [1.0, 0.0]]), jnp.eye(z.size // 2)),
+            hamiltonian=lambda z: jnp.square(z[z.size // 2 :]).sum() / 2,
+            auxiliary=lambda key, dim: jax.random.normal(key, (dim,), jnp.float32),
+            **options,
+        )
+
+
+KERNELS = [
+    SGHMCSplit,
+    SGHMC,
+    SGLD,
+    SHMC,
+    SGNHT,
+    SGMGT,
+    SGLaplaceHMC,
+    SGRLD,
+    SGRHMC,
+    LangevinRecipe,
+]
+
+# The tests of one kernel share its runs, and so a worker.
+each_kernel = pytest.mark.parametrize(
+    "kernel_class",
+    [pytest.param(k, marks=pytest.mark.xdist_group(k.__name__), id=k.__name__) for k in KERNELS],
+)
+
+# NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
+ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+
+
+ROWS, BATCH = 400, 40
+
+
+class Data(NamedTuple):
+    X: Any
+    y: Any
+    counts: Any
+
+
+def survey(X: Any, y: Any = None, counts: Any = None, batch_size: int | None = None) -> None:
+    """A regression with known noise, and a rate: a posterior that is known exactly."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    rate = numpyro.sample("rate", dist.Gamma(2, 1))
+    numpyro.deterministic("contrast", beta[..., 0] - beta[..., 1])
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
+        mean = X[i] @ beta
+        numpyro.sample("y", dist.Normal(mean, 1), obs=None if y is None else y[i])
+        numpyro.sample("counts", dist.Poisson(rate), obs=None if counts is None else counts[i])
+
+
+def survey_data(seed: int = 0) -> Data:
+    """Rows of :func:`survey` as NumPy arrays."""
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((ROWS, 2)).astype(np.float32)
+    X[:, 1] += 0.5 * X[:, 0]
+    y = X @ np.array([0.6, -0.3]) + rng.standard_normal(ROWS)
+    return Data(X, y.astype(np.float32), rng.poisson(3.0, ROWS))
+
+
+def survey_posterior(data: Data) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Exact posterior mean and sd of each site of :func:`survey`."""
+    X, y = np.asarray(data.X, np.float64), np.asarray(data.y, np.float64)
+    covariance = np.linalg.inv(np.eye(2) + X.T @ X)
+    beta = covariance @ X.T @ y
+    shape, rate = 2 + np.sum(data.counts), 1 + len(y)
+    difference = np.array([1.0, -1.0])
+    return {
+        "beta": (beta, np.sqrt(np.diag(covariance))),
+        "rate": (shape / rate, np.sqrt(shape) / rate),
+        "contrast": (
+            difference @ beta,
+            np.sqrt(difference @ covariance @ difference),
+        ),
+    }
+
+
+def quietly(kernel: Any, **settings: Any) -> MCMC:
+    """An MCMC object for short runs without a progress bar."""
+    return MCMC(kernel, **{"num_warmup": 20, "num_samples": 50, "progress_bar": False, **settings})
+
+
+class Moments(NamedTuple):
+    """Mean and sd of draws with their standard errors, a coordinate."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+    mean_error: np.ndarray
+    sd_error: np.ndarray
+
+
+def moments(draws: Any) -> Moments:
+    """Moments of draws ``(chains, draws, ...)``; errors from the effective sample size."""
+    x = np.asarray(draws, np.float64)
+    mean = x.mean((0, 1))
+    squares = np.square(x - mean)
+    variance = squares.mean((0, 1))
+    # Draws may be antithetic, which NumPyro rewards with more effective draws than draws.
+    size = np.minimum(effective_sample_size(x), x.shape[0] * x.shape[1])
+    size_of_squares = np.minimum(effective_sample_size(squares), x.shape[0] * x.shape[1])
+    sd = np.sqrt(variance)
+    variance_error = squares.std((0, 1)) / np.sqrt(size_of_squares)
+    return Moments(mean, sd, sd / np.sqrt(size), variance_error / (2 * sd))
+
+
+def assert_posterior(
+    draws: Any, mean: Any, sd: Any, *, mean_bias: float = 0.1, sd_bias: float = 0.1
+) -> None:
+    """Whether draws ``(chains, draws, ...)`` have the exact mean and sd.
+
+    Allowed are the bias that the kernels promise by default (a tenth of a posterior sd in the
+    mean, 10 % in the sd) and five standard errors.
+    """
+    found = moments(draws)
+    mean, sd = np.asarray(mean), np.asarray(sd)
+    assert (found.mean_error < 0.2 * sd).all(), "too few effective draws to tell right from wrong"
+    shift = np.abs(found.mean - mean)
+    assert (shift <= mean_bias * sd + 5 * found.mean_error).all(), (found, mean, sd)
+    stretch = np.abs(found.sd - sd)
+    assert (stretch <= sd_bias * sd + 5 * found.sd_error).all(), (found, mean, sd)
+
+
+def assert_same_distribution(a: Any, b: Any) -> None:
+    """Whether two sets of draws ``(chains, draws, ...)`` have equal means and sds."""
+    a, b = moments(a), moments(b)
+    assert (np.abs(a.mean - b.mean) <= 5 * np.hypot(a.mean_error, b.mean_error)).all(), (a, b)
+    assert (np.abs(a.sd - b.sd) <= 5 * np.hypot(a.sd_error, b.sd_error)).all(), (a, b)
+
+
+def num_compilations(fn: Callable[[], Any]) -> int:
+    """Number of programs that XLA compiles while ``fn`` runs."""
+    seen = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.block_until_ready(fn())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return len(seen)
+
+
+def run_on_two_devices(script: str) -> str:
+    """What a Python script prints in a process whose host poses as two devices."""
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def as_jax(data: Data) -> Data:
+    """The same rows as JAX arrays."""
+    return Data(*(jnp.asarray(x) for x in data))

@@ -1,0 +1,138 @@
+"""A discrete global latent and a subsampled plate together, in NumPyro's Gibbs.
+
+Each value of ``k`` shifts the log rate by less than its posterior sd, so that ``k`` stays
+uncertain; the posterior is a sum over ``k`` of integrals on a grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import DiscreteGibbs, Gibbs
+from numpyro.infer.gibbs import discrete_latent_sites
+
+from numpyro_sgmcmc import SGMGT, SGHMCSplit
+from tests.contract.kernels import (
+    KERNELS,
+    LangevinRecipe,
+    moments,
+    quietly,
+    run_on_two_devices,
+)
+
+SHIFT, PRIOR_MEAN, PRIOR_SD = 0.06, 0.25, 0.15
+WEIGHTS = np.array([0.5, 0.3, 0.2])
+BATCH = 40
+
+
+def switching(y: Any, batch_size: int | None = None) -> None:
+    k = numpyro.sample("k", dist.Categorical(jnp.asarray(WEIGHTS)))
+    rate = numpyro.sample("rate", dist.LogNormal(PRIOR_MEAN, PRIOR_SD))
+    numpyro.deterministic("total", rate * jnp.exp(SHIFT * k))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Poisson(rate * jnp.exp(SHIFT * k)), obs=y[i])
+
+
+def counts() -> np.ndarray:
+    return np.random.default_rng(1).poisson(np.exp(0.3), 400)
+
+
+def enumerated() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """P(k), and mean and sd of the log rate given each k."""
+    y, k = counts(), np.arange(3)
+    mu = np.linspace(-1, 1.5, 20_001)[:, None]
+    log_rate = mu + SHIFT * k
+    log_density = (
+        np.log(WEIGHTS)
+        - 0.5 * ((mu - PRIOR_MEAN) / PRIOR_SD) ** 2
+        + y.sum() * log_rate
+        - len(y) * np.exp(log_rate)
+    )
+    p = np.exp(log_density - log_density.max())
+    p /= p.sum()
+    weights = p.sum(0)
+    mean = (p * mu).sum(0) / weights
+    return weights, mean, np.sqrt((p * (mu - mean) ** 2).sum(0) / weights)
+
+
+def assert_enumerated(draws: dict[str, Any]) -> None:
+    """Whether draws ``(chains, draws)`` have the enumerated P(k) and the moments given k."""
+    k, mu = np.asarray(draws["k"]), np.log(draws["rate"])
+    weights, means, sds = enumerated()
+    everywhere = moments(mu)
+    efficiency = min(1.0, float((everywhere.sd / everywhere.mean_error) ** 2 / mu.size))
+    for value, (weight, mean, sd) in enumerate(zip(weights, means, sds, strict=True)):
+        share = moments(k == value)
+        assert share.mean_error < 0.04, "too few effective draws"
+        assert abs(share.mean - weight) < 5 * share.mean_error + 0.01, (value, share, weight)
+        here = mu[k == value]
+        error = here.std() / np.sqrt(here.size * efficiency)
+        assert abs(here.mean() - mean) < 5 * error + 0.1 * sd, (value, here.mean(), mean)
+        assert abs(here.std() - sd) < 5 * error + 0.1 * sd, (value, here.std(), sd)
+
+
+def sweep(
+    kernel: Any, num_samples: int, batch_size: int, sites: Any = ("k",), **settings: Any
+) -> dict[str, Any]:
+    """Draws of a discrete block and a stochastic-gradient block in turn."""
+    gibbs = Gibbs([(DiscreteGibbs(kernel.model), sites), (kernel, None)])
+    mcmc = quietly(gibbs, num_warmup=50, num_samples=num_samples, **settings)
+    mcmc.run(jax.random.key(0), counts(), batch_size=batch_size)
+    return mcmc.get_samples(group_by_chain=True)
+
+
+@pytest.mark.parametrize(
+    "kernel_class",
+    [
+        kernel
+        if kernel in (SGHMCSplit, SGMGT, LangevinRecipe)
+        else pytest.param(kernel, marks=pytest.mark.slow)
+        for kernel in KERNELS
+    ],
+    ids=lambda k: k.__name__,
+)
+def test_discrete_site_and_its_conditionals(kernel_class):
+    draws = sweep(kernel_class(switching), 4000, BATCH)
+    assert_enumerated(draws)
+    np.testing.assert_allclose(
+        draws["total"], draws["rate"] * np.exp(SHIFT * draws["k"]), rtol=1e-5
+    )
+
+
+def test_plain_gradients_in_a_block():
+    """Nothing to refresh then: the conditioning reaches the gradient itself."""
+    kernel = SGHMCSplit(switching, gradient="plain")
+    assert_enumerated(sweep(kernel, 3000, 100, discrete_latent_sites))
+
+
+def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
+    """Without `refresh` the control variates keep the gradient of another conditional."""
+    monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)
+    with pytest.raises(AssertionError):
+        assert_enumerated(sweep(SGHMCSplit(switching, gradient="control_variate"), 3000, BATCH))
+
+
+PARALLEL = """
+import jax
+from tests.contract.test_gibbs import SGHMCSplit, assert_enumerated, switching, sweep
+draws = sweep(SGHMCSplit(switching), 1500, 40, num_chains=2, chain_method="parallel")
+assert draws["rate"].shape == draws["k"].shape == (2, 1500)
+assert not (draws["rate"][0] == draws["rate"][1]).any()
+assert_enumerated(draws)
+"""
+
+
+def test_parallel_chains():
+    run_on_two_devices(PARALLEL)
+
+
+def test_kernel_without_a_model_is_refused():
+    kernel = SGHMCSplit(potential_fn=lambda z: jnp.sum(jnp.square(z)))
+    with pytest.raises(ValueError, match="potential function"):
+        Gibbs([(kernel, None)])

@@ -1,0 +1,405 @@
+"""Rows that stay on the host: the draws of the same rows in memory, and errors that name them."""
+
+import pickle
+import re
+import threading
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
+from numpyro_sgmcmc.chain.block import block_length
+from numpyro_sgmcmc.data.stand_ins import Lookup, Served
+from tests.contract.kernels import quietly, run_on_two_devices
+
+NUM_ROWS, BATCH = 3_000, 20
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((NUM_ROWS, 2)).astype(np.float32)
+Y = (X @ np.array([1.0, -0.5]) + RNG.standard_normal(NUM_ROWS)).astype(np.float32)
+
+
+def by_index(X, y, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, 1.0), obs=y[i])
+
+
+def by_column(X, y, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i, 0] * beta[0] + X[i, 1] * beta[1], 1.0), obs=y[i])
+
+
+def by_subsample(X, y, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size):
+        mean = numpyro.subsample(X, event_dim=1) @ beta
+        numpyro.sample("y", dist.Normal(mean, 1.0), obs=numpyro.subsample(y, event_dim=0))
+
+
+class Source:
+    """Rows of an array by integer arrays and nothing else, with notes of who asked for what."""
+
+    def __init__(self, array, answer=None):
+        self.array, self.answer = array, answer
+        self.shape, self.dtype = array.shape, array.dtype
+        self.asked, self.threads = [], []
+
+    def __getitem__(self, rows):
+        assert isinstance(rows, np.ndarray)
+        assert rows.ndim == 1
+        self.asked.append(rows.size)
+        self.threads.append(threading.current_thread().name)
+        if self.answer is not None:
+            return self.answer(self.array, rows)
+        return self.array[rows]
+
+
+def fit(X, y, model=by_index, num_samples=30, options=(), **settings):
+    options = {"step_size": 0.3, "num_steps": 3, **dict(options)}
+    settings = {"num_chains": 2, "chain_method": "vectorized", "num_warmup": 4, **settings}
+    mcmc = quietly(SGHMCSplit(model, **options), num_samples=num_samples, **settings)
+    mcmc.run(jax.random.key(0), X, y, batch_size=BATCH)
+    return mcmc
+
+
+def draws(mcmc):
+    return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+
+
+def assert_same(a, b):
+    """To rounding: the programs differ, so that XLA may add in another order."""
+    assert a.std() > 1e-3
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+# --- The same draws -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (by_index, {}),
+        (by_column, {"minibatch": "epoch"}),
+        (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_draws_are_those_of_rows_in_memory(model, options):
+    in_memory = draws(fit(X, Y, model, options=options))
+    assert_same(draws(fit(HostArray(X), HostArray(Y), model, options=options)), in_memory)
+
+
+@pytest.mark.parametrize("num_chains", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_chains_one_by_one(num_chains):
+    settings = {"chain_method": "sequential", "num_chains": num_chains}
+    both = [fit(*data, **settings) for data in ((X, Y), (HostArray(X), HostArray(Y)))]
+    assert_same(*map(draws, both))
+
+
+ON_TWO_DEVICES = """
+import tests.data.test_host_arrays as t
+
+both = ((t.X, t.Y), (t.HostArray(t.X), t.HostArray(t.Y)))
+memory, host = (t.fit(*data, chain_method="parallel") for data in both)
+assert memory.chain_method == host.chain_method == "parallel"
+t.assert_same(t.draws(host), t.draws(memory))
+print("the same")
+"""
+
+
+def test_parallel_chains():
+    assert "the same" in run_on_two_devices(ON_TWO_DEVICES)
+
+
+@pytest.mark.parametrize("gradient", ["plain", "control_variate"])
+def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
+    """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
+    found = []
+    for data in ((X, Y), (HostArray(X), Y)):
+        mcmc = fit(*data, options={"minibatch": "iid", "gradient": gradient})
+        mcmc.post_warmup_state = mcmc.last_state
+        mcmc.run(jax.random.key(5), *data, batch_size=BATCH)
+        found.append(draws(mcmc))
+    assert_same(*found)
+
+
+def test_reports():
+    """Epochs with much noise: moments are read from rows that no step has drawn."""
+    options = {"minibatch": "epoch", "gradient": "plain", "step_size": 0.5, "num_steps": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        both = [
+            fit(*data, options=options, num_samples=200)
+            for data in ((X, Y), (HostArray(X), HostArray(Y)))
+        ]
+    assert both[0].sampler.adaptation.reading.estimator is not None
+    for full_data in (False, True):
+        a, b = (bias_report(m, full_data=full_data, num_draws=50) for m in both)
+        np.testing.assert_allclose(
+            a.estimates.inflation.value, b.estimates.inflation.value, atol=1e-3
+        )
+
+
+# --- All rows -----------------------------------------------------------------------------------
+
+
+def test_log_likelihood_by_chunks(monkeypatch):
+    """Chunks of 7 rows or so, of which the last overlaps with the one before."""
+    source = Source(X)
+    mcmc = fit(HostArray(source), HostArray(Y), num_samples=5)
+    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.likelihood._CHUNK_ELEMENTS", 10 * 700)
+    source.asked.clear()
+    found = log_likelihood(mcmc)["y"]
+    assert found.shape == (2, 5, NUM_ROWS)
+    assert source.asked == [700] * 5
+    beta = draws(mcmc)
+    expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    some = np.array([2999, 0, 5])
+    np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
+    with pytest.raises(ValueError, match="between 0 and 2999"):
+        log_likelihood(mcmc, [3000])
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._WHOLE_BYTES", 1000)
+    with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
+        mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
+
+
+def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
+    monkeypatch.setattr("numpyro_sgmcmc.data.progress._DELAY", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+
+    def slowly(array, rows):
+        if rows.size == NUM_ROWS:
+            time.sleep(0.15)  # bars are drawn ten times a second at most
+        return array[rows]
+
+    host = HostArray(Source(X, slowly), name="X")
+    mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "minibatch": "iid"})
+    assert re.search(r"adapting: .*[1-9].* passes over 'X'", capsys.readouterr().err)
+    bias_report(mcmc, full_data=True, num_draws=4)
+    shown = capsys.readouterr().err
+    assert re.search(r"gradients on all rows: +[1-9]\d*%.*k rows/s", shown)
+
+
+# --- Reading ------------------------------------------------------------------------------------
+
+
+def test_rows_are_read_in_blocks_and_ahead():
+    source = Source(X)
+    host = HostArray(source)
+    mcmc = fit(host, Y, num_samples=1500, num_warmup=0)
+    block = mcmc.last_state.block
+    (values,), place = block.values, block.place
+    length = values.shape[1]
+    rows = {"rows": np.empty((3, BATCH), np.int32)}
+    assert length == block_length((Lookup(host, "rows"),), rows, num_chains=2) > 1
+    assert 1 <= int(place[0]) <= length
+    # The warm-up's chunks, then blocks: the first is waited for, the others are read ahead.
+    assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
+    blocks = -(-1500 // length)
+    ahead = source.threads.count("numpyro_sgmcmc-reader_0")
+    assert blocks > 10
+    assert blocks - 1 <= ahead <= blocks + 1
+
+
+@pytest.mark.parametrize("kind", ["memmap", "h5py", "zarr"])
+def test_sources(kind, tmp_path):
+    if kind == "memmap":
+        source = np.memmap(tmp_path / "X.dat", np.float64, "w+", shape=X.shape)
+        source[:] = X
+    elif kind == "h5py":
+        file = pytest.importorskip("h5py").File(tmp_path / "X.h5", "w")
+        source = file.create_dataset("X", data=X)
+    else:
+        zarr = pytest.importorskip("zarr")
+        source = zarr.create_array(tmp_path / "X.zarr", shape=X.shape, dtype=X.dtype)
+        source[:] = X
+
+    host = HostArray(source)
+    rows = np.array([[5, 2], [NUM_ROWS - 1, 2]])
+    np.testing.assert_array_equal(host[rows], X[rows])
+    assert host.dtype == jnp.zeros(()).dtype
+    np.testing.assert_array_equal(jax.jit(lambda i: host[i, 1])(rows), X[rows, 1])
+    np.testing.assert_array_equal(host[3:9], X[3:9])
+    np.testing.assert_array_equal(host[-1], X[-1])
+    assert len(host) == NUM_ROWS
+    assert host.ndim == 2
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i, c: (i, c),
+        lambda i, c: (i[:, None], c[None, :2]),
+        lambda i, c: (i, slice(1, None)),
+        lambda i, c: (i, Ellipsis, None),
+        lambda i, c: (i[0], c),
+        lambda i, c: (slice(2, 9, 3), c),
+        lambda i, c: (i, 1),
+    ],
+)
+def test_indices_mean_what_they_mean_to_jax(index):
+    rows, columns = np.array([5, 0, 7]), np.array([1, 0, 1])
+    expected = jnp.asarray(X)[index(rows, columns)]
+    np.testing.assert_array_equal(HostArray(X)[index(rows, columns)], expected)
+    traced = jax.jit(lambda i, c: HostArray(X)[index(i, c)])
+    np.testing.assert_array_equal(traced(rows, columns), expected)
+    first, *_ = index(rows, columns)
+    if first is rows:
+        i = jnp.asarray(rows)
+        given = Served(HostArray(X), {"rows": (i, jnp.asarray(X)[i])})
+        np.testing.assert_array_equal(given[index(i, columns)], expected)
+
+
+def resident_file_pages():
+    """Megabytes of files that are mapped into this process and in its memory."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssFile:\s+(\d+) kB", status)[1]) / 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("order", ["consecutive", "random"])
+def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
+    """Of 200 MB read only some stay: a random row brings 64 kB with it."""
+    monkeypatch.setattr("numpyro_sgmcmc.data.host._RELEASE_BYTES", 2**25)
+    num, width = 50_000, 1_000
+    np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
+    host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))
+    rows = np.arange(num) if order == "consecutive" else np.random.default_rng(0).permutation(num)
+    before, most = resident_file_pages(), 0.0
+    for part in np.array_split(rows, 100):
+        host.read(part)
+        most = max(most, resident_file_pages())
+    assert most - before < 100
+
+
+def test_what_was_read_ahead_is_forgotten_with_the_run():
+    changing = Y.copy()
+    host = HostArray(changing)
+    mcmc = fit(X, host)
+    assert host._ahead
+    changing += 1.0
+    mcmc.sampler.init(jax.random.key(0), 0, None, (X, host), {"batch_size": BATCH})
+    assert not host._ahead
+
+
+def test_pickling():
+    host = HostArray(X, name="X")
+    host.start_reading(np.arange(5))
+    copy = pickle.loads(pickle.dumps(host))
+    assert copy != host
+    np.testing.assert_array_equal(copy[np.arange(5)], X[:5])
+
+
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+def fails(array, rows):
+    raise OSError("disk on fire")
+
+
+def too_few(array, rows):
+    return array[rows][:-1]
+
+
+def with_gaps(array, rows):
+    return np.where(rows == 7, np.nan, array[rows])
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (fails, r"HostArray\('y', .*could not read .*rows between .*: OSError: disk on fire"),
+        (too_few, r"HostArray\('y', .*gave shape \(.*was expected"),
+        (with_gaps, r"HostArray\('y', .*missing or infinite values, for example in row"),
+    ],
+)
+def test_a_bad_source_is_named_before_sampling(answer, message):
+    with pytest.raises(RuntimeError, match=message) as caught:
+        fit(X, HostArray(Source(Y, answer), name="y"))
+    assert type(caught.value) is RuntimeError
+
+
+@pytest.mark.parametrize("reads", [1, 5, 20])
+def test_a_bad_source_is_named_whenever_it_fails(reads):
+    def fails_in_time(array, rows):
+        if len(source.asked) > reads:
+            raise OSError("disk on fire")
+        return array[rows]
+
+    source = Source(Y, fails_in_time)
+    with pytest.raises(RuntimeError, match=r"HostArray\('y', .*: OSError: disk on fire") as caught:
+        fit(X, HostArray(source, name="y"))
+    assert type(caught.value) is RuntimeError
+
+
+def test_numbers_of_other_machines():
+    foreign = HostArray(X.astype(X.dtype.newbyteorder(">")))
+    np.testing.assert_array_equal(foreign[np.array([3, 1])], X[[3, 1]])
+    assert foreign.dtype == np.float32
+
+
+def test_a_source_that_fails_later_is_named_too():
+    source = Source(Y)
+    kernel = SGHMCSplit(by_index, step_size=0.3, num_steps=3)
+    host = HostArray(source, name="y")
+    mcmc = quietly(kernel, num_warmup=4, num_samples=4)
+    mcmc.run(jax.random.key(0), X, host, batch_size=BATCH)
+    source.answer = fails
+    mcmc.post_warmup_state = mcmc.last_state
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        mcmc.run(jax.random.key(1), X, host, batch_size=BATCH)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ([1.0, 2.0], "a shape and a dtype, but got list"),
+        (np.float32(3), r"array with rows, but got shape \(\)"),
+        (np.zeros((0, 3)), r"array with rows, but got shape \(0, 3\)"),
+        (np.array(["a"]), "integers, floats or booleans"),
+        (SimpleNamespace(shape=(2**31, 3), dtype=np.float32), "indices of rows are 32-bit"),
+        (SimpleNamespace(shape=(3,), dtype=np.float32, iloc=None), "pass its to_numpy"),
+    ],
+)
+def test_what_is_no_source(source, message):
+    with pytest.raises(ValueError, match=message):
+        HostArray(source)
+
+
+def test_what_the_device_cannot_hold():
+    with pytest.raises(RuntimeError, match="missing or infinite values"):
+        HostArray(np.array([1.0, 1e39]))[np.arange(2)]
+    with pytest.raises(RuntimeError, match="some values are masked"):
+        HostArray(np.ma.masked_equal(np.arange(5.0), 3.0))[np.arange(5)]
+
+
+def test_lengths_that_disagree_are_refused():
+    with pytest.raises(ValueError, match=r"'rows' has size 3000, but HostArray\('short'.*2990"):
+        fit(X, HostArray(Y[:-10], name="short"))
+    with pytest.raises(ValueError, match=r"'rows' has size 3000, but HostArray\('short'.*2990"):
+        fit(X, HostArray(Y[:-10], name="short"), by_subsample)
+
+
+def test_the_whole_array_cannot_be_used():
+    def model(X, y, batch_size=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
+        mean = jnp.asarray(X) @ beta
+        with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mean[i], 1.0), obs=y[i])
+
+    with pytest.raises((TypeError, ValueError), match="never in memory as a whole"):
+        fit(HostArray(X, name="X"), Y, model)
+    with pytest.raises(TypeError, match="indexed by rows"):
+        HostArray(X)[X[:, 0] > 0]
+    with pytest.raises(RuntimeError, match="has no rows 3000, 4000"):
+        HostArray(X)[np.array([3000, 1, 4000])]

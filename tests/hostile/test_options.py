@@ -1,0 +1,350 @@
+"""Options, starts, keys and functions that are wrong are refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpyro.infer import init_to_uniform, init_to_value
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.coordinates import Coordinates
+from numpyro_sgmcmc.posterior.model import model_target
+from tests.contract.kernels import (
+    KERNELS,
+)
+from tests.hostile.calls import (
+    anything,
+    by_index,
+    few,
+    is_positive_integer,
+    is_positive_number,
+    is_zero_or_positive,
+    passes,
+    refusal,
+    start,
+    table,
+)
+
+
+def is_flag(x: Any) -> bool:
+    return isinstance(x, (bool, np.bool_))
+
+
+def is_one_of(*names: str) -> Callable[[Any], bool]:
+    return lambda x: isinstance(x, str) and x in names
+
+
+def or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda x: x is None or test(x)
+
+
+SHARED: dict[str, Callable[[Any], bool]] = {
+    "step_size": or_none(lambda x: callable(x) or is_positive_number(x)),
+    "num_steps": or_none(is_positive_integer),
+    "adapt_step_size": is_flag,
+    "adapt_mass_matrix": is_flag,
+    "noise_compensation": is_flag,
+    "gradient": is_one_of("auto", "plain", "control_variate", "second_order_control_variate"),
+    "minibatch": is_one_of("auto", "blocks", "epoch", "iid"),
+    "target_bias": is_positive_number,
+    "init_strategy": callable,
+    "friction": is_positive_number,
+    "per_coordinate": is_flag,
+    "num_leapfrog": lambda x: is_positive_integer(x) and x == 1,  # for another scheme
+    "momentum_period": or_none(is_positive_integer),
+    "thermostat_period": or_none(is_positive_integer),
+    "a": lambda x: is_positive_number(x) and 0.5 <= float(x) <= 2,
+    "m": is_positive_number,
+    "c": is_positive_number,
+    "sigma_p": is_positive_number,
+    "sigma_theta": is_zero_or_positive,
+    "sigma_xi": is_zero_or_positive,
+    "gamma": is_positive_number,
+    "inverse_metric": lambda x: callable(x) or (isinstance(x, str) and x == "potential"),
+}
+
+
+def options_of(kernel: Any) -> list[str]:
+    own = set(inspect.signature(kernel).parameters)
+    shared = set(inspect.signature(SGHMCSplit).parameters) - {"friction"}
+    if kernel not in vars(numpyro_sgmcmc).values():  # a subclass of the tests'
+        own.discard("friction")
+    return sorted((own | shared) & {*SHARED, "scheme"})
+
+
+@few(200)
+@given(data=st.data(), kernel=st.sampled_from(KERNELS))
+def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
+    option = data.draw(st.sampled_from(options_of(kernel)))
+    value = data.draw(anything())
+    is_valid = SHARED.get(option, is_one_of(*kernel.largest_step_sizes))(value)
+    if is_valid:
+        kernel(by_index, **{option: value})
+    else:
+        refusal(lambda: kernel(by_index, **{option: value}), f"`{option}`")
+
+
+@few(100)
+@given(
+    data=st.data(),
+    kernel=st.sampled_from(KERNELS),
+    name=st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12),
+)
+def test_misspelt_options_are_named(data, kernel, name):
+    known = set(inspect.signature(kernel).parameters) | set(SHARED)
+    if data.draw(st.booleans()):  # a known one with a letter missing
+        right = data.draw(st.sampled_from(sorted(known)))
+        k = data.draw(st.integers(0, len(right) - 1))
+        name = right[:k] + right[k + 1 :]
+    if name and name not in known | {"scheme", "dense_mass", "inverse_mass_matrix", "options"}:
+        refusal(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("wrong", [3, "model", SGHMCSplit(by_index), [by_index], np.ones(3)])
+def test_what_is_no_model_and_no_potential(kernel, wrong):
+    refusal(lambda: kernel(wrong), "`model`")
+    refusal(lambda: kernel(potential_fn=wrong), "`potential_fn`")
+    refusal(lambda: kernel(by_index, by_index), "`model`", "`potential_fn`")
+
+
+BAD_SCHEDULES: dict[str, Callable] = {
+    "array": lambda i: jnp.full(1, 0.1),
+    "arrays": lambda i: jnp.full(2, 0.1),
+    "complex": lambda i: 0.1 + 0j,
+    "text": lambda i: "0.1",
+    "none": lambda i: None,
+    "no argument": lambda: 0.1,
+    "two arguments": lambda i, j: 0.1,
+    "list": [0.1, 0.2].__getitem__,
+    "if": lambda i: 0.1 if i < 3 else 0.2,
+    "nan": lambda i: jnp.nan,
+    "infinite": lambda i: jnp.inf,
+    "negative": lambda i: -0.1,
+    "zero": lambda i: 0.0,
+    "raises": lambda i: 1 / 0,
+    "float": float,
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("name", BAD_SCHEDULES)
+def test_bad_schedules_are_named(name):
+    options = {"step_size": BAD_SCHEDULES[name]}
+    refusal(lambda: start(by_index, *table(6), batch_size=2, options=options), "`step_size")
+
+
+def is_matrix(x: Any, dim: int) -> bool:
+    """Whether an array is an inverse mass matrix or its diagonal."""
+    if not (isinstance(x, np.ndarray) and x.dtype.kind in "iuf" and np.isfinite(x).all()):
+        return False
+    if x.shape == (dim,):
+        return bool((x > 0).all())
+    return (
+        x.shape == (dim, dim) and np.array_equal(x, x.T) and bool(np.linalg.eigvalsh(x).min() > 0)
+    )
+
+
+@st.composite
+def matrices(draw: Any) -> Any:
+    """Mostly matrices of the right shape, right or wrong in what they hold."""
+    shape = draw(st.sampled_from([(2,), (2, 2), (3,), (3, 3), (2, 3), (), (1, 2, 2)]))
+    entry = st.one_of(st.integers(-2, 4), st.sampled_from([np.nan, np.inf, 0.5]))
+    x = np.array([draw(entry) for _ in range(int(np.prod(shape)))], float).reshape(shape)
+    if len(shape) == 2 and shape[0] == shape[1] and draw(st.booleans()):
+        x = x + x.T + draw(st.sampled_from([0, 9])) * np.eye(shape[0])
+    return x.astype(draw(st.sampled_from(["f8", "f4", "c8", "O", "U3"]))) if shape else x
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@few(20)
+@given(matrix=matrices(), is_block=st.booleans())
+def test_inverse_mass_matrices(matrix, is_block):
+    value = {("beta",): matrix} if is_block else matrix
+    options = {"inverse_mass_matrix": value}
+    call = lambda: start(by_index, *table(6), batch_size=2, options=options)  # noqa: E731
+    if is_matrix(matrix, 2):
+        passes(call)
+    else:
+        refusal(call, "`inverse_mass_matrix`")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("inverse_mass_matrix", x) for x in ("a", 1.0, [[1], [1, 2]], {3: np.ones(2)})),
+        ("inverse_mass_matrix", {("beta", "z"): np.ones(3)}),
+        ("inverse_mass_matrix", {("beta",): np.ones(2), "beta": np.ones(2)}),
+        ("inverse_mass_matrix", {(): np.ones(0)}),
+        *(("dense_mass", x) for x in ("beta", 1, 0, "", ("beta",), {"beta"}, np.ones(2))),
+        *(("dense_mass", x) for x in ([1], [()], [[]], [None], [("z",)], [("beta", 3)])),
+        ("init_strategy", lambda: 3),
+        ("init_strategy", lambda site: 3),
+        ("init_strategy", init_to_value(values={"beta": np.ones(3)})),
+        ("init_strategy", init_to_value(values={"beta": 1.0})),
+        ("init_strategy", init_to_value(values={"beta": "a"})),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_named(option, value):
+    options = {option: value}
+    refusal(lambda: start(by_index, *table(6), batch_size=2, options=options), f"`{option}`")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@few(20)
+@given(
+    shape=st.sampled_from([(2,), (2,), (2,), (), (1,), (3,), (2, 1), (1, 2)]),
+    dtype=st.sampled_from(["f4", "f8", "f2", "i4", "?", "c8"]),
+    entry=st.sampled_from([0.0, 1.0, np.nan, np.inf]),
+    site=st.sampled_from(["beta", "beta", "alpha", ""]),
+    others=st.sampled_from([{}, {}, {"y": np.zeros(6)}, {"z": np.zeros(2)}]),
+    num_chains=st.sampled_from([None, None, 2, 3]),
+)
+@example((2,), "c8", 1.0, "beta", {}, None)
+def test_init_params(shape, dtype, entry, site, others, num_chains):
+    """Unconstrained values of each latent site, one a chain, or an error that names them."""
+    key = jax.random.key(0)
+    if num_chains is not None:
+        key, shape = jax.random.split(key, num_chains), (num_chains, *shape)
+    if not np.isfinite(entry) and dtype in ("i4", "?"):
+        dtype = "f4"
+    init_params = {site: np.full(shape, entry).astype(dtype), **others}
+    call = lambda: start(  # noqa: E731
+        by_index, *table(6), batch_size=2, init_params=init_params, rng_key=key
+    )
+    expected = (2,) if num_chains is None else (num_chains, 2)
+    is_right = site == "beta" and not others and shape == expected and np.isfinite(entry)
+    if is_right and dtype != "c8":
+        passes(call)
+    else:
+        refusal(call, "`init_params`")
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(2), (0.0, 0.0), 3.0, "beta"])
+def test_init_params_that_are_no_dict(no_warm_up, wrong):
+    refusal(lambda: start(by_index, *table(6), batch_size=2, init_params=wrong), "`init_params`")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize(
+    "rng_key",
+    [
+        0,
+        "key",
+        [0, 1],
+        None.__class__,
+        np.float32(1),
+        np.zeros(2, np.int32),
+        np.zeros(3, np.uint32),
+        np.zeros((2, 2, 2), np.uint32),
+        np.zeros((), np.uint32),
+        jax.random.split(jax.random.key(0), (2, 2)),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_is_no_random_key(rng_key):
+    refusal(lambda: start(by_index, *table(6), batch_size=2, rng_key=rng_key), "`rng_key`")
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize(
+    "rng_key",
+    [
+        jax.random.key(0, impl="rbg"),
+        jax.random.PRNGKey(0),
+        np.zeros(2, np.uint32),
+        jax.random.split(jax.random.key(0), 3),
+        jax.random.split(jax.random.PRNGKey(0), 3),
+    ],
+)
+def test_every_kind_of_random_key(rng_key):
+    passes(lambda: start(by_index, *table(6), batch_size=2, rng_key=rng_key))
+
+
+BAD_POTENTIALS: dict[str, tuple[Callable, Any, str]] = {
+    "vector": (lambda z: z**2, np.zeros(2), "`potential_fn`"),
+    "one entry": (lambda z: jnp.sum(z**2, keepdims=True), np.zeros(2), "`potential_fn`"),
+    "complex": (lambda z: z.sum() + 0j, np.zeros(2), "`potential_fn`"),
+    "integer": (lambda z: 3, np.zeros(2), "`potential_fn`"),
+    "none": (lambda z: None, np.zeros(2), "`potential_fn`"),
+    "text": (lambda z: "a", np.zeros(2), "`potential_fn`"),
+    "dict": (lambda z: {"u": z.sum()}, np.zeros(2), "`potential_fn`"),
+    "no argument": (lambda: 3.0, np.zeros(2), "`potential_fn`"),
+    "if": (lambda z: z.sum() if z[0] > 0 else -z.sum(), np.zeros(2), "`potential_fn`"),
+    "other sites": (lambda z: z["a"], {"b": 0.0}, "`potential_fn`"),
+    "nan": (lambda z: jnp.nan * z.sum(), np.zeros(2), "`init_params`"),
+    "no start": (lambda z: z.sum(), None, "`init_params`"),
+    "no values": (lambda z: 0.0, {}, "`init_params`"),
+    "empty": (lambda z: z.sum(), np.zeros(0), "`init_params`"),
+    "complex start": (lambda z: jnp.abs(z).sum(), np.zeros(2) + 1j, "`init_params`"),
+}
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("name", BAD_POTENTIALS)
+def test_bad_potential_functions_are_named(name):
+    potential, init_params, word = BAD_POTENTIALS[name]
+    kernel = SGHMCSplit(potential_fn=potential)
+    refusal(lambda: kernel.init(jax.random.key(0), 10, init_params, (), {}), word)
+
+
+def recipe(**functions: Any) -> Any:
+    functions = {
+        "diffusion": lambda z: jnp.ones(z.size),
+        "curl": lambda z: jnp.zeros((z.size, z.size)),
+        "hamiltonian": lambda z: 0.0,
+        **functions,
+    }
+    return numpyro_sgmcmc.RecipeKernel(by_index, **functions)
+
+
+def check_dynamics(kernel: Any) -> None:
+    """The checks that follow the warm-up, without it."""
+    arguments = Arguments(table(6), {"batch_size": 2})
+    target = model_target(by_index, arguments, init_to_uniform)
+    coordinates = Coordinates(jnp.zeros(2), jnp.ones(2))
+    anchored = SimpleNamespace(coordinates=coordinates)
+    kernel._adapted = SimpleNamespace(adaptation=SimpleNamespace(anchored=anchored))
+    kernel._check_dynamics(kernel._located_dynamics(target, coordinates), target.dim)
+
+
+BAD_FUNCTIONS: dict[str, Callable] = {
+    "no argument": lambda: 1.0,
+    "shapes": lambda z: jnp.ones(7) + jnp.ones(5),
+    "none": lambda z: None,
+    "text": lambda z: "a",
+    "nan": lambda z: jnp.full(2, jnp.nan),
+    "shape": lambda z: jnp.ones((2, 3)),
+    "raises": lambda z: 1 / 0,
+    "if": lambda z: 1.0 if jax.tree.leaves(z)[0].sum() > 1e9 else None,
+}
+
+
+@pytest.mark.parametrize("name", BAD_FUNCTIONS)
+@pytest.mark.parametrize("option", ["diffusion", "curl", "hamiltonian"])
+def test_bad_functions_of_a_recipe_are_named(option, name):
+    refusal(lambda: check_dynamics(recipe(**{option: BAD_FUNCTIONS[name]})), f"`{option}`")
+
+
+@pytest.mark.parametrize("name", BAD_FUNCTIONS)
+@pytest.mark.parametrize("kernel", ["SGRHMC", "SGRLD"])
+def test_bad_metrics_are_named(kernel, name):
+    made = getattr(numpyro_sgmcmc, kernel)(by_index, inverse_metric=BAD_FUNCTIONS[name])
+    refusal(lambda: check_dynamics(made), "`inverse_metric`")
+
+
+@pytest.mark.parametrize("wrong", [*BAD_FUNCTIONS.values(), lambda key, dim: jnp.ones((2, 2))])
+def test_bad_auxiliary_variables_are_named(wrong):
+    refusal(lambda: check_dynamics(recipe(auxiliary=wrong)), "`auxiliary`")

@@ -1,0 +1,295 @@
+"""The minibatch gradient is unbiased: its mean over all minibatches is the gradient on all rows.
+
+Not sampled: every minibatch that a stream can give is visited once, and the mean must be right to
+rounding. NumPyro's own potential of the model without subsampling is the truth.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import gcd
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from numpyro.infer.util import potential_energy
+
+from numpyro_sgmcmc.data.minibatch import Blocks, Epoch
+from numpyro_sgmcmc.posterior.gradients import (
+    ESTIMATORS,
+    Anchored,
+    gradient_variance,
+    whitened_gradient,
+)
+from numpyro_sgmcmc.posterior.target import Target
+from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+NAMES = tuple(ESTIMATORS)
+
+
+# --- All minibatches ----------------------------------------------------------------------------
+
+
+@cache
+def all_iid(size, batch_size):
+    """All ``size ** batch_size`` draws with replacement, each as likely."""
+    return np.array(list(product(range(size), repeat=batch_size)))
+
+
+@cache
+def whole_epochs(size, batch_size):
+    """As many steps of the stream as end where an epoch does."""
+    stream = Epoch(size, batch_size)
+    steps = size // gcd(size, batch_size)
+    return np.asarray(stream.draw(stream.init(random.key(4)), random.key(0), steps)[1])
+
+
+@cache
+def one_epoch_of_blocks(size, batch_size):
+    """The stream's steps of one epoch, or, where rows are left over, all that it may take."""
+    if size % batch_size == 0:
+        stream = Blocks(size, batch_size)
+        steps = size // batch_size
+        return np.asarray(stream.draw(stream.init(random.key(4)), random.key(0), steps)[1])
+    offsets = np.arange(size)[:, None, None]
+    starts = np.arange(size // batch_size)[:, None] * batch_size
+    return ((offsets + starts + np.arange(batch_size)) % size).reshape(-1, batch_size)
+
+
+WAYS = {"iid": all_iid, "epoch": whole_epochs, "blocks": one_epoch_of_blocks}
+
+
+def all_minibatches(way, sizes, batch):
+    """Every combination of the plates' minibatches; the plates' streams are independent."""
+    plates = {name: WAYS[way](sizes[name], size) for name, size in batch.items()}
+    for rows in product(*plates.values()):
+        yield dict(zip(plates, rows, strict=True))
+
+
+# --- The package's gradient and NumPyro's -------------------------------------------------------
+
+_CHUNK = 256
+
+
+class Bench(NamedTuple):
+    """
+    - **sizes** - sizes of the model's plates.
+    - **batch** - minibatch sizes of the subsampled ones.
+    - **target** - the package's target.
+    - **anchored** - coordinates that are nothing in particular, NumPyro's derivatives there.
+    - **q** - a whitened position.
+    - **gradient** - NumPyro's on all rows, of positions.
+    - **minibatches** - ``(q, rows, anchored)`` to the gradients of each minibatch by each
+      estimator, for ``rows`` of shape ``(m, batch_size)`` a plate.
+    """
+
+    sizes: dict[str, int]
+    batch: dict[str, int]
+    target: Target
+    anchored: Anchored
+    q: Any
+    gradient: Callable
+    minibatches: Callable
+
+    def full(self, q):
+        """NumPyro's whitened gradient on all rows."""
+        coordinates = self.anchored.coordinates
+        return np.asarray(coordinates.pull(self.gradient(coordinates.position(q))))
+
+    def mean(self, way, anchored=None):
+        """Mean over all minibatches, shape ``(estimators, d)``."""
+        chunks = list(all_minibatches(way, self.sizes, self.batch))
+        rows = {name: np.array([c[name] for c in chunks]) for name in self.batch}
+        return self.each(self.q, rows, anchored).mean(0)
+
+    def each(self, q, rows, anchored=None):
+        """Gradients of all minibatches, shape ``(m, estimators, d)``."""
+        num = len(next(iter(rows.values())))
+        found = []
+        for start in range(0, num, _CHUNK):
+            places = np.minimum(start + np.arange(_CHUNK), num - 1)
+            chunk = {name: x[places] for name, x in rows.items()}
+            found.append(np.asarray(self.minibatches(q, chunk, anchored or self.anchored)))
+        return np.concatenate(found)[:num]
+
+
+def minibatches_of(target, arguments):
+    def one(q, rows, anchored):
+        return jnp.stack(
+            [whitened_gradient(e, target, arguments, anchored, rows)(q) for e in NAMES]
+        )
+
+    return jax.jit(jax.vmap(one, (None, 0, None)))
+
+
+@cache
+def _bench(name, batch, is_dense):
+    case = CASES[name]
+    target, arguments = case.target(**dict(batch)), case.arguments(**dict(batch))
+    coordinates = coordinates_of(target, is_dense)
+
+    @jax.jit
+    def derivatives(position):
+        gradient = jax.grad(case.potential(target))
+        return gradient(position), jax.jacfwd(gradient)(position)
+
+    anchored = Anchored(coordinates, *derivatives(coordinates.anchor))
+    return Bench(
+        case.sizes,
+        {p.name: p.subsample_size for p in target.plates},
+        target,
+        anchored,
+        jnp.asarray(position_of(target, seed=1)),
+        lambda position: derivatives(position)[0],
+        minibatches_of(target, arguments),
+    )
+
+
+def bench(name, is_dense=True, **batch):
+    return _bench(name, tuple(batch.items()), is_dense)
+
+
+ARRANGEMENTS = [
+    ("one", {"rows": 3}),
+    ("one", {"rows": 4}),
+    ("subsample", {"rows": 4}),
+    ("separate", {"rows": 3, "columns": 1}),
+    ("separate", {"rows": 4, "columns": 2}),
+    ("nested", {"rows": 2, "columns": 1}),
+    ("nested", {"rows": 3, "columns": 2}),
+    ("nested", {"rows": 3}),
+    ("nested", {"columns": 2}),
+    ("three", {"rows": 1, "columns": 2}),
+    ("supports", {"rows": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
+def test_minibatch_gradient_is_unbiased(name, batch):
+    b = bench(name, **batch)
+    expected = b.full(b.q)
+    for way in WAYS:
+        for estimate in b.mean(way):
+            assert_close(estimate, expected)
+
+
+def test_a_single_minibatch_is_off():
+    b = bench("nested", rows=2, columns=1)
+    rows = {"rows": np.array([[0, 1]]), "columns": np.array([[0]])}
+    errors = np.abs(b.each(b.q, rows)[0] - b.full(b.q)).max(1)
+    assert (errors > 1e-3).all()
+
+
+def test_diagonal_whitening():
+    b = bench("one", rows=4, is_dense=False)
+    for estimate in b.mean("epoch"):
+        assert_close(estimate, b.full(b.q))
+
+
+def test_noise_falls_with_the_distance_from_the_anchor():
+    # Of one minibatch, as |q|^0, |q|^1 and |q|^2; none is left at the anchor but the plain one's.
+    b, rows = bench("one", rows=3), {"rows": np.array([[1, 5, 5]])}
+
+    def errors(scale):
+        q = scale * b.q
+        return np.linalg.norm(b.each(q, rows)[0] - b.full(q), axis=1)
+
+    slopes = np.log10(errors(1e-2) / errors(1e-3))
+    np.testing.assert_allclose(slopes, [0, 1, 2], atol=0.1)
+    assert errors(0.0)[0] > 0.1
+    assert errors(0.0)[1:].max() < 1e-12
+
+
+# --- Planted mistakes are seen ------------------------------------------------------------------
+
+
+def is_unbiased(b, way="blocks", minibatches=None, anchored=None):
+    if minibatches is not None:
+        b = b._replace(minibatches=minibatches)
+    error = np.abs(b.mean(way, anchored) - b.full(b.q)).max(1)
+    return dict(zip(NAMES, error < 1e-12 * np.abs(b.full(b.q)).max(), strict=True))
+
+
+def all_but(*wrong):
+    return {name: name not in wrong for name in NAMES}
+
+
+def test_scale_left_out_is_seen():
+    case, b = CASES["one"], bench("one", rows=3)
+
+    def potential(z, indices, arguments, rng_key):
+        X, y = (jnp.asarray(x)[indices["rows"]] for x in case.data)
+        return potential_energy(case.model, (X, y), {}, z)
+
+    wrong = replace(b.target, potential_of_sites=potential)
+    assert is_unbiased(b) == all_but()
+    assert is_unbiased(b, minibatches=minibatches_of(wrong, case.arguments(rows=3))) == all_but(
+        *NAMES
+    )
+
+
+def test_prior_counted_twice_is_seen():
+    b, right = bench("one", rows=3), bench("one", rows=3).target.potential_of_sites
+
+    def potential(z, *rest):
+        return right(z, *rest) + jnp.square(z["beta"]).sum() / 2
+
+    wrong = replace(b.target, potential_of_sites=potential)
+    found = is_unbiased(b, minibatches=minibatches_of(wrong, CASES["one"].arguments(rows=3)))
+    assert not found["plain"]
+
+
+def test_gradient_of_another_anchor_is_seen():
+    b = bench("one", rows=3)
+    wrong = b.anchored._replace(anchor_gradient=b.gradient(b.anchored.coordinates.anchor + 1e-6))
+    assert is_unbiased(b, anchored=wrong) == all_but(*NAMES[1:])
+
+
+def test_minibatch_gradient_in_place_of_the_full_one_is_seen():
+    b = bench("one", rows=3)
+    rows = {"rows": np.array([[0, 2, 3]])}
+    pulled = b.each(jnp.zeros_like(b.q), rows)[0, NAMES.index("plain")]
+    gradient = jnp.linalg.solve(b.anchored.coordinates.factor.T, pulled)
+    wrong = b.anchored._replace(anchor_gradient=gradient)
+    assert is_unbiased(b, anchored=wrong) == all_but(*NAMES[1:])
+
+
+def test_wrong_hessian_is_seen():
+    b = bench("one", rows=3)
+    for hessian in (None, b.anchored.anchor_hessian * (1 + 1e-6)):
+        wrong = b.anchored._replace(anchor_hessian=hessian)
+        assert is_unbiased(b, anchored=wrong) == all_but("second_order_control_variate")
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_a_minibatch_left_out_is_seen(way, monkeypatch):
+    b, complete = bench("one", rows=4), WAYS[way]
+    assert is_unbiased(b, way) == all_but()
+    monkeypatch.setitem(WAYS, way, lambda size, batch_size: complete(size, batch_size)[1:])
+    assert is_unbiased(b, way) == all_but(*NAMES)
+
+
+# --- The noise ----------------------------------------------------------------------------------
+
+
+def test_noise_variance():
+    b = bench("one", rows=3)
+    arguments, rows = CASES["one"].arguments(rows=3), all_iid(6, 3)
+
+    @jax.jit
+    def variances(rows):
+        return jnp.stack(
+            [gradient_variance(e, b.target, arguments, b.anchored, b.q[None], rows) for e in NAMES]
+        )
+
+    draws = b.each(b.q, {"rows": rows})
+    assert_close(variances({"rows": rows[None]})[:, 0], draws.var(0, ddof=1))
+    # For rows drawn with replacement it is the variance between rows over their number.
+    single = b.each(b.q, {"rows": np.arange(6)[:, None]})
+    assert_close(draws.var(0), single.var(0) / 3)

@@ -1,0 +1,398 @@
+"""The kernels beyond the first three: right with default arguments, and the recipe's identities."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import random
+from numpyro.infer.mcmc import MCMCKernel
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHMCSplit, SGLaplaceHMC
+from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Recipe, Riemannian, Underdamped
+from numpyro_sgmcmc.dynamics.kinetics import Kinetics
+from numpyro_sgmcmc.warmup.noise import NO_NOISE
+from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from tests.contract.kernels import (
+    KERNELS,
+    assert_posterior,
+    quietly,
+    survey,
+    survey_data,
+    survey_posterior,
+)
+
+BATCH = 40
+FRICTION = 1.3
+
+
+def diffusion(z):
+    return jnp.repeat(jnp.array([0.0, 1.5]), z.size // 2)
+
+
+def curl(z):
+    return jnp.kron(jnp.array([[0.0, -1.0], [1.0, 0.0]]), jnp.eye(z.size // 2))
+
+
+def kinetic(z):
+    return jnp.square(z[z.size // 2 :]).sum() / 2
+
+
+def momentum(key, dim):
+    return random.normal(key, (dim,))
+
+
+RECIPE = {
+    "diffusion": diffusion,
+    "curl": curl,
+    "hamiltonian": kinetic,
+    "auxiliary": momentum,
+}
+
+VARIANTS = {
+    "SHMC, Lie-Trotter": (SHMC, {"scheme": "lie_trotter", "num_leapfrog": 5}),
+    "SHMC, BAOAB": (SHMC, {"scheme": "baoab"}),
+    "SHMC, OBABO": (SHMC, {"scheme": "obabo"}),
+    "SHMC, MT3": (SHMC, {"scheme": "mt3"}),
+    "SGNHT, shared": (SGNHT, {"per_coordinate": False}),
+    "SGNHT, plain": (SGNHT, {"gradient": "plain"}),
+    "SGMGT, a = 2": (SGMGT, {"a": 2.0, "c": 2.0, "step_size": 0.1}),
+    "SGMGT, D": (SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1, "step_size": 0.05}),
+    "SGRHMC, diagonal": (
+        SGRHMC,
+        {"inverse_metric": lambda z: {k: 1 + 0.2 * jnp.sin(v) for k, v in z.items()}},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_posterior_is_right(name):
+    """Beside the default arguments, which the battery of the contract tests."""
+    kernel_class, settings = VARIANTS[name]
+    data = survey_data()
+    mcmc = quietly(
+        kernel_class(survey, **settings),
+        num_warmup=200,
+        num_samples=1000,
+        num_chains=4,
+        chain_method="vectorized",
+    )
+    mcmc.run(random.key(0), *data, batch_size=BATCH)
+    draws = mcmc.get_samples(group_by_chain=True)
+    for site, exact in survey_posterior(data).items():
+        assert_posterior(draws[site], *exact)
+    assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+NONLINEAR = [
+    (kernel, {"scheme": scheme, **settings})
+    for kernel, settings in (
+        (SGNHT, {}),
+        (SGNHT, {"per_coordinate": False}),
+        (SGMGT, {}),
+        (SGMGT, {"a": 0.5, "m": 2.0}),
+        (SGLaplaceHMC, {}),
+        (SGRLD, {}),
+        (SGRHMC, {}),
+    )
+    for scheme in kernel.largest_step_sizes
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curvature", [0.25, 1.0, 3.5, 30.0])
+@pytest.mark.parametrize(
+    ("kernel_class", "settings"), NONLINEAR, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
+    kernel_class, settings, curvature
+):
+    """4,000 chains in two dimensions: an sd is known to about 0.3 %. See also test_orders."""
+    kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
+    dynamics, scheme = kernel._dynamics, settings["scheme"]
+    largest = kernel_class.largest_step_sizes[scheme]
+    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
+    step, num_chains = dynamics.step(scheme), 4000
+    num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        start_key, key = random.split(key)
+        state = dynamics.init(random.normal(start_key, (2,)) / math.sqrt(curvature), key)
+
+        def one(state, key):
+            noise = random.normal(key, (step.draws, 2))
+            state = step(state, step_size, lambda q: curvature * q, noise)
+            return state, jnp.square(state.position)
+
+        return jax.lax.scan(one, state, random.split(key, num_steps))[1][num_steps // 2 :].mean()
+
+    variance = run(random.split(random.key(0), num_chains)).mean()
+    assert math.sqrt(curvature * float(variance)) == pytest.approx(1, abs=0.05)
+
+
+def test_all_kernels_join_the_battery():
+    kernels = {
+        x
+        for x in vars(numpyro_sgmcmc).values()
+        if isinstance(x, type) and issubclass(x, MCMCKernel)
+    }
+    assert kernels == {k for kernel in KERNELS for k in kernel.__mro__ if k in kernels}
+
+
+# --- The complete recipe ------------------------------------------------------------------------
+
+
+def blocks(*rows):
+    return jnp.block([[jnp.asarray(x) for x in row] for row in rows])
+
+
+def metric(q):
+    return 0.8 + 0.3 * jnp.tanh(q.sum())
+
+
+DIM = 2
+ZERO, EYE = np.zeros((DIM, DIM)), np.eye(DIM)
+
+
+def thermostat_curl(z):
+    """Momentum and one thermostat: the last row and column hold p / n."""
+    p = z[DIM : 2 * DIM] / DIM
+    q = jnp.zeros((2 * DIM + 1, 2 * DIM + 1))
+    q = q.at[: 2 * DIM, : 2 * DIM].set(blocks([ZERO, -EYE], [EYE, ZERO]))
+    return q.at[DIM : 2 * DIM, -1].set(p).at[-1, DIM : 2 * DIM].set(-p)
+
+
+def thermostat_energy(z):
+    kinetic = jnp.square(z[DIM : 2 * DIM]).sum() / 2
+    return kinetic + DIM * jnp.square(z[-1] - FRICTION) / 2
+
+
+AS_RECIPES = {
+    "SGLD": (
+        Overdamped().step("euler"),
+        Recipe(jnp.ones_like, lambda z: jnp.zeros((DIM, DIM)), lambda z: 0.0 * z.sum(), None),
+        0,
+    ),
+    "SGHMC": (
+        Underdamped(FRICTION).step("explicit_euler"),
+        Recipe(
+            lambda z: jnp.repeat(jnp.array([0.0, FRICTION]), DIM),
+            lambda z: blocks([ZERO, -EYE], [EYE, ZERO]),
+            lambda z: jnp.square(z[DIM:]).sum() / 2,
+            None,
+        ),
+        DIM,
+    ),
+    "SGNHT": (
+        NoseHoover(FRICTION, per_coordinate=False).step("explicit_euler"),
+        Recipe(
+            lambda z: jnp.array([0.0] * DIM + [FRICTION] * DIM + [0.0]),
+            thermostat_curl,
+            thermostat_energy,
+            None,
+        ),
+        DIM + 1,
+    ),
+    "SGRHMC": (
+        Riemannian(metric, FRICTION).step("explicit_euler"),
+        Recipe(
+            lambda z: jnp.concatenate([jnp.zeros(DIM), FRICTION * metric(z[:DIM]) * jnp.ones(DIM)]),
+            lambda z: jnp.sqrt(metric(z[:DIM])) * blocks([ZERO, -EYE], [EYE, ZERO]),
+            lambda z: jnp.square(z[DIM:]).sum() / 2,
+            None,
+        ),
+        DIM,
+    ),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", AS_RECIPES)
+def test_dedicated_step_is_that_of_the_recipe(name):
+    step, recipe, num_auxiliary = AS_RECIPES[name]
+    rng = np.random.default_rng(0)
+
+    def gradient(q):
+        return jnp.sinh(q) + q[::-1]
+
+    for _ in range(5):
+        z = 0.7 * rng.standard_normal(DIM + num_auxiliary)
+        noise = rng.standard_normal((3, DIM))
+        auxiliary = [z[DIM : 2 * DIM], z[2 * DIM :].squeeze()][: -(-num_auxiliary // DIM)]
+        names = {"SGLD": Overdamped, "SGHMC": Underdamped, "SGNHT": NoseHoover}
+        state = names.get(name, Riemannian).State(z[:DIM], *auxiliary)
+        used = noise[:1] if name == "SGLD" else noise[1:2]
+        dedicated = step(state, 0.1, gradient, used)
+        general = recipe._euler(recipe.State(z[:DIM], z[DIM:]), 0.1, gradient, noise)
+        flat = jnp.concatenate([jnp.atleast_1d(x) for x in dedicated if x is not None])
+        np.testing.assert_allclose(flat, jnp.concatenate(general), rtol=1e-10, atol=1e-12)
+
+
+# --- The kinetics -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("a", [0.5, 0.8, 1.0, 1.5, 2.0])
+def test_velocity_and_curvature_are_the_energys_derivatives(a):
+    kinetics = Kinetics(a, 0.8, 2.5)
+    p = jnp.array([-9.0, -0.5, 0.05, 0.3, 2.0])
+    slope = jax.vmap(jax.grad(lambda x: kinetics.energy(x)))(p)
+    bend = jax.vmap(jax.grad(lambda x: kinetics.velocity(x)))(p)
+    np.testing.assert_allclose(slope, kinetics.velocity(p), rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(bend, kinetics.curvature(p), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("a", [0.8, 1.0, 2.0])
+def test_draws_have_the_stationary_law(a):
+    """The table's tail probabilities, against a quadrature of the density."""
+    kinetics = Kinetics(a, 0.8, 2.5)
+    e = jnp.array([0.001, 0.1, 1.0, 3.0, 8.0])
+    x = np.concatenate(
+        [np.linspace(0, 1, 20_001) ** 2, 1 + 2000 * np.linspace(0, 1, 80_001)[1:] ** 2]
+    )
+    density = np.exp(-np.asarray(kinetics.energy(jnp.asarray(x))))
+    mass = np.append(0.0, np.cumsum(np.diff(x) * (density[1:] + density[:-1]) / 2))
+    tail = 1 - np.interp(kinetics.size_at(e), x, mass) / mass[-1]
+    np.testing.assert_allclose(tail, np.exp(-e), rtol=1e-3)
+
+
+@pytest.mark.parametrize("a", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("p", [0.0, 1e-30, -1e-12, 1e-3, 80.0, -1e6])
+def test_kinetics_are_finite_in_single_precision(a, p):
+    kinetics = Kinetics(a, 1.0, 3.0)
+    p = jnp.float32(p)
+    for value in (
+        kinetics.energy(p),
+        kinetics.velocity(p),
+        kinetics.curvature(p),
+        kinetics.friction(p, 0.5),
+    ):
+        assert value.dtype == jnp.float32
+        assert jnp.isfinite(value)
+
+
+# --- Settings other than the defaults -----------------------------------------------------------
+
+
+def potential(q):
+    return jnp.square(q).sum() / 2
+
+
+def heavy_diffusion(z):
+    return jnp.full_like(z, 60.0)
+
+
+def no_curl(z):
+    return jnp.zeros((z.size, z.size))
+
+
+def no_energy(z):
+    return 0.0 * z.sum()
+
+
+SETTINGS = [
+    (SGHMCSplit, {"friction": 10.0}),
+    (SHMC, {"friction": 10.0}),
+    (SHMC, {"scheme": "lie_trotter", "num_leapfrog": 10, "friction": 5.0}),
+    (SGMGT, {"m": 0.05}),
+    (SGMGT, {"sigma_theta": 10.0}),
+    (SGNHT, {"friction": 10.0}),
+    (SGLaplaceHMC, {"m": 0.05}),
+    (SGRHMC, {"inverse_metric": lambda q: 30.0}),
+    (
+        RecipeKernel,
+        {"diffusion": heavy_diffusion, "curl": no_curl, "hamiltonian": no_energy},
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.parametrize(
+    ("kernel_class", "settings"),
+    [
+        c if i in (0, 8) else pytest.param(*c, marks=pytest.mark.slow)
+        for i, c in enumerate(SETTINGS)
+    ],
+)
+def test_step_size_follows_the_settings(kernel_class, settings):
+    """At the default settings' step sizes sds would be from 16 % too narrow to five times too wide.
+
+    Lie-Trotter would not mix at all: ten steps of 0.3 are half a period.
+    """
+    kernel = kernel_class(potential_fn=potential, **settings)
+    mcmc = quietly(
+        kernel, num_warmup=100, num_samples=1500, num_chains=4, chain_method="vectorized"
+    )
+    mcmc.run(random.key(0), init_params=jnp.zeros((4, 2)))
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert_posterior(draws, np.zeros(2), np.ones(2))
+    assert not mcmc.get_extra_fields()["diverging"].any()
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_settings_that_no_step_size_suits_are_refused():
+    settings = {"diffusion": jnp.zeros_like, "curl": no_curl, "hamiltonian": no_energy}
+    kernel = RecipeKernel(potential_fn=potential, **settings)
+    with pytest.raises(ValueError, match="no step size"):
+        kernel.init(random.key(0), 10, jnp.ones(2), (), {})
+
+
+# --- Bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel_class", "settings", "words"),
+    [
+        (SGMGT, {"a": 0.4}, "`a` is 0.4"),
+        (SGMGT, {"a": 2.1}, "`a` is 2.1"),
+        (SGMGT, {"m": 0.0}, "`m` is 0.0"),
+        (SGMGT, {"c": -1.0}, "`c` is -1.0"),
+        (SGMGT, {"gamma": 0.0}, "`gamma` is 0.0"),
+        (SGMGT, {"sigma_p": 0.0}, "`sigma_p` is 0.0"),
+        (SGMGT, {"sigma_theta": -0.1}, "`sigma_theta` is -0.1, but must be zero or"),
+        (SGMGT, {"sigma_xi": "much"}, "`sigma_xi` is 'much'"),
+        (SGNHT, {"per_coordinate": "no"}, "`per_coordinate` is 'no'"),
+        (SGMGT, {"momentum_period": 0}, "`momentum_period` is 0"),
+        (SGNHT, {"scheme": "baoab"}, "`scheme` is 'baoab'"),
+        (SHMC, {"num_leapfrog": 0}, "`num_leapfrog` is 0"),
+        (SHMC, {"num_leapfrog": 5}, "scheme='lie_trotter'"),
+        (SGRHMC, {"inverse_metric": 2.0}, "`inverse_metric` is 2.0"),
+        (RecipeKernel, {**RECIPE, "curl": 1.0}, "`curl` is 1.0"),
+    ],
+)
+def test_option_is_named(kernel_class, settings, words):
+    with pytest.raises(ValueError, match=words):
+        kernel_class(survey, **settings)
+
+
+@pytest.mark.parametrize(
+    ("kernel_class", "settings", "words"),
+    [
+        (SGRHMC, {"inverse_metric": lambda z: jnp.ones(7)}, r"shape \(7,\)"),
+        (SGRHMC, {"inverse_metric": lambda z: {"b": 1.0, "rate": 1.0}}, "the sites are 'beta'"),
+        (SGRLD, {"inverse_metric": lambda z: {"beta": jnp.ones(3), "rate": 1.0}}, "do not fit"),
+        (SGRLD, {"inverse_metric": lambda z: 100.0 * (z["rate"] - 1.09)}, "positive definite"),
+        (SGRLD, {"inverse_metric": lambda z: -1.0}, "positive definite"),
+        (SGRHMC, {"inverse_metric": lambda z: jnp.diag(jnp.array([1.0, 1, -1]))}, "positive def"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: -jnp.ones(z.size)}, "`diffusion` must"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: jnp.ones(2)}, r"shape \(2,\)"),
+        (RecipeKernel, {**RECIPE, "curl": lambda z: jnp.ones((z.size, z.size))}, "`curl` must"),
+        (RecipeKernel, {**RECIPE, "hamiltonian": lambda z: z}, "`hamiltonian` returns shape"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones(d**3)}, "`auxiliary`"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key: jnp.ones(3)}, "`auxiliary` must"),
+        (RecipeKernel, {**RECIPE, "auxiliary": lambda key, d: jnp.ones((d, 1))}, "flat array"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: 1.0 - jnp.square(z)}, "everywhere"),
+        (RecipeKernel, {**RECIPE, "diffusion": lambda z: z / z}, "finite"),
+        (RecipeKernel, {**RECIPE, "curl": jnp.diag}, "`curl` must be skew-symmetric every"),
+    ],
+)
+def test_function_is_checked_before_any_step(kernel_class, settings, words):
+    kernel = kernel_class(survey, num_steps=1, step_size=0.1, gradient="plain", **settings)
+    with pytest.raises(ValueError, match=words):
+        kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
