@@ -29,6 +29,7 @@ from numpyro_sgmcmc import (
     SGHMCSplit,
     SGLaplaceHMC,
 )
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
 WIDTHS = (24, 12, 8, 17)
 
@@ -86,7 +87,7 @@ def loops_of(
     state = kernel.init(random.key(1), 0, None, data, batch)
 
     def loop(estimator: str) -> Callable[[], Any]:
-        chosen = kernel.adaptation._replace(estimator=estimator)
+        chosen = kernel.adaptation._replace(estimator=ESTIMATORS[estimator])
         variant = kernel.ready_variant(adaptation=chosen)  # adapted once for both
 
         def iterate(_: int, state: Any) -> Any:

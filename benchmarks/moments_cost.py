@@ -19,7 +19,9 @@ from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_head
 from jax import lax, random
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.warmup.reading import Reading, own_reading
+from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Plain
+from numpyro_sgmcmc.warmup.moment_source import MomentSource, own_gradients
 
 NUM_STEPS = 10
 WIDTHS = (8, 8, 8, 16, 12, 8, 8)
@@ -44,17 +46,22 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
         compiled = jax.jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state))
         return lambda: compiled(state)
 
-    readings = {
-        "without": Reading(0),
-        "own": own_reading(dim, NUM_STEPS),
-        "apart": Reading(NUM_STEPS, "plain"),
+    sources = {
+        "without": MomentSource(0),
+        "own": own_gradients(dim, NUM_STEPS),
+        "apart": MomentSource(NUM_STEPS, Plain()),
     }
     for minibatch in ("blocks", "iid"):
         for estimator in ("plain", "control_variate"):
-            chosen = {"minibatch": minibatch, "estimator": estimator}
-            guess = interleaved({"": loop(2, reading=Reading(0), **chosen)}, 5)[""].min() / 2
+            chosen = {
+                "minibatch": MINIBATCH_SCHEMES[minibatch],
+                "estimator": ESTIMATORS[estimator],
+            }
+            guess = (
+                interleaved({"": loop(2, moment_source=MomentSource(0), **chosen)}, 5)[""].min() / 2
+            )
             n = max(2, int(seconds / guess))
-            loops = {k: loop(n, reading=r, **chosen) for k, r in readings.items()}
+            loops = {k: loop(n, moment_source=s, **chosen) for k, s in sources.items()}
             times = interleaved(loops, repeats)
             base = times.pop("without")
             micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} us"

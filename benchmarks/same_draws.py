@@ -235,7 +235,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
         kernel = sg.SGHMCSplit(switching)
         gibbs = Gibbs([(DiscreteGibbs(kernel.model), ("k",)), (kernel, None)])
-        return run(gibbs, counts(), batch_size=40)
+        return run(gibbs, counts(), batch_size=40, chain_method="sequential")
 
     found["block of Gibbs"] = in_gibbs
 
@@ -303,6 +303,15 @@ def texts(mcmc: Any, said: list[str]) -> str:
     return "\n".join([report, *said])
 
 
+def outcome(case: Callable[[], Any]) -> dict[str, np.ndarray]:
+    """All that is compared of one run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mcmc = case()
+        said = [str(w.message) for w in caught if w.category is UserWarning]
+    return bits(mcmc) | {"said": np.array(texts(mcmc, said))}
+
+
 def main() -> None:
     """Record or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -317,15 +326,12 @@ def main() -> None:
         if options.only not in name:
             continue
         begin = time.process_time()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            mcmc = case()
-            own = [str(w.message) for w in caught if w.category is UserWarning]
-        found = bits(mcmc) | {"said": np.array(texts(mcmc, own))}
+        found = outcome(case)
         made |= {f"{name}/{k}": v for k, v in found.items()}
         seconds = time.process_time() - begin
         if options.action == "record":
             print(f"{name}: {len(found)} arrays, {seconds:.0f} s", flush=True)
+            np.savez(options.file, **made)  # after each, so that nothing is lost
             continue
         before = {k.split("/")[-1]: v for k, v in stored.items() if k.startswith(f"{name}/")}
         off = sorted(
@@ -338,8 +344,6 @@ def main() -> None:
         print(f"{name}: {verdict} ({len(found)} arrays, {seconds:.0f} s)", flush=True)
         if "said" in off and "said" in before:
             print(f"  before: {before['said']}\n  now: {found['said']}")
-    if options.action == "record":
-        np.savez_compressed(options.file, **made)
     sys.exit(f"{differing} cases differ" if differing else 0)
 
 

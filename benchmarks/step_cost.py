@@ -36,6 +36,8 @@ from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_head
 from jax import Array, lax, random
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
 NUM_STEPS = 10
 WIDTHS = (8, 8, 10, 9, 8, 8, 8, 8, 8, 8)
@@ -82,7 +84,9 @@ def kernel_loops(X: Array, y: Array, num_iterations: int) -> dict[str, Callable[
     state = kernel.init(random.key(1), 0, None, (X, y), {"batch_size": BATCH_SIZE})
 
     def loop(estimator: str, minibatch: str) -> Callable[[], Any]:
-        chosen = kernel.adaptation._replace(estimator=estimator, minibatch=minibatch)
+        chosen = kernel.adaptation._replace(
+            estimator=ESTIMATORS[estimator], minibatch=MINIBATCH_SCHEMES[minibatch]
+        )
         variant = kernel.ready_variant(adaptation=chosen)  # adapted once for all
 
         def iterate(_: int, state: Any) -> Any:

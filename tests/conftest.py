@@ -42,10 +42,10 @@ def x64():
 def no_warm_up(monkeypatch):
     """Stop where the checks have passed."""
 
-    def reached(self, starts):
+    def reached(context, starts):
         raise Reached
 
-    monkeypatch.setattr("numpyro_sgmcmc.warmup.setup.Setup._optimise", reached)
+    monkeypatch.setattr("numpyro_sgmcmc.warmup.global_warmup.optimise", reached)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -25,8 +25,8 @@ def _is_key(x: Any) -> bool:
 def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     """The structure of ``tree`` as JSON; its arrays are appended to ``arrays``.
 
-    :param tree: named tuples, dataclasses without fields, dicts with strings as keys, lists, tuples,
-        arrays, random keys, numbers, strings, bools and None.
+    :param tree: named tuples, dataclasses without fields, dicts with strings as keys, lists,
+        tuples, arrays, random keys, numbers, strings, bools and None.
     :raises TypeError: for anything else.
     """
     if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):

@@ -22,7 +22,7 @@ def reading(step, state, step_size, gradient, noise):
     """State after the step, and the position and gradient that it reads."""
     remembered = FirstGradient(gradient)
     end = step(state, step_size, remembered, noise)
-    return end, (end if step.reads_end else state).position, remembered.value
+    return end, (end if step.reads_end else state).position, remembered.first
 
 
 @pytest.mark.usefixtures("x64")

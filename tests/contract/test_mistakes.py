@@ -221,7 +221,7 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
 @pytest.mark.parametrize("minibatch", ["iid", "blocks"])
 def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     # The moments of noisy gradients are read from minibatches besides: not here.
-    monkeypatch.setattr("numpyro_sgmcmc.warmup.setup.choose_reading", lambda *_: None)
+    monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_source", lambda *_: None)
     kernel = SGHMCSplit(regression, minibatch=minibatch, gradient="plain", num_steps=5)
     arguments = (rows(), {"batch_size": BATCH})
     state = kernel.init(jax.random.key(0), 0, None, *arguments)

@@ -22,21 +22,24 @@ from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
+from numpyro_sgmcmc.warmup.surface import draw_subset
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import (
-    STREAMS,
-    Stratified,
+    IID,
+    MINIBATCH_SCHEMES,
+    Blocks,
     StreamState,
-    independent_minibatch,
-    stream_of,
+    draw_independent,
+    draw_minibatches,
+    start_stream,
 )
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import ESTIMATORS, Anchored, whitened_gradient
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
 from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.warmup.noise import draw_blocks, draw_rows
-from numpyro_sgmcmc.warmup.surface import draw_subset
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.noise import draw_rows
 from tests.contract.kernels import assert_posterior
 
 N, DIM = 61, 3
@@ -144,11 +147,11 @@ def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
     target, arguments, exact = read((15, 15, 15, 15))
     anchor, q = jnp.asarray(positions(target.dim)[:2])
     _, gradient, hessian = jax.jit(target.full_expansion)(anchor, arguments)
-    anchored = Anchored(Coordinates(anchor, jnp.ones(target.dim)), gradient, hessian)
-    for name in ESTIMATORS:
+    whitening = Whitening(anchor, jnp.ones(target.dim), gradient, hessian)
+    for estimator in ESTIMATORS.values():
         found = jax.jit(
-            lambda q, a, name=name: whitened_gradient(
-                name, target, a, anchored, {"rows": jnp.arange(60)}
+            lambda q, a, e=estimator: whitened_gradient(
+                e, target, a, whitening, {"rows": jnp.arange(60)}
             )(q)
         )(q, arguments)
         close(found, jax.grad(exact)(anchor + q))
@@ -158,19 +161,19 @@ def check_each_shard_draws_its_own_part_by_the_stream_that_is_asked_for():
     counts = (8, 40, 12, 20)
     shards = spread(np.zeros(80, np.float32), counts).shards
     firsts = np.cumsum((0, *counts[:-1]))
-    for name, kind in STREAMS.items():
-        stream = Stratified(kind, shards, 16)
-        state = stream.init(random.key(3))
-        state, rows = jax.jit(stream.draw, static_argnums=2)(state, random.key(4), 30)
+    plate = Plate("rows", 80, 16, shards)
+    for name, scheme in MINIBATCH_SCHEMES.items():
+        state = start_stream(plate, random.key(3))
+        draw = jax.jit(partial(draw_minibatches, scheme, plate), static_argnums=2)
+        state, rows = draw(state, random.key(4), 30)
         parts = np.asarray(rows).reshape(30, 4, 4)
         keys = random.split(random.key(4), 4)
         for k, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-            alone = kind(count, 4)
-            begin = alone.init(random.split(random.key(3), 4)[k])
-            _, expected = alone.draw(begin, keys[k], 30)
+            begin = StreamState.start(random.split(random.key(3), 4)[k])
+            _, expected = scheme.draw(begin, keys[k], 30, count, 4)
             np.testing.assert_array_equal(parts[:, k] - first, expected, err_msg=name)
         # It goes on where it was.
-        state, _ = stream.draw(state, random.key(5), 7)
+        state, _ = draw(state, random.key(5), 7)
         assert isinstance(state, StreamState)
 
 
@@ -179,10 +182,8 @@ def check_warm_up_draws_stay_within_their_shards():
     target, _, _ = read(counts)
     ends = np.cumsum(counts)
     rng = np.random.default_rng(0)
-    for rows in (
-        draw_rows(target, rng, (50, 6))["rows"],
-        draw_blocks(target, rng, (50, 6))["rows"],
-    ):
+    for scheme in (IID(), Blocks()):
+        rows = draw_rows(target, rng, (50, 6), scheme)["rows"]
         parts = rows.reshape(50, 6, 4, 2)
         for k, (end, count) in enumerate(zip(ends, counts, strict=True)):
             assert set(np.unique(parts[:, :, k])) == set(range(end - count, end))
@@ -204,24 +205,23 @@ def check_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows():
     for counts in LAYOUTS["four, as even as can be"], LAYOUTS["four, uneven"]:
         target, arguments, _ = read(counts)
         zeros = jnp.zeros(target.dim)
-        anchored = Anchored(Coordinates(zeros, zeros + 1), zeros, jnp.eye(target.dim))
+        whitening = Whitening(zeros, zeros + 1, zeros, jnp.eye(target.dim))
         plate = target.plates[0]
-        for minibatch, estimator in zip(STREAMS, ESTIMATORS, strict=True):
-            stream = stream_of(plate, minibatch)
+        for scheme, estimator in zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True):
+            draw = partial(draw_minibatches, scheme, plate)
+            of = partial(whitened_gradient, estimator, target, whitening=whitening)
 
-            of = partial(whitened_gradient, estimator, target, anchored=anchored)
-
-            def steps(q, state, arguments, stream=stream, of=of):
-                state, rows = stream.draw(state, random.key(0), 5)
+            def steps(q, state, arguments, draw=draw, of=of):
+                state, rows = draw(state, random.key(0), 5)
 
                 def step(q, rows):
                     return q - 0.01 * of(arguments=arguments, indices={"rows": rows})(q), None
 
                 return lax.scan(step, q, rows)[0], state
 
-            found = collectives(steps, zeros, stream.init(random.key(0)), arguments)
-            assert found == {"all-reduce": 1}, (minibatch, found)
-            fresh = {"rows": independent_minibatch(plate, minibatch, random.key(0))}
+            found = collectives(steps, zeros, start_stream(plate, random.key(0)), arguments)
+            assert found == {"all-reduce": 1}, (scheme, found)
+            fresh = {"rows": draw_independent(scheme, plate, random.key(0))}
             assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
             assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
 

@@ -141,7 +141,7 @@ def test_reports():
             fit(*data, options=options, num_samples=200)
             for data in ((X, Y), (HostArray(X), HostArray(Y)))
         ]
-    assert both[0].sampler.adaptation.reading.estimator is not None
+    assert both[0].sampler.adaptation.moment_source.estimator is not None
     for full_data in (False, True):
         a, b = (bias_report(m, full_data=full_data, num_draws=50) for m in both)
         np.testing.assert_allclose(

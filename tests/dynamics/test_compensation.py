@@ -13,8 +13,8 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc import SGLD, SGMGT, SGHMCSplit
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import Anchored
+from numpyro_sgmcmc.posterior.estimators import Plain
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.noise import measure_covariance
 from tests.contract.kernels import (
     assert_posterior,
@@ -150,11 +150,11 @@ def test_covariance_of_minibatch_gradients(name, sizes, is_dense, x64):
     target, arguments = case.target(**sizes), case.arguments(**sizes)
     anchor = jnp.asarray(position_of(target))
     factor = jnp.diag(0.5 + jnp.arange(target.dim)) + 0.3 * jnp.eye(target.dim, k=-1)
-    anchored = Anchored(Coordinates(anchor, factor), jnp.zeros(target.dim))
+    whitening = Whitening(anchor, factor, jnp.zeros(target.dim))
 
     def one_row(plate, row):
         rows = {p.name: jnp.array([row if p is plate else 0]) for p in target.plates}
-        return anchored.coordinates.pull(target.gradient(anchor, rows, arguments))
+        return whitening.pull(target.gradient(anchor, rows, arguments))
 
     exact = 0.0
     for p in target.plates:
@@ -163,10 +163,10 @@ def test_covariance_of_minibatch_gradients(name, sizes, is_dense, x64):
     found = measure_covariance(
         target,
         arguments,
-        anchored,
+        whitening,
         jnp.zeros((40, target.dim)),
         np.random.default_rng(0),
-        "plain",
+        Plain(),
         is_dense,
     )
     exact = exact if is_dense else np.diag(exact)

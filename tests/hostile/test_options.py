@@ -18,8 +18,8 @@ from numpyro.infer import init_to_uniform, init_to_value
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from tests.contract.kernels import (
     KERNELS,
 )
@@ -314,10 +314,9 @@ def check_dynamics(kernel: Any) -> None:
     """The checks that follow the warm-up, without it."""
     arguments = Arguments(table(6), {"batch_size": 2})
     target = model_target(by_index, arguments, init_to_uniform)
-    coordinates = Coordinates(jnp.zeros(2), jnp.ones(2))
-    anchored = SimpleNamespace(coordinates=coordinates)
-    kernel._adapted = SimpleNamespace(adaptation=SimpleNamespace(anchored=anchored))
-    kernel._check_dynamics(kernel._located_dynamics(target, coordinates), target.dim)
+    whitening = Whitening(jnp.zeros(2), jnp.ones(2))
+    kernel._adapted = SimpleNamespace(adaptation=SimpleNamespace(whitening=whitening))
+    kernel._check_dynamics(kernel._located_dynamics(target, whitening), target.dim)
 
 
 BAD_FUNCTIONS: dict[str, Callable] = {

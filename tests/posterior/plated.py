@@ -18,9 +18,9 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 
 
 def one(X: Any, y: Any, rows: int | None = None) -> None:
@@ -143,12 +143,12 @@ def position_of(target: Target, seed: int = 0) -> np.ndarray:
     return 0.5 * np.random.default_rng(seed).standard_normal(target.dim)
 
 
-def coordinates_of(target: Target, is_dense: bool = True) -> Coordinates:
+def coordinates_of(target: Target, is_dense: bool = True) -> Whitening:
     """Whitened coordinates that are nothing in particular."""
     rng = np.random.default_rng(9)
     factor = 0.3 * np.tril(rng.standard_normal((target.dim,) * 2)) + np.eye(target.dim)
     anchor = jnp.asarray(0.2 * rng.standard_normal(target.dim))
-    return Coordinates(anchor, jnp.asarray(factor if is_dense else np.diagonal(factor)))
+    return Whitening(anchor, jnp.asarray(factor if is_dense else np.diagonal(factor)))
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-12) -> None:

@@ -25,12 +25,12 @@ from numpyro_sgmcmc import (
     print_summary,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.coordinates import Coordinates
-from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
 from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, visit, with_locals
 from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from tests.contract.kernels import (
     assert_posterior,
     assert_same_distribution,
@@ -157,15 +157,15 @@ def test_gradient_of_the_globals_is_that_at_the_new_values_and_unbiased(case):
     """The estimates on a partition of the rows have the full gradient as their mean."""
     after, gradient, _ = case.visit([9, 2, 4, 10])
     arguments = with_locals(case.arguments, after.values)
-    anchored = Anchored(Coordinates(case.anchor, jnp.ones(case.target.dim)), gradient)
+    whitening = Whitening(case.anchor, jnp.ones(case.target.dim), gradient)
     q = case.theta - case.anchor
     blocks = np.random.default_rng(1).permutation(ROWS).reshape(-1, BATCH)
     expected = case.full_gradient(after.values)
-    for estimator in ("plain", "control_variate"):
+    for estimator in (ESTIMATORS["plain"], ESTIMATORS["control_variate"]):
         found = jax.jit(
             jax.vmap(
                 lambda b, e=estimator: whitened_gradient(
-                    e, case.target, arguments, anchored, {"rows": b}
+                    e, case.target, arguments, whitening, {"rows": b}
                 )(q)
             )
         )(jnp.asarray(blocks))

@@ -18,14 +18,14 @@ import pytest
 from jax import random
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc.data.minibatch import Blocks, Epoch
-from numpyro_sgmcmc.posterior.gradients import (
+from numpyro_sgmcmc.data.minibatch import Blocks, Epoch, StreamState
+from numpyro_sgmcmc.posterior.estimators import (
     ESTIMATORS,
-    Anchored,
     gradient_variance,
     whitened_gradient,
 )
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -42,21 +42,25 @@ def all_iid(size, batch_size):
     return np.array(list(product(range(size), repeat=batch_size)))
 
 
+def drawn(scheme, steps, size, batch_size):
+    """The first steps of a stream."""
+    start = StreamState.start(random.key(4))
+    return np.asarray(scheme.draw(start, random.key(0), steps, size, batch_size)[1])
+
+
 @cache
 def whole_epochs(size, batch_size):
     """As many steps of the stream as end where an epoch does."""
-    stream = Epoch(size, batch_size)
     steps = size // gcd(size, batch_size)
-    return np.asarray(stream.draw(stream.init(random.key(4)), random.key(0), steps)[1])
+    return drawn(Epoch(), steps, size, batch_size)
 
 
 @cache
 def one_epoch_of_blocks(size, batch_size):
     """The stream's steps of one epoch, or, where rows are left over, all that it may take."""
     if size % batch_size == 0:
-        stream = Blocks(size, batch_size)
         steps = size // batch_size
-        return np.asarray(stream.draw(stream.init(random.key(4)), random.key(0), steps)[1])
+        return drawn(Blocks(), steps, size, batch_size)
     offsets = np.arange(size)[:, None, None]
     starts = np.arange(size // batch_size)[:, None] * batch_size
     return ((offsets + starts + np.arange(batch_size)) % size).reshape(-1, batch_size)
@@ -82,47 +86,47 @@ class Bench(NamedTuple):
     - **sizes** - sizes of the model's plates.
     - **batch** - minibatch sizes of the subsampled ones.
     - **target** - the package's target.
-    - **anchored** - coordinates that are nothing in particular, NumPyro's derivatives there.
+    - **whitening** - coordinates that are nothing in particular, NumPyro's derivatives there.
     - **q** - a whitened position.
     - **gradient** - NumPyro's on all rows, of positions.
-    - **minibatches** - ``(q, rows, anchored)`` to the gradients of each minibatch by each
+    - **minibatches** - ``(q, rows, whitening)`` to the gradients of each minibatch by each
       estimator, for ``rows`` of shape ``(m, batch_size)`` a plate.
     """
 
     sizes: dict[str, int]
     batch: dict[str, int]
     target: Target
-    anchored: Anchored
+    whitening: Whitening
     q: Any
     gradient: Callable
     minibatches: Callable
 
     def full(self, q):
         """NumPyro's whitened gradient on all rows."""
-        coordinates = self.anchored.coordinates
+        coordinates = self.whitening
         return np.asarray(coordinates.pull(self.gradient(coordinates.position(q))))
 
-    def mean(self, way, anchored=None):
+    def mean(self, way, whitening=None):
         """Mean over all minibatches, shape ``(estimators, d)``."""
         chunks = list(all_minibatches(way, self.sizes, self.batch))
         rows = {name: np.array([c[name] for c in chunks]) for name in self.batch}
-        return self.each(self.q, rows, anchored).mean(0)
+        return self.each(self.q, rows, whitening).mean(0)
 
-    def each(self, q, rows, anchored=None):
+    def each(self, q, rows, whitening=None):
         """Gradients of all minibatches, shape ``(m, estimators, d)``."""
         num = len(next(iter(rows.values())))
         found = []
         for start in range(0, num, _CHUNK):
             places = np.minimum(start + np.arange(_CHUNK), num - 1)
             chunk = {name: x[places] for name, x in rows.items()}
-            found.append(np.asarray(self.minibatches(q, chunk, anchored or self.anchored)))
+            found.append(np.asarray(self.minibatches(q, chunk, whitening or self.whitening)))
         return np.concatenate(found)[:num]
 
 
 def minibatches_of(target, arguments):
-    def one(q, rows, anchored):
+    def one(q, rows, whitening):
         return jnp.stack(
-            [whitened_gradient(e, target, arguments, anchored, rows)(q) for e in NAMES]
+            [whitened_gradient(ESTIMATORS[e], target, arguments, whitening, rows)(q) for e in NAMES]
         )
 
     return jax.jit(jax.vmap(one, (None, 0, None)))
@@ -139,12 +143,13 @@ def _bench(name, batch, is_dense):
         gradient = jax.grad(case.potential(target))
         return gradient(position), jax.jacfwd(gradient)(position)
 
-    anchored = Anchored(coordinates, *derivatives(coordinates.anchor))
+    gradient, hessian = derivatives(coordinates.anchor)
+    whitening = coordinates._replace(gradient=gradient, hessian=hessian)
     return Bench(
         case.sizes,
         {p.name: p.subsample_size for p in target.plates},
         target,
-        anchored,
+        whitening,
         jnp.asarray(position_of(target, seed=1)),
         lambda position: derivatives(position)[0],
         minibatches_of(target, arguments),
@@ -209,10 +214,10 @@ def test_noise_falls_with_the_distance_from_the_anchor():
 # --- Planted mistakes are seen ------------------------------------------------------------------
 
 
-def is_unbiased(b, way="blocks", minibatches=None, anchored=None):
+def is_unbiased(b, way="blocks", minibatches=None, whitening=None):
     if minibatches is not None:
         b = b._replace(minibatches=minibatches)
-    error = np.abs(b.mean(way, anchored) - b.full(b.q)).max(1)
+    error = np.abs(b.mean(way, whitening) - b.full(b.q)).max(1)
     return dict(zip(NAMES, error < 1e-12 * np.abs(b.full(b.q)).max(), strict=True))
 
 
@@ -247,24 +252,24 @@ def test_prior_counted_twice_is_seen():
 
 def test_gradient_of_another_anchor_is_seen():
     b = bench("one", rows=3)
-    wrong = b.anchored._replace(anchor_gradient=b.gradient(b.anchored.coordinates.anchor + 1e-6))
-    assert is_unbiased(b, anchored=wrong) == all_but(*NAMES[1:])
+    wrong = b.whitening._replace(gradient=b.gradient(b.whitening.anchor + 1e-6))
+    assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
 def test_minibatch_gradient_in_place_of_the_full_one_is_seen():
     b = bench("one", rows=3)
     rows = {"rows": np.array([[0, 2, 3]])}
     pulled = b.each(jnp.zeros_like(b.q), rows)[0, NAMES.index("plain")]
-    gradient = jnp.linalg.solve(b.anchored.coordinates.factor.T, pulled)
-    wrong = b.anchored._replace(anchor_gradient=gradient)
-    assert is_unbiased(b, anchored=wrong) == all_but(*NAMES[1:])
+    gradient = jnp.linalg.solve(b.whitening.factor.T, pulled)
+    wrong = b.whitening._replace(gradient=gradient)
+    assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
 def test_wrong_hessian_is_seen():
     b = bench("one", rows=3)
-    for hessian in (None, b.anchored.anchor_hessian * (1 + 1e-6)):
-        wrong = b.anchored._replace(anchor_hessian=hessian)
-        assert is_unbiased(b, anchored=wrong) == all_but("second_order_control_variate")
+    for hessian in (None, b.whitening.hessian * (1 + 1e-6)):
+        wrong = b.whitening._replace(hessian=hessian)
+        assert is_unbiased(b, whitening=wrong) == all_but("second_order_control_variate")
 
 
 @pytest.mark.parametrize("way", sorted(WAYS))
@@ -285,7 +290,10 @@ def test_noise_variance():
     @jax.jit
     def variances(rows):
         return jnp.stack(
-            [gradient_variance(e, b.target, arguments, b.anchored, b.q[None], rows) for e in NAMES]
+            [
+                gradient_variance(ESTIMATORS[e], b.target, arguments, b.whitening, b.q[None], rows)
+                for e in NAMES
+            ]
         )
 
     draws = b.each(b.q, {"rows": rows})

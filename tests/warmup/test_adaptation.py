@@ -14,28 +14,30 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import IID, Blocks
 from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, RiemannianLangevin, Underdamped
+from numpyro_sgmcmc.posterior.estimators import Plain
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import function_target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import pilot
-from numpyro_sgmcmc.warmup.frame import Frame
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_blocks, draw_rows
-from numpyro_sgmcmc.warmup.step_size import (
-    MAX_NUM_STEPS,
-    choose_num_steps,
-    choose_step_size,
-    shorten_until_right,
-)
-from numpyro_sgmcmc.warmup.surface import Surface, draw_subset
-from numpyro_sgmcmc.warmup.warm_start import approach, centre, lbfgs, newton, newton_from
-from numpyro_sgmcmc.warmup.whitening import (
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
+from numpyro_sgmcmc.warmup.factors import (
     factor_from_curvature,
     factor_from_draws,
     hessian_by_products,
     largest_curvature,
     symmetric_root,
 )
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_rows
+from numpyro_sgmcmc.warmup.step_size import (
+    MAX_NUM_STEPS,
+    choose_num_steps,
+    choose_step_size,
+    shorten_until_right,
+)
+from numpyro_sgmcmc.warmup.warm_start import approach, centre, lbfgs, newton, newton_from
 from tests.contract.kernels import BATCH, survey, survey_data
 
 
@@ -48,7 +50,7 @@ def random_covariance(d, seed=0, correlation=None):
 
 
 class Quadratic:
-    """The surface of a Gaussian, as :class:`Surface` shows it; counts the calls."""
+    """The potential of a Gaussian, as :class:`EagerPotential` shows it; counts the calls."""
 
     def __init__(self, hessian, mode=0.0):
         self.matrix, self.mode, self.num_calls = hessian, mode + np.zeros(len(hessian)), 0
@@ -69,10 +71,10 @@ class Quadratic:
         return vectors @ self.matrix
 
 
-def surface_of(potential, dim):
-    """The package's surface of a potential function."""
-    target = function_target(potential, jnp.zeros(dim))
-    return Surface(target, Arguments())
+def eager_potential(fn, dim):
+    """The package's view of a potential function."""
+    target = function_target(fn, jnp.zeros(dim))
+    return EagerPotential(target, Arguments())
 
 
 # --- Roots --------------------------------------------------------------------------------------
@@ -253,27 +255,29 @@ def test_largest_curvature(factor):
     hessian = random_covariance(3, seed=1)
     dense = np.diag(factor) if factor.ndim == 1 else factor
     expected = np.linalg.eigvalsh(dense.T @ hessian @ dense).max()
-    frame = Frame(np.zeros(3), factor, np.zeros(3))
-    assert largest_curvature(hessian, frame, None) == pytest.approx(expected)
-    assert largest_curvature(None, frame, Quadratic(hessian)) == pytest.approx(expected, rel=0.02)
-    assert largest_curvature(-hessian, frame, None) == pytest.approx(expected)
+    whitening = Whitening(np.zeros(3), factor, np.zeros(3))
+    assert largest_curvature(hessian, whitening, None) == pytest.approx(expected)
+    assert largest_curvature(None, whitening, Quadratic(hessian)) == pytest.approx(
+        expected, rel=0.02
+    )
+    assert largest_curvature(-hessian, whitening, None) == pytest.approx(expected)
 
 
 def test_correlated_columns_are_stiff_for_a_diagonal_factor():
     # What decides the step: a diagonal factor leaves an eigenvalue of about d times correlation.
     covariance = random_covariance(20, correlation=0.95)
     hessian = np.linalg.inv(covariance)
-    frame = Frame(np.zeros(20), np.sqrt(np.diagonal(covariance)), np.zeros(20))
-    assert largest_curvature(hessian, frame, None) == pytest.approx(20, rel=0.01)
-    dense = frame._replace(factor=np.linalg.cholesky(covariance))
+    whitening = Whitening(np.zeros(20), np.sqrt(np.diagonal(covariance)), np.zeros(20))
+    assert largest_curvature(hessian, whitening, None) == pytest.approx(20, rel=0.01)
+    dense = whitening._replace(factor=np.linalg.cholesky(covariance))
     assert largest_curvature(hessian, dense, None) == pytest.approx(1)
 
 
 def test_curvature_that_is_not_finite_counts_as_one():
-    frame = Frame(np.zeros(2), np.ones(2), np.zeros(2))
-    assert largest_curvature(np.full((2, 2), np.nan), frame, None) == 1.0
-    assert largest_curvature(None, frame, Quadratic(np.full((2, 2), np.nan))) == 1.0
-    assert largest_curvature(None, frame, Quadratic(np.zeros((2, 2)))) == 1.0
+    whitening = Whitening(np.zeros(2), np.ones(2), np.zeros(2))
+    assert largest_curvature(np.full((2, 2), np.nan), whitening, None) == 1.0
+    assert largest_curvature(None, whitening, Quadratic(np.full((2, 2), np.nan))) == 1.0
+    assert largest_curvature(None, whitening, Quadratic(np.zeros((2, 2)))) == 1.0
 
 
 # --- Step size ----------------------------------------------------------------------------------
@@ -433,25 +437,25 @@ def test_newton_finds_the_mode_of_a_logistic_regression(kind, precision, request
     if precision == "x64":
         request.getfixturevalue("x64")
     arguments, mode, hessian = logistic_data(kind)
-    surface = Surface(logistic_target(precision == "x64"), arguments)
+    potential = EagerPotential(logistic_target(precision == "x64"), arguments)
     for seed in range(3):
         start = np.random.default_rng(seed).uniform(-2, 2, COLUMNS)
         assert sds_from(start, mode, hessian) > 3
-        assert sds_from(newton(surface, start), mode, hessian) < 0.1
+        assert sds_from(newton(potential, start), mode, hessian) < 0.1
 
 
 def test_newton_of_a_gaussian_takes_one_step():
-    surface = Quadratic(random_covariance(8), mode=3.0)
-    np.testing.assert_allclose(newton(surface, np.zeros(8)), 3.0)
+    potential = Quadratic(random_covariance(8), mode=3.0)
+    np.testing.assert_allclose(newton(potential, np.zeros(8)), 3.0)
     # The expansion and a trial, and once more where the gradient is found to be zero.
-    assert surface.num_calls <= 4
+    assert potential.num_calls <= 4
 
 
 def test_newton_leaves_a_saddle():
     def potential(q):
         return (q[0] ** 2 - 4) ** 2 / 8 + q[1] ** 2
 
-    position = newton(surface_of(potential, 2), np.array([0.05, 1.0]))
+    position = newton(eager_potential(potential, 2), np.array([0.05, 1.0]))
     np.testing.assert_allclose(position, [2, 0], atol=0.1)
 
 
@@ -459,7 +463,7 @@ def test_newton_follows_a_bent_valley():
     def potential(q):
         return 50 * (q[1] - q[0] ** 2) ** 2 + (1 - q[0]) ** 2 / 2
 
-    position = newton(surface_of(potential, 2), np.array([-1.5, 2.0]))
+    position = newton(eager_potential(potential, 2), np.array([-1.5, 2.0]))
     assert np.linalg.norm(position - 1) < 0.2
 
 
@@ -467,9 +471,9 @@ def test_newton_stays_finite_where_the_potential_is_not():
     def potential(q):
         return jnp.where(q[0] > 0, q[0] - 2 * jnp.log(q[0]), jnp.inf)
 
-    np.testing.assert_allclose(newton(surface_of(potential, 1), np.array([50.0])), 2, atol=0.2)
+    np.testing.assert_allclose(newton(eager_potential(potential, 1), np.array([50.0])), 2, atol=0.2)
     start = np.array([-1.0])
-    np.testing.assert_array_equal(newton(surface_of(potential, 1), start), start)
+    np.testing.assert_array_equal(newton(eager_potential(potential, 1), start), start)
 
 
 def wells(depth):
@@ -478,7 +482,7 @@ def wells(depth):
     def potential(q, *_):
         return -jnp.logaddexp(-jnp.square(q[0]) / 2, depth - jnp.square(q[0] - 40.0) / 2)
 
-    return surface_of(potential, 1)
+    return eager_potential(potential, 1)
 
 
 @pytest.mark.parametrize("num_shallow", [0, 1, 3])
@@ -498,12 +502,12 @@ def test_more_starts_are_tried_only_where_the_first_disagree():
     tried = []
 
     class Counted:
-        def __init__(self, surface):
-            self.surface, self.value = surface, surface.value
+        def __init__(self, potential):
+            self.potential, self.value = potential, potential.value
 
         def expansion(self, q):
             tried.append(float(q[0]))
-            return self.surface.expansion(q)
+            return self.potential.expansion(q)
 
     newton_from(Counted(wells(20.0)), shallow + 11 * deep)
     few = tried.count(39.0)
@@ -533,17 +537,17 @@ def test_centre_is_where_the_mass_is():
         v, x = q[0], q[1:]
         return v**2 / (2 * s**2) + jnp.exp(v) * jnp.square(x).sum() / 2
 
-    surface = surface_of(potential, n + 1)
-    mode = newton(surface, 0.1 * np.ones(n + 1))
+    potential = eager_potential(potential, n + 1)
+    mode = newton(potential, 0.1 * np.ones(n + 1))
     assert abs(mode[0]) < s / 2
-    found = centre(surface, mode, 0)
+    found = centre(potential, mode, 0)
     assert abs(found[0] + n * s**2 / 2) < s
     assert np.abs(found[1:]).max() < np.exp(-found[0] / 2)
 
 
 def test_centre_of_a_gaussian_is_its_mode():
-    surface = Quadratic(random_covariance(4), mode=1.0)
-    np.testing.assert_allclose(centre(surface, np.ones(4), 0), 1.0)
+    potential = Quadratic(random_covariance(4), mode=1.0)
+    np.testing.assert_allclose(centre(potential, np.ones(4), 0), 1.0)
 
 
 # --- The anchor ---------------------------------------------------------------------------------
@@ -554,47 +558,49 @@ def test_approach(is_dense):
     hessian = random_covariance(4) if is_dense else np.diag([1.0, 4.0, 9.0, 0.1])
     factor = np.linalg.cholesky(np.linalg.inv(hessian))
     factor = factor if is_dense else np.diagonal(factor)
-    surface = Quadratic(hessian, mode=2.0)
+    potential = Quadratic(hessian, mode=2.0)
     start = np.zeros(4)
-    frame = approach(surface, Frame(start, factor, surface.gradient(start)))
-    np.testing.assert_allclose(frame.anchor, 2.0)
-    np.testing.assert_allclose(frame.gradient, surface.gradient(frame.anchor))
+    whitening = approach(potential, Whitening(start, factor, potential.gradient(start)))
+    np.testing.assert_allclose(whitening.anchor, 2.0)
+    np.testing.assert_allclose(whitening.gradient, potential.gradient(whitening.anchor))
 
 
 def test_approach_does_not_follow_steps_that_are_too_long():
-    surface = Quadratic(np.eye(3))
+    potential = Quadratic(np.eye(3))
     start = np.ones(3)
-    frame = Frame(start, 3.0 * np.ones(3), surface.gradient(start))
-    assert approach(surface, frame) is frame
+    whitening = Whitening(start, 3.0 * np.ones(3), potential.gradient(start))
+    assert approach(potential, whitening) is whitening
 
 
 def test_approach_does_not_leave_a_point_for_one_that_is_not_finite():
-    surface = SimpleNamespace(gradient=lambda q: np.full(3, np.nan))
-    frame = Frame(np.ones(3), np.ones(3), 5 * np.ones(3))
-    assert approach(surface, frame) is frame
+    potential = SimpleNamespace(gradient=lambda q: np.full(3, np.nan))
+    whitening = Whitening(np.ones(3), np.ones(3), 5 * np.ones(3))
+    assert approach(potential, whitening) is whitening
 
 
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
-def test_frame(factor):
+def test_whitening(factor):
     dense = np.diag(factor) if factor.ndim == 1 else factor
-    frame = Frame(np.array([1.0, 2.0]), factor, np.zeros(2))
+    whitening = Whitening(np.array([1.0, 2.0]), factor, np.zeros(2))
     v = np.random.default_rng(0).standard_normal((3, 2))
-    np.testing.assert_allclose(frame.push(v), v @ dense.T)
-    np.testing.assert_allclose(frame.pull(v), v @ dense)
-    np.testing.assert_allclose(frame.whiten(frame.push(v)), v)
-    np.testing.assert_allclose(frame.whiten(frame.push(v[0])), v[0])
-    coordinates = frame.anchored(jnp.float32).coordinates
+    np.testing.assert_allclose(whitening.push(v), v @ dense.T)
+    np.testing.assert_allclose(whitening.pull(v), v @ dense)
+    np.testing.assert_allclose(whitening.whiten(whitening.push(v)), v)
+    np.testing.assert_allclose(whitening.whiten(whitening.push(v[0])), v[0])
+    coordinates = whitening.cast(jnp.float32)
     for x in v.astype(np.float32):
-        np.testing.assert_allclose(coordinates.push(x), frame.push(x), rtol=1e-5)
-        np.testing.assert_allclose(coordinates.pull(x), frame.pull(x), rtol=1e-5)
+        np.testing.assert_allclose(coordinates.push(x), whitening.push(x), rtol=1e-5)
+        np.testing.assert_allclose(coordinates.pull(x), whitening.pull(x), rtol=1e-5)
         np.testing.assert_allclose(coordinates.whiten(coordinates.push(x)), x, rtol=1e-4)
-        np.testing.assert_allclose(coordinates.position(x), frame.anchor + frame.push(x), rtol=1e-5)
+        np.testing.assert_allclose(
+            coordinates.position(x), whitening.anchor + whitening.push(x), rtol=1e-5
+        )
     covariance = coordinates.inverse_mass_matrix
     np.testing.assert_allclose(
         np.diag(covariance) if factor.ndim == 1 else covariance, dense @ dense.T, rtol=1e-5
     )
-    assert frame.is_finite()
-    assert not frame._replace(hessian=np.array([[np.inf]])).is_finite()
+    assert whitening.is_finite()
+    assert not whitening._replace(hessian=np.array([[np.inf]])).is_finite()
 
 
 # --- Rows for the warm-up -----------------------------------------------------------------------
@@ -618,8 +624,8 @@ def test_subset():
 def test_rows_for_measuring_noise():
     target = target_of(("a", 50, 20), ("b", 7, 7))
     rng = np.random.default_rng(0)
-    for draw in (draw_rows, draw_blocks):
-        rows = draw(target, rng, (300, 4))
+    for scheme in (IID(), Blocks()):
+        rows = draw_rows(target, rng, (300, 4), scheme)
         assert rows["a"].shape == (300, 4, 20)
         assert rows["b"].shape == (300, 4, 7)
         for name, size in (("a", 50), ("b", 7)):
@@ -630,7 +636,7 @@ def test_rows_for_measuring_noise():
     np.testing.assert_array_equal(rows["a"], (rows["a"][..., :1] + np.arange(20)) % 50)
 
 
-# --- The surface --------------------------------------------------------------------------------
+# --- The potential --------------------------------------------------------------------------------
 
 
 def hierarchy():
@@ -658,16 +664,16 @@ def hierarchy():
         scale = log_tau - np.exp(2 * log_tau) / 2
         return scale - len(y) / 2 * np.log(variance) - fit / 2 - np.log(precision) / 2
 
-    return surface_of(potential, 10), log_density
+    return eager_potential(potential, 10), log_density
 
 
 @pytest.mark.parametrize("keeps_the_best", [True, False])
 def test_newton_stays_where_the_mass_is(keeps_the_best, x64, monkeypatch):
     """It follows the density into the spike, and returns a point of the way with mass around."""
-    surface, log_density = hierarchy()
+    potential, log_density = hierarchy()
     if not keeps_the_best:
         monkeypatch.setattr("numpyro_sgmcmc.warmup.warm_start._NEGLIGIBLE", np.inf)
-    found = newton(surface, np.full(10, 0.5))[1]
+    found = newton(potential, np.full(10, 0.5))[1]
     best = max(log_density(t) for t in np.linspace(-8, 2, 200))
     assert (best - log_density(found) < 3) == keeps_the_best
 
@@ -687,7 +693,7 @@ def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settin
     """Over an epoch their noise would cancel, and the thermostat cool the positions too far."""
     kernel = kernel_class(survey, **settings)
     kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
-    assert kernel.adaptation.minibatch == minibatch
+    assert kernel.adaptation.minibatch.name == minibatch
 
 
 def test_thermostat_on_epochs_is_warned_of():
@@ -696,25 +702,25 @@ def test_thermostat_on_epochs_is_warned_of():
         kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
 
 
-def test_surface_is_infinite_where_the_potential_is_not_finite():
-    surface = surface_of(lambda q: jnp.log(q).sum(), 2)
-    assert surface.value(np.array([1.0, -1.0])) == np.inf
-    assert not surface.is_finite(np.array([1.0, -1.0]))
-    assert surface.value(np.array([1.0, np.e])) == pytest.approx(1)
-    assert surface.is_finite(np.array([1.0, 2.0]))
+def test_potential_is_infinite_where_the_potential_is_not_finite():
+    potential = eager_potential(lambda q: jnp.log(q).sum(), 2)
+    assert potential.value(np.array([1.0, -1.0])) == np.inf
+    assert not potential.is_finite(np.array([1.0, -1.0]))
+    assert potential.value(np.array([1.0, np.e])) == pytest.approx(1)
+    assert potential.is_finite(np.array([1.0, 2.0]))
     # A finite value beside an infinite slope is no start either.
-    assert not surface_of(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
+    assert not eager_potential(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
 
 
-def test_surface_keeps_the_digits_of_its_callers():
-    surface = surface_of(lambda q: jnp.square(q).sum(), 2)
-    value, gradient, hessian = surface.expansion(np.array([1.0, 2.0]))
+def test_potential_keeps_the_digits_of_its_callers():
+    potential = eager_potential(lambda q: jnp.square(q).sum(), 2)
+    value, gradient, hessian = potential.expansion(np.array([1.0, 2.0]))
     assert isinstance(value, float)
     assert gradient.dtype == hessian.dtype == np.float64
     np.testing.assert_allclose(gradient, [2, 4])
     np.testing.assert_allclose(hessian, 2 * np.eye(2))
-    np.testing.assert_allclose(surface.hessian_products(np.zeros(2), np.eye(2)), 2 * np.eye(2))
-    np.testing.assert_allclose(surface.gradient(np.array([1.0, 2.0])), [2, 4])
+    np.testing.assert_allclose(potential.hessian_products(np.zeros(2), np.eye(2)), 2 * np.eye(2))
+    np.testing.assert_allclose(potential.gradient(np.array([1.0, 2.0])), [2, 4])
 
 
 def test_simulated_chains_know_what_a_metric_does_to_noise():
@@ -734,14 +740,14 @@ def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
     monkeypatch.setattr(pilot, "_NUMBERS_A_CALL", fitting)
     dim = 60
     target = function_target(lambda z: 0.5 * z @ z, jnp.zeros(dim))
-    origin = Frame(np.zeros(dim), np.ones(dim), np.zeros(dim)).anchored(target.dtype)
+    origin = Whitening(np.zeros(dim), np.ones(dim), np.zeros(dim)).cast(target.dtype)
     rng, taken = np.random.default_rng(0), []
     advance = pilot._advance
     monkeypatch.setattr(
         pilot, "_advance", lambda *args: taken.append(args[5][1].shape) or advance(*args)
     )
     start = rng.standard_normal((16, dim))
-    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, "plain")
+    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, Plain())
     assert draws.shape == (16, 40, dim)
     assert sum(shape[1] for shape in taken) == 400
     assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)
