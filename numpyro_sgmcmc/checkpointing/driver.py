@@ -204,7 +204,7 @@ class CheckpointedMCMC(MCMC):
         :param kwargs: its keyword arguments.
         :raises FileNotFoundError: where the folder holds no run that could be continued.
         :raises ValueError: where kernel, settings, model, data or versions are not those of the
-            run, naming what differs.
+            run, naming what differs, or where it was stored in an older format.
         :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
             process uses the folder.
         """
@@ -217,6 +217,7 @@ class CheckpointedMCMC(MCMC):
             self._go_on(args, kwargs)
 
     def _go_on(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._store.check_format()
         now = self._fingerprint(args, kwargs)
         for _, header in self._store.headers():
             if not isinstance(header, Exception):

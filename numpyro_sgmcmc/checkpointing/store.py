@@ -25,7 +25,8 @@ from numpyro_sgmcmc.checks import notify
 __all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
 
 _HEADER = "checkpoint.json"
-_FORMAT = 1
+_FORMAT = 2
+"""Of what continues a run; draws on disk have been the same since format 1."""
 
 
 class Checkpoint(NamedTuple):
@@ -75,13 +76,12 @@ def _steps(folder: Path) -> list[Path]:
 
 def _read_header(step: Path) -> dict[str, Any]:
     header = json.loads((step / _HEADER).read_text())
-    if header["format"] != _FORMAT:
-        raise ValueError(f"it has format {header['format']}, and not {_FORMAT}")
+    header["format"], header["draws"]
     return header
 
 
 def newest_header(folder: Path) -> dict[str, Any]:
-    """What the newest readable checkpoint says of itself.
+    """What the newest readable checkpoint says of itself, whatever its format.
 
     :raises FileNotFoundError: where there is none.
     """
@@ -169,6 +169,24 @@ class Store:
             except (ValueError, KeyError, OSError) as error:
                 found.append((step, error))
         return found
+
+    def check_format(self) -> None:
+        """Refuse to continue a run that another version of the package has stored.
+
+        :raises ValueError: naming both formats, with the way out.
+        """
+        for _, header in self.headers():
+            if isinstance(header, Exception):
+                continue
+            found = header["format"]
+            if found == _FORMAT:
+                return
+            age = "an older" if found < _FORMAT else "a newer"
+            raise ValueError(
+                f"The run in '{self._folder}' was stored in {age} format ({found}) than this "
+                f"version of numpyro_sgmcmc continues ({_FORMAT}): continue it with the version "
+                "that began it, or run in another folder. Its draws can be read by `open_draws`."
+            )
 
     def newest(self, check_draws: Any) -> Checkpoint:
         """The newest checkpoint that is whole, with a warning where that is not the last one.

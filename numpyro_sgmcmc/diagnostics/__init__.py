@@ -1,6 +1,6 @@
 """What can be known of a sampler's bias."""
 
-from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
+from numpyro_sgmcmc.diagnostics.bias import bias_report
 from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
@@ -8,6 +8,7 @@ from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.likelihood import log_likelihood
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
 from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
+from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.summary import print_summary
 
 __all__ = [

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
+from numpyro_sgmcmc.diagnostics.bias import bias_report
+from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import (
     coordinate_names,
     finished_run,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.diagnostics.bias import BiasReport, bias_report
+from numpyro_sgmcmc.diagnostics.bias import bias_report
+from numpyro_sgmcmc.diagnostics.report import BiasReport
 
 if TYPE_CHECKING:
     from numpyro.infer import MCMC

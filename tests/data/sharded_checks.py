@@ -22,7 +22,6 @@ from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
-from numpyro_sgmcmc.warmup.surface import draw_subset
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -39,6 +38,7 @@ from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.eager_potential import draw_subset
 from numpyro_sgmcmc.warmup.noise import draw_rows
 from tests.contract.kernels import assert_posterior
 

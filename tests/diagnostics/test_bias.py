@@ -23,8 +23,9 @@ from numpyro_sgmcmc import (
     diagnostics,
     print_summary,
 )
-from numpyro_sgmcmc.diagnostics.bias import BiasReport, SiteBias, _judge
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
+from numpyro_sgmcmc.diagnostics.report import BiasReport
+from numpyro_sgmcmc.diagnostics.site_bias import SiteBias, judge
 from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
@@ -212,7 +213,7 @@ def test_noise_is_named_before_chance():
 
 def test_fine_needs_error_bars_that_rule_the_rest_out():
     judged = [
-        _judge(Estimate(np.array([value]), np.array([error])), np.array([0]), 2.0, 0.05, 0.15)
+        judge(Estimate(np.array([value]), np.array([error])), np.array([0]), 2.0, 0.05, 0.15)
         for value, error in ((0.02, 0.01), (0.1, 0.04), (0.1, 0.02), (0.02, 0.09))
     ]
     assert judged == ["fine", "unclear", "biased", "unclear"]

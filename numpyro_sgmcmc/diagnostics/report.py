@@ -1,0 +1,201 @@
+"""What is known of a run's bias: a table, a verdict, and what ArviZ and pandas make of it."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.diagnostics.estimates import Estimates
+from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
+from numpyro_sgmcmc.diagnostics.verdict import FAR, verdict_of
+
+__all__ = ["BiasReport"]
+
+
+@dataclass(frozen=True, repr=False)
+class BiasReport:
+    """What :func:`~numpyro_sgmcmc.bias_report` found; prints as a table, in a notebook as HTML.
+
+    :param names: site and name of each coordinate.
+    :param estimates: shift, inflation and temperatures.
+    :param r_hat: how far the chains disagree, shape ``(d,)``; NaN for a single chain.
+    :param step_size: the run's last step size, the longest of the chains'.
+    :param order: weak order of the scheme.
+    :param noise_variance: variance of the whitened gradient's noise, measured in warm-up.
+    :param noise_inflation: by how much that noise is predicted to widen sds, at most.
+    :param divergences: diverging iterations.
+    :param num_draws: iterations they are out of.
+    :param num_independent: as how many independent draws they count at most: their time over that
+        in which a Gaussian is forgotten.
+    :param full_data: whether the gradients were those on all rows.
+    """
+
+    names: list[tuple[str, str]]
+    estimates: Estimates
+    r_hat: np.ndarray
+    step_size: float
+    order: int
+    noise_variance: float
+    noise_inflation: float
+    divergences: int
+    num_draws: int
+    num_independent: float
+    full_data: bool
+
+    @property
+    def sites(self) -> list[SiteBias]:
+        """One row a site: its worst coordinates, and the verdict."""
+        by_site: dict[str, list[int]] = {}
+        for k, (site, _) in enumerate(self.names):
+            by_site.setdefault(site, []).append(k)
+        return [
+            SiteBias.of(site, np.array(where), self.estimates, self.r_hat)
+            for site, where in by_site.items()
+        ]
+
+    @property
+    def is_flagged(self) -> bool:
+        """Whether any site is clearly biased, chains disagree, or iterations diverged often."""
+        return self.diverges_often or any(s.verdict in ("biased", "apart") for s in self.sites)
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether every site is right within error bars that are short enough to tell."""
+        return not self.diverges_often and all(s.verdict == "fine" for s in self.sites)
+
+    @property
+    def diverges_often(self) -> bool:
+        """Whether more than one iteration in a hundred diverged."""
+        return self.divergences > 0.01 * self.num_draws
+
+    @property
+    def verdict(self) -> str:
+        """The report in a few sentences: what is wrong, and what would cure it."""
+        return verdict_of(self)
+
+    @property
+    def line(self) -> str:
+        """The report in one line."""
+        sites = self.sites
+        shift = max(sites, key=lambda s: abs(s.mean_shift))
+        inflation = max(sites, key=lambda s: abs(s.sd_inflation))
+        return (
+            f"Bias: means off by at most {abs(shift.mean_shift):.2f} ± {shift.mean_shift_error:.2f}"
+            f" posterior sds, sds by {100 * inflation.sd_inflation:+.1f} % ± "
+            f"{100 * inflation.sd_inflation_error:.1f} %"
+        )
+
+    def __str__(self) -> str:
+        header = ("site", "size", "mean shift", "sd inflation", "R-hat", "verdict")
+        rows = [header, *self._cells()]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.ljust(w) if k in (0, 5) else cell.rjust(w)
+                for k, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([*lines, "", *self._notes(), "", self.verdict])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header = ("site", "size", "mean shift (posterior sds)", "sd inflation", "R-hat", "verdict")
+        head = "".join(f"<th>{h}</th>" for h in header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in self._cells()
+        )
+        notes = "".join(f"<p>{html.escape(n)}</p>" for n in [*self._notes(), self.verdict])
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                s.site,
+                str(s.size),
+                _cell(s.mean_shift, s.mean_shift_error, FAR, "{:+.3f} ± {:.3f}"),
+                _cell(
+                    100 * s.sd_inflation,
+                    100 * s.sd_inflation_error,
+                    100 * FAR,
+                    "{:+.1f} % ± {:.1f} %",
+                ),
+                f"{s.r_hat:.2f}" if np.isfinite(s.r_hat) else "-",
+                s.verdict,
+            )
+            for s in self.sites
+        ]
+
+    def _notes(self) -> list[str]:
+        configurational, kinetic = self.estimates.configurational, self.estimates.kinetic
+        heat = f"configurational {configurational.value:.3f} ± {configurational.error:.3f}"
+        if np.isfinite(kinetic.value):
+            heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
+        gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
+        return [
+            f"Worst coordinates, in unconstrained space; mean shift in posterior sds; from "
+            f"{gradients}.",
+            f"Temperature (1 where exact): {heat}.",
+            f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
+            f"sds by at most {100 * self.noise_inflation:.1f} %.",
+        ]
+
+    def to_dataset(self) -> Any:
+        """The report as an :class:`xarray.Dataset`, one entry a coordinate."""
+        xarray = checks.needs("xarray", "BiasReport.to_dataset", "arviz")
+        shift, inflation = self.estimates.shift, self.estimates.inflation
+        columns = {
+            "mean_shift": shift.value,
+            "mean_shift_error": shift.error,
+            "sd_inflation": inflation.value,
+            "sd_inflation_error": inflation.error,
+            "r_hat": self.r_hat,
+        }
+        return xarray.Dataset(
+            {name: ("coordinate", values) for name, values in columns.items()},
+            coords={
+                "coordinate": [name for _, name in self.names],
+                "site": ("coordinate", [site for site, _ in self.names]),
+            },
+            attrs={
+                "verdict": self.verdict,
+                "kinetic_temperature": float(self.estimates.kinetic.value),
+                "configurational_temperature": float(self.estimates.configurational.value),
+                "gradient_noise_variance": self.noise_variance,
+                "step_size": self.step_size,
+                "full_data": int(self.full_data),
+            },
+        )
+
+    def to_dataframe(self, coordinates: bool = False) -> Any:
+        """The report as a :class:`pandas.DataFrame`.
+
+        :param coordinates: one row a coordinate; default one row a site, with the verdicts.
+        """
+        pandas = checks.needs("pandas", "BiasReport.to_dataframe", "arviz")
+        if coordinates:
+            return self.to_dataset().to_dataframe()
+        return pandas.DataFrame(self.sites).set_index("site")
+
+    def add_to(self, data: Any) -> None:
+        """Put the report into an ArviZ object as its group ``bias_report``.
+
+        :param data: an ``InferenceData`` (ArviZ 0.23) or a ``DataTree`` (ArviZ 1.x).
+        """
+        dataset = self.to_dataset()
+        if not hasattr(data, "groups"):
+            raise ValueError(f"`data` is a {type(data).__name__}, but must be an ArviZ object.")
+        if hasattr(data, "add_groups"):
+            data.add_groups({"bias_report": dataset})
+        else:
+            data["bias_report"] = type(data)(dataset)
+
+
+def _cell(value: float, error: float, far: float, form: str) -> str:
+    return form.format(value, error) if abs(value) < far else "lost"
