@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checkpointing.codec import decode
 from numpyro_sgmcmc.checkpointing.store import checksum, newest_header
 
 __all__ = ["DrawsOnDisk", "open_draws"]
@@ -84,13 +86,14 @@ class DrawsOnDisk:
             root[name][:, start : start + x.shape[1]] = x
         return checksum(x for _, x in leaves)
 
-    def read(self, like: dict[str, Any], blocks: list[list[int]]) -> dict[str, Any]:
+    def read(self, layout: Any, blocks: list[list[int]]) -> dict[str, Any]:
         """The draws in some blocks, which follow each other.
 
-        :param like: a tree of the same structure.
+        :param layout: the structure of the draws, as a checkpoint's header has it.
         :param blocks: of a :class:`~numpyro_sgmcmc.checkpointing.store.Checkpoint`.
         :raises RuntimeError: naming the first block that is damaged.
         """
+        like = decode(layout, defaultdict(lambda: np.zeros(0)))
         names = [name for name, _ in _named_leaves(like, self._sample_field)]
         parts: list[list[np.ndarray]] = []
         for start, stop, crc in blocks:

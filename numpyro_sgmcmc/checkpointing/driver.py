@@ -7,8 +7,6 @@ on from what has been written, as a resumed run does: the two cannot differ.
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,12 +20,18 @@ from numpyro.infer import MCMC
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checkpointing.codec import decode, encode
+from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
 from numpyro_sgmcmc.checkpointing.fingerprint import check_same, fingerprint
 from numpyro_sgmcmc.checkpointing.lock import locked
-from numpyro_sgmcmc.checkpointing.loop import Chains
+from numpyro_sgmcmc.checkpointing.loop import Chains, kept_and_removed, with_chains
+from numpyro_sgmcmc.checkpointing.refusals import (
+    refuse_environment,
+    refuse_file,
+    refuse_settings,
+)
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
+from numpyro_sgmcmc.checkpointing.stops import Stops
 from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
 from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
 from numpyro_sgmcmc.checks import notify
@@ -85,22 +89,7 @@ class CheckpointedMCMC(MCMC):
         chain_method: str | Callable = "parallel",
         progress_bar: bool = True,
     ) -> None:
-        if not isinstance(sampler, SGMCMCKernel):
-            raise ValueError(
-                f"`CheckpointedMCMC` is for the kernels of numpyro_sgmcmc, whose state holds all "
-                f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
-            )
-        checks.is_bool("keep_draws", keep_draws)
-        if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
-            raise ValueError(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
-        checks.positive_int("num_samples", num_samples)
-        checks.positive_int("thinning", thinning)
-        if num_samples < thinning:
-            raise ValueError(
-                f"`thinning` is {thinning}, which leaves none of {num_samples} samples."
-            )
-        if checkpoint_every is not None:
-            checks.positive_int("checkpoint_every", checkpoint_every)
+        refuse_settings(sampler, num_samples, thinning, checkpoint, checkpoint_every, keep_draws)
         self._draws_read: dict[str, Any] | None = None
         super().__init__(
             sampler,
@@ -117,7 +106,8 @@ class CheckpointedMCMC(MCMC):
         self._num_draws = num_samples // thinning
         self._every = min(checkpoint_every or -(-self._num_draws // _SEGMENTS), self._num_draws)
         # As NumPyro does: what thinning leaves over is dropped before the first draw.
-        self._before_draws = num_warmup + num_samples % thinning
+        before_draws = num_warmup + num_samples % thinning
+        self._stops = Stops(self._every * thinning, before_draws, self._num_draws * thinning)
         self._store = Store(self._folder)
         self._disk = DrawsOnDisk(self._folder, self._sample_field)
         self._reached: Checkpoint | None = None
@@ -144,11 +134,8 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
             another process uses the folder.
         """
-        self._check_place()
-        if self._folder.exists() and not self._folder.is_dir():
-            raise NotADirectoryError(
-                f"`checkpoint` is '{self._folder}', a file: give it the path of a folder."
-            )
+        refuse_environment()
+        refuse_file(self._folder)
         with locked(self._folder):
             self._begin(rng_key, args, kwargs, tuple(extra_fields), init_params)
 
@@ -177,7 +164,7 @@ class CheckpointedMCMC(MCMC):
         chains = self._chains(extra_fields, args, kwargs)
         state = chains.start(rng_key, self.num_warmup, init_params)
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
-        room = self._with_chains(room)
+        room = with_chains(room, self.num_chains)
         stored = self._stored(room)
         none = jax.tree.map(lambda x: np.empty((0,), x.dtype), stored)
         header = {
@@ -208,7 +195,7 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
             process uses the folder.
         """
-        self._check_place()
+        refuse_environment()
         if not self.has_checkpoint:
             raise FileNotFoundError(
                 f"'{self._folder}' holds no run that could be continued: call `run`."
@@ -281,8 +268,7 @@ class CheckpointedMCMC(MCMC):
         if reached is None or reached.draws == 0:
             return None
         if self._draws_read is None:
-            like = _like(reached.header)
-            draws = self._disk.read(like, reached.blocks)
+            draws = self._disk.read(reached.header["layout"], reached.blocks)
             self._draws_read = jax.tree.map(jnp.asarray, draws)
         return self._draws_read
 
@@ -305,16 +291,6 @@ class CheckpointedMCMC(MCMC):
         if self._reached is not None and self._reached.draws == 0:
             raise RuntimeError(f"There are no draws yet for `{wanted_by}`: call `resume`.")
 
-    def _check_place(self) -> None:
-        """Refuse before any work, not after it."""
-        checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-        checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
-        if jax.process_count() > 1:
-            raise ValueError(
-                "`CheckpointedMCMC` runs in one process, but there are "
-                f"{jax.process_count()}: use numpyro.infer.MCMC."
-            )
-
     def _fingerprint(self, args: tuple, kwargs: dict) -> dict[str, str]:
         names = ("num_warmup", "num_samples", "num_chains", "thinning", "chain_method")
         settings = {n: getattr(self, n) for n in (*names, "postprocess_fn")}
@@ -323,10 +299,8 @@ class CheckpointedMCMC(MCMC):
 
     def _chains(self, extra_fields: tuple[str, ...], args: tuple, kwargs: dict) -> Chains:
         self._args, self._kwargs = args, kwargs
-        prefix = f"~{self._sample_field}."
         names = (self._sample_field, *self._default_fields, *extra_fields, *self._hidden)
-        removed = tuple(dict.fromkeys(n[len(prefix) :] for n in names if n.startswith(prefix)))
-        fields = tuple(dict.fromkeys(n for n in names if not n.startswith("~")))
+        fields, removed = kept_and_removed(names, self._sample_field)
         self._extra_fields = extra_fields
         return Chains(
             self.sampler,
@@ -353,9 +327,6 @@ class CheckpointedMCMC(MCMC):
             dropped.add(self._sample_field)
         return {k: v for k, v in draws.items() if k not in dropped}
 
-    def _with_chains(self, draws: Any) -> Any:
-        return draws if self.num_chains > 1 else jax.tree.map(lambda x: x[None], draws)
-
     def _reach(self, checkpoint: Checkpoint) -> None:
         """Be at a checkpoint, for everything that can be asked of this object."""
         self._reached = checkpoint
@@ -374,20 +345,12 @@ class CheckpointedMCMC(MCMC):
 
     def _check_last_block(self, header: dict[str, Any]) -> None:
         if header["blocks"]:
-            self._disk.read(_like(header), header["blocks"][-1:])
-
-    def _next_stop(self, done: int) -> int:
-        """The iteration of the next checkpoint: a multiple, so that chunks on disk are whole."""
-        every, first = self._every * self.thinning, self._before_draws
-        if done < first:
-            return min(first, (done // every + 1) * every)
-        last = first + self._num_draws * self.thinning
-        return min(last, first + ((done - first) // every + 1) * every)
+            self._disk.read(header["layout"], header["blocks"][-1:])
 
     def _continue(self, chains: Chains) -> None:
         """Segment after segment until the run is complete or is to stop."""
         assert self._reached is not None
-        last = self._before_draws + self._num_draws * self.thinning
+        last = self._stops.last
         sites = None
         if self.progress_bar and self._keep_draws and (states := self._states):
             sites = states[self._sample_field]
@@ -410,7 +373,7 @@ class CheckpointedMCMC(MCMC):
         before = self._reached
         assert before is not None
         done = before.iterations
-        stop, is_warmup = self._next_stop(done), done < self._before_draws
+        stop, is_warmup = self._stops.next(done), done < self._stops.before_draws
         segment = chains.segment(before.tree["state"], done - stop if is_warmup else 0)
         unit = 1 if is_warmup else self.thinning
         while done < stop and not interrupt.is_asked:
@@ -426,7 +389,7 @@ class CheckpointedMCMC(MCMC):
         blocks = before.blocks
         if num:
             draws = jax.tree.map(np.asarray, segment.draws)
-            draws = jax.tree.map(lambda x: x[:, :num], self._with_chains(draws))
+            draws = jax.tree.map(lambda x: x[:, :num], with_chains(draws, self.num_chains))
             sites, stored = draws[self._sample_field], self._stored(draws)
             weights = draws["weight"] if self._hidden else np.ones((self.num_chains, num))
             tree["running"] = RunningMoments(**tree["running"]).add(sites, weights)._asdict()
@@ -436,8 +399,3 @@ class CheckpointedMCMC(MCMC):
             watch.add_draws(sites)
             watch.show(segment.state)
         self._keep(Checkpoint(done, before.draws + num, blocks, before.header, tree))
-
-
-def _like(header: dict[str, Any]) -> Any:
-    """A tree of the structure that the draws on disk have."""
-    return decode(header["layout"], defaultdict(lambda: np.zeros(0)))

@@ -20,7 +20,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["Chains", "Segment"]
+__all__ = ["Chains", "Segment", "kept_and_removed", "with_chains"]
 
 
 class Segment(NamedTuple):
@@ -188,3 +188,17 @@ def _one_by_one(one: Callable[[Any], Any], of_all: Any) -> Any:
     num = len(jax.tree.leaves(of_all)[0])
     each = [one(jax.tree.map(lambda x, i=i: x[i], of_all)) for i in range(num)]
     return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+
+
+def kept_and_removed(
+    names: tuple[str, ...], sample_field: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Fields to collect, and sites that ``~z.site`` takes out."""
+    prefix = f"~{sample_field}."
+    removed = tuple(dict.fromkeys(n[len(prefix) :] for n in names if n.startswith(prefix)))
+    return tuple(dict.fromkeys(n for n in names if not n.startswith("~"))), removed
+
+
+def with_chains(draws: Any, num_chains: int) -> Any:
+    """Draws with a leading axis of chains, which those of one chain lack."""
+    return draws if num_chains > 1 else jax.tree.map(lambda x: x[None], draws)

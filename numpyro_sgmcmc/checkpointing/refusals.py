@@ -1,0 +1,68 @@
+"""What :class:`~numpyro_sgmcmc.CheckpointedMCMC` cannot run with, refused before any work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+
+__all__ = ["refuse_environment", "refuse_file", "refuse_settings"]
+
+
+def refuse_settings(
+    sampler: Any,
+    num_samples: Any,
+    thinning: Any,
+    checkpoint: Any,
+    checkpoint_every: Any,
+    keep_draws: Any,
+) -> None:
+    """Refuse what cannot be meant.
+
+    :raises ValueError: naming the argument.
+    """
+    if not isinstance(sampler, SGMCMCKernel):
+        raise ValueError(
+            f"`CheckpointedMCMC` is for the kernels of numpyro_sgmcmc, whose state holds all "
+            f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
+        )
+    checks.is_bool("keep_draws", keep_draws)
+    if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
+        raise ValueError(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
+    checks.positive_int("num_samples", num_samples)
+    checks.positive_int("thinning", thinning)
+    if num_samples < thinning:
+        raise ValueError(f"`thinning` is {thinning}, which leaves none of {num_samples} samples.")
+    if checkpoint_every is not None:
+        checks.positive_int("checkpoint_every", checkpoint_every)
+
+
+def refuse_file(folder: Path) -> None:
+    """Refuse a file where the run's folder should be.
+
+    :raises NotADirectoryError: naming it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(
+            f"`checkpoint` is '{folder}', a file: give it the path of a folder."
+        )
+
+
+def refuse_environment() -> None:
+    """Refuse missing packages, and several processes.
+
+    :raises ImportError: saying what to install.
+    :raises ValueError: for several processes.
+    """
+    checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+    checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+    if jax.process_count() > 1:
+        raise ValueError(
+            "`CheckpointedMCMC` runs in one process, but there are "
+            f"{jax.process_count()}: use numpyro.infer.MCMC."
+        )
