@@ -26,7 +26,8 @@ from contract import (
 )
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+from numpyro_sgmcmc.dynamics.riemannian import potential_metric
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel
 
 ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 3000
 

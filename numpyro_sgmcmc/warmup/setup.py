@@ -355,7 +355,7 @@ class Setup:
         choices = {
             kind: self._cheapest(
                 dynamics,
-                settings.largest_step_size,
+                dynamics.schemes[settings.scheme].step_size,
                 noise[kind],
                 curvature,
                 settings.target_bias,
@@ -365,10 +365,10 @@ class Setup:
         minibatch = self._choose_minibatch(noise, choices)
         kind = "blocks" if minibatch == "blocks" else "random"
         estimator, step_size, inflation = choices[kind]
+        located = settings.locate(frame.anchored(target.dtype).coordinates)
         if settings.step_size is not None:
             step_size = settings.step_size
-        elif not settings.has_default_dynamics:
-            located = settings.locate(frame.anchored(target.dtype).coordinates)
+        elif not located.has_default_settings:
             heard = 0.0 if settings.noise_compensation else noise[kind][estimator].mean
             step_size, excess = shorten_until_right(
                 located, settings.scheme, step_size, target.dim, settings.target_bias, heard
