@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Unpack
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.chain.iteration import iterate, start_chain
-from numpyro_sgmcmc.chain.move_anchor import with_anchor_here
 from numpyro_sgmcmc.chain.program import Program
 from numpyro_sgmcmc.chain.read_ahead import refilled, with_empty_block
 from numpyro_sgmcmc.chain.start_locals import start_locals
@@ -224,7 +224,15 @@ class SGMCMCKernel(MCMCKernel):
         if self.adaptation.estimator == "plain":
             return state
         arguments = self._cache.held.hold(Arguments(model_args, model_kwargs)).read()
-        return with_anchor_here(self.target, state, arguments)
+        anchor = ravel_pytree(state.z)[0].astype(self.target.dtype)
+        adapt_state = state.adapt_state._replace(
+            anchor=anchor, anchor_gradient=self.target.full_gradient(anchor, arguments)
+        )
+        if adapt_state.anchor_hessian is not None:
+            hessian = self.target.full_expansion(anchor, arguments)[2]
+            adapt_state = adapt_state._replace(anchor_hessian=hessian)
+        dynamics = state.dynamics._replace(position=jnp.zeros_like(anchor))
+        return state._replace(dynamics=dynamics, adapt_state=adapt_state)
 
     def init(
         self,

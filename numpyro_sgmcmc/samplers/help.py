@@ -38,5 +38,7 @@ def _with_shared_parameters(text: str | None) -> str | None:
     text, shared = inspect.cleandoc(text), inspect.cleandoc(Options.__doc__)
     shared = shared[shared.index(":param") : shared.index(":raises")]
     text = _OPTIONS.sub(lambda _: shared, text)
+    if ":param model:" in text:
+        return text
     first = text.index(":param")
     return text[:first] + _MODEL + text[first:]

@@ -37,27 +37,7 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
     """
     if value is None:
         return None
-    if isinstance(value, dict):
-        blocks = [
-            (_coordinates("inverse_mass_matrix", k, sites), _matrix(v)) for k, v in value.items()
-        ]
-        taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
-        if len(np.unique(taken)) < len(taken):
-            raise Refusal(
-                f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
-                "block."
-            )
-        full = np.eye(dim)
-        for where, block in blocks:
-            if block.shape not in ((where.size,), (where.size, where.size)):
-                raise Refusal(
-                    f"`inverse_mass_matrix` has a block of shape {block.shape} for "
-                    f"{where.size} coordinates."
-                )
-            full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
-        matrix = full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
-    else:
-        matrix = _matrix(value)
+    matrix = _from_blocks(value, sites, dim) if isinstance(value, dict) else _array(value)
     if matrix.shape not in ((dim,), (dim, dim)):
         raise Refusal(
             f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
@@ -66,6 +46,26 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
     if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
         raise Refusal("`inverse_mass_matrix` must be positive definite.")
     return matrix
+
+
+def _from_blocks(value: dict[Any, Any], sites: tuple[Site, ...], dim: int) -> np.ndarray:
+    """The whole matrix, diagonal if all blocks are."""
+    blocks = [(_coordinates("inverse_mass_matrix", k, sites), _array(v)) for k, v in value.items()]
+    taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
+    if len(np.unique(taken)) < len(taken):
+        raise Refusal(
+            f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
+            "block."
+        )
+    full = np.eye(dim)
+    for where, block in blocks:
+        if block.shape not in ((where.size,), (where.size, where.size)):
+            raise Refusal(
+                f"`inverse_mass_matrix` has a block of shape {block.shape} for "
+                f"{where.size} coordinates."
+            )
+        full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
+    return full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
 
 
 def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
@@ -93,7 +93,7 @@ def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarr
     return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
 
 
-def _matrix(value: Any) -> np.ndarray:
+def _array(value: Any) -> np.ndarray:
     """A user's matrix or its diagonal as an array of floats."""
     try:
         found = np.asarray(value)
