@@ -50,20 +50,20 @@ RECIPE = {
 def variants() -> Iterator[tuple[str, str, type, dict[str, Any]]]:
     """Kernel, scheme, class and settings of each row."""
     for kernel in (SGHMCSplit, SGHMC, SGLD, SHMC):
-        for scheme in kernel.largest_step_sizes:
+        for scheme in kernel.schemes:
             yield kernel.__name__, scheme, kernel, {"scheme": scheme}
     yield "SGHMCSplit, compensated", "symmetric", SGHMCSplit, {"noise_compensation": True}
-    for scheme in SGNHT.largest_step_sizes:
+    for scheme in SGNHT.schemes:
         yield "SGNHT", scheme, SGNHT, {"scheme": scheme}
         yield "SGNHT, shared", scheme, SGNHT, {"scheme": scheme, "per_coordinate": False}
-    for scheme in SGMGT.largest_step_sizes:
+    for scheme in SGMGT.schemes:
         for a in (0.5, 1.0, 2.0):
             yield f"SGMGT, a = {a:g}", scheme, SGMGT, {"scheme": scheme, "a": a}
     yield "SGMGT, a = 1, D", "symmetric", SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1}
-    for scheme in SGLaplaceHMC.largest_step_sizes:
+    for scheme in SGLaplaceHMC.schemes:
         yield "SGLaplaceHMC", scheme, SGLaplaceHMC, {"scheme": scheme}
     for kernel in (SGRLD, SGRHMC):
-        for scheme in kernel.largest_step_sizes:
+        for scheme in kernel.schemes:
             yield f"{kernel.__name__}, potential", scheme, kernel, {"scheme": scheme}
             for name, metric in METRICS.items():
                 settings = {"scheme": scheme, "inverse_metric": metric}

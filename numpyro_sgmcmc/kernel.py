@@ -1,5 +1,6 @@
 """Where :class:`SGMCMCKernel`, the base of all kernels, may be imported from."""
 
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["KernelOptions", "SGMCMCKernel"]

@@ -318,7 +318,7 @@ class CheckpointedMCMC(MCMC):
     @property
     def _hidden(self) -> tuple[str, ...]:
         """Fields that the running moments need, asked for or not."""
-        return ("weight",) if callable(self.sampler._step_size) else ()
+        return ("weight",) if callable(self.sampler.options.step_size) else ()
 
     def _stored(self, draws: dict[str, Any]) -> dict[str, Any]:
         """What of the draws goes to disk."""

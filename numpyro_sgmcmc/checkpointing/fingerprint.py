@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import CodeType, ModuleType
@@ -29,16 +29,6 @@ _JAX_OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
-)
-# What `init` finds; the checkpoint holds what of it matters.
-_FOUND = (
-    "_adapted",
-    "_held",
-    "_noise",
-    "_num_warmup",
-    "_sample_fn",
-    "_target",
-    "_targets",
 )
 
 
@@ -136,11 +126,12 @@ def fingerprint(
     """Everything that decides a run's draws but for its key: kernel, settings, data, versions."""
     from numpyro_sgmcmc import __version__
 
-    model: Callable | None = kernel._model or kernel._potential_fn
+    chosen = kernel.settings
+    model, potential_fn = chosen.pop("model"), chosen.pop("potential_fn")
+    model = model or potential_fn
     found = {"kernel": type(kernel).__qualname__, "model": describe(model)}
-    for name, value in sorted(vars(kernel).items()):
-        if name not in _FOUND and name not in ("_model", "_potential_fn"):
-            found[f"kernel option `{name.lstrip('_')}`"] = describe(value)
+    for name, value in sorted(chosen.items()):
+        found[f"kernel option `{name}`"] = describe(value)
     for name, value in settings.items():
         found[f"`{name}`"] = describe(value)
     arguments = Arguments(model_args, model_kwargs)

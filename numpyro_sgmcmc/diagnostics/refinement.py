@@ -91,7 +91,7 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
 
 
 def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
-    if callable(kernel._step_size):
+    if callable(kernel.options.step_size):
         raise ValueError("`compare_with_finer` cannot halve a schedule: give a constant step_size.")
     adaptation = _adaptation(kernel)
     step_size, num_steps = adaptation.step_size / 2, 2 * adaptation.num_steps

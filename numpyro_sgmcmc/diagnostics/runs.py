@@ -51,7 +51,7 @@ def needs_data(kernel: SGMCMCKernel, wanted_by: str) -> None:
 
     :raises ValueError: naming the function that needs them.
     """
-    if kernel._target is None:
+    if not kernel.has_data:
         raise ValueError(
             f"`{wanted_by}` needs the kernel's data, which it forgets when it is pickled: run it "
             "again first."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -29,12 +30,14 @@ def damped_oscillation(friction: float, time: np.ndarray) -> np.ndarray:
     return np.exp(-decay * time) * turned.real
 
 
+@dataclass(frozen=True)
 class Dynamics:
     """An SDE over a flat position of shape ``(d,)`` and its auxiliary variables.
 
     Everything is in whitened coordinates: unit mass, posterior covariance about the identity.
     A state is a NamedTuple of arrays whose first field is the position. Subclasses are frozen
-    dataclasses: they are compiled into the step.
+    dataclasses: they are compiled into the step. Their fields' defaults are the settings at which
+    the schemes' step sizes are known to suit.
     """
 
     State: ClassVar[type]
@@ -42,6 +45,11 @@ class Dynamics:
 
     has_thermostat: ClassVar[bool] = False
     """Whether its friction adapts to the momenta's temperature."""
+
+    @property
+    def has_default_settings(self) -> bool:
+        """Whether the schemes' step sizes are known to suit these settings."""
+        return all(getattr(self, field.name) == field.default for field in fields(self))
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:

@@ -51,12 +51,15 @@ class Scheme(NamedTuple):
     """
     - **parts** - the flows, one after the other.
     - **order** - weak order: expectations are wrong by O(step_size ** order).
+    - **step_size** - the largest that suits a whitened Gaussian and an exact gradient, at the
+      default settings of the SDE: its sds are within 5 % up to a curvature of 3.5.
     - **reads_end** - whether the step's first gradient is taken at the position where the step
       ends; otherwise it is at, or about, the one where it starts.
     """
 
     parts: tuple[Part, ...]
     order: int
+    step_size: float
     reads_end: bool = False
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-__all__ = ["Kinetics"]
+__all__ = ["LAPLACE", "Kinetics"]
 
 _LARGEST_EXPONENTIAL = 40.0
 _GRID = 8192
@@ -127,6 +127,10 @@ class Kinetics:
 
     def _g(self, p: Array) -> Array:
         return jnp.abs(p) ** (1.0 / self.a) / self.mass
+
+
+LAPLACE = Kinetics(a=1.0, mass=1.0, softening=3.0)
+"""The paper's energy for a = 1, whose momenta have the tails of a Laplace distribution."""
 
 
 def _missing(a: float, x: Any) -> Any:

@@ -31,7 +31,7 @@ from jax import Array, random
 from numpyro_sgmcmc.dynamics.base import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
-from numpyro_sgmcmc.dynamics.kinetics import Kinetics
+from numpyro_sgmcmc.dynamics.kinetics import LAPLACE, Kinetics
 
 __all__ = ["MonomialGamma", "MonomialGammaLangevin", "MonomialGammaState", "SoftenedState"]
 
@@ -61,13 +61,13 @@ class MonomialGamma(Dynamics):
     :param int thermostat_period: steps between fresh frictions; None for never.
     """
 
-    kinetics: Kinetics
-    sigma_p: float
-    gamma: float
+    kinetics: Kinetics = LAPLACE
+    sigma_p: float = 1.5
+    gamma: float = 1.0
     sigma_theta: float = 0.0
     sigma_xi: float = 0.0
-    momentum_period: int | None = None
-    thermostat_period: int | None = None
+    momentum_period: int | None = 100
+    thermostat_period: int | None = 100
 
     State = MonomialGammaState
     has_thermostat = True
@@ -77,8 +77,8 @@ class MonomialGamma(Dynamics):
         # With noise in the position the middle flow is not exact.
         order = 1 if self.sigma_theta > 0.0 else 2
         return {
-            "euler": Scheme((Part("euler"),), order=1),
-            "symmetric": Scheme(SYMMETRIC, order=order),
+            "euler": Scheme((Part("euler"),), order=1, step_size=0.05),
+            "symmetric": Scheme(SYMMETRIC, order=order, step_size=0.2),
         }
 
     @property
@@ -196,16 +196,16 @@ class MonomialGammaLangevin(Dynamics):
     :param float friction: friction coefficient A, positive.
     """
 
-    kinetics: Kinetics
-    friction: float
+    kinetics: Kinetics = LAPLACE
+    friction: float = 1.5
 
     State = SoftenedState
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
         return {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
-            "symmetric": Scheme(SYMMETRIC, order=2),
+            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
+            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.2),
         }
 
     @property

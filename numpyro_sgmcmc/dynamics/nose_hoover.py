@@ -55,7 +55,7 @@ class NoseHoover(Dynamics):
     :param bool per_coordinate: one thermostat a coordinate, in place of one for all.
     """
 
-    friction: float
+    friction: float = 1.5
     per_coordinate: bool = True
 
     State = NoseHooverState
@@ -64,9 +64,9 @@ class NoseHoover(Dynamics):
     @property
     def schemes(self) -> Mapping[str, Scheme]:
         return {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
-            "symmetric": Scheme(SYMMETRIC, order=2),
+            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
+            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
+            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.3),
         }
 
     @property

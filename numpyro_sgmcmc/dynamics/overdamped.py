@@ -37,7 +37,7 @@ class Overdamped(Dynamics):
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
-        return {"euler": Scheme((Part("euler"),), order=1)}
+        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.05)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:

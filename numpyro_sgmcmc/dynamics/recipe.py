@@ -59,7 +59,7 @@ class Recipe(Dynamics):
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
-        return {"euler": Scheme((Part("euler"),), order=1)}
+        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.02)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:

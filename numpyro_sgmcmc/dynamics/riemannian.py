@@ -34,7 +34,13 @@ from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
 
-__all__ = ["Riemannian", "RiemannianLangevin", "RiemannianLangevinState", "RiemannianState"]
+__all__ = [
+    "Riemannian",
+    "RiemannianLangevin",
+    "RiemannianLangevinState",
+    "RiemannianState",
+    "potential_metric",
+]
 
 
 def root(inverse_metric: Array) -> Array:
@@ -58,6 +64,17 @@ def divergence(matrix: Callable[[Array], Array], q: Array) -> Array:
     return jnp.diagonal(slope) if kind == 1 else jnp.einsum("jij->i", slope)
 
 
+def potential_metric(q: Array) -> Array:
+    r"""The inverse metric of gSGRHMC, :math:`G^{-1} \propto \sqrt{|U + C|}`, a scalar.
+
+    Larger where the potential is, so that steps are longer in the tails. In place of the potential
+    stands its quadratic expansion about the anchor in whitened units, :math:`|q|^2/2`: any
+    positive function of the position leaves the posterior invariant, and this one reads no data.
+    C = 1/2 as in the paper, and the value is about one at a typical position.
+    """
+    return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
+
+
 class RiemannianLangevinState(NamedTuple):
     """- **position** - whitened position, shape ``(d,)``."""
 
@@ -72,13 +89,13 @@ class RiemannianLangevin(Dynamics):
         of shape ``(d,)``, or a matrix of shape ``(d, d)``.
     """
 
-    inverse_metric: Callable[[Array], Array]
+    inverse_metric: Callable[[Array], Array] = potential_metric
 
     State = RiemannianLangevinState
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
-        return {"euler": Scheme((Part("euler"),), order=1)}
+        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.04)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:
@@ -138,8 +155,8 @@ class Riemannian(Dynamics):
     :param int momentum_period: steps between fresh momenta; None for never.
     """
 
-    inverse_metric: Callable[[Array], Array]
-    friction: float = 1.0
+    inverse_metric: Callable[[Array], Array] = potential_metric
+    friction: float = 1.5
     momentum_period: int | None = None
 
     State = RiemannianState
@@ -147,9 +164,11 @@ class Riemannian(Dynamics):
     @property
     def schemes(self) -> Mapping[str, Scheme]:
         return {
-            "euler": Scheme((Part("euler_momentum"), Part("euler_drift")), order=1),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
-            "symmetric": Scheme((Part("drift", 0.5), Part("momentum"), Part("drift", 0.5)), 2),
+            "euler": Scheme((Part("euler_momentum"), Part("euler_drift")), 1, step_size=0.06),
+            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
+            "symmetric": Scheme(
+                (Part("drift", 0.5), Part("momentum"), Part("drift", 0.5)), 2, step_size=0.25
+            ),
         }
 
     @property

@@ -55,24 +55,32 @@ class Underdamped(Dynamics):
     :param bool keeps_gradient: whether the state keeps the last gradient, as BAOAB and OBABO need.
     """
 
-    friction: float
+    friction: float = 1.5
     num_leapfrog: int | None = None
     keeps_gradient: bool = False
 
     State = UnderdampedState
 
     @property
+    def has_default_settings(self) -> bool:
+        # One leapfrog step between refreshments is Lie-Trotter's default, and what the state keeps
+        # is up to the scheme.
+        return self.friction == type(self).friction and self.num_leapfrog in (None, 1)
+
+    @property
     def schemes(self) -> Mapping[str, Scheme]:
         leapfrog = (Part("drift", 0.5), Part("kick"), Part("drift", 0.5))
         found = {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1),
-            "leapfrog": Scheme((Part("drift", 0.5), Part("damped_kick"), Part("drift", 0.5)), 1),
-            "symmetric": Scheme(SYMMETRIC, order=2),
-            "lie_trotter": Scheme(
-                (*leapfrog, Part("fluctuation", every=self.num_leapfrog or 1)), order=2
+            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.1),
+            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
+            "leapfrog": Scheme(
+                (Part("drift", 0.5), Part("damped_kick"), Part("drift", 0.5)), 1, step_size=0.3
             ),
-            "mt3": Scheme((Part("mt3"),), order=3),
+            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.3),
+            "lie_trotter": Scheme(
+                (*leapfrog, Part("fluctuation", every=self.num_leapfrog or 1)), 2, step_size=0.3
+            ),
+            "mt3": Scheme((Part("mt3"),), order=3, step_size=0.5),
         }
         if self.keeps_gradient:
             found["baoab"] = Scheme(
@@ -84,6 +92,7 @@ class Underdamped(Dynamics):
                     Part("kick", 0.5),
                 ),
                 order=2,
+                step_size=0.3,
                 reads_end=True,
             )
             found["obabo"] = Scheme(
@@ -95,6 +104,7 @@ class Underdamped(Dynamics):
                     Part("fluctuation", 0.5),
                 ),
                 order=2,
+                step_size=0.3,
                 reads_end=True,
             )
         return found

@@ -1,14 +1,37 @@
-"""Which of a kernel's options a posterior bears."""
+"""What a posterior does not bear: options of the kernel, and ways to run it."""
 
 from __future__ import annotations
 
-from numpyro_sgmcmc.checks import notify
+import jax
+
+from numpyro_sgmcmc.checks import Refusal, notify
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.samplers.options import Options
 
-__all__ = ["check_compatible"]
+__all__ = ["refuse_chain_per_device", "refuse_local_sites_in_block", "refuse_unsuitable_options"]
 
 
-def check_compatible(target: Target, gradient: str, noise_compensation: bool) -> None:
+def refuse_chain_per_device(arguments: Arguments) -> None:
+    """Refuse to spread chains over the devices that rows are spread over."""
+    if arguments.sharded and jax.sharding.get_abstract_mesh().manual_axes:
+        raise Refusal(
+            "chain_method='parallel' gives every device a chain, but the devices share the "
+            "rows: use chain_method='vectorized'."
+        )
+
+
+def refuse_local_sites_in_block(target: Target) -> None:
+    """Refuse to be a block of NumPyro's Gibbs for a model with local sites."""
+    if target.locals is not None:
+        raise Refusal(
+            f"Site '{target.locals.names[0]}' is latent inside the subsampled plate, which "
+            "is not supported in a block of Gibbs: draw it by `gibbs_fn`, or let this "
+            "kernel move all sites."
+        )
+
+
+def refuse_unsuitable_options(target: Target, options: Options) -> None:
     """Refuse options that make no sense for a model; warn of one without a subsampled plate.
 
     :raises ValueError: naming the option, with the way out.
@@ -18,32 +41,32 @@ def check_compatible(target: Target, gradient: str, noise_compensation: bool) ->
             "The model has no subsampled plate: every step uses the gradient on all rows. "
             "Give the data's plate a subsample_size, for example 100."
         )
-    if target.is_randomized and "control_variate" in gradient:
-        raise ValueError(
+    if target.is_randomized and "control_variate" in options.gradient:
+        raise Refusal(
             "The model draws random keys (numpyro.prng_key), so that its gradient on all "
             "rows is random too and gradient='control_variate' has nothing to hold on to. "
             "Use gradient='plain' or 'auto'."
         )
-    if noise_compensation:
-        _check_independent_rows(target)
+    if options.noise_compensation:
+        _refuse_dependent_rows(target)
 
 
-def _check_independent_rows(target: Target) -> None:
+def _refuse_dependent_rows(target: Target) -> None:
     """Refuse to compensate noise that is not that of independent rows."""
     if target.shards is not None:
-        raise ValueError(
+        raise Refusal(
             "`noise_compensation` needs the gradients of single rows, which rows spread over "
             "devices do not have: leave it out."
         )
     if target.is_randomized:
-        raise ValueError(
+        raise Refusal(
             "The model draws random keys (numpyro.prng_key), whose noise the gradients of "
             "single rows do not show: leave out `noise_compensation`."
         )
     for group in target.groups:
         if len(group) > 1:
             names = " and ".join(f"'{p.name}'" for p in group)
-            raise ValueError(
+            raise Refusal(
                 f"The subsampled plates {names} meet at one site, so that its rows are not "
                 "independent: leave out `noise_compensation`, or subsample one of them."
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.checks import first_line
+from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.posterior.target import Site
 
 __all__ = ["mass_matrix", "mass_matrix_mask"]
@@ -17,7 +17,7 @@ def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.n
     if dense_mass is None or isinstance(dense_mass, (bool, np.bool_)):
         return None
     if not isinstance(dense_mass, list):
-        raise ValueError(
+        raise Refusal(
             f"`dense_mass` is {dense_mass!r}, but must be True, False, None or a list of tuples "
             "of site names."
         )
@@ -37,35 +37,35 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
     """
     if value is None:
         return None
-    if isinstance(value, dict):
-        blocks = [
-            (_coordinates("inverse_mass_matrix", k, sites), _matrix(v)) for k, v in value.items()
-        ]
-        taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
-        if len(np.unique(taken)) < len(taken):
-            raise ValueError(
-                f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
-                "block."
-            )
-        full = np.eye(dim)
-        for where, block in blocks:
-            if block.shape not in ((where.size,), (where.size, where.size)):
-                raise ValueError(
-                    f"`inverse_mass_matrix` has a block of shape {block.shape} for "
-                    f"{where.size} coordinates."
-                )
-            full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
-        matrix = full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
-    else:
-        matrix = _matrix(value)
+    matrix = _from_blocks(value, sites, dim) if isinstance(value, dict) else _array(value)
     if matrix.shape not in ((dim,), (dim, dim)):
-        raise ValueError(
+        raise Refusal(
             f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
             f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
         )
     if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
-        raise ValueError("`inverse_mass_matrix` must be positive definite.")
+        raise Refusal("`inverse_mass_matrix` must be positive definite.")
     return matrix
+
+
+def _from_blocks(value: dict[Any, Any], sites: tuple[Site, ...], dim: int) -> np.ndarray:
+    """The whole matrix, diagonal if all blocks are."""
+    blocks = [(_coordinates("inverse_mass_matrix", k, sites), _array(v)) for k, v in value.items()]
+    taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
+    if len(np.unique(taken)) < len(taken):
+        raise Refusal(
+            f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
+            "block."
+        )
+    full = np.eye(dim)
+    for where, block in blocks:
+        if block.shape not in ((where.size,), (where.size, where.size)):
+            raise Refusal(
+                f"`inverse_mass_matrix` has a block of shape {block.shape} for "
+                f"{where.size} coordinates."
+            )
+        full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
+    return full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
 
 
 def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
@@ -82,18 +82,18 @@ def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarr
     """Flat coordinates of a tuple of site names, in the order of the tuple."""
     slices = _slices(sites)
     if not isinstance(names, (str, tuple, list)) or not names:
-        raise ValueError(f"`{argument}` has {names!r} where a tuple of site names is expected.")
+        raise Refusal(f"`{argument}` has {names!r} where a tuple of site names is expected.")
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in slices:
-            raise ValueError(
+            raise Refusal(
                 f"`{argument}` names site '{name}', but the latent sites are "
                 f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
             )
     return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
 
 
-def _matrix(value: Any) -> np.ndarray:
+def _array(value: Any) -> np.ndarray:
     """A user's matrix or its diagonal as an array of floats."""
     try:
         found = np.asarray(value)
@@ -101,7 +101,7 @@ def _matrix(value: Any) -> np.ndarray:
             raise TypeError(f"its type is {found.dtype}")
         return found.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise Refusal(
             f"`inverse_mass_matrix` must be an array of numbers, but {first_line(error)}."
         ) from error
 

@@ -1,17 +1,166 @@
-"""The options that all kernels share, and what is refused of them."""
+"""The keywords that all kernels share, each with its type, default, description and check."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
-__all__ = ["local_options"]
+__all__ = ["KernelOptions", "Options"]
 
 
-def _takes(name: str, fn: Callable, keywords: Sequence[str]) -> None:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Options:
+    r"""The keywords that all kernels share; a kernel's signature and docstring take them from here.
+
+    :param step_size: step size in whitened units (posterior standard deviations), positive; or a
+        schedule ``int -> float`` of the number of steps so far, warm-up counted in, such as any
+        optax schedule. Default None: chosen in warm-up.
+    :param num_steps: stochastic-gradient steps an iteration. Default None: as many as make draws
+        about independent, from 1 to 500.
+    :param inverse_mass_matrix: about the posterior covariance in unconstrained space: shape
+        ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Kept as given. Default
+        None: found in warm-up.
+    :param dense_mass: whether the mass matrix found is dense: a bool, or a list of tuples of site
+        names that form blocks. Default None: dense for up to 100 coordinates.
+    :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own.
+    :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
+    :param gradient: ``"plain"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
+        a Hessian, so for few coordinates), or ``"auto"`` (default): the one that goes furthest
+        at the same cost, by the noise measured in warm-up.
+    :param minibatch: ``"blocks"`` of consecutive rows, ``"epoch"`` (random rows, each once an
+        epoch), ``"iid"`` (random rows), or ``"auto"`` (default): blocks, unless they prove
+        clearly noisier than random rows.
+    :param noise_compensation: whether to inject less noise where the minibatch gradient brings its
+        own: :math:`2\gamma h - h^2\hat V` in place of :math:`2\gamma h` (Ma, Chen and Fox 2015,
+        equation (9)), with :math:`\hat V` from the gradients of single rows, measured in warm-up
+        at typical positions. For plain gradients, whose noise is about the same everywhere; that
+        of control variates it compensates on average only. Needs independent minibatches:
+        ``minibatch`` is then ``"iid"``. Default False.
+    :param target_bias: relative error of posterior standard deviations that the choice of the
+        step size may allow. Default 0.05.
+    :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :param gibbs_fn: draws of sites inside the subsampled plate from their conditional, as in
+        :class:`~numpyro.infer.hmc_gibbs.HMCGibbs` and for the rows of a minibatch:
+        ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called by these keywords with dicts of
+        constrained values (of the minibatch's rows for sites inside the plate) and the rows'
+        indices, returns a dict of new values of all ``gibbs_sites``. That they come from the
+        conditional is the user's affair.
+    :param gibbs_sites: names of those sites, which may be discrete.
+    :param collect_locals: whether draws hold the sites inside the subsampled plate, for all rows:
+        a bool, or names of such sites. Default False: they take the memory of all rows a draw.
+    :raises ValueError: for a value out of range.
+    """
+
+    step_size: float | Callable[[Any], Any] | None = None
+    num_steps: int | None = None
+    inverse_mass_matrix: Any = None
+    dense_mass: bool | list[tuple[str, ...]] | None = None
+    adapt_step_size: bool = True
+    adapt_mass_matrix: bool = True
+    gradient: str = "auto"
+    minibatch: str = "auto"
+    noise_compensation: bool = False
+    target_bias: float = 0.05
+    init_strategy: Callable = init_to_uniform
+    gibbs_fn: Callable | None = None
+    gibbs_sites: Sequence[str] = ()
+    collect_locals: bool | Sequence[str] = False
+
+    def __post_init__(self) -> None:
+        checks.one_of("gradient", self.gradient, ("auto", *ESTIMATORS))
+        checks.one_of("minibatch", self.minibatch, ("auto", *MINIBATCH_SCHEMES))
+        checks.function("init_strategy", self.init_strategy)
+        if self.num_steps is not None:
+            checks.positive_int("num_steps", self.num_steps)
+        checks.positive("target_bias", self.target_bias)
+        for name in ("adapt_step_size", "adapt_mass_matrix", "noise_compensation"):
+            checks.is_bool(name, getattr(self, name))
+        if self.step_size is not None and not callable(self.step_size):
+            checks.positive("step_size", self.step_size)
+            self._keep("step_size", float(self.step_size))
+        self._keep("target_bias", float(self.target_bias))
+        self._keep("noise_compensation", bool(self.noise_compensation))
+        if self.noise_compensation:
+            _refuse_dependent_minibatches(self.minibatch)
+            self._keep("minibatch", "iid")
+        _refuse_names_without_function(self.gibbs_fn, self.gibbs_sites)
+        if self.gibbs_fn is not None:
+            checks.function("gibbs_fn", self.gibbs_fn)
+            _refuse_other_keywords(
+                "gibbs_fn", self.gibbs_fn, ("rng_key", "gibbs_sites", "hmc_sites", "rows")
+            )
+        _refuse_no_names(self.collect_locals)
+        self._keep("gibbs_sites", tuple(self.gibbs_sites))
+
+    @classmethod
+    def unknown_among(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords that no kernel knows."""
+        known = {field.name for field in fields(cls)}
+        return {name: x for name, x in keywords.items() if name not in known}
+
+    def _keep(self, name: str, value: Any) -> None:
+        """A checked value in its plain type."""
+        object.__setattr__(self, name, value)
+
+    def refuse_local_sites(self) -> None:
+        """Refuse what concerns local sites: a potential function has none.
+
+        :raises ValueError: for such options.
+        """
+        if self.gibbs_fn is not None or self.collect_locals:
+            raise Refusal("`gibbs_fn` and `collect_locals` need a kernel made from a model.")
+
+
+class KernelOptions(TypedDict, total=False):
+    """:class:`Options` as type checkers need them to check a kernel's keywords."""
+
+    step_size: float | Callable[[Any], Any] | None
+    num_steps: int | None
+    inverse_mass_matrix: Any
+    dense_mass: bool | list[tuple[str, ...]] | None
+    adapt_step_size: bool
+    adapt_mass_matrix: bool
+    gradient: str
+    minibatch: str
+    noise_compensation: bool
+    target_bias: float
+    init_strategy: Callable
+    gibbs_fn: Callable | None
+    gibbs_sites: Sequence[str]
+    collect_locals: bool | Sequence[str]
+
+
+def _refuse_dependent_minibatches(minibatch: str) -> None:
+    """Refuse to compensate noise that other minibatches take back."""
+    if minibatch not in ("auto", "iid"):
+        raise Refusal(
+            f"`noise_compensation` needs independent minibatches, but `minibatch` is "
+            f"{minibatch!r}, in which the noise of one minibatch takes back that of others: "
+            "use minibatch='iid', or leave it out."
+        )
+
+
+def _refuse_names_without_function(gibbs_fn: Any, gibbs_sites: Any) -> None:
+    """Refuse what is no list of names, names that no function draws, and a function of none."""
+    if isinstance(gibbs_sites, str) or not all(isinstance(n, str) for n in gibbs_sites):
+        raise Refusal(f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites.")
+    if (gibbs_fn is None) != (len(gibbs_sites) == 0):
+        raise Refusal(
+            "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
+            "that it draws."
+        )
+
+
+def _refuse_other_keywords(name: str, fn: Callable, keywords: Sequence[str]) -> None:
     """Refuse a function that cannot be called with these keywords."""
     try:
         signature = inspect.signature(fn)
@@ -20,31 +169,17 @@ def _takes(name: str, fn: Callable, keywords: Sequence[str]) -> None:
     try:
         signature.bind(**dict.fromkeys(keywords))
     except TypeError as error:
-        raise ValueError(
+        raise Refusal(
             f"`{name}` is called with the keywords {', '.join(keywords)}, but {error}."
         ) from None
 
 
-def local_options(
-    model: Any, gibbs_fn: Any, gibbs_sites: Any, collect_locals: bool | Sequence[str]
-) -> None:
-    """Refuse options for local sites that cannot be meant."""
-    if isinstance(gibbs_sites, str) or not all(isinstance(n, str) for n in gibbs_sites):
-        raise ValueError(f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites.")
-    if (gibbs_fn is None) != (len(gibbs_sites) == 0):
-        raise ValueError(
-            "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
-            "that it draws."
-        )
-    if gibbs_fn is not None:
-        checks.function("gibbs_fn", gibbs_fn)
-        _takes("gibbs_fn", gibbs_fn, ("rng_key", "gibbs_sites", "hmc_sites", "rows"))
+def _refuse_no_names(collect_locals: Any) -> None:
+    """Refuse what is neither a bool nor a list of names."""
     if isinstance(collect_locals, str) or not (
         isinstance(collect_locals, bool) or all(isinstance(n, str) for n in collect_locals)
     ):
-        raise ValueError(
+        raise Refusal(
             f"`collect_locals` is {collect_locals!r}, but must be True, False or a list of names "
             "of sites."
         )
-    if model is None and (gibbs_fn is not None or collect_locals):
-        raise ValueError("`gibbs_fn` and `collect_locals` need a kernel made from a model.")

@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal, typical_positions
 from numpyro_sgmcmc.dynamics import Recipe
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel, typical_positions
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["RecipeKernel"]
 
 
 def _no_auxiliary(rng_key: Array, dim: int) -> Array:
     return jnp.zeros(0)
+
+
+def _refuse_bad_values(dynamics: Recipe, z: Array, dim: int) -> None:
+    """Refuse functions whose values at ``z`` have wrong shapes, or make no diffusion."""
+    n = z.size
+    if n > dynamics.step("euler").draws * dim:
+        raise Refusal(
+            f"`auxiliary` returns {n - dim} entries for {dim} coordinates, more in proportion "
+            "than for one: let their number grow at most in proportion to the coordinates'."
+        )
+    energy = checks.returned("hamiltonian", dynamics.hamiltonian, z).shape
+    if energy != ():
+        raise Refusal(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
+    diffusion = checks.returned("diffusion", dynamics.diffusion, z)
+    curl = checks.returned("curl", dynamics.curl, z)
+    if diffusion.shape not in ((n,), (n, n)):
+        raise Refusal(
+            f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
+            f"position): return shape ({n},) or ({n}, {n})."
+        )
+    if curl.shape != (n, n):
+        raise Refusal(
+            f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
+            f"position): return shape ({n}, {n})."
+        )
+    if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
+        raise Refusal("`diffusion` and `curl` must be finite, but are not everywhere.")
+    full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
+    slack = 1e-5 * max(1.0, np.abs(full).max())
+    if not np.allclose(full, full.T, atol=slack):
+        raise Refusal("`diffusion` must be symmetric, but is not at a typical position.")
+    if np.linalg.eigvalsh(full).min() < -slack:
+        raise Refusal(
+            "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
+            "position."
+        )
+    if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
+        raise Refusal("`curl` must be skew-symmetric everywhere, but is not at a typical position.")
 
 
 class RecipeKernel(SGMCMCKernel):
@@ -40,10 +81,6 @@ class RecipeKernel(SGMCMCKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations
     (2) to (6).
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
         diagonal.
     :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
@@ -77,7 +114,7 @@ class RecipeKernel(SGMCMCKernel):
         ... )
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.02}
+    schemes = ("euler",)
 
     def __init__(
         self,
@@ -102,56 +139,15 @@ class RecipeKernel(SGMCMCKernel):
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
         super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
 
-    def _has_default_dynamics(self) -> bool:
-        return False
-
-    def _check_dynamics(self, dynamics: Any, dim: int) -> None:
-        origin = jnp.zeros(dim)
+    def _refuse_bad_functions(self, dynamics: Any, target: Target) -> None:
+        dim, origin = target.dim, jnp.zeros(target.dim)
         for q in (origin, *typical_positions(origin)):
             drawn = checks.returned(
                 "auxiliary", lambda key: dynamics.draw_auxiliary(key, dim), random.key(0)
             )
             if drawn.ndim != 1:
-                raise ValueError(
+                raise Refusal(
                     f"`auxiliary` returns shape {drawn.shape}, but must return a flat array."
                 )
             state = dynamics.init(q, random.key(0))
-            self._check_at(dynamics, jnp.concatenate(state), dim)
-
-    def _check_at(self, dynamics: Any, z: Array, dim: int) -> None:
-        n = z.size
-        if n > dynamics.step("euler").draws * dim:
-            raise ValueError(
-                f"`auxiliary` returns {n - dim} entries for {dim} coordinates, more in proportion "
-                "than for one: let their number grow at most in proportion to the coordinates'."
-            )
-        energy = checks.returned("hamiltonian", dynamics.hamiltonian, z).shape
-        if energy != ():
-            raise ValueError(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
-        diffusion = checks.returned("diffusion", dynamics.diffusion, z)
-        curl = checks.returned("curl", dynamics.curl, z)
-        if diffusion.shape not in ((n,), (n, n)):
-            raise ValueError(
-                f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
-                f"position): return shape ({n},) or ({n}, {n})."
-            )
-        if curl.shape != (n, n):
-            raise ValueError(
-                f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
-                f"position): return shape ({n}, {n})."
-            )
-        if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
-            raise ValueError("`diffusion` and `curl` must be finite, but are not everywhere.")
-        full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
-        slack = 1e-5 * max(1.0, np.abs(full).max())
-        if not np.allclose(full, full.T, atol=slack):
-            raise ValueError("`diffusion` must be symmetric, but is not at a typical position.")
-        if np.linalg.eigvalsh(full).min() < -slack:
-            raise ValueError(
-                "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
-                "position."
-            )
-        if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
-            raise ValueError(
-                "`curl` must be skew-symmetric everywhere, but is not at a typical position."
-            )
+            _refuse_bad_values(dynamics, jnp.concatenate(state), dim)

@@ -37,7 +37,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import first_line
+from numpyro_sgmcmc.checks import Refusal, first_line
 
 __all__ = [
     "Cyclical",
@@ -122,9 +122,9 @@ class Cyclical:
         checks.not_negative("exploration", self.exploration)
         _as_floats(self, "initial", "final", "exploration")
         if self.final > 1:
-            raise ValueError(f"`final` is {self.final}, but must be a share, from 0 to 1.")
+            raise Refusal(f"`final` is {self.final}, but must be a share, from 0 to 1.")
         if self.exploration >= 1:
-            raise ValueError(
+            raise Refusal(
                 f"`exploration` is {self.exploration}, but must be below 1: nothing would be kept."
             )
 
@@ -145,12 +145,12 @@ def _shares(draws: Any, weights: Any) -> tuple[Array, int]:
     weights = checks.real_array("weights", weights)
     shapes = {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)}
     if shapes != {weights.shape}:
-        raise ValueError(
+        raise Refusal(
             f"`weights` have shape {weights.shape}, which are not the first axes of `draws`: take "
             "both with group_by_chain=True, or both without."
         )
     if not ((weights >= 0).all() and 0 < weights.sum() < np.inf):
-        raise ValueError("`weights` must be finite and not negative, and not all zero.")
+        raise Refusal("`weights` must be finite and not negative, and not all zero.")
     return jnp.asarray(weights / weights.sum()).ravel(), weights.ndim
 
 
@@ -179,7 +179,7 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     checks.not_negative("q", q)
     q = float(q)
     if q > 1:
-        raise ValueError(f"`q` is {q!r}, but must lie between 0 and 1.")
+        raise Refusal(f"`q` is {q!r}, but must lie between 0 and 1.")
     shares, ndim = _shares(draws, weights)
 
     def quantile(x: Array) -> Array:
@@ -207,7 +207,7 @@ def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     _shares(draws, weights)
     kept = np.asarray(weights) > 0.0
     if kept.ndim != 2 or not (kept == kept[0]).all() or not kept[0].any():
-        raise ValueError(
+        raise Refusal(
             "`weights` must be positive at some draws, the same in each chain: pass those of one "
             "schedule, shape (chains, draws)."
         )
@@ -231,7 +231,7 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
     _shares(draws, weights)
     weights = jnp.asarray(weights)
     if weights.ndim != 2:
-        raise ValueError("`weights` must have shape (chains, draws): use group_by_chain=True.")
+        raise Refusal("`weights` must have shape (chains, draws): use group_by_chain=True.")
     if num_draws is None:
         num_draws = weights.shape[1]
     checks.positive_int("num_draws", num_draws)
@@ -257,7 +257,7 @@ def first_step_size(schedule: Any) -> float:
     try:
         jax.eval_shape(number, jnp.int32(0))
     except Exception as error:
-        raise ValueError(
+        raise Refusal(
             "`step_size` must be a function of the number of steps so far that JAX can trace "
             "(no Python `if` on it) and that returns a number, but calling it failed: "
             f"{first_line(error)}"
@@ -266,10 +266,10 @@ def first_step_size(schedule: Any) -> float:
     sizes = [float(schedule(n)) for n in counts]
     for n, size in zip(counts, sizes, strict=True):
         if np.isnan(size) or np.isinf(size) or (size < 0 and n <= 100):
-            raise ValueError(
+            raise Refusal(
                 f"`step_size({n})` is {size}, but a schedule's steps must be finite and not "
                 "negative."
             )
     if max(sizes) <= 0:
-        raise ValueError("`step_size` is a schedule of steps that are all zero.")
+        raise Refusal("`step_size` is a schedule of steps that are all zero.")
     return sizes[0] if sizes[0] > 0 else max(sizes)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGHMC"]
 
@@ -34,10 +35,6 @@ class SGHMC(SGMCMCKernel):
     Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
     equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in whitened units. Default 1.5.
     :param str scheme: ``"euler"``.
@@ -45,7 +42,7 @@ class SGHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.1}
+    schemes = ("euler",)
 
     def __init__(
         self,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGHMCSplit"]
 
@@ -36,10 +37,6 @@ class SGHMCSplit(SGMCMCKernel):
     algorithms with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation
     (8).
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in whitened units. Default 1.5.
     :param str scheme: ``"symmetric"``.
@@ -66,7 +63,7 @@ class SGHMCSplit(SGMCMCKernel):
         True
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"symmetric": 0.3}
+    schemes = ("symmetric",)
 
     def __init__(
         self,

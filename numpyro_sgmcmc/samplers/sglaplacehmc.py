@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import MonomialGammaLangevin
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGLaplaceHMC"]
 
@@ -29,10 +30,6 @@ class SGLaplaceHMC(SGMCMCKernel):
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (27), where it mends the naive stochastic slice sampler.
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float friction: friction coefficient A, positive, in whitened units. Default 1.5.
     :param float m: mass of the kinetics, positive. Default 1.
     :param float c: softening, positive; the larger, the less is softened. Default 3.
@@ -41,7 +38,7 @@ class SGLaplaceHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"symmetric": 0.2, "euler": 0.05}
+    schemes = ("symmetric", "euler")
 
     def __init__(
         self,

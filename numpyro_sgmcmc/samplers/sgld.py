@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc.dynamics import Overdamped
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGLD"]
 
@@ -27,16 +28,12 @@ class SGLD(SGMCMCKernel):
     Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin
     dynamics*, equation (4), whose step :math:`\epsilon` is :math:`2h`.
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.05}
+    schemes = ("euler",)
 
     def __init__(
         self,

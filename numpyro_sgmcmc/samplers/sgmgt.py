@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import MonomialGamma
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGMGT"]
 
@@ -38,10 +39,6 @@ class SGMGT(SGMCMCKernel):
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (13), appendices C (kinetics) and E (splitting).
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float a: shape of the kinetics, in [0.5, 2]. Default 1.
     :param float m: mass of the kinetics, positive. Default 1.
     :param float c: softening, positive; the larger, the less is softened. Default 3.
@@ -58,7 +55,7 @@ class SGMGT(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"symmetric": 0.2, "euler": 0.05}
+    schemes = ("symmetric", "euler")
 
     def __init__(
         self,

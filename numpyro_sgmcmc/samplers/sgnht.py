@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import NoseHoover
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SGNHT"]
 
@@ -32,10 +33,6 @@ class SGNHT(SGMCMCKernel):
     Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with
     high-order integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float friction: injected noise A, which is the friction's stationary mean without
         gradient noise; positive, in whitened units. Default 1.5.
     :param bool per_coordinate: one thermostat a coordinate, which also takes away noise that
@@ -45,10 +42,7 @@ class SGNHT(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {
-        "symmetric": 0.3,
-        "euler": 0.05,
-    }
+    schemes = ("symmetric", "euler")
 
     def __init__(
         self,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Riemannian
-from numpyro_sgmcmc.samplers.base import KernelOptions
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+from numpyro_sgmcmc.samplers.options import KernelOptions
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel
 
 __all__ = ["SGRHMC"]
 
@@ -31,17 +31,13 @@ class SGRHMC(MetricKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equation
     (17) with its signs corrected, and Algorithm 1.
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
         of the usual length: a function of the unconstrained values (a dict by site name) that
         returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
         of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
         it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
         in units of its posterior sd. Or ``"potential"`` (default),
-        :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+        :func:`~numpyro_sgmcmc.dynamics.riemannian.potential_metric`.
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
     :param int momentum_period: steps between fresh momenta; None (default) for never.
@@ -51,10 +47,7 @@ class SGRHMC(MetricKernel):
         of the wrong shape or not positive definite.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {
-        "symmetric": 0.25,
-        "euler": 0.06,
-    }
+    schemes = ("symmetric", "euler")
 
     def __init__(
         self,
@@ -74,7 +67,7 @@ class SGRHMC(MetricKernel):
             model,
             potential_fn,
             inverse_metric=inverse_metric,
-            dynamics=Riemannian(potential_metric, float(friction), momentum_period),
+            dynamics=Riemannian(friction=float(friction), momentum_period=momentum_period),
             scheme=scheme,
             **options,
         )

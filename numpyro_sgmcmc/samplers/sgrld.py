@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Unpack
+from typing import Any, Unpack
 
 from numpyro_sgmcmc.dynamics import RiemannianLangevin
-from numpyro_sgmcmc.samplers.base import KernelOptions
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+from numpyro_sgmcmc.samplers.options import KernelOptions
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel
 
 __all__ = ["SGRLD"]
 
@@ -28,24 +28,20 @@ class SGRLD(MetricKernel):
     probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient
     MCMC*, equation (14), with the sign of :math:`\Gamma` corrected.
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
         of the usual length: a function of the unconstrained values (a dict by site name) that
         returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
         of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
         it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
         in units of its posterior sd. Or ``"potential"`` (default),
-        :func:`~numpyro_sgmcmc.samplers.riemannian.potential_metric`.
+        :func:`~numpyro_sgmcmc.dynamics.riemannian.potential_metric`.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
         of the wrong shape or not positive definite.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {"euler": 0.04}
+    schemes = ("euler",)
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class SGRLD(MetricKernel):
             model,
             potential_fn,
             inverse_metric=inverse_metric,
-            dynamics=RiemannianLangevin(potential_metric),
+            dynamics=RiemannianLangevin(),
             scheme=scheme,
             **options,
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Unpack
+from typing import Unpack
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.samplers.base import KernelOptions, SGMCMCKernel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["SHMC"]
 
@@ -43,10 +45,6 @@ class SHMC(SGMCMCKernel):
     Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
     stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.
 
-    :param model: NumPyro model with a subsampled plate, see
-        :class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`, which also describes the keywords shared by
-        all kernels.
-    :param potential_fn: potential energy in place of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`C` in the paper), positive,
         in whitened units. Default 1.5.
     :param str scheme: one of the table's. Default ``"leapfrog"``.
@@ -58,15 +56,7 @@ class SHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    largest_step_sizes: ClassVar[dict[str, float]] = {
-        "leapfrog": 0.3,
-        "lie_trotter": 0.3,
-        "symmetric": 0.3,
-        "baoab": 0.3,
-        "obabo": 0.3,
-        "mt3": 0.5,
-        "euler": 0.1,
-    }
+    schemes = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
 
     def __init__(
         self,
@@ -81,7 +71,7 @@ class SHMC(SGMCMCKernel):
         checks.positive("friction", friction)
         checks.positive_int("num_leapfrog", num_leapfrog)
         if num_leapfrog > 1 and scheme != "lie_trotter":
-            raise ValueError(
+            raise Refusal(
                 f"`num_leapfrog` is for scheme='lie_trotter', but the scheme is {scheme!r}."
             )
         dynamics = Underdamped(

@@ -43,10 +43,9 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     settings, target, dynamics = context.settings, context.target, context.settings.dynamics
     noise = context.noise(whitening, q)
     curvature = context.curvature(whitening, q)
+    largest = dynamics.schemes[settings.scheme].step_size
     random, blocks = (
-        context.cheapest(
-            dynamics, settings.largest_step_size, of_rows, curvature, settings.target_bias
-        )
+        context.cheapest(dynamics, largest, of_rows, curvature, settings.target_bias)
         for of_rows in noise
     )
     scheme = _choose_minibatch(context, noise, random, blocks)
@@ -136,9 +135,9 @@ def _step_size(
     settings, target = context.settings, context.target
     if settings.step_size is not None:
         return settings.step_size, inflation
-    if settings.has_default_dynamics:
-        return step_size, inflation
     located = settings.locate(whitening.cast(target.dtype))
+    if located.has_default_settings:
+        return step_size, inflation
     heard = 0.0 if settings.noise_compensation else noise.mean
     step_size, excess = shorten_until_right(
         located, settings.scheme, step_size, target.dim, settings.target_bias, heard

@@ -26,8 +26,6 @@ class Settings:
     - **dynamics** - the SDE.
     - **scheme** - name of the integrator.
     - **locate** - the SDE for given coordinates.
-    - **has_default_dynamics** - whether the kernel's SDE has its default settings.
-    - **largest_step_size** - step size that suits a whitened Gaussian and an exact gradient.
     - **step_size** - the user's step size, or None to choose it.
     - **num_steps** - the user's steps an iteration, or None to choose.
     - **gradient** - the user's estimator, or None to choose it.
@@ -43,8 +41,6 @@ class Settings:
     dynamics: Dynamics
     scheme: str
     locate: Callable[[Whitening], Dynamics]
-    has_default_dynamics: bool
-    largest_step_size: float
     step_size: float | None
     num_steps: int | None
     gradient: Estimator | None

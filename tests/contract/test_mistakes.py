@@ -20,7 +20,8 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel, potential_metric
+from numpyro_sgmcmc.dynamics.riemannian import potential_metric
+from numpyro_sgmcmc.samplers.riemannian import MetricKernel
 from tests.contract.kernels import (
     assert_posterior,
     each_kernel,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -88,7 +87,7 @@ def options_of(kernel: Any) -> list[str]:
 def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
     option = data.draw(st.sampled_from(options_of(kernel)))
     value = data.draw(anything())
-    is_valid = SHARED.get(option, is_one_of(*kernel.largest_step_sizes))(value)
+    is_valid = SHARED.get(option, is_one_of(*kernel.schemes))(value)
     if is_valid:
         kernel(by_index, **{option: value})
     else:
@@ -315,8 +314,7 @@ def check_dynamics(kernel: Any) -> None:
     arguments = Arguments(table(6), {"batch_size": 2})
     target = model_target(by_index, arguments, init_to_uniform)
     whitening = Whitening(jnp.zeros(2), jnp.ones(2))
-    kernel._adapted = SimpleNamespace(adaptation=SimpleNamespace(whitening=whitening))
-    kernel._check_dynamics(kernel._located_dynamics(target, whitening), target.dim)
+    kernel._refuse_bad_functions(kernel._located_dynamics(target, whitening), target)
 
 
 BAD_FUNCTIONS: dict[str, Callable] = {

@@ -98,7 +98,7 @@ NONLINEAR = [
         (SGRLD, {}),
         (SGRHMC, {}),
     )
-    for scheme in kernel.largest_step_sizes
+    for scheme in kernel.schemes
 ]
 
 
@@ -112,8 +112,8 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
 ):
     """4,000 chains in two dimensions: an sd is known to about 0.3 %. See also test_orders."""
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
-    dynamics, scheme = kernel._dynamics, settings["scheme"]
-    largest = kernel_class.largest_step_sizes[scheme]
+    dynamics, scheme = kernel.dynamics, settings["scheme"]
+    largest = dynamics.schemes[scheme].step_size
     step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
     step, num_chains = dynamics.step(scheme), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))

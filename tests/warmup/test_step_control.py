@@ -149,7 +149,7 @@ def misled(kernel_class, factor):
             if not hasattr(self, "right"):
                 self.right = adaptation.step_size
                 adaptation = adaptation._replace(step_size=factor * adaptation.step_size)
-                self._adapted = self._adapted._replace(adaptation=adaptation)
+                self._cache.record = self._cache.record._replace(adaptation=adaptation)
             return adaptation
 
     return Misled

@@ -1,0 +1,53 @@
+"""From what a kernel is made of to the posterior: the model or the potential function, read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.locals.checks import check_options
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.samplers.compatibility import refuse_unsuitable_options
+from numpyro_sgmcmc.samplers.options import Options
+from numpyro_sgmcmc.warmup.starts import check_values
+
+__all__ = ["form_of_values", "read_model", "values_of_one_chain"]
+
+
+def read_model(model: Callable, arguments: Arguments, options: Options) -> Target:
+    """The posterior of a model that bears the options.
+
+    :raises ValueError: naming the site, plate or option that cannot be sampled.
+    """
+    target = model_target(
+        model, arguments, options.init_strategy, options.gibbs_fn, tuple(options.gibbs_sites)
+    )
+    check_options(target, arguments, options.minibatch, options.gradient, options.collect_locals)
+    refuse_unsuitable_options(target, options)
+    return target
+
+
+def values_of_one_chain(init_params: Any, is_batch: bool) -> Any:
+    """Shapes and types of the values of which a potential is a function.
+
+    :raises ValueError: where there are none.
+    """
+    if init_params is None:
+        raise Refusal("Valid value of `init_params` must be provided with `potential_fn`.")
+    check_values(init_params)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
+        init_params,
+    )
+
+
+def form_of_values(values: Any) -> Any:
+    """What posteriors of a potential function differ by: names and shapes."""
+    leaves, structure = jax.tree.flatten(values)
+    return structure, tuple(x.shape for x in leaves)
