@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 __all__ = ["Whitening"]
 
@@ -43,9 +44,7 @@ class Whitening(NamedTuple):
     @property
     def inverse_mass_matrix(self) -> Any:
         """``L L^T``, in the shape of the factor."""
-        if not self.is_dense:
-            return self.factor * self.factor
-        return self.factor @ self.factor.swapaxes(-1, -2)
+        return _outer(self.factor) if self.is_dense else self.factor * self.factor
 
     def position(self, q: Any) -> Any:
         """The position at whitened coordinates ``q``."""
@@ -75,3 +74,11 @@ class Whitening(NamedTuple):
     def cast(self, dtype: Any) -> Whitening:
         """The same for compiled code, as JAX arrays of a type."""
         return jax.tree.map(lambda x: jnp.asarray(x, dtype), self)
+
+
+@jax.jit
+def _outer(factor: Any) -> Any:
+    """``L L^T``, of one chain or of each: the same bits in a compiled step and after the run."""
+    if factor.ndim > 2:
+        return lax.map(_outer, factor)
+    return factor @ factor.T
