@@ -124,6 +124,7 @@ def test_every_chain_method(method, tmp_path, monkeypatch):
     assert_same_bits(resume(tmp_path / "killed", **settings), outcome(expected))
 
 
+@pytest.mark.slow
 def test_rows_on_the_host(tmp_path, monkeypatch):
     """The rows read ahead are a part of the state; other values are other data."""
     data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]

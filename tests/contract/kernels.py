@@ -66,10 +66,17 @@ KERNELS = [
     LangevinRecipe,
 ]
 
-# The tests of one kernel share its runs, and so a worker.
+# Of each kind one stands for all in `make test`: splitting, a thermostat, a metric, the recipe.
+STANDING_FOR_ALL = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
+
+
+def quick_if(is_quick: bool, *values: Any, **options: Any) -> Any:
+    """A parameter of a test that only `make test-all` runs unless it is to be quick."""
+    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow, **options)
+
+
 each_kernel = pytest.mark.parametrize(
-    "kernel_class",
-    [pytest.param(k, marks=pytest.mark.xdist_group(k.__name__), id=k.__name__) for k in KERNELS],
+    "kernel_class", [quick_if(k in STANDING_FOR_ALL, k, id=k.__name__) for k in KERNELS]
 )
 
 # NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.

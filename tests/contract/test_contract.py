@@ -170,6 +170,7 @@ def test_sequential_chains_are_the_vectorized_ones(fit):
     )
 
 
+@pytest.mark.slow
 @ignore_donation
 def test_callable_chain_method(fit):
     mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method=jax.vmap)
@@ -251,7 +252,10 @@ def test_pickled_kernel_chains_and_states(fit):
 
 @pytest.mark.parametrize(
     "key",
-    [jax.random.PRNGKey(7), jax.random.key(7, impl="rbg")],
+    [
+        pytest.param(jax.random.PRNGKey(7), marks=pytest.mark.slow),
+        jax.random.key(7, impl="rbg"),
+    ],
     ids=["raw", "typed, of another implementation"],
 )
 def test_random_keys_of_every_kind(fit, key):
@@ -415,7 +419,7 @@ def test_refresh_constrain_and_wrap(fit_of, kernel_class):
 
     same = fit.kernel.refresh(state, *arguments)
     jax.tree.map(np.testing.assert_array_equal, same.z, state.z)
-    after = fit.kernel.sample(same, *arguments)
+    after = jax.jit(lambda state: fit.kernel.sample(state, *arguments))(same)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.z))
     assert not np.array_equal(after.z["beta"], state.z["beta"])
 

@@ -17,10 +17,9 @@ import pytest
 from numpyro.infer import DiscreteGibbs, Gibbs
 from numpyro.infer.gibbs import discrete_latent_sites
 
-from numpyro_sgmcmc import SGMGT, SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
     KERNELS,
-    LangevinRecipe,
     moments,
     quietly,
     run_on_two_devices,
@@ -90,9 +89,7 @@ def sweep(
 @pytest.mark.parametrize(
     "kernel_class",
     [
-        kernel
-        if kernel in (SGHMCSplit, SGMGT, LangevinRecipe)
-        else pytest.param(kernel, marks=pytest.mark.slow)
+        kernel if kernel is SGHMCSplit else pytest.param(kernel, marks=pytest.mark.slow)
         for kernel in KERNELS
     ],
     ids=lambda k: k.__name__,
@@ -111,6 +108,7 @@ def test_plain_gradients_in_a_block():
     assert_enumerated(sweep(kernel, 3000, 100, discrete_latent_sites))
 
 
+@pytest.mark.slow
 def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
     """Without `refresh` the control variates keep the gradient of another conditional."""
     monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)

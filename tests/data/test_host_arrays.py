@@ -88,7 +88,7 @@ def assert_same(a, b):
     ("model", "options"),
     [
         (by_index, {}),
-        (by_column, {"minibatch": "epoch"}),
+        pytest.param(by_column, {"minibatch": "epoch"}, marks=pytest.mark.slow),
         (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -120,7 +120,9 @@ def test_parallel_chains():
     assert "the same" in run_on_two_devices(ON_TWO_DEVICES)
 
 
-@pytest.mark.parametrize("gradient", ["plain", "control_variate"])
+@pytest.mark.parametrize(
+    "gradient", ["plain", pytest.param("control_variate", marks=pytest.mark.slow)]
+)
 def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
     found = []

@@ -17,7 +17,6 @@ from numpyro_sgmcmc import ShardedArray
 from tests.data.sharded_checks import CHECKS, SLOW
 
 _LONGEST = 600  # seconds
-pytestmark = pytest.mark.xdist_group("sharded")
 
 
 def start(script, *arguments, devices=1, **options):
@@ -97,6 +96,7 @@ def start_processes(folder, num, num_samples):
     return processes
 
 
+@pytest.mark.slow
 def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
     for num in (1, 2):
         processes = start_processes(tmp_path, num, 30)
