@@ -1,4 +1,4 @@
-"""No function over 80 lines and no file over 400: ``python tests/lint_sizes.py``, by `make lint`."""
+"""Whether no function of the package has over 80 lines, and no file over 400: for `make lint`."""
 
 import ast
 import sys

@@ -6,11 +6,7 @@ one name in :data:`KERNELS`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -195,27 +191,6 @@ def num_compilations(fn: Callable[[], Any]) -> int:
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     return len(seen)
-
-
-def run_on_two_devices(script: str) -> str:
-    """What a Python script prints in a process whose host poses as two devices."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def as_jax(data: Data) -> Data:

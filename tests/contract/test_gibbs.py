@@ -22,7 +22,6 @@ from tests.contract.kernels import (
     KERNELS,
     moments,
     quietly,
-    run_on_two_devices,
 )
 
 SHIFT, PRIOR_MEAN, PRIOR_SD = 0.06, 0.25, 0.15
@@ -114,20 +113,6 @@ def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
     monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)
     with pytest.raises(AssertionError):
         assert_enumerated(sweep(SGHMCSplit(switching, gradient="control_variate"), 3000, BATCH))
-
-
-PARALLEL = """
-import jax
-from tests.contract.test_gibbs import SGHMCSplit, assert_enumerated, switching, sweep
-draws = sweep(SGHMCSplit(switching), 1500, 40, num_chains=2, chain_method="parallel")
-assert draws["rate"].shape == draws["k"].shape == (2, 1500)
-assert not (draws["rate"][0] == draws["rate"][1]).any()
-assert_enumerated(draws)
-"""
-
-
-def test_parallel_chains():
-    run_on_two_devices(PARALLEL)
 
 
 def test_kernel_without_a_model_is_refused():
