@@ -25,7 +25,7 @@ help:
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
-	@echo "make lint         check style, format and types"
+	@echo "make lint         check style, format, types, layers and sizes"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment, caches and outputs"
 
@@ -41,11 +41,19 @@ quickstart: $(VENV)/.installed-examples
 reference: $(VENV)/.installed-examples
 	$(bin)/python examples/flights.py --reference $(ARGS)
 
+# Most of the tests' time is compilation: the workers share what they compile, and the next run
+# finds it. The tests of a file share runs, and so a worker; in the order in which they are
+# collected, the last to start are small.
+pytest := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
+test test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
+
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(ARGS)
+	$(bin)/python $(pytest) -m "not slow" $(ARGS)
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(bin)/python $(pytest) $(ARGS)
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/scaling.py
@@ -78,6 +86,8 @@ lint: $(VENV)/.installed-test
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	$(bin)/mypy
+	$(bin)/lint-imports
+	$(bin)/python tests/lint_sizes.py
 
 format: $(VENV)/.installed-test
 	$(bin)/ruff check --fix-only

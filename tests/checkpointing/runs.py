@@ -105,6 +105,9 @@ def assert_same_bits(mcmc, expected):
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
     """What is resumed is the same program, and compiling it most of a test."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        yield
+        return
     settings = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
         "jax_persistent_cache_min_compile_time_secs": 0.2,

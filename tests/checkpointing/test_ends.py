@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from tests.checkpointing.runs import (
     slow,
     whole,
 )
+from tests.processes import environment
 
 __all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
@@ -115,14 +115,6 @@ def test_second_ctrl_c(whole, tmp_path, monkeypatch):
             run(mcmc)
     expected = whole[2].get_samples(True)["beta"][:, :2]
     np.testing.assert_array_equal(mcmc.get_samples(True)["beta"], expected)
-
-
-def environment():
-    return {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
 
 
 def in_a_child(code, *arguments):

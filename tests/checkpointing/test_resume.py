@@ -30,7 +30,7 @@ from tests.checkpointing.runs import (
     slow,
     whole,
 )
-from tests.contract.kernels import KERNELS, ignore_donation, quietly, run_on_two_devices
+from tests.contract.kernels import KERNELS, ignore_donation, quietly
 
 __all__ = ["compilation_cache", "copy", "foreground", "whole"]
 
@@ -124,6 +124,7 @@ def test_every_chain_method(method, tmp_path, monkeypatch):
     assert_same_bits(resume(tmp_path / "killed", **settings), outcome(expected))
 
 
+@pytest.mark.slow
 def test_rows_on_the_host(tmp_path, monkeypatch):
     """The rows read ahead are a part of the state; other values are other data."""
     data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
@@ -169,28 +170,6 @@ def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch):
     again = mcmc_of(tmp_path / "broken")
     again.resume(*map(HostArray, DATA), batch_size=40)
     assert_same_bits(again, outcome(whole))
-
-
-ON_TWO_DEVICES = """
-import tests.checkpointing.runs as t
-
-folder, patch = t.Path({folder!r}), t.pytest.MonkeyPatch()
-parallel = dict(chain_method="parallel")
-expected = t.outcome(t.run(t.mcmc_of(folder / "whole", **parallel)))
-with patch.context() as p:
-    t.end_at(p, 12, t.kill)
-    with t.pytest.raises(t.Killed):
-        t.run(t.mcmc_of(folder / "killed", **parallel))
-mcmc = t.resume(folder / "killed", **parallel)
-assert mcmc.chain_method == "parallel"
-t.assert_same_bits(mcmc, expected)
-print("the same")
-"""
-
-
-@slow
-def test_parallel_chains(tmp_path):
-    assert "the same" in run_on_two_devices(ON_TWO_DEVICES.format(folder=str(tmp_path)))
 
 
 @slow

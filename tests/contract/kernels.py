@@ -6,11 +6,7 @@ one name in :data:`KERNELS`.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -66,10 +62,17 @@ KERNELS = [
     LangevinRecipe,
 ]
 
-# The tests of one kernel share its runs, and so a worker.
+# Of each kind one stands for all in `make test`: splitting, a thermostat, a metric, the recipe.
+STANDING_FOR_ALL = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
+
+
+def quick_if(is_quick: bool, *values: Any, **options: Any) -> Any:
+    """A parameter of a test that only `make test-all` runs unless it is to be quick."""
+    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow, **options)
+
+
 each_kernel = pytest.mark.parametrize(
-    "kernel_class",
-    [pytest.param(k, marks=pytest.mark.xdist_group(k.__name__), id=k.__name__) for k in KERNELS],
+    "kernel_class", [quick_if(k in STANDING_FOR_ALL, k, id=k.__name__) for k in KERNELS]
 )
 
 # NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
@@ -188,27 +191,6 @@ def num_compilations(fn: Callable[[], Any]) -> int:
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     return len(seen)
-
-
-def run_on_two_devices(script: str) -> str:
-    """What a Python script prints in a process whose host poses as two devices."""
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def as_jax(data: Data) -> Data:

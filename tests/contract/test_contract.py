@@ -36,7 +36,6 @@ from tests.contract.kernels import (
     ignore_donation,
     num_compilations,
     quietly,
-    run_on_two_devices,
     survey,
     survey_data,
     survey_posterior,
@@ -170,6 +169,7 @@ def test_sequential_chains_are_the_vectorized_ones(fit):
     )
 
 
+@pytest.mark.slow
 @ignore_donation
 def test_callable_chain_method(fit):
     mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method=jax.vmap)
@@ -181,26 +181,6 @@ def test_callable_chain_method(fit):
         rtol=0,
         atol=0.02,
     )
-
-
-PARALLEL = """
-import jax, numpy as np
-from tests.contract.kernels import BATCH, KERNELS, quietly, survey, survey_data, survey_posterior
-data, kernel, draws = survey_data(), KERNELS[0](survey), {}
-for method in ("parallel", "vectorized"):
-    mcmc = quietly(kernel, num_samples=40, num_chains=2, chain_method=method)
-    assert mcmc.chain_method == method
-    mcmc.run(jax.random.key(1), *data, batch_size=BATCH)
-    draws[method] = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
-parallel, vectorized = (x / survey_posterior(data)["beta"][1] for x in draws.values())
-assert parallel.shape == (2, 40, 2)
-assert np.abs(parallel[0] - parallel[1]).max(-1).min() > 0
-print(np.abs(parallel - vectorized).max())
-"""
-
-
-def test_parallel_chains_are_the_vectorized_ones():
-    assert float(run_on_two_devices(PARALLEL)) < 0.02
 
 
 @pytest.fixture
@@ -251,7 +231,10 @@ def test_pickled_kernel_chains_and_states(fit):
 
 @pytest.mark.parametrize(
     "key",
-    [jax.random.PRNGKey(7), jax.random.key(7, impl="rbg")],
+    [
+        pytest.param(jax.random.PRNGKey(7), marks=pytest.mark.slow),
+        jax.random.key(7, impl="rbg"),
+    ],
     ids=["raw", "typed, of another implementation"],
 )
 def test_random_keys_of_every_kind(fit, key):
@@ -415,7 +398,7 @@ def test_refresh_constrain_and_wrap(fit_of, kernel_class):
 
     same = fit.kernel.refresh(state, *arguments)
     jax.tree.map(np.testing.assert_array_equal, same.z, state.z)
-    after = fit.kernel.sample(same, *arguments)
+    after = jax.jit(lambda state: fit.kernel.sample(state, *arguments))(same)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.z))
     assert not np.array_equal(after.z["beta"], state.z["beta"])
 

@@ -17,13 +17,11 @@ import pytest
 from numpyro.infer import DiscreteGibbs, Gibbs
 from numpyro.infer.gibbs import discrete_latent_sites
 
-from numpyro_sgmcmc import SGMGT, SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
     KERNELS,
-    LangevinRecipe,
     moments,
     quietly,
-    run_on_two_devices,
 )
 
 SHIFT, PRIOR_MEAN, PRIOR_SD = 0.06, 0.25, 0.15
@@ -90,9 +88,7 @@ def sweep(
 @pytest.mark.parametrize(
     "kernel_class",
     [
-        kernel
-        if kernel in (SGHMCSplit, SGMGT, LangevinRecipe)
-        else pytest.param(kernel, marks=pytest.mark.slow)
+        kernel if kernel is SGHMCSplit else pytest.param(kernel, marks=pytest.mark.slow)
         for kernel in KERNELS
     ],
     ids=lambda k: k.__name__,
@@ -111,25 +107,12 @@ def test_plain_gradients_in_a_block():
     assert_enumerated(sweep(kernel, 3000, 100, discrete_latent_sites))
 
 
+@pytest.mark.slow
 def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
     """Without `refresh` the control variates keep the gradient of another conditional."""
     monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)
     with pytest.raises(AssertionError):
         assert_enumerated(sweep(SGHMCSplit(switching, gradient="control_variate"), 3000, BATCH))
-
-
-PARALLEL = """
-import jax
-from tests.contract.test_gibbs import SGHMCSplit, assert_enumerated, switching, sweep
-draws = sweep(SGHMCSplit(switching), 1500, 40, num_chains=2, chain_method="parallel")
-assert draws["rate"].shape == draws["k"].shape == (2, 1500)
-assert not (draws["rate"][0] == draws["rate"][1]).any()
-assert_enumerated(draws)
-"""
-
-
-def test_parallel_chains():
-    run_on_two_devices(PARALLEL)
 
 
 def test_kernel_without_a_model_is_refused():

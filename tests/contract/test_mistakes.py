@@ -143,7 +143,8 @@ def test_two_chains_from_one_start_part(long_run_of, kernel_class):
     start = {"beta": jnp.zeros((CHAINS, 2))}
     state = run.kernel.init(keys, 0, start, *run.arguments)
     np.testing.assert_allclose(state.z["beta"], 0, atol=1e-5)
-    after = np.asarray(run.kernel.sample(state, *run.arguments).z["beta"])
+    step = jax.jit(lambda state: run.kernel.sample(state, *run.arguments))
+    after = np.asarray(step(state).z["beta"])
     assert np.unique(after, axis=0).shape == (CHAINS, 2)
 
 
@@ -219,7 +220,7 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
     assert BATCH <= max(sizes(step.jaxpr)) < ROWS
 
 
-@pytest.mark.parametrize("minibatch", ["iid", "blocks"])
+@pytest.mark.parametrize("minibatch", [pytest.param("iid", marks=pytest.mark.slow), "blocks"])
 def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     # The moments of noisy gradients are read from minibatches besides: not here.
     monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_source", lambda *_: None)

@@ -18,7 +18,7 @@ import pytest
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
 from numpyro_sgmcmc.chain.block import block_length
 from numpyro_sgmcmc.data.stand_ins import Lookup, Served
-from tests.contract.kernels import quietly, run_on_two_devices
+from tests.contract.kernels import quietly
 
 NUM_ROWS, BATCH = 3_000, 20
 RNG = np.random.default_rng(0)
@@ -88,7 +88,7 @@ def assert_same(a, b):
     ("model", "options"),
     [
         (by_index, {}),
-        (by_column, {"minibatch": "epoch"}),
+        pytest.param(by_column, {"minibatch": "epoch"}, marks=pytest.mark.slow),
         (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -105,22 +105,9 @@ def test_chains_one_by_one(num_chains):
     assert_same(*map(draws, both))
 
 
-ON_TWO_DEVICES = """
-import tests.data.test_host_arrays as t
-
-both = ((t.X, t.Y), (t.HostArray(t.X), t.HostArray(t.Y)))
-memory, host = (t.fit(*data, chain_method="parallel") for data in both)
-assert memory.chain_method == host.chain_method == "parallel"
-t.assert_same(t.draws(host), t.draws(memory))
-print("the same")
-"""
-
-
-def test_parallel_chains():
-    assert "the same" in run_on_two_devices(ON_TWO_DEVICES)
-
-
-@pytest.mark.parametrize("gradient", ["plain", "control_variate"])
+@pytest.mark.parametrize(
+    "gradient", ["plain", pytest.param("control_variate", marks=pytest.mark.slow)]
+)
 def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
     found = []

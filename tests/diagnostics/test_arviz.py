@@ -16,7 +16,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
     import arviz as az
 
-pytestmark = pytest.mark.xdist_group("arviz")  # all tests share one run
 
 N = 300
 

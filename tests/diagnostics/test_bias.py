@@ -30,6 +30,7 @@ from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
     KERNELS,
+    quick_if,
     quietly,
     survey,
     survey_data,
@@ -39,7 +40,6 @@ from tests.dynamics.orders import stationary_covariance
 
 mpl.use("Agg")
 
-pytestmark = pytest.mark.xdist_group("bias")
 
 DATA = survey_data()
 
@@ -59,6 +59,7 @@ SETTINGS = {
     "plain, an epoch's rows": {"gradient": "plain", "minibatch": "epoch", "step_size": 0.3},
     "long steps": {"step_size": 0.6},
 }
+QUICK = {"default", "plain, independent rows"}  # whose runs other tests share
 
 
 @cache
@@ -96,7 +97,7 @@ def good():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("num_chains", [1, 4])
+@pytest.mark.parametrize("num_chains", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_discretisation_of_a_gaussian_is_reported_to_the_percent(num_chains):
     """Columns of different curvature, long steps: the truth solves a Lyapunov equation."""
     scales = np.array([0.7, 1.0, 1.3])
@@ -129,14 +130,14 @@ def test_discretisation_of_a_gaussian_is_reported_to_the_percent(num_chains):
     assert (np.abs(found.shift.value) < 4 * found.shift.error + 0.01).all()
 
 
-@pytest.mark.parametrize("label", SETTINGS)
 @pytest.mark.parametrize(
-    "kernel_class",
+    ("kernel_class", "label"),
     [
-        kernel if kernel is SGHMCSplit else pytest.param(kernel, marks=pytest.mark.slow)
+        quick_if(kernel is SGHMCSplit and label in QUICK, kernel, label)
         for kernel in KERNELS
+        for label in SETTINGS
     ],
-    ids=lambda k: k.__name__,
+    ids=lambda x: getattr(x, "__name__", x),
 )
 def test_reported_bias_is_the_true_one(kernel_class, label):
     mcmc = run_with(kernel_class, label)

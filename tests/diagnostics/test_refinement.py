@@ -14,8 +14,6 @@ from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import compare_with_finer, ess_per_gradient
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
-pytestmark = pytest.mark.xdist_group("refinement")
-
 DATA = survey_data()
 
 
@@ -31,7 +29,7 @@ def noisy():
     return run(gradient="plain", minibatch="iid", step_size=0.4)
 
 
-@pytest.mark.parametrize("change", ["step", "batch"])
+@pytest.mark.parametrize("change", ["step", pytest.param("batch", marks=pytest.mark.slow)])
 def test_half_the_noise_is_seen(noisy, change):
     """Either halves the excess of the variance."""
     found = compare_with_finer(noisy, jax.random.key(1), change)
@@ -47,6 +45,7 @@ def test_half_the_noise_is_seen(noisy, change):
     assert (found.finer.last_state.num_steps == steps * noisy.last_state.num_steps).all()
 
 
+@pytest.mark.slow
 def test_a_right_run_stays_as_it_is():
     mcmc = run(num_chains=1)
     assert not compare_with_finer(mcmc, jax.random.key(1)).is_visible

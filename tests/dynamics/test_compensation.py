@@ -197,7 +197,8 @@ def test_sds_are_right_where_they_would_be_too_wide():
     np.testing.assert_allclose(spread(True), 1.0, atol=0.07)
 
 
-@pytest.mark.parametrize("kernel_class", [SGHMCSplit, pytest.param(SGLD, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel_class", [SGHMCSplit, SGLD])
 def test_step_size_is_chosen_for_it(kernel_class):
     data = survey_data()
     steps = {}

@@ -267,7 +267,10 @@ def test_option_is_named(no_sampling, option, value):
 
 @pytest.mark.parametrize(
     ("scheduled", "word"),
-    [(lambda i: 0.3 - 0.02 * i, "`step_size"), (lambda i: 0.3 - 0.001 * i, None)],
+    [
+        (lambda i: 0.3 - 0.02 * i, "`step_size"),
+        pytest.param(lambda i: 0.3 - 0.001 * i, None, marks=pytest.mark.slow),
+    ],
 )
 def test_step_size_schedule_that_ends_below_zero(scheduled, word):
     """An error before sampling, or late in a run: every iteration after that diverges."""
@@ -281,6 +284,7 @@ def test_step_size_schedule_that_ends_below_zero(scheduled, word):
         assert mcmc.get_extra_fields()["diverging"][-10:].all()
 
 
+@pytest.mark.slow
 def test_step_size_schedule_that_ends_at_zero():
     """The chain rests, which is no divergence, and its draws have no weight."""
     kernel = SGHMCSplit(model, step_size=lambda i: 0.3 * (i < 50), num_steps=5)
@@ -466,7 +470,7 @@ def _mean_model(y, batch_size=None):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_data_that_change_in_place_are_adapted_to_anew(on_host):
     """The anchor's gradient is that of the data, not of the object that holds them."""
     y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)

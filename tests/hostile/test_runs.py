@@ -137,9 +137,6 @@ def test_bad_folders_and_keys_of_a_run_on_disk_are_named(tmp_path):
     refusal(lambda: run.run(key, X, y[:-1], batch_size=2), "'rows'")
 
 
-shares_runs = pytest.mark.xdist_group("hostile runs")
-
-
 @pytest.fixture(scope="module")
 def finished() -> dict[str, Any]:
     """Short runs: one of ours, one of another model, one of NUTS, and one that has not run."""
@@ -175,7 +172,6 @@ ON_RUNS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@shares_runs
 @pytest.mark.parametrize("name", ON_RUNS)
 def test_diagnostics_of_what_is_no_run_of_ours(name, finished):
     named = "bias_report" if name == "print_summary" else name
@@ -184,7 +180,6 @@ def test_diagnostics_of_what_is_no_run_of_ours(name, finished):
         refusal(lambda mcmc=mcmc: ON_RUNS[name](mcmc), f"`{named}`")
 
 
-@shares_runs
 def test_misuses_of_diagnostics_are_named(finished):
     ours, key = finished["ours"], jax.random.key(0)
     d = diagnostics
@@ -262,7 +257,6 @@ def test_misuses_of_schedules_are_named(value):
             refusal(call, f"`{name}`")
 
 
-@shares_runs
 @pytest.mark.parametrize("form", ["host", "half"])
 def test_a_short_run_gives_what_nuts_gives(form, finished):
     """Names, shapes and types of the draws, and the posterior's neighbourhood."""

@@ -257,9 +257,6 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
         assert_posterior(draws[name], mean, sd)
 
 
-shares_a_run = pytest.mark.xdist_group("local values")
-
-
 @pytest.fixture(scope="module")
 def whole():
     """A run with the local values of all rows."""
@@ -267,12 +264,10 @@ def whole():
     return posterior_run(SGHMCSplit(normal_means, collect_locals=True), y)
 
 
-@shares_a_run
 def test_normal_means_against_the_marginal(whole):
     assert_globals(whole, normal_means_posterior(normal_means_data()))
 
 
-@shares_a_run
 def test_local_values_against_their_posterior(whole):
     """Given the globals' posterior each local value is normal with a known mean and sd."""
     y = normal_means_data()
@@ -291,7 +286,6 @@ def test_local_values_against_their_posterior(whole):
     assert np.abs(of_rows[:, extreme].mean(0)).max() < 5 * np.sqrt(2 / len(of_rows))
 
 
-@shares_a_run
 def test_rows_are_renewed_between_draws(whole):
     z = np.asarray(whole.get_samples(group_by_chain=True)["z"])
     assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
@@ -299,7 +293,6 @@ def test_rows_are_renewed_between_draws(whole):
     assert steps >= 2000 / 100
 
 
-@shares_a_run
 def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     y = normal_means_data()
     mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
@@ -318,13 +311,13 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     assert found.posterior["z"].shape == (2, 250, 2000)
 
 
-@shares_a_run
 def test_what_cannot_tell_the_bias_says_so(whole):
     for report in (bias_report, print_summary):
         with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
             report(whole)
 
 
+@pytest.mark.slow
 def test_sequential_chains_a_pickled_kernel_and_more_draws():
     y = normal_means_data(400)
     kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_locals=["z"])))
@@ -349,13 +342,14 @@ def test_warmup_then_run_goes_on():
     assert_globals(mcmc, normal_means_posterior(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
     [
         SGHMCSplit(normal_means, gibbs_fn=draw_normal_means, gibbs_sites=["z"]),
-        pytest.param(SGHMCSplit(normal_means, minibatch="epoch"), marks=pytest.mark.slow),
-        pytest.param(SGNHT(normal_means), marks=pytest.mark.slow),
-        pytest.param(SGHMCSplit(normal_means, gradient="plain"), marks=pytest.mark.slow),
+        SGHMCSplit(normal_means, minibatch="epoch"),
+        SGNHT(normal_means),
+        SGHMCSplit(normal_means, gradient="plain"),
     ],
     ids=["gibbs_fn", "epoch", "SGNHT", "plain"],
 )

@@ -22,8 +22,6 @@ from tests.contract.kernels import (
     quietly,
 )
 
-shares_a_run = pytest.mark.xdist_group("model kinds")
-
 PEOPLE, ITEMS, GROUPS = 400, 300, 3
 
 
@@ -145,7 +143,6 @@ SITES = [
 ]
 
 
-@shares_a_run
 @pytest.mark.parametrize("site", SITES)
 def test_each_part_has_its_posterior(fitted, site):
     mcmc, _, data = fitted
@@ -155,7 +152,6 @@ def test_each_part_has_its_posterior(fitted, site):
     assert_posterior(draws, *exact(site, data))
 
 
-@shares_a_run
 def test_constrained_draws_lie_in_their_supports(fitted):
     draws = fitted[0].get_samples()
     assert ((draws["width"] > 0) & (draws["width"] < 3)).all()
@@ -164,7 +160,6 @@ def test_constrained_draws_lie_in_their_supports(fitted):
     np.testing.assert_allclose(np.square(draws["corner"]).sum(-1), 1, rtol=1e-5)
 
 
-@shares_a_run
 def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     """One in the plate, one outside that depends on the minibatch; two that do not are kept."""
     mcmc, caught, data = fitted
@@ -181,7 +176,6 @@ def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     )
 
 
-@shares_a_run
 def test_warnings_point_at_the_users_line(fitted):
     for warning in fitted[1]:
         assert warning.filename == __file__, str(warning.message)
@@ -242,7 +236,11 @@ def test_a_random_likelihood_has_a_fresh_key_every_step():
     assert_posterior(draws, *normal_mean(y.astype(np.float64)))
 
 
-@pytest.mark.parametrize("batch_size", [None, 100], ids=["no subsample_size", "all rows"])
+@pytest.mark.parametrize(
+    "batch_size",
+    [None, pytest.param(100, marks=pytest.mark.slow)],
+    ids=["no subsample_size", "all rows"],
+)
 def test_without_a_subsampled_plate_there_is_one_warning(batch_size):
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0, 10))

@@ -109,7 +109,7 @@ class Bench(NamedTuple):
     def mean(self, way, whitening=None):
         """Mean over all minibatches, shape ``(estimators, d)``."""
         chunks = list(all_minibatches(way, self.sizes, self.batch))
-        rows = {name: np.array([c[name] for c in chunks]) for name in self.batch}
+        rows = {name: np.array([c[name] for c in chunks], np.int32) for name in self.batch}
         return self.each(self.q, rows, whitening).mean(0)
 
     def each(self, q, rows, whitening=None):

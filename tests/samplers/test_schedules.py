@@ -76,8 +76,8 @@ def potential(q):
     "schedule",
     [
         schedules.Polynomial(0.5, 0.2),
-        schedules.Cyclical(0.5, period=40),
-        optax.exponential_decay(0.5, 1000, 0.5),
+        pytest.param(schedules.Cyclical(0.5, period=40), marks=pytest.mark.slow),
+        pytest.param(optax.exponential_decay(0.5, 1000, 0.5), marks=pytest.mark.slow),
     ],
     ids=lambda s: type(s).__name__,
 )
@@ -144,7 +144,9 @@ def test_bad_schedule_is_named(schedule, words):
 @pytest.mark.parametrize(
     ("schedule", "num_diverging"),
     [
-        (optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, 300), 0),
+        pytest.param(
+            optax.warmup_cosine_decay_schedule(0.0, 0.3, 50, 300), 0, marks=pytest.mark.slow
+        ),
         (lambda n: 0.3 - 0.002 * n, 25),
     ],
     ids=["from zero to zero", "below zero"],
@@ -163,6 +165,7 @@ def test_weights_that_differ_between_chains_are_refused():
         schedules.without_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 def test_constant_steps_weigh_alike():
     kernel = SGHMCSplit(potential_fn=potential, step_size=0.2, num_steps=5)

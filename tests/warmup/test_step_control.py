@@ -215,13 +215,16 @@ def test_right_steps_are_left_alone():
     assert np.abs(off).max() < 0.1
 
 
+@pytest.mark.slow
 def test_the_users_step_size_is_left_alone():
     step_sizes, off = run(SGHMCSplit(normal_mean, step_size=0.1, num_steps=30, **NOISY))
     np.testing.assert_allclose(step_sizes, 0.1, rtol=1e-5)
     assert off.min() > 0.5
 
 
-@pytest.mark.parametrize("kernel_class", [SGHMCSplit, SGNHT, SHMC])
+@pytest.mark.parametrize(
+    "kernel_class", [SGHMCSplit, *(pytest.param(k, marks=pytest.mark.slow) for k in (SGNHT, SHMC))]
+)
 def test_a_chain_that_diverges_in_warmup_goes_on_with_smaller_steps(kernel_class):
     """Beyond its stability bound the integrator diverges, from wherever it starts."""
 

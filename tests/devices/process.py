@@ -1,4 +1,4 @@
-"""One of the processes that share the rows; `test_sharded.py` starts them.
+"""One of the processes that share the rows; `test_devices.py` starts them.
 
 Arguments: number of this process, number of processes, port, file for the draws, number of draws.
 """

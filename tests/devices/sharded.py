@@ -1,14 +1,7 @@
-"""What must hold where rows are spread over devices: one function a check.
-
-It needs four devices, so `test_sharded.py` runs it in a process that poses as having them.
-"""
+"""What must hold where rows are spread over four devices: one function a check."""
 
 import itertools
-import json
 import re
-import sys
-import time
-import traceback
 from dataclasses import replace
 from functools import partial
 
@@ -397,24 +390,3 @@ def check_what_cannot_be_right_is_refused():
         ShardedArray(X, mesh_of(4), "columns")
     with pytest.raises(ValueError, match="needs an array with rows"):
         ShardedArray(3.0)
-
-
-SLOW = {
-    "check_chains_spread_over_a_second_axis_are_the_same_chains",
-    "check_what_numpyro_does_with_a_run_works",
-}
-CHECKS = {name: fn for name, fn in globals().items() if name.startswith("check_")}
-
-if __name__ == "__main__":
-    # Devices that are threads wait for each other for ever where each has begun another program.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    found = {}
-    for name in sys.argv[1:] or CHECKS:
-        start = time.perf_counter()
-        try:
-            CHECKS[name]()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-        print(f"{time.perf_counter() - start:5.1f} s {name}", file=sys.stderr, flush=True)
-    print(json.dumps(found))

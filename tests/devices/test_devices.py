@@ -1,54 +1,25 @@
-"""Rows spread over devices and over processes."""
+"""Chains on several devices, and rows spread over devices and over processes."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from numpyro_sgmcmc import ShardedArray
-from tests.data.sharded_checks import CHECKS, SLOW
+from tests.devices.checks import CHECKS, SLOW
+from tests.processes import ended, start
 
 _LONGEST = 600  # seconds
-pytestmark = pytest.mark.xdist_group("sharded")
 
 
-def start(script, *arguments, devices=1, **options):
-    """A Python process whose host poses as so many devices."""
-    environment = {
-        **os.environ,
-        # Devices that are threads of one busy machine may wait long for each other.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    command = [sys.executable, "-W", "error", "-m", f"tests.data.{script}", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, text=True, **options)
-
-
-@contextmanager
-def ended(*processes):
-    """The processes (a single one by itself), none of which outlives the block."""
-    try:
-        yield processes if len(processes) > 1 else processes[0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def run_checks(*names):
+def run_checks(names):
     """What each check on four devices ended with: nothing, or a traceback."""
-    with ended(start("sharded_checks", *names, devices=4, stdout=subprocess.PIPE)) as process:
+    process = start("tests.devices.checks", *names, devices=4, stdout=subprocess.PIPE)
+    with ended(process):
         out, _ = process.communicate(timeout=_LONGEST)
     assert process.returncode == 0
     return json.loads(out)
@@ -59,7 +30,12 @@ QUICK = sorted(set(CHECKS) - SLOW)
 
 @pytest.fixture(scope="module")
 def results():
-    return run_checks(*QUICK)
+    return run_checks(QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_results():
+    return run_checks(sorted(SLOW))
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -69,9 +45,8 @@ def test_on_four_devices(results, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_runs_on_four_devices(name):
-    result = run_checks(name)[name]
-    assert not result, result
+def test_runs_on_four_devices(slow_results, name):
+    assert not slow_results[name], slow_results[name]
 
 
 def free_port():
@@ -87,7 +62,7 @@ def start_processes(folder, num, num_samples):
         arguments = k, num, port, folder / f"draws-{num}-{k}.npy", num_samples
         with (folder / f"said-{num}-{k}").open("w") as said:
             process = start(
-                "sharded_process",
+                "tests.devices.process",
                 *arguments,
                 devices=4 // num,
                 stdout=said,
@@ -97,6 +72,7 @@ def start_processes(folder, num, num_samples):
     return processes
 
 
+@pytest.mark.slow
 def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
     for num in (1, 2):
         processes = start_processes(tmp_path, num, 30)

@@ -1,0 +1,41 @@
+"""What needs four devices: ``python -m tests.devices.checks NAME...`` in a process that has them.
+
+It prints what each check ended with as JSON: nothing, or a traceback.
+"""
+
+import json
+import sys
+import time
+import traceback
+
+import jax
+
+from tests.devices import parallel, sharded
+
+CHECKS = {
+    name: fn
+    for module in (sharded, parallel)
+    for name, fn in vars(module).items()
+    if name.startswith("check_")
+}
+SLOW = {
+    "check_chains_spread_over_a_second_axis_are_the_same_chains",
+    "check_what_numpyro_does_with_a_run_works",
+    "check_parallel_chains_of_rows_on_the_host",
+    "check_parallel_chains_of_a_gibbs_sweep",
+    "check_parallel_chains_that_are_killed_and_resumed",
+}
+
+if __name__ == "__main__":
+    # Devices that are threads wait for each other for ever where each has begun another program.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    found = {}
+    for name in sys.argv[1:] or CHECKS:
+        start = time.perf_counter()
+        try:
+            CHECKS[name]()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        print(f"{time.perf_counter() - start:5.1f} s {name}", file=sys.stderr, flush=True)
+    print(json.dumps(found))

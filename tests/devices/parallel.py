@@ -1,0 +1,57 @@
+"""What must hold of chains on a device each: one function a check."""
+
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit
+from tests.checkpointing import runs
+from tests.contract import test_gibbs as gibbs
+from tests.contract.kernels import BATCH, KERNELS, quietly, survey, survey_data, survey_posterior
+from tests.data import test_host_arrays as host_arrays
+
+
+def check_parallel_chains_are_the_vectorized_ones():
+    data, kernel, draws = survey_data(), KERNELS[0](survey), {}
+    for method in ("parallel", "vectorized"):
+        mcmc = quietly(kernel, num_samples=40, num_chains=2, chain_method=method)
+        assert mcmc.chain_method == method
+        mcmc.run(jax.random.key(1), *data, batch_size=BATCH)
+        draws[method] = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+    parallel, vectorized = (x / survey_posterior(data)["beta"][1] for x in draws.values())
+    assert parallel.shape == (2, 40, 2)
+    assert np.abs(parallel[0] - parallel[1]).max(-1).min() > 0
+    assert np.abs(parallel - vectorized).max() < 0.02
+
+
+def check_parallel_chains_of_rows_on_the_host():
+    X, y = host_arrays.X, host_arrays.Y
+    both = ((X, y), (HostArray(X), HostArray(y)))
+    memory, host = (host_arrays.fit(*data, chain_method="parallel") for data in both)
+    assert memory.chain_method == host.chain_method == "parallel"
+    host_arrays.assert_same(host_arrays.draws(host), host_arrays.draws(memory))
+
+
+def check_parallel_chains_of_a_gibbs_sweep():
+    kernel = SGHMCSplit(gibbs.switching)
+    draws = gibbs.sweep(kernel, 1500, 40, num_chains=2, chain_method="parallel")
+    assert draws["rate"].shape == draws["k"].shape == (2, 1500)
+    assert not (draws["rate"][0] == draws["rate"][1]).any()
+    gibbs.assert_enumerated(draws)
+
+
+def check_parallel_chains_that_are_killed_and_resumed():
+    parallel = {"chain_method": "parallel"}
+    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+        folder = Path(temporary)
+        expected = runs.outcome(runs.run(runs.mcmc_of(folder / "whole", **parallel)))
+        with patch.context() as until_killed:
+            runs.end_at(until_killed, 12, runs.kill)
+            with pytest.raises(runs.Killed):
+                runs.run(runs.mcmc_of(folder / "killed", **parallel))
+        mcmc = runs.resume(folder / "killed", **parallel)
+        assert mcmc.chain_method == "parallel"
+        runs.assert_same_bits(mcmc, expected)
