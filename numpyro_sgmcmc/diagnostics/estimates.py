@@ -127,8 +127,8 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
 def configurational_temperature(batches: Any) -> float:
     r""":math:`\operatorname{tr} C / d` of all chains together; NaN before the first reading.
 
-    :param batches: a :class:`~numpyro_sgmcmc.chain.moments.Sums` with a leading axis of batches, and
-        one of chains before it where there are several.
+    :param batches: a :class:`~numpyro_sgmcmc.chain.moments.Sums` with a leading axis of batches,
+        and one of chains before it where there are several.
     """
     ndim = np.ndim(batches.weight)
     total = [np.asarray(x, np.float64).sum(tuple(range(ndim))) for x in batches]
