@@ -47,6 +47,7 @@ from ma2015_targets import (
     on_grid,
     quantile_edges,
 )
+from standard_errors import Mean
 
 jax.config.update("jax_enable_x64", True)
 
@@ -164,15 +165,15 @@ def exploration(
         settings = np.array([SHARED, *((h, friction) for friction in used for h in step_sizes)])
         found[name] = s = speed(target, partial(make, scheme=scheme), settings, lengths, num_runs)
         # n independent draws have a mean KL of about (bins - 1) / 2n.
-        per_draw = 2 * lengths[-1] / (target.num_bins - 1) * np.array(s.best[-1])
+        per_draw = Mean(*(2 * lengths[-1] / (target.num_bins - 1) * np.array(s.best[-1])))
         rows.append(
             (
                 name,
-                *(f"{v:.3f} ± {e:.3f}" for v, e in zip(*s.best, strict=True)),
-                f"{per_draw[0]:.1f} ± {per_draw[1]:.1f}",
+                *(f"{s.best[i]:.3f}" for i in range(len(lengths))),
+                f"{per_draw:.1f}",
                 f"{s.step_size[-1]:.2g}",
                 f"{s.friction[-1]:g}" if has_friction else "-",
-                f"{s.shared.value[-1]:.3f} ± {s.shared.error[-1]:.3f}",
+                f"{s.shared[-1]:.3f}",
             )
         )
     output.print_table(

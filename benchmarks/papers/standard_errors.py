@@ -8,13 +8,19 @@ import numpy as np
 
 
 class Mean(NamedTuple):
-    """Means over independent runs and their standard errors, of one shape."""
+    """Means over independent runs and their standard errors, of one shape.
+
+    A format, such as ``.2f``, is that of both numbers.
+    """
 
     value: Any
     error: Any
 
     def __str__(self) -> str:
         return f"{self.value:.3g} ± {self.error:.1g}"
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.value:{spec}} ± {self.error:{spec}}" if spec else str(self)
 
     def __getitem__(self, index: Any) -> Any:
         return Mean(self.value[index], self.error[index])
