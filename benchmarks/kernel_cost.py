@@ -13,9 +13,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_header, print_row
 from jax import jit, lax, random
+from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from step_cost import NUM_STEPS, bare_loop
+from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import (
     SGHMC,

@@ -15,9 +15,10 @@ import sys
 import warnings
 
 import jax
-from common import BATCH_SIZE, DIM, logistic, make_data, print_header, print_row
 from jax import random
+from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from numpyro.infer import MCMC
+from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
 

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import BATCH_SIZE, DIM, logistic, make_data, print_header, print_row
 from jax import Array, lax, random
+from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
+from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
 

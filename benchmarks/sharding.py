@@ -19,7 +19,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +39,15 @@ def worker(args: argparse.Namespace) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process)
     import jax.numpy as jnp
-    from common import DIM, logistic, make_data
     from jax import lax, random
     from jax.sharding import PartitionSpec
+    from logistic_regression import DIM, logistic, make_data
+    from timing import interleaved
 
     from numpyro_sgmcmc import SGHMCSplit, ShardedArray
 
     def seconds(run: Any) -> float:
-        jax.block_until_ready(run())
-        times = []
-        for _ in range(args.repeats):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - start)
-        return float(np.median(times))
+        return float(np.median(interleaved({"": run}, args.repeats)[""]))
 
     X, y = (np.asarray(a) for a in make_data(random.key(0), args.num_rows, DIM))
     own = slice(*(args.num_rows * (args.process + k) // args.processes for k in (0, 1)))
@@ -136,7 +130,8 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    from common import DIM, print_header, print_row
+    from logistic_regression import DIM
+    from timing import print_header, print_row
 
     print_header(f"Rows spread over devices; D = {DIM}, N = {args.num_rows:.0e}, {CHAINS} chains")
     print_row(["rows on", "B", "µs a step", "ratio", "a sum alone"], WIDTHS)

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from common import BATCH_SIZE, DIM, logistic, make_data, print_header, print_row
 from jax import Array, random
+from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from rivals import hmcecs, unconstrained
 from scaling import laplace, sample
+from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
 

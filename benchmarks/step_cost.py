@@ -32,8 +32,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import BATCH_SIZE, DIM, interleaved, logistic, make_data, print_header, print_row
 from jax import Array, lax, random
+from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
+from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES

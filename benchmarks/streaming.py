@@ -23,9 +23,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import DIM, interleaved, logistic, make_data, print_header, print_row
 from jax import lax, random
+from logistic_regression import DIM, logistic, make_data
 from numpyro.infer import MCMC
+from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
 

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from common import print_header, print_row
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed as seeded
 from numpyro.handlers import trace
 from numpyro.infer import MCMC
 from rivals import STEP_SIZES, blackjax_draws, hmcecs_draws, svi_draws, unconstrained
+from timing import print_header, print_row
 from trust_problems import PROBLEMS
 from trust_references import FILE, fingerprint, summarise
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import common  # noqa: F401, puts the repository's root on the path
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import timing  # noqa: F401, puts the repository's root on the path
 from numpyro.distributions.transforms import OrderedTransform
 
 from tests.samplers.models import MODELS

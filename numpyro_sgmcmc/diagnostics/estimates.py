@@ -13,6 +13,7 @@ exactly for a Gaussian posterior, and to first order in the bias for any other (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ __all__ = [
     "configurational_temperature",
     "disagreement",
     "estimate",
+    "jackknife",
     "posterior_covariance",
 ]
 
@@ -79,13 +81,13 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
         if len(shares) > 1
     ]
 
-    def jackknife(statistic: Any) -> Estimate:
-        return _jackknife(statistic(total), [statistic(w) for w in without], shares)
+    def over_batches(statistic: Any) -> Estimate:
+        return jackknife(statistic(total), [statistic(w) for w in without], shares)
 
     is_full = total[3].ndim == 2
     is_clear = None
     if is_full:
-        c = jackknife(lambda t: _moments(t)[1])
+        c = over_batches(lambda t: _moments(t)[1])
         # Entries lost in noise would pile up in the inverse.
         is_clear = np.abs(c.value) > _CLEARLY * c.error
         np.fill_diagonal(is_clear, True)
@@ -104,7 +106,7 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
         c = _moments(t)[1]
         return np.asarray(np.mean(np.diagonal(c) if is_full else c))
 
-    both = jackknife(bias)
+    both = over_batches(bias)
     _, whole, spread = _moments(total)
     sd = np.sqrt(_variances(spread, factor))
 
@@ -114,11 +116,11 @@ def estimate(sums: Any, factor: np.ndarray) -> Estimates:
     return Estimates(
         Estimate(both.value[0], both.error[0]),
         Estimate(both.value[1], both.error[1]),
-        jackknife(configurational),
-        jackknife(lambda t: t[5] / t[0]),
+        over_batches(configurational),
+        over_batches(lambda t: t[5] / t[0]),
         spread,
         posterior_covariance(whole, spread, is_clear),
-        jackknife(own).error / sd,
+        over_batches(own).error / sd,
     )
 
 
@@ -196,11 +198,17 @@ def _variances(covariance: np.ndarray, factor: np.ndarray) -> np.ndarray:
     return np.square(factor) @ covariance if factor.ndim == 2 else np.square(factor) * covariance
 
 
-def _jackknife(whole: np.ndarray, without: list[np.ndarray], shares: np.ndarray) -> Estimate:
+def jackknife(whole: Any, without: Sequence[Any], shares: np.ndarray | None = None) -> Estimate:
     """The estimate with its error from leaving out one batch at a time.
 
-    Busing, Meijer and van der Leeden (1999), *Delete-m jackknife for unequal m*.
+    :param whole: the estimate from all batches, of any shape.
+    :param without: those from all batches but one, in their order.
+    :param shares: each batch's share of the whole, shape ``(batches,)``. Default: equal.
+    :return: errors are NaN for a single batch.
+
+    Reference: Busing, Meijer and van der Leeden (1999), *Delete-m jackknife for unequal m*.
     """
+    shares = np.full(len(without), 1.0 / len(without)) if shares is None else shares
     num = len(shares)
     if num < 2:
         return Estimate(whole, np.full_like(whole, np.nan))

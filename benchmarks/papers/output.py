@@ -1,4 +1,4 @@
-"""What the papers' experiments share: arguments, slopes with standard errors, tables, figures."""
+"""How the papers' experiments are asked for and what they show: titles, tables, figures."""
 
 from __future__ import annotations
 
@@ -7,46 +7,15 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import matplotlib as mpl
-import numpy as np
 
 mpl.use("Agg")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 FIGURES = Path(__file__).parents[2] / "docs" / "papers"
-
-
-class Slope(NamedTuple):
-    """A fitted slope and its standard error."""
-
-    value: float
-    error: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ± {self.error:.2f}"
-
-
-def fit_slope(x: Any, y: Any, y_error: Any = None) -> Slope:
-    """Slope of log ``y`` over log ``x`` by weighted least squares.
-
-    :param x: positive, shape ``(n,)``.
-    :param y: positive, shape ``(n,)``.
-    :param y_error: standard errors of ``y``. Default None: equal relative errors, their size from
-        the fit's residuals.
-    """
-    x, y = np.log(np.asarray(x, float)), np.asarray(y, float)
-    relative = np.ones_like(y) if y_error is None else np.asarray(y_error, float) / y
-    design = np.column_stack([np.ones_like(x), x]) / relative[:, None]
-    target = np.log(y) / relative
-    covariance = np.linalg.inv(design.T @ design)
-    solution = covariance @ design.T @ target
-    if y_error is None:
-        residual = target - design @ solution
-        covariance *= residual @ residual / max(1, len(x) - 2)
-    return Slope(float(solution[1]), float(np.sqrt(covariance[1, 1])))
 
 
 def arguments(description: str | None) -> argparse.Namespace:

@@ -1,0 +1,46 @@
+"""Runs timed in turn, and the tables in which the benchmarks print what they find."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpyro
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def interleaved(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, np.ndarray]:
+    """Seconds of each run, ``repeats`` times in turn, so that a busy machine slows all alike."""
+    for run in runs.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: np.array(s) for name, s in seconds.items()}
+
+
+def print_header(title: str) -> None:
+    """The title, the versions and the machine."""
+    versions = f"Python {platform.python_version()}, JAX {jax.__version__}"
+    machine = f"{os.cpu_count()} cores, {jax.default_backend()}"
+    print(f"{title}\n{versions}, NumPyro {numpyro.__version__}; {machine}\n", flush=True)
+
+
+def print_row(cells: Iterable[Any], widths: Iterable[int]) -> None:
+    """One row of a table, numbers to the right."""
+    text = (
+        f"{cell:>{width}}" if i else f"{cell:<{width}}"
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    print(" ".join(text), flush=True)
