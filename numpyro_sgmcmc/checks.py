@@ -17,6 +17,7 @@ import numpy as np
 import numpyro
 
 __all__ = [
+    "Refusal",
     "between",
     "check_key",
     "check_one_key",
@@ -35,17 +36,24 @@ __all__ = [
 ]
 
 
+class Refusal(ValueError):
+    """What this library refuses of a model, its data or an option, in a sentence of its own.
+
+    A type of its own, so that it is told from errors of the model, of NumPyro and of JAX.
+    """
+
+
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse a value that is not among the choices."""
     if not (isinstance(value, str) and value in choices):
         listed = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"`{name}` is {value!r}, but must be one of {listed}.")
+        raise Refusal(f"`{name}` is {value!r}, but must be one of {listed}.")
 
 
 def function(name: str, value: Any) -> None:
     """Refuse what cannot be called."""
     if not callable(value):
-        raise ValueError(f"`{name}` is {value!r}, but must be a function.")
+        raise Refusal(f"`{name}` is {value!r}, but must be a function.")
 
 
 def returned(name: str, fn: Callable, *args: Any) -> np.ndarray:
@@ -56,7 +64,7 @@ def returned(name: str, fn: Callable, *args: Any) -> np.ndarray:
             raise TypeError("it returns complex numbers")
         return np.asarray(jnp.asarray(fn(*args), float))
     except Exception as error:
-        raise ValueError(
+        raise Refusal(
             f"`{name}` must be a function that JAX can trace (no Python `if` on its values) and "
             f"that returns an array, but calling it failed: {first_line(error)}."
         ) from error
@@ -94,36 +102,36 @@ def positive(name: str, value: Any) -> None:
     """Refuse anything but a positive finite number."""
     number = _number(value)
     if number is None:
-        raise ValueError(f"`{name}` is {value!r}, but must be a positive number.")
+        raise Refusal(f"`{name}` is {value!r}, but must be a positive number.")
     if not (number > 0 and np.isfinite(number)):
-        raise ValueError(f"`{name}` is {value!r}, but must be positive and finite.")
+        raise Refusal(f"`{name}` is {value!r}, but must be positive and finite.")
 
 
 def between(name: str, value: Any, low: float, high: float) -> None:
     """Refuse anything but a number from ``low`` to ``high``."""
     positive(name, value)
     if not low <= float(value) <= high:
-        raise ValueError(f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}.")
+        raise Refusal(f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}.")
 
 
 def not_negative(name: str, value: Any) -> None:
     """Refuse anything but zero and a positive finite number."""
     number = _number(value)
     if number is None or not 0 <= number < np.inf:
-        raise ValueError(f"`{name}` is {value!r}, but must be zero or a positive number.")
+        raise Refusal(f"`{name}` is {value!r}, but must be zero or a positive number.")
 
 
 def is_bool(name: str, value: Any) -> None:
     """Refuse anything but True and False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"`{name}` is {value!r}, but must be True or False.")
+        raise Refusal(f"`{name}` is {value!r}, but must be True or False.")
 
 
 def positive_int(name: str, value: Any) -> None:
     """Refuse anything but a positive integer."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not (is_int and value > 0):
-        raise ValueError(f"`{name}` is {value!r}, but must be a positive integer.")
+        raise Refusal(f"`{name}` is {value!r}, but must be a positive integer.")
 
 
 def real_array(name: str, value: Any) -> np.ndarray:
@@ -131,16 +139,16 @@ def real_array(name: str, value: Any) -> np.ndarray:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"`{name}` must be an array, but: {first_line(error)}.") from error
+        raise Refusal(f"`{name}` must be an array, but: {first_line(error)}.") from error
     if found.dtype.kind not in "biuf" and not jnp.issubdtype(found.dtype, jnp.floating):
-        raise ValueError(f"`{name}` has type {found.dtype}, but must be an array of real numbers.")
+        raise Refusal(f"`{name}` has type {found.dtype}, but must be an array of real numbers.")
     return found
 
 
 def check_one_key(rng_key: Any) -> None:
     """Refuse what is not one random key."""
     if _key_axes(rng_key) != 0:
-        raise ValueError(
+        raise Refusal(
             f"`rng_key` is {_key_shown(rng_key)}, but must be one random key such as "
             "jax.random.key(0)."
         )
@@ -149,7 +157,7 @@ def check_one_key(rng_key: Any) -> None:
 def check_key(rng_key: Any) -> None:
     """Refuse what is no random key, nor one a chain."""
     if _key_axes(rng_key) not in (0, 1):
-        raise ValueError(
+        raise Refusal(
             f"`rng_key` is {_key_shown(rng_key)}, but must be a random key such as "
             "jax.random.key(0), or an array of one for each chain."
         )

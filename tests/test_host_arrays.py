@@ -18,7 +18,7 @@ from contract import quick_compilation, quietly, run_on_two_devices
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
 from numpyro_sgmcmc.chain.read_ahead import block_length
-from numpyro_sgmcmc.data.stand_ins import Lookup, Served
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows, RowsRead
 
 __all__ = ["quick_compilation"]
 
@@ -203,7 +203,7 @@ def test_rows_are_read_in_blocks_and_ahead():
     (values,), place = block.values, block.place
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}
-    assert length == block_length((Lookup(host, "rows"),), rows, num_chains=2) > 1
+    assert length == block_length((IndexedArray(host, "rows"),), rows, num_chains=2) > 1
     assert 1 <= int(place[0]) <= length
     # The warm-up's chunks, then blocks: the first is waited for, the others are read ahead.
     assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
@@ -258,7 +258,7 @@ def test_indices_mean_what_they_mean_to_jax(index):
     first, *_ = index(rows, columns)
     if first is rows:
         i = jnp.asarray(rows)
-        given = Served(HostArray(X), {"rows": (i, jnp.asarray(X)[i])})
+        given = RowsRead(HostArray(X), IssuedRows({"rows": i}), {"rows": jnp.asarray(X)[i]})
         np.testing.assert_array_equal(given[index(i, columns)], expected)
 
 

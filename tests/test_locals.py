@@ -51,7 +51,7 @@ from numpyro_sgmcmc import (
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, visit, with_locals
+from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, renew_minibatch, with_locals
 from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target
@@ -61,7 +61,7 @@ __all__ = ["quick_compilation"]
 ROWS, BATCH = 12, 4
 
 
-_visit = jax.jit(visit, static_argnames=("target", "estimator"))
+_visit = jax.jit(renew_minibatch, static_argnames=("target", "estimator"))
 _rows_of = jax.jit(row_potentials, static_argnames="target")
 _full_potential = jax.jit(Target.full_potential, static_argnums=0)
 _gradient = jax.jit(Target.gradient, static_argnums=0)

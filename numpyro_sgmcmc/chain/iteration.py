@@ -20,12 +20,12 @@ from numpyro_sgmcmc.chain.program import Keys, Program, draw_rows
 from numpyro_sgmcmc.chain.state import AdaptState, SGMCMCState
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import independent_minibatch, stream_of
-from numpyro_sgmcmc.data.stand_ins import served
+from numpyro_sgmcmc.data.stand_ins import with_rows_read
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
 from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.posterior.locals.moves import visit
+from numpyro_sgmcmc.posterior.locals.moves import renew_minibatch
 from numpyro_sgmcmc.posterior.locals.sites import with_locals
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup.step_control import StepControl
@@ -149,11 +149,11 @@ def _step(
             rows, values = state.block.at(place, rows)
         if not is_ahead:
             noise = random.normal(noise, shape, target.dtype)
-        here, origin = served(arguments, target.lookups, rows, values), anchored
+        here, origin = with_rows_read(arguments, target.lookups, rows, values), anchored
         if target.locals is not None:
             coordinates = anchored.coordinates
             theta = coordinates.position(chain.position)
-            own, anchor_gradient, here = visit(
+            own, anchor_gradient, here = renew_minibatch(
                 target,
                 own,
                 theta,

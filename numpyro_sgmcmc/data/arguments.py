@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
 
@@ -236,14 +237,14 @@ def check_arrays(arguments: Arguments, model: Callable) -> None:
         if not isinstance(x, np.ndarray):
             continue
         if np.ma.is_masked(x):
-            raise ValueError(
+            raise Refusal(
                 f"{name} is a masked array, of which JAX would use the values behind the mask: "
                 "leave these rows out, or pass them to handlers.mask."
             )
         if isinstance(x, np.ma.MaskedArray):
-            raise ValueError(f"{name} is a masked array, which JAX does not take: pass its data.")
+            raise Refusal(f"{name} is a masked array, which JAX does not take: pass its data.")
         if not x.dtype.isnative or x.dtype.name in ("longdouble", "float128", "complex256"):
-            raise ValueError(
+            raise Refusal(
                 f"{name} has type {x.dtype.str}, which JAX does not have: pass it as another, for "
                 "example by .astype(np.float32)."
             )
@@ -251,7 +252,7 @@ def check_arrays(arguments: Arguments, model: Callable) -> None:
         if x.dtype.kind in "iu" and held != x.dtype and x.size:
             low, high, limits = x.min(), x.max(), np.iinfo(held)
             if low < limits.min or high > limits.max:
-                raise ValueError(
+                raise Refusal(
                     f"{name} has integers from {low} to {high}, which {held} cannot hold: switch "
                     "on jax_enable_x64, or pass floats."
                 )

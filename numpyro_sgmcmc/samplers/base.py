@@ -37,7 +37,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.coordinates import Coordinates
 from numpyro_sgmcmc.posterior.gradients import ESTIMATORS
 from numpyro_sgmcmc.posterior.handlers import FullDataModel, prior_draws
-from numpyro_sgmcmc.posterior.locals.checks import check_options
+from numpyro_sgmcmc.posterior.locals.checks import refuse_options_with_locals
 from numpyro_sgmcmc.posterior.locals.sites import collected_sites
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target, function_target
@@ -555,7 +555,9 @@ class SGMCMCKernel(MCMCKernel):
                 self._gibbs_fn,
                 self._gibbs_sites,
             )
-            check_options(target, arguments, self._minibatch, self._gradient, self._collect_locals)
+            refuse_options_with_locals(
+                target, arguments, self._minibatch, self._gradient, self._collect_locals
+            )
             check_compatible(target, self._gradient, self._noise_compensation)
             self._targets[form] = target
         return self._targets[form]

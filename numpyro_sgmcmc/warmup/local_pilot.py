@@ -13,7 +13,13 @@ from jax import Array, lax, random
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.gradients import Anchored, whitened_gradient
-from numpyro_sgmcmc.posterior.locals.moves import LocalState, by_chunks, curvatures, sweep, visit
+from numpyro_sgmcmc.posterior.locals.moves import (
+    LocalState,
+    by_chunks,
+    curvatures,
+    renew_minibatch,
+    sweep,
+)
 from numpyro_sgmcmc.posterior.locals.sites import AllRows
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup.pilot import KEEP_EVERY, PILOT
@@ -60,7 +66,7 @@ def descend_with_locals(
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
         theta, moments, state = carry
         minibatch, key = xs
-        state, _, here = visit(
+        state, _, here = renew_minibatch(
             target, state, theta, minibatch, arguments, theta, theta, "plain", key
         )
         gradient = target.gradient(theta, minibatch, here)
@@ -98,7 +104,7 @@ def advance(
             coordinates = anchored.coordinates
             theta = coordinates.position(dynamics.position)
             own = LocalState(values, scale, jnp.ones((), target.dtype))
-            own, anchor_gradient, here = visit(
+            own, anchor_gradient, here = renew_minibatch(
                 target,
                 own,
                 theta,

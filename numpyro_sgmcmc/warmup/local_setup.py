@@ -25,7 +25,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.checks import check_rows, first_values
+from numpyro_sgmcmc.posterior.locals.checks import first_values, refuse_dependent_rows
 from numpyro_sgmcmc.posterior.locals.moves import LocalState
 from numpyro_sgmcmc.posterior.locals.sites import AllRows, with_locals
 from numpyro_sgmcmc.posterior.target import Target
@@ -84,7 +84,7 @@ class LocalSetup(Setup):
         self.progress("warm start")
         position = self._finite(starts)[0]
         values = first_values(self.target, self.plain_arguments, self._cast(position))
-        check_rows(self.target, self.plain_arguments, self._cast(position), values)
+        refuse_dependent_rows(self.target, self.plain_arguments, self._cast(position), values)
         state = self._scaled(position, values)
         position, state = self._adam(position, state)
         self._hold(state.values)
