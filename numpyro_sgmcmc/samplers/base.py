@@ -29,7 +29,7 @@ from numpyro_sgmcmc.chain.program import Program
 from numpyro_sgmcmc.chain.read_ahead import refilled, with_empty_block
 from numpyro_sgmcmc.chain.start_locals import start_locals
 from numpyro_sgmcmc.chain.state import SGMCMCState
-from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, check_arrays, is_traced
+from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, is_traced, refuse_other_numbers
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.data.minibatch import STREAMS
 from numpyro_sgmcmc.data.progress import passes_shown, stages_shown
@@ -39,8 +39,8 @@ from numpyro_sgmcmc.posterior.gradients import ESTIMATORS
 from numpyro_sgmcmc.posterior.handlers import FullDataModel, prior_draws
 from numpyro_sgmcmc.posterior.locals.checks import refuse_options_with_locals
 from numpyro_sgmcmc.posterior.locals.sites import collected_sites
-from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target, function_target
+from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.samplers.adapted import Adapted
 from numpyro_sgmcmc.samplers.compatibility import check_compatible
 from numpyro_sgmcmc.samplers.mass_matrix import mass_matrix, mass_matrix_mask
@@ -389,7 +389,7 @@ class SGMCMCKernel(MCMCKernel):
         checks.check_key(rng_key)
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
-            check_arrays(arguments, self._model)
+            refuse_other_numbers(arguments, self._model)
         is_batch = _is_batch(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with _eagerly(rng_key), plain_failures(arguments.hosts):
@@ -548,7 +548,7 @@ class SGMCMCKernel(MCMCKernel):
             return self._targets[key]
         form = (arguments.signature, jnp.result_type(float))
         if form not in self._targets:
-            target = model_target(
+            target = target_of(
                 self._model,
                 arguments,
                 self._init_strategy,
