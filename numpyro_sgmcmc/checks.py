@@ -38,7 +38,10 @@ __all__ = [
 
 
 class Refusal(ValueError):
-    """What the user passed cannot be sampled; the message names it and the way out."""
+    """What this library refuses of a model, its data or an option, in a sentence of its own.
+
+    A type of its own, so that it is told from errors of the model, of NumPyro and of JAX.
+    """
 
 
 def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:

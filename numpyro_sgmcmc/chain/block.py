@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_sgmcmc.data.stand_ins import Lookup
+from numpyro_sgmcmc.data.stand_ins import IndexedArray
 
 __all__ = ["Block", "Upcoming", "block_length", "empty_block", "key_words"]
 
@@ -77,7 +77,7 @@ def key_words(rng_key: Array) -> Array:
 
 
 def empty_block(
-    lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int, upcoming: Upcoming
+    lookups: tuple[IndexedArray, ...], rows: Mapping[str, Any], num_chains: int, upcoming: Upcoming
 ) -> Block:
     """A chain's block before anything is read, used up.
 
@@ -92,7 +92,9 @@ def empty_block(
     return Block(values, empty, empty, upcoming, jnp.asarray(length), key)
 
 
-def block_length(lookups: tuple[Lookup, ...], rows: Mapping[str, Any], num_chains: int) -> int:
+def block_length(
+    lookups: tuple[IndexedArray, ...], rows: Mapping[str, Any], num_chains: int
+) -> int:
     """Iterations a block, from 1 to 64, so that those of all chains stay near 4 MB.
 
     :param rows: shape and type of the rows of one iteration of one chain, by plate.

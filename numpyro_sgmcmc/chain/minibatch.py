@@ -9,7 +9,7 @@ from jax import Array
 
 from numpyro_sgmcmc.chain.block import Block
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.stand_ins import Lookup, served
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, with_rows_read
 
 __all__ = ["Minibatch", "RowSource", "RowsInMemory", "RowsReadAhead"]
 
@@ -68,7 +68,7 @@ class RowsReadAhead:
         block: Block,
         iteration: Array,
         num_steps: int,
-        lookups: tuple[Lookup, ...],
+        lookups: tuple[IndexedArray, ...],
         arguments: Arguments,
     ) -> None:
         self._block, self._iteration, self._num_steps = block, iteration, num_steps
@@ -79,4 +79,4 @@ class RowsReadAhead:
 
     def minibatch(self, step: Any) -> Minibatch:
         rows, values = self._block.at(self._iteration, step)
-        return Minibatch(rows, served(self._arguments, self._lookups, rows, values))
+        return Minibatch(rows, with_rows_read(self._arguments, self._lookups, rows, values))

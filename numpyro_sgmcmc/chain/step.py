@@ -24,7 +24,7 @@ from numpyro_sgmcmc.chain.state import AdaptState, Moving
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.integrators import Step
 from numpyro_sgmcmc.posterior.estimators import whitened_gradient
-from numpyro_sgmcmc.posterior.locals.moves import visit
+from numpyro_sgmcmc.posterior.locals.moves import renew_minibatch
 from numpyro_sgmcmc.posterior.target import Target
 
 __all__ = ["StepInputs", "Stepper"]
@@ -131,7 +131,7 @@ class Stepper:
         assert moving.locals is not None
         assert moving.anchor_gradient is not None
         assert rng_key is not None
-        own, anchor_gradient, arguments = visit(
+        own, anchor_gradient, arguments = renew_minibatch(
             target,
             moving.locals,
             whitening.position(moving.dynamics.position),

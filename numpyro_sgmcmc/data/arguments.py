@@ -17,10 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
 
-__all__ = ["Arguments", "HeldArrays", "as_jax_arrays", "check_arrays", "is_array", "is_traced"]
+__all__ = [
+    "Arguments",
+    "ByIdentity",
+    "HeldArrays",
+    "as_jax_arrays",
+    "is_array",
+    "is_traced",
+    "refuse_other_numbers",
+]
 
 _HOLD_BYTES = 2**25
 
@@ -54,14 +63,14 @@ def as_jax_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
 
 
-class _ById:
-    """An unhashable value, hashed and compared by identity."""
+class ByIdentity:
+    """A value hashed and compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -72,7 +81,7 @@ def _static(x: Any) -> Hashable:
     try:
         hash(x)
     except TypeError:
-        return _ById(x)
+        return ByIdentity(x)
     return (type(x), x)
 
 
@@ -187,7 +196,7 @@ class Arguments:
             if entry is None:
                 leaves.append(next(arrays))
             else:
-                leaves.append(entry.value if isinstance(entry, _ById) else entry[1])
+                leaves.append(entry.value if isinstance(entry, ByIdentity) else entry[1])
         return cls(*jax.tree.unflatten(structure, leaves))
 
 
@@ -230,20 +239,20 @@ class HeldArrays:
         return held[1]
 
 
-def check_arrays(arguments: Arguments, model: Callable) -> None:
+def refuse_other_numbers(arguments: Arguments, model: Callable) -> None:
     """Refuse NumPy arrays that JAX cannot hold, or would hold with other values."""
     for name, x in arguments.named_arrays(model):
         if not isinstance(x, np.ndarray):
             continue
         if np.ma.is_masked(x):
-            raise ValueError(
+            raise Refusal(
                 f"{name} is a masked array, of which JAX would use the values behind the mask: "
                 "leave these rows out, or pass them to handlers.mask."
             )
         if isinstance(x, np.ma.MaskedArray):
-            raise ValueError(f"{name} is a masked array, which JAX does not take: pass its data.")
+            raise Refusal(f"{name} is a masked array, which JAX does not take: pass its data.")
         if not x.dtype.isnative or x.dtype.name in ("longdouble", "float128", "complex256"):
-            raise ValueError(
+            raise Refusal(
                 f"{name} has type {x.dtype.str}, which JAX does not have: pass it as another, for "
                 "example by .astype(np.float32)."
             )
@@ -251,7 +260,7 @@ def check_arrays(arguments: Arguments, model: Callable) -> None:
         if x.dtype.kind in "iu" and held != x.dtype and x.size:
             low, high, limits = x.min(), x.max(), np.iinfo(held)
             if low < limits.min or high > limits.max:
-                raise ValueError(
+                raise Refusal(
                     f"{name} has integers from {low} to {high}, which {held} cannot hold: switch "
                     "on jax_enable_x64, or pass floats."
                 )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.rows import RowArray
 
 __all__ = ["HostArray", "counting", "plain_failures", "read_ahead"]
@@ -69,19 +70,19 @@ class HostArray(RowArray):
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
         if hasattr(source, "iloc"):
-            raise ValueError(
+            raise Refusal(
                 f"HostArray reads rows by their places, but a {type(source).__name__} gives "
                 "them by its labels: pass its to_numpy()."
             )
         try:
             shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
         except (AttributeError, TypeError):
-            raise ValueError(
+            raise Refusal(
                 f"HostArray needs a source with a shape and a dtype, but got "
                 f"{type(source).__name__}."
             ) from None
         if isinstance(source, HostArray):
-            raise ValueError(f"{source!r} is a HostArray already.")
+            raise Refusal(f"{source!r} is a HostArray already.")
         self._check_form(shape, dtype)
         self._source = source
         # A memory map copies some of its own attributes at every indexing.
@@ -301,13 +302,13 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
 def read_ahead(
     lookups: Sequence[tuple[HostArray, str]],
     rows: Mapping[str, jax.Array],
-    then: Mapping[str, jax.Array],
+    following: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Rows of each array inside a compiled function, and a start on those wanted after them.
 
     :param lookups: the arrays, each with the name of what gives its rows.
     :param rows: integer indices by that name, of three axes.
-    :param then: the indices that the next call will ask for, of the same shapes.
+    :param following: the indices that the next call will ask for, of the same shapes.
     :return: for each array its rows, shape ``(*rows.shape, *array.shape[1:])``.
     """
 
@@ -320,7 +321,7 @@ def read_ahead(
 
     forms = tuple(jax.ShapeDtypeStruct((*rows[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups)
     # As one array: each one that a callback takes costs it some 50 microseconds.
-    both = {name: jnp.stack([rows[name], then[name]], -4) for _, name in lookups}
+    both = {name: jnp.stack([rows[name], following[name]], -4) for _, name in lookups}
     return jax.pure_callback(fetch, forms, both, vmap_method="broadcast_all")
 
 
@@ -339,7 +340,7 @@ def _resident_file_bytes() -> int | None:
 def _unmasked(values: Any) -> np.ndarray:
     """An array, unless some of its values are missing by a mask, which NumPy would drop."""
     if np.ma.is_masked(values):
-        raise ValueError("some values are masked")
+        raise Refusal("some values are masked")
     return np.asarray(values)
 
 

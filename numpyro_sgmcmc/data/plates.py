@@ -59,6 +59,12 @@ class Plate(NamedTuple):
             return self.size
         return len(self.shards.counts) * min(self.shards.counts)
 
+    def spread_over(self, shards: Shards) -> Plate:
+        """With rows spread over devices, each of which has as many rows of a minibatch."""
+        num = len(shards.counts)
+        part = -(-self.subsample_size // num)
+        return self._replace(subsample_size=num * part, shards=shards)
+
     def of_shard(self, first: Any, count: Any) -> Plate:
         """The part of one device, if its rows are spread over devices."""
         if self.shards is None:

@@ -10,9 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["RowArray", "narrowed"]
+from numpyro_sgmcmc.checks import Refusal
+
+__all__ = ["RowArray", "RowsOnly", "narrowed"]
 
 _MOST_ROWS = 2**31 - 1
+
+
+class RowsOnly(TypeError):
+    """What is said where an array is used otherwise than by its rows.
+
+    :param array: the array.
+    :param sentence: goes on from its name.
+    """
+
+    def __init__(self, array: Any, sentence: str) -> None:
+        super().__init__(f"{array!r} {sentence}")
+        self.array = array
 
 
 class RowArray:
@@ -41,9 +55,10 @@ class RowArray:
         return self.shape[0]
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            f"{self!r} {self._why_not_whole}: index it by the indices of its plate, or pass it "
-            "through numpyro.subsample."
+        raise RowsOnly(
+            self,
+            f"{self._why_not_whole}: index it by the indices of its plate, or pass it through "
+            "numpyro.subsample.",
         )
 
     __jax_array__ = __array__
@@ -61,9 +76,9 @@ class RowArray:
             rows = np.arange(*rows.indices(len(self)))
         is_none = rows is None or rows is Ellipsis
         if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
-            raise TypeError(
-                f"{self!r} is indexed by rows: by the indices of its plate, an integer array or a "
-                "slice."
+            raise RowsOnly(
+                self,
+                "is indexed by rows: by the indices of its plate, an integer array or a slice.",
             )
         found = self._rows_at(rows)
         return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
@@ -76,9 +91,9 @@ class RowArray:
     def _check_form(cls, shape: tuple[int, ...], dtype: Any) -> None:
         """Refuse what has no rows, other types than numbers, and more rows than indices name."""
         if not shape or shape[0] < 1:
-            raise ValueError(f"{cls.__name__} needs an array with rows, but got shape {shape}.")
+            raise Refusal(f"{cls.__name__} needs an array with rows, but got shape {shape}.")
         if np.dtype(dtype).kind not in "biuf" and "bfloat" not in str(dtype):
-            raise ValueError(
+            raise Refusal(
                 f"{cls.__name__} needs integers, floats or booleans, but got dtype {dtype}."
             )
         cls._check_number(shape[0])
@@ -86,7 +101,7 @@ class RowArray:
     @classmethod
     def _check_number(cls, num_rows: int) -> None:
         if num_rows > _MOST_ROWS:
-            raise ValueError(
+            raise Refusal(
                 f"{cls.__name__} has {num_rows} rows, but indices of rows are 32-bit integers: at "
                 f"most {_MOST_ROWS}. Split the table."
             )

@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.rows import RowArray
 
 __all__ = ["LocalRows", "ShardedArray", "Shards", "as_sharded"]
@@ -149,9 +150,7 @@ class ShardedArray(RowArray):
         name: str = "ShardedArray",
     ) -> None:
         if not hasattr(rows, "shape"):
-            raise ValueError(
-                f"ShardedArray needs an array with rows, but got {type(rows).__name__}."
-            )
+            raise Refusal(f"ShardedArray needs an array with rows, but got {type(rows).__name__}.")
         self._check_form(tuple(rows.shape), rows.dtype)
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("rows",))
@@ -160,13 +159,13 @@ class ShardedArray(RowArray):
         axis = mesh.axis_names[0] if axis is None else axis
         unknown = set((axis,) if isinstance(axis, str) else axis) - set(mesh.axis_names)
         if unknown:
-            raise ValueError(
+            raise Refusal(
                 f"`axis` names {sorted(unknown)}, but the mesh has the axes "
                 f"{list(mesh.axis_names)}."
             )
         own = _own_devices(mesh, axis)
         if not own:
-            raise ValueError("None of this process's devices is in the mesh.")
+            raise Refusal("None of this process's devices is in the mesh.")
         sizes = _split(int(rows.shape[0]), len(own), counts)
         shards = Shards(mesh, axis, _agree(rows, dict(zip(own, sizes, strict=True)), mesh, axis))
         self._check_number(shards.size)
@@ -256,7 +255,7 @@ def _as_held(x: np.ndarray) -> np.ndarray:
     if x.dtype.kind in "iu" and dtype != x.dtype:
         limits = np.iinfo(dtype)
         if x.min() < limits.min or x.max() > limits.max:
-            raise ValueError(
+            raise Refusal(
                 f"ShardedArray holds integers that {dtype} cannot: switch on jax_enable_x64, or "
                 "give it floats."
             )
@@ -279,7 +278,7 @@ def as_sharded(x: Any) -> Any:
     if num == 1 or any(other is not None for other in sharding.spec[1:]):
         return x
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
+        raise Refusal(
             f"An array of shape {x.shape} is spread over a mesh with explicit axes, which models "
             "do not know of: pass ShardedArray(rows, mesh), or make the mesh with "
             "jax.sharding.Mesh(devices, names)."
@@ -320,12 +319,12 @@ def _split(num_rows: int, num_parts: int, counts: Sequence[int] | None) -> list[
         each, rest = divmod(num_rows, num_parts)
         counts = [each + (part < rest) for part in range(num_parts)]
     elif len(counts) != num_parts or sum(counts) != num_rows:
-        raise ValueError(
+        raise Refusal(
             f"`counts` is {list(counts)}, but must give the rows of {num_parts} devices, "
             f"{num_rows} in all."
         )
     if min(counts) < 1:
-        raise ValueError(
+        raise Refusal(
             f"ShardedArray has {num_rows} rows for {num_parts} devices, but every device needs "
             "one at least: use a mesh of fewer devices."
         )
@@ -345,13 +344,13 @@ def _agree(
     told = np.asarray(multihost_utils.process_allgather(counts))
     forms = np.asarray(multihost_utils.process_allgather(np.uint32(form)))
     if len(set(forms.tolist())) > 1:
-        raise ValueError(
+        raise Refusal(
             f"The processes give rows of different shapes or types; here they are "
             f"{tuple(rows.shape[1:])}, {rows.dtype}."
         )
     agreed = told.max(0)
     if ((told != 0) & (told != agreed)).any():
-        raise ValueError(
+        raise Refusal(
             "Processes that share a place along the rows' axis give different numbers of rows."
         )
     return tuple(int(n) for n in agreed)

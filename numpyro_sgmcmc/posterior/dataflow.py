@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-__all__ = ["Lookup", "depends_on", "origins", "row_lookups"]
+__all__ = ["Gather", "depends_on", "provenance", "row_gathers"]
 
 _INDEX_PRESERVING = {
     "broadcast_in_dim",
@@ -30,8 +30,9 @@ _INDEX_PRESERVING = {
 _CALLS = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
 
 
-class Lookup(NamedTuple):
-    """
+class Gather(NamedTuple):
+    """A lookup by the rows of a plate.
+
     - **plate** - name of the plate whose indices are used.
     - **length** - length of the dimension that they index.
     - **array** - name of the array, or None where it cannot be traced to an argument.
@@ -48,7 +49,7 @@ def _sub_jaxprs(eqn: Any) -> list[Any]:
     return [c for c in closed if len(c.jaxpr.invars) == len(eqn.invars)]
 
 
-def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, str]) -> list[Lookup]:
+def row_gathers(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, str]) -> list[Gather]:
     """The gathers in which a plate's indices, unchanged, are the rows looked up.
 
     Arithmetic on an index (``i // 10``, ``i - 1``) makes it the user's own, and is not followed.
@@ -58,13 +59,13 @@ def row_lookups(jaxpr: Jaxpr, plates: Mapping[Any, str], arrays: Mapping[Any, st
     :param arrays: array names by the variables that hold them.
     :return: one entry a gather.
     """
-    return _lookups(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)[0]
+    return _gathers(jaxpr, {v: (p,) for v, p in plates.items()}, arrays)[0]
 
 
-def _lookups(
+def _gathers(
     jaxpr: Jaxpr, columns: Mapping[Any, tuple[str | None, ...]], arrays: Mapping[Any, str]
-) -> tuple[list[Lookup], list[tuple[str | None, ...] | None]]:
-    """The lookups, and the columns of the outputs.
+) -> tuple[list[Gather], list[tuple[str | None, ...] | None]]:
+    """The gathers, and the columns of the outputs.
 
     :param columns: for index arrays, the plate whose indices each column holds, if any.
     """
@@ -83,21 +84,21 @@ def _lookups(
             if len(looked_up) == len(dims):
                 for plate, dim in zip(looked_up, dims, strict=True):
                     if plate is not None:
-                        found.append(Lookup(plate, shape[dim], known(name_of, eqn.invars[0])))
+                        found.append(Gather(plate, shape[dim], known(name_of, eqn.invars[0])))
             continue
         if primitive == "dynamic_slice":  # of a scalar index, as in a loop over rows
             shape = getattr(eqn.invars[0].aval, "shape", ())
             sizes = zip(shape, eqn.params["slice_sizes"], strict=True)
             for (length, size), atom in zip(sizes, eqn.invars[1:], strict=False):
                 on = (p for p in known(columns_of, atom) or () if p is not None and size == 1)
-                found += [Lookup(p, length, known(name_of, eqn.invars[0])) for p in on]
+                found += [Gather(p, length, known(name_of, eqn.invars[0])) for p in on]
             continue
         for closed in _sub_jaxprs(eqn):
             inner = closed.jaxpr
             pairs = list(zip(inner.invars, eqn.invars, strict=True))
             inner_columns = {v: c for v, a in pairs if (c := known(columns_of, a)) is not None}
             inner_arrays = {v: n for v, a in pairs if (n := known(name_of, a)) is not None}
-            more, outputs = _lookups(inner, inner_columns, inner_arrays)
+            more, outputs = _gathers(inner, inner_columns, inner_arrays)
             found += more
             if primitive in _CALLS:
                 known_outputs = zip(eqn.outvars, outputs, strict=True)
@@ -115,7 +116,7 @@ def _lookups(
     return found, [known(columns_of, v) for v in jaxpr.outvars]
 
 
-def origins(jaxpr: Jaxpr, given: Sequence[frozenset]) -> list[frozenset]:
+def provenance(jaxpr: Jaxpr, given: Sequence[frozenset]) -> list[frozenset]:
     """For each output, the union of what is given for the inputs that it depends on."""
     known = dict(zip(jaxpr.invars, given, strict=True))
     nothing: frozenset = frozenset()
@@ -127,7 +128,7 @@ def origins(jaxpr: Jaxpr, given: Sequence[frozenset]) -> list[frozenset]:
         inputs = [of(a) for a in eqn.invars]
         inner = _sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
         if len(inner) == 1 and len(inner[0].jaxpr.outvars) == len(eqn.outvars):
-            outputs = origins(inner[0].jaxpr, inputs)
+            outputs = provenance(inner[0].jaxpr, inputs)
         else:
             outputs = [nothing.union(*inputs)] * len(eqn.outvars)
         known.update(zip(eqn.outvars, outputs, strict=True))
@@ -138,4 +139,4 @@ def depends_on(closed: ClosedJaxpr, num_inputs: int) -> list[bool]:
     """For each output, whether it depends on any of the first ``num_inputs`` inputs."""
     others = len(closed.jaxpr.invars) - num_inputs
     given = [frozenset({True})] * num_inputs + [frozenset()] * others
-    return [bool(found) for found in origins(closed.jaxpr, given)]
+    return [bool(found) for found in provenance(closed.jaxpr, given)]

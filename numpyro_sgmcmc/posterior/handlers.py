@@ -16,11 +16,12 @@ from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
 from numpyro.primitives import _PYRO_STACK, Messenger
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.data.stand_ins import is_elsewhere
 
-__all__ = ["FullDataModel", "choose_rows", "key_watch", "prior_draws"]
+__all__ = ["FullDataModel", "choose_rows", "key_watch", "prior_draws", "prior_trace"]
 
 _WHOLE_BYTES = 2**30
 
@@ -40,7 +41,7 @@ class choose_rows(Messenger):
             size, subsample_size = msg["args"]
             rows = self.choose(msg["name"], size, subsample_size)
             if rows is not None:
-                # The very same object, by which rows that have been read are known.
+                # The very same object, by which `IssuedRows` knows them again.
                 msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
                 msg["args"] = (size, rows.shape[0])
         elif msg["type"] == "subsample" and is_elsewhere(msg["value"]):
@@ -53,7 +54,7 @@ def _subsample_elsewhere(msg: Any) -> None:
     for plate in _PYRO_STACK:
         if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
             if len(data) != plate.size:
-                raise ValueError(
+                raise Refusal(
                     f"The plate '{plate.name}' has size {plate.size}, but {data!r}, which is "
                     f"subsampled in it, has {len(data)} rows. Make the two agree."
                 )
@@ -89,7 +90,7 @@ class FullDataModel:
         for host in Arguments(args, kwargs).hosts:
             num_bytes = len(host) * max(host.row_size, 1) * host.dtype.itemsize
             if num_bytes > _WHOLE_BYTES:
-                raise ValueError(
+                raise Refusal(
                     f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
                     "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, and "
                     "az.from_dict takes the draws of mcmc.get_samples(group_by_chain=True)."
@@ -102,7 +103,7 @@ class FullDataModel:
             if str(error):
                 raise
             # A bare assertion is NumPyro's for a site without a value and without a key.
-            raise ValueError(
+            raise Refusal(
                 "A latent site of the model has no value, and there is no random key to draw one. "
                 "Draws hold latent sites inside the subsampled plate with collect_locals=True "
                 "alone; without them there is no log likelihood, and ArviZ can be told so: "
@@ -121,6 +122,14 @@ class FullDataModel:
 
     def __hash__(self) -> int:
         return hash((FullDataModel, self.model))
+
+
+def prior_trace(model: Callable, indices: Indices, arguments: Arguments) -> dict[str, Any]:
+    """The model's trace on some rows of each plate, its latent sites drawn from the prior."""
+    arguments = arguments.map_arrays(jnp.asarray)
+    seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+    chosen = choose_rows(seeded, lambda name, size, _: indices.get(name))
+    return trace(chosen).get_trace(*arguments.args, **arguments.kwargs)
 
 
 def prior_draws(model: Callable, arguments: Arguments, names: list[str]) -> dict[str, Array]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.checks import first_line
+from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.data.sharded import LocalRows, Shards
-from numpyro_sgmcmc.data.stand_ins import Lookup
+from numpyro_sgmcmc.data.stand_ins import IndexedArray
 from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites
 
@@ -76,7 +76,7 @@ class Target:
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
     draw_prior: Callable[[Array, Indices, Arguments, Array], Any] | None = None
-    lookups: tuple[Lookup, ...] = ()
+    lookups: tuple[IndexedArray, ...] = ()
     shards: Shards | None = None
     locals: LocalSites | None = None
 
@@ -93,7 +93,7 @@ class Target:
         :return: scalar.
         """
         return self.over_shards(
-            lambda here, i, a, key: here.potential_of_sites(here.unravel(position), i, a, key),
+            lambda part, i, a, key: part.potential_of_sites(part.unravel(position), i, a, key),
             indices,
             arguments,
             rng_key,
@@ -104,7 +104,7 @@ class Target:
     ) -> Array:
         """Gradient of :meth:`potential`, shape ``(d,)``."""
         return self.over_shards(
-            lambda here, i, a, key: jax.grad(here.potential)(position, i, a, key),
+            lambda part, i, a, key: jax.grad(part.potential)(position, i, a, key),
             indices,
             arguments,
             rng_key,
@@ -120,7 +120,7 @@ class Target:
         """A function linear in the minibatch potential; where rows are spread over devices, the sum
         of what each makes of its own.
 
-        :param fn: ``(target, indices, arguments, rng_key) -> pytree``.
+        :param fn: ``(part, indices, arguments, rng_key) -> pytree``, of this target or one shard's.
         :param indices: as for :meth:`potential`; plates may be left out.
         :param arguments: the model's arguments.
         :param rng_key: key of a randomised likelihood.
@@ -129,7 +129,7 @@ class Target:
             return fn(self, indices, arguments, rng_key)
         names = [p.name for p in self.plates if p.shards is not None and p.name in indices]
 
-        def here(operands: Any, first: Any, count: Any) -> Any:
+        def on_shard(operands: Any, first: Any, count: Any) -> Any:
             rows, arrays = operands
             groups = tuple(tuple(p.of_shard(first, count) for p in g) for g in self.groups)
             target = replace(self, plates=sum(groups, ()), groups=groups, shards=None)
@@ -140,7 +140,7 @@ class Target:
 
         arrays = [x.array for x in arguments.sharded]
         rows = {name: jnp.asarray(indices[name]) for name in names}
-        return self.shards.average(here, (rows, arrays))
+        return self.shards.average(on_shard, (rows, arrays))
 
     def with_constrained_locals(self, fn: Callable[[Any], Any], z: Any) -> Any:
         """``fn`` of the global sites, and the local sites that ``z`` holds, constrained."""
@@ -155,7 +155,7 @@ class Target:
     ) -> Array:
         """Potential on all rows (or on a subset that stands for all), by chunks."""
         return self._on_all_rows(
-            lambda here, i, a: here.potential(position, i, a, self._key), arguments, subset
+            lambda part, i, a: part.potential(position, i, a, self._key), arguments, subset
         )
 
     def full_gradient(
@@ -163,7 +163,7 @@ class Target:
     ) -> Array:
         """Gradient on all rows (or on a subset that stands for all), by chunks; shape ``(d,)``."""
         return self._on_all_rows(
-            lambda here, i, a: here.gradient(position, i, a, self._key), arguments, subset
+            lambda part, i, a: part.gradient(position, i, a, self._key), arguments, subset
         )
 
     def full_expansion(
@@ -171,9 +171,9 @@ class Target:
     ) -> tuple[Array, Array, Array]:
         """Potential, gradient and Hessian on all rows (or on a subset), by chunks."""
 
-        def on(here: Target, indices: Indices, arguments: Arguments) -> tuple[Array, Array, Array]:
+        def on(part: Target, indices: Indices, arguments: Arguments) -> tuple[Array, Array, Array]:
             def gradient(q: Array) -> tuple[Array, tuple[Array, Array]]:
-                value, slope = jax.value_and_grad(here.potential)(q, indices, arguments, self._key)
+                value, slope = jax.value_and_grad(part.potential)(q, indices, arguments, self._key)
                 return slope, (value, slope)
 
             hessian, (value, slope) = jax.jacfwd(gradient, has_aux=True)(position)
@@ -186,9 +186,9 @@ class Target:
     ) -> Array:
         """Products of the Hessian on all rows (or on a subset) with ``vectors``, ``(k, d)``."""
 
-        def on(here: Target, indices: Indices, arguments: Arguments) -> Array:
+        def on(part: Target, indices: Indices, arguments: Arguments) -> Array:
             def gradient(q: Array) -> Array:
-                return here.gradient(q, indices, arguments, self._key)
+                return part.gradient(q, indices, arguments, self._key)
 
             return jax.vmap(lambda v: jax.jvp(gradient, (position,), (v,))[1])(vectors)
 
@@ -212,9 +212,9 @@ class Target:
         widths += [x.row_size for x in arguments.hosts] + [x.row_size for x in arguments.sharded]
         rows = chunk_rows(sum(widths) + 4 * tangents)
 
-        def over(here: Target, subset: Indices, arguments: Arguments, key: Any) -> Any:
+        def over(part: Target, subset: Indices, arguments: Arguments, key: Any) -> Any:
             return over_all_rows(
-                lambda i: fn(here, i, arguments), here.groups, rows, subset or None
+                lambda i: fn(part, i, arguments), part.groups, rows, subset or None
             )
 
         return self.over_shards(over, subset or {}, arguments)
@@ -228,7 +228,7 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     flat, unravel = ravel_pytree(zeros)
-    _check_potential(potential_fn, zeros)
+    _refuse_no_potential(potential_fn, zeros)
 
     return Target(
         plates=(),
@@ -246,19 +246,19 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
     )
 
 
-def _check_potential(potential_fn: Callable, values: Any) -> None:
+def _refuse_no_potential(potential_fn: Callable, values: Any) -> None:
     """Refuse what is no function from the values to a real number."""
     try:
         found = jax.eval_shape(potential_fn, values)
     except Exception as error:
-        raise ValueError(
+        raise Refusal(
             "`potential_fn` must be a function that JAX can trace (no Python `if` on its values) "
             f"of values such as `init_params`, but calling it failed: {first_line(error)}."
         ) from error
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", type(found).__name__)
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         of_shape = "" if shape is None else f" of shape {shape}"
-        raise ValueError(
+        raise Refusal(
             f"`potential_fn` returns {dtype}{of_shape}, but must return a real number, a float of "
             "shape ()."
         )

@@ -22,7 +22,7 @@ from numpyro.infer.mcmc import MCMCKernel
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.chain import ChainPlan, SGMCMCState, advance, start_chains
 from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, check_arrays, is_traced
+from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, is_traced, refuse_other_numbers
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.data.progress import stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -252,7 +252,7 @@ class SGMCMCKernel(MCMCKernel):
         checks.check_key(rng_key)
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
-            check_arrays(arguments, self._model)
+            refuse_other_numbers(arguments, self._model)
         is_batch = is_one_per_chain(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with eagerly(rng_key), plain_failures(arguments.hosts):

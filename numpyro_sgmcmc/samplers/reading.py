@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.checks import check_options
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.locals.checks import refuse_options_with_locals
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.samplers.compatibility import refuse_unsuitable_options
 from numpyro_sgmcmc.samplers.options import Options
 from numpyro_sgmcmc.warmup.starts import check_values
@@ -25,10 +25,12 @@ def read_model(model: Callable, arguments: Arguments, options: Options) -> Targe
 
     :raises ValueError: naming the site, plate or option that cannot be sampled.
     """
-    target = model_target(
+    target = target_of(
         model, arguments, options.init_strategy, options.gibbs_fn, tuple(options.gibbs_sites)
     )
-    check_options(target, arguments, options.minibatch, options.gradient, options.collect_locals)
+    refuse_options_with_locals(
+        target, arguments, options.minibatch, options.gradient, options.collect_locals
+    )
     refuse_unsuitable_options(target, options)
     return target
 

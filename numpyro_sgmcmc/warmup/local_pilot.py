@@ -15,7 +15,13 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import Blocks
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.estimators import Estimator, Plain, whitened_gradient
-from numpyro_sgmcmc.posterior.locals.moves import LocalState, by_chunks, curvatures, sweep, visit
+from numpyro_sgmcmc.posterior.locals.moves import (
+    LocalState,
+    by_chunks,
+    curvatures,
+    renew_minibatch,
+    sweep,
+)
 from numpyro_sgmcmc.posterior.locals.sites import AllRows, with_locals
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
@@ -76,7 +82,7 @@ def descend_with_locals(
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
         theta, moments, state = carry
         minibatch, key = xs
-        state, _, here = visit(
+        state, _, here = renew_minibatch(
             target, state, theta, minibatch, arguments, theta, theta, Plain(), key
         )
         gradient = target.gradient(theta, minibatch, here)
@@ -113,7 +119,7 @@ def _advance(
             rows, noise, key = xs
             theta = whitening.position(dynamics.position)
             own = LocalState(values, scale, jnp.ones((), target.dtype))
-            own, anchor_gradient, here = visit(
+            own, anchor_gradient, here = renew_minibatch(
                 target,
                 own,
                 theta,

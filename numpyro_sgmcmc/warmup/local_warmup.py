@@ -24,7 +24,7 @@ import numpy as np
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.minibatch import Blocks
-from numpyro_sgmcmc.posterior.locals.checks import check_rows, first_values
+from numpyro_sgmcmc.posterior.locals.checks import first_values, refuse_dependent_rows
 from numpyro_sgmcmc.posterior.locals.moves import LocalState
 from numpyro_sgmcmc.posterior.locals.sites import AllRows
 from numpyro_sgmcmc.posterior.whitening import Whitening
@@ -63,7 +63,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     context.progress("warm start")
     (position,) = context.finite_starts(starts, 1)
     values = first_values(context.target, local.arguments, context.cast(position))
-    check_rows(context.target, local.arguments, context.cast(position), values)
+    refuse_dependent_rows(context.target, local.arguments, context.cast(position), values)
     state = _scaled(local, position, values)
     position, state = _adam(local, position, state)
     local.hold(state.values)

@@ -17,7 +17,7 @@ import pytest
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, log_likelihood
 from numpyro_sgmcmc.chain.block import block_length
-from numpyro_sgmcmc.data.stand_ins import Lookup, Served
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows, RowsRead
 from tests.contract.kernels import quietly
 
 NUM_ROWS, BATCH = 3_000, 20
@@ -185,11 +185,11 @@ def test_rows_are_read_in_blocks_and_ahead():
     host = HostArray(source)
     mcmc = fit(host, Y, num_samples=1500, num_warmup=0)
     block = mcmc.last_state.block
-    (values,), place = block.values, block.place
+    (values,), used = block.values, block.used
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}
-    assert length == block_length((Lookup(host, "rows"),), rows, num_chains=2) > 1
-    assert 1 <= int(place[0]) <= length
+    assert length == block_length((IndexedArray(host, "rows"),), rows, num_chains=2) > 1
+    assert 1 <= int(used[0]) <= length
     # The warm-up's chunks, then blocks: the first is waited for, the others are read ahead.
     assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
     blocks = -(-1500 // length)
@@ -243,7 +243,7 @@ def test_indices_mean_what_they_mean_to_jax(index):
     first, *_ = index(rows, columns)
     if first is rows:
         i = jnp.asarray(rows)
-        given = Served(HostArray(X), {"rows": (i, jnp.asarray(X)[i])})
+        given = RowsRead(HostArray(X), IssuedRows({"rows": i}), {"rows": jnp.asarray(X)[i]})
         np.testing.assert_array_equal(given[index(i, columns)], expected)
 
 

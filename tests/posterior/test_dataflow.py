@@ -9,7 +9,7 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.dataflow import Lookup, depends_on, row_lookups
+from numpyro_sgmcmc.posterior.dataflow import Gather, depends_on, row_gathers
 from numpyro_sgmcmc.posterior.model import model_target
 
 ROWS, COLUMNS = 7, 3
@@ -22,7 +22,7 @@ def lookups(fn):
         i, jnp.ones((ROWS, COLUMNS)), jnp.ones((COLUMNS, ROWS)), jnp.ones(ROWS)
     )
     rows, *arrays = jaxpr.jaxpr.invars
-    return row_lookups(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
+    return row_gathers(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
 
 
 FOUND = {
@@ -56,7 +56,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_lookup_is_found(name):
     array, fn = FOUND[name]
-    assert lookups(fn) == [Lookup("rows", ROWS, array)]
+    assert lookups(fn) == [Gather("rows", ROWS, array)]
 
 
 OWN = {
@@ -81,12 +81,12 @@ def test_index_of_an_index_is_followed_once():
         group = (y > 0).astype(jnp.int32)
         return X[0][group[i]]
 
-    assert lookups(fn) == [Lookup("rows", ROWS, "y")]
+    assert lookups(fn) == [Gather("rows", ROWS, "y")]
 
 
 def test_length_is_that_of_the_indexed_dimension():
-    assert lookups(lambda i, X, T, y: X[:5][i]) == [Lookup("rows", 5, "X")]
-    assert lookups(lambda i, X, T, y: T[i]) == [Lookup("rows", COLUMNS, "T")]
+    assert lookups(lambda i, X, T, y: X[:5][i]) == [Gather("rows", 5, "X")]
+    assert lookups(lambda i, X, T, y: T[i]) == [Gather("rows", COLUMNS, "T")]
 
 
 def test_several_plates_and_several_lookups():
@@ -96,8 +96,8 @@ def test_several_plates_and_several_lookups():
     i = jnp.arange(2)
     jaxpr = jax.make_jaxpr(fn)(i, i, jnp.ones((ROWS, 2)), jnp.ones(5)).jaxpr
     a, b, X, y = jaxpr.invars
-    found = row_lookups(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
-    assert sorted(found) == [Lookup("a", 7, "X"), Lookup("b", 5, "y"), Lookup("b", 7, "X")]
+    found = row_gathers(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
+    assert sorted(found) == [Gather("a", 7, "X"), Gather("b", 5, "y"), Gather("b", 7, "X")]
 
 
 def depends(fn, *args, num=1):

@@ -26,7 +26,7 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
-from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, visit, with_locals
+from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, renew_minibatch, with_locals
 from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.target import Target
@@ -58,7 +58,7 @@ from tests.posterior.plated import assert_close
 ROWS, BATCH = 12, 4
 
 
-_visit = jax.jit(visit, static_argnames=("target", "estimator"))
+_visit = jax.jit(renew_minibatch, static_argnames=("target", "estimator"))
 _rows_of = jax.jit(row_potentials, static_argnames="target")
 _full_potential = jax.jit(Target.full_potential, static_argnums=0)
 _gradient = jax.jit(Target.gradient, static_argnums=0)
@@ -102,7 +102,7 @@ class _Exact:
             self.arguments,
             self.anchor,
             gradient,
-            "control_variate",
+            ESTIMATORS["control_variate"],
             jax.random.key(seed),
         )
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.locals.sites import AllRows, SomeRows, with_locals
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from numpyro_sgmcmc.posterior.estimators import Estimator
     from numpyro_sgmcmc.posterior.target import Target
 
-__all__ = ["LocalState", "curvatures", "renew", "row_potentials", "sweep", "visit"]
+__all__ = ["LocalState", "curvatures", "renew", "renew_minibatch", "row_potentials", "sweep"]
 
 _LEAPFROGS = 3
 _STEP = 0.55  # three of them are a quarter of a unit oscillator's period
@@ -77,9 +78,9 @@ def row_potentials(
 
     def one(row: Array, position: Array, drawn: dict[str, Array]) -> Array:
         values = SomeRows(position[None], {k: v[None] for k, v in drawn.items()})
-        here = with_locals(arguments, values)
+        with_values = with_locals(arguments, values)
         # On a minibatch of one row the plate's scale is the number of rows.
-        return target.potential(theta, {plate.name: row[None]}, here) / plate.size
+        return target.potential(theta, {plate.name: row[None]}, with_values) / plate.size
 
     return jax.vmap(one)(rows, position, drawn)
 
@@ -188,20 +189,20 @@ def _draw(
         rng_key=rng_key, gibbs_sites=given, hmc_sites={**globals_, **others}, rows=rows
     )
     if not isinstance(found, Mapping):
-        raise ValueError(
+        raise Refusal(
             f"`gibbs_fn` returns {type(found).__name__}, but must return a dict of new values of "
             f"{sorted(given)}."
         )
     expected = {k: v.shape for k, v in given.items()}
     shapes = {k: jnp.shape(v) for k, v in found.items()}
     if shapes != expected:
-        raise ValueError(
+        raise Refusal(
             f"`gibbs_fn` returns values of shapes {shapes}, but must return {expected}: a value "
             "for each row of the minibatch at each of `gibbs_sites`."
         )
     for s in local.drawn:
         if not np.can_cast(jnp.result_type(found[s.name]), s.dtype, "same_kind"):
-            raise ValueError(
+            raise Refusal(
                 f"`gibbs_fn` returns {jnp.result_type(found[s.name])} values of '{s.name}', whose "
                 f"type is {s.dtype}: it must return draws (not probabilities)."
             )
@@ -211,7 +212,7 @@ def _draw(
     }
 
 
-def visit(
+def renew_minibatch(
     target: Target,
     state: LocalState,
     theta: Array,
@@ -238,14 +239,14 @@ def visit(
     rows = jnp.asarray(indices[local.plate.name])
     before = state.values.take(rows)
     after, acceptance = renew(target, theta, rows, before, state.scale[rows], arguments, rng_key)
-    here = with_locals(arguments, after)
+    with_after = with_locals(arguments, after)
     if estimator.has_anchor:
         share = rows.shape[0] / local.plate.size
         there = target.gradient(anchor, indices, with_locals(arguments, before))
-        change = target.gradient(anchor, indices, here) - there
+        change = target.gradient(anchor, indices, with_after) - there
         anchor_gradient = anchor_gradient + share * change
     values = state.values.put(rows, after)
-    return LocalState(values, state.scale, acceptance.mean()), anchor_gradient, here
+    return LocalState(values, state.scale, acceptance.mean()), anchor_gradient, with_after
 
 
 def sweep(

@@ -12,23 +12,23 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpyro.distributions as dist
 from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.handlers import substitute
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
+from numpyro_sgmcmc.posterior.facts import Facts
 
 __all__ = [
     "AllRows",
     "LocalSite",
     "LocalSites",
     "SomeRows",
-    "bind",
     "collected_sites",
+    "insert_locals",
     "local_sites",
     "with_locals",
 ]
@@ -155,7 +155,7 @@ def with_locals(arguments: Arguments, values: AllRows | SomeRows) -> Arguments:
     return Arguments(arguments.args, {**arguments.kwargs, _KWARG: values})
 
 
-def bind(
+def insert_locals(
     local: LocalSites | None, run: Callable, z: Any, indices: Indices, arguments: Arguments
 ) -> tuple[Callable, Any, Arguments]:
     """The model, the unconstrained values and the arguments with the local values in place.
@@ -179,100 +179,24 @@ def bind(
     return run, {**z, **local.unravel(values.position)}, Arguments(arguments.args, kwargs)
 
 
-def local_sites(
-    seen: Mapping[str, Any],
-    plates: Mapping[str, Plate],
-    gibbs_fn: Callable | None,
-    gibbs_sites: Sequence[str],
-) -> LocalSites | None:
-    """The latent sites inside the subsampled plate, or None where there are none.
-
-    :param seen: the trace of the model on a minibatch.
-    :param plates: the subsampled plates.
-    :param gibbs_fn: the user's function for some of the sites, or None.
-    :param gibbs_sites: names of those sites.
-    :raises ValueError: naming the site that cannot be sampled, with the way out.
-    """
+def local_sites(facts: Facts) -> LocalSites | None:
+    """The latent sites inside the subsampled plate, or None where there are none."""
     moved: list[LocalSite] = []
     drawn: list[LocalSite] = []
-    for name, site in seen.items():
-        if site["type"] != "sample" or site["is_observed"]:
+    for site in facts.samples:
+        if site.is_observed or not site.frames:
             continue
-        frames = [f for f in site["cond_indep_stack"] if f.name in plates]
-        if not frames:
-            continue
-        found = _local_site(site, frames, name in gibbs_sites)
-        (drawn if name in gibbs_sites else moved).append(found)
-    missing = sorted(set(gibbs_sites) - {s.name for s in drawn})
-    if missing:
-        raise ValueError(
-            f"`gibbs_sites` names '{missing[0]}', which is no latent site inside a subsampled "
-            "plate: give it the names of such sites, or the plate a subsample_size."
-        )
+        is_drawn = site.name in facts.gibbs_sites
+        axis = len(site.batch_shape) + site.frames[0].dim
+        shape = site.shape if is_drawn else site.free_shape
+        assert shape is not None
+        of_row = shape[:axis] + shape[axis + 1 :]
+        found = LocalSite(site.name, of_row, axis, site.support, site.dtype)
+        (drawn if is_drawn else moved).append(found)
     if not moved and not drawn:
         return None
-    name = (moved or drawn)[0].name
-    if len(plates) > 1:
-        raise ValueError(
-            f"Site '{name}' has a latent value for each row of a subsampled plate, and the model "
-            f"has the subsampled plates {sorted(plates)}: leave one of them its subsample_size."
-        )
-    (plate,) = plates.values()
-    if not any(
-        s["type"] == "sample"
-        and s["is_observed"]
-        and any(f.name == plate.name for f in s["cond_indep_stack"])
-        for s in seen.values()
-    ):
-        raise ValueError(
-            f"Site '{name}' is latent inside the subsampled plate '{plate.name}', in which "
-            "nothing is observed: pass its data (is an argument None?), or move it out of the "
-            "plate."
-        )
-    return LocalSites(plate, tuple(moved), tuple(drawn), gibbs_fn)
-
-
-def _local_site(site: Any, frames: Sequence[Any], is_drawn: bool) -> LocalSite:
-    """One site, checked to be one that its rows can be moved one by one."""
-    name, fn, value = site["name"], site["fn"], site["value"]
-    where = f"Site '{name}' inside the subsampled plate '{frames[0].name}'"
-    if len(frames) > 1:
-        others = " and ".join(f"'{f.name}'" for f in frames)
-        raise ValueError(
-            f"Site '{name}' has a latent value for each pair of rows of the subsampled plates "
-            f"{others}: give one of them no subsample_size, or integrate the site out."
-        )
-    axis = len(fn.batch_shape) + frames[0].dim
-    if is_drawn:
-        shape = jnp.shape(value)
-        one = shape[:axis] + shape[axis + 1 :]
-        return LocalSite(name, one, axis, fn.support, jnp.result_type(value))
-    if fn.support.is_discrete:
-        raise ValueError(
-            f"{where} is discrete and has no data: pass them (is an argument None?), or if it is "
-            f"latent, draw it by gibbs_fn=... and gibbs_sites=['{name}'], or sum it out of the "
-            "likelihood."
-        )
-    base = fn
-    while isinstance(base, (dist.ExpandedDistribution, dist.Independent)):
-        base = base.base_dist  # a plate expands what it encloses
-    if isinstance(base, dist.Delta):
-        raise ValueError(f"{where} has a delta distribution; use numpyro.deterministic instead.")
-    if not all(isinstance(x, (int, float)) for x in jax.tree.leaves(fn.support)):
-        raise ValueError(
-            f"{where} has a support that depends on other values: rescale it, for example a "
-            "Uniform(0, 1) times its upper bound."
-        )
-    try:
-        shape = jnp.shape(biject_to(fn.support).inv(value))
-    except NotImplementedError as error:
-        raise ValueError(
-            f"{where} has support {fn.support}, which has no map to unconstrained space: "
-            "reparametrise the site, or draw it by gibbs_fn."
-        ) from error
-    return LocalSite(
-        name, shape[:axis] + shape[axis + 1 :], axis, fn.support, jnp.result_type(value)
-    )
+    (plate,) = facts.plates.values()
+    return LocalSites(plate, tuple(moved), tuple(drawn), facts.gibbs_fn)
 
 
 def collected_sites(
@@ -285,7 +209,7 @@ def collected_sites(
         return local.names
     unknown = sorted(set(collect_locals) - set(local.names))
     if unknown:
-        raise ValueError(
+        raise Refusal(
             f"`collect_locals` names '{unknown[0]}', but the latent sites inside the subsampled "
             f"plate are {sorted(local.names)}."
         )

@@ -1,0 +1,72 @@
+"""Why the log density is not finite somewhere: the sites and the arguments to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpyro
+from jax import Array
+from numpyro.handlers import substitute, trace
+
+from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
+from numpyro_sgmcmc.posterior.locals.sites import insert_locals
+from numpyro_sgmcmc.posterior.on_rows import ModelOnRows
+
+__all__ = ["explain"]
+
+_MOST_ROWS = 20_000  # of rows elsewhere, which may be more than memory holds
+
+
+def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Arguments) -> str:
+    """A sentence that names the sites and the arguments that are not finite.
+
+    :param stated: the model as the user gave it, whose signature names the arguments.
+    :param position: a flat position.
+    """
+    culprits = _not_finite_sites(model, position, arguments)
+    arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(stated)]
+    missing = [f"{n} ({bad} of its values)" for n, bad in arrays if bad]
+    found = ""
+    if culprits:
+        found = (
+            f"The log density is not finite at site {', '.join(culprits)}: look there for "
+            "missing values, data outside the distribution's support, or overflow. "
+        )
+    if missing:
+        found += f"Among the arguments, not all is finite in {', '.join(missing)}."
+    default = "Try other init_params, or another init_strategy such as init_to_median."
+    return found.strip() or default
+
+
+def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments) -> list[str]:
+    """Names of the sites, each with the number of its values that are not finite."""
+    is_elsewhere = bool(arguments.hosts or arguments.sharded)
+    most = _MOST_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
+    rows = {p.name: jnp.arange(min(p.size, most)) for p in model.plates}
+    values = model.constrain(model.unravel(position), arguments)
+    run, own, arguments = insert_locals(
+        model.locals, model.chosen(rows, model.rng_key), {}, rows, arguments
+    )
+    if model.locals is not None:
+        values = values | model.locals.constrain(own)
+    args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+    culprits = []
+    with numpyro.validation_enabled(False):  # it would stop at the first bad value
+        for name, site in trace(substitute(run, data=values)).get_trace(*args, **kwargs).items():
+            if site["type"] == "sample" and (bad := _num_bad(site)):
+                culprits.append(f"'{name}' ({bad[0]} of {bad[1]} values)")
+    return culprits
+
+
+def _num_bad(site: Any) -> tuple[int, int] | None:
+    """How many of a site's log densities are not finite, of how many; None where all are."""
+    log_prob = site["fn"].log_prob(site["value"])
+    is_bad = ~jnp.isfinite(log_prob)
+    if site["is_observed"]:  # a density may be finite outside of its support
+        is_outside = ~site["fn"].support(site["value"])
+        if is_outside.shape == is_bad.shape:  # a factor has no value
+            is_bad |= is_outside
+    bad = int(is_bad.sum())
+    return (bad, log_prob.size) if bad else None

@@ -1,0 +1,112 @@
+"""What one run of a model tells of it: nothing here is traced, and nothing has been refused yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.data.sharded import Shards
+from numpyro_sgmcmc.data.stand_ins import IndexedArray
+
+__all__ = ["Facts", "SampleSite", "Statement"]
+
+
+class Statement(NamedTuple):
+    """
+    - **kind** - NumPyro's type of it: ``"sample"``, ``"deterministic"``, ``"param"``, ...
+    - **plates** - names of the subsampled plates that enclose it.
+    """
+
+    kind: str
+    plates: tuple[str, ...]
+
+
+class SampleSite(NamedTuple):
+    """
+    - **name** - name of a sample statement.
+    - **frames** - NumPyro's frames (name, dim, rows) of the subsampled plates that enclose it.
+    - **is_observed** - whether it has data.
+    - **shape** - shape of its value.
+    - **batch_shape** - of its distribution.
+    - **event_shape** - of its distribution.
+    - **dtype** - type of a latent value.
+    - **support** - a latent distribution's support.
+    - **is_delta** - whether a latent distribution has all its mass at one point.
+    - **free_shape** - shape of a latent value in unconstrained space; None where it has none.
+    """
+
+    name: str
+    frames: tuple[Any, ...]
+    is_observed: bool
+    shape: tuple[int, ...]
+    batch_shape: tuple[int, ...]
+    event_shape: tuple[int, ...]
+    dtype: Any = None
+    support: Any = None
+    is_delta: bool = False
+    free_shape: tuple[int, ...] | None = None
+
+    @property
+    def has_fixed_support(self) -> bool:
+        """Whether the support is the same whatever the data and the other sites."""
+        # An array among its bounds may be another site's value or come from the data.
+        return all(isinstance(x, (int, float)) for x in jax.tree.leaves(self.support))
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A model as one run on the first rows of its plates shows it.
+
+    - **model** - the model as the user gave it.
+    - **settled_model** - the same, with the first values of its ``param`` and ``mutable`` sites.
+    - **arguments** - its arguments.
+    - **init_strategy** - NumPyro's initialisation strategy.
+    - **gibbs_fn** - the user's draws of local sites, or None.
+    - **gibbs_sites** - names of those sites.
+    - **stated_plates** - the subsampled plates by name, as the model states them.
+    - **statements** - all statements with a name.
+    - **samples** - the sample statements, in the model's order.
+    - **indexed** - the arrays on the host or spread over devices that plates' rows index.
+    """
+
+    model: Callable
+    settled_model: Callable
+    arguments: Arguments
+    init_strategy: Callable
+    gibbs_fn: Callable | None
+    gibbs_sites: tuple[str, ...]
+    stated_plates: Mapping[str, Plate]
+    statements: Mapping[str, Statement]
+    samples: tuple[SampleSite, ...]
+    indexed: tuple[IndexedArray, ...]
+
+    @property
+    def shards(self) -> Shards | None:
+        """Which device holds which rows, if rows are spread over devices."""
+        spread = self.arguments.sharded
+        return spread[0].shards if spread else None
+
+    @cached_property
+    def plates(self) -> dict[str, Plate]:
+        """The subsampled plates by name; of those spread over devices each gives as many rows."""
+        shards, plates = self.shards, dict(self.stated_plates)
+        if shards is not None:
+            for name in {x.plate for x in self.indexed}:
+                plates[name] = plates[name].spread_over(shards)
+        return plates
+
+    @property
+    def groups(self) -> tuple[tuple[Plate, ...], ...]:
+        """The plates, those that enclose a common site together."""
+        groups = [{name} for name in self.plates]
+        for _, enclosing in self.statements.values():
+            joined = [g for g in groups if g & set(enclosing)]
+            if len(joined) > 1:
+                groups = [g for g in groups if g not in joined] + [set().union(*joined)]
+        return tuple(tuple(self.plates[n] for n in self.plates if n in g) for g in groups)

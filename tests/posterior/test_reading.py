@@ -1,0 +1,99 @@
+"""The three steps from a model to its target, and the rows by which plates are known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import init_to_uniform
+
+from numpyro_sgmcmc import HostArray, ShardedArray
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows
+from numpyro_sgmcmc.posterior.build import build
+from numpyro_sgmcmc.posterior.check import check
+from numpyro_sgmcmc.posterior.read import read
+
+ROWS, BATCH = 12, 4
+Y = np.linspace(-1, 1, ROWS, dtype=np.float32)
+
+
+def hierarchy(y, batch_size=BATCH):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    numpyro.deterministic("twice", 2 * mu)
+    tau = numpyro.sample("tau", dist.HalfNormal(1))
+    with numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(mu, tau))
+        numpyro.sample("y", dist.Normal(z, 1.0), obs=y[i])
+
+
+def test_facts_hold_nothing_that_was_traced():
+    facts = read(hierarchy, Arguments((Y,)), init_to_uniform)
+    assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(vars(facts)))
+    assert facts.statements["twice"] == ("deterministic", ())
+    assert facts.statements["z"] == ("sample", ("rows",))
+    z = next(s for s in facts.samples if s.name == "z")
+    assert (z.shape, z.free_shape, z.is_observed) == ((BATCH,), (BATCH,), False)
+    assert [s.name for s in facts.samples if s.is_observed] == ["y"]
+
+
+def test_reading_refuses_nothing_that_can_be_run():
+    """What cannot be sampled is for `check` to say."""
+
+    def model(y):
+        numpyro.sample("k", dist.Bernoulli(0.5))
+        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
+            numpyro.sample("y", dist.Normal(0, 1.0), obs=y[i])
+
+    facts = read(model, Arguments((Y,)), init_to_uniform)
+    with pytest.raises(Refusal, match="Site 'k' is discrete"):
+        check(facts)
+
+
+def test_building_needs_the_facts_alone():
+    target = build(read(hierarchy, Arguments((Y,)), init_to_uniform))
+    assert [s.name for s in target.sites] == ["mu", "tau"]
+    assert target.locals.names == ("z",)
+
+
+@pytest.mark.parametrize("make", [HostArray, ShardedArray])
+def test_indexed_arrays_are_those_that_the_user_gave(make):
+    y = make(Y)
+    facts = read(hierarchy, Arguments((y,)), init_to_uniform)
+    assert facts.indexed == (IndexedArray(y, "rows"),)
+    assert facts.indexed[0].array is y
+
+
+def test_refusals_in_the_middle_of_a_model_come_as_they_are():
+    def model(y):
+        numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", ROWS, subsample_size=0):
+            pass
+
+    with pytest.raises(Refusal, match=r"^Plate 'rows' has subsample_size=0"):
+        read(model, Arguments((Y,)), init_to_uniform)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "start"),
+    [(HostArray, Refusal, "The model fails at "), (ShardedArray, TypeError, "ShardedArray\\(")],
+)
+def test_arrays_used_otherwise_than_by_rows(make, error, start):
+    """Told by the error's type: where rows are on the host, with the line of the model."""
+
+    def model(y):
+        numpyro.sample("mu", dist.Normal(0, 1))
+        jnp.asarray(y)
+
+    with pytest.raises(error, match=f"^{start}.* as a whole: index it by"):
+        read(model, Arguments((make(Y),)), init_to_uniform)
+
+
+def test_rows_are_known_as_the_same_object():
+    issued = IssuedRows()
+    i, j = issued.issue("a", jnp.arange(3)), issued.issue("b", jnp.arange(3))
+    assert [issued.plate_of(x) for x in (i, j, (i, 0), (j, slice(2)))] == ["a", "b", "a", "b"]
+    for other in (jnp.arange(3), i + 0, i[:, None], 0, (), (0, i), slice(None), None):
+        assert issued.plate_of(other) is None
