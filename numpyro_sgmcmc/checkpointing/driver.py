@@ -351,9 +351,8 @@ class CheckpointedMCMC(MCMC):
         """Segment after segment until the run is complete or is to stop."""
         assert self._reached is not None
         last = self._stops.last
-        sites = None
-        if self.progress_bar and self._keep_draws and (states := self._states):
-            sites = states[self._sample_field]
+        shown = self.progress_bar and self._keep_draws and self._states
+        sites = shown[self._sample_field] if shown else None
         done, pace = self._reached.iterations, Pace()
         with (
             Interrupt() as interrupt,
