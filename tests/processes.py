@@ -14,7 +14,7 @@ def environment(devices: int = 1) -> dict[str, str]:
     return {
         **os.environ,
         # Devices that are threads of one busy machine may wait long for each other.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices} "
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
