@@ -1,6 +1,7 @@
 """Fixtures shared by all tests, and a count of what was compiled."""
 
 import gc
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +16,11 @@ _MANY_MAPS = 20_000
 # Compile without optimising: what is tested is the same and most programs run for no time.
 # A long run asks for `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
+# On JAX 0.10 loops by the older emitters compile more than twice as fast; later ones lack the flag.
+if (0, 10) <= jax.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+    )
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,15 @@ from typing import Any
 
 def environment(devices: int = 1) -> dict[str, str]:
     """That of a process which can import the tests and compiles without optimising."""
+    flags = (
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={devices}",
+        # Devices that are threads of one busy machine may wait long for each other.
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    )
     return {
         **os.environ,
-        # Devices that are threads of one busy machine may wait long for each other.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        "XLA_FLAGS": " ".join(flags),
         "PYTHONPATH": str(Path(__file__).parents[1]),
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
