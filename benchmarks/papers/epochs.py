@@ -10,13 +10,15 @@ from numpyro_sgmcmc.data.minibatch import Epoch, StreamState
 
 def first_epoch(rng_key: Array, num_batches: int, runs: int) -> StreamState:
     """The orders before the first step."""
-    return jax.vmap(Epoch(num_batches, 1).init)(random.split(rng_key, runs))
+    return jax.vmap(StreamState.start)(random.split(rng_key, runs))
 
 
 def next_batches(
     orders: StreamState, num_batches: int, num_steps: int
 ) -> tuple[StreamState, Array]:
     """The orders after so many steps, and the minibatches of these, shape ``(num_steps, runs)``."""
-    stream, unused = Epoch(num_batches, 1), random.key(0)
-    orders, batches = jax.vmap(lambda s: stream.draw(s, unused, num_steps))(orders)
+    unused = random.key(0)
+    orders, batches = jax.vmap(
+        lambda state: Epoch().draw(state, unused, num_steps, num_batches, 1)
+    )(orders)
     return orders, batches[..., 0].T
