@@ -19,8 +19,6 @@ import numpyro
 __all__ = [
     "Refusal",
     "between",
-    "check_key",
-    "check_one_key",
     "first_line",
     "function",
     "is_bool",
@@ -28,6 +26,8 @@ __all__ = [
     "no_more_keywords",
     "not_negative",
     "notify",
+    "one_key",
+    "one_key_or_more",
     "one_of",
     "positive",
     "positive_int",
@@ -151,7 +151,7 @@ def real_array(name: str, value: Any) -> np.ndarray:
     return found
 
 
-def check_one_key(rng_key: Any) -> None:
+def one_key(rng_key: Any) -> None:
     """Refuse what is not one random key."""
     if _key_axes(rng_key) != 0:
         raise Refusal(
@@ -160,7 +160,7 @@ def check_one_key(rng_key: Any) -> None:
         )
 
 
-def check_key(rng_key: Any) -> None:
+def one_key_or_more(rng_key: Any) -> None:
     """Refuse what is no random key, nor one a chain."""
     if _key_axes(rng_key) not in (0, 1):
         raise Refusal(

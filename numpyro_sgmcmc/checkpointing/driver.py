@@ -22,7 +22,7 @@ from numpyro.util import is_prng_key
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.fingerprint import check_same, fingerprint
+from numpyro_sgmcmc.checkpointing.fingerprint import fingerprint, refuse_other_run
 from numpyro_sgmcmc.checkpointing.lock import locked
 from numpyro_sgmcmc.checkpointing.loop import Chains, kept_and_removed, with_chains
 from numpyro_sgmcmc.checkpointing.refusals import (
@@ -34,7 +34,7 @@ from numpyro_sgmcmc.checkpointing.running import RunningMoments
 from numpyro_sgmcmc.checkpointing.stops import Stops
 from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
 from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
-from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.checks import Refusal, notify
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["CheckpointedMCMC"]
@@ -152,12 +152,12 @@ class CheckpointedMCMC(MCMC):
                 f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
                 "`checkpoint` another folder."
             )
-        checks.check_key(rng_key)
+        checks.one_key_or_more(rng_key)
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
         if self.sampler.has_local_sites(args, kwargs):
-            raise ValueError(
+            raise Refusal(
                 "`CheckpointedMCMC` does not keep the values of latent sites inside a subsampled "
                 "plate: use numpyro.infer.MCMC."
             )
@@ -204,16 +204,16 @@ class CheckpointedMCMC(MCMC):
             self._go_on(args, kwargs)
 
     def _go_on(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._store.check_format()
+        self._store.refuse_other_format()
         now = self._fingerprint(args, kwargs)
         for _, header in self._store.headers():
             if not isinstance(header, Exception):
                 if args and is_prng_key(args[0]) and header["fingerprint"] != now:
-                    raise ValueError(
+                    raise Refusal(
                         "`resume` takes the model's arguments alone, for the run goes on with the "
                         "key that it began with: leave the key out."
                     )
-                check_same(header["fingerprint"], now, self._folder)
+                refuse_other_run(header["fingerprint"], now, self._folder)
                 break
         reached = self._store.newest(self._check_last_block)
         chains = self._chains(tuple(reached.header["extra_fields"]), args, kwargs)

@@ -17,10 +17,11 @@ import numpyro
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import lazy_property
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_array
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["check_same", "describe", "fingerprint"]
+__all__ = ["describe", "fingerprint", "refuse_other_run"]
 
 _ALL_BYTES = 2**25
 _SOME_ROWS = 512
@@ -157,7 +158,7 @@ def fingerprint(
     return found
 
 
-def check_same(stored: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
+def refuse_other_run(stored: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
     """Refuse to continue a run as another.
 
     :raises ValueError: naming everything that differs.
@@ -169,7 +170,7 @@ def check_same(stored: Mapping[str, str], now: Mapping[str, str], folder: Any) -
             f"{_short(now.get(n, 'not there'))}"
             for n in differs
         )
-        raise ValueError(
+        raise Refusal(
             f"The run in '{folder}' cannot be continued by this one, as it would not be the same "
             f"run: {each}."
         )

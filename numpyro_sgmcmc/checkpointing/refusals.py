@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["refuse_environment", "refuse_file", "refuse_settings"]
@@ -27,17 +28,17 @@ def refuse_settings(
     :raises ValueError: naming the argument.
     """
     if not isinstance(sampler, SGMCMCKernel):
-        raise ValueError(
+        raise Refusal(
             f"`CheckpointedMCMC` is for the kernels of numpyro_sgmcmc, whose state holds all "
             f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
         )
     checks.is_bool("keep_draws", keep_draws)
     if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
-        raise ValueError(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
+        raise Refusal(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
     checks.positive_int("num_samples", num_samples)
     checks.positive_int("thinning", thinning)
     if num_samples < thinning:
-        raise ValueError(f"`thinning` is {thinning}, which leaves none of {num_samples} samples.")
+        raise Refusal(f"`thinning` is {thinning}, which leaves none of {num_samples} samples.")
     if checkpoint_every is not None:
         checks.positive_int("checkpoint_every", checkpoint_every)
 
@@ -62,7 +63,7 @@ def refuse_environment() -> None:
     checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
     checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
     if jax.process_count() > 1:
-        raise ValueError(
+        raise Refusal(
             "`CheckpointedMCMC` runs in one process, but there are "
             f"{jax.process_count()}: use numpyro.infer.MCMC."
         )

@@ -20,7 +20,7 @@ import numpy as np
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
-from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.checks import Refusal, notify
 
 __all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
 
@@ -170,7 +170,7 @@ class Store:
                 found.append((step, error))
         return found
 
-    def check_format(self) -> None:
+    def refuse_other_format(self) -> None:
         """Refuse to continue a run that another version of the package has stored.
 
         :raises ValueError: naming both formats, with the way out.
@@ -182,7 +182,7 @@ class Store:
             if found == _FORMAT:
                 return
             age = "an older" if found < _FORMAT else "a newer"
-            raise ValueError(
+            raise Refusal(
                 f"The run in '{self._folder}' was stored in {age} format ({found}) than this "
                 f"version of numpyro_sgmcmc continues ({_FORMAT}): continue it with the version "
                 "that began it, or run in another folder. Its draws can be read by `open_draws`."

@@ -11,6 +11,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.chain.moments import Sums
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics.estimates import disagreement, estimate
 from numpyro_sgmcmc.diagnostics.report import BiasReport
@@ -45,7 +46,7 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     if mcmc.num_chains == 1:
         own = jax.tree.map(lambda x: x[None], own)
     if not (own.weight > 0).any():
-        raise ValueError(
+        raise Refusal(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
     if full_data:

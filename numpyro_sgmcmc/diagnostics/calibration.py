@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.bias import bias_report
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import (
@@ -44,12 +45,12 @@ def calibrated_samples(
     if report is None:
         report = bias_report(mcmc)
     if not isinstance(report, BiasReport):
-        raise ValueError(f"`report` is a {type(report).__name__}, but must be a bias report.")
+        raise Refusal(f"`report` is a {type(report).__name__}, but must be a bias report.")
     if report.names != coordinate_names(mcmc):
-        raise ValueError("`report` is that of another run: its coordinates are not this run's.")
+        raise Refusal("`report` is that of another run: its coordinates are not this run's.")
     found = _scale(report.estimates.covariance, report.estimates.posterior)
     if not np.isfinite(found).all():
-        raise ValueError(
+        raise Refusal(
             "The posterior's spread is measured too roughly to correct the draws: take more draws, "
             "or pass bias_report(mcmc, full_data=True)."
         )

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 
 __all__ = ["KolmogorovDistance", "kolmogorov_distance", "stein_discrepancy"]
 
@@ -49,17 +50,17 @@ def stein_discrepancy(
     draws, scores = checks.real_array("draws", draws), checks.real_array("scores", scores)
     x, s = (jnp.asarray(a, float) for a in (draws, scores))
     if x.shape != s.shape or x.ndim != 2 or not x.size:
-        raise ValueError(
+        raise Refusal(
             f"`draws` and `scores` must have one shape (n, d), but have {x.shape} and {s.shape}."
         )
     for name, a in (("draws", x), ("scores", s)):
         if not bool(jnp.isfinite(a).all()):
-            raise ValueError(f"`{name}` are not finite: leave out the diverging iterations.")
+            raise Refusal(f"`{name}` are not finite: leave out the diverging iterations.")
     checks.one_of("kernel", kernel, tuple(_RADIAL))
     checks.positive("length", length)
     checks.is_bool("unbiased", unbiased)
     if unbiased and len(x) < 2:
-        raise ValueError("`unbiased` needs two draws at least.")
+        raise Refusal("`unbiased` needs two draws at least.")
     total, own = _stein_sums(x - x.mean(0), s, jnp.asarray(length, x.dtype), kernel)
     n = len(x)
     if unbiased:
@@ -136,13 +137,13 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     a = checks.real_array("draws", draws).astype(np.float64)
     b = checks.real_array("reference", reference).astype(np.float64)
     if a.ndim < 1 or a.shape[1:] != b.shape[1:] or len(a) < 2 or len(b) < 2:
-        raise ValueError(
+        raise Refusal(
             "`draws` and `reference` must have two draws or more along the first axis and the same "
             f"other axes, but their shapes are {a.shape} and {b.shape}."
         )
     for name, x in (("draws", a), ("reference", b)):
         if not np.isfinite(x).all():
-            raise ValueError(f"`{name}` are not finite: leave out the diverging iterations.")
+            raise Refusal(f"`{name}` are not finite: leave out the diverging iterations.")
     half = len(b) // 2
     return KolmogorovDistance(_two_samples(a, b), _two_samples(b[:half], b[half:]))
 

@@ -21,6 +21,7 @@ from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.dynamics import Dynamics
 
 __all__ = ["SDE", "check_invariance", "expectation", "fokker_planck_residual", "small_step_limit"]
@@ -64,7 +65,7 @@ def check_invariance(
     :raises ValueError: for an unknown scheme, or where the residual is not finite.
     """
     if not isinstance(dynamics, Dynamics):
-        raise ValueError(
+        raise Refusal(
             f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
             "kernel's `dynamics`."
         )
@@ -76,7 +77,7 @@ def check_invariance(
         state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
         flat, unravel = ravel_pytree(state)
         if (shape := jax.eval_shape(fn, jnp.zeros(dim)).shape) != ():
-            raise ValueError(f"`potential` returns shape {shape}, but must return a scalar.")
+            raise Refusal(f"`potential` returns shape {shape}, but must return a scalar.")
         scheme = scheme or next(iter(dynamics.schemes))
         checks.one_of("scheme", scheme, tuple(dynamics.schemes))
         step = dynamics.step(scheme)
@@ -95,14 +96,14 @@ def check_invariance(
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
         states = checks.real_array("states", states)
         if states.shape != (len(states) if states.ndim else 0, flat.size):
-            raise ValueError(
+            raise Refusal(
                 f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "
                 "position and the other variables."
             )
         at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
         found = np.abs(at(jnp.asarray(states)))
         if not np.isfinite(found).all():
-            raise ValueError(
+            raise Refusal(
                 "The residual is not finite: the step has no derivatives at these states. Give "
                 "others, or a diffusion as its diagonal, where eigenvalues do not coincide."
             )

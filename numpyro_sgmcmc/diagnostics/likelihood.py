@@ -11,6 +11,7 @@ from jax import Array, random
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import MCMC
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.data.progress import passes_shown
@@ -42,19 +43,19 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     target, model = kernel.target, kernel.model
     if len(target.plates) != 1 or not isinstance(model, FullDataModel):
         names = ", ".join(f"'{p.name}'" for p in target.plates) or "none"
-        raise ValueError(
+        raise Refusal(
             f"`log_likelihood` goes by the rows of one subsampled plate, but the model has {names}."
         )
     plate = target.plates[0]
     rows = np.arange(plate.size) if rows is None else np.asarray(rows)
     if rows.ndim != 1 or rows.size == 0 or rows.dtype.kind not in "iu":
-        raise ValueError("`rows` must be integers of shape (n,), at least one.")
+        raise Refusal("`rows` must be integers of shape (n,), at least one.")
     if not 0 <= rows.min() <= rows.max() < plate.size:
-        raise ValueError(f"`rows` must lie between 0 and {plate.size - 1}.")
+        raise Refusal(f"`rows` must lie between 0 and {plate.size - 1}.")
     samples = mcmc.get_samples(group_by_chain=True)
     missing = [s.name for s in target.sites or () if s.name not in samples]
     if missing:
-        raise ValueError(
+        raise Refusal(
             f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
         )
     chains, draws = jax.tree.leaves(samples)[0].shape[:2]

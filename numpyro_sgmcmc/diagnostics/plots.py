@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.bias import bias_report
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 
@@ -33,7 +34,7 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     if not isinstance(report, BiasReport):
         report = bias_report(report)
     if axes is not None and not (np.shape(axes) == (2,) and hasattr(axes[0], "errorbar")):
-        raise ValueError(f"`axes` is {axes!r}, but must be two matplotlib axes.")
+        raise Refusal(f"`axes` is {axes!r}, but must be two matplotlib axes.")
     names = [name for _, name in report.names]
     if axes is None:
         height = 1.4 + 0.22 * min(len(names), _MOST_LABELS)

@@ -18,6 +18,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.chain.moments import Moments
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.minibatch import start_stream
 from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
@@ -68,7 +69,7 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
     """
     kernel = finished_run(mcmc, "compare_with_finer")
     checks.one_of("change", change, ("step", "batch"))
-    checks.check_one_key(rng_key)
+    checks.one_key(rng_key)
     stream_key, rng_key = random.split(rng_key)
     if change == "step":
         finer, state = _half_steps(kernel, mcmc)
@@ -92,7 +93,7 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
 
 def _half_steps(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
     if callable(kernel.options.step_size):
-        raise ValueError("`compare_with_finer` cannot halve a schedule: give a constant step_size.")
+        raise Refusal("`compare_with_finer` cannot halve a schedule: give a constant step_size.")
     adaptation = _adaptation(kernel)
     step_size, num_steps = adaptation.step_size / 2, 2 * adaptation.num_steps
     adaptation = adaptation._replace(step_size=step_size, num_steps=num_steps)
@@ -112,7 +113,7 @@ def _twice_the_rows(kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array) -> tuple[S
 
     plates = tuple(larger(p) for p in target.plates)
     if plates == target.plates:
-        raise ValueError("Every minibatch is the whole plate already: there is no larger one.")
+        raise Refusal("Every minibatch is the whole plate already: there is no larger one.")
     groups = tuple(tuple(larger(p) for p in group) for group in target.groups)
     finer = kernel.ready_variant(target=replace(target, plates=plates, groups=groups))
     state = mcmc.last_state
@@ -130,7 +131,7 @@ def _adaptation(kernel: SGMCMCKernel) -> Adaptation:
     try:
         return kernel.adaptation
     except RuntimeError:
-        raise ValueError(
+        raise Refusal(
             "The kernel has forgotten its data (it was pickled): run it again first."
         ) from None
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.estimates import Estimates
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
 from numpyro_sgmcmc.diagnostics.verdict import FAR, verdict_of
@@ -190,7 +191,7 @@ class BiasReport:
         """
         dataset = self.to_dataset()
         if not hasattr(data, "groups"):
-            raise ValueError(f"`data` is a {type(data).__name__}, but must be an ArviZ object.")
+            raise Refusal(f"`data` is a {type(data).__name__}, but must be an ArviZ object.")
         if hasattr(data, "add_groups"):
             data.add_groups({"bias_report": dataset})
         else:

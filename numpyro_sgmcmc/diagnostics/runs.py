@@ -11,6 +11,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer import MCMC
 from numpyro.infer.util import unconstrain_fn
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["coordinate_names", "finished_run", "needs_data", "unconstrained_draws"]
@@ -24,21 +25,21 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
     :raises ValueError: where it is something else, or has not run.
     """
     if not isinstance(mcmc, MCMC):
-        raise ValueError(
+        raise Refusal(
             f"`{wanted_by}` needs the MCMC object of a run, whose state holds the moments that "
             f"tell the bias, but got {type(mcmc).__name__}: draws alone do not tell it."
         )
     kernel = mcmc.sampler
     if not isinstance(kernel, SGMCMCKernel):
-        raise ValueError(
+        raise Refusal(
             f"`{wanted_by}` is for the kernels of numpyro_sgmcmc, but this MCMC ran "
             f"{type(kernel).__name__}, which keeps no moments that tell its bias."
         )
     state = mcmc.last_state
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
-        raise ValueError(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
+        raise Refusal(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
     if state.locals is not None:
-        raise ValueError(
+        raise Refusal(
             f"`{wanted_by}` cannot tell the bias of a model with latent sites inside the "
             "subsampled plate: its moments are those of the globals given them. Compare with a "
             "run of half the step_size, and use `mcmc.print_summary()`."
@@ -52,7 +53,7 @@ def needs_data(kernel: SGMCMCKernel, wanted_by: str) -> None:
     :raises ValueError: naming the function that needs them.
     """
     if not kernel.has_data:
-        raise ValueError(
+        raise Refusal(
             f"`{wanted_by}` needs the kernel's data, which it forgets when it is pickled: run it "
             "again first."
         )
@@ -80,7 +81,7 @@ def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
     else:
         missing = [s.name for s in target.sites if s.name not in samples]
         if missing:
-            raise ValueError(
+            raise Refusal(
                 f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
             )
         z = {s.name: samples[s.name] for s in target.sites}

@@ -47,7 +47,7 @@ from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
-from numpyro_sgmcmc.warmup.starts import check_start, first_positions
+from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 
 __all__ = ["SGMCMCKernel"]
 
@@ -249,7 +249,7 @@ class SGMCMCKernel(MCMCKernel):
         :raises ValueError: naming the site, plate or argument that cannot be sampled.
         :raises RuntimeError: where no finite starting point is found.
         """
-        checks.check_key(rng_key)
+        checks.one_key_or_more(rng_key)
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
             refuse_other_numbers(arguments, self._model)
@@ -263,7 +263,7 @@ class SGMCMCKernel(MCMCKernel):
                 refuse_local_sites_in_block(target)
                 init_params = None  # Gibbs gives draws from the prior, constrained
             num_chains = len(rng_key) if is_batch else None
-            init_params = check_start(init_params, target, concrete, num_chains)
+            init_params = accepted_start(init_params, target, concrete, num_chains)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             located = self._located_dynamics(target, adaptation.whitening)
             self._refuse_bad_functions(located, target)

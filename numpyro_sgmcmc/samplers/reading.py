@@ -15,7 +15,7 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.samplers.compatibility import refuse_unsuitable_options
 from numpyro_sgmcmc.samplers.options import Options
-from numpyro_sgmcmc.warmup.starts import check_values
+from numpyro_sgmcmc.warmup.starts import refuse_no_values
 
 __all__ = ["form_of_values", "read_model", "values_of_one_chain"]
 
@@ -42,7 +42,7 @@ def values_of_one_chain(init_params: Any, is_batch: bool) -> Any:
     """
     if init_params is None:
         raise Refusal("Valid value of `init_params` must be provided with `potential_fn`.")
-    check_values(init_params)
+    refuse_no_values(init_params)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
         init_params,

@@ -227,7 +227,7 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
     :param num_draws: draws a chain to return. Default: as many as there are.
     :return: pytree of arrays of shape ``(chains, num_draws, ...)``.
     """
-    checks.check_one_key(rng_key)
+    checks.one_key(rng_key)
     _shares(draws, weights)
     weights = jnp.asarray(weights)
     if weights.ndim != 2:

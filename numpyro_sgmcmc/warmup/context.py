@@ -109,7 +109,7 @@ class Context:
             )
         return found
 
-    def check_gradient(self, whitening: Whitening) -> None:
+    def refuse_infinite_gradient(self, whitening: Whitening) -> None:
         """Refuse to go on where the gradient on all rows is not finite.
 
         :raises RuntimeError: naming what is not.

@@ -75,5 +75,5 @@ def _first_whitening(context: Context, position: np.ndarray) -> Whitening:
     matrix = context.settings.inverse_mass_matrix
     factor = context.factor_at(position) if matrix is None else root(matrix)
     whitening = approach(context.all_rows, context.whitening_at(position, factor))
-    context.check_gradient(whitening)
+    context.refuse_infinite_gradient(whitening)
     return whitening

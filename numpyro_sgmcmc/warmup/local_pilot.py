@@ -82,10 +82,10 @@ def descend_with_locals(
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
         theta, moments, state = carry
         minibatch, key = xs
-        state, _, here = renew_minibatch(
+        state, _, with_values = renew_minibatch(
             target, state, theta, minibatch, arguments, theta, theta, Plain(), key
         )
-        gradient = target.gradient(theta, minibatch, here)
+        gradient = target.gradient(theta, minibatch, with_values)
         gradient = jnp.where(jnp.isfinite(gradient), gradient, 0.0)
         change, moments = adam.update(gradient, moments, theta)
         return (optax.apply_updates(theta, change), moments, state), None
@@ -119,7 +119,7 @@ def _advance(
             rows, noise, key = xs
             theta = whitening.position(dynamics.position)
             own = LocalState(values, scale, jnp.ones((), target.dtype))
-            own, anchor_gradient, here = renew_minibatch(
+            own, anchor_gradient, with_values = renew_minibatch(
                 target,
                 own,
                 theta,
@@ -131,7 +131,7 @@ def _advance(
                 key,
             )
             held = whitening._replace(gradient=anchor_gradient)
-            gradient = whitened_gradient(estimator, target, here, held, rows)
+            gradient = whitened_gradient(estimator, target, with_values, held, rows)
             dynamics = _STEP(dynamics, step_size, gradient, noise)
             return (dynamics, own.values, anchor_gradient), dynamics.position
 

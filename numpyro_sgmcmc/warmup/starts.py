@@ -11,16 +11,17 @@ import numpy as np
 from jax import random
 from jax.flatten_util import ravel_pytree
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
-__all__ = ["check_init_params", "check_start", "check_values", "first_positions"]
+__all__ = ["accepted_start", "first_positions", "refuse_no_values", "refuse_other_sites"]
 
 _STARTS = 20
 
 
-def check_start(
+def accepted_start(
     init_params: Any, target: Target, arguments: Arguments, num_chains: int | None
 ) -> Any:
     """``init_params`` as they are, if chains can start there.
@@ -30,7 +31,7 @@ def check_start(
     """
     if init_params is None:
         return None
-    check_init_params(init_params, target, num_chains)
+    refuse_other_sites(init_params, target, num_chains)
     if is_traced(init_params):
         return init_params
     potential = EagerPotential.on_some_rows(target, arguments)
@@ -39,7 +40,7 @@ def check_start(
         position = ravel_pytree(one)[0]
         if not potential.is_finite(np.asarray(position)):
             of_chain = f" of chain {chain}" if num_chains else ""
-            raise ValueError(
+            raise Refusal(
                 f"Log density or gradient is not finite at the `init_params`{of_chain}. "
                 + target.explain(position, arguments)
             )
@@ -58,17 +59,17 @@ def first_positions(
         yield np.asarray(start(random.key(seed), arguments))
 
 
-def check_values(init_params: Any) -> None:
+def refuse_no_values(init_params: Any) -> None:
     """Refuse what a potential function cannot be a function of."""
     leaves = jax.tree.leaves(init_params)
     if not sum(np.size(x) for x in leaves):
-        raise ValueError("`init_params` has no values: there is nothing to sample.")
+        raise Refusal("`init_params` has no values: there is nothing to sample.")
     for x in leaves:
         if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
-            raise ValueError(f"`init_params` has type {jnp.result_type(x)}, but must be real.")
+            raise Refusal(f"`init_params` has type {jnp.result_type(x)}, but must be real.")
 
 
-def check_init_params(init_params: Any, target: Target, num_chains: int | None) -> Any:
+def refuse_other_sites(init_params: Any, target: Target, num_chains: int | None) -> Any:
     """``init_params`` as they are, if they fit the latent sites.
 
     :param num_chains: length of the leading axis, or None for one chain without such an axis.
@@ -76,14 +77,14 @@ def check_init_params(init_params: Any, target: Target, num_chains: int | None) 
     if init_params is None or target.sites is None:
         return init_params
     if not isinstance(init_params, dict):
-        raise ValueError("`init_params` must be a dict of unconstrained values by site name.")
+        raise Refusal("`init_params` must be a dict of unconstrained values by site name.")
     shapes = {s.name: s.shape for s in target.sites}
     unknown = sorted(set(init_params) - set(shapes))
     missing = sorted(set(shapes) - set(init_params))
     if unknown or missing:
         found = [f"has unknown sites {unknown}"] * bool(unknown)
         found += [f"lacks the sites {missing}"] * bool(missing)
-        raise ValueError(
+        raise Refusal(
             f"`init_params` {' and '.join(found)}; the latent sites are {sorted(shapes)}."
         )
     chains = () if num_chains is None else (num_chains,)
@@ -91,17 +92,17 @@ def check_init_params(init_params: Any, target: Target, num_chains: int | None) 
         given = np.shape(init_params[name])
         if given != chains + shape:
             each = "" if num_chains is None else f": one of shape {shape} for each chain"
-            raise ValueError(
+            raise Refusal(
                 f"`init_params` of site '{name}' has shape {given}, but must have shape "
                 f"{chains + shape} in unconstrained space{each}."
             )
         value = init_params[name]
         kind = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
         if kind is None or not (jnp.issubdtype(kind, jnp.floating) or kind.kind in "biu"):
-            raise ValueError(
+            raise Refusal(
                 f"`init_params` of site '{name}' has type {kind or type(value).__name__}, but must "
                 "be an array of real numbers."
             )
         if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
-            raise ValueError(f"`init_params` of site '{name}' is not finite.")
+            raise Refusal(f"`init_params` of site '{name}' is not finite.")
     return init_params

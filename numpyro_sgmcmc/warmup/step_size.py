@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.warmup.noise import Noise
 
@@ -129,7 +130,7 @@ def shorten_until_right(
     while not abs(excess) <= target_bias + 2.0 * error:
         # Chains that no step moves, no shorter one will move.
         if excess == -1.0 or step_size < shortest:
-            raise ValueError(
+            raise Refusal(
                 "With these settings of the kernel no step size leaves a standard normal as it "
                 "is: is the diffusion zero, or are friction, mass or metric extreme?"
             )
