@@ -10,8 +10,8 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
 from numpyro_sgmcmc.diagnostics.estimates import estimate
+from tests.dynamics.examples import EXAMPLES, SCHEMES
 from tests.dynamics.orders import stationary_covariance
-from tests.dynamics.sdes import EXAMPLES, SCHEMES
 
 # --- Where a scheme's step reads ----------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from numpyro_sgmcmc import (
     SGHMCSplit,
     SGLaplaceHMC,
 )
+from tests.quick import quick_if
 
 
 class LangevinRecipe(RecipeKernel):
@@ -64,11 +65,6 @@ KERNELS = [
 
 # Of each kind one stands for all in `make test`: splitting, a thermostat, a metric, the recipe.
 STANDING_FOR_ALL = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
-
-
-def quick_if(is_quick: bool, *values: Any, **options: Any) -> Any:
-    """A parameter of a test that only `make test-all` runs unless it is to be quick."""
-    return pytest.param(*values, marks=() if is_quick else pytest.mark.slow, **options)
 
 
 each_kernel = pytest.mark.parametrize(

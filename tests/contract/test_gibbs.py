@@ -101,6 +101,7 @@ def test_discrete_site_and_its_conditionals(kernel_class):
     )
 
 
+@pytest.mark.slow
 def test_plain_gradients_in_a_block():
     """Nothing to refresh then: the conditioning reaches the gradient itself."""
     kernel = SGHMCSplit(switching, gradient="plain")

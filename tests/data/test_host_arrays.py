@@ -89,7 +89,9 @@ def assert_same(a, b):
     [
         (by_index, {}),
         pytest.param(by_column, {"minibatch": "epoch"}, marks=pytest.mark.slow),
-        (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
+        pytest.param(
+            by_subsample, {"minibatch": "iid", "gradient": "plain"}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -98,7 +100,8 @@ def test_draws_are_those_of_rows_in_memory(model, options):
     assert_same(draws(fit(HostArray(X), HostArray(Y), model, options=options)), in_memory)
 
 
-@pytest.mark.parametrize("num_chains", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_chains", [1, 2])
 def test_chains_one_by_one(num_chains):
     settings = {"chain_method": "sequential", "num_chains": num_chains}
     both = [fit(*data, **settings) for data in ((X, Y), (HostArray(X), HostArray(Y)))]

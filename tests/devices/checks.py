@@ -19,6 +19,8 @@ CHECKS = {
     if name.startswith("check_")
 }
 SLOW = {
+    "check_passes_over_even_shards_are_those_of_one_device",
+    "check_a_gradient_on_even_shards_takes_one_sum_and_no_exchange_of_rows",
     "check_chains_spread_over_a_second_axis_are_the_same_chains",
     "check_what_numpyro_does_with_a_run_works",
     "check_parallel_chains_of_rows_on_the_host",

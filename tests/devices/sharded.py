@@ -90,25 +90,32 @@ def positions(dim, num=3):
     return np.random.default_rng(1).normal(size=(num, dim)).astype(np.float32)
 
 
-def check_passes_over_all_rows_are_those_of_one_device():
-    for counts in LAYOUTS.values():
-        target, arguments, exact = read(counts)
-        q, vectors = positions(target.dim)[0], positions(target.dim, 2)
+def assert_passes_over_all_rows_are_those_of_one_device(counts):
+    target, arguments, exact = read(counts)
+    q, vectors = positions(target.dim)[0], positions(target.dim, 2)
 
-        @jax.jit
-        def passes(q, arguments, target=target, vectors=vectors):
-            return (
-                *target.full_expansion(q, arguments),
-                target.full_potential(q, arguments),
-                target.full_gradient(q, arguments),
-                jax.grad(target.full_potential)(q, arguments),
-                target.full_hessian_products(q, vectors, arguments),
-            )
+    @jax.jit
+    def passes(q, arguments):
+        return (
+            *target.full_expansion(q, arguments),
+            target.full_potential(q, arguments),
+            target.full_gradient(q, arguments),
+            jax.grad(target.full_potential)(q, arguments),
+            target.full_hessian_products(q, vectors, arguments),
+        )
 
-        value, gradient, hessian = exact(q), jax.grad(exact)(q), jax.hessian(exact)(q)
-        expected = (value, gradient, hessian, value, gradient, gradient, vectors @ hessian)
-        for found, one in zip(passes(q, arguments), expected, strict=True):
-            close(found, one)
+    value, gradient, hessian = exact(q), jax.grad(exact)(q), jax.hessian(exact)(q)
+    expected = (value, gradient, hessian, value, gradient, gradient, vectors @ hessian)
+    for found, one in zip(passes(q, arguments), expected, strict=True):
+        close(found, one)
+
+
+def check_passes_over_uneven_shards_are_those_of_one_device():
+    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["four, uneven"])
+
+
+def check_passes_over_even_shards_are_those_of_one_device():
+    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["four, as even as can be"])
 
 
 def check_the_gradient_is_unbiased_for_shards_of_any_size():
@@ -194,29 +201,37 @@ def collectives(fn, *operands):
     return {k: n for k in kinds if (n := len(re.findall(rf" {k}(?:-start)?\(", text)))}
 
 
-def check_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows():
-    for counts in LAYOUTS["four, as even as can be"], LAYOUTS["four, uneven"]:
-        target, arguments, _ = read(counts)
-        zeros = jnp.zeros(target.dim)
-        whitening = Whitening(zeros, zeros + 1, zeros, jnp.eye(target.dim))
-        plate = target.plates[0]
-        for scheme, estimator in zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True):
-            draw = partial(draw_minibatches, scheme, plate)
-            of = partial(whitened_gradient, estimator, target, whitening=whitening)
+def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts):
+    target, arguments, _ = read(counts)
+    zeros = jnp.zeros(target.dim)
+    whitening = Whitening(zeros, zeros + 1, zeros, jnp.eye(target.dim))
+    plate = target.plates[0]
+    for scheme, estimator in zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True):
+        draw = partial(draw_minibatches, scheme, plate)
+        of = partial(whitened_gradient, estimator, target, whitening=whitening)
 
-            def steps(q, state, arguments, draw=draw, of=of):
-                state, rows = draw(state, random.key(0), 5)
+        def steps(q, state, arguments, draw=draw, of=of):
+            state, rows = draw(state, random.key(0), 5)
 
-                def step(q, rows):
-                    return q - 0.01 * of(arguments=arguments, indices={"rows": rows})(q), None
+            def step(q, rows):
+                return q - 0.01 * of(arguments=arguments, indices={"rows": rows})(q), None
 
-                return lax.scan(step, q, rows)[0], state
+            return lax.scan(step, q, rows)[0], state
 
-            found = collectives(steps, zeros, start_stream(plate, random.key(0)), arguments)
-            assert found == {"all-reduce": 1}, (scheme, found)
-            fresh = {"rows": draw_independent(scheme, plate, random.key(0))}
-            assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
-            assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
+        found = collectives(steps, zeros, start_stream(plate, random.key(0)), arguments)
+        assert found == {"all-reduce": 1}, (scheme, found)
+        fresh = {"rows": draw_independent(scheme, plate, random.key(0))}
+        assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
+        assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
+
+
+def check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows():
+    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(LAYOUTS["four, uneven"])
+
+
+def check_a_gradient_on_even_shards_takes_one_sum_and_no_exchange_of_rows():
+    counts = LAYOUTS["four, as even as can be"]
+    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts)
 
 
 def collectives_of(mcmc, arguments):

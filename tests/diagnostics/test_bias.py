@@ -30,7 +30,6 @@ from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
     KERNELS,
-    quick_if,
     quietly,
     survey,
     survey_data,
@@ -40,6 +39,8 @@ from tests.dynamics.orders import stationary_covariance
 
 mpl.use("Agg")
 
+
+from tests.quick import quick_if
 
 DATA = survey_data()
 

@@ -5,69 +5,17 @@ checked. A flat state is the position, then the auxiliary variables.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.dynamics import (
-    MonomialGamma,
-    MonomialGammaLangevin,
-    NoseHoover,
-    Overdamped,
-    Recipe,
-    Riemannian,
-    RiemannianLangevin,
-    Underdamped,
-)
-from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 from tests.dynamics.orders import SDE
 
 FRICTION = 1.3
 MASS, SOFTENING = 1.1, 1.2
 SIGMA_P, GAMMA, SIGMA_THETA, SIGMA_XI = 1.4, 0.7, 0.3, 0.2
-
-
-class Example(NamedTuple):
-    """
-    - **dynamics** - the package's SDE.
-    - **sde** - ``sde(gradient, dim)``: the same SDE, written here.
-    - **log_density** - ``log_density(potential, dim)``: its stationary density on flat states.
-    - **orders** - weak orders of its schemes.
-    - **covariance** - ``covariance(position_covariance)``: of the flat state on a Gaussian, for a
-      linear SDE.
-    """
-
-    dynamics: Any
-    sde: Callable
-    log_density: Callable
-    orders: dict[str, int]
-    covariance: Callable | None = None
-
-    def step(self, scheme: str) -> Callable:
-        """The package's step, for schemes that keep the gradient as a map of the other variables.
-
-        The gradient kept is that at the state's position, so nothing is lost.
-        """
-        step = self.dynamics.step(scheme)
-        if not getattr(self.dynamics, "keeps_gradient", False):
-            return step
-
-        def closed(state: Any, h: Any, gradient: Callable, noise: Any) -> Any:
-            state = state._replace(gradient=gradient(state.position))
-            return step(state, h, gradient, noise)._replace(gradient=None)
-
-        return closed
-
-    def num_draws(self, scheme: str) -> int:
-        """Standard normal vectors that the step takes."""
-        return self.dynamics.step(scheme).draws
-
-    def state(self, position: Any, seed: int = 0) -> Any:
-        """A state at ``position``."""
-        state = self.dynamics.init(jnp.asarray(position), jax.random.key(seed))
-        return state._replace(gradient=None) if hasattr(state, "gradient") else state
 
 
 # --- Langevin -----------------------------------------------------------------------------------
@@ -297,102 +245,6 @@ def recipe(dim_of_auxiliary: Callable) -> Callable:
 
 def with_recipe_energy(potential: Callable, dim: int) -> Callable:
     return lambda z: -potential(z[:dim]) - recipe_energy(dim)(z)
-
-
-def recipe_example(dim: int) -> Example:
-    """A recipe's energy must know where the auxiliary variables begin."""
-    dynamics = Recipe(
-        recipe_diffusion,
-        recipe_curl,
-        recipe_energy(dim),
-        lambda key, d: jax.random.normal(key, (d,)),
-    )
-    return Example(dynamics, recipe(lambda d: d), with_recipe_energy, {"euler": 1})
-
-
-def _thermostat(a: float, sigma_theta: float = 0.0, sigma_xi: float = 0.0) -> Example:
-    return Example(
-        MonomialGamma(Kinetics(a, MASS, SOFTENING), SIGMA_P, GAMMA, sigma_theta, sigma_xi),
-        monomial_gamma(a, sigma_theta, sigma_xi),
-        with_softened_momentum(a, has_thermostat=True),
-        {"euler": 1, "symmetric": 1 if sigma_theta else 2},
-    )
-
-
-def _langevin(a: float) -> Example:
-    return Example(
-        MonomialGammaLangevin(Kinetics(a, MASS, SOFTENING), FRICTION),
-        laplacian(a),
-        with_softened_momentum(a, has_thermostat=False),
-        {"euler": 1, "symmetric": 2},
-    )
-
-
-def _in_metric(metric: Callable) -> Example:
-    return Example(
-        Riemannian(metric, FRICTION),
-        riemannian(metric),
-        with_momentum,
-        {"euler": 1, "explicit_euler": 1, "symmetric": 2},
-    )
-
-
-def _in_metric_overdamped(metric: Callable) -> Example:
-    return Example(
-        RiemannianLangevin(metric), riemannian_langevin(metric), position_only, {"euler": 1}
-    )
-
-
-EXAMPLES = {
-    "overdamped": Example(
-        Overdamped(), overdamped, position_only, {"euler": 1}, lambda covariance: covariance
-    ),
-    "underdamped": Example(
-        Underdamped(FRICTION, keeps_gradient=True),
-        underdamped,
-        with_momentum,
-        {
-            "euler": 1,
-            "explicit_euler": 1,
-            "leapfrog": 1,
-            "symmetric": 2,
-            "lie_trotter": 2,
-            "baoab": 2,
-            "obabo": 2,
-            "mt3": 3,
-        },
-        with_unit_momentum,
-    ),
-    "nose_hoover, shared": Example(
-        NoseHoover(FRICTION, per_coordinate=False),
-        nose_hoover(lambda dim: 1),
-        with_thermostat(lambda dim: dim),
-        {"euler": 1, "explicit_euler": 1, "symmetric": 2},
-    ),
-    "nose_hoover, per coordinate": Example(
-        NoseHoover(FRICTION, per_coordinate=True),
-        nose_hoover(lambda dim: dim),
-        with_thermostat(lambda dim: 1),
-        {"euler": 1, "explicit_euler": 1, "symmetric": 2},
-    ),
-    "monomial_gamma, a = 1/2": _thermostat(0.5),
-    "monomial_gamma, a = 1": _thermostat(1.0),
-    "monomial_gamma, a = 2": _thermostat(2.0),
-    "monomial_gamma, a = 1, D": _thermostat(1.0, SIGMA_THETA, SIGMA_XI),
-    "monomial_gamma, a = 1, noisy thermostat": _thermostat(1.0, 0.0, SIGMA_XI),
-    "monomial_gamma_langevin, a = 1": _langevin(1.0),
-    "monomial_gamma_langevin, a = 2": _langevin(2.0),
-    "riemannian_langevin, scalar": _in_metric_overdamped(scalar_metric),
-    "riemannian_langevin, diagonal": _in_metric_overdamped(diagonal_metric),
-    "riemannian_langevin, dense": _in_metric_overdamped(dense_metric),
-    "riemannian, scalar": _in_metric(scalar_metric),
-    "riemannian, diagonal": _in_metric(diagonal_metric),
-    "riemannian, dense": _in_metric(dense_metric),
-    "recipe": recipe_example(1),
-}
-
-SCHEMES = [(name, scheme) for name, e in EXAMPLES.items() for scheme in e.dynamics.schemes]
-"""Every scheme of every SDE."""
 
 
 def quartic(q: Any) -> Any:

@@ -23,8 +23,9 @@ from tests.contract.kernels import (
     survey_data,
     survey_posterior,
 )
+from tests.dynamics.examples import EACH_SCHEME, EXAMPLES
 from tests.dynamics.orders import stationary_covariance
-from tests.dynamics.sdes import EXAMPLES, FRICTION, SCHEMES, quartic
+from tests.dynamics.sdes import FRICTION, quartic
 from tests.posterior.plated import CASES, position_of
 
 COVARIANCE = np.array([[0.5, 0.3, 0.0], [0.3, 0.6, -0.1], [0.0, -0.1, 0.2]])
@@ -33,7 +34,7 @@ BATCH = 40
 # --- What is taken away -------------------------------------------------------------------------
 
 # Schemes that keep the gradient spread its noise over two steps: see the stationary covariance.
-ONE_STEP = [(n, s) for n, s in SCHEMES if s not in ("baoab", "obabo")]
+ONE_STEP = [case for case in EACH_SCHEME if case.values[1] not in ("baoab", "obabo")]
 
 
 @pytest.mark.usefixtures("x64")

@@ -9,15 +9,8 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.diagnostics.invariance import SDE, fokker_planck_residual, small_step_limit
 from numpyro_sgmcmc.dynamics import Recipe, Underdamped
-from tests.dynamics.sdes import (
-    EXAMPLES,
-    FRICTION,
-    SCHEMES,
-    quartic,
-    riemannian,
-    scalar_metric,
-    underdamped,
-)
+from tests.dynamics.examples import EACH_SCHEME, EXAMPLES
+from tests.dynamics.sdes import FRICTION, quartic, riemannian, scalar_metric, underdamped
 
 
 def turned(z):
@@ -57,7 +50,7 @@ def test_sde_leaves_its_density_invariant(name):
     assert residuals(example, example.sde(jax.grad(quartic), dim), dim).max() < 1e-10
 
 
-@pytest.mark.parametrize(("name", "scheme"), SCHEMES)
+@pytest.mark.parametrize(("name", "scheme"), EACH_SCHEME)
 def test_small_steps_leave_the_density_invariant(name, scheme):
     example, dim = EXAMPLES[name], dim_of(name, scheme)
     limit = small_step_limit(

@@ -14,6 +14,7 @@ from numpyro_sgmcmc.dynamics.integrators import Part, Scheme, compose
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.warmup.noise import NO_NOISE
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from tests.dynamics.examples import EXAMPLES, SCHEMES
 from tests.dynamics.orders import (
     covariance_errors,
     fitted_slope,
@@ -21,7 +22,7 @@ from tests.dynamics.orders import (
     semigroup_terms,
     stationary_covariance,
 )
-from tests.dynamics.sdes import EXAMPLES, FRICTION, SCHEMES, quartic
+from tests.dynamics.sdes import FRICTION, quartic
 
 pytestmark = pytest.mark.usefixtures("x64")
 

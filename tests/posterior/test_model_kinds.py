@@ -181,6 +181,7 @@ def test_warnings_point_at_the_users_line(fitted):
         assert warning.filename == __file__, str(warning.message)
 
 
+@pytest.mark.slow
 def test_nested_plates_and_a_support_that_depends_on_a_site():
     """A table of rows and columns, both subsampled, and ``Uniform(0, top)``."""
 
