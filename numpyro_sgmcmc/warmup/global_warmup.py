@@ -12,7 +12,7 @@ branch; nothing here runs under ``vmap`` or ``pmap``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jax import random
@@ -45,7 +45,8 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     :param starts: first positions, of which the first finite ones are tried.
     """
     context.progress("warm start")
-    position = optimise(context, starts)
+    is_one = context.settings.has_start or context.target.dim > NEWTON_MAX_DIM
+    position = optimise(context, context.finite_starts(starts, 1 if is_one else _STARTS))
     context.progress("curvature")
     whitening = _first_whitening(context, position)
     pilot = GlobalPilot(context)
@@ -54,14 +55,12 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     return decide(context, whitening, q)
 
 
-def optimise(context: Context, starts: Iterable[np.ndarray]) -> np.ndarray:
-    """A position in the mode region: from the user's start alone, or the best of several."""
+def optimise(context: Context, starts: Sequence[np.ndarray]) -> np.ndarray:
+    """A position in the mode region: from one start, or the best of several."""
     target, arguments = context.target, context.arguments
-    is_one = context.settings.has_start or target.dim > NEWTON_MAX_DIM
-    finite = context.finite_starts(starts, 1 if is_one else _STARTS)
     if target.dim <= NEWTON_MAX_DIM:
-        return centre(context.some_rows, newton_from(context.some_rows, finite), 0)
-    q = context.cast(finite[0])
+        return centre(context.some_rows, newton_from(context.some_rows, starts), 0)
+    q = context.cast(starts[0])
     if target.plates:
         num_steps = max(_FEWEST_STEPS, min(_MOST_STEPS, context.affordable))
         keys = random.split(random.key(0), num_steps) if target.is_randomized else None
