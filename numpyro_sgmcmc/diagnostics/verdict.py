@@ -11,7 +11,7 @@ from numpyro_sgmcmc.diagnostics.site_bias import MEAN_TOLERANCE, SD_TOLERANCE, S
 if TYPE_CHECKING:
     from numpyro_sgmcmc.diagnostics.report import BiasReport
 
-__all__ = ["FAR", "verdict_of"]
+__all__ = ["FAR", "sentence", "verdict_of"]
 
 FAR = 100.0
 """Sds: beyond, a number would say no more."""
@@ -39,7 +39,7 @@ def verdict_of(report: BiasReport) -> str:
             "report says of them means little: run longer; chains that still disagree then "
             "are in different modes."
         )
-    said += [_sentence(s) for s in biased[:_MOST_SENTENCES]]
+    said += [sentence(s) for s in biased[:_MOST_SENTENCES]]
     if (more := len(biased) - _MOST_SENTENCES) > 0:
         said.append(f"{more} more site{'s are' if more > 1 else ' is'} biased.")
     if biased:
@@ -52,7 +52,8 @@ def verdict_of(report: BiasReport) -> str:
     return " ".join(said)
 
 
-def _sentence(s: SiteBias) -> str:
+def sentence(s: SiteBias) -> str:
+    """What is wrong with one site, by how much."""
     found = []
     if not abs(s.sd_inflation) < FAR:
         found.append(f"sds of `{s.site}` are too far off to be measured")

@@ -24,8 +24,8 @@ from numpyro_sgmcmc import (
     print_summary,
 )
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
-from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias, judge
+from numpyro_sgmcmc.diagnostics.verdict import sentence
 from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
@@ -190,11 +190,11 @@ def test_verdict_names_site_size_cause_and_cure(noisy):
 
 def test_what_cannot_be_measured_is_said_in_words():
     lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, 1.0, "biased")
-    said = BiasReport._sentence(None, lost)
+    said = sentence(lost)
     assert said.startswith("Sds of `tau` are too far off to be measured and means of `tau`")
     assert "nan" not in said
     gone = SiteBias("tau", 1, -7e5, 4e5, 0.3, 0.1, 1.0, "biased")
-    assert BiasReport._sentence(None, gone).endswith("means of `tau` are more than 100 sds off.")
+    assert sentence(gone).endswith("means of `tau` are more than 100 sds off.")
 
 
 def test_few_dependent_draws_are_told_from_long_steps():

@@ -81,7 +81,7 @@ def compilations():
 # --- Shared -------------------------------------------------------------------------------------
 
 
-def test_a_second_kernel_compiles_less(quick_compile):
+def test_a_second_kernel_compiles_less():
     def run(kernel_class):
         with compilations() as found, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
