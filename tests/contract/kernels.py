@@ -1,7 +1,6 @@
 """What every kernel must do: the battery's kernels, a model that all can run, and measures.
 
-A new kernel joins all tests of ``test_contract.py``, ``test_mistakes.py`` and ``test_gibbs.py`` by
-one name in :data:`KERNELS`.
+A new kernel joins all tests of this folder by one name in :data:`KERNELS`.
 """
 
 from __future__ import annotations

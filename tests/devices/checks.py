@@ -10,11 +10,11 @@ import traceback
 
 import jax
 
-from tests.devices import parallel, sharded
+from tests.devices import parallel, refusals, sharded
 
 CHECKS = {
     name: fn
-    for module in (sharded, parallel)
+    for module in (sharded, refusals, parallel)
     for name, fn in vars(module).items()
     if name.startswith("check_")
 }

@@ -333,6 +333,7 @@ def test_step_size_follows_the_settings(kernel_class, settings):
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.usefixtures("optimised")
 def test_settings_that_no_step_size_suits_are_refused():
     settings = {"diffusion": jnp.zeros_like, "curl": no_curl, "hamiltonian": no_energy}
     kernel = RecipeKernel(potential_fn=potential, **settings)

@@ -1,0 +1,137 @@
+"""The NumPyro contract: however chains are run, with whatever keys, they are the same chains."""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from numpyro.infer import (
+    MCMC,
+)
+
+from numpyro_sgmcmc import SGHMCSplit
+from tests.contract.kernels import (
+    BATCH,
+    as_jax,
+    assert_posterior,
+    ignore_donation,
+    quietly,
+    survey,
+    survey_data,
+    survey_posterior,
+)
+
+
+def test_sequential_chains_are_the_vectorized_ones(fit):
+    """Also: an excluded site, and JAX arrays in place of NumPy's."""
+    mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method="sequential")
+    data = as_jax(fit.data)
+    mcmc.run(jax.random.key(1), *data, batch_size=BATCH, extra_fields=("~z.rate",))
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert set(draws) == {"beta", "contrast"}
+    scale = survey_posterior(fit.data)["beta"][1]
+    np.testing.assert_allclose(
+        draws["beta"] / scale, fit.draws["beta"][:, :50] / scale, rtol=0, atol=0.02
+    )
+
+
+@pytest.mark.slow
+@ignore_donation
+def test_callable_chain_method(fit):
+    mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method=jax.vmap)
+    mcmc.run(jax.random.key(1), *fit.data, batch_size=BATCH)
+    scale = survey_posterior(fit.data)["beta"][1]
+    np.testing.assert_allclose(
+        mcmc.get_samples(group_by_chain=True)["beta"] / scale,
+        fit.draws["beta"][:, :50] / scale,
+        rtol=0,
+        atol=0.02,
+    )
+
+
+def test_warmup_then_run_then_more(fit, progress_bar):
+    """Warm-up draws, the state after it, and a chain continued from its last state."""
+    rows = {"batch_size": BATCH}
+    mcmc = quietly(fit.kernel, num_warmup=30, num_samples=30, progress_bar=True)
+    mcmc.warmup(jax.random.key(5), *fit.data, **rows, collect_warmup=True)
+    assert mcmc.get_samples()["beta"].shape == (30, 2)
+    state = mcmc.post_warmup_state
+    assert int(state.i) == 30
+    mcmc.run(state.rng_key, *fit.data, **rows)
+    assert int(mcmc.last_state.i) == 60
+    first = np.asarray(mcmc.get_samples()["beta"])
+    mcmc.post_warmup_state = mcmc.last_state
+    mcmc.run(mcmc.post_warmup_state.rng_key, *fit.data, **rows)
+    second = np.asarray(mcmc.get_samples()["beta"])
+
+    mcmc.num_samples = 60
+    mcmc.post_warmup_state = state
+    mcmc.run(state.rng_key, *fit.data, **rows)
+    uninterrupted = np.asarray(mcmc.get_samples()["beta"])
+    np.testing.assert_allclose(np.concatenate([first, second]), uninterrupted, rtol=1e-4)
+
+
+def test_pickled_kernel_chains_and_states(fit):
+    kernel, mcmc, state = pickle.loads(pickle.dumps((fit.kernel, fit.mcmc, fit.mcmc.last_state)))
+    assert kernel.model == fit.kernel.model
+    np.testing.assert_array_equal(mcmc.get_samples()["beta"], fit.mcmc.get_samples()["beta"])
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(fit.mcmc.last_state), strict=True):
+        if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(a, b)
+    draws = []
+    for sampler in (kernel, fit.kernel):
+        chains = quietly(sampler, num_samples=40, num_chains=2, chain_method="vectorized")
+        chains.post_warmup_state = state
+        chains.run(state.rng_key, *fit.data, batch_size=BATCH)
+        draws.append(chains.get_samples()["beta"])
+    np.testing.assert_allclose(*draws, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(jax.random.PRNGKey(7), marks=pytest.mark.slow),
+        jax.random.key(7, impl="rbg"),
+    ],
+    ids=["raw", "typed, of another implementation"],
+)
+def test_random_keys_of_every_kind(fit, key):
+    mcmc = quietly(fit.kernel, num_samples=200, num_chains=2, chain_method="vectorized")
+    mcmc.run(key, *fit.data, batch_size=BATCH)
+    draws = mcmc.get_samples(group_by_chain=True)["beta"]
+    assert not np.isclose(draws[0], draws[1]).all(axis=-1).any()
+    assert_posterior(draws, *survey_posterior(fit.data)["beta"])
+
+
+def test_one_raw_key_and_one_typed_key_make_the_same_chain(fit):
+    """One chain: a raw key of shape (2,) is not a batch of two keys."""
+    states = [
+        fit.kernel.init(key, 0, None, tuple(fit.data), {"batch_size": BATCH})
+        for key in (jax.random.key(2), jax.random.PRNGKey(2))
+    ]
+    assert states[0].z["beta"].shape == (2,)
+    np.testing.assert_array_equal(states[0].z["beta"], states[1].z["beta"])
+
+
+def test_no_warmup_and_progress_bar(fit, progress_bar, capsys):
+    mcmc = MCMC(fit.kernel, num_warmup=0, num_samples=300, progress_bar=True)
+    mcmc.run(jax.random.key(4), *fit.data, batch_size=BATCH)
+    assert int(mcmc.last_state.i) == 300
+    assert "steps of size" in capsys.readouterr().err
+    after_a_while = mcmc.get_samples(group_by_chain=True)["beta"][:, 50:]
+    assert_posterior(after_a_while, *survey_posterior(fit.data)["beta"])
+
+
+def test_jitted_model_arguments_take_other_data(progress_bar):
+    """NumPyro traces every argument then, so that the minibatch's size is no argument."""
+    kernel = SGHMCSplit(partial(survey, batch_size=BATCH))
+    mcmc = quietly(kernel, num_samples=300, jit_model_args=True, progress_bar=True)
+    for seed in (0, 1):
+        data = as_jax(survey_data(seed))
+        mcmc.run(jax.random.key(seed), *data)
+        draws = mcmc.get_samples(group_by_chain=True)["beta"]
+        assert_posterior(draws, *survey_posterior(data)["beta"])

@@ -1,0 +1,92 @@
+"""The NumPyro contract: what comes out of a run is what comes out with NUTS, for every kernel."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.contract.conftest import EXTRA_FIELDS
+from tests.contract.kernels import (
+    BATCH,
+    assert_posterior,
+    each_kernel,
+    survey_posterior,
+)
+
+
+@each_kernel
+@pytest.mark.parametrize("site", ["beta", "rate", "contrast"])
+def test_posterior_is_right_with_default_arguments(fit_of, kernel_class, site):
+    fit = fit_of(kernel_class)
+    assert_posterior(fit.draws[site], *survey_posterior(fit.data)[site])
+
+
+@each_kernel
+def test_draws_have_numpyros_shapes(fit_of, kernel_class):
+    fit = fit_of(kernel_class)
+    shapes = {name: x.shape for name, x in fit.draws.items()}
+    assert shapes == {"beta": (2, 600, 2), "contrast": (2, 600), "rate": (2, 600)}
+    assert {name: x.shape for name, x in fit.mcmc.get_samples().items()} == {
+        "beta": (1200, 2),
+        "contrast": (1200,),
+        "rate": (1200,),
+    }
+    assert all(x.dtype == jnp.float32 for x in fit.draws.values())
+
+
+@each_kernel
+def test_chains_start_apart_and_differ(fit_of, kernel_class):
+    fit = fit_of(kernel_class)
+    a, b = np.asarray(fit.draws["beta"])
+    assert not np.isclose(a, b).all(axis=-1).any()
+    arguments = (tuple(fit.data), {"batch_size": BATCH})
+    keys = jax.random.split(jax.random.key(3), 100)
+    starts = np.stack([fit.kernel.init(key, 20, None, *arguments).z["beta"] for key in keys])
+    mean, sd = survey_posterior(fit.data)["beta"]
+    spread = starts.std(0) / sd
+    assert (spread > 1.5).all(), "R-hat means something only if the starts are over-dispersed"
+    assert (np.abs(starts.mean(0) - mean) < 5 * spread * sd / np.sqrt(100)).all()
+
+
+@each_kernel
+def test_deterministic_outside_the_plate_follows_its_sites(fit_of, kernel_class):
+    draws = fit_of(kernel_class).draws
+    np.testing.assert_allclose(
+        draws["contrast"], draws["beta"][..., 0] - draws["beta"][..., 1], rtol=1e-5, atol=1e-6
+    )
+
+
+@each_kernel
+def test_extra_fields(fit_of, kernel_class):
+    fit = fit_of(kernel_class)
+    fields = fit.mcmc.get_extra_fields(group_by_chain=True)
+    assert set(fields) == {*EXTRA_FIELDS, "diverging"}
+    assert fields["adapt_state.step_size"].shape == (2, 600)
+    assert (fields["adapt_state.step_size"] > 0).all()
+    assert (fields["num_steps"] >= 1).all()
+    assert fields["num_steps"].dtype == jnp.int32
+    assert fields["diverging"].dtype == jnp.bool_
+    assert not fields["diverging"].any()
+    np.testing.assert_allclose(np.exp(fields["z.rate"]), fit.draws["rate"], rtol=1e-5)
+    matrix = np.asarray(fields["adapt_state.inverse_mass_matrix"])
+    assert matrix.shape == (2, 600, 3, 3)
+    posterior = survey_posterior(fit.data)
+    mean, sd = posterior["rate"]
+    expected = np.array([*posterior["beta"][1], sd / mean])  # sd of the log rate
+    np.testing.assert_allclose(np.sqrt(np.diagonal(matrix[0, 0])), expected, rtol=0.25)
+
+
+@each_kernel
+def test_summary_and_diagnostics(fit_of, kernel_class, capsys):
+    fit = fit_of(kernel_class)
+    fit.mcmc.print_summary()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("beta[0]", "beta[1]", "rate"))
+    assert "contrast" not in printed
+    assert "Number of divergences: 0" in printed
+    state = jax.tree.map(lambda x: x[0], fit.mcmc.last_state._replace(rng_key=None))
+    shown = fit.kernel.get_diagnostics_str(state)
+    assert f"{int(state.num_steps)} steps" in shown
+    assert f"{float(state.adapt_state.step_size):.2e}" in shown

@@ -1,0 +1,117 @@
+"""The NumPyro contract: what is compiled, in float64 too, and potential functions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import (
+    MCMC,
+    NUTS,
+)
+
+from numpyro_sgmcmc import SGHMCSplit
+from tests.contract.kernels import (
+    assert_posterior,
+    each_kernel,
+    num_compilations,
+    quietly,
+)
+
+# What is compiled.
+
+
+def counts(y: Any, batch_size: int | None = None) -> None:
+    rate = numpyro.sample("rate", dist.Gamma(2, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Poisson(rate), obs=y[i])
+
+
+def test_second_run_compiles_no_more_than_with_nuts(progress_bar):
+    rng = np.random.default_rng(0)
+    first, other = (jnp.asarray(rng.poisson(3.0, 200)) for _ in range(2))
+
+    def compilations(kernel, has_bar, data, **rows):
+        mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=has_bar)
+
+        def run(seed, y):
+            mcmc.run(jax.random.key(seed), y, **rows)
+            return mcmc.get_samples()
+
+        return [num_compilations(partial(run, seed, y)) for seed, y in enumerate(data)][1:]
+
+    ours, nuts = SGHMCSplit(counts), NUTS(counts)
+    for has_bar, data in ((True, (first, first)), (False, (first, other))):
+        found = compilations(ours, has_bar, data, batch_size=20)
+        allowed = compilations(nuts, has_bar, data)
+        assert found <= allowed, f"with progress_bar={has_bar}"
+
+
+# Float64.
+
+
+def test_float64(x64):
+    y = np.random.default_rng(0).poisson(3.0, 200)
+    mcmc = quietly(SGHMCSplit(counts), num_samples=300)
+    mcmc.run(jax.random.key(0), y, batch_size=20)
+    draws = mcmc.get_samples(group_by_chain=True)["rate"]
+    assert draws.dtype == jnp.float64
+    for x in jax.tree.leaves(mcmc.last_state._replace(rng_key=None)):
+        assert x.dtype == jnp.float64 or not jnp.issubdtype(x.dtype, jnp.floating)
+    shape, rate = 2 + y.sum(), 1 + len(y)
+    assert_posterior(draws, shape / rate, np.sqrt(shape) / rate)
+
+
+# A potential function in place of a model.
+
+
+def tree_potential(z: Any) -> Any:
+    """Sd 2 at mean 1, and sds 0.1 at mean 0."""
+    a, b = z["a"], z["b"][0]["c"]
+    return jnp.sum(jnp.square((a - 1) / 2)) / 2 + jnp.sum(jnp.square(b / 0.1)) / 2
+
+
+def test_potential_function_of_a_nested_tree_and_several_chains():
+    kernel = SGHMCSplit(potential_fn=tree_potential)
+    assert kernel.model is None
+    mcmc = quietly(kernel, num_samples=1000, num_chains=2, chain_method="vectorized")
+    start = {"a": np.zeros((2, 3)), "b": ({"c": np.zeros((2, 1, 2))},)}
+    mcmc.run(jax.random.key(0), init_params=start)
+    draws = mcmc.get_samples(group_by_chain=True)
+    a, b = draws["a"], draws["b"][0]["c"]
+    assert a.shape == (2, 1000, 3)
+    assert b.shape == (2, 1000, 1, 2)
+    assert_posterior(a, np.full(3, 1.0), np.full(3, 2.0))
+    assert_posterior(b, np.zeros((1, 2)), np.full((1, 2), 0.1))
+
+
+def cliff(z: Any) -> Any:
+    """A standard normal whose gradient is not a number where a coordinate exceeds 2.5."""
+    return jnp.sum(jnp.square(z) / 2 + 1e-6 * jnp.sqrt(2.5 - z))
+
+
+@each_kernel
+def test_divergences_are_counted_and_survived(kernel_class, capsys):
+    """Also: a potential function of an array, and one chain from one start."""
+    mcmc = quietly(kernel_class(potential_fn=cliff), num_samples=2000)
+    mcmc.run(jax.random.key(0), init_params=jnp.zeros(2))
+    draws = np.asarray(mcmc.get_samples())
+    diverging = np.asarray(mcmc.get_extra_fields()["diverging"])
+    assert draws.shape == (2000, 2)
+    assert np.isfinite(draws).all()
+    assert 0 < diverging.sum() < 1000
+    assert draws.max() < 3
+    # The chain goes on: it neither rests beside the cliff nor shuns the region before it.
+    is_new = (np.diff(draws, axis=0) != 0).all(1)
+    assert is_new[~diverging[1:]].all()
+    assert is_new.sum() > 1000
+    assert (np.diff(np.flatnonzero(is_new)) < 100).all()
+    assert (np.abs(draws.mean(0)) < 0.3).all()
+    assert (draws.std(0) > 0.8).all()
+    mcmc.print_summary()
+    assert f"Number of divergences: {diverging.sum()}" in capsys.readouterr().out

@@ -1,0 +1,42 @@
+"""Data that change between the warm-up and a run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit
+from tests.contract.kernels import quietly
+
+
+def _mean_model(y, batch_size=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 10))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_data_that_change_in_place_are_adapted_to_anew(on_host):
+    """The anchor's gradient is that of the data, not of the object that holds them."""
+    y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    data = HostArray(y) if on_host else y
+    mcmc = quietly(SGHMCSplit(_mean_model), num_samples=100)
+    for shift in (0.0, 1.0):
+        y += shift
+        mcmc.run(jax.random.key(0), data, batch_size=50)
+        assert abs(float(mcmc.get_samples()["mu"].mean()) - y.mean()) < 0.03
+
+
+def test_other_data_than_the_warm_up_had_are_refused():
+    y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
+    mcmc = quietly(SGHMCSplit(_mean_model), num_samples=20)
+    mcmc.warmup(jax.random.key(0), y, batch_size=50)
+    mcmc.run(jax.random.key(1), jnp.array(y), batch_size=50)  # the same in another object
+    with pytest.raises(ValueError, match="not those that the warm-up adapted to"):
+        mcmc.run(jax.random.key(1), y + 1.0, batch_size=50)
+    y += 1.0  # in place; NumPyro would not compile `run` anew for the same object
+    sample = jax.jit(lambda state: mcmc.sampler.sample(state, (y,), {"batch_size": 50}))
+    with pytest.raises(ValueError, match="not those that the warm-up adapted to"):
+        sample(mcmc.post_warmup_state)

@@ -1,0 +1,193 @@
+"""Latent sites inside the subsampled plate: whole runs."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import arviz as az
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpyro.infer import MCMC, NUTS, Predictive
+
+from numpyro_sgmcmc import (
+    SGNHT,
+    SGHMCSplit,
+    bias_report,
+    print_summary,
+)
+from tests.contract.kernels import (
+    assert_posterior,
+    assert_same_distribution,
+    quietly,
+)
+from tests.posterior.hierarchies import (
+    NOISE,
+    counts,
+    counts_data,
+    draw_indicators,
+    draw_normal_means,
+    indicator_odds,
+    mixture,
+    mixture_data,
+    mixture_posterior,
+    normal_means,
+    normal_means_data,
+    normal_means_posterior,
+    trials,
+    trials_data,
+)
+
+
+def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
+    settings = {"num_warmup": 50, "num_samples": 250, "num_chains": 2} | settings
+    mcmc = quietly(kernel, **{"chain_method": "vectorized", **settings})
+    mcmc.run(jax.random.key(1), *data, batch_size=batch)
+    return mcmc
+
+
+def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
+    draws = mcmc.get_samples(group_by_chain=True)
+    for name, (mean, sd) in exact.items():
+        assert_posterior(draws[name], mean, sd)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A run with the local values of all rows."""
+    y = normal_means_data()
+    return posterior_run(SGHMCSplit(normal_means, collect_locals=True), y)
+
+
+def test_normal_means_against_the_marginal(whole):
+    assert_globals(whole, normal_means_posterior(normal_means_data()))
+
+
+def test_local_values_against_their_posterior(whole):
+    """Given the globals' posterior each local value is normal with a known mean and sd."""
+    y = normal_means_data()
+    draws = whole.get_samples(group_by_chain=True)
+    mu, tau = (np.asarray(draws[n], np.float64)[..., None] for n in ("mu", "tau"))
+    assert draws["z"].shape == (2, 250, len(y))
+    variance = 1 / (1 / tau**2 + 1 / NOISE**2)
+    u = (draws["z"] - variance * (mu / tau**2 + y / NOISE**2)) / np.sqrt(variance)
+    u = np.asarray(u)
+    # Each draw is standard normal and about independent of the others.
+    assert abs(u.mean()) < 5 / np.sqrt(u.size / 4)
+    assert abs(u.var() - 1) < 5 * np.sqrt(2 / (u.size / 4))
+    of_rows = u.reshape(-1, len(y))
+    assert np.abs(of_rows.mean(0)).max() < 6 * np.sqrt(2 / len(of_rows))
+    extreme = np.argsort(y)[[0, 1, -2, -1]]
+    assert np.abs(of_rows[:, extreme].mean(0)).max() < 5 * np.sqrt(2 / len(of_rows))
+
+
+def test_rows_are_renewed_between_draws(whole):
+    z = np.asarray(whole.get_samples(group_by_chain=True)["z"])
+    assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
+    steps = int(whole.last_state.num_steps[0])
+    assert steps >= 2000 / 100
+
+
+def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
+    y = normal_means_data()
+    mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
+    assert sorted(mcmc.get_samples()) == ["mu", "tau"]
+    mcmc.print_summary()
+    data = az.from_numpyro(mcmc, log_likelihood=False)
+    assert set(data.posterior.data_vars) == {"mu", "tau"}
+    with pytest.raises(ValueError, match=r"collect_locals=True .* log_likelihood=False"):
+        az.from_numpyro(mcmc, log_likelihood=True)
+    state = mcmc.last_state.locals
+    assert state.values.position.shape == (2, 2000, 1)
+    drawn = Predictive(mcmc.sampler.model, whole.get_samples())(jax.random.key(0), y)
+    assert drawn["y"].shape == (500, 2000)
+    found = az.from_numpyro(whole, log_likelihood=True)
+    assert found.log_likelihood["y"].shape == (2, 250, 2000)
+    assert found.posterior["z"].shape == (2, 250, 2000)
+
+
+def test_what_cannot_tell_the_bias_says_so(whole):
+    for report in (bias_report, print_summary):
+        with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
+            report(whole)
+
+
+@pytest.mark.slow
+def test_sequential_chains_a_pickled_kernel_and_more_draws():
+    y = normal_means_data(400)
+    kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_locals=["z"])))
+    mcmc = posterior_run(kernel, y, chain_method="sequential", num_samples=300, batch=40)
+    assert_globals(mcmc, normal_means_posterior(y))
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert not (draws["z"][0, 0] == draws["z"][1, 0]).any()
+    again = pickle.loads(pickle.dumps(mcmc))
+    np.testing.assert_array_equal(again.get_samples()["z"], mcmc.get_samples()["z"])
+
+
+def test_warmup_then_run_goes_on():
+    y = normal_means_data(400)
+    mcmc = quietly(SGHMCSplit(normal_means, collect_locals=True), num_samples=300, num_warmup=50)
+    mcmc.warmup(jax.random.key(0), y, batch_size=40)
+    warm = mcmc.post_warmup_state
+    mcmc.run(jax.random.key(1), y, batch_size=40)
+    assert_globals(mcmc, normal_means_posterior(y))
+    mcmc.post_warmup_state = mcmc.last_state
+    assert warm.locals is not None
+    mcmc.run(jax.random.key(2), y, batch_size=40)
+    assert_globals(mcmc, normal_means_posterior(y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        SGHMCSplit(normal_means, gibbs_fn=draw_normal_means, gibbs_sites=["z"]),
+        SGHMCSplit(normal_means, minibatch="epoch"),
+        SGNHT(normal_means),
+        SGHMCSplit(normal_means, gradient="plain"),
+    ],
+    ids=["gibbs_fn", "epoch", "SGNHT", "plain"],
+)
+@pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
+def test_other_ways_to_the_same_posterior(kernel):
+    y = normal_means_data()
+    assert_globals(posterior_run(kernel, y), normal_means_posterior(y))
+
+
+def test_discrete_indicators_against_the_marginal():
+    y = mixture_data()
+    kernel = SGHMCSplit(mixture, gibbs_fn=draw_indicators, gibbs_sites=["k"], collect_locals=True)
+    mcmc = posterior_run(kernel, y)
+    assert_globals(mcmc, mixture_posterior(y))
+    draws = mcmc.get_samples()
+    assert jnp.issubdtype(draws["k"].dtype, jnp.integer)
+    odds = indicator_odds(draws["share"][:, None], draws["shift"][:, None], y)
+    expected = np.asarray(jax.nn.sigmoid(odds)).mean(0)
+    off = np.asarray(draws["k"]).mean(0) - expected
+    error = np.sqrt(np.maximum(expected * (1 - expected), 1e-3) / (len(draws["k"]) / 2))
+    assert np.abs(off / error).max() < 6
+    assert abs(np.mean(off / error)) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "data"), [(counts, counts_data), (trials, trials_data)], ids=["Poisson", "Bernoulli"]
+)
+@pytest.mark.usefixtures("optimised")
+def test_against_nuts_on_the_whole_model(model, data):
+    """Means and sds of the globals and of some local values, N = 2,000."""
+    args = tuple(jnp.asarray(x) for x in data())
+    nuts = quietly(
+        NUTS(model), num_warmup=500, num_samples=1500, num_chains=2, chain_method="vectorized"
+    )
+    nuts.run(jax.random.key(0), *args)
+    mcmc = posterior_run(SGHMCSplit(model, collect_locals=True), *args, num_samples=1000)
+    theirs, ours = (m.get_samples(group_by_chain=True) for m in (nuts, mcmc))
+    some = np.argsort(np.asarray(args[1]).reshape(2000, -1).sum(1))[[0, 3, 1000, 1001, 1996, 1999]]
+    for name in theirs:
+        a, b = (np.asarray(d[name]).reshape(*d[name].shape[:2], -1) for d in (ours, theirs))
+        if name == "effect":
+            a, b = a[..., some], b[..., some]
+        assert_same_distribution(a, b)
