@@ -239,11 +239,9 @@ def cases() -> dict[str, Callable[[], Any]]:
 
     found["block of Gibbs"] = in_gibbs
 
-    def double() -> Any:
-        with jax.enable_x64(True):
-            return run(sg.SGHMCSplit(logistic), X.astype(np.float64), SUCCESS, batch_size=50)
-
-    found["float64"] = double
+    found["float64"] = lambda: run(
+        sg.SGHMCSplit(logistic), X.astype(np.float64), SUCCESS, batch_size=50
+    )
 
     def finer() -> Any:
         mcmc = run(sg.SGHMCSplit(logistic), *LOGISTIC, batch_size=50)
@@ -326,7 +324,8 @@ def main() -> None:
         if not any(part in name for part in options.only.split("|")):
             continue
         begin = time.process_time()
-        found = outcome(case)
+        with jax.enable_x64(name == "float64"):
+            found = outcome(case)
         made |= {f"{name}/{k}": v for k, v in found.items()}
         seconds = time.process_time() - begin
         jax.clear_caches()  # each compiled program keeps mappings of memory, which are limited
