@@ -27,9 +27,9 @@ if (0, 10) <= jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *_FLAGS]))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def optimised():
-    """Optimise what is compiled: for long runs, which are worth it."""
+    """Optimise what is compiled: for modules of long runs, which are worth it."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -142,37 +142,6 @@ def test_predictive_and_log_likelihood(fit):
     assert by_row["counts"].shape == (7, ROWS)
 
 
-@each_kernel
-def test_refresh_constrain_and_wrap(fit_of, kernel_class):
-    fit = fit_of(kernel_class)
-    arguments = (tuple(fit.data), {"batch_size": BATCH})
-    state = fit.kernel.init(jax.random.key(0), 10, None, *arguments)
-    constrained = fit.kernel.get_constrain_fn(*arguments)(state.z)
-    assert set(constrained) == {"beta", "rate"}
-    np.testing.assert_allclose(constrained["rate"], np.exp(state.z["rate"]), rtol=1e-5)
-    processed = fit.kernel.postprocess_fn(*arguments)(state.z)
-    assert set(processed) == {"beta", "rate", "contrast"}
-
-    same = fit.kernel.refresh(state, *arguments)
-    jax.tree.map(np.testing.assert_array_equal, same.z, state.z)
-    after = jax.jit(lambda state: fit.kernel.sample(state, *arguments))(same)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.z))
-    assert not np.array_equal(after.z["beta"], state.z["beta"])
-
-    calls = []
-
-    def wrapper(model):
-        calls.append(model)
-        return lambda *args, **kwargs: model(*args, **kwargs)
-
-    wrapped = fit.kernel.wrap_model(wrapper)
-    assert type(wrapped) is kernel_class
-    assert calls == [survey]
-    assert wrapped.model != fit.kernel.model
-    assert wrapped._sample_fn is None, "NumPyro must initialise the copy anew"
-    assert fit.kernel._sample_fn is not None
-
-
 def test_wrapped_kernel_samples_the_wrapped_model():
     def ten_higher(model):
         return numpyro.handlers.substitute(model, data={"shift": 10.0})

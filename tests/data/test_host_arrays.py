@@ -122,6 +122,7 @@ def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     assert_same(*found)
 
 
+@pytest.mark.slow
 def test_reports():
     """Epochs with much noise: moments are read from rows that no step has drawn."""
     options = {"minibatch": "epoch", "gradient": "plain", "step_size": 0.5, "num_steps": 2}

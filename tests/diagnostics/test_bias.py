@@ -309,6 +309,7 @@ def test_plot_shows_every_coordinate(noisy):
     mpl.pyplot.close("all")
 
 
+@pytest.mark.slow
 def test_a_schedule_is_reported_on():
     kernel = SGHMCSplit(
         survey, step_size=lambda count: jnp.where(count < 5000, 0.3, 0.2), num_steps=10

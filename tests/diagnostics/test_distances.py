@@ -50,6 +50,7 @@ def test_stein_discrepancy_is_its_definition(kernel, num):
     assert found == pytest.approx(np.sqrt(ones @ pairs @ ones) / num, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_stein_discrepancy_tells_a_wide_sample_from_a_right_one():
     x = RNG.standard_normal((10_000, 2))
     right = stein_discrepancy(x, -x)

@@ -193,6 +193,7 @@ def spread(noise_compensation):
     return mcmc.get_samples()["beta"].std(0) / survey_posterior(data)["beta"][1]
 
 
+@pytest.mark.slow
 def test_sds_are_right_where_they_would_be_too_wide():
     assert (spread(False) > 1.2).all()
     np.testing.assert_allclose(spread(True), 1.0, atol=0.07)

@@ -144,6 +144,7 @@ def test_metric_without_its_correction_is_seen():
     assert residuals(example, naive(jax.grad(quartic), DIM)).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change"),
     [

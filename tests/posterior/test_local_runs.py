@@ -40,6 +40,9 @@ from tests.posterior.hierarchies import (
     trials_data,
 )
 
+# The runs visit 2,000 rows between two draws: most of their time is not compilation.
+pytestmark = pytest.mark.usefixtures("optimised")
+
 
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
     settings = {"num_warmup": 50, "num_samples": 250, "num_chains": 2} | settings
@@ -55,7 +58,7 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole():
+def whole(optimised):
     """A run with the local values of all rows."""
     y = normal_means_data()
     return posterior_run(SGHMCSplit(normal_means, collect_locals=True), y)
@@ -126,6 +129,7 @@ def test_sequential_chains_a_pickled_kernel_and_more_draws():
     np.testing.assert_array_equal(again.get_samples()["z"], mcmc.get_samples()["z"])
 
 
+@pytest.mark.slow
 def test_warmup_then_run_goes_on():
     y = normal_means_data(400)
     mcmc = quietly(SGHMCSplit(normal_means, collect_locals=True), num_samples=300, num_warmup=50)
@@ -175,7 +179,6 @@ def test_discrete_indicators_against_the_marginal():
 @pytest.mark.parametrize(
     ("model", "data"), [(counts, counts_data), (trials, trials_data)], ids=["Poisson", "Bernoulli"]
 )
-@pytest.mark.usefixtures("optimised")
 def test_against_nuts_on_the_whole_model(model, data):
     """Means and sds of the globals and of some local values, N = 2,000."""
     args = tuple(jnp.asarray(x) for x in data())

@@ -217,6 +217,7 @@ def test_nested_plates_and_a_support_that_depends_on_a_site():
         assert_posterior(draws[site], mean, np.sqrt((p * (values - mean) ** 2).sum()))
 
 
+@pytest.mark.slow
 def test_a_random_likelihood_has_a_fresh_key_every_step():
     """The model blurs its data anew each time.
 
@@ -290,6 +291,7 @@ def test_sorted_rows_are_noticed_and_the_cure_is_named():
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_random_flax_module():
     linen = pytest.importorskip("flax.linen")
     from numpyro.contrib.module import random_flax_module

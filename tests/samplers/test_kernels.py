@@ -332,15 +332,6 @@ def test_step_size_follows_the_settings(kernel_class, settings):
     assert not mcmc.get_extra_fields()["diverging"].any()
 
 
-@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
-@pytest.mark.usefixtures("optimised")
-def test_settings_that_no_step_size_suits_are_refused():
-    settings = {"diffusion": jnp.zeros_like, "curl": no_curl, "hamiltonian": no_energy}
-    kernel = RecipeKernel(potential_fn=potential, **settings)
-    with pytest.raises(ValueError, match="no step size"):
-        kernel.init(random.key(0), 10, jnp.ones(2), (), {})
-
-
 # --- Bad input ----------------------------------------------------------------------------------
 
 

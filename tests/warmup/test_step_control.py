@@ -208,6 +208,7 @@ def test_a_target_out_of_reach_is_said_with_numbers():
         kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
 
 
+@pytest.mark.slow
 def test_right_steps_are_left_alone():
     kernel = misled(SGHMCSplit, 1.0)(normal_mean)
     step_sizes, off = run(kernel)
