@@ -56,7 +56,8 @@ class _ProgramKey:
         numbers: dict[Any, int] = {}
 
         def made(variables: Any) -> list[str]:
-            numbers.update((v, len(numbers) + n) for n, v in enumerate(variables))
+            for v in variables:
+                numbers[v] = len(numbers)
             return [repr(v.aval) for v in variables]
 
         def used(atoms: Any) -> list[Any]:

@@ -94,6 +94,8 @@ def _program(target: Target, arguments: Arguments) -> Any:
             target.constrain(z, arguments),
             target.postprocess(z, arguments),
             target.start(rng_key, arguments),
+            # A model may do other things with other numbers of rows, as passes over all have.
+            target.full_potential(position, arguments),
         ]
         if local is not None:
             own = jnp.asarray(rows[local.plate.name])

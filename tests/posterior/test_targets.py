@@ -23,6 +23,7 @@ ROWS, BATCH = 60, 6
 X = np.linspace(-1, 1, 2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
 Y = X.sum(1)
 SCALE = 1.0
+CHOSEN = 0
 
 
 def regression(X, y, batch_size=BATCH):
@@ -272,3 +273,46 @@ def test_callbacks_are_compared_themselves():
 
     assert key_of(calling(np.sin)) == key_of(calling(np.sin))
     assert key_of(calling(np.sin)) != key_of(calling(np.cos))
+
+
+def test_variables_are_told_apart_whenever_they_are_made():
+    """Numbers given to the results of later operations must not come again."""
+
+    def first(a, b, c, d):
+        e = jnp.sin(a)
+        return e * b
+
+    def second(a, b, c, d):
+        jnp.sin(a)
+        return c * b
+
+    keys = [program_key(jax.make_jaxpr(f)(1.0, 2.0, 3.0, 4.0)) for f in (first, second)]
+    assert keys[0] != keys[1]
+
+
+def test_a_global_that_chooses_a_column_is_another_target(monkeypatch):
+    columns = [X[:, 0], X[:, 1], X[:, 0] + 1, X[:, 1] + 2]
+
+    def model(y, *given):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        computed = [*given, *map(jnp.exp, given)]
+        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
+            numpyro.sample("y", dist.Normal(b * computed[CHOSEN][i], 1.0), obs=y[i])
+
+    found = []
+    for chosen in range(8):
+        monkeypatch.setitem(globals(), "CHOSEN", chosen)
+        found.append(target(model, (Y, *columns)))
+    assert len(set(map(id, found))) == 8
+
+
+def test_what_is_done_with_all_rows_is_part_of_the_target(monkeypatch):
+    def model(y):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
+            shift = 0.0 if len(i) <= BATCH + 1 else SCALE
+            numpyro.sample("y", dist.Normal(b + shift, 1.0), obs=y[i])
+
+    before = target(model, (Y,))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert target(model, (Y,)) is not before
