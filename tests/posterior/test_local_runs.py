@@ -160,6 +160,7 @@ def test_other_ways_to_the_same_posterior(kernel):
     assert_globals(posterior_run(kernel, y), normal_means_posterior(y))
 
 
+@pytest.mark.slow
 def test_discrete_indicators_against_the_marginal():
     y = mixture_data()
     kernel = SGHMCSplit(mixture, gibbs_fn=draw_indicators, gibbs_sites=["k"], collect_locals=True)

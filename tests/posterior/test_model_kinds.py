@@ -143,6 +143,7 @@ SITES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", SITES)
 def test_each_part_has_its_posterior(fitted, site):
     mcmc, _, data = fitted
@@ -152,6 +153,7 @@ def test_each_part_has_its_posterior(fitted, site):
     assert_posterior(draws, *exact(site, data))
 
 
+@pytest.mark.slow
 def test_constrained_draws_lie_in_their_supports(fitted):
     draws = fitted[0].get_samples()
     assert ((draws["width"] > 0) & (draws["width"] < 3)).all()
@@ -160,6 +162,7 @@ def test_constrained_draws_lie_in_their_supports(fitted):
     np.testing.assert_allclose(np.square(draws["corner"]).sum(-1), 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     """One in the plate, one outside that depends on the minibatch; two that do not are kept."""
     mcmc, caught, data = fitted
@@ -176,6 +179,7 @@ def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
     )
 
 
+@pytest.mark.slow
 def test_warnings_point_at_the_users_line(fitted):
     for warning in fitted[1]:
         assert warning.filename == __file__, str(warning.message)
