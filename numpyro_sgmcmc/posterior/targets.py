@@ -6,6 +6,9 @@ model is read for every kernel all the same, with its refusals and warnings. A t
 where the traced posterior is the same operation by operation and constant by constant, because a
 model may use what it does not get as an argument: data closed over and changed in place, globals
 that mean something else by now. Tracing takes some hundredths of a second, compiling seconds.
+What is not seen: other things that a model does with numbers of rows that are neither a minibatch's
+nor a full pass's, and changes of what the model uses while a kernel is in use. Nor does JAX itself
+see that a function which it has compiled before uses a global with another value by now.
 
 No kernel and no compiled program is kept alive by this. A target lives as long as some kernel has
 it or JAX holds programs compiled for it (until ``jax.clear_caches()``, or until others have taken
