@@ -211,7 +211,7 @@ class LocalPilot:
     def found(self, whitening: Whitening) -> tuple[np.ndarray, np.ndarray]:
         """What the last window says of the globals, in whitened coordinates.
 
-        :return: some positions from about the posterior, and its covariance or that's diagonal.
+        :return: some positions from about the posterior, and its covariance or its diagonal.
         :raises RuntimeError: where every window's chains were lost.
         """
         if self._positions is None:

@@ -149,6 +149,18 @@ def test_other_random_numbers(whole):
         resume(whole[0])
 
 
+@pytest.mark.parametrize(("change", "age"), [(-1, "an older"), (1, "a newer")])
+def test_a_run_stored_in_another_format(copy, change, age):
+    """It is told from a damaged one, and its draws are there."""
+    for path in copy.glob("checkpoints/*/checkpoint.json"):
+        header = json.loads(path.read_text())
+        header["format"] += change
+        path.write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=f"{age} format.* than this version.*open_draws"):
+        resume(copy)
+    assert open_draws(copy)["posterior"].sizes["draw"] > 0
+
+
 def test_a_key_to_resume_with(whole):
     with pytest.raises(ValueError, match="leave the key out"):
         mcmc_of(whole[0]).resume(jax.random.key(1), *DATA, batch_size=40)
