@@ -54,7 +54,11 @@ class MomentReader:
         if self.source.estimator is not None:
             q = moving.dynamics.position
             g = self._independent_gradient(self.source.estimator, moving, rng_key)(q)
-        return sums.add(q, g) if self.source.every else sums
+        if not self.source.every:
+            return sums
+        # The moments are told coordinate by coordinate: they must be the sites' own.
+        w = self._whitening
+        return sums.add(w.unstretch(q), w.unstretch_gradient(g))
 
     def added(
         self, state: SGMCMCState, sums: Sums, end: Any, weight: Array, diverging: Array
@@ -69,7 +73,8 @@ class MomentReader:
             return state.moments
         is_sampling = state.i >= self._plan.num_warmup
         temperature = self._plan.locate(self._whitening).temperature(end)
-        finished = sums.finished(end.position, temperature, weight)
+        position = self._whitening.unstretch(end.position)
+        finished = sums.finished(position, temperature, weight)
         return state.moments.add(finished, is_sampling, is_sampling & ~diverging)
 
     def _independent_gradient(

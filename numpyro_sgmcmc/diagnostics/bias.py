@@ -85,6 +85,7 @@ def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> Sums:
     coordinates = kernel.coordinates(mcmc.last_state)
     flat = positions.reshape(-1, positions.shape[-1])
     gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
+    coordinates = coordinates._replace(stretch=None)  # each coordinate a site's own
     q = jax.vmap(coordinates.whiten)(flat - coordinates.anchor)
     g = jax.vmap(coordinates.pull)(gradients)
     num_batches = min(_NUM_BATCHES, positions.shape[1])

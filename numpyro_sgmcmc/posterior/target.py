@@ -110,6 +110,17 @@ class Target:
             rng_key,
         )
 
+    def potential_and_gradient(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
+    ) -> tuple[Array, Array]:
+        """:meth:`potential` and :meth:`gradient` at once."""
+        return self.over_shards(
+            lambda part, i, a, key: jax.value_and_grad(part.potential)(position, i, a, key),
+            indices,
+            arguments,
+            rng_key,
+        )
+
     def over_shards(
         self,
         fn: Callable[[Target, Indices, Arguments, Array | None], Any],

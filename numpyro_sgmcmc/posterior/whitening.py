@@ -15,7 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Whitening"]
+__all__ = ["Stretch", "Whitening"]
+
+
+class Stretch(NamedTuple):
+    """
+    A symmetric matrix that stretches a few directions and leaves all others as they are.
+
+    - **directions** - U, orthonormal columns, shape ``(d, k)``.
+    - **factors** - diagonal of S, positive, shape ``(k,)``.
+    """
+
+    directions: Any
+    factors: Any
+
+    def apply(self, v: Any) -> Any:
+        """The matrix times ``v``, or times each row of it."""
+        return v + ((v @ self.directions) * (self.factors - 1.0)) @ self.directions.mT
+
+    def undo(self, v: Any) -> Any:
+        """The inverse matrix times ``v``, or times each row of it."""
+        return self._replace(factors=1.0 / self.factors).apply(v)
+
+    @property
+    def square_diagonal(self) -> Any:
+        """The diagonal of the matrix's square, of one chain or of each."""
+        more = jnp.square(self.factors)[..., None, :] - 1.0
+        return 1.0 + (jnp.square(self.directions) * more).sum(-1)
 
 
 class Whitening(NamedTuple):
@@ -26,6 +52,8 @@ class Whitening(NamedTuple):
       only the map is wanted.
     - **hessian** - Hessian on all rows at the anchor, shape ``(d, d)``, not whitened; None unless
       it has been needed.
+    - **stretch** - for a diagonal D: what L has besides, ``L = D (I + U (S - I) U^T)``, a
+      :class:`Stretch`; None for nothing.
 
     In the warm-up NumPy arrays of float64, in the chains JAX arrays of the model's type. The
     methods take one vector of shape ``(d,)``, or several as rows.
@@ -35,6 +63,7 @@ class Whitening(NamedTuple):
     factor: Any
     gradient: Any = None
     hessian: Any = None
+    stretch: Stretch | None = None
 
     @property
     def is_dense(self) -> bool:
@@ -43,8 +72,11 @@ class Whitening(NamedTuple):
 
     @property
     def inverse_mass_matrix(self) -> Any:
-        """``L L^T``, in the shape of the factor."""
-        return _outer(self.factor) if self.is_dense else self.factor * self.factor
+        """``L L^T``, or its diagonal where the factor is one."""
+        if self.is_dense:
+            return _outer(self.factor)
+        variances = self.factor * self.factor
+        return variances if self.stretch is None else variances * self.stretch.square_diagonal
 
     def position(self, q: Any) -> Any:
         """The position at whitened coordinates ``q``."""
@@ -53,23 +85,35 @@ class Whitening(NamedTuple):
     def push(self, v: Any) -> Any:
         """A whitened displacement as a displacement of positions, ``L v``."""
         if not self.is_dense:
-            return self.factor * v
+            return self.factor * (v if self.stretch is None else self.stretch.apply(v))
         return self.factor @ v if v.ndim == 1 else v @ self.factor.T
 
     def whiten(self, v: Any) -> Any:
         """A displacement of positions as a whitened one, ``L^-1 v``."""
         if not self.is_dense:
-            return v / self.factor
+            v = v / self.factor
+            return v if self.stretch is None else self.stretch.undo(v)
         solve = jnp.linalg.solve if isinstance(self.factor, jax.Array) else np.linalg.solve
         return solve(self.factor, v.T).T
 
     def pull(self, gradient: Any) -> Any:
         """A gradient with respect to positions as one with respect to ``q``, ``L^T g``."""
-        return gradient @ self.factor if self.is_dense else self.factor * gradient
+        if self.is_dense:
+            return gradient @ self.factor
+        pulled = self.factor * gradient
+        return pulled if self.stretch is None else self.stretch.apply(pulled)
+
+    def unstretch(self, q: Any) -> Any:
+        """Whitened positions in units of the factor alone, each coordinate a site's own."""
+        return q if self.stretch is None else self.stretch.apply(q)
+
+    def unstretch_gradient(self, gradient: Any) -> Any:
+        """A whitened gradient as one with respect to :meth:`unstretch` of ``q``."""
+        return gradient if self.stretch is None else self.stretch.undo(gradient)
 
     def is_finite(self) -> bool:
         """Whether everything is finite."""
-        return all(np.isfinite(x).all() for x in self if x is not None)
+        return all(np.isfinite(x).all() for x in jax.tree.leaves(self))
 
     def cast(self, dtype: Any) -> Whitening:
         """The same for compiled code, as JAX arrays of a type."""

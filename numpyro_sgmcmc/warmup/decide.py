@@ -41,7 +41,7 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     :param q: whitened positions from about the posterior.
     """
     settings, target, dynamics = context.settings, context.target, context.settings.dynamics
-    noise = context.noise(whitening, q)
+    noise = _over_epochs(context, context.noise(whitening, q))
     curvature = context.curvature(whitening, q)
     largest = dynamics.schemes[settings.scheme].step_size
     random, blocks = (
@@ -52,9 +52,9 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
-    chosen = _over_epochs(context, own, scheme)
-    if chosen.per_epoch:
-        inflation = min(inflation, chosen.inflation(dynamics, float(step_size)))
+    own = own._replace(per_epoch=0 if scheme.is_independent else _per_epoch(context))
+    if own.per_epoch:
+        inflation = min(inflation, own.inflation(dynamics, float(step_size)))
     _warn(context, own, scheme, step_size, inflation)
     relaxation_time = dynamics.relaxation_time(float(step_size), own.variance)
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
@@ -70,7 +70,7 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
         estimator=estimator,
         minibatch=scheme,
         gradient_noise=gradient_noise,
-        noise=chosen,
+        noise=own,
         moment_source=_moment_source(context, whitening, q, noise.of(scheme), at),
         allowed_excess=_allowed_excess(context, inflation),
         relaxation_time=float(relaxation_time),
@@ -145,11 +145,26 @@ def _step_size(
     return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
 
 
-def _over_epochs(context: Context, noise: Noise, scheme: MinibatchScheme) -> Noise:
-    """The noise, with the minibatches over which it cancels."""
-    if scheme.is_independent or not context.target.plates:
+def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:
+    """The noise, with the minibatches over which it cancels, unless they are to be independent.
+
+    Plain gradients have so much of it that their step size does not count on that.
+    """
+    asked = context.settings.minibatch
+    if asked is not None and asked.is_independent:
         return noise
-    return noise._replace(per_epoch=max(p.per_epoch for p in context.target.plates))
+    per_epoch = _per_epoch(context)
+    return NoiseOfRows(
+        *(
+            {e: n._replace(per_epoch=per_epoch if e.has_anchor else 0) for e, n in of.items()}
+            for of in noise
+        )
+    )
+
+
+def _per_epoch(context: Context) -> int:
+    """Minibatches in an epoch; 0 without rows to choose from."""
+    return max((p.per_epoch for p in context.target.plates), default=0)
 
 
 def _allowed_excess(context: Context, inflation: float) -> float | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
 __all__ = [
     "factor_from_curvature",
     "factor_from_draws",
+    "factor_from_gradients",
     "hessian_by_products",
     "largest_curvature",
     "root",
@@ -17,6 +18,10 @@ __all__ = [
 ]
 
 _PROBES = 64
+_DIRECTIONS = 60  # leading ones of the draws, and as many of their gradients
+_RIDGE = 1e-3
+_CLEARLY_STRETCHED = 1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
+_STRETCH_MAX_DIM = 50_000
 
 
 def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
@@ -132,3 +137,46 @@ def largest_curvature(
         if not np.isfinite(norm) or norm == 0:
             return 1.0
     return float(norm)
+
+def factor_from_gradients(
+    positions: np.ndarray, gradients: np.ndarray
+) -> tuple[np.ndarray, Stretch | None]:
+    r"""The diagonal, and the few directions besides, in which draws and gradients are alike.
+
+    Under the right whitening the covariance of draws and that of their gradients are the same, in
+    any number of draws if the posterior is Gaussian. So the diagonal is
+    :math:`(\operatorname{var} x / \operatorname{var} g)^{1/4}`, and scaled by it the rest is the
+    geometric mean :math:`C_x \# C_g^{-1}` of the covariances, in the span of the leading
+    directions of both; only what clearly differs from one is kept.
+
+    :param positions: about independent draws, shape ``(n, d)``.
+    :param gradients: gradients on all rows there, of the same shape.
+
+    Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
+    minimizing Fisher divergence*.
+    """
+    x, g = positions - positions.mean(0), gradients - gradients.mean(0)
+    variances = [np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g)]
+    factor = (variances[0] / variances[1]) ** 0.25
+    if x.shape[1] > _STRETCH_MAX_DIM:
+        return factor, None
+    x, g = x / factor, g * factor
+    num = min(_DIRECTIONS, len(x) // 2, x.shape[1])
+    leading = [np.linalg.svd(v, full_matrices=False)[2][:num] for v in (x, g)]
+    span = np.linalg.qr(np.concatenate(leading).T)[0]
+    of_x, of_g = (np.cov(v @ span, rowvar=False) + _RIDGE * np.eye(span.shape[1]) for v in (x, g))
+    values, vectors = np.linalg.eigh(_geometric_mean(of_x, of_g))
+    kept = (values > _CLEARLY_STRETCHED) | (values < 1.0 / _CLEARLY_STRETCHED)
+    if not kept.any():
+        return factor, None
+    return factor, Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
+
+
+def _geometric_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The symmetric S with ``S b S = a``: the geometric mean of ``a`` and the inverse of ``b``."""
+    values, vectors = np.linalg.eigh(b)
+    root = vectors * np.sqrt(values) @ vectors.T
+    inverse = vectors / np.sqrt(values) @ vectors.T
+    values, vectors = np.linalg.eigh(root @ a @ root)
+    middle = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+    return inverse @ middle @ inverse

@@ -23,6 +23,7 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
 from numpyro_sgmcmc.warmup.settings import Adaptation
+from numpyro_sgmcmc.warmup.typical_set import find
 from numpyro_sgmcmc.warmup.warm_start import (
     NEWTON_MAX_DIM,
     approach,
@@ -44,6 +45,11 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
 
     :param starts: first positions, of which the first finite ones are tried.
     """
+    if context.is_wide:
+        one = context.settings.has_start
+        whitening, q = find(context, context.finite_starts(starts, 1 if one else 4))
+        context.progress("gradient noise")
+        return decide(context, whitening, q)
     context.progress("warm start")
     is_one = context.settings.has_start or context.target.dim > NEWTON_MAX_DIM
     position = optimise(context, context.finite_starts(starts, 1 if is_one else _STARTS))

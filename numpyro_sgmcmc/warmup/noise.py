@@ -41,12 +41,14 @@ class Noise(NamedTuple):
     - **mean** - its variance, mean over coordinates.
     - **per_epoch** - minibatches in an epoch over which their noise cancels; 0 for independent
       ones.
+    - **order** - the noise is proportional to this power of the distance from the anchor.
     """
 
     variance: float
     varying: float
     mean: float
     per_epoch: int = 0
+    order: int = 0
 
     def inflation(self, dynamics: Dynamics, step_size: float) -> float:
         """Predicted relative excess of a unit posterior variance.
@@ -58,7 +60,7 @@ class Noise(NamedTuple):
         # A thermostat cools what seems to it heat: nothing has cancelled for it.
         if self.per_epoch == 0 or dynamics.has_thermostat:
             return inflation
-        return inflation * epoch_share(dynamics, step_size, self.per_epoch)
+        return inflation * epoch_share(dynamics, step_size, self.per_epoch, self.order)
 
     @classmethod
     def of(cls, variances: np.ndarray, num_minibatches: int, is_cheap: bool) -> Noise:
@@ -94,7 +96,9 @@ class NoiseOfRows(NamedTuple):
         return self.blocks if scheme.is_consecutive else self.random
 
 
-def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
+def epoch_share(
+    dynamics: Dynamics, step_size: float, per_epoch: int, order: int = 0
+) -> float:
     r"""What is left of the noise's effect where each minibatch comes once in an epoch.
 
     K minibatches in random order have noise of autocovariance
@@ -103,17 +107,21 @@ def epoch_share(dynamics: Dynamics, step_size: float, per_epoch: int) -> float:
 
     .. math:: 1 - \frac{2}{K - 1} \sum_{k=1}^{K-1} \left(1 - \frac{k}{K}\right) \rho(kh)
 
-    About 0 for epochs that are short beside the relaxation time, 1 for long ones.
+    About 0 for epochs that are short beside the relaxation time, 1 for long ones. Noise that grows
+    with the distance from an anchor changes while the position moves, and cancels less: its own
+    correlation, a power of the position's, is another factor under the sum.
 
     :param dynamics: tells how positions relax.
     :param step_size: step size h.
     :param per_epoch: number of minibatches K.
+    :param order: that power.
     """
     if per_epoch < 2:
         return 0.0
     remembered = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
     lags = np.arange(1, min(per_epoch, remembered + 2))
     correlation = dynamics.autocorrelation(lags * step_size, step_size)
+    correlation = correlation * np.abs(correlation) ** order
     cancelled = 2.0 / (per_epoch - 1) * np.sum((1.0 - lags / per_epoch) * correlation)
     return float(np.clip(1.0 - cancelled, 0.0, 1.0))
 

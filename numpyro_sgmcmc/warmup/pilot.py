@@ -2,6 +2,9 @@
 
 The mode and its curvature describe a Gaussian. A skewed posterior (a scale, a rare level) has its
 mean and spread elsewhere; pilot chains find them, and the anchor and whitening follow.
+
+All chains take the same minibatch at a step, so that its rows are gathered once and the anchor's
+gradient on them is computed once.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
-from numpyro_sgmcmc.posterior.estimators import Estimator, whitened_gradient
+from numpyro_sgmcmc.posterior.estimators import Estimator
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.noise import draw_rows
@@ -34,33 +37,40 @@ _NUMBERS_A_CALL = 2**25  # random ones at most, so that many coordinates take fe
 _STEP = PILOT.step("symmetric")
 
 
-@partial(jax.jit, static_argnames=("target", "estimator"))
+@partial(jax.jit, static_argnames="target")
 def _advance(
     target: Target,
     arguments: Arguments,
     whitening: Whitening,
     state: UnderdampedState,
     step_size: Array,
+    held: Array,
     randomness: Any,
-    estimator: Estimator,
 ) -> tuple[UnderdampedState, Array]:
-    """One call's steps of all chains, and the positions every fifth step."""
+    """One call's steps of all chains, and the positions every fifth step.
 
-    def chain(state: Any, randomness: Any) -> tuple[Any, Array]:
-        def step(state: Any, xs: Any) -> tuple[Any, None]:
-            rows, noise, key = xs
-            gradient = whitened_gradient(estimator, target, arguments, whitening, rows, key)
-            state = _STEP(state, step_size, gradient, noise)
-            return state, None
+    :param state: of all chains, fields of shape ``(num_chains, d)``.
+    :param held: share of the anchor's gradient that is taken off and added again, exactly: 1 for
+        control variates, 0 for plain gradients.
+    :param randomness: rows, normal entries ``(steps, draws, num_chains, d)`` and model's keys.
+    """
 
-        def some_steps(state: Any, xs: Any) -> tuple[Any, Array]:
-            state, _ = lax.scan(step, state, xs)
-            return state, state.position
+    def step(state: Any, xs: Any) -> tuple[Any, None]:
+        rows, noise, key = xs
 
-        grouped = jax.tree.map(lambda x: x.reshape(-1, KEEP_EVERY, *x.shape[1:]), randomness)
-        return lax.scan(some_steps, state, grouped)
+        def gradient(q: Array) -> Array:
+            positions = jnp.concatenate([whitening.position(q), whitening.anchor[None]])
+            found = jax.vmap(lambda x: target.gradient(x, rows, arguments, key))(positions)
+            return whitening.pull(found[:-1] + held * (whitening.gradient - found[-1]))
 
-    return jax.vmap(chain)(state, randomness)
+        return _STEP(state, step_size, gradient, noise), None
+
+    def some_steps(state: Any, xs: Any) -> tuple[Any, Array]:
+        state, _ = lax.scan(step, state, xs)
+        return state, state.position
+
+    grouped = jax.tree.map(lambda x: x.reshape(-1, KEEP_EVERY, *x.shape[1:]), randomness)
+    return lax.scan(some_steps, state, grouped)
 
 
 def run_pilot(
@@ -78,27 +88,29 @@ def run_pilot(
     :param starts: whitened first positions, shape ``(num_chains, d)``.
     :param num_steps: steps a chain, rounded up to whole calls (100 steps, but for very many
         coordinates); the first half is forgotten.
+    :param estimator: with an anchor or without; a Hessian there is left out.
     :return: whitened draws, every fifth step, shape ``(num_chains, about num_steps // 10, d)``.
     """
     q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
     state, draws = UnderdampedState(q, p), []
     fitting = _NUMBERS_A_CALL // (starts.size * _STEP.draws * KEEP_EVERY) * KEEP_EVERY
-    steps = (starts.shape[0], max(KEEP_EVERY, min(_STEPS_A_CALL, fitting)))
-    num_calls = -(-num_steps // steps[1])
+    steps = max(KEEP_EVERY, min(_STEPS_A_CALL, fitting))
+    num_calls = -(-num_steps // steps)
     for call in range(num_calls):
-        noise = rng.standard_normal((*steps, _STEP.draws, target.dim)).astype(target.dtype)
+        shape = (steps, _STEP.draws, *starts.shape)
+        noise = rng.standard_normal(shape, np.float32).astype(target.dtype)
         keys = random.split(random.key(call), steps) if target.is_randomized else None
-        randomness = (draw_rows(target, rng, steps, IID()), noise, keys)
+        randomness = (draw_rows(target, rng, (steps,), IID()), noise, keys)
         state, kept = _advance(
             target,
             arguments,
-            whitening,
+            whitening._replace(hessian=None),
             state,
             jnp.asarray(step_size, target.dtype),
+            jnp.asarray(float(estimator.has_anchor), target.dtype),
             randomness,
-            estimator,
         )
         found = np.asarray(kept)  # waits: the noise of one call at a time is in memory
         if call >= num_calls // 2:
-            draws.append(found)
+            draws.append(np.moveaxis(found, 0, 1))
     return np.concatenate(draws, axis=1)

@@ -47,7 +47,7 @@ def choose_step_size(
     def inflation() -> float:
         """The part of noise that differs from place to place, and what exceeds the injected."""
         if not is_compensated:
-            return dynamics.noise_inflation(noise.variance, step_size, noise.varying)
+            return noise.inflation(dynamics, step_size)
         share = dynamics.noise_inflation(noise.variance, step_size)
         return max(noise.varying, _UNCERTAIN) * min(share, 1.0) + max(share - 1.0, 0.0)
 

@@ -147,12 +147,12 @@ def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
     rng, taken = np.random.default_rng(0), []
     advance = pilot._advance
     monkeypatch.setattr(
-        pilot, "_advance", lambda *args: taken.append(args[5][1].shape) or advance(*args)
+        pilot, "_advance", lambda *args: taken.append(args[6][1].shape) or advance(*args)
     )
     start = rng.standard_normal((16, dim))
     draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, Plain())
     assert draws.shape == (16, 40, dim)
-    assert sum(shape[1] for shape in taken) == 400
+    assert sum(shape[0] for shape in taken) == 400
     assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)
     # A time of 1.5 apart, some 12,000 are independent: bounds of about four standard errors.
     assert abs(draws.var() - 1) < 0.05

@@ -34,6 +34,9 @@ class Estimator:
     cost: ClassVar[float]
     """About what a step with it costs beside one with the plain gradient, measured."""
 
+    noise_order: ClassVar[int] = 0
+    """Its noise grows with this power of the distance from the anchor."""
+
     has_anchor: ClassVar[bool] = True
     """Whether it holds the gradient on all rows at the anchor."""
 

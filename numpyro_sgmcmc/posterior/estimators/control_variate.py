@@ -23,6 +23,7 @@ class ControlVariate(Estimator):
     """Holds the gradient at the anchor."""
 
     name = "control_variate"
+    noise_order = 1
     cost = 1.4
 
     def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:

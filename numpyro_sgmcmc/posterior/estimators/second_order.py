@@ -24,6 +24,7 @@ class SecondOrderControlVariate(Estimator):
     """Holds gradient and Hessian at the anchor."""
 
     name = "second_order_control_variate"
+    noise_order = 2
     cost = 2.0
     needs_hessian = True
 

@@ -1,0 +1,150 @@
+"""Gradients on minibatches at many positions at once: the one program from which the warm-up makes
+all that it must know of the potential.
+
+What is linear in the minibatch potential is on all rows a weighted mean of its values on minibatches
+(:func:`minibatches_of`), so that passes over all rows, gradients at some draws, the gradient's noise
+and its curvature are all sums of what this program returns, made by NumPy in float64. It is compiled
+once for a model, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice, product, tee
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array, random
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Indices, Plate
+from numpyro_sgmcmc.posterior.target import Target
+
+__all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
+
+_SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
+_SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
+_MOST_SLOTS = 128
+
+
+class WeightedRows(NamedTuple):
+    """A minibatch and its weight.
+
+    - **rows** - indices by plate, as many as the plate's ``subsample_size``.
+    - **weight** - its share in the mean.
+    """
+
+    rows: Indices
+    weight: float
+
+
+def minibatches_of(
+    groups: Sequence[Sequence[Plate]], rows: Indices | None = None
+) -> Iterator[WeightedRows]:
+    """Minibatches whose weighted mean is the mean over all rows, exactly.
+
+    A minibatch potential is the prior plus (rows / chosen rows) times the likelihood of the chosen
+    ones. Where the rows are no multiple of a minibatch, the last one is filled up with copies of
+    the first row, and a minibatch of that row alone takes these away again; the weights sum to one,
+    so that the prior counts once.
+
+    :param groups: the subsampled plates, those that meet at a site together.
+    :param rows: rows that stand for all rows, by plate; all rows where None.
+    """
+    if not groups:
+        yield WeightedRows({}, 1.0)
+        return
+    first = {p.name: _first(p, rows) for group in groups for p in group}
+    for group in groups:
+        for some in product(*(list(_of_plate(p, rows)) for p in group)):
+            chosen = {p.name: w.rows[p.name] for p, w in zip(group, some, strict=True)}
+            weight = float(np.prod([w.weight for w in some]))
+            yield WeightedRows({**first, **chosen}, weight)
+    if len(groups) > 1:
+        # Each group is summed with the others held at their first rows.
+        yield WeightedRows(first, 1.0 - len(groups))
+
+
+def _first(plate: Plate, rows: Indices | None) -> np.ndarray:
+    return next(iter(_of_plate(plate, rows))).rows[plate.name]
+
+
+def _of_plate(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
+    batch = plate.subsample_size
+    size = plate.size if rows is None else len(rows[plate.name])
+
+    def take(start: int, stop: int) -> np.ndarray:
+        found = np.arange(start, stop, dtype=np.int32)
+        return found if rows is None else np.asarray(rows[plate.name])[found]
+
+    whole, rest = divmod(size, batch)
+    for k in range(whole):
+        yield WeightedRows({plate.name: take(k * batch, (k + 1) * batch)}, batch / size)
+    if rest:
+        copies = np.repeat(take(0, 1), batch)
+        last = np.concatenate([take(whole * batch, size), copies[rest:]])
+        yield WeightedRows({plate.name: last}, batch / size)
+        yield WeightedRows({plate.name: copies}, -(batch - rest) / size)
+
+
+@partial(jax.jit, static_argnames="target")
+def _at_slots(
+    target: Target, arguments: Arguments, positions: Array, rows: Indices, keys: Array | None
+) -> tuple[Array, Array]:
+    """Potential and gradient of each slot's minibatch at its position."""
+
+    def one(position: Array, rows: Indices, key: Array | None) -> tuple[Array, Array]:
+        return target.potential_and_gradient(position, rows, arguments, key)
+
+    return jax.vmap(one)(positions, rows, keys)
+
+
+class RowGradients:
+    """Potentials and gradients on minibatches, called from Python.
+
+    :param target: the posterior.
+    :param arguments: the model's arguments, concrete.
+    """
+
+    def __init__(self, target: Target, arguments: Arguments) -> None:
+        self.target, self.arguments = target, arguments
+        batch = sum(p.subsample_size for p in target.plates) or 1
+        fitting = min(_SLOT_NUMBERS // target.dim, _SLOT_ROWS // batch)
+        self.slots = int(np.clip(fitting, 1, _MOST_SLOTS))
+        self.spent = 0
+        """Minibatch gradients so far."""
+
+    def each(
+        self, pairs: Iterable[tuple[np.ndarray, Indices]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Potential and gradient of each pair of a position and a minibatch, in their order."""
+        target, size, left = self.target, self.slots, iter(pairs)
+        while some := list(islice(left, size)):
+            filled = some + [some[0]] * (size - len(some))
+            positions = np.stack([q for q, _ in filled]).astype(target.dtype)
+            rows = {p.name: np.stack([r[p.name] for _, r in filled]) for p in target.plates}
+            keys = None
+            if target.is_randomized:
+                keys = random.split(random.key(self.spent), size)
+            self.spent += len(some)
+            values, gradients = _at_slots(target, self.arguments, positions, rows, keys)
+            values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
+            yield from zip(values[: len(some)], gradients[: len(some)], strict=True)
+
+    def mean(
+        self, positions: np.ndarray, minibatches: Iterable[WeightedRows]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Weighted mean of the minibatches' potentials and gradients at each position.
+
+        :param positions: shape ``(k, d)``.
+        :return: shapes ``(k,)`` and ``(k, d)``.
+        """
+        values, gradients = np.zeros(len(positions)), np.zeros(positions.shape)
+        asked, weights = tee((k, m) for m in minibatches for k in range(len(positions)))
+        found = self.each((positions[k], m.rows) for k, m in asked)
+        for (k, m), (u, g) in zip(weights, found, strict=True):
+            values[k] += m.weight * u
+            gradients[k] += m.weight * g
+        return values, gradients

@@ -1,0 +1,113 @@
+r"""The start by volume: a mean-field Gaussian fitted to the posterior on minibatches.
+
+With :math:`\theta = m + s\epsilon` and a minibatch gradient g there, Adam follows g for the mean
+m and :math:`g\,\epsilon\,s - 1` for :math:`\log s`; the one is the entropy's. It leads to where
+most of the mass is. The mode is no such place: in a hierarchy the density grows without bound as a
+scale goes to zero with all that it scales, but the volume there does not.
+
+Several starts run at once, on the same minibatches. Reference: Kucukelbir, Tran, Ranganath, Gelman
+and Blei (2017), *Automatic differentiation variational inference*.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax, random
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.posterior.target import Target
+
+__all__ = ["MeanField", "fit"]
+
+_FIRST_SD = 0.1
+_LONGEST_STEP, _SHORTEST_SHARE = 0.05, 1 / 50
+_STEPS_A_CALL = 250
+_NUMBERS_A_CALL = 2**25  # random ones, at most
+
+
+class MeanField(NamedTuple):
+    """Independent normals.
+
+    - **mean** - shape ``(d,)``.
+    - **sd** - of the same shape.
+    """
+
+    mean: np.ndarray
+    sd: np.ndarray
+
+
+def _optimizer(num_steps: int) -> optax.GradientTransformation:
+    schedule = optax.cosine_decay_schedule(_LONGEST_STEP, num_steps, _SHORTEST_SHARE)
+    return optax.apply_if_finite(optax.adam(schedule), max_consecutive_errors=num_steps)
+
+
+@partial(jax.jit, static_argnames=("target", "num_steps"))
+def _advance(
+    target: Target,
+    arguments: Arguments,
+    carry: Any,
+    rows: Indices,
+    noise: Array,
+    keys: Array | None,
+    num_steps: int,
+) -> Any:
+    """One call's steps of all starts.
+
+    :param rows: one minibatch a step, shape ``(steps, subsample_size)`` for each plate.
+    :param noise: standard normal entries, shape ``(steps, starts, d)``.
+    :param keys: one a step, for a randomised likelihood.
+    :param num_steps: those of all calls together.
+    """
+    optimizer = _optimizer(num_steps)
+
+    def step(carry: Any, xs: Any) -> tuple[Any, None]:
+        rows, noise, key = xs
+
+        def one(carry: Any, noise: Array) -> Any:
+            (mean, log_sd), state = carry
+            deviation = jnp.exp(log_sd) * noise
+            gradient = target.gradient(mean + deviation, rows, arguments, key)
+            slopes = gradient, gradient * deviation - 1.0
+            updates, state = optimizer.update(slopes, state)
+            return optax.apply_updates((mean, log_sd), updates), state
+
+        return jax.vmap(one)(carry, noise), None
+
+    return lax.scan(step, carry, (rows, noise, keys))[0]
+
+
+def fit(
+    target: Target,
+    arguments: Arguments,
+    starts: np.ndarray,
+    draw_rows: Any,
+    num_steps: int,
+    rng: np.random.Generator,
+) -> list[MeanField]:
+    """The fits to which the starts lead.
+
+    :param starts: first means, shape ``(starts, d)``.
+    :param draw_rows: ``(shape) -> minibatches`` of that shape.
+    :param num_steps: steps, rounded up to whole calls.
+    """
+    fitting = _NUMBERS_A_CALL // starts.size
+    a_call = max(1, min(_STEPS_A_CALL, fitting, num_steps))
+    num_calls = -(-num_steps // a_call)
+    params = jnp.asarray(starts, target.dtype), jnp.full(
+        starts.shape, np.log(_FIRST_SD), target.dtype
+    )
+    carry = params, jax.vmap(_optimizer(num_calls * a_call).init)(params)
+    for call in range(num_calls):
+        noise = rng.standard_normal((a_call, *starts.shape), np.float32).astype(target.dtype)
+        keys = random.split(random.key(call), a_call) if target.is_randomized else None
+        rows = draw_rows((a_call,))
+        carry = _advance(target, arguments, carry, rows, noise, keys, num_calls * a_call)
+    mean, log_sd = (np.asarray(x, np.float64) for x in carry[0])
+    return [MeanField(m, np.exp(s)) for m, s in zip(mean, log_sd, strict=True)]
