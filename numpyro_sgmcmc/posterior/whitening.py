@@ -78,6 +78,13 @@ class Whitening(NamedTuple):
         variances = self.factor * self.factor
         return variances if self.stretch is None else variances * self.stretch.square_diagonal
 
+    @property
+    def sds(self) -> np.ndarray:
+        """About the posterior sds, shape ``(d,)``, of NumPy's arrays."""
+        if self.is_dense:
+            return np.sqrt(np.square(self.factor).sum(1))
+        return np.sqrt(np.asarray(self.inverse_mass_matrix))
+
     def position(self, q: Any) -> Any:
         """The position at whitened coordinates ``q``."""
         return self.anchor + self.push(q)

@@ -12,18 +12,18 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, MinibatchScheme
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, ControlVariate, Estimator, Plain
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 from numpyro_sgmcmc.warmup.factors import (
     factor_from_curvature,
     hessian_by_products,
-    largest_curvature,
 )
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, NoiseOfRows, draw_rows, measure_noise
+from numpyro_sgmcmc.warmup.measure import largest_curvature_on, measure_noise
+from numpyro_sgmcmc.warmup.noise import Noise, NoiseOfRows, draw_rows
 from numpyro_sgmcmc.warmup.pilot import PILOT
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients, minibatches_of
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 from numpyro_sgmcmc.warmup.settings import Settings
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.warm_start import NEWTON_MAX_DIM
@@ -31,9 +31,6 @@ from numpyro_sgmcmc.warmup.warm_start import NEWTON_MAX_DIM
 __all__ = ["Choice", "Context"]
 
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
-_CHEAP_STEPS = 2_000  # where so many steps are affordable, noise is measured with many minibatches
-_POSITIONS, _MINIBATCHES = 16, 128
-_FEW_POSITIONS, _FEW_MINIBATCHES = 4, 4
 
 Choice = tuple[Estimator, float, float]
 """An estimator, its step size, and the relative excess of the posterior variance predicted."""
@@ -61,7 +58,6 @@ class Context:
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
         self.is_wide = target.dim > NEWTON_MAX_DIM and target.locals is None
-        self.is_cheap = self.affordable >= _CHEAP_STEPS
         self.estimators = self._candidates()
 
     def look_at(self, arguments: Arguments) -> None:
@@ -69,80 +65,7 @@ class Context:
         self.arguments = arguments
         self.all_rows = EagerPotential(self.target, arguments)
         self.some_rows = EagerPotential.on_some_rows(self.target, arguments)
-        self.row_gradients = RowGradients(self.target, arguments)
-        self.some_minibatches = list(
-            minibatches_of(self.target.groups, draw_subset(self.target, 0))
-        )
-        self.trace = []
-
-    def some_gradients(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Potentials and gradients on rows that stand for all, at each position."""
-        return self.row_gradients.mean(positions, self.some_minibatches)
-
-    def gradients_at(self, whitening: Whitening, positions: np.ndarray) -> np.ndarray:
-        """Gradients on all rows, from some rows and the exact one at the anchor."""
-        _, found = self.some_gradients(np.concatenate([positions, whitening.anchor[None]]))
-        return found[:-1] + (whitening.gradient - found[-1])
-
-    def row_noise(
-        self,
-        whitening: Whitening,
-        q: np.ndarray,
-        estimators: tuple[Estimator, ...],
-        scheme: MinibatchScheme,
-    ) -> dict[Estimator, Noise]:
-        """The whitened gradient's noise on minibatches of a scheme's kind."""
-        if not self.target.plates:
-            return dict.fromkeys(estimators, NO_NOISE)
-        num_positions, num = 8, 64
-        rows = self.draw_rows((num,), scheme)
-        minibatches = [{name: r[m] for name, r in rows.items()} for m in range(num)]
-        positions = whitening.position(q[:num_positions])
-        at = np.concatenate([positions, whitening.anchor[None]])
-        pairs = [(x, rows) for x in at for rows in minibatches]
-        found = np.stack([g for _, g in self.row_gradients.each(pairs)])
-        found = whitening.pull(found).reshape(len(at), num, -1)
-        of = {Plain(): found[:-1], ControlVariate(): found[:-1] - found[-1]}
-        return {
-            e: Noise.of(of[e].var(1, ddof=1), num, True)._replace(order=e.noise_order)
-            for e in estimators
-            if e in of
-        }
-
-    def mean_shift(
-        self, whitening: Whitening, q: np.ndarray, variances: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        r"""How far small excess variances move the posterior's mean, to first order.
-
-        .. math:: \Delta = -\tfrac12 E[D^2\nabla U(\zeta, \zeta)], \qquad \zeta \sim N(0, \text{excess})
-
-        :param variances: the excess, in whitened units, shape ``(d,)``.
-        :return: the shift in whitened units, a unit of excess, and its standard error.
-        """
-        unit = variances.max()
-        at = whitening.position(q[:8])
-        zeta = self.rng.standard_normal((4, *at.shape)) * np.sqrt(variances / unit)
-        reach = 0.5
-        step = reach * whitening.push(zeta.reshape(-1, at.shape[1])).reshape(zeta.shape)
-        points = np.concatenate([at[None], at + step, at - step]).reshape(-1, at.shape[1])
-        _, g = self.some_gradients(points)
-        g = whitening.pull(g).reshape(-1, *at.shape)
-        bend = (g[1:5] + g[5:] - 2.0 * g[0]) / reach**2
-        shift = -0.5 * bend.reshape(-1, at.shape[1])
-        return shift.mean(0), shift.std(0) / np.sqrt(len(shift))
-
-    def row_curvature(self, whitening: Whitening, q: np.ndarray) -> float:
-        """Largest whitened curvature at typical positions, by power iterations."""
-        positions = whitening.position(q[:4])
-        v = self.rng.standard_normal(q[:4].shape)
-        _, base = self.some_gradients(positions)
-        largest = np.ones(len(v))
-        for _ in range(8):
-            v /= np.linalg.norm(v, axis=1, keepdims=True)
-            _, moved = self.some_gradients(positions + whitening.push(0.1 * v))
-            v = whitening.pull(moved - base) / 0.1
-            largest = np.linalg.norm(v, axis=1)
-        return float(np.max(largest))
+        self.rows = RowGradients(self.target, arguments)
 
     def _candidates(self) -> tuple[Estimator, ...]:
         """The estimators among which to choose."""
@@ -206,7 +129,11 @@ class Context:
         """With the full Hessian at its anchor, if the estimator needs it."""
         if not estimator.needs_hessian or whitening.hessian is not None:
             return whitening
-        return whitening._replace(hessian=self.hessian(self.all_rows, whitening.anchor))
+        if self.target.dim <= NEWTON_MAX_DIM:
+            hessian = self.all_rows.expansion(whitening.anchor)[2]
+        else:
+            hessian = hessian_by_products(self.all_rows, whitening.anchor)
+        return whitening._replace(hessian=hessian)
 
     def factor_at(self, position: np.ndarray) -> np.ndarray:
         """L from the curvature on all rows."""
@@ -221,17 +148,10 @@ class Context:
         return Whitening(anchor, factor, self.all_rows.gradient(anchor))
 
     def curvature(self, whitening: Whitening, q: np.ndarray) -> float:
-        """Largest whitened curvature, at the anchor and at one typical position."""
+        """Largest whitened curvature at some typical positions."""
         if self.target.is_randomized:
             return 1.0
-        if self.is_wide:
-            return self.row_curvature(whitening, q)
-        potential = self.some_rows
-        typical = whitening._replace(anchor=whitening.position(q[0]))
-        return max(
-            largest_curvature(self.hessian(potential, w.anchor), w, potential)
-            for w in (whitening, typical)
-        )
+        return largest_curvature_on(self.rows, whitening, q, self.rng)
 
     def noise(
         self,
@@ -244,34 +164,14 @@ class Context:
         :param q: whitened positions, of which the first few are taken.
         :param estimators: default: those among which the warm-up chooses.
         """
-        target, estimators = self.target, estimators or self.estimators
-        if not target.plates:
-            return NoiseOfRows(*2 * (dict.fromkeys(estimators, NO_NOISE),))
-        if self.is_wide:
-            return NoiseOfRows(
-                *(
-                    self.row_noise(whitening, q, estimators, MINIBATCH_SCHEMES[scheme])
-                    for scheme in ("iid", "blocks")
+        return NoiseOfRows(
+            *(
+                measure_noise(
+                    self.rows, whitening, q, estimators or self.estimators, scheme, self.rng
                 )
+                for scheme in (MINIBATCH_SCHEMES["iid"], MINIBATCH_SCHEMES["blocks"])
             )
-        num_positions, num_minibatches = (
-            (_POSITIONS, _MINIBATCHES) if self.is_cheap else (_FEW_POSITIONS, _FEW_MINIBATCHES)
         )
-        positions = self.cast(q[:num_positions])
-        cast = whitening._replace(hessian=None).cast(target.dtype)
-        found: list[dict[Estimator, Noise]] = []
-        for scheme in (MINIBATCH_SCHEMES["iid"], MINIBATCH_SCHEMES["blocks"]):
-            rows = self.draw_rows((len(positions), num_minibatches), scheme)
-            values = measure_noise(target, self.arguments, cast, positions, rows, estimators)
-            found.append(
-                {
-                    e: Noise.of(
-                        np.asarray(v, np.float64), num_minibatches, self.is_cheap
-                    )._replace(order=e.noise_order)
-                    for e, v in zip(estimators, values, strict=True)
-                }
-            )
-        return NoiseOfRows(*found)
 
     def cheapest(
         self,

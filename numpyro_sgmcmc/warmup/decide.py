@@ -14,6 +14,7 @@ from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.context import Choice, Context
+from numpyro_sgmcmc.warmup.measure import mean_shift
 from numpyro_sgmcmc.warmup.moment_source import (
     STEPS_APART,
     MomentSource,
@@ -31,6 +32,7 @@ from numpyro_sgmcmc.warmup.step_size import (
 __all__ = ["decide"]
 
 _CLEARLY_NOISIER = 1.5
+_SHIFT_SHARE = 1.6  # of the target: how far noise may move a mean, in sds
 _FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
 _SURPRISE = 1.5  # times the predicted excess: less is no surprise
 
@@ -52,6 +54,7 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
+    step_size = _until_means_stay(context, whitening, q, own, estimator, scheme, step_size)
     own = own._replace(per_epoch=0 if scheme.is_independent else _per_epoch(context))
     if own.per_epoch:
         inflation = min(inflation, own.inflation(dynamics, float(step_size)))
@@ -143,6 +146,29 @@ def _step_size(
         located, settings.scheme, step_size, target.dim, settings.target_bias, heard
     )
     return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
+
+
+def _until_means_stay(
+    context: Context,
+    whitening: Whitening,
+    q: np.ndarray,
+    noise: Noise,
+    estimator: Estimator,
+    scheme: MinibatchScheme,
+    step_size: float,
+) -> float:
+    """The step size, shortened where noise would move the posterior's mean too far."""
+    settings, dynamics = context.settings, context.settings.dynamics
+    is_given = settings.step_size is not None or settings.noise_compensation
+    if is_given or context.target.locals is not None:
+        return step_size
+    excess = dynamics.noise_inflation(1.0, step_size, noise.varying)
+    shift = mean_shift(context.rows, whitening, q, estimator, scheme, excess, context.rng)
+    allowed = _SHIFT_SHARE * settings.target_bias
+    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    if shift <= allowed:
+        return step_size
+    return max(step_size * allowed / shift, min(step_size, shortest))
 
 
 def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:

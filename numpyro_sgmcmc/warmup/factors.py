@@ -8,6 +8,7 @@ from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
 __all__ = [
+    "as_matrix",
     "factor_from_curvature",
     "factor_from_draws",
     "factor_from_gradients",
@@ -18,7 +19,8 @@ __all__ = [
 ]
 
 _PROBES = 64
-_DIRECTIONS = 60  # leading ones of the draws, and as many of their gradients
+_DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
+_ROUNDS = 3
 _RIDGE = 1e-3
 _CLEARLY_STRETCHED = 1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
 _STRETCH_MAX_DIM = 50_000
@@ -138,6 +140,7 @@ def largest_curvature(
             return 1.0
     return float(norm)
 
+
 def factor_from_gradients(
     positions: np.ndarray, gradients: np.ndarray
 ) -> tuple[np.ndarray, Stretch | None]:
@@ -156,11 +159,37 @@ def factor_from_gradients(
     minimizing Fisher divergence*.
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
-    variances = [np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g)]
-    factor = (variances[0] / variances[1]) ** 0.25
+    factor, stretch = _alike(x, g), None
     if x.shape[1] > _STRETCH_MAX_DIM:
         return factor, None
-    x, g = x / factor, g * factor
+    for _ in range(_ROUNDS):
+        stretch = _stretch(x / factor, g * factor)
+        if stretch is None:
+            break
+        # A few stiff directions take part in many coordinates: the diagonal of what is left.
+        factor = factor * _alike(stretch.undo(x / factor), stretch.apply(g * factor))
+    return factor, _stretch(x / factor, g * factor)
+
+
+def as_matrix(factor: np.ndarray, stretch: Stretch | None, mask: np.ndarray | None) -> np.ndarray:
+    """The factor and the stretch as one matrix, ``(d, d)``.
+
+    :param mask: blocks of a structured mass matrix, or None.
+    """
+    matrix = np.diag(factor)
+    if stretch is not None:
+        matrix = factor[:, None] * stretch.apply(np.eye(factor.size))
+    return matrix if mask is None else symmetric_root(np.where(mask, matrix @ matrix.T, 0.0))
+
+
+def _alike(x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """The diagonal by which to divide draws and multiply gradients for equal variances."""
+    of_x, of_g = (np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g))
+    return (of_x / of_g) ** 0.25
+
+
+def _stretch(x: np.ndarray, g: np.ndarray) -> Stretch | None:
+    """The directions in which draws and gradients differ clearly, of centred and scaled ones."""
     num = min(_DIRECTIONS, len(x) // 2, x.shape[1])
     leading = [np.linalg.svd(v, full_matrices=False)[2][:num] for v in (x, g)]
     span = np.linalg.qr(np.concatenate(leading).T)[0]
@@ -168,8 +197,8 @@ def factor_from_gradients(
     values, vectors = np.linalg.eigh(_geometric_mean(of_x, of_g))
     kept = (values > _CLEARLY_STRETCHED) | (values < 1.0 / _CLEARLY_STRETCHED)
     if not kept.any():
-        return factor, None
-    return factor, Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
+        return None
+    return Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
 
 
 def _geometric_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
 from numpyro_sgmcmc.warmup.settings import Adaptation
-from numpyro_sgmcmc.warmup.typical_set import find
+from numpyro_sgmcmc.warmup.typical_set import find_typical_set
 from numpyro_sgmcmc.warmup.warm_start import (
     NEWTON_MAX_DIM,
     approach,
@@ -47,7 +47,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     """
     if context.is_wide:
         one = context.settings.has_start
-        whitening, q = find(context, context.finite_starts(starts, 1 if one else 4))
+        whitening, q = find_typical_set(context, context.finite_starts(starts, 1 if one else 4))
         context.progress("gradient noise")
         return decide(context, whitening, q)
     context.progress("warm start")

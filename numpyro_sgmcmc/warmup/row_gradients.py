@@ -1,10 +1,10 @@
 """Gradients on minibatches at many positions at once: the one program from which the warm-up makes
 all that it must know of the potential.
 
-What is linear in the minibatch potential is on all rows a weighted mean of its values on minibatches
-(:func:`minibatches_of`), so that passes over all rows, gradients at some draws, the gradient's noise
-and its curvature are all sums of what this program returns, made by NumPy in float64. It is compiled
-once for a model, whatever the number of rows.
+What is linear in the minibatch potential is on all rows a weighted mean of its values on
+minibatches (:func:`minibatches_of`), so that passes over all rows, gradients at some draws, the
+gradient's noise and its curvature are all sums of what this program returns, made by NumPy in
+float64. It is compiled once for a model, whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from jax import Array, random
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.eager_potential import draw_subset
 
 __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 
@@ -68,10 +70,13 @@ def minibatches_of(
 
 
 def _first(plate: Plate, rows: Indices | None) -> np.ndarray:
-    return next(iter(_of_plate(plate, rows))).rows[plate.name]
+    return np.asarray(next(iter(_of_plate(plate, rows))).rows[plate.name])
 
 
 def _of_plate(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
+    if plate.shards is not None:
+        yield from _of_shards(plate, rows)
+        return
     batch = plate.subsample_size
     size = plate.size if rows is None else len(rows[plate.name])
 
@@ -87,6 +92,16 @@ def _of_plate(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
         last = np.concatenate([take(whole * batch, size), copies[rest:]])
         yield WeightedRows({plate.name: last}, batch / size)
         yield WeightedRows({plate.name: copies}, -(batch - rest) / size)
+
+
+def _of_shards(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
+    """Minibatches that have their part of each shard; the rest that fills none is left out."""
+    assert rows is not None
+    of_shards = np.reshape(rows[plate.name], (len(plate.strata[0]), -1))
+    num = max(1, of_shards.shape[1] // plate.part)
+    for k in range(num):
+        part = np.arange(k * plate.part, (k + 1) * plate.part) % of_shards.shape[1]
+        yield WeightedRows({plate.name: of_shards[:, part].reshape(-1)}, 1.0 / num)
 
 
 @partial(jax.jit, static_argnames="target")
@@ -110,6 +125,8 @@ class RowGradients:
 
     def __init__(self, target: Target, arguments: Arguments) -> None:
         self.target, self.arguments = target, arguments
+        self.some = list(minibatches_of(target.groups, draw_subset(target, 0)))
+        """Minibatches of rows that stand for all."""
         batch = sum(p.subsample_size for p in target.plates) or 1
         fitting = min(_SLOT_NUMBERS // target.dim, _SLOT_ROWS // batch)
         self.slots = int(np.clip(fitting, 1, _MOST_SLOTS))
@@ -132,6 +149,15 @@ class RowGradients:
             values, gradients = _at_slots(target, self.arguments, positions, rows, keys)
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
             yield from zip(values[: len(some)], gradients[: len(some)], strict=True)
+
+    def on_some(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Potentials and gradients on rows that stand for all, at each position."""
+        return self.mean(positions, self.some)
+
+    def on_all(self, positions: np.ndarray, whitening: Whitening) -> np.ndarray:
+        """Gradients on all rows, from those on some and the exact one at the anchor."""
+        _, found = self.on_some(np.concatenate([positions, whitening.anchor[None]]))
+        return found[:-1] + (whitening.gradient - found[-1])
 
     def mean(
         self, positions: np.ndarray, minibatches: Iterable[WeightedRows]

@@ -15,56 +15,39 @@ from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.context import Context
-from numpyro_sgmcmc.warmup.factors import factor_from_gradients, root
-from numpyro_sgmcmc.warmup.noise import Noise
-from numpyro_sgmcmc.warmup.pilot import KEEP_EVERY, PILOT, PILOT_BIAS, PILOT_STEP_SIZE, run_pilot
+from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
+from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["find", "fit_by_volume"]
+__all__ = ["find_typical_set"]
 
-_CHAINS = 16
-_STARTS = 4
 _FIT_STEPS = 4_000
-_ELBO_DRAWS = 8
-_DRAWS = 192  # at which gradients are taken, a window
-_WINDOWS = (400, 800, 1600, 1600, 1600, 1600)
-_LOST = 1e3
-_AGREE = 1.1  # R-hat of the pilots
+_BOUND_DRAWS = 8
+_CHAINS = 16
+_WINDOWS = (400, 800, 1_600, 1_600, 1_600, 1_600)  # steps
+_DRAWS = 256  # of a window, at which gradients on all rows are taken
+_BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
+_LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
+_AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
 
 
-def fit_by_volume(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
-    """The fit with the largest evidence bound."""
-    target = context.target
-    fits = variational.fit(
-        target,
-        context.arguments,
-        np.stack(starts),
-        lambda shape: context.draw_rows(shape, IID()),
-        _FIT_STEPS,
-        context.rng,
-    )
-    noise = context.rng.standard_normal((_ELBO_DRAWS // 2, target.dim))
-    noise = np.concatenate([noise, -noise])
-    bounds = []
-    for mean, sd in fits:
-        values, _ = context.some_gradients(mean + sd * noise)
-        bounds.append(np.log(sd).sum() - values.mean())
-    context.bounds = bounds
-    return fits[int(np.nanargmax(np.where(np.isfinite(bounds), bounds, -np.inf)))]
+def find_typical_set(
+    context: Context, starts: Sequence[np.ndarray]
+) -> tuple[Whitening, np.ndarray]:
+    """The whitening, and whitened positions from about the posterior.
 
-
-def find(context: Context, starts: Sequence[np.ndarray]) -> tuple[Whitening, np.ndarray]:
-    """The whitening, and whitened positions from about the posterior."""
+    :param starts: first positions, of which the best is gone on with.
+    """
     context.progress("start by volume")
-    mean, sd = fit_by_volume(context, starts)
-    matrix = context.settings.inverse_mass_matrix
-    whitening = context.whitening_at(mean, sd if matrix is None else root(matrix))
+    settings = context.settings
+    fit = _fit(context, starts)
+    matrix = settings.inverse_mass_matrix
+    factor = np.diag(fit.sd) if settings.is_dense else fit.sd
+    whitening = context.whitening_at(fit.mean, factor if matrix is None else root(matrix))
     context.refuse_infinite_gradient(whitening)
-    q = context.rng.standard_normal((_CHAINS, context.target.dim))
-    if matrix is not None:
-        q = whitening.whiten(sd * q)
+    q = whitening.whiten(fit.sd * context.rng.standard_normal((_CHAINS, context.target.dim)))
     shorter = 1.0
     for num_steps in _WINDOWS:
         context.progress("pilot chains")
@@ -84,51 +67,80 @@ def find(context: Context, starts: Sequence[np.ndarray]) -> tuple[Whitening, np.
             shorter *= 4.0
             q = q / 2.0
             continue
-        ends = draws[context.rng.choice(np.flatnonzero(alive), _CHAINS), -1]
-        ends[: alive.sum()] = draws[alive, -1]
         found = draws[alive].astype(np.float64)
-        r_hat = _disagreement(found)
-        shift = np.abs(found.mean((0, 1))).max()
+        ends = found[context.rng.choice(len(found), _CHAINS), -1]
+        ends[: len(found)] = found[:, -1]
         moved = _follow(context, whitening, found)
+        if moved is None:
+            shorter *= 2.0
+            continue
         q = moved.whiten(whitening.position(ends) - moved.anchor)
         whitening = moved
-        context.trace.append((num_steps, step_size, estimator.name, np.quantile(r_hat, [.5, .9, 1]), shift, 0 if moved.stretch is None else len(moved.stretch.factors)))
-        if r_hat.max() < _AGREE and shift < _SMALL_SHIFT:
+        if _have_settled(found):
             break
     return whitening, q
+
+
+def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
+    """Of the normals to which the starts lead the one with the largest evidence bound."""
+    fits = variational.fit(
+        context.target,
+        context.arguments,
+        np.stack(starts),
+        lambda shape: context.draw_rows(shape, IID()),
+        _FIT_STEPS,
+        context.rng,
+    )
+    noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
+    noise = np.concatenate([noise, -noise])
+    bounds = [
+        np.log(fit.sd).sum() - context.rows.on_some(fit.mean + fit.sd * noise)[0].mean()
+        for fit in fits
+    ]
+    return fits[int(np.argmax(np.where(np.isfinite(bounds), bounds, -np.inf)))]
 
 
 def _pilot_step(
     context: Context, whitening: Whitening, q: np.ndarray, shorter: float
 ) -> tuple[Estimator, float]:
     """Plain gradients or control variates, whichever goes further, and how far a step may go."""
-    noise = context.row_noise(whitening, q, (Plain(), ControlVariate()), IID())
-    curvature = context.row_curvature(whitening, q)
-    found = []
-    for estimator, of_it in noise.items():
-        step_size, _ = choose_step_size(
-            PILOT, PILOT_STEP_SIZE / shorter, of_it, curvature, PILOT_BIAS
-        )
-        found.append((step_size, estimator.name, estimator))
-    context.trace.append((curvature, {e.name: n for e, n in noise.items()}))
-    step_size, _, estimator = max(found)
-    return estimator, step_size
+    both: tuple[Estimator, ...] = (Plain(), ControlVariate())
+    if context.target.is_randomized:
+        both = (Plain(),)
+    noise = context.noise(whitening, q, both).random
+    curvature = context.curvature(whitening, q)
+    longest = PILOT_STEP_SIZE / shorter
+    step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
+    estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))
+    return estimator, step_sizes[estimator]
 
 
-def _disagreement(draws: np.ndarray) -> np.ndarray:
-    """R-hat of each coordinate."""
+def _have_settled(draws: np.ndarray) -> bool:
+    """Whether the chains agree, and lie about the anchor.
+
+    :param draws: whitened draws, shape ``(chains, draws, d)``.
+    """
     means, within = draws.mean(1), draws.var(1).mean(0)
-    return np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, 1e-30))
+    r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
+    return bool(r_hat.max() < _AGREE and np.abs(means.mean(0)).max() < _SMALL_SHIFT)
 
 
-def _follow(context: Context, whitening: Whitening, draws: np.ndarray) -> Whitening:
-    """The whitening moved to the draws' mean, its factor from some of them and their gradients."""
-    each = max(1, _DRAWS // len(draws))
-    some = draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)].reshape(-1, draws.shape[-1])
-    positions = whitening.position(some)
-    gradients = context.gradients_at(whitening, positions)
+def _follow(context: Context, whitening: Whitening, draws: np.ndarray) -> Whitening | None:
+    """The whitening moved to the draws' mean, its factor from some of them and their gradients.
+
+    :param draws: whitened draws, shape ``(chains, draws, d)``.
+    :return: None where the gradient there is not finite.
+    """
     anchor = whitening.position(draws.mean((0, 1)))
     if context.settings.inverse_mass_matrix is not None:
-        return whitening._replace(anchor=anchor, gradient=context.whitening_at(anchor, whitening.factor).gradient)
-    factor, stretch = factor_from_gradients(positions, gradients)
-    return context.whitening_at(anchor, factor)._replace(stretch=stretch)
+        moved = context.whitening_at(anchor, whitening.factor)
+        return moved if moved.is_finite() else None
+    places = np.linspace(0, draws.shape[1] - 1, max(2, _DRAWS // len(draws))).astype(int)
+    positions = whitening.position(draws[:, places].reshape(-1, draws.shape[-1]))
+    gradients = context.rows.on_all(positions, whitening)
+    fine = np.isfinite(gradients).all(1)
+    factor, stretch = factor_from_gradients(positions[fine], gradients[fine])
+    if context.settings.is_dense:
+        factor, stretch = as_matrix(factor, stretch, context.settings.mask), None
+    moved = context.whitening_at(anchor, factor)._replace(stretch=stretch)
+    return moved if moved.is_finite() else None

@@ -100,8 +100,9 @@ def fit(
     fitting = _NUMBERS_A_CALL // starts.size
     a_call = max(1, min(_STEPS_A_CALL, fitting, num_steps))
     num_calls = -(-num_steps // a_call)
-    params = jnp.asarray(starts, target.dtype), jnp.full(
-        starts.shape, np.log(_FIRST_SD), target.dtype
+    params = (
+        jnp.asarray(starts, target.dtype),
+        jnp.full(starts.shape, np.log(_FIRST_SD), target.dtype),
     )
     carry = params, jax.vmap(_optimizer(num_calls * a_call).init)(params)
     for call in range(num_calls):

@@ -5,7 +5,6 @@ A new one is a file here and a name in :data:`ESTIMATORS`.
 
 from numpyro_sgmcmc.posterior.estimators.base import (
     Estimator,
-    gradient_variance,
     whitened_gradient,
 )
 from numpyro_sgmcmc.posterior.estimators.control_variate import ControlVariate
@@ -18,7 +17,6 @@ __all__ = [
     "Estimator",
     "Plain",
     "SecondOrderControlVariate",
-    "gradient_variance",
     "whitened_gradient",
 ]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias
 
-import jax
-import jax.numpy as jnp
-from jax import Array, random
+import numpy as np
+from jax import Array
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
@@ -15,7 +14,7 @@ from numpyro_sgmcmc.dynamics.integrators import GradientFn
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 
-__all__ = ["Estimator", "OverRows", "gradient_variance", "whitened_gradient"]
+__all__ = ["Estimator", "OverRows", "whitened_gradient"]
 
 OverRows: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
 """Maps a function that is linear in the minibatch's gradient function to its value: where rows are
@@ -52,6 +51,14 @@ class Estimator:
         """
         raise NotImplementedError
 
+    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
+        """Positions and weights: the weighted minibatch gradients there have the estimate's noise.
+
+        :param q: whitened position, shape ``(d,)``.
+        :param whitening: coordinates, in NumPy.
+        """
+        raise NotImplementedError
+
 
 def whitened_gradient(
     estimator: Estimator,
@@ -79,33 +86,3 @@ def whitened_gradient(
         return target.over_shards(on_shard, indices, arguments, rng_key)
 
     return lambda q: estimator.estimate(q, whitening, over_rows)
-
-
-def gradient_variance(
-    estimator: Estimator,
-    target: Target,
-    arguments: Arguments,
-    whitening: Whitening,
-    positions: Array,
-    indices: Indices,
-) -> Array:
-    """Variance of the whitened gradient's noise at each position.
-
-    :param estimator: how the gradient is estimated.
-    :param target: the posterior.
-    :param arguments: the model's arguments.
-    :param whitening: coordinates, with the full gradient at their origin.
-    :param positions: whitened positions, shape ``(k, d)``.
-    :param indices: for each plate, rows of shape ``(k, m, batch_size)``: m minibatches a position.
-    :return: one variance a coordinate, shape ``(k, d)``.
-    """
-
-    def at(q: Array, minibatches: Indices) -> Array:
-        def one(minibatch: Indices, key: Array | None) -> Array:
-            return whitened_gradient(estimator, target, arguments, whitening, minibatch, key)(q)
-
-        num = next(iter(minibatches.values())).shape[0]
-        keys = random.split(random.key(0), num) if target.is_randomized else None
-        return jnp.var(jax.vmap(one)(minibatches, keys), axis=0, ddof=1)
-
-    return jax.lax.map(lambda x: at(*x), (positions, dict(indices)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
@@ -31,3 +32,6 @@ class ControlVariate(Estimator):
         position, anchor = whitening.position(q), whitening.anchor
         difference = over_rows(lambda gradient: gradient(position) - gradient(anchor))
         return whitening.pull(difference + whitening.gradient)
+
+    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
+        return [(whitening.position(q), 1.0), (whitening.anchor, -1.0)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
@@ -23,3 +24,6 @@ class Plain(Estimator):
     def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
         position = whitening.position(q)
         return whitening.pull(over_rows(lambda gradient: gradient(position)))
+
+    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
+        return [(whitening.position(q), 1.0)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
@@ -17,6 +18,8 @@ from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
 from numpyro_sgmcmc.posterior.whitening import Whitening
 
 __all__ = ["SecondOrderControlVariate"]
+
+_PROBE_LENGTH = 0.1  # of the way from the anchor, at which the bend is taken by differences
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,12 @@ class SecondOrderControlVariate(Estimator):
         # Where noise alone is wanted the Hessian, which adds none, may be left out.
         exact = whitening.gradient if hessian is None else whitening.gradient + hessian @ v
         return whitening.pull(over_rows(rest) + exact)
+
+    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
+        bent = _PROBE_LENGTH * whitening.push(q), 0.5 / _PROBE_LENGTH
+        return [
+            (whitening.position(q), 1.0),
+            (whitening.anchor, -1.0),
+            (whitening.anchor + bent[0], -bent[1]),
+            (whitening.anchor - bent[0], bent[1]),
+        ]

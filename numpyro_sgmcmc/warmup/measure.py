@@ -1,0 +1,141 @@
+"""What minibatch gradients at some positions tell: their noise, what it does, and the curvature.
+
+Everything is in whitened coordinates, and made from gradients alone
+(:class:`~numpyro_sgmcmc.warmup.row_gradients.RowGradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from numpyro_sgmcmc.data.minibatch import MinibatchScheme
+from numpyro_sgmcmc.posterior.estimators import Estimator
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_rows
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+
+__all__ = ["largest_curvature_on", "mean_shift", "measure_noise"]
+
+_POSITIONS, _MINIBATCHES, _FEWEST_MINIBATCHES = 16, 128, 16
+_ROWS = 2**22  # at which gradients are taken for the noise, at most
+_NUMBERS = 2**26  # in these gradients together, at most
+_FEW_POSITIONS = 4
+_ENOUGH = 1024  # minibatches in all that tell the noise of the noisiest coordinate
+_SHIFT_POSITIONS, _SHIFT_PROBES = 8, 8
+_POWER_POSITIONS, _POWER_ROUNDS, _POWER_LENGTH = 4, 8, 0.1
+
+
+def measure_noise(
+    rows: RowGradients,
+    whitening: Whitening,
+    q: np.ndarray,
+    estimators: Sequence[Estimator],
+    scheme: MinibatchScheme,
+    rng: np.random.Generator,
+) -> dict[Estimator, Noise]:
+    """The gradient's noise by estimator, on minibatches of a scheme's kind.
+
+    :param rows: gradients on minibatches.
+    :param q: whitened positions from about the posterior, of which the first few are taken.
+    """
+    target = rows.target
+    if not target.plates:
+        return dict.fromkeys(estimators, NO_NOISE)
+    batch = sum(p.subsample_size for p in target.plates)
+    num_positions = min(len(q), _POSITIONS)
+    fitting = min(_ROWS // batch, _NUMBERS // target.dim) // num_positions
+    if fitting < _FEWEST_MINIBATCHES:
+        num_positions = min(len(q), _FEW_POSITIONS)
+    num = int(np.clip(fitting, _FEWEST_MINIBATCHES, _MINIBATCHES))
+    found = _deviations(rows, whitening, q[:num_positions], estimators, scheme, num, rng)
+    is_enough = num_positions * num >= _ENOUGH
+    return {
+        e: Noise.of(v.var(1, ddof=1), num, is_enough)._replace(order=e.noise_order)
+        for e, v in found.items()
+    }
+
+
+def _deviations(
+    rows: RowGradients,
+    whitening: Whitening,
+    q: np.ndarray,
+    estimators: Sequence[Estimator],
+    scheme: MinibatchScheme,
+    num: int,
+    rng: np.random.Generator,
+) -> dict[Estimator, np.ndarray]:
+    """Whitened estimates by ``num`` minibatches, up to a constant; shape ``(k, num, d)`` each."""
+    drawn = draw_rows(rows.target, rng, (num,), scheme)
+    minibatches = [{name: r[m] for name, r in drawn.items()} for m in range(num)]
+    probes = {e: [e.probes(x, whitening) for x in q] for e in estimators}
+    every = (p for of in probes.values() for some in of for p, _ in some)
+    places = {p.tobytes(): p for p in every}
+    pairs = ((p, minibatch) for p in places.values() for minibatch in minibatches)
+    gradients = np.stack([g for _, g in rows.each(pairs)])
+    gradients = whitening.pull(gradients).reshape(len(places), num, -1)
+    at = dict(zip(places, gradients, strict=True))
+    return {
+        e: np.stack([sum(w * at[p.tobytes()] for p, w in some) for some in of])
+        for e, of in probes.items()
+    }
+
+
+def mean_shift(
+    rows: RowGradients,
+    whitening: Whitening,
+    q: np.ndarray,
+    estimator: Estimator,
+    scheme: MinibatchScheme,
+    excess: float,
+    rng: np.random.Generator,
+) -> float:
+    r"""How far the gradient's noise is predicted to move the posterior's mean, in posterior sds.
+
+    Noise of covariance V adds :math:`c V` to the posterior's covariance. To first order that moves
+    the mean by
+
+    .. math:: -\tfrac12\,E[D^2 \nabla U(\zeta, \zeta)], \qquad \zeta \sim N(0, c V)
+
+    where the posterior is not Gaussian. Many coordinates that are each hardly wider may move one
+    far that they have in common: a scale that hundreds of effects share. The deviations
+    :math:`\zeta` are those of minibatch gradients themselves, with all their correlations.
+
+    :param q: whitened positions from about the posterior, of which the first few are taken.
+    :param excess: c, the excess of a unit variance that noise of variance one makes.
+    :return: the largest shift of a coordinate that is clearly one.
+    """
+    target = rows.target
+    if not target.plates or target.is_randomized or not excess > 0.0:
+        return 0.0
+    q = q[:_SHIFT_POSITIONS]
+    num = max(2, _SHIFT_PROBES * _SHIFT_POSITIONS // len(q))
+    noise = _deviations(rows, whitening, q, (estimator,), scheme, num, rng)[estimator]
+    zeta = np.sqrt(excess * num / (num - 1)) * (noise - noise.mean(1, keepdims=True))
+    both = np.concatenate([q[:, None], q[:, None] + zeta, q[:, None] - zeta], 1)
+    _, found = rows.on_some(whitening.position(both.reshape(-1, q.shape[1])))
+    found = whitening.pull(found).reshape(both.shape)
+    there, above, below = np.split(found, [1, 1 + num], 1)
+    shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
+    in_sds = whitening.push(shifts) / whitening.sds
+    error = in_sds.std(0) / np.sqrt(len(in_sds))
+    return float(np.max(np.abs(in_sds.mean(0)) - 2.0 * error, initial=0.0))
+
+
+def largest_curvature_on(
+    rows: RowGradients, whitening: Whitening, q: np.ndarray, rng: np.random.Generator
+) -> float:
+    """Largest whitened curvature at some typical positions, by power iterations.
+
+    :param q: whitened positions from about the posterior, of which the first few are taken.
+    """
+    positions = whitening.position(q[:_POWER_POSITIONS])
+    v = rng.standard_normal(positions.shape)
+    _, base = rows.on_some(positions)
+    for _ in range(_POWER_ROUNDS):
+        v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
+        _, moved = rows.on_some(positions + _POWER_LENGTH * whitening.push(v))
+        v = whitening.pull(moved - base) / _POWER_LENGTH
+    largest = np.linalg.norm(v, axis=1)
+    return float(largest[np.isfinite(largest)].max(initial=1.0))
