@@ -25,12 +25,14 @@ class LargeProblem(NamedTuple):
     """
     - **build** - makes the model and its arguments.
     - **batch_size** - rows in a minibatch.
+    - **dense** - whether NUTS needs a dense mass matrix, without which it does not mix.
     - **num_nuts** - draws a chain of the reference by NUTS, after half as many of warm-up.
     - **small** - a batch size known to be too small: its run must say so.
     """
 
     build: Callable[[], tuple[Callable, tuple]]
     batch_size: int
+    dense: bool = False
     num_nuts: int = 1000
     small: int | None = None
 
@@ -333,8 +335,8 @@ LARGE_PROBLEMS: dict[str, LargeProblem] = {
     "film ratings, crossed effects": LargeProblem(_ratings, batch_size=5_000, num_nuts=500),
     "item response, two parameters": LargeProblem(_items, batch_size=5_000),
     "multinomial, 459 weights": LargeProblem(_multinomial, batch_size=500),
-    "random walk of 200 splines": LargeProblem(_walk, batch_size=1_000),
-    "Gaussian process, 120 features": LargeProblem(_smooth, batch_size=500),
+    "random walk of 200 splines": LargeProblem(_walk, batch_size=1_000, dense=True),
+    "Gaussian process, 120 features": LargeProblem(_smooth, batch_size=500, dense=True),
     "correlated effects, LKJ": LargeProblem(_correlated, batch_size=1_000),
     "sparse, regularised horseshoe": LargeProblem(_sparse, batch_size=500),
     "Laplace prior, 300 columns": LargeProblem(_laplace, batch_size=500),

@@ -34,7 +34,7 @@ def make(name: str) -> None:
     problem = LARGE_PROBLEMS[name]
     model, args = problem.build()
     mcmc = MCMC(
-        NUTS(model, target_accept_prob=0.9),
+        NUTS(model, dense_mass=problem.dense, target_accept_prob=0.9),
         num_warmup=problem.num_nuts // 2,
         num_samples=problem.num_nuts,
         num_chains=4,

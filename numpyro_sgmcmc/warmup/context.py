@@ -57,7 +57,7 @@ class Context:
         self.look_at(arguments)
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
-        self.is_wide = target.dim > NEWTON_MAX_DIM and target.locals is None
+        self.is_wide = target.locals is None
         self.estimators = self._candidates()
 
     def look_at(self, arguments: Arguments) -> None:

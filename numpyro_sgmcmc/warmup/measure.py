@@ -18,11 +18,11 @@ from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
 __all__ = ["largest_curvature_on", "mean_shift", "measure_noise"]
 
-_POSITIONS, _MINIBATCHES, _FEWEST_MINIBATCHES = 16, 128, 16
-_ROWS = 2**22  # at which gradients are taken for the noise, at most
+_POSITIONS, _MINIBATCHES, _FEWEST_MINIBATCHES = 16, 64, 16
+_ROWS = 2**20  # at which gradients are taken for the noise, at most
 _NUMBERS = 2**26  # in these gradients together, at most
 _FEW_POSITIONS = 4
-_ENOUGH = 1024  # minibatches in all that tell the noise of the noisiest coordinate
+_ENOUGH = 128  # minibatches in all that tell the noise of the noisiest coordinate
 _SHIFT_POSITIONS, _SHIFT_PROBES = 8, 8
 _POWER_POSITIONS, _POWER_ROUNDS, _POWER_LENGTH = 4, 8, 0.1
 

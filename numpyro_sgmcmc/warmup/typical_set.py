@@ -16,6 +16,7 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
+from numpyro_sgmcmc.warmup.measure import measure_noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
@@ -107,7 +108,7 @@ def _pilot_step(
     both: tuple[Estimator, ...] = (Plain(), ControlVariate())
     if context.target.is_randomized:
         both = (Plain(),)
-    noise = context.noise(whitening, q, both).random
+    noise = measure_noise(context.rows, whitening, q, both, IID(), context.rng)
     curvature = context.curvature(whitening, q)
     longest = PILOT_STEP_SIZE / shorter
     step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
