@@ -26,10 +26,10 @@ from numpyro_sgmcmc.warmup.pilot import PILOT
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 from numpyro_sgmcmc.warmup.settings import Settings
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
-from numpyro_sgmcmc.warmup.warm_start import NEWTON_MAX_DIM
 
 __all__ = ["Choice", "Context"]
 
+_HESSIAN_MAX_DIM = 200  # beyond, a Hessian is formed only where it is asked for
 _WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 
 Choice = tuple[Estimator, float, float]
@@ -57,7 +57,6 @@ class Context:
         self.look_at(arguments)
         batch = sum(p.subsample_size for p in target.plates) or 1
         self.affordable = int(_WORK / (batch * target.dim))
-        self.is_wide = target.locals is None
         self.estimators = self._candidates()
 
     def look_at(self, arguments: Arguments) -> None:
@@ -76,7 +75,7 @@ class Context:
             return (Plain(),)
         if gradient is not None:
             return (gradient,)
-        has_hessian = is_global and self.settings.is_dense and target.dim <= NEWTON_MAX_DIM
+        has_hessian = is_global and self.settings.is_dense and target.dim <= _HESSIAN_MAX_DIM
         return tuple(e for e in ESTIMATORS.values() if has_hessian or not e.needs_hessian)
 
     def cast(self, x: np.ndarray) -> Array:
@@ -97,7 +96,7 @@ class Context:
         found: list[np.ndarray] = []
         for position in starts:
             is_new = not any(np.array_equal(position, other) for other in found)
-            if is_new and self.some_rows.is_finite(position):
+            if is_new and self.rows.is_finite(position):
                 found.append(position)
             if len(found) == wanted:
                 break
@@ -121,7 +120,7 @@ class Context:
 
     def hessian(self, potential: EagerPotential, position: np.ndarray) -> np.ndarray | None:
         """The Hessian where it is small enough to form or the user wants it dense."""
-        if self.target.dim <= NEWTON_MAX_DIM:
+        if self.target.dim <= _HESSIAN_MAX_DIM:
             return potential.expansion(position)[2]
         return hessian_by_products(potential, position) if self.settings.is_dense else None
 
@@ -129,7 +128,7 @@ class Context:
         """With the full Hessian at its anchor, if the estimator needs it."""
         if not estimator.needs_hessian or whitening.hessian is not None:
             return whitening
-        if self.target.dim <= NEWTON_MAX_DIM:
+        if self.target.dim <= _HESSIAN_MAX_DIM:
             hessian = self.all_rows.expansion(whitening.anchor)[2]
         else:
             hessian = hessian_by_products(self.all_rows, whitening.anchor)
@@ -145,7 +144,7 @@ class Context:
 
     def whitening_at(self, anchor: np.ndarray, factor: np.ndarray) -> Whitening:
         """The coordinates about a position, with the gradient on all rows there."""
-        return Whitening(anchor, factor, self.all_rows.gradient(anchor))
+        return Whitening(anchor, factor, self.rows.everywhere(anchor))
 
     def curvature(self, whitening: Whitening, q: np.ndarray) -> float:
         """Largest whitened curvature at some typical positions."""

@@ -19,7 +19,6 @@ __all__ = ["EagerPotential", "draw_subset"]
 
 _SUBSET_ROWS = 20_000
 
-_value = jax.jit(Target.full_potential, static_argnums=0)
 _gradient = jax.jit(Target.full_gradient, static_argnums=0)
 _expansion = jax.jit(Target.full_expansion, static_argnums=0)
 _products = jax.jit(Target.full_hessian_products, static_argnums=0)
@@ -59,17 +58,6 @@ class EagerPotential:
     def on_some_rows(cls, target: Target, arguments: Arguments) -> EagerPotential:
         """The potential on a fixed random subset of the rows, for work that bears its error."""
         return cls(target, arguments, draw_subset(target, 0))
-
-    def value(self, position: np.ndarray) -> float:
-        """The potential; infinite where it is not finite."""
-        u = float(_value(self.target, self._cast(position), self.arguments, self.subset))
-        return u if np.isfinite(u) else np.inf
-
-    def is_finite(self, position: np.ndarray) -> bool:
-        """Whether potential and gradient are finite."""
-        return bool(
-            np.isfinite(self.value(position)) and np.isfinite(self.gradient(position)).all()
-        )
 
     def gradient(self, position: np.ndarray) -> np.ndarray:
         """The gradient, shape ``(d,)``."""

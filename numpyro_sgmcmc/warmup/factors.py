@@ -1,19 +1,17 @@
-"""The factor L of the whitened coordinates: from curvature first, then from a pilot's draws."""
+"""The factor L of the whitened coordinates: from draws and gradients, or from curvature."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
+from numpyro_sgmcmc.posterior.whitening import Stretch
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 
 __all__ = [
     "as_matrix",
     "factor_from_curvature",
-    "factor_from_draws",
     "factor_from_gradients",
     "hessian_by_products",
-    "largest_curvature",
     "root",
     "symmetric_root",
 ]
@@ -21,7 +19,7 @@ __all__ = [
 _PROBES = 64
 _DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
 _ROUNDS = 3
-_RIDGE = 1e-3
+_RIDGE = 1e-5  # of the mean variance
 _CLEARLY_STRETCHED = 1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
 _STRETCH_MAX_DIM = 50_000
 
@@ -91,56 +89,6 @@ def factor_from_curvature(
     return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
 
 
-def factor_from_draws(
-    factor: np.ndarray, covariance: np.ndarray, effective_size: float, mask: np.ndarray | None
-) -> np.ndarray:
-    """L renewed by the covariance of whitened draws, shrunk towards the identity.
-
-    The intensity is Ledoit and Wolf's (2004): the covariance's sampling variance over its squared
-    distance from the identity, so that a factor that was right already stays as it was.
-
-    :param factor: the factor in whose coordinates the draws are, ``(d,)`` or ``(d, d)``.
-    :param covariance: of the draws; only their variances, shape ``(d,)``, for a diagonal factor.
-    :param effective_size: effective number of independent draws.
-    :param mask: blocks of a structured mass matrix, or None.
-    """
-    d = factor.shape[0]
-    is_diagonal = factor.ndim == 1
-    excess = covariance - (1.0 if is_diagonal else np.eye(d))
-    sampling_variance = (2 * d if is_diagonal else d * (d + 1)) / effective_size
-    shrinkage = min(1.0, sampling_variance / max(np.square(excess).sum(), 1e-12))
-    covariance = covariance - shrinkage * excess
-    if is_diagonal:
-        return factor * np.sqrt(np.clip(covariance, 1e-2, 1e2))
-    if mask is None:
-        return factor @ symmetric_root(covariance)
-    return symmetric_root(np.where(mask, factor @ covariance @ factor.T, 0.0))
-
-
-def largest_curvature(
-    hessian: np.ndarray | None, whitening: Whitening, potential: EagerPotential
-) -> float:
-    """Largest absolute eigenvalue of the whitened Hessian at the whitening's anchor.
-
-    :param hessian: the Hessian there; where None, power iteration by Hessian products.
-    :return: the eigenvalue, or one where the curvature is not finite.
-    """
-    if hessian is not None:
-        if not np.isfinite(hessian).all():
-            return 1.0
-        whitened = whitening.pull(whitening.pull(hessian).T)
-        return float(np.abs(np.linalg.eigvalsh(whitened)).max())
-    v = np.random.default_rng(0).standard_normal(whitening.anchor.size)
-    norm = np.linalg.norm(v)
-    for _ in range(20):
-        product = potential.hessian_products(whitening.anchor, whitening.push(v / norm)[None])[0]
-        v = whitening.pull(product)
-        norm = np.linalg.norm(v)
-        if not np.isfinite(norm) or norm == 0:
-            return 1.0
-    return float(norm)
-
-
 def factor_from_gradients(
     positions: np.ndarray, gradients: np.ndarray
 ) -> tuple[np.ndarray, Stretch | None]:
@@ -163,12 +111,14 @@ def factor_from_gradients(
     if x.shape[1] > _STRETCH_MAX_DIM:
         return factor, None
     for _ in range(_ROUNDS):
-        stretch = _stretch(x / factor, g * factor)
+        scale, stretch = _stretch(x / factor, g * factor)
+        factor = scale * factor
         if stretch is None:
             break
         # A few stiff directions take part in many coordinates: the diagonal of what is left.
         factor = factor * _alike(stretch.undo(x / factor), stretch.apply(g * factor))
-    return factor, _stretch(x / factor, g * factor)
+    scale, stretch = _stretch(x / factor, g * factor)
+    return scale * factor, stretch
 
 
 def as_matrix(factor: np.ndarray, stretch: Stretch | None, mask: np.ndarray | None) -> np.ndarray:
@@ -188,17 +138,26 @@ def _alike(x: np.ndarray, g: np.ndarray) -> np.ndarray:
     return (of_x / of_g) ** 0.25
 
 
-def _stretch(x: np.ndarray, g: np.ndarray) -> Stretch | None:
-    """The directions in which draws and gradients differ clearly, of centred and scaled ones."""
-    num = min(_DIRECTIONS, len(x) // 2, x.shape[1])
+def _stretch(x: np.ndarray, g: np.ndarray) -> tuple[float, Stretch | None]:
+    """The scale of most directions, and those that differ from it clearly.
+
+    :param x: centred and scaled draws, shape ``(n, d)``.
+    :param g: their gradients, likewise.
+    """
+    num = min(_DIRECTIONS, len(x) // 3, x.shape[1])
     leading = [np.linalg.svd(v, full_matrices=False)[2][:num] for v in (x, g)]
     span = np.linalg.qr(np.concatenate(leading).T)[0]
-    of_x, of_g = (np.cov(v @ span, rowvar=False) + _RIDGE * np.eye(span.shape[1]) for v in (x, g))
-    values, vectors = np.linalg.eigh(_geometric_mean(of_x, of_g))
+    of_x, of_g = (np.cov(v @ span, rowvar=False) for v in (x, g))
+    if span.shape[1] < 2:
+        return 1.0, None
+    ridges = [_RIDGE * np.eye(len(c)) * np.trace(c) / len(c) for c in (of_x, of_g)]
+    values, vectors = np.linalg.eigh(_geometric_mean(of_x + ridges[0], of_g + ridges[1]))
+    most = float(np.median(values))
+    values = values / most
     kept = (values > _CLEARLY_STRETCHED) | (values < 1.0 / _CLEARLY_STRETCHED)
     if not kept.any():
-        return None
-    return Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
+        return np.sqrt(most), None
+    return np.sqrt(most), Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
 
 
 def _geometric_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:

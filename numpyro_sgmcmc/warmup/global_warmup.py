@@ -1,13 +1,15 @@
 """The order of the warm-up's shared part, for models without local sites.
 
-1. Adam, then second-order steps, from the start to the mode region.
-2. Curvature there gives the whitening, and a few full gradients the anchor.
-3. Pilot chains, a window at a time, move both to the posterior's own mean and covariance.
-4. At the pilot's draws the gradient's noise is measured: for each estimator, for random rows and
+1. A start by volume: normals fitted to the posterior on minibatches, from several starts at once.
+2. Pilot chains, a window at a time. From some of their draws and the gradients on all rows there
+   comes the whitening, from their mean the anchor.
+3. At the pilot's draws the gradient's noise is measured: for each estimator, for random rows and
    for blocks. It decides estimator, minibatches and step size.
 
-Work over all rows happens a fixed number of times. The arrays are concrete, so that Python may
-branch; nothing here runs under ``vmap`` or ``pmap``.
+No Hessian and no optimum is asked for: what is known of the posterior are minibatch gradients
+(:class:`~numpyro_sgmcmc.warmup.row_gradients.RowGradients`). Work over all rows happens a fixed
+number of times. The arrays are concrete, so that Python may branch; nothing here runs under
+``vmap`` or ``pmap``.
 """
 
 from __future__ import annotations
@@ -15,29 +17,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from jax import random
 
 from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
-from numpyro_sgmcmc.warmup.factors import root
+from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
+from numpyro_sgmcmc.warmup.measure import measure_noise
+from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.settings import Adaptation
-from numpyro_sgmcmc.warmup.typical_set import find_typical_set
-from numpyro_sgmcmc.warmup.warm_start import (
-    NEWTON_MAX_DIM,
-    approach,
-    centre,
-    descend,
-    lbfgs,
-    newton_from,
-)
-from numpyro_sgmcmc.warmup.windows import GlobalPilot, settle
+from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["optimise", "warm_up"]
+__all__ = ["find_typical_set", "warm_up"]
 
-_STARTS = 12
-_FEWEST_STEPS, _MOST_STEPS = 100, 1_000  # of Adam
+_STARTS = 4
+_FIT_STEPS = 4_000
+_BOUND_DRAWS = 8
+_CHAINS = 16
+_WINDOWS = (400, 800, 1_600, 1_600, 1_600, 1_600)  # steps
+_DRAWS = 256  # of a window, at which gradients on all rows are taken
+_BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
+_LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
+_AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
+_SMALL_SHIFT = 0.5
 
 
 def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
@@ -45,40 +50,123 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
 
     :param starts: first positions, of which the first finite ones are tried.
     """
-    if context.is_wide:
-        one = context.settings.has_start
-        whitening, q = find_typical_set(context, context.finite_starts(starts, 1 if one else 4))
-        context.progress("gradient noise")
-        return decide(context, whitening, q)
-    context.progress("warm start")
-    is_one = context.settings.has_start or context.target.dim > NEWTON_MAX_DIM
-    position = optimise(context, context.finite_starts(starts, 1 if is_one else _STARTS))
-    context.progress("curvature")
-    whitening = _first_whitening(context, position)
-    pilot = GlobalPilot(context)
-    whitening, q = settle(context, pilot, whitening, pilot.first_positions())
+    wanted = 1 if context.settings.has_start else _STARTS
+    whitening, q = find_typical_set(context, context.finite_starts(starts, wanted))
     context.progress("gradient noise")
     return decide(context, whitening, q)
 
 
-def optimise(context: Context, starts: Sequence[np.ndarray]) -> np.ndarray:
-    """A position in the mode region: from one start, or the best of several."""
-    target, arguments = context.target, context.arguments
-    if target.dim <= NEWTON_MAX_DIM:
-        return centre(context.some_rows, newton_from(context.some_rows, starts), 0)
-    q = context.cast(starts[0])
-    if target.plates:
-        num_steps = max(_FEWEST_STEPS, min(_MOST_STEPS, context.affordable))
-        keys = random.split(random.key(0), num_steps) if target.is_randomized else None
-        rows = context.draw_rows((num_steps,), IID())
-        q = descend(target, arguments, q, rows, keys)
-    return np.asarray(lbfgs(target, arguments, q, context.some_rows.subset), np.float64)
+def find_typical_set(
+    context: Context, starts: Sequence[np.ndarray]
+) -> tuple[Whitening, np.ndarray]:
+    """The whitening, and whitened positions from about the posterior.
 
-
-def _first_whitening(context: Context, position: np.ndarray) -> Whitening:
-    """The whitening by curvature at a position, moved to where the gradient is about zero."""
-    matrix = context.settings.inverse_mass_matrix
-    factor = context.factor_at(position) if matrix is None else root(matrix)
-    whitening = approach(context.all_rows, context.whitening_at(position, factor))
+    :param starts: first positions, of which the best is gone on with.
+    """
+    context.progress("start by volume")
+    settings = context.settings
+    fit = _fit(context, starts)
+    matrix = settings.inverse_mass_matrix
+    factor = np.diag(fit.sd) if settings.is_dense else fit.sd
+    factor = factor if matrix is None else root(matrix)
+    whitening = context.whitening_at(fit.mean, factor)
+    if not whitening.is_finite():
+        whitening = context.whitening_at(starts[0], factor)
     context.refuse_infinite_gradient(whitening)
-    return whitening
+    q = whitening.whiten(fit.sd * context.rng.standard_normal((_CHAINS, context.target.dim)))
+    shorter = 1.0
+    for num_steps in _WINDOWS:
+        context.progress("pilot chains")
+        estimator, step_size = _pilot_step(context, whitening, q, shorter)
+        draws = run_pilot(
+            context.target,
+            context.arguments,
+            whitening.cast(context.target.dtype),
+            q,
+            step_size,
+            num_steps,
+            context.rng,
+            estimator,
+        )
+        alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+        if alive.sum() <= _CHAINS // 2:
+            shorter *= 4.0
+            q = q / 2.0
+            continue
+        found = draws[alive].astype(np.float64)
+        ends = found[context.rng.choice(len(found), _CHAINS), -1]
+        ends[: len(found)] = found[:, -1]
+        moved = _follow(context, whitening, found)
+        if moved is None:
+            shorter *= 2.0
+            continue
+        q = moved.whiten(whitening.position(ends) - moved.anchor)
+        whitening = moved
+        if _have_settled(found):
+            break
+    return whitening, q
+
+
+def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
+    """Of the normals to which the starts lead the one with the largest evidence bound."""
+    fits = variational.fit(
+        context.target,
+        context.arguments,
+        np.stack(starts),
+        lambda shape: context.draw_rows(shape, IID()),
+        _FIT_STEPS,
+        context.rng,
+    )
+    noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
+    noise = np.concatenate([noise, -noise])
+    bounds = [
+        np.log(fit.sd).sum() - context.rows.on_some(fit.mean + fit.sd * noise)[0].mean()
+        for fit in fits
+    ]
+    return fits[int(np.argmax(np.where(np.isfinite(bounds), bounds, -np.inf)))]
+
+
+def _pilot_step(
+    context: Context, whitening: Whitening, q: np.ndarray, shorter: float
+) -> tuple[Estimator, float]:
+    """Plain gradients or control variates, whichever goes further, and how far a step may go."""
+    both: tuple[Estimator, ...] = (Plain(), ControlVariate())
+    if context.target.is_randomized:
+        both = (Plain(),)
+    noise = measure_noise(context.rows, whitening, q, both, IID(), context.rng)
+    curvature = context.curvature(whitening, q)
+    longest = PILOT_STEP_SIZE / shorter
+    step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
+    estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))
+    return estimator, step_sizes[estimator]
+
+
+def _have_settled(draws: np.ndarray) -> bool:
+    """Whether the chains agree, and lie about the anchor.
+
+    :param draws: whitened draws, shape ``(chains, draws, d)``.
+    """
+    means, within = draws.mean(1), draws.var(1).mean(0)
+    r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
+    return bool(r_hat.max() < _AGREE and np.abs(means.mean(0)).max() < _SMALL_SHIFT)
+
+
+def _follow(context: Context, whitening: Whitening, draws: np.ndarray) -> Whitening | None:
+    """The whitening moved to the draws' mean, its factor from some of them and their gradients.
+
+    :param draws: whitened draws, shape ``(chains, draws, d)``.
+    :return: None where the gradient there is not finite.
+    """
+    anchor = whitening.position(draws.mean((0, 1)))
+    if context.settings.inverse_mass_matrix is not None:
+        moved = context.whitening_at(anchor, whitening.factor)
+        return moved if moved.is_finite() else None
+    places = np.linspace(0, draws.shape[1] - 1, max(2, _DRAWS // len(draws))).astype(int)
+    positions = whitening.position(draws[:, places].reshape(-1, draws.shape[-1]))
+    gradients = context.rows.on_all(positions, whitening)
+    fine = np.isfinite(gradients).all(1)
+    factor, stretch = factor_from_gradients(positions[fine], gradients[fine])
+    if context.settings.is_dense:
+        factor, stretch = as_matrix(factor, stretch, context.settings.mask), None
+    moved = context.whitening_at(anchor, factor)._replace(stretch=stretch)
+    return moved if moved.is_finite() else None

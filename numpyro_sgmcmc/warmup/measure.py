@@ -111,7 +111,12 @@ def mean_shift(
         return 0.0
     q = q[:_SHIFT_POSITIONS]
     num = max(2, _SHIFT_PROBES * _SHIFT_POSITIONS // len(q))
-    noise = _deviations(rows, whitening, q, (estimator,), scheme, num, rng)[estimator]
+    noise = np.concatenate(
+        [
+            _deviations(rows, whitening, x[None], (estimator,), scheme, num, rng)[estimator]
+            for x in q
+        ]
+    )
     zeta = np.sqrt(excess * num / (num - 1)) * (noise - noise.mean(1, keepdims=True))
     both = np.concatenate([q[:, None], q[:, None] + zeta, q[:, None] - zeta], 1)
     _, found = rows.on_some(whitening.position(both.reshape(-1, q.shape[1])))

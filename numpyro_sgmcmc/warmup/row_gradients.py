@@ -22,7 +22,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.eager_potential import draw_subset
+from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
 
 __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 
@@ -153,6 +153,16 @@ class RowGradients:
     def on_some(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Potentials and gradients on rows that stand for all, at each position."""
         return self.mean(positions, self.some)
+
+    def is_finite(self, position: np.ndarray) -> bool:
+        """Whether potential and gradient are finite."""
+        return all(bool(np.isfinite(x).all()) for x in self.on_some(position[None]))
+
+    def everywhere(self, position: np.ndarray) -> np.ndarray:
+        """The gradient on all rows, shape ``(d,)``."""
+        if self.arguments.hosts or self.arguments.sharded:
+            return EagerPotential(self.target, self.arguments).gradient(position)
+        return self.mean(position[None], minibatches_of(self.target.groups))[1][0]
 
     def on_all(self, positions: np.ndarray, whitening: Whitening) -> np.ndarray:
         """Gradients on all rows, from those on some and the exact one at the anchor."""

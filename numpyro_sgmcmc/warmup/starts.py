@@ -14,7 +14,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
 __all__ = ["accepted_start", "first_positions", "refuse_no_values", "refuse_other_sites"]
 
@@ -34,11 +34,11 @@ def accepted_start(
     refuse_other_sites(init_params, target, num_chains)
     if is_traced(init_params):
         return init_params
-    potential = EagerPotential.on_some_rows(target, arguments)
+    rows = RowGradients(target, arguments)
     for chain in range(num_chains or 1):
         one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
         position = ravel_pytree(one)[0]
-        if not potential.is_finite(np.asarray(position)):
+        if not rows.is_finite(np.asarray(position)):
             of_chain = f" of chain {chain}" if num_chains else ""
             raise Refusal(
                 f"Log density or gradient is not finite at the `init_params`{of_chain}. "

@@ -105,16 +105,6 @@ def test_thermostat_on_epochs_is_warned_of():
         kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
 
 
-def test_surface_is_infinite_where_the_potential_is_not_finite():
-    potential = eager_potential(lambda q: jnp.log(q).sum(), 2)
-    assert potential.value(np.array([1.0, -1.0])) == np.inf
-    assert not potential.is_finite(np.array([1.0, -1.0]))
-    assert potential.value(np.array([1.0, np.e])) == pytest.approx(1)
-    assert potential.is_finite(np.array([1.0, 2.0]))
-    # A finite value beside an infinite slope is no start either.
-    assert not eager_potential(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
-
-
 def test_surface_keeps_the_digits_of_its_callers():
     potential = eager_potential(lambda q: jnp.square(q).sum(), 2)
     value, gradient, hessian = potential.expansion(np.array([1.0, 2.0]))

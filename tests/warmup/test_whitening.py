@@ -1,17 +1,17 @@
-"""The factor that whitens, from curvature and from draws, where its answer is known."""
+"""The factor that whitens, from curvature, draws and gradients, where its answer is known."""
 
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
 from numpyro_sgmcmc.warmup.factors import (
+    as_matrix,
     factor_from_curvature,
-    factor_from_draws,
+    factor_from_gradients,
     hessian_by_products,
-    largest_curvature,
     symmetric_root,
 )
-from tests.warmup.potentials import FACTORS, Quadratic, random_covariance
+from tests.warmup.potentials import Quadratic, random_covariance
 
 
 @pytest.mark.parametrize("d", [1, 2, 20])
@@ -91,112 +91,97 @@ def test_flat_coordinates_have_a_finite_factor():
     assert factor[1] > 100
 
 
-def whitened_covariance(factor, renewed):
-    """Covariance of the renewed coordinates in the old ones."""
-    if factor.ndim == 1:
-        return np.square(renewed / factor)
-    step = np.linalg.solve(factor, renewed)
-    return step @ step.T
+def gaussian_draws(covariance, num, seed=0):
+    """Draws and the gradients of the potential there."""
+    root = np.linalg.cholesky(covariance)
+    x = np.random.default_rng(seed).standard_normal((num, len(covariance))) @ root.T
+    return x, x @ np.linalg.inv(covariance)
 
 
-@pytest.mark.parametrize("kind", FACTORS)
-def test_many_draws_are_believed(kind):
-    factor = FACTORS[kind]
-    covariance = np.array([[2.0, 0.5], [0.5, 0.6]])
-    covariance = covariance if kind == "dense" else np.diagonal(covariance)
-    renewed = factor_from_draws(factor, covariance, 1e12, None)
-    np.testing.assert_allclose(whitened_covariance(factor, renewed), covariance, rtol=1e-6)
+def spread_of(covariance, factor, stretch):
+    """Eigenvalues of the whitened covariance, which are ones for a right factor."""
+    inverse = np.linalg.inv(as_matrix(factor, stretch, None))
+    return np.linalg.eigvalsh(inverse @ covariance @ inverse.T)
 
 
-@pytest.mark.parametrize("kind", FACTORS)
-def test_few_draws_change_nothing(kind):
-    factor = FACTORS[kind]
-    covariance = np.array([[1.3, 0.2], [0.2, 0.9]])
-    covariance = covariance if kind == "dense" else np.diagonal(covariance)
-    renewed = factor_from_draws(factor, covariance, 5.0, None)
-    identity = np.eye(2) if kind == "dense" else np.ones(2)
-    np.testing.assert_allclose(whitened_covariance(factor, renewed), identity, atol=1e-12)
+def test_a_diagonal_posterior_is_whitened_exactly_by_a_few_draws():
+    sds = 10.0 ** np.linspace(-4, 4, 50)
+    factor, stretch = factor_from_gradients(*gaussian_draws(np.diag(sds**2), 5))
+    np.testing.assert_allclose(factor, sds, rtol=1e-6)
+    assert stretch is None
 
 
-@pytest.mark.parametrize("kind", FACTORS)
-def test_shrinkage_is_sampling_variance_over_distance(kind):
-    factor = FACTORS[kind]
-    covariance = np.array([[2.0, 0.5], [0.5, 0.6]])
-    identity, variance = np.eye(2), 2 * 3 / 20
-    if kind == "diagonal":
-        covariance, identity, variance = np.diagonal(covariance), np.ones(2), 2 * 2 / 20
-    shrinkage = variance / np.square(covariance - identity).sum()
-    assert 0 < shrinkage < 1
-    expected = (1 - shrinkage) * covariance + shrinkage * identity
-    renewed = factor_from_draws(factor, covariance, 20.0, None)
-    np.testing.assert_allclose(whitened_covariance(factor, renewed), expected, rtol=1e-8)
+def test_a_few_directions_are_found_by_fewer_draws_than_coordinates():
+    """A diagonal with two long directions and a short one, in units from 0.01 to 100."""
+    d = 200
+    rng = np.random.default_rng(1)
+    vectors = np.linalg.qr(rng.standard_normal((d, 3)))[0]
+    sds = 10.0 ** rng.uniform(-2, 2, d)
+    core = np.eye(d) + vectors * (np.array([50.0, 9.0, 0.02]) - 1.0) @ vectors.T
+    covariance = core * np.outer(sds, sds)
+    factor, stretch = factor_from_gradients(*gaussian_draws(covariance, 100))
+    found = spread_of(covariance, factor, stretch)
+    assert 0.4 < found.min() < found.max() < 2.5
+    # A diagonal alone leaves the long direction as long as it was.
+    assert spread_of(covariance, factor, None).max() > 20.0
+    assert stretch is not None
+    assert len(stretch.factors) <= 10
 
 
-@pytest.mark.parametrize("is_dense", [True, False])
-@pytest.mark.parametrize("num_draws", [60, 300])
-def test_a_right_factor_is_spoiled_less_than_by_the_draws_themselves(is_dense, num_draws):
-    rng, d = np.random.default_rng(0), 20
-    factor = np.eye(d) if is_dense else np.ones(d)
-    kept, believed = [], []
-    for _ in range(20):
-        draws = rng.standard_normal((num_draws, d))
-        covariance = np.cov(draws, rowvar=False) if is_dense else draws.var(0, ddof=1)
-        renewed = factor_from_draws(factor, covariance, num_draws, None)
-        kept.append(np.linalg.norm(whitened_covariance(factor, renewed) - factor))
-        believed.append(np.linalg.norm(covariance - factor))
-    assert np.mean(kept) < 0.2 * np.mean(believed)
+def test_a_stiff_direction_of_many_coordinates_does_not_shorten_the_others():
+    """Columns with a common part: one direction is stiff and all others are alike."""
+    d = 150
+    ones = np.ones((d, 1)) / np.sqrt(d)
+    covariance = np.eye(d) - (1.0 - 1e-3) * ones @ ones.T
+    found = spread_of(covariance, *factor_from_gradients(*gaussian_draws(covariance, 100)))
+    assert found.max() / found.min() < 1.5
 
 
-def test_a_wrong_factor_is_mended_by_as_few_draws():
-    rng, d = np.random.default_rng(0), 20
-    truth = random_covariance(d, correlation=0.8)
-    draws = rng.standard_normal((300, d)) @ np.linalg.cholesky(truth).T
-    renewed = factor_from_draws(np.eye(d), np.cov(draws, rowvar=False), 300, None)
-    spread = np.linalg.eigvalsh(np.linalg.solve(renewed, truth) @ np.linalg.inv(renewed).T)
-    assert 0.4 < spread.min() < spread.max() < 2.0
-    assert np.linalg.eigvalsh(truth).max() > 10
+def test_heat_leaves_the_whitening_as_it_is():
+    """Draws too wide by noise have gradients that are as much too large."""
+    covariance = random_covariance(30)
+    x, g = gaussian_draws(covariance, 200)
+    cold, hot = factor_from_gradients(x, g), factor_from_gradients(2.0 * x, 2.0 * g)
+    np.testing.assert_allclose(as_matrix(*cold, None), as_matrix(*hot, None), rtol=1e-2)
 
 
 def test_mask_keeps_blocks_apart():
-    covariance, mask = random_covariance(4), np.eye(4, dtype=bool)
-    mask[:2, :2] = True
-    renewed = factor_from_draws(np.eye(4), covariance, 1e12, mask)
-    np.testing.assert_allclose(renewed @ renewed.T, np.where(mask, covariance, 0), atol=1e-10)
+    mask = np.kron(np.eye(2, dtype=bool), np.ones((2, 2), dtype=bool))
+    x, g = gaussian_draws(random_covariance(4), 500)
+    factor, stretch = factor_from_gradients(x, g)
+    matrix = as_matrix(factor, stretch, mask)
+    np.testing.assert_array_equal((matrix @ matrix.T)[~mask], 0.0)
+    whole = as_matrix(factor, stretch, None)
+    np.testing.assert_allclose((matrix @ matrix.T)[mask], (whole @ whole.T)[mask])
 
 
-def test_stuck_or_lost_coordinates_keep_a_usable_factor():
-    renewed = factor_from_draws(np.ones(3), np.array([0.0, 1.0, 1e12]), 1e9, None)
-    assert (renewed >= 0.1).all()
-    assert (renewed <= 10).all()
+def test_stuck_coordinates_keep_a_usable_factor():
+    x, g = gaussian_draws(np.eye(3), 100)
+    x[:, 0] = 1.0
+    factor, stretch = factor_from_gradients(x, g)
+    assert np.isfinite(as_matrix(factor, stretch, None)).all()
+    assert (factor > 0).all()
 
 
-@pytest.mark.parametrize(
-    "factor", [np.array([1.0, 0.1, 5.0]), np.tril(random_covariance(3))], ids=["diagonal", "dense"]
-)
-def test_largest_curvature(factor):
-    hessian = random_covariance(3, seed=1)
-    dense = np.diag(factor) if factor.ndim == 1 else factor
-    expected = np.linalg.eigvalsh(dense.T @ hessian @ dense).max()
-    whitening = Whitening(np.zeros(3), factor, np.zeros(3))
-    assert largest_curvature(hessian, whitening, None) == pytest.approx(expected)
-    assert largest_curvature(None, whitening, Quadratic(hessian)) == pytest.approx(
-        expected, rel=0.02
+@pytest.mark.parametrize("stretch_of", [0.2, 5.0])
+def test_stretch(stretch_of):
+    rng = np.random.default_rng(2)
+    directions = np.linalg.qr(rng.standard_normal((6, 2)))[0]
+    stretch = Stretch(directions, np.array([stretch_of, 2.0]))
+    whitening = Whitening(
+        rng.standard_normal(6), rng.uniform(0.5, 2, 6), np.zeros(6), None, stretch
     )
-    assert largest_curvature(-hessian, whitening, None) == pytest.approx(expected)
-
-
-def test_correlated_columns_are_stiff_for_a_diagonal_factor():
-    # What decides the step: a diagonal factor leaves an eigenvalue of about d times correlation.
-    covariance = random_covariance(20, correlation=0.95)
-    hessian = np.linalg.inv(covariance)
-    whitening = Whitening(np.zeros(20), np.sqrt(np.diagonal(covariance)), np.zeros(20))
-    assert largest_curvature(hessian, whitening, None) == pytest.approx(20, rel=0.01)
-    dense = whitening._replace(factor=np.linalg.cholesky(covariance))
-    assert largest_curvature(hessian, dense, None) == pytest.approx(1)
-
-
-def test_curvature_that_is_not_finite_counts_as_one():
-    whitening = Whitening(np.zeros(2), np.ones(2), np.zeros(2))
-    assert largest_curvature(np.full((2, 2), np.nan), whitening, None) == 1.0
-    assert largest_curvature(None, whitening, Quadratic(np.full((2, 2), np.nan))) == 1.0
-    assert largest_curvature(None, whitening, Quadratic(np.zeros((2, 2)))) == 1.0
+    matrix = as_matrix(whitening.factor, stretch, None)
+    v = rng.standard_normal((3, 6))
+    np.testing.assert_allclose(whitening.push(v), v @ matrix.T)
+    np.testing.assert_allclose(whitening.push(v[0]), matrix @ v[0])
+    np.testing.assert_allclose(whitening.pull(v), v @ matrix)
+    np.testing.assert_allclose(whitening.whiten(whitening.push(v)), v)
+    diagonal = np.diagonal(matrix @ matrix.T)
+    np.testing.assert_allclose(whitening.inverse_mass_matrix, diagonal, rtol=1e-6)
+    np.testing.assert_allclose(whitening.sds, np.sqrt(diagonal), rtol=1e-6)
+    # Products of positions and gradients are the same in any coordinates; each has its own there.
+    g = rng.standard_normal((3, 6))
+    sites = whitening.push(v) * g
+    own = whitening.unstretch(v) * whitening.unstretch_gradient(whitening.pull(g))
+    np.testing.assert_allclose(own, sites)

@@ -1,0 +1,209 @@
+"""What minibatch gradients tell, where it is known: passes over all rows, noise, its effects."""
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import init_to_uniform
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, ControlVariate, Plain
+from numpyro_sgmcmc.posterior.target import function_target
+from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup import variational
+from numpyro_sgmcmc.warmup.measure import largest_curvature_on, mean_shift, measure_noise
+from numpyro_sgmcmc.warmup.noise import draw_rows
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients, minibatches_of
+from tests.warmup.potentials import random_covariance
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def row_gradients(fn, dim):
+    return RowGradients(function_target(fn, jnp.zeros(dim)), Arguments())
+
+
+# --- Passes over all rows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 12, 13])
+@pytest.mark.parametrize("batch", [1, 3, 5])
+def test_weighted_minibatches_are_all_rows(size, batch):
+    """Whatever is left over, each row counts as much, and what is no row's counts once."""
+    batch = min(batch, size)
+    prior, of_rows = 0.7, rng().standard_normal(size)
+    total = weights = 0.0
+    for rows, weight in minibatches_of([[Plate("a", size, batch)]]):
+        assert rows["a"].shape == (batch,)
+        total += weight * (prior + size / batch * of_rows[rows["a"]].sum())
+        weights += weight
+    assert weights == pytest.approx(1)
+    assert total == pytest.approx(prior + of_rows.sum())
+
+
+def test_weighted_minibatches_of_nested_plates_and_others():
+    """Two plates of one site, and a third of its own."""
+    a, b, c = Plate("a", 5, 2), Plate("b", 7, 3), Plate("c", 4, 3)
+    of_pairs, of_rows = rng().standard_normal((5, 7)), rng().standard_normal(4)
+    total = 0.0
+    for rows, weight in minibatches_of([[a, b], [c]]):
+        pairs = of_pairs[np.ix_(rows["a"], rows["b"])].sum() * 5 / 2 * 7 / 3
+        total += weight * (0.3 + pairs + of_rows[rows["c"]].sum() * 4 / 3)
+    assert total == pytest.approx(0.3 + of_pairs.sum() + of_rows.sum())
+
+
+def waiting_times(y, batch_size=None):
+    """Its potential is exp(t) sum(y) - n t: all derivatives from the second on are alike."""
+    t = numpyro.sample("t", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Exponential(jnp.exp(t)), obs=y[i])
+
+
+def waiting(num=200, batch=20):
+    y = rng().exponential(size=num)
+    arguments = Arguments((jnp.asarray(y),), {"batch_size": batch})
+    target = target_of(waiting_times, arguments, init_to_uniform)
+    mode = np.array([np.log(num / y.sum())])
+    return y, RowGradients(target, arguments), Whitening(mode, num**-0.5 * np.ones(1), np.zeros(1))
+
+
+def test_gradient_everywhere():
+    y, rows, _ = waiting(num=203)
+    found = rows.everywhere(np.array([0.3]))
+    np.testing.assert_allclose(found, np.exp(0.3) * y.sum() - len(y), rtol=1e-10)
+    assert rows.is_finite(np.array([0.3]))
+    assert not rows.is_finite(np.array([np.nan]))
+    # A finite value beside an infinite slope is no start either.
+    assert not row_gradients(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
+
+
+def test_gradients_on_all_rows_by_way_of_the_anchor():
+    y, rows, whitening = waiting()
+    positions = whitening.position(np.linspace(-2, 2, 5)[:, None])
+    exact = np.exp(positions) * y.sum() - len(y)
+    np.testing.assert_allclose(rows.on_all(positions, whitening), exact, atol=1e-8)
+
+
+# --- Noise --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_noise_of_random_rows(name):
+    """That of one row over their number, times the rows squared."""
+    y, rows, whitening = waiting()
+    q = np.array([[1.5]])
+    found = measure_noise(rows, whitening, np.repeat(q, 40, 0), [ESTIMATORS[name]], IID(), rng())
+    t, anchor = whitening.position(q)[0, 0], whitening.anchor[0]
+    of_rows = {
+        "plain": np.exp(t),
+        "control_variate": np.exp(t) - np.exp(anchor),
+        "second_order_control_variate": np.exp(t) - np.exp(anchor) * (1 + t - anchor),
+    }[name] * y
+    variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 20
+    # Sixteen positions see the same 64 minibatches: sd 18 % of the variance, skewness more.
+    assert found[ESTIMATORS[name]].variance == pytest.approx(variance, rel=0.7)
+    assert found[ESTIMATORS[name]].order == ESTIMATORS[name].noise_order
+
+
+@pytest.mark.parametrize("estimator", [Plain(), ControlVariate()], ids=lambda e: e.name)
+def test_noise_moves_the_mean_of_a_skewed_posterior(estimator):
+    """By minus half the third derivative times the excess variance."""
+    y, rows, whitening = waiting(num=200, batch=2)
+    q = 0.7 * np.ones((8, 1))
+    excess = 0.02
+    found = mean_shift(rows, whitening, q, estimator, IID(), excess, rng())
+    t, anchor = whitening.position(q[:1])[0, 0], whitening.anchor[0]
+    of_rows = (np.exp(t) - estimator.has_anchor * np.exp(anchor)) * y
+    variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 2
+    third = np.exp(t) * y.sum() * whitening.factor[0] ** 3
+    expected = 0.5 * third * excess * variance
+    assert 0.3 * expected < found < 1.5 * expected  # two standard errors are taken off
+
+
+def test_noise_leaves_the_mean_of_a_gaussian():
+    def model(y, batch_size=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 10))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    y = rng().standard_normal(100)
+    arguments = Arguments((jnp.asarray(y),), {"batch_size": 5})
+    rows = RowGradients(target_of(model, arguments, init_to_uniform), arguments)
+    whitening = Whitening(np.array([y.mean()]), 0.1 * np.ones(1), np.zeros(1))
+    q = rng().standard_normal((8, 1))
+    assert mean_shift(rows, whitening, q, Plain(), IID(), 1.0, rng()) < 1e-6
+
+
+# --- Curvature ----------------------------------------------------------------------------------
+
+
+def test_largest_curvature():
+    hessian = random_covariance(20)
+    rows = row_gradients(lambda q: q @ jnp.asarray(hessian) @ q / 2, 20)
+    values = np.linalg.eigvalsh(hessian)
+    factor = 2.0 * np.ones(20)
+    whitening = Whitening(np.zeros(20), factor, np.zeros(20))
+    q = rng().standard_normal((4, 20))
+    found = largest_curvature_on(rows, whitening, q, rng())
+    assert found == pytest.approx(4 * values.max(), rel=0.1)
+    assert found <= 4 * values.max() * (1 + 1e-6)
+    root = np.linalg.cholesky(np.linalg.inv(hessian))
+    dense = Whitening(np.zeros(20), root, np.zeros(20))
+    assert largest_curvature_on(rows, dense, q, rng()) == pytest.approx(1, rel=1e-6)
+
+
+def test_curvature_that_is_not_finite_counts_as_one():
+    rows = row_gradients(lambda q: jnp.sqrt(q).sum(), 2)
+    whitening = Whitening(-np.ones(2), np.ones(2), np.zeros(2))
+    assert largest_curvature_on(rows, whitening, np.zeros((4, 2)), rng()) == 1.0
+
+
+# --- The start by volume ------------------------------------------------------------------------
+
+
+def fit(fn, starts, num_steps=2_000):
+    target = function_target(fn, jnp.zeros(starts.shape[1]))
+    return variational.fit(
+        target,
+        Arguments(),
+        starts,
+        lambda shape: draw_rows(target, rng(), shape, IID()),
+        num_steps,
+        rng(),
+    )
+
+
+def test_the_fit_to_a_gaussian():
+    """The mean-field fit has the mean, and as variances the inverse of the precision's diagonal."""
+    precision, mode = 10.0 * random_covariance(5), np.arange(5.0)
+    found = fit(
+        lambda q: (q - mode) @ jnp.asarray(precision) @ (q - mode) / 2,
+        rng().uniform(-2, 2, (3, 5)),
+    )
+    for mean, sd in found:
+        np.testing.assert_allclose(sd, np.diagonal(precision) ** -0.5, rtol=0.1)
+        assert np.abs((mean - mode) / sd).max() < 0.3
+
+
+def test_the_fit_stays_out_of_a_spike():
+    """Effects of 100 groups, each seen once with noise one, and their scale: at its mode that is
+    zero with all effects; most of the mass is about 0.9, where it was drawn.
+    """
+    y = 1.3 * rng().standard_normal(100)
+
+    def potential(q):
+        log_scale, effects = q[0], q[1:]
+        prior = 100 * log_scale + jnp.square(effects / jnp.exp(log_scale)).sum() / 2
+        return prior + jnp.square(y - effects).sum() / 2 + log_scale**2 / 2
+
+    for mean, sd in fit(potential, rng().uniform(-2, 2, (4, 101))):
+        assert abs(mean[0]) < 0.5
+        assert sd.min() > 0.05
