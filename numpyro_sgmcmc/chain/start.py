@@ -51,6 +51,7 @@ def start_chains(
         _start_chain,
         adapt_state=adapt_state,
         num_steps=jnp.asarray(adaptation.num_steps),
+        arguments=arguments if adaptation.is_given else None,
         target=target,
         dynamics=dynamics,
     )
@@ -69,13 +70,20 @@ def _start_chain(
     *,
     adapt_state: AdaptState,
     num_steps: Array,
+    arguments: Arguments | None,
     target: Target,
     dynamics: Dynamics,
 ) -> SGMCMCState:
-    """A chain's first state: over-dispersed about the anchor, or where the user says."""
+    """A chain's first state: over-dispersed about the anchor, or where the user says.
+
+    :param arguments: the model's, where the initialisation strategy decides; else None.
+    """
     whitening = adapt_state.whitening
     rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
-    if init_params is None:
+    if init_params is None and arguments is not None:
+        flat = target.start(position_key, arguments).astype(target.dtype)
+        q = whitening.whiten(flat - whitening.anchor)
+    elif init_params is None:
         q = _SPREAD * random.normal(position_key, (target.dim,), target.dtype)
     else:
         flat = ravel_pytree(init_params)[0].astype(target.dtype)

@@ -18,10 +18,19 @@ from numpyro_sgmcmc.posterior.target import Target
 __all__ = ["EagerPotential", "draw_subset"]
 
 _SUBSET_ROWS = 20_000
+_RUN_BYTES = 2**14
 
 _gradient = jax.jit(Target.full_gradient, static_argnums=0)
 _expansion = jax.jit(Target.full_expansion, static_argnums=0)
 _products = jax.jit(Target.full_hessian_products, static_argnums=0)
+
+
+def run_length(target: Target, plate: Plate) -> int:
+    """Rows that random rows are drawn in: one, or as many as share some pages of the disk."""
+    widths = [x.array for x in target.lookups if x.plate == plate.name]
+    widths = [x.row_size * x.dtype.itemsize for x in widths]
+    fitting = max(1, _RUN_BYTES // max(1, *widths)) if widths else 1
+    return max(r for r in range(1, min(fitting, plate.part) + 1) if plate.part % r == 0)
 
 
 def draw_subset(target: Target, seed: int) -> Indices | None:
@@ -29,17 +38,18 @@ def draw_subset(target: Target, seed: int) -> Indices | None:
     if all(p.size <= _SUBSET_ROWS for p in target.plates):
         return None
     rng = np.random.default_rng(seed)
-    return {p.name: _some_rows(p, rng) for p in target.plates}
+    return {p.name: _some_rows(p, rng, run_length(target, p)) for p in target.plates}
 
 
-def _some_rows(plate: Plate, rng: np.random.Generator) -> np.ndarray:
+def _some_rows(plate: Plate, rng: np.random.Generator, run: int) -> np.ndarray:
     """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
     if plate.size <= _SUBSET_ROWS and plate.shards is None:
         return np.arange(plate.size, dtype=np.int32)
     firsts, counts = plate.strata
-    each = -(-_SUBSET_ROWS // len(counts))
-    rows = firsts + np.sort(rng.integers(0, counts, (len(counts), each)))
-    return rows.reshape(-1).astype(np.int32)
+    each = -(-_SUBSET_ROWS // (run * len(counts)))
+    starts = np.sort(rng.integers(0, counts, (len(counts), each)))
+    rows = (starts[..., None] + np.arange(run)) % counts[..., None]
+    return (firsts + rows.reshape(len(counts), -1)).reshape(-1).astype(np.int32)
 
 
 class EagerPotential:

@@ -26,6 +26,8 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
 from numpyro_sgmcmc.warmup.measure import measure_noise
+from numpyro_sgmcmc.warmup.moment_source import choose_source, own_gradients
+from numpyro_sgmcmc.warmup.noise import NO_NOISE
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
@@ -38,6 +40,7 @@ _FIT_STEPS = 4_000
 _BOUND_DRAWS = 8
 _CHAINS = 16
 _WINDOWS = (400, 800, 1_600, 1_600, 1_600, 1_600)  # steps
+_WINDOWS_ON_DISK = 2
 _DRAWS = 256  # of a window, at which gradients on all rows are taken
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
@@ -50,10 +53,43 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
 
     :param starts: first positions, of which the first finite ones are tried.
     """
+    if context.settings.leaves_nothing_to_find:
+        return _as_given(context, context.finite_starts(starts, 1)[0])
     wanted = 1 if context.settings.has_start else _STARTS
     whitening, q = find_typical_set(context, context.finite_starts(starts, wanted))
     context.progress("gradient noise")
     return decide(context, whitening, q)
+
+
+def _as_given(context: Context, position: np.ndarray) -> Adaptation:
+    """What the user has given, about a first position: no optimum, no chains, no measurement."""
+    settings, target = context.settings, context.target
+    matrix, estimator, scheme = settings.inverse_mass_matrix, settings.gradient, settings.minibatch
+    step_size, num_steps = settings.step_size, settings.num_steps
+    assert matrix is not None
+    assert estimator is not None
+    assert scheme is not None
+    assert step_size is not None
+    assert num_steps is not None
+    whitening = Whitening(position, root(matrix), np.zeros_like(position))
+    if estimator.has_anchor:
+        whitening = context.whitening_at(position, root(matrix))
+        context.refuse_infinite_gradient(whitening)
+        whitening = context.with_hessian(whitening, estimator)
+    apart = choose_source({estimator: 0.0}, estimator, scheme.is_independent, num_steps)
+    return Adaptation(
+        whitening=whitening.cast(target.dtype),
+        step_size=step_size,
+        num_steps=num_steps,
+        estimator=estimator,
+        minibatch=scheme,
+        gradient_noise=None,
+        noise=NO_NOISE,
+        moment_source=apart or own_gradients(target.dim, num_steps),
+        allowed_excess=None,
+        relaxation_time=float(settings.dynamics.relaxation_time(step_size)),
+        is_given=not settings.has_start,
+    )
 
 
 def find_typical_set(
@@ -75,7 +111,9 @@ def find_typical_set(
     context.refuse_infinite_gradient(whitening)
     q = whitening.whiten(fit.sd * context.rng.standard_normal((_CHAINS, context.target.dim)))
     shorter = 1.0
-    for num_steps in _WINDOWS:
+    # Each window ends with a pass over all rows: on a disk that is all its time.
+    windows = _WINDOWS[:_WINDOWS_ON_DISK] if context.arguments.hosts else _WINDOWS
+    for num_steps in windows:
         context.progress("pilot chains")
         estimator, step_size = _pilot_step(context, whitening, q, shorter)
         draws = run_pilot(

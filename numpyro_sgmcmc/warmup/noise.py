@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.estimators import Estimator, whitened_gradient
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.eager_potential import run_length
 
 __all__ = [
     "NO_NOISE",
@@ -134,17 +135,18 @@ def draw_rows(
     :return: shape ``shape + (subsample_size,)`` for each plate.
     """
     if scheme.is_consecutive:
-        return {p.name: _draw(p, rng, shape, 1, np.arange(p.part)) for p in target.plates}
-    return {p.name: _draw(p, rng, shape, p.part, 0) for p in target.plates}
+        return {p.name: _draw(p, rng, shape, p.part) for p in target.plates}
+    return {p.name: _draw(p, rng, shape, run_length(target, p)) for p in target.plates}
 
 
 def _draw(
-    plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], num_starts: int, run: Any
+    plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], run_length: int
 ) -> np.ndarray:
-    """Rows that start at random and go on along ``run``; of each shard its part."""
+    """Runs of rows that start at random; of each shard its part."""
     firsts, counts = plate.strata
-    start = rng.integers(0, counts, (*shape, len(counts), num_starts))
-    rows = firsts + (start + run) % counts
+    start = rng.integers(0, counts, (*shape, len(counts), plate.part // run_length))
+    rows = (start[..., None] + np.arange(run_length)) % counts[..., None]
+    rows = firsts + rows.reshape(*shape, len(counts), plate.part)
     return rows.reshape(*shape, plate.subsample_size).astype(np.int32)
 
 

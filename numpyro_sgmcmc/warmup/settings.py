@@ -52,6 +52,15 @@ class Settings:
     noise_compensation: bool
     has_start: bool
 
+    @property
+    def leaves_nothing_to_find(self) -> bool:
+        """Whether all that a warm-up looks for is given: then it need not look for it."""
+        given = (self.step_size, self.num_steps, self.gradient, self.minibatch)
+        has_all = all(x is not None for x in (*given, self.inverse_mass_matrix))
+        # Control variates need an anchor in the posterior's midst.
+        has_anchor = self.has_start or not (self.gradient and self.gradient.has_anchor)
+        return has_all and has_anchor and not self.noise_compensation
+
 
 class Adaptation(NamedTuple):
     """
@@ -66,6 +75,8 @@ class Adaptation(NamedTuple):
     - **allowed_excess** - excess of temperature at which a chain in warm-up does not shorten its
       step; None where the step size is the user's.
     - **relaxation_time** - time between about independent draws.
+    - **is_given** - whether nothing was looked for: the chains then start where the initialisation
+      strategy says.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
     """
@@ -80,4 +91,5 @@ class Adaptation(NamedTuple):
     moment_source: MomentSource
     allowed_excess: float | None
     relaxation_time: float
+    is_given: bool = False
     locals: LocalStart | None = None

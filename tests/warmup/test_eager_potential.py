@@ -52,7 +52,7 @@ def test_whitening(factor):
 
 
 def target_of(*plates):
-    return SimpleNamespace(plates=tuple(Plate(*p) for p in plates))
+    return SimpleNamespace(plates=tuple(Plate(*p) for p in plates), lookups=())
 
 
 def test_subset():

@@ -1,0 +1,120 @@
+"""Posteriors with 100 to 10,000 parameters with no arguments, beside NUTS.
+
+``python benchmarks/large.py`` runs the problems of ``large_problems.py`` with nothing but model,
+data and minibatch, and compares them with the references of ``large_references.py``, in
+unconstrained space, coordinate by coordinate; with words, only problems whose name has one of them.
+``--small`` takes minibatches that are known to be too small: the library must say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from large_problems import LARGE_PROBLEMS
+from large_references import file_of
+from numpyro.diagnostics import split_gelman_rubin
+from numpyro.infer import MCMC
+from rivals import unconstrained
+from timing import print_header, print_row
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from tests.samplers.references import summarise
+
+_COLUMNS = {
+    "problem": 36,
+    "d": 6,
+    "batch": 7,
+    "steps": 6,
+    "R-hat": 7,
+    "ESS": 6,
+    "mean": 6,
+    "sd": 12,
+    "beyond": 7,
+    "cpu s": 6,
+    "ESS/s": 7,
+    "NUTS": 7,
+    "flag": 6,
+}
+
+
+def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:
+    """Four chains, the CPU seconds they took, and what the library said."""
+    model, args = LARGE_PROBLEMS[name].build()
+    mcmc = MCMC(
+        SGHMCSplit(model),
+        num_warmup=300,
+        num_samples=1000,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    start = time.process_time()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        mcmc.run(jax.random.key(seed), *args, batch_size=batch_size)
+    jax.block_until_ready(mcmc.get_samples())
+    return mcmc, time.process_time() - start, [str(w.message) for w in said]
+
+
+def compare(name: str, batch_size: int, seed: int) -> list[str]:
+    """One row of the table; what the library said is returned."""
+    mcmc, seconds, said = run(name, batch_size, seed)
+    model, args = LARGE_PROBLEMS[name].build()
+    draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
+    ours, theirs = summarise(draws), np.load(file_of(name))
+
+    def flat(key: str) -> tuple[np.ndarray, np.ndarray]:
+        sites = sorted(ours)
+        mine = np.concatenate([np.ravel(ours[s][key]) for s in sites])
+        return mine, np.concatenate([np.ravel(theirs[f"{key}:{s}"]) for s in sites])
+
+    (mean, right), (sd, sd_right), (ess, ess_right) = flat("mean"), flat("sd"), flat("ess")
+    ess_sd, ess_sd_right = flat("ess_sd")
+    shift, inflation = (mean - right) / sd_right, sd / sd_right - 1.0
+    error = np.sqrt(1 / ess + 1 / ess_right)
+    sd_error = np.sqrt(0.5 / ess_sd + 0.5 / ess_sd_right)
+    beyond = (np.abs(shift) > 0.1 + 3 * error) | (np.abs(inflation) > 0.1 + 3 * sd_error)
+    r_hat = max(np.max(split_gelman_rubin(np.asarray(x, np.float64))) for x in draws.values())
+    is_flagged = any(s.verdict != "fine" for s in bias_report(mcmc).sites)
+    cells: dict[str, Any] = {
+        "problem": name,
+        "d": len(mean),
+        "batch": batch_size,
+        "steps": int(np.max(mcmc.last_state.num_steps)),
+        "R-hat": f"{r_hat:.3f}",
+        "ESS": f"{ess.min():.0f}",
+        "mean": f"{np.abs(shift).max():.2f}",
+        "sd": f"{inflation.min():+.2f} {inflation.max():+.2f}",
+        "beyond": int(beyond.sum()),
+        "cpu s": f"{seconds:.0f}",
+        "ESS/s": f"{ess.min() / seconds:.1f}",
+        "NUTS": f"{ess_right.min() / float(theirs['cpu']):.1f}",
+        "flag": "flag" if is_flagged or said else "-",
+    }
+    print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
+    return said
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="parts of problems' names")
+    parser.add_argument("--small", action="store_true", help="minibatches that are too small")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print_header("Large: no arguments")
+    print_row(_COLUMNS, _COLUMNS.values())
+    for name, problem in LARGE_PROBLEMS.items():
+        batch_size = problem.small if given.small else problem.batch_size
+        is_wanted = not given.words or any(word in name for word in given.words)
+        if is_wanted and batch_size is not None:
+            for sentence in compare(name, batch_size, given.seed):
+                print(f"    {sentence}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
