@@ -19,6 +19,7 @@ __all__ = [
 _PROBES = 64
 _DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
 _ROUNDS = 3
+_FAR_FROM_SD = 100.0  # times: a scale further from the draws' sd is none of the posterior's
 _RIDGE = 1e-5  # of the mean variance
 _CLEARLY_STRETCHED = 1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
 _STRETCH_MAX_DIM = 50_000
@@ -133,9 +134,13 @@ def as_matrix(factor: np.ndarray, stretch: Stretch | None, mask: np.ndarray | No
 
 
 def _alike(x: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """The diagonal by which to divide draws and multiply gradients for equal variances."""
+    """The diagonal by which to divide draws and multiply gradients for equal variances.
+
+    Where the gradient does not vary, as in a flat place, the draws' own width must do.
+    """
     of_x, of_g = (np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g))
-    return (of_x / of_g) ** 0.25
+    sd = np.sqrt(of_x)
+    return np.clip((of_x / of_g) ** 0.25, sd / _FAR_FROM_SD, sd * _FAR_FROM_SD)
 
 
 def _stretch(x: np.ndarray, g: np.ndarray) -> tuple[float, Stretch | None]:

@@ -126,7 +126,7 @@ def find_typical_set(
             context.rng,
             estimator,
         )
-        alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+        alive = _alive(context, whitening, draws)
         if alive.sum() <= _CHAINS // 2:
             shorter *= 4.0
             q = q / 2.0
@@ -177,6 +177,17 @@ def _pilot_step(
     step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
     estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))
     return estimator, step_sizes[estimator]
+
+
+def _alive(context: Context, whitening: Whitening, draws: np.ndarray) -> np.ndarray:
+    """Which chains neither ran off nor ended where there is no density.
+
+    :param draws: whitened draws, shape ``(chains, draws, d)``.
+    """
+    alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+    ends = np.where(alive[:, None], draws[:, -1], 0.0)
+    values, _ = context.rows.on_some(whitening.position(ends.astype(np.float64)))
+    return np.asarray(alive & np.isfinite(values))
 
 
 def _have_settled(draws: np.ndarray) -> bool:

@@ -60,7 +60,7 @@ def _advance(
 
         def gradient(q: Array) -> Array:
             positions = jnp.concatenate([whitening.position(q), whitening.anchor[None]])
-            found = jax.vmap(lambda x: target.gradient(x, rows, arguments, key))(positions)
+            found = jax.vmap(lambda x: target.honest_gradient(x, rows, arguments, key))(positions)
             return whitening.pull(found[:-1] + held * (whitening.gradient - found[-1]))
 
         return _STEP(state, step_size, gradient, noise), None

@@ -73,7 +73,7 @@ def _advance(
         def one(carry: Any, noise: Array) -> Any:
             (mean, log_sd), state = carry
             deviation = jnp.exp(log_sd) * noise
-            gradient = target.gradient(mean + deviation, rows, arguments, key)
+            gradient = target.honest_gradient(mean + deviation, rows, arguments, key)
             slopes = gradient, gradient * deviation - 1.0
             updates, state = optimizer.update(slopes, state)
             return optax.apply_updates((mean, log_sd), updates), state

@@ -130,7 +130,7 @@ def test_no_subsampled_plate_warns():
 
 def test_nonfinite_steps_are_counted_and_the_chain_goes_on(capsys):
     def potential(z):
-        return jnp.where(z > 1.5, jnp.nan, 0.5 * z**2)
+        return 0.5 * z**2 + 0.0 * jnp.sqrt(1.5 - z)
 
     mcmc = MCMC(
         SGHMCSplit(potential_fn=potential), num_warmup=0, num_samples=500, progress_bar=False
