@@ -32,7 +32,7 @@ from numpyro_sgmcmc.warmup.step_size import (
 __all__ = ["decide"]
 
 _CLEARLY_NOISIER = 1.5
-_SHIFT_SHARE = 1.6  # of the target: how far noise may move a mean, in sds
+_SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
 _FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
 _SURPRISE = 1.5  # times the predicted excess: less is no surprise
 
@@ -212,7 +212,8 @@ def _warn(
 ) -> None:
     """Say where the target cannot be met, or a thermostat would be misled."""
     settings, has_locals = context.settings, context.target.locals is not None
-    if settings.step_size is None and inflation > 2.0 * settings.target_bias:
+    is_noisy = bool(context.target.plates) and inflation > 2.0 * settings.target_bias
+    if settings.step_size is None and is_noisy:
         _warn_of_noise(context, inflation)
     if not scheme.is_independent and _is_thermostat_at_work(context, noise, step_size):
         way_out = (
