@@ -160,7 +160,7 @@ class RowGradients:
 
     def everywhere(self, position: np.ndarray) -> np.ndarray:
         """The gradient on all rows, shape ``(d,)``."""
-        if self.arguments.hosts or self.arguments.sharded:
+        if self.arguments.sharded:
             return EagerPotential(self.target, self.arguments).gradient(position)
         return self.mean(position[None], minibatches_of(self.target.groups))[1][0]
 
