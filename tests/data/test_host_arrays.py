@@ -76,9 +76,14 @@ def draws(mcmc):
 
 
 def assert_same(a, b):
-    """To rounding: the programs differ, so that XLA may add in another order."""
-    assert a.std() > 1e-3
-    np.testing.assert_allclose(a, b, atol=1e-5)
+    """To rounding: the programs differ, so that XLA may add in another order.
+
+    The warm-up makes more of it: its first steps follow the gradients' signs. Other rows would move
+    draws by a good part of their sd.
+    """
+    sd = a.reshape(-1, a.shape[-1]).std(0)
+    assert (sd > 1e-3).all()
+    assert np.abs((a - b) / sd).max() < 0.02
 
 
 # --- The same draws -----------------------------------------------------------------------------
