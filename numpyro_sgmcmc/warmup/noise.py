@@ -63,7 +63,9 @@ class Noise(NamedTuple):
         # A thermostat cools what seems to it heat: nothing has cancelled for it.
         if self.per_epoch == 0 or dynamics.has_thermostat:
             return inflation
-        return inflation * epoch_share(dynamics, step_size, self.per_epoch, self.order)
+        share = epoch_share(dynamics, step_size, self.per_epoch, self.order)
+        # Noise that moves with the position cancels to first order in its strength.
+        return inflation * (share + (self.order > 0) * inflation / 4.0)
 
     @classmethod
     def of(cls, variances: np.ndarray, num_minibatches: int, is_cheap: bool) -> Noise:
