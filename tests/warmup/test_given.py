@@ -1,0 +1,72 @@
+"""Nothing that is given is looked for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpyro.infer import init_to_value
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.warmup import global_warmup
+from tests.contract.kernels import BATCH, survey, survey_data
+
+GIVEN = {
+    "step_size": 0.1,
+    "num_steps": 3,
+    "gradient": "plain",
+    "minibatch": "blocks",
+    "adapt_mass_matrix": False,
+}
+
+
+class LookedFor(Exception):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_looked_for(monkeypatch):
+    def refuse(*args):
+        raise LookedFor
+
+    monkeypatch.setattr(global_warmup, "find_typical_set", refuse)
+
+
+def init(init_params=None, **options):
+    kernel = SGHMCSplit(survey, **{**GIVEN, **options})
+    keys = jax.random.split(jax.random.key(0), 3)
+    arguments = tuple(survey_data()), {"batch_size": BATCH}
+    return kernel, kernel.init(keys, 10, init_params, *arguments)
+
+
+def test_chains_start_by_the_strategy():
+    kernel, state = init()
+    positions = np.concatenate([np.reshape(x, (3, -1)) for x in jax.tree.leaves(state.z)], 1)
+    assert (np.abs(positions) <= 2.0).all()  # uniform within two of zero, in unconstrained space
+    assert positions.std(0).min() > 0.0
+    assert kernel.adaptation.step_size == 0.1
+    assert kernel.adaptation.num_steps == 3
+
+
+def test_a_strategy_that_says_where():
+    value = {k: jnp.ones_like(x[0]) for k, x in init()[1].z.items()}
+    _, state = init(init_strategy=init_to_value(values=value))
+    for x in jax.tree.leaves(state.z):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape))
+
+
+def test_control_variates_are_anchored_at_the_users_start():
+    start = jax.tree.map(jnp.ones_like, init()[1].z)
+    kernel, state = init(start, gradient="control_variate")
+    anchor = kernel.adaptation.whitening.anchor
+    np.testing.assert_allclose(anchor, 1.0)
+    assert np.abs(kernel.adaptation.whitening.gradient).max() > 0.0
+    np.testing.assert_allclose(jax.tree.leaves(state.z)[0], 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("missing", [*GIVEN, "init_params"])
+def test_what_is_left_out_is_looked_for(missing):
+    options = {"gradient": "control_variate"} if missing == "init_params" else {}
+    kept = {k: v for k, v in {**GIVEN, **options}.items() if k != missing}
+    kernel = SGHMCSplit(survey, **kept)
+    with pytest.raises(LookedFor):
+        kernel.init(jax.random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
