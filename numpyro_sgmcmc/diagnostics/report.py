@@ -26,7 +26,8 @@ class BiasReport:
     :param r_hat: how far the chains disagree, shape ``(d,)``; NaN for a single chain.
     :param step_size: the run's last step size, the longest of the chains'.
     :param order: weak order of the scheme.
-    :param noise_variance: variance of the whitened gradient's noise, measured in warm-up.
+    :param noise_variance: variance of the whitened gradient's noise, measured in warm-up; NaN where
+        it had nothing to look for.
     :param noise_inflation: by how much that noise is predicted to widen sds, at most.
     :param divergences: diverging iterations.
     :param num_draws: iterations they are out of.
@@ -138,13 +139,18 @@ class BiasReport:
         heat = f"configurational {configurational.value:.3f} ± {configurational.error:.3f}"
         if np.isfinite(kinetic.value):
             heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
+        noise = (
+            f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
+            f"sds by at most {100 * self.noise_inflation:.1f} %."
+        )
+        if np.isnan(self.noise_variance):
+            noise = "Gradient noise: not measured, because the warm-up had nothing to look for."
         gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
         return [
             f"Worst coordinates, in unconstrained space; mean shift in posterior sds; from "
             f"{gradients}.",
             f"Temperature (1 where exact): {heat}.",
-            f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
-            f"sds by at most {100 * self.noise_inflation:.1f} %.",
+            noise,
         ]
 
     def to_dataset(self) -> Any:

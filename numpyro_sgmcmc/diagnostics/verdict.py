@@ -91,6 +91,11 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
         )
     if excess > SD_TOLERANCE and report.noise_inflation > 0.2 * excess:
         return f"Gradient noise explains a part: {halve}, or double the subsample_size."
+    if np.isnan(report.noise_inflation):
+        return (
+            f"Either the step or the gradient's noise, which was not measured: {halve}, or double "
+            "the subsample_size."
+        )
     return (
         f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
         f"falls to about 1/{2**report.order}."

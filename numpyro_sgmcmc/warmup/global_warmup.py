@@ -26,8 +26,8 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
 from numpyro_sgmcmc.warmup.measure import measure_noise
-from numpyro_sgmcmc.warmup.moment_source import choose_source, own_gradients
-from numpyro_sgmcmc.warmup.noise import NO_NOISE
+from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
@@ -76,7 +76,9 @@ def _as_given(context: Context, position: np.ndarray) -> Adaptation:
         whitening = context.whitening_at(position, root(matrix))
         context.refuse_infinite_gradient(whitening)
         whitening = context.with_hessian(whitening, estimator)
-    apart = choose_source({estimator: 0.0}, estimator, scheme.is_independent, num_steps)
+    # Gradients apart are worth their cost only where it is spread over many steps.
+    is_free = scheme.is_independent or num_steps < STEPS_APART
+    apart = choose_source({estimator: 0.0}, estimator, is_free, num_steps)
     return Adaptation(
         whitening=whitening.cast(target.dtype),
         step_size=step_size,
@@ -84,7 +86,7 @@ def _as_given(context: Context, position: np.ndarray) -> Adaptation:
         estimator=estimator,
         minibatch=scheme,
         gradient_noise=None,
-        noise=NO_NOISE,
+        noise=UNKNOWN_NOISE if target.plates else NO_NOISE,
         moment_source=apart or own_gradients(target.dim, num_steps),
         allowed_excess=None,
         relaxation_time=float(settings.dynamics.relaxation_time(step_size)),

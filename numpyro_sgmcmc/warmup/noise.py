@@ -21,6 +21,7 @@ from numpyro_sgmcmc.warmup.eager_potential import run_length
 
 __all__ = [
     "NO_NOISE",
+    "UNKNOWN_NOISE",
     "Noise",
     "NoiseOfRows",
     "draw_rows",
@@ -84,6 +85,8 @@ class Noise(NamedTuple):
 
 
 NO_NOISE = Noise(0.0, 0.0, 0.0)
+UNKNOWN_NOISE = Noise(float("nan"), float("nan"), float("nan"))
+"""That of a run whose warm-up had nothing to look for, and measured nothing."""
 
 
 class NoiseOfRows(NamedTuple):

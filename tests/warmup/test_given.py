@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpyro.infer import init_to_value
+from numpyro.infer import MCMC, init_to_value
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.warmup import global_warmup
 from tests.contract.kernels import BATCH, survey, survey_data
 
@@ -45,6 +45,34 @@ def test_chains_start_by_the_strategy():
     assert positions.std(0).min() > 0.0
     assert kernel.adaptation.step_size == 0.1
     assert kernel.adaptation.num_steps == 3
+
+
+def test_noise_that_was_not_measured_is_not_said_to_be_none():
+    """The report knows how far sds are off, but not why."""
+    mcmc = MCMC(
+        SGHMCSplit(survey, **{**GIVEN, "step_size": 0.02, "minibatch": "iid"}),
+        num_warmup=50,
+        num_samples=300,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), *survey_data(), batch_size=BATCH)
+    report = bias_report(mcmc)
+    assert "not measured" in str(report)
+    assert "does not explain" not in str(report)
+    assert np.isnan(report.noise_inflation)
+
+
+@pytest.mark.parametrize(
+    ("minibatch", "num_steps", "is_apart"),
+    [("iid", 40, False), ("blocks", 40, True), ("blocks", 3, False)],
+)
+def test_moments_cost_little(minibatch, num_steps, is_apart):
+    kernel, _ = init(minibatch=minibatch, num_steps=num_steps)
+    source = kernel.adaptation.moment_source
+    assert (source.estimator is not None) == is_apart
+    assert source.every == (20 if is_apart else 1)
 
 
 def test_a_strategy_that_says_where():
