@@ -30,7 +30,8 @@ class Options:
         ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Kept as given. Default
         None: found in warm-up.
     :param dense_mass: whether the mass matrix found is dense: a bool, or a list of tuples of site
-        names that form blocks. Default None: dense for up to 100 coordinates.
+        names that form blocks. Default None: dense for up to 100 coordinates. One that is not
+        dense is a diagonal with a few directions besides that draws and gradients show.
     :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own.
     :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
     :param gradient: ``"plain"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps

@@ -1,4 +1,4 @@
-"""What the stages of the warm-up share: the potential, the budget, noise and curvature measured."""
+"""What the stages of the warm-up share: the potential, noise and curvature measured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from numpyro_sgmcmc.warmup.step_size import choose_step_size
 __all__ = ["Choice", "Context"]
 
 _HESSIAN_MAX_DIM = 200  # beyond, a Hessian is formed only where it is asked for
-_WORK = 5e8  # rows a minibatch times coordinates times steps: bounds each stage's cost
 
 Choice = tuple[Estimator, float, float]
 """An estimator, its step size, and the relative excess of the posterior variance predicted."""
@@ -55,8 +54,6 @@ class Context:
         self.target, self.settings, self.progress = target, settings, progress
         self.rng = np.random.default_rng(0)
         self.look_at(arguments)
-        batch = sum(p.subsample_size for p in target.plates) or 1
-        self.affordable = int(_WORK / (batch * target.dim))
         self.estimators = self._candidates()
 
     def look_at(self, arguments: Arguments) -> None:
@@ -114,7 +111,7 @@ class Context:
         """
         if not whitening.is_finite():
             raise RuntimeError(
-                "The gradient on all rows is not finite near the mode. "
+                "The gradient on all rows is not finite where the warm-up begins. "
                 + self.target.explain(self.cast(whitening.anchor), self.arguments)
             )
 

@@ -163,12 +163,20 @@ def _until_means_stay(
     if is_given or context.target.locals is not None:
         return step_size
     excess = dynamics.noise_inflation(1.0, step_size, noise.varying)
-    shift = mean_shift(context.rows, whitening, q, estimator, scheme, excess, context.rng)
+    shifts, errors = mean_shift(context.rows, whitening, q, estimator, scheme, excess, context.rng)
+    shift = float(np.max(np.abs(shifts) - 2.0 * errors, initial=0.0))  # of one that clearly shifts
     allowed = _SHIFT_SHARE * settings.target_bias
-    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     if shift <= allowed:
         return step_size
-    return max(step_size * allowed / shift, min(step_size, shortest))
+    shortest = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
+    shorter = max(step_size * allowed / shift, shortest)
+    if (left := shift * shorter / step_size) > 2.0 * allowed:
+        notify(
+            f"The minibatch gradient is so noisy that means are predicted to be {left:.2g} "
+            f"posterior sds off at {MAX_NUM_STEPS} steps a draw: do not trust them. Use a larger "
+            f"subsample_size ({_larger(context, left / allowed)})."
+        )
+    return shorter
 
 
 def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:
@@ -232,17 +240,21 @@ def _warn_of_noise(context: Context, inflation: float) -> None:
     settings = context.settings
     target_bias = settings.target_bias
     times = inflation / (2.0 * target_bias)
-    more = [
-        f"of '{p.name}' about {min(p.size, _rounded_up(p.subsample_size * times))}"
-        for p in context.target.plates
-    ]
     is_plain = settings.gradient is not None and not settings.gradient.has_anchor
     cure = ", or gradient='auto'" if is_plain else ""
     notify(
         f"The minibatch gradient is so noisy that posterior sds are predicted to be "
         f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
         f"{100 * target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
-        f"a larger subsample_size ({' and '.join(more)}){cure}."
+        f"a larger subsample_size ({_larger(context, times)}){cure}."
+    )
+
+
+def _larger(context: Context, times: float) -> str:
+    """Minibatches so many times as large, at most all rows, in words."""
+    return " and ".join(
+        f"of '{p.name}' about {min(p.size, _rounded_up(p.subsample_size * times))}"
+        for p in context.target.plates
     )
 
 

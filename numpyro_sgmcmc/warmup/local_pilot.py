@@ -177,7 +177,7 @@ class LocalPilot:
         self.local.hold(self.values_of(0))
         return self.context.noise(whitening, typical).blocks
 
-    def num_steps(self, step_size: float) -> int | None:
+    def num_steps(self, step_size: float) -> int:
         return min(self._windows, _LONGEST_WINDOW) * self._shortest
 
     def run(

@@ -90,7 +90,7 @@ def mean_shift(
     scheme: MinibatchScheme,
     excess: float,
     rng: np.random.Generator,
-) -> float:
+) -> tuple[np.ndarray, np.ndarray]:
     r"""How far the gradient's noise is predicted to move the posterior's mean, in posterior sds.
 
     Noise of covariance V adds :math:`c V` to the posterior's covariance. To first order that moves
@@ -104,11 +104,11 @@ def mean_shift(
 
     :param q: whitened positions from about the posterior, of which the first few are taken.
     :param excess: c, the excess of a unit variance that noise of variance one makes.
-    :return: the largest shift of a coordinate that is clearly one.
+    :return: each coordinate's shift and its standard error, of shape ``(d,)``.
     """
     target = rows.target
     if not target.plates or target.is_randomized or not excess > 0.0:
-        return 0.0
+        return np.zeros(target.dim), np.zeros(target.dim)
     q = q[:_SHIFT_POSITIONS]
     num = max(2, _SHIFT_PROBES * _SHIFT_POSITIONS // len(q))
     noise = np.concatenate(
@@ -124,8 +124,7 @@ def mean_shift(
     there, above, below = np.split(found, [1, 1 + num], 1)
     shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
     in_sds = whitening.push(shifts) / whitening.sds
-    error = in_sds.std(0) / np.sqrt(len(in_sds))
-    return float(np.max(np.abs(in_sds.mean(0)) - 2.0 * error, initial=0.0))
+    return in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
 
 
 def largest_curvature_on(

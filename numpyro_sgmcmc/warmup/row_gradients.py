@@ -130,8 +130,7 @@ class RowGradients:
         batch = sum(p.subsample_size for p in target.plates) or 1
         fitting = min(_SLOT_NUMBERS // target.dim, _SLOT_ROWS // batch)
         self.slots = int(np.clip(fitting, 1, _MOST_SLOTS))
-        self.spent = 0
-        """Minibatch gradients so far."""
+        self._asked = 0  # so that each slot of a randomised likelihood gets a key of its own
 
     def each(
         self, pairs: Iterable[tuple[np.ndarray, Indices]]
@@ -144,8 +143,8 @@ class RowGradients:
             rows = {p.name: np.stack([r[p.name] for _, r in filled]) for p in target.plates}
             keys = None
             if target.is_randomized:
-                keys = random.split(random.key(self.spent), size)
-            self.spent += len(some)
+                keys = random.split(random.key(self._asked), size)
+            self._asked += len(some)
             values, gradients = _at_slots(target, self.arguments, positions, rows, keys)
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
             yield from zip(values[: len(some)], gradients[: len(some)], strict=True)

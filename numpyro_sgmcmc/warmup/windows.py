@@ -43,8 +43,8 @@ class PilotChains(Protocol):
         """The gradient's noise where the chains are."""
         ...
 
-    def num_steps(self, step_size: float) -> int | None:
-        """Steps of the next window; None where no more are affordable."""
+    def num_steps(self, step_size: float) -> int:
+        """Steps of the next window."""
         ...
 
     def run(
@@ -79,8 +79,6 @@ def settle(
             PILOT, PILOT_STEP_SIZE / shorter, noise, curvature, PILOT_BIAS
         )
         num_steps = chains.num_steps(step_size)
-        if num_steps is None:
-            break
         context.progress("pilot chains")
         window = chains.run(whitening, q, step_size, num_steps, estimator)
         if window is None:
