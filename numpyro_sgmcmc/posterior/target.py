@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -93,10 +94,7 @@ class Target:
         :return: scalar.
         """
         return self.over_shards(
-            lambda part, i, a, key: part.potential_of_sites(part.unravel(position), i, a, key),
-            indices,
-            arguments,
-            rng_key,
+            lambda part, i, a, key: part._traced(position, i, a, key), indices, arguments, rng_key
         )
 
     def gradient(
@@ -104,7 +102,7 @@ class Target:
     ) -> Array:
         """Gradient of :meth:`potential`, shape ``(d,)``."""
         return self.over_shards(
-            lambda part, i, a, key: jax.grad(part.potential)(position, i, a, key),
+            lambda part, i, a, key: part._traced_with_gradient(position, i, a, key)[1],
             indices,
             arguments,
             rng_key,
@@ -125,11 +123,25 @@ class Target:
     ) -> tuple[Array, Array]:
         """:meth:`potential` and :meth:`gradient` at once."""
         return self.over_shards(
-            lambda part, i, a, key: jax.value_and_grad(part.potential)(position, i, a, key),
+            lambda part, i, a, key: part._traced_with_gradient(position, i, a, key),
             indices,
             arguments,
             rng_key,
         )
+
+    @cached_property
+    def _traced(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
+        """The potential, traced once: all programs with as many rows build on what JAX has kept."""
+
+        def potential(position: Array, i: Indices, a: Arguments, key: Array | None) -> Array:
+            return self.potential_of_sites(self.unravel(position), i, a, key)
+
+        return jax.jit(potential, inline=True)
+
+    @cached_property
+    def _traced_with_gradient(self) -> Callable[..., tuple[Array, Array]]:
+        """Potential and gradient, likewise."""
+        return jax.jit(jax.value_and_grad(self._traced), inline=True)
 
     def over_shards(
         self,

@@ -125,11 +125,7 @@ class Context:
         """With the full Hessian at its anchor, if the estimator needs it."""
         if not estimator.needs_hessian or whitening.hessian is not None:
             return whitening
-        if self.target.dim <= _HESSIAN_MAX_DIM:
-            hessian = self.all_rows.expansion(whitening.anchor)[2]
-        else:
-            hessian = hessian_by_products(self.all_rows, whitening.anchor)
-        return whitening._replace(hessian=hessian)
+        return whitening._replace(hessian=self.rows.hessian(whitening.anchor))
 
     def factor_at(self, position: np.ndarray) -> np.ndarray:
         """L from the curvature on all rows."""

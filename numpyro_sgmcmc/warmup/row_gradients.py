@@ -15,20 +15,24 @@ from itertools import islice, product, tee
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
+from numpyro_sgmcmc.warmup.factors import hessian_by_products
 
 __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 
 _SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
 _SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
 _MOST_SLOTS = 128
+_TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
+_MINIBATCHES_A_CALL = 32  # whose Hessians are added up in the model's type; the rest is in float64
 
 
 class WeightedRows(NamedTuple):
@@ -116,6 +120,31 @@ def _at_slots(
     return jax.vmap(one)(positions, rows, keys)
 
 
+@partial(jax.jit, static_argnames="target")
+def _hessian_products(
+    target: Target,
+    arguments: Arguments,
+    position: Array,
+    rows: Indices,
+    weights: Array,
+    directions: Array,
+) -> Array:
+    """Weighted sum of minibatches' Hessians, times each direction."""
+
+    def add(total: Array, xs: tuple[Indices, Array]) -> tuple[Array, None]:
+        rows, weight = xs
+
+        def product(direction: Array) -> Array:
+            def gradient(q: Array) -> Array:
+                return target.gradient(q, rows, arguments)
+
+            return jax.jvp(gradient, (position,), (direction,))[1]
+
+        return total + weight * jax.vmap(product)(directions), None
+
+    return lax.scan(add, jnp.zeros_like(directions), (rows, weights))[0]
+
+
 class RowGradients:
     """Potentials and gradients on minibatches, called from Python.
 
@@ -162,6 +191,27 @@ class RowGradients:
         if self.arguments.sharded:
             return EagerPotential(self.target, self.arguments).gradient(position)
         return self.mean(position[None], minibatches_of(self.target.groups))[1][0]
+
+    def hessian(self, position: np.ndarray) -> np.ndarray:
+        """The Hessian on all rows, shape ``(d, d)``; a randomised likelihood has none here."""
+        target = self.target
+        if self.arguments.sharded:
+            return hessian_by_products(EagerPotential(target, self.arguments), position)
+        batch = sum(p.subsample_size for p in target.plates) or 1
+        together = int(np.clip(_TANGENT_ROWS // batch, 1, target.dim))
+        at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
+        hessian = np.zeros((target.dim, target.dim))
+        minibatches = minibatches_of(target.groups)
+        while some := list(islice(minibatches, _MINIBATCHES_A_CALL)):
+            filled = some + [WeightedRows(some[0].rows, 0.0)] * (_MINIBATCHES_A_CALL - len(some))
+            rows = {p.name: np.stack([m.rows[p.name] for m in filled]) for p in target.plates}
+            weights = np.array([m.weight for m in filled], target.dtype)
+            for first in range(0, target.dim, together):
+                last = min(first + together, target.dim)
+                directions = columns[last - together : last]  # as many each time: one program
+                found = _hessian_products(target, self.arguments, at, rows, weights, directions)
+                hessian[first:last] += np.asarray(found, np.float64)[first - last :]
+        return (hessian + hessian.T) / 2.0
 
     def on_all(self, positions: np.ndarray, whitening: Whitening) -> np.ndarray:
         """Gradients on all rows, from those on some and the exact one at the anchor."""

@@ -15,6 +15,7 @@ from numpyro_sgmcmc.posterior.target import function_target
 from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import measure, variational
+from numpyro_sgmcmc.warmup import row_gradients as row_gradients_module
 from numpyro_sgmcmc.warmup.measure import largest_curvature_on, mean_shift, measure_noise
 from numpyro_sgmcmc.warmup.noise import draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients, minibatches_of
@@ -147,6 +148,27 @@ def test_noise_leaves_the_mean_of_a_gaussian():
 
 
 # --- Curvature ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "batch"), [(60, 20), (67, 20), (9, 9)])
+@pytest.mark.parametrize("directions", [1, 2, 4])
+def test_hessian_on_all_rows(monkeypatch, size, batch, directions):
+    """Whatever is left over, of rows, of a call's minibatches and of directions taken together."""
+
+    def model(x, y, batch_size=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
+
+    monkeypatch.setattr(row_gradients_module, "_TANGENT_ROWS", directions * batch)
+    monkeypatch.setattr(row_gradients_module, "_MINIBATCHES_A_CALL", 2)
+    x, b = rng().standard_normal((size, 3)), np.array([0.5, -1.0, 2.0])
+    y = (rng().random(size) < 0.5).astype(np.int32)
+    arguments = Arguments((jnp.asarray(x), jnp.asarray(y)), {"batch_size": batch})
+    rows = RowGradients(target_of(model, arguments, init_to_uniform), arguments)
+    p = 1 / (1 + np.exp(-x @ b))
+    expected = np.eye(3) + x.T @ (x * (p * (1 - p))[:, None])
+    np.testing.assert_allclose(rows.hessian(b), expected)
 
 
 def test_largest_curvature():
