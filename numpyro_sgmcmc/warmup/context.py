@@ -16,6 +16,7 @@ from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
+from numpyro_sgmcmc.warmup.effort import Effort
 from numpyro_sgmcmc.warmup.factors import (
     factor_from_curvature,
     hessian_by_products,
@@ -61,7 +62,8 @@ class Context:
         self.arguments = arguments
         self.all_rows = EagerPotential(self.target, arguments)
         self.some_rows = EagerPotential.on_some_rows(self.target, arguments)
-        self.rows = RowGradients(self.target, arguments)
+        self.effort = Effort.of(self.target, arguments)
+        self.rows = RowGradients(self.target, arguments, self.effort.rows)
 
     def _candidates(self) -> tuple[Estimator, ...]:
         """The estimators among which to choose."""
@@ -143,7 +145,7 @@ class Context:
         """Largest whitened curvature at some typical positions."""
         if self.target.is_randomized:
             return 1.0
-        return largest_curvature_on(self.rows, whitening, q, self.rng)
+        return largest_curvature_on(self.rows, whitening, q, self.effort.rounds, self.rng)
 
     def noise(
         self,
@@ -156,14 +158,20 @@ class Context:
         :param q: whitened positions, of which the first few are taken.
         :param estimators: default: those among which the warm-up chooses.
         """
-        return NoiseOfRows(
-            *(
-                measure_noise(
-                    self.rows, whitening, q, estimators or self.estimators, scheme, self.rng
-                )
-                for scheme in (MINIBATCH_SCHEMES["iid"], MINIBATCH_SCHEMES["blocks"])
-            )
-        )
+        schemes = MINIBATCH_SCHEMES["iid"], MINIBATCH_SCHEMES["blocks"]
+        estimators = estimators or self.estimators
+        return NoiseOfRows(*(self.noise_of(whitening, q, estimators, s) for s in schemes))
+
+    def noise_of(
+        self,
+        whitening: Whitening,
+        q: np.ndarray,
+        estimators: tuple[Estimator, ...],
+        scheme: MinibatchScheme,
+    ) -> dict[Estimator, Noise]:
+        """The same for one kind of rows."""
+        num = self.effort.minibatches
+        return measure_noise(self.rows, whitening, q, estimators, scheme, num, self.rng)
 
     def cheapest(
         self,

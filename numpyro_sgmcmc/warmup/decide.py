@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, Blocks, Epoch, Mini
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.advice import SHIFT_SHARE, Limits, is_thermostat_at_work, warn
 from numpyro_sgmcmc.warmup.context import Choice, Context
 from numpyro_sgmcmc.warmup.measure import mean_shift
 from numpyro_sgmcmc.warmup.moment_source import (
@@ -32,7 +32,6 @@ from numpyro_sgmcmc.warmup.step_size import (
 __all__ = ["decide"]
 
 _CLEARLY_NOISIER = 1.5
-_SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
 _FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on the position
 _SURPRISE = 1.5  # times the predicted excess: less is no surprise
 
@@ -54,13 +53,16 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
-    step_size = _until_means_stay(context, whitening, q, own, estimator, scheme, step_size)
+    limits = Limits(estimator, own, curvature, largest)
+    rate = _shift_rate(context, whitening, q, limits, scheme, step_size)
+    limits = replace(limits, shift_rate=rate)
+    step_size = _until_means_stay(context, limits, step_size)
     own = own._replace(per_epoch=0 if scheme.is_independent else _per_epoch(context))
     if own.per_epoch:
         inflation = min(inflation, own.inflation(dynamics, float(step_size)))
-    _warn(context, own, scheme, step_size, inflation)
     relaxation_time = dynamics.relaxation_time(float(step_size), own.variance)
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
+    warn(context, limits, scheme, float(step_size), num_steps, inflation)
     cast = context.with_hessian(whitening, estimator).cast(target.dtype)
     gradient_noise = None
     if settings.noise_compensation and target.plates:
@@ -115,7 +117,7 @@ def _cheapest_minibatch(
     estimator, longest, _ = random
     # Over an epoch the noise of its minibatches cancels: it heats the momenta and not the
     # positions, which a thermostat would cool too far.
-    if _is_thermostat_at_work(context, noise.random[estimator], settings.step_size or longest):
+    if is_thermostat_at_work(context, noise.random[estimator], settings.step_size or longest):
         return MINIBATCH_SCHEMES["iid"]
     estimator, step_size, _ = blocks
     in_blocks, in_random = noise.blocks[estimator].mean, noise.random[estimator].mean
@@ -148,35 +150,42 @@ def _step_size(
     return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
 
 
-def _until_means_stay(
+def _shift_rate(
     context: Context,
     whitening: Whitening,
     q: np.ndarray,
-    noise: Noise,
-    estimator: Estimator,
+    limits: Limits,
     scheme: MinibatchScheme,
     step_size: float,
 ) -> float:
-    """The step size, shortened where noise would move the posterior's mean too far."""
-    settings, dynamics = context.settings, context.settings.dynamics
+    """How far noise is predicted to move the posterior's means, in sds, over the step size."""
+    settings = context.settings
     is_given = settings.step_size is not None or settings.noise_compensation
     if is_given or context.target.locals is not None:
-        return step_size
-    excess = dynamics.noise_inflation(1.0, step_size, noise.varying)
-    shifts, errors = mean_shift(context.rows, whitening, q, estimator, scheme, excess, context.rng)
+        return 0.0
+    excess = settings.dynamics.noise_inflation(1.0, step_size, limits.noise.varying)
+    shifts, errors = mean_shift(
+        context.rows,
+        whitening,
+        q,
+        limits.estimator,
+        scheme,
+        excess,
+        context.effort.probes,
+        context.rng,
+    )
     shift = float(np.max(np.abs(shifts) - 2.0 * errors, initial=0.0))  # of one that clearly shifts
-    allowed = _SHIFT_SHARE * settings.target_bias
+    return shift / step_size
+
+
+def _until_means_stay(context: Context, limits: Limits, step_size: float) -> float:
+    """The step size, shortened where noise would move the posterior's means too far."""
+    settings = context.settings
+    shift, allowed = limits.shift_rate * step_size, SHIFT_SHARE * settings.target_bias
     if shift <= allowed:
         return step_size
-    shortest = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
-    shorter = max(step_size * allowed / shift, shortest)
-    if (left := shift * shorter / step_size) > 2.0 * allowed:
-        notify(
-            f"The minibatch gradient is so noisy that means are predicted to be {left:.2g} "
-            f"posterior sds off at {MAX_NUM_STEPS} steps a draw: do not trust them. Use a larger "
-            f"subsample_size ({_larger(context, left / allowed)})."
-        )
-    return shorter
+    shortest = min(step_size, settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
+    return max(step_size * allowed / shift, shortest)
 
 
 def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:
@@ -206,62 +215,6 @@ def _allowed_excess(context: Context, inflation: float) -> float | None:
     if context.settings.step_size is not None:
         return None
     return max(2.0 * context.settings.target_bias, _SURPRISE * inflation)
-
-
-def _is_thermostat_at_work(context: Context, noise: Noise, step_size: float) -> bool:
-    """Whether a thermostat must take away more noise than may be left."""
-    dynamics = context.settings.dynamics
-    inflation = dynamics.noise_inflation(noise.variance, step_size)
-    return dynamics.has_thermostat and inflation > context.settings.target_bias
-
-
-def _warn(
-    context: Context, noise: Noise, scheme: MinibatchScheme, step_size: float, inflation: float
-) -> None:
-    """Say where the target cannot be met, or a thermostat would be misled."""
-    settings, has_locals = context.settings, context.target.locals is not None
-    is_noisy = bool(context.target.plates) and inflation > 2.0 * settings.target_bias
-    if settings.step_size is None and is_noisy:
-        _warn_of_noise(context, inflation)
-    if not scheme.is_independent and _is_thermostat_at_work(context, noise, step_size):
-        way_out = (
-            "a larger subsample_size, or a kernel without a thermostat"
-            if has_locals
-            else "minibatch='iid', or leave it out"
-        )
-        notify(
-            f"minibatch={scheme.name!r} makes noise that cancels over an epoch, which the "
-            f"thermostat takes for heat: posterior sds may be too narrow. Use {way_out}."
-        )
-
-
-def _warn_of_noise(context: Context, inflation: float) -> None:
-    """Say that the target cannot be met, by how much, and what would meet it."""
-    settings = context.settings
-    target_bias = settings.target_bias
-    times = inflation / (2.0 * target_bias)
-    is_plain = settings.gradient is not None and not settings.gradient.has_anchor
-    cure = ", or gradient='auto'" if is_plain else ""
-    notify(
-        f"The minibatch gradient is so noisy that posterior sds are predicted to be "
-        f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
-        f"{100 * target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
-        f"a larger subsample_size ({_larger(context, times)}){cure}."
-    )
-
-
-def _larger(context: Context, times: float) -> str:
-    """Minibatches so many times as large, at most all rows, in words."""
-    return " and ".join(
-        f"of '{p.name}' about {min(p.size, _rounded_up(p.subsample_size * times))}"
-        for p in context.target.plates
-    )
-
-
-def _rounded_up(number: float) -> int:
-    """To two significant digits."""
-    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
-    return math.ceil(number / unit) * unit
 
 
 def _moment_source(

@@ -33,20 +33,20 @@ def run_length(target: Target, plate: Plate) -> int:
     return max(r for r in range(1, min(fitting, plate.part) + 1) if plate.part % r == 0)
 
 
-def draw_subset(target: Target, seed: int) -> Indices | None:
-    """Random rows that stand for all rows: 20,000 a plate; None where no plate has more."""
-    if all(p.size <= _SUBSET_ROWS for p in target.plates):
+def draw_subset(target: Target, seed: int, num: int = _SUBSET_ROWS) -> Indices | None:
+    """Random rows that stand for all rows, ``num`` a plate; None where no plate has more."""
+    if all(p.size <= num for p in target.plates):
         return None
     rng = np.random.default_rng(seed)
-    return {p.name: _some_rows(p, rng, run_length(target, p)) for p in target.plates}
+    return {p.name: _some_rows(p, rng, run_length(target, p), num) for p in target.plates}
 
 
-def _some_rows(plate: Plate, rng: np.random.Generator, run: int) -> np.ndarray:
+def _some_rows(plate: Plate, rng: np.random.Generator, run: int, num: int) -> np.ndarray:
     """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
-    if plate.size <= _SUBSET_ROWS and plate.shards is None:
+    if plate.size <= num and plate.shards is None:
         return np.arange(plate.size, dtype=np.int32)
     firsts, counts = plate.strata
-    each = -(-_SUBSET_ROWS // (run * len(counts)))
+    each = -(-num // (run * len(counts)))
     starts = np.sort(rng.integers(0, counts, (len(counts), each)))
     rows = (starts[..., None] + np.arange(run)) % counts[..., None]
     return (firsts + rows.reshape(len(counts), -1)).reshape(-1).astype(np.int32)

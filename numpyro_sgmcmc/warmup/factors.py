@@ -13,6 +13,7 @@ __all__ = [
     "factor_from_gradients",
     "hessian_by_products",
     "root",
+    "stretch_along",
     "symmetric_root",
 ]
 
@@ -91,7 +92,7 @@ def factor_from_curvature(
 
 
 def factor_from_gradients(
-    positions: np.ndarray, gradients: np.ndarray
+    positions: np.ndarray, gradients: np.ndarray, more: np.ndarray | None = None
 ) -> tuple[np.ndarray, Stretch | None]:
     r"""The diagonal, and the few directions besides, in which draws and gradients are alike.
 
@@ -103,22 +104,25 @@ def factor_from_gradients(
 
     :param positions: about independent draws, shape ``(n, d)``.
     :param gradients: gradients on all rows there, of the same shape.
+    :param more: further draws: in many coordinates a direction in which the posterior is wide
+        stands out of a few hundred draws only if it is very wide.
 
     Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
     minimizing Fisher divergence*.
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
+    more = x if more is None else more - more.mean(0)
     factor, stretch = _alike(x, g), None
     if x.shape[1] > _STRETCH_MAX_DIM:
         return factor, None
     for _ in range(_ROUNDS):
-        scale, stretch = _stretch(x / factor, g * factor)
+        scale, stretch = _stretch(x / factor, g * factor, more / factor)
         factor = scale * factor
         if stretch is None:
             break
         # A few stiff directions take part in many coordinates: the diagonal of what is left.
         factor = factor * _alike(stretch.undo(x / factor), stretch.apply(g * factor))
-    scale, stretch = _stretch(x / factor, g * factor)
+    scale, stretch = _stretch(x / factor, g * factor, more / factor)
     return scale * factor, stretch
 
 
@@ -143,26 +147,59 @@ def _alike(x: np.ndarray, g: np.ndarray) -> np.ndarray:
     return np.clip((of_x / of_g) ** 0.25, sd / _FAR_FROM_SD, sd * _FAR_FROM_SD)
 
 
-def _stretch(x: np.ndarray, g: np.ndarray) -> tuple[float, Stretch | None]:
+def _stretch(x: np.ndarray, g: np.ndarray, more: np.ndarray) -> tuple[float, Stretch | None]:
     """The scale of most directions, and those that differ from it clearly.
 
     :param x: centred and scaled draws, shape ``(n, d)``.
     :param g: their gradients, likewise.
+    :param more: further draws, likewise; they choose directions and have no part in the rest, where
+        what draws and their own gradients have in common cancels.
     """
     num = min(_DIRECTIONS, len(x) // 3, x.shape[1])
-    leading = [np.linalg.svd(v, full_matrices=False)[2][:num] for v in (x, g)]
-    span = np.linalg.qr(np.concatenate(leading).T)[0]
-    of_x, of_g = (np.cov(v @ span, rowvar=False) for v in (x, g))
+    span = np.linalg.qr(np.concatenate([_leading(v, num) for v in (more, g)]).T)[0]
     if span.shape[1] < 2:
         return 1.0, None
+    values, vectors = _spread_in(span, x, g)
+    most = float(np.median(values))
+    return np.sqrt(most), _clearly_stretched(values / most, vectors)
+
+
+def stretch_along(
+    directions: np.ndarray, factor: np.ndarray, positions: np.ndarray, gradients: np.ndarray
+) -> Stretch | None:
+    """What draws and gradients say of some directions, the diagonal given.
+
+    :param directions: columns, in the diagonal's whitened coordinates, shape ``(d, k)``.
+    :param factor: the diagonal.
+    :param positions: as for :func:`factor_from_gradients`.
+    :param gradients: as there.
+    """
+    x, g = positions - positions.mean(0), gradients - gradients.mean(0)
+    span = np.linalg.qr(directions)[0]
+    return _clearly_stretched(*_spread_in(span, x / factor, g * factor))
+
+
+def _spread_in(span: np.ndarray, x: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Variances in a subspace by which draws and gradients are alike, and their directions."""
+    of_x, of_g = (np.atleast_2d(np.cov(v @ span, rowvar=False)) for v in (x, g))
     ridges = [_RIDGE * np.eye(len(c)) * np.trace(c) / len(c) for c in (of_x, of_g)]
     values, vectors = np.linalg.eigh(_geometric_mean(of_x + ridges[0], of_g + ridges[1]))
-    most = float(np.median(values))
-    values = values / most
+    return values, span @ vectors
+
+
+def _clearly_stretched(values: np.ndarray, directions: np.ndarray) -> Stretch | None:
     kept = (values > _CLEARLY_STRETCHED) | (values < 1.0 / _CLEARLY_STRETCHED)
-    if not kept.any():
-        return np.sqrt(most), None
-    return np.sqrt(most), Stretch(span @ vectors[:, kept], np.sqrt(values[kept]))
+    return Stretch(directions[:, kept], np.sqrt(values[kept])) if kept.any() else None
+
+
+def _leading(v: np.ndarray, num: int) -> np.ndarray:
+    """The directions in which the rows of ``v`` vary most, shape ``(num, d)``."""
+    # By the smaller of the two products: few rows are thousands of numbers long.
+    if len(v) >= v.shape[1]:
+        return np.linalg.eigh(v.T @ v)[1].T[::-1][:num]
+    values, vectors = np.linalg.eigh(v @ v.T)
+    directions = vectors.T[::-1][:num] @ v
+    return directions / np.sqrt(np.maximum(values[::-1][:num, None], np.finfo(float).tiny))
 
 
 def _geometric_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:

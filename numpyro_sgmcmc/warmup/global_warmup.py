@@ -20,14 +20,15 @@ import numpy as np
 
 from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
 from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
-from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
-from numpyro_sgmcmc.warmup.measure import measure_noise
+from numpyro_sgmcmc.warmup.effort import rows_a_gradient
+from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root, stretch_along
+from numpyro_sgmcmc.warmup.measure import sharpened
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
@@ -35,17 +36,14 @@ from numpyro_sgmcmc.warmup.variational import MeanField
 
 __all__ = ["find_typical_set", "warm_up"]
 
-_STARTS = 4
-_FIT_STEPS = 4_000
 _BOUND_DRAWS = 8
-_CHAINS = 16
-_WINDOWS = (400, 800, 1_600, 1_600, 1_600, 1_600)  # steps
-_WINDOWS_ON_DISK = 2
-_DRAWS = 256  # of a window, at which gradients on all rows are taken
+_MANY_DRAWS = 1_024  # of a window, from which its widest directions are seen
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
+_SMALL_NOISE = 0.02  # variance: directions up to so many times as wide are seen, one over it
+_MOST_ROWS = 2**25  # at which the draws' gradients are taken, all together
 
 
 def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
@@ -55,7 +53,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     """
     if context.settings.leaves_nothing_to_find:
         return _as_given(context, context.finite_starts(starts, 1)[0])
-    wanted = 1 if context.settings.has_start else _STARTS
+    wanted = 1 if context.settings.has_start else context.effort.starts
     whitening, q = find_typical_set(context, context.finite_starts(starts, wanted))
     context.progress("gradient noise")
     return decide(context, whitening, q)
@@ -111,13 +109,11 @@ def find_typical_set(
     if not whitening.is_finite():
         whitening = context.whitening_at(starts[0], factor)
     context.refuse_infinite_gradient(whitening)
-    q = whitening.whiten(fit.sd * context.rng.standard_normal((_CHAINS, context.target.dim)))
-    shorter = 1.0
-    # Each window ends with a pass over all rows: on a disk that is all its time.
-    windows = _WINDOWS[:_WINDOWS_ON_DISK] if context.arguments.hosts else _WINDOWS
-    for num_steps in windows:
+    chains, shorter = context.effort.chains, 1.0
+    q = whitening.whiten(fit.sd * context.rng.standard_normal((chains, context.target.dim)))
+    for num_steps in context.effort.windows:
         context.progress("pilot chains")
-        estimator, step_size = _pilot_step(context, whitening, q, shorter)
+        estimator, step_size, noise = _pilot_step(context, whitening, q, shorter)
         draws = run_pilot(
             context.target,
             context.arguments,
@@ -129,14 +125,14 @@ def find_typical_set(
             estimator,
         )
         alive = _alive(context, whitening, draws)
-        if alive.sum() <= _CHAINS // 2:
+        if alive.sum() <= chains // 2:
             shorter *= 4.0
             q = q / 2.0
             continue
         found = draws[alive].astype(np.float64)
-        ends = found[context.rng.choice(len(found), _CHAINS), -1]
+        ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
-        moved = _follow(context, whitening, found)
+        moved = _follow(context, whitening, found, noise)
         if moved is None:
             shorter *= 2.0
             continue
@@ -154,7 +150,7 @@ def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
         context.arguments,
         np.stack(starts),
         lambda shape: context.draw_rows(shape, IID()),
-        _FIT_STEPS,
+        context.effort.fit_steps,
         context.rng,
     )
     noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
@@ -168,17 +164,20 @@ def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
 
 def _pilot_step(
     context: Context, whitening: Whitening, q: np.ndarray, shorter: float
-) -> tuple[Estimator, float]:
-    """Plain gradients or control variates, whichever goes further, and how far a step may go."""
+) -> tuple[Estimator, float, Noise]:
+    """Plain gradients or control variates, whichever goes further, and how far a step may go.
+
+    :return: these, and the noise of the one with an anchor, if there is one.
+    """
     both: tuple[Estimator, ...] = (Plain(), ControlVariate())
     if context.target.is_randomized:
         both = (Plain(),)
-    noise = measure_noise(context.rows, whitening, q, both, IID(), context.rng)
+    noise = context.noise_of(whitening, q, both, IID())
     curvature = context.curvature(whitening, q)
     longest = PILOT_STEP_SIZE / shorter
     step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
     estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))
-    return estimator, step_sizes[estimator]
+    return estimator, step_sizes[estimator], noise[both[-1]]
 
 
 def _alive(context: Context, whitening: Whitening, draws: np.ndarray) -> np.ndarray:
@@ -202,22 +201,61 @@ def _have_settled(draws: np.ndarray) -> bool:
     return bool(r_hat.max() < _AGREE and np.abs(means.mean(0)).max() < _SMALL_SHIFT)
 
 
-def _follow(context: Context, whitening: Whitening, draws: np.ndarray) -> Whitening | None:
+def _follow(
+    context: Context, whitening: Whitening, draws: np.ndarray, noise: Noise
+) -> Whitening | None:
     """The whitening moved to the draws' mean, its factor from some of them and their gradients.
 
     :param draws: whitened draws, shape ``(chains, draws, d)``.
+    :param noise: of the gradient's estimate by the anchor on a minibatch.
     :return: None where the gradient there is not finite.
     """
     anchor = whitening.position(draws.mean((0, 1)))
     if context.settings.inverse_mass_matrix is not None:
         moved = context.whitening_at(anchor, whitening.factor)
         return moved if moved.is_finite() else None
-    places = np.linspace(0, draws.shape[1] - 1, max(2, _DRAWS // len(draws))).astype(int)
-    positions = whitening.position(draws[:, places].reshape(-1, draws.shape[-1]))
-    gradients = context.rows.on_all(positions, whitening)
+    positions = whitening.position(_spread(draws, context.effort.draws))
+    gradients = context.rows.on_all(positions, whitening, _rows_enough(context, noise))
     fine = np.isfinite(gradients).all(1)
-    factor, stretch = factor_from_gradients(positions[fine], gradients[fine])
+    more = whitening.position(_spread(draws, _MANY_DRAWS))
+    factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more)
+    if stretch is not None and anchor.size > len(positions):
+        stretch = _sharpened(context, anchor, factor, stretch, positions[fine], gradients[fine])
     if context.settings.is_dense:
         factor, stretch = as_matrix(factor, stretch, context.settings.mask), None
     moved = context.whitening_at(anchor, factor)._replace(stretch=stretch)
     return moved if moved.is_finite() else None
+
+
+def _sharpened(
+    context: Context,
+    anchor: np.ndarray,
+    factor: np.ndarray,
+    stretch: Stretch,
+    positions: np.ndarray,
+    gradients: np.ndarray,
+) -> Stretch | None:
+    """The stretch with its wide directions nearer to the posterior's."""
+    wide = stretch.factors > 1.0
+    if not wide.any():
+        return stretch
+    plain = Whitening(anchor, factor)
+    directions = sharpened(context.rows, plain, stretch.directions[:, wide])
+    directions = np.concatenate([directions, stretch.directions[:, ~wide]], axis=1)
+    return stretch_along(directions, factor, positions, gradients)
+
+
+def _rows_enough(context: Context, noise: Noise) -> int:
+    """Rows on which gradients are to be taken, so that a wide direction does not drown in noise."""
+    effort, target = context.effort, context.target
+    if target.is_randomized or not noise.variance > 0.0:
+        return effort.rows
+    wanted = noise.variance * rows_a_gradient(target, context.arguments) / _SMALL_NOISE
+    return int(np.clip(wanted, effort.rows, max(effort.rows, _MOST_ROWS // effort.draws)))
+
+
+def _spread(draws: np.ndarray, num: int) -> np.ndarray:
+    """About so many of the draws, as many of each chain; shape ``(n, d)``."""
+    each = int(np.clip(num // len(draws), 2, draws.shape[1]))
+    places = np.linspace(0, draws.shape[1] - 1, each).astype(int)
+    return draws[:, places].reshape(-1, draws.shape[-1])

@@ -16,15 +16,16 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
-__all__ = ["largest_curvature_on", "mean_shift", "measure_noise"]
+__all__ = ["largest_curvature_on", "mean_shift", "measure_noise", "sharpened"]
 
-_POSITIONS, _MINIBATCHES, _FEWEST_MINIBATCHES = 16, 64, 16
+_POSITIONS, _FEWEST_MINIBATCHES = 16, 16
 _ROWS = 2**20  # at which gradients are taken for the noise, at most
 _NUMBERS = 2**26  # in these gradients together, at most
 _FEW_POSITIONS = 4
 _ENOUGH = 128  # minibatches in all that tell the noise of the noisiest coordinate
-_SHIFT_POSITIONS, _SHIFT_PROBES = 8, 8
-_POWER_POSITIONS, _POWER_ROUNDS, _POWER_LENGTH = 4, 8, 0.1
+_SHIFT_POSITIONS = 8
+_POWER_POSITIONS, _POWER_LENGTH = 4, 0.1
+_SOLVE_ROUNDS, _SOLVE_LENGTH = 12, 0.3
 
 
 def measure_noise(
@@ -33,12 +34,14 @@ def measure_noise(
     q: np.ndarray,
     estimators: Sequence[Estimator],
     scheme: MinibatchScheme,
+    minibatches: int,
     rng: np.random.Generator,
 ) -> dict[Estimator, Noise]:
     """The gradient's noise by estimator, on minibatches of a scheme's kind.
 
     :param rows: gradients on minibatches.
     :param q: whitened positions from about the posterior, of which the first few are taken.
+    :param minibatches: at each of them, at most.
     """
     target = rows.target
     if not target.plates:
@@ -48,7 +51,7 @@ def measure_noise(
     fitting = min(_ROWS // batch, _NUMBERS // target.dim) // num_positions
     if fitting < _FEWEST_MINIBATCHES:
         num_positions = min(len(q), _FEW_POSITIONS)
-    num = int(np.clip(fitting, _FEWEST_MINIBATCHES, _MINIBATCHES))
+    num = int(np.clip(fitting, _FEWEST_MINIBATCHES, minibatches))
     found = _deviations(rows, whitening, q[:num_positions], estimators, scheme, num, rng)
     is_enough = num_positions * num >= _ENOUGH
     return {
@@ -89,6 +92,7 @@ def mean_shift(
     estimator: Estimator,
     scheme: MinibatchScheme,
     excess: float,
+    probes: int,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""How far the gradient's noise is predicted to move the posterior's mean, in posterior sds.
@@ -104,13 +108,14 @@ def mean_shift(
 
     :param q: whitened positions from about the posterior, of which the first few are taken.
     :param excess: c, the excess of a unit variance that noise of variance one makes.
+    :param probes: minibatches a position.
     :return: each coordinate's shift and its standard error, of shape ``(d,)``.
     """
     target = rows.target
     if not target.plates or target.is_randomized or not excess > 0.0:
         return np.zeros(target.dim), np.zeros(target.dim)
     q = q[:_SHIFT_POSITIONS]
-    num = max(2, _SHIFT_PROBES * _SHIFT_POSITIONS // len(q))
+    num = max(2, probes * _SHIFT_POSITIONS // len(q))
     noise = np.concatenate(
         [
             _deviations(rows, whitening, x[None], (estimator,), scheme, num, rng)[estimator]
@@ -128,18 +133,58 @@ def mean_shift(
 
 
 def largest_curvature_on(
-    rows: RowGradients, whitening: Whitening, q: np.ndarray, rng: np.random.Generator
+    rows: RowGradients,
+    whitening: Whitening,
+    q: np.ndarray,
+    rounds: int,
+    rng: np.random.Generator,
 ) -> float:
     """Largest whitened curvature at some typical positions, by power iterations.
 
     :param q: whitened positions from about the posterior, of which the first few are taken.
+    :param rounds: iterations.
     """
     positions = whitening.position(q[:_POWER_POSITIONS])
     v = rng.standard_normal(positions.shape)
     _, base = rows.on_some(positions)
-    for _ in range(_POWER_ROUNDS):
+    for _ in range(rounds):
         v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
         _, moved = rows.on_some(positions + _POWER_LENGTH * whitening.push(v))
         v = whitening.pull(moved - base) / _POWER_LENGTH
     largest = np.linalg.norm(v, axis=1)
     return float(largest[np.isfinite(largest)].max(initial=1.0))
+
+
+def sharpened(rows: RowGradients, whitening: Whitening, directions: np.ndarray) -> np.ndarray:
+    """Wide directions nearer to the widest ones: one inverse iteration with the curvature.
+
+    Of draws fewer than coordinates the widest directions come out with a little of all others, in
+    which the gradient varies far more. The curvature at the anchor, asked for by differences of
+    gradients, is inverted by conjugate gradients.
+
+    :param directions: whitened ones as columns, shape ``(d, k)``.
+    :return: of the same shape, not normalised.
+    """
+
+    def curved(v: np.ndarray) -> np.ndarray:
+        length = _SOLVE_LENGTH / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-30)
+        moved = whitening.push(length * v)
+        _, found = rows.on_some(
+            np.concatenate([whitening.anchor + moved, whitening.anchor - moved])
+        )
+        above, below = np.split(whitening.pull(found), 2)
+        return (above - below) / (2.0 * length)
+
+    found = np.zeros_like(directions.T)
+    rest = ahead = directions.T
+    for _ in range(_SOLVE_ROUNDS):
+        bent, square = curved(ahead), np.square(rest).sum(1, keepdims=True)
+        along = (ahead * bent).sum(1, keepdims=True)
+        # Where the posterior is not convex a direction is left as far as it has come.
+        share = np.where(along > 0.0, square / np.where(along > 0.0, along, 1.0), 0.0)
+        found = found + share * ahead
+        rest = rest - share * bent
+        following = np.square(rest).sum(1, keepdims=True) / np.maximum(square, 1e-30)
+        ahead = np.where(along > 0.0, rest + following * ahead, ahead)
+    fine = np.isfinite(found).all(1) & (found != 0.0).any(1)
+    return np.where(fine, found.T, directions)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice, product, tee
+from itertools import chain, islice, product, tee
 from typing import NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
+from numpyro_sgmcmc.warmup.effort import MANY_DIM, Effort, rows_a_gradient
 from numpyro_sgmcmc.warmup.factors import hessian_by_products
 
 __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
@@ -31,6 +32,7 @@ __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 _SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
 _SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
 _MOST_SLOTS = 128
+_FEWEST_ROWS = 64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
 _TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
 _MINIBATCHES_A_CALL = 32  # whose Hessians are added up in the model's type; the rest is in float64
 
@@ -108,6 +110,14 @@ def _of_shards(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
         yield WeightedRows({plate.name: of_shards[:, part].reshape(-1)}, 1.0 / num)
 
 
+def _in_passes(plate: Plate) -> Plate:
+    """With minibatches that are not too small."""
+    if plate.shards is not None:
+        return plate
+    size = min(max(plate.subsample_size, _FEWEST_ROWS), plate.size)
+    return plate._replace(subsample_size=size)
+
+
 @partial(jax.jit, static_argnames="target")
 def _at_slots(
     target: Target, arguments: Arguments, positions: Array, rows: Indices, keys: Array | None
@@ -150,22 +160,28 @@ class RowGradients:
 
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
+    :param rows: rows of a plate that stand for all, about.
     """
 
-    def __init__(self, target: Target, arguments: Arguments) -> None:
+    def __init__(self, target: Target, arguments: Arguments, rows: int = Effort.rows) -> None:
         self.target, self.arguments = target, arguments
-        self.some = list(minibatches_of(target.groups, draw_subset(target, 0)))
+        self.groups = [[_in_passes(p) for p in g] if len(g) == 1 else g for g in target.groups]
+        """The plates, with the rows of a minibatch in a pass over many."""
+        self.some = list(minibatches_of(self.groups, draw_subset(target, 0, rows)))
         """Minibatches of rows that stand for all."""
-        batch = sum(p.subsample_size for p in target.plates) or 1
-        fitting = min(_SLOT_NUMBERS // target.dim, _SLOT_ROWS // batch)
-        self.slots = int(np.clip(fitting, 1, _MOST_SLOTS))
         self._asked = 0  # so that each slot of a randomised likelihood gets a key of its own
 
     def each(
         self, pairs: Iterable[tuple[np.ndarray, Indices]]
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Potential and gradient of each pair of a position and a minibatch, in their order."""
-        target, size, left = self.target, self.slots, iter(pairs)
+        """Potential and gradient of each pair of a position and a minibatch, in their order.
+
+        :param pairs: with as many rows each.
+        """
+        target, left = self.target, iter(pairs)
+        if (first := next(left, None)) is None:
+            return
+        left, size = chain([first], left), self._slots(first[1])
         while some := list(islice(left, size)):
             filled = some + [some[0]] * (size - len(some))
             positions = np.stack([q for q, _ in filled]).astype(target.dtype)
@@ -177,6 +193,14 @@ class RowGradients:
             values, gradients = _at_slots(target, self.arguments, positions, rows, keys)
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
             yield from zip(values[: len(some)], gradients[: len(some)], strict=True)
+
+    def _slots(self, minibatch: Indices) -> int:
+        """How many pairs of a position and such a minibatch a call takes."""
+        rows = sum(map(len, minibatch.values())) or rows_a_gradient(self.target, self.arguments)
+        fitting = min(_SLOT_NUMBERS // self.target.dim, _SLOT_ROWS // rows)
+        if self.target.dim > MANY_DIM:
+            fitting = 1  # XLA multiplies many matrices at once several times as slowly
+        return int(np.clip(fitting, 1, _MOST_SLOTS))
 
     def on_some(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Potentials and gradients on rows that stand for all, at each position."""
@@ -190,18 +214,20 @@ class RowGradients:
         """The gradient on all rows, shape ``(d,)``."""
         if self.arguments.sharded:
             return EagerPotential(self.target, self.arguments).gradient(position)
-        return self.mean(position[None], minibatches_of(self.target.groups))[1][0]
+        return self.mean(position[None], minibatches_of(self.groups))[1][0]
 
     def hessian(self, position: np.ndarray) -> np.ndarray:
         """The Hessian on all rows, shape ``(d, d)``; a randomised likelihood has none here."""
         target = self.target
         if self.arguments.sharded:
             return hessian_by_products(EagerPotential(target, self.arguments), position)
-        batch = sum(p.subsample_size for p in target.plates) or 1
+        batch = sum(p.subsample_size for group in self.groups for p in group) or rows_a_gradient(
+            target, self.arguments
+        )
         together = int(np.clip(_TANGENT_ROWS // batch, 1, target.dim))
         at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
         hessian = np.zeros((target.dim, target.dim))
-        minibatches = minibatches_of(target.groups)
+        minibatches = minibatches_of(self.groups)
         while some := list(islice(minibatches, _MINIBATCHES_A_CALL)):
             filled = some + [WeightedRows(some[0].rows, 0.0)] * (_MINIBATCHES_A_CALL - len(some))
             rows = {p.name: np.stack([m.rows[p.name] for m in filled]) for p in target.plates}
@@ -213,9 +239,13 @@ class RowGradients:
                 hessian[first:last] += np.asarray(found, np.float64)[first - last :]
         return (hessian + hessian.T) / 2.0
 
-    def on_all(self, positions: np.ndarray, whitening: Whitening) -> np.ndarray:
-        """Gradients on all rows, from those on some and the exact one at the anchor."""
-        _, found = self.on_some(np.concatenate([positions, whitening.anchor[None]]))
+    def on_all(self, positions: np.ndarray, whitening: Whitening, rows: int) -> np.ndarray:
+        """Gradients on all rows, from those on some and the exact one at the anchor.
+
+        :param rows: rows of a plate on which to take them, about.
+        """
+        some = minibatches_of(self.groups, draw_subset(self.target, 0, rows))
+        _, found = self.mean(np.concatenate([positions, whitening.anchor[None]]), some)
         return found[:-1] + (whitening.gradient - found[-1])
 
     def mean(

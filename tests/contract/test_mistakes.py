@@ -226,9 +226,11 @@ def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_source", lambda *_: None)
     kernel = SGHMCSplit(regression, minibatch=minibatch, gradient="plain", num_steps=5)
     arguments = (rows(), {"batch_size": BATCH})
-    state = kernel.init(jax.random.key(0), 0, None, *arguments)
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(f"{__name__}.watched", seen)
+    state = kernel.init(jax.random.key(0), 0, None, *arguments)
+    jax.effects_barrier()
+    seen.clear()
     for _ in range(4):
         state = kernel.sample(state, *arguments)
         jax.effects_barrier()

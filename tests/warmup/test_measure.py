@@ -14,9 +14,9 @@ from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, ControlVariate, Plai
 from numpyro_sgmcmc.posterior.target import function_target
 from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup import measure, variational
 from numpyro_sgmcmc.warmup import row_gradients as row_gradients_module
-from numpyro_sgmcmc.warmup.measure import largest_curvature_on, mean_shift, measure_noise
+from numpyro_sgmcmc.warmup import variational
+from numpyro_sgmcmc.warmup.measure import largest_curvature_on, mean_shift, measure_noise, sharpened
 from numpyro_sgmcmc.warmup.noise import draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients, minibatches_of
 from tests.warmup.potentials import random_covariance
@@ -90,19 +90,18 @@ def test_gradients_on_all_rows_by_way_of_the_anchor():
     y, rows, whitening = waiting()
     positions = whitening.position(np.linspace(-2, 2, 5)[:, None])
     exact = np.exp(positions) * y.sum() - len(y)
-    np.testing.assert_allclose(rows.on_all(positions, whitening), exact, atol=1e-8)
+    np.testing.assert_allclose(rows.on_all(positions, whitening, 20_000), exact, atol=1e-8)
 
 
 # --- Noise --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_noise_of_random_rows(name, monkeypatch):
+def test_noise_of_random_rows(name):
     """That of one row over their number, times the rows squared."""
-    monkeypatch.setattr(measure, "_MINIBATCHES", 4_000)
     y, rows, whitening = waiting()
     q = np.array([[1.5]])
-    found = measure_noise(rows, whitening, q, [ESTIMATORS[name]], IID(), rng())
+    found = measure_noise(rows, whitening, q, [ESTIMATORS[name]], IID(), 4_000, rng())
     t, anchor = whitening.position(q)[0, 0], whitening.anchor[0]
     of_rows = {
         "plain": np.exp(t),
@@ -116,13 +115,12 @@ def test_noise_of_random_rows(name, monkeypatch):
 
 
 @pytest.mark.parametrize("estimator", [Plain(), ControlVariate()], ids=lambda e: e.name)
-def test_noise_moves_the_mean_of_a_skewed_posterior(estimator, monkeypatch):
+def test_noise_moves_the_mean_of_a_skewed_posterior(estimator):
     """By minus half the third derivative times the excess variance."""
-    monkeypatch.setattr(measure, "_SHIFT_PROBES", 500)
     y, rows, whitening = waiting(num=200, batch=20)
     excess = 0.02
     q = 0.7 * np.ones((8, 1))
-    (found,), (error,) = mean_shift(rows, whitening, q, estimator, IID(), excess, rng())
+    (found,), (error,) = mean_shift(rows, whitening, q, estimator, IID(), excess, 500, rng())
     t, anchor = whitening.position(q[:1])[0, 0], whitening.anchor[0]
     of_rows = (np.exp(t) - estimator.has_anchor * np.exp(anchor)) * y
     variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 20
@@ -143,8 +141,31 @@ def test_noise_leaves_the_mean_of_a_gaussian():
     rows = RowGradients(target_of(model, arguments, init_to_uniform), arguments)
     whitening = Whitening(np.array([y.mean()]), 0.1 * np.ones(1), np.zeros(1))
     q = rng().standard_normal((8, 1))
-    shift, _ = mean_shift(rows, whitening, q, Plain(), IID(), 1.0, rng())
+    shift, _ = mean_shift(rows, whitening, q, Plain(), IID(), 1.0, 8, rng())
     assert np.abs(shift).max() < 1e-6
+
+
+# --- Directions ---------------------------------------------------------------------------------
+
+
+def test_wide_directions_are_sharpened():
+    """Those of a few draws, in which all other directions have a part, nearer to the true ones."""
+    dim, draw = 400, rng().standard_normal
+    wide = np.linalg.qr(draw((dim, 2)))[0]
+    inverse = np.eye(dim) - wide @ np.diag([1 - 1 / 50, 1 - 1 / 20]) @ wide.T
+    rows = row_gradients(lambda q: q @ jnp.asarray(inverse) @ q / 2, dim)
+    found = np.linalg.qr(wide + 0.05 * draw(wide.shape))[0]
+    assert np.linalg.norm(wide.T @ found) ** 2 < 2 * 0.55
+    whitening = Whitening(np.zeros(dim), np.ones(dim), np.zeros(dim))
+    found = np.linalg.qr(sharpened(rows, whitening, found))[0]
+    assert np.linalg.norm(wide.T @ found) ** 2 > 2 * 0.99
+
+
+def test_directions_that_cannot_be_sharpened_are_kept():
+    """Where the curvature is negative, or not finite."""
+    whitening, some = Whitening(np.zeros(3), np.ones(3), np.zeros(3)), np.eye(3)[:, :1]
+    for fn in (lambda q: -q @ q / 2, lambda q: jnp.sqrt(-1.0 - q @ q)):
+        np.testing.assert_array_equal(sharpened(row_gradients(fn, 3), whitening, some), some)
 
 
 # --- Curvature ----------------------------------------------------------------------------------
@@ -178,18 +199,18 @@ def test_largest_curvature():
     factor = 2.0 * np.ones(20)
     whitening = Whitening(np.zeros(20), factor, np.zeros(20))
     q = rng().standard_normal((4, 20))
-    found = largest_curvature_on(rows, whitening, q, rng())
+    found = largest_curvature_on(rows, whitening, q, 8, rng())
     assert found == pytest.approx(4 * values.max(), rel=0.1)
     assert found <= 4 * values.max() * (1 + 1e-6)
     root = np.linalg.cholesky(np.linalg.inv(hessian))
     dense = Whitening(np.zeros(20), root, np.zeros(20))
-    assert largest_curvature_on(rows, dense, q, rng()) == pytest.approx(1, rel=1e-6)
+    assert largest_curvature_on(rows, dense, q, 8, rng()) == pytest.approx(1, rel=1e-6)
 
 
 def test_curvature_that_is_not_finite_counts_as_one():
     rows = row_gradients(lambda q: jnp.sqrt(q).sum(), 2)
     whitening = Whitening(-np.ones(2), np.ones(2), np.zeros(2))
-    assert largest_curvature_on(rows, whitening, np.zeros((4, 2)), rng()) == 1.0
+    assert largest_curvature_on(rows, whitening, np.zeros((4, 2)), 8, rng()) == 1.0
 
 
 # --- The start by volume ------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """A step size that the warm-up chose too long is shortened by the chains that find it so."""
 
-import re
 import warnings
 
 import jax
@@ -201,7 +200,8 @@ def test_a_target_out_of_reach_is_said_with_numbers():
     kernel = SGHMCSplit(normal_mean, target_bias=0.03, **NOISY)
     with pytest.warns(UserWarning, match="1[0-2] % too wide, where target_bias allows 3 %") as said:
         kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
-    assert re.search("of 'rows' about [34][0-9]", str(said[0].message))
+    # Of all rows a draw takes few steps, and less work.
+    assert "of 'rows' all 1000: 10 steps a draw" in str(said[0].message)
     # Over an epoch of 100 minibatches the same noise does little.
     with warnings.catch_warnings():
         warnings.simplefilter("error")

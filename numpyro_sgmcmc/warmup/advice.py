@@ -1,0 +1,183 @@
+"""What the user is told of the gradient's noise, and which minibatch would serve better.
+
+The variance of the noise, and with it how far the means move, is inversely proportional to the
+number of rows: so it is known what a draw would cost with more of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.data.minibatch import MinibatchScheme
+from numpyro_sgmcmc.posterior.estimators import Estimator
+from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
+from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
+
+__all__ = ["SHIFT_SHARE", "Limits", "is_thermostat_at_work", "warn"]
+
+SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
+_CLEARLY_LESS = 0.5  # of the work: worth a word
+_FEW_STEPS = 50  # no word where a draw takes no more
+_LARGER = 2.0 ** np.arange(1, 21)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What limits the step size.
+
+    - **estimator** - the gradient's.
+    - **noise** - its noise.
+    - **curvature** - the largest, whitened.
+    - **longest** - step size that suits an exact gradient.
+    - **shift_rate** - how far noise moves the posterior's means, in sds, over the step size.
+    """
+
+    estimator: Estimator
+    noise: Noise
+    curvature: float
+    longest: float
+    shift_rate: float = 0.0
+
+
+class _Draw(NamedTuple):
+    """
+    - **sizes** - rows of a minibatch, by plate.
+    - **num_steps** - steps a draw.
+    - **work** - gradients of single rows a draw, those of an estimator by their cost.
+    - **is_right** - whether noise stays within the target.
+    """
+
+    sizes: dict[str, int]
+    num_steps: int
+    work: float
+    is_right: bool
+
+
+def _draw(context: Context, limits: Limits, times: float) -> _Draw:
+    """What a draw takes with minibatches so many times as large, at most all rows."""
+    settings, dynamics = context.settings, context.settings.dynamics
+    sizes = {p.name: _times(p.subsample_size, times, p.size) for p in context.target.plates}
+    is_all = all(sizes[p.name] == p.size for p in context.target.plates)
+    of_estimator, noise = limits.estimator.cost, limits.noise
+    noise = noise._replace(
+        variance=noise.variance / times,
+        mean=noise.mean / times,
+        per_epoch=int(noise.per_epoch / times),
+    )
+    if is_all:
+        of_estimator, noise = 1.0, NO_NOISE
+    bias = settings.target_bias
+    step_size, inflation = choose_step_size(
+        dynamics, limits.longest, noise, limits.curvature, bias, settings.noise_compensation
+    )
+    shift = 0.0 if is_all else limits.shift_rate * step_size / times
+    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    shorter = max(step_size * min(1.0, SHIFT_SHARE * bias / max(shift, 1e-30)), shortest)
+    num_steps = choose_num_steps(dynamics.relaxation_time(shorter, noise.variance), shorter)
+    is_right = inflation <= bias and shift * shorter / step_size <= 1.01 * SHIFT_SHARE * bias
+    return _Draw(sizes, num_steps, num_steps * sum(sizes.values()) * of_estimator, is_right)
+
+
+def _times(number: int, times: float, most: int) -> int:
+    """To two significant digits, upwards."""
+    unit = 10 ** max(0, math.floor(math.log10(number * times)) - 1)
+    return min(most, math.ceil(number * times / unit) * unit)
+
+
+def _better(context: Context, limits: Limits) -> _Draw:
+    """Of larger minibatches with which noise stays within the target that of least work."""
+    draws = [_draw(context, limits, float(times)) for times in _LARGER]
+    return min((d for d in draws if d.is_right), key=lambda d: d.work, default=draws[-1])
+
+
+def warn(
+    context: Context,
+    limits: Limits,
+    scheme: MinibatchScheme,
+    step_size: float,
+    num_steps: int,
+    inflation: float,
+) -> None:
+    """Say where the target cannot be met or is dear, or a thermostat would be misled.
+
+    :param step_size: with which the chains run.
+    :param num_steps: steps a draw.
+    :param inflation: excess of the posterior variance predicted at that step size.
+    """
+    settings, target = context.settings, context.target
+    if settings.step_size is None and target.plates:
+        shift = 0.0 if settings.noise_compensation else limits.shift_rate * step_size
+        if inflation > 2.0 * settings.target_bias:
+            _warn_of_sds(context, limits, inflation)
+        elif shift > 2.0 * SHIFT_SHARE * settings.target_bias:
+            _warn_of_means(context, limits, shift)
+        elif settings.num_steps is None and settings.gradient is None and target.locals is None:
+            _advise(context, limits, num_steps)
+    if not scheme.is_independent and is_thermostat_at_work(context, limits.noise, step_size):
+        way_out = (
+            "a larger subsample_size, or a kernel without a thermostat"
+            if target.locals is not None
+            else "minibatch='iid', or leave it out"
+        )
+        notify(
+            f"minibatch={scheme.name!r} makes noise that cancels over an epoch, which the "
+            f"thermostat takes for heat: posterior sds may be too narrow. Use {way_out}."
+        )
+
+
+def is_thermostat_at_work(context: Context, noise: Noise, step_size: float) -> bool:
+    """Whether a thermostat must take away more noise than may be left."""
+    dynamics = context.settings.dynamics
+    inflation = dynamics.noise_inflation(noise.variance, step_size)
+    return dynamics.has_thermostat and inflation > context.settings.target_bias
+
+
+def _warn_of_sds(context: Context, limits: Limits, inflation: float) -> None:
+    """Say that the target cannot be met, by how much, and what would meet it."""
+    settings = context.settings
+    notify(
+        f"The minibatch gradient is so noisy that posterior sds are predicted to be "
+        f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
+        f"{100 * settings.target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. "
+        f"Use {_larger(context, _better(context, limits))}."
+    )
+
+
+def _warn_of_means(context: Context, limits: Limits, shift: float) -> None:
+    """Say that noise moves means, by how much, and what would hold them."""
+    notify(
+        f"The minibatch gradient is so noisy that means are predicted to be {shift:.2g} posterior "
+        f"sds off at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
+        f"{_larger(context, _better(context, limits))}."
+    )
+
+
+def _advise(context: Context, limits: Limits, num_steps: int) -> None:
+    """Say where the same posterior is to be had for clearly less work."""
+    better = _better(context, limits)
+    rows = sum(p.subsample_size for p in context.target.plates)
+    work = num_steps * rows * limits.estimator.cost
+    if num_steps <= _FEW_STEPS or better.work > _CLEARLY_LESS * work or not better.is_right:
+        return
+    notify(
+        f"The minibatch gradient is so noisy that a draw takes {num_steps} short steps. "
+        f"{work / better.work:.1f} times less work would be {_larger(context, better)}."
+    )
+
+
+def _larger(context: Context, draw: _Draw) -> str:
+    """A larger minibatch and its steps, in words; or what spares it."""
+    gradient, plates = context.settings.gradient, context.target.plates
+    sizes = " and ".join(
+        f"of '{p.name}' {'all' if draw.sizes[p.name] == p.size else 'about'} {draw.sizes[p.name]}"
+        for p in plates
+    )
+    is_plain = gradient is not None and not gradient.has_anchor
+    cure = ", or gradient='auto'" if is_plain else ""
+    return f"a larger subsample_size ({sizes}: {draw.num_steps} steps a draw){cure}"

@@ -1,0 +1,86 @@
+"""How much the warm-up spends: a budget in gradients, less of them where each one costs much.
+
+A gradient costs about its rows, and with very many coordinates each row costs them all: in a
+network 3,000 minibatch gradients are seconds, and the 100,000 that suit a regression would be an
+hour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.target import Target
+
+__all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
+
+MANY_DIM = 20_000
+_FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
+_FEWEST_FIT_STEPS = 1_000
+_PILOT_ROWS = 2**30  # likewise for all pilot chains
+_FEWEST_WINDOWS = 2
+_WINDOWS_ON_DISK = 2
+
+
+@dataclass(frozen=True)
+class Effort:
+    """
+    - **starts** - starts of the fit by volume.
+    - **fit_steps** - its steps.
+    - **chains** - pilot chains.
+    - **windows** - their steps in one window after the other, at most.
+    - **draws** - of a window, at which gradients on all rows are taken.
+    - **rows** - rows of a plate that stand for all, about.
+    - **minibatches** - at each of some positions, for the noise, at most.
+    - **rounds** - power iterations for the largest curvature.
+    - **probes** - minibatches a position that tell how far noise moves means.
+    """
+
+    starts: int = 4
+    fit_steps: int = 4_000
+    chains: int = 16
+    windows: tuple[int, ...] = (400, 800, 1_600, 1_600, 1_600, 1_600)
+    draws: int = 256
+    rows: int = 20_000
+    minibatches: int = 64
+    rounds: int = 8
+    probes: int = 8
+
+    @classmethod
+    def of(cls, target: Target, arguments: Arguments) -> Effort:
+        """What suits the posterior."""
+        if target.dim > MANY_DIM:
+            return _little(target)
+        effort, rows = cls(), rows_a_gradient(target, arguments)
+        fitting = _FIT_ROWS // (rows * effort.starts)
+        steps = int(np.clip(fitting, _FEWEST_FIT_STEPS, effort.fit_steps))
+        done = np.cumsum(effort.windows) * (effort.chains + 1) * rows
+        num = max(_FEWEST_WINDOWS, int((done <= _PILOT_ROWS).sum()))
+        # Each window ends with a pass over all rows: on a disk that is all its time.
+        num = min(num, _WINDOWS_ON_DISK) if arguments.hosts else num
+        return replace(effort, fit_steps=steps, windows=effort.windows[:num])
+
+
+def _little(target: Target) -> Effort:
+    """About 3,000 gradients in all."""
+    batch = max((p.subsample_size for p in target.plates), default=1)
+    return Effort(
+        starts=1,
+        fit_steps=700,
+        chains=4,
+        windows=(100,),
+        draws=16,
+        rows=4 * max(batch, 64),
+        minibatches=16,
+        rounds=4,
+        probes=2,
+    )
+
+
+def rows_a_gradient(target: Target, arguments: Arguments) -> int:
+    """Rows that a gradient takes: a minibatch, or where the model chooses none all that it has."""
+    if target.plates:
+        return sum(p.subsample_size for p in target.plates)
+    return max((len(x) for x in arguments.arrays if x.ndim), default=1)
