@@ -75,6 +75,8 @@ trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/trust.py
 	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
 	$(bin)/python benchmarks/trust.py --rivals
+	$(bin)/python benchmarks/large.py
+	$(bin)/python benchmarks/large.py --small
 
 papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/chen2015.py

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import timing  # noqa: F401, puts the repository's root on the path
 from large_problems import LARGE_PROBLEMS
 from numpyro.infer import MCMC, NUTS
 from rivals import unconstrained

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS, choose_num_steps, cho
 __all__ = ["SHIFT_SHARE", "Limits", "is_thermostat_at_work", "warn"]
 
 SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
-_CLEARLY_LESS = 0.5  # of the work: worth a word
+_CLEARLY_LESS = 2 / 3  # of the work: worth a word
 _FEW_STEPS = 50  # no word where a draw takes no more
 _LARGER = 2.0 ** np.arange(1, 21)
 

@@ -217,3 +217,25 @@ def test_potential_fn(start, tmp_path):
     again.resume()
     assert jax.tree.structure(again.get_samples()) == jax.tree.structure(start)
     assert_same_bits(again, outcome(mcmc))
+
+
+def test_directions_of_a_long_position(tmp_path, monkeypatch):
+    """A few directions besides a diagonal are a part of the state from 100 parameters on."""
+    inverse = jnp.eye(120) - 0.98 * jnp.full((120, 120), 1 / 120)
+
+    def potential(z):
+        return z @ inverse @ z / 2
+
+    def make(folder):
+        return mcmc_of(folder, SGHMCSplit(potential_fn=potential, num_steps=2), num_chains=1)
+
+    whole = make(tmp_path / "whole")
+    whole.run(jax.random.PRNGKey(0), init_params=jnp.zeros(120))
+    assert whole.last_state.adapt_state.whitening.stretch is not None
+    with monkeypatch.context() as patch:
+        end_at(patch, 12, kill)
+        with pytest.raises(Killed):
+            make(tmp_path / "killed").run(jax.random.PRNGKey(0), init_params=jnp.zeros(120))
+    again = make(tmp_path / "killed")
+    again.resume()
+    assert_same_bits(again, outcome(whole))
