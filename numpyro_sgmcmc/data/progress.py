@@ -2,38 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from numpyro.util import tqdm_auto
+from tqdm import tqdm
 
 from numpyro_sgmcmc.data.host import HostArray, counting
 
-__all__ = ["passes_shown", "stages_shown"]
+__all__ = ["Stages", "passes_shown", "stages_shown"]
 
 _DELAY = 3.0
 
 
+class Stages:
+    """Told how far work in stages has come; this one keeps it to itself."""
+
+    def begin(self, name: str) -> None:
+        """A stage begins."""
+
+    def expect(self, work: int) -> None:
+        """So much work, in any unit, is to do in all stages at most."""
+
+    def done(self, work: int) -> None:
+        """So much more of it is done."""
+
+
+class _StagesShown(Stages):
+    def __init__(self, bar: tqdm) -> None:
+        self._bar = bar
+
+    def begin(self, name: str) -> None:
+        self._bar.set_description_str(f"adapting: {name}", refresh=False)
+        self._bar.update(0)
+
+    def expect(self, work: int) -> None:
+        self._bar.total = work
+
+    def done(self, work: int) -> None:
+        self._bar.bar_format = "{desc} {elapsed}, at most {remaining} left{postfix}"
+        self._bar.update(work)
+
+
 @contextmanager
-def stages_shown(hosts: Sequence[HostArray]) -> Iterator[Callable[[str], None]]:
+def stages_shown(hosts: Sequence[HostArray]) -> Iterator[Stages]:
     """A line with the stage of the adaptation, and the passes over rows on the host so far.
 
     :param hosts: arrays whose rows are read when needed.
-    :return: as context, a function to call with the name of each stage as it begins.
+    :return: as context, what is to be told of the stages.
     """
     with tqdm_auto(
-        total=5,
         delay=_DELAY,
         leave=False,
         disable=None,
         miniters=0,
         bar_format="{desc} {elapsed}{postfix}",
     ) as bar:
-
-        def stage(name: str) -> None:
-            bar.set_description(f"adapting: {name}", refresh=False)
-            bar.update()
-
         longest = max(hosts, key=len, default=None)
 
         def read(rows: int) -> None:
@@ -43,7 +67,7 @@ def stages_shown(hosts: Sequence[HostArray]) -> Iterator[Callable[[str], None]]:
             bar.update(0)
 
         with counting(longest, read):
-            yield stage
+            yield _StagesShown(bar)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup import global_warmup, local_warmup
 from numpyro_sgmcmc.warmup.context import Context
@@ -21,7 +22,7 @@ def adapt(
     arguments: Arguments,
     settings: Settings,
     starts: Iterable[np.ndarray],
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Stages | None = None,
 ) -> Adaptation:
     """Find the mode region, whitening, anchor, estimator, minibatches and step size.
 
@@ -30,7 +31,7 @@ def adapt(
     :param settings: what the user has fixed.
     :param starts: first positions of shape ``(d,)``, of which the first finite ones are tried: the
         user's alone, or with up to 200 coordinates several.
-    :param progress: called with the name of each stage before it starts.
+    :param progress: told how far it has come.
     :return: what all chains share.
     :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
     :raises ValueError: where rows' local values cannot be moved one by one.
@@ -38,4 +39,4 @@ def adapt(
     # What is not finite is looked for, and named; NumPy need not warn of it as well.
     with np.errstate(all="ignore"):
         warmup = global_warmup if target.locals is None else local_warmup
-        return warmup.warm_up(Context(target, arguments, settings, progress), starts)
+        return warmup.warm_up(Context(target, arguments, settings, progress or Stages()), starts)

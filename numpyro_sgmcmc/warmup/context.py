@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,7 @@ from jax import Array
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, MinibatchScheme
 from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.target import Target
@@ -42,7 +43,7 @@ class Context:
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
     :param settings: what the user has fixed.
-    :param progress: called with the name of each stage before it starts.
+    :param progress: told how far it has come.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Context:
         target: Target,
         arguments: Arguments,
         settings: Settings,
-        progress: Callable[[str], None],
+        progress: Stages,
     ) -> None:
         self.target, self.settings, self.progress = target, settings, progress
         self.rng = np.random.default_rng(0)

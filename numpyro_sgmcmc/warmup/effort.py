@@ -48,6 +48,11 @@ class Effort:
     rounds: int = 8
     probes: int = 8
 
+    @property
+    def gradients(self) -> int:
+        """Of the fit and the pilot chains, which are most of the work, at most."""
+        return self.fit_steps * self.starts + sum(self.windows) * (self.chains + 1)
+
     @classmethod
     def of(cls, target: Target, arguments: Arguments) -> Effort:
         """What suits the posterior."""

@@ -55,7 +55,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         return _as_given(context, context.finite_starts(starts, 1)[0])
     wanted = 1 if context.settings.has_start else context.effort.starts
     whitening, q = find_typical_set(context, context.finite_starts(starts, wanted))
-    context.progress("gradient noise")
+    context.progress.begin("gradient noise")
     return decide(context, whitening, q)
 
 
@@ -99,7 +99,8 @@ def find_typical_set(
 
     :param starts: first positions, of which the best is gone on with.
     """
-    context.progress("start by volume")
+    context.progress.expect(context.effort.gradients)
+    context.progress.begin("start by volume")
     settings = context.settings
     fit = _fit(context, starts)
     matrix = settings.inverse_mass_matrix
@@ -112,7 +113,7 @@ def find_typical_set(
     chains, shorter = context.effort.chains, 1.0
     q = whitening.whiten(fit.sd * context.rng.standard_normal((chains, context.target.dim)))
     for num_steps in context.effort.windows:
-        context.progress("pilot chains")
+        context.progress.begin("pilot chains")
         estimator, step_size, noise = _pilot_step(context, whitening, q, shorter)
         draws = run_pilot(
             context.target,
@@ -123,6 +124,7 @@ def find_typical_set(
             num_steps,
             context.rng,
             estimator,
+            context.progress,
         )
         alive = _alive(context, whitening, draws)
         if alive.sum() <= chains // 2:
@@ -152,6 +154,7 @@ def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
         lambda shape: context.draw_rows(shape, IID()),
         context.effort.fit_steps,
         context.rng,
+        context.progress,
     )
     noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
     noise = np.concatenate([noise, -noise])

@@ -19,6 +19,7 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.posterior.estimators import Estimator
@@ -82,6 +83,7 @@ def run_pilot(
     num_steps: int,
     rng: np.random.Generator,
     estimator: Estimator,
+    progress: Stages,
 ) -> np.ndarray:
     """Draws of chains by the symmetric splitting on random rows.
 
@@ -89,6 +91,7 @@ def run_pilot(
     :param num_steps: steps a chain, rounded up to whole calls (100 steps, but for very many
         coordinates); the first half is forgotten.
     :param estimator: with an anchor or without; a Hessian there is left out.
+    :param progress: told of the gradients taken.
     :return: whitened draws, every fifth step, shape ``(num_chains, about num_steps // 10, d)``.
     """
     q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
@@ -110,6 +113,7 @@ def run_pilot(
             jnp.asarray(float(estimator.has_anchor), target.dtype),
             randomness,
         )
+        progress.done(steps * (len(starts) + 1))
         found = np.asarray(kept)  # waits: the noise of one call at a time is in memory
         if call >= num_calls // 2:
             draws.append(np.moveaxis(found, 0, 1))

@@ -22,6 +22,7 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.posterior.target import Target
 
 __all__ = ["MeanField", "fit"]
@@ -90,12 +91,14 @@ def fit(
     draw_rows: Any,
     num_steps: int,
     rng: np.random.Generator,
+    progress: Stages,
 ) -> list[MeanField]:
     """The fits to which the starts lead.
 
     :param starts: first means, shape ``(starts, d)``.
     :param draw_rows: ``(shape) -> minibatches`` of that shape.
     :param num_steps: steps, rounded up to whole calls.
+    :param progress: told of the gradients taken.
     """
     fitting = _NUMBERS_A_CALL // starts.size
     a_call = max(1, min(_STEPS_A_CALL, fitting, num_steps))
@@ -110,5 +113,6 @@ def fit(
         keys = random.split(random.key(call), a_call) if target.is_randomized else None
         rows = draw_rows((a_call,))
         carry = _advance(target, arguments, carry, rows, noise, keys, num_calls * a_call)
+        progress.done(a_call * len(starts))
     mean, log_sd = (np.asarray(x, np.float64) for x in carry[0])
     return [MeanField(m, np.exp(s)) for m, s in zip(mean, log_sd, strict=True)]

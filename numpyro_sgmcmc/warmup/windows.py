@@ -79,7 +79,7 @@ def settle(
             PILOT, PILOT_STEP_SIZE / shorter, noise, curvature, PILOT_BIAS
         )
         num_steps = chains.num_steps(step_size)
-        context.progress("pilot chains")
+        context.progress.begin("pilot chains")
         window = chains.run(whitening, q, step_size, num_steps, estimator)
         if window is None:
             shorter *= 4.0

@@ -12,6 +12,7 @@ from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import IID, Blocks
 from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.dynamics import RiemannianLangevin
 from numpyro_sgmcmc.posterior.estimators import Plain
 from numpyro_sgmcmc.posterior.target import function_target
@@ -140,7 +141,7 @@ def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
         pilot, "_advance", lambda *args: taken.append(args[6][1].shape) or advance(*args)
     )
     start = rng.standard_normal((16, dim))
-    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, Plain())
+    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, Plain(), Stages())
     assert draws.shape == (16, 40, dim)
     assert sum(shape[0] for shape in taken) == 400
     assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)

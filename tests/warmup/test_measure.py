@@ -10,6 +10,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, ControlVariate, Plain
 from numpyro_sgmcmc.posterior.target import function_target
 from numpyro_sgmcmc.posterior.targets import target_of
@@ -225,6 +226,7 @@ def fit(fn, starts, num_steps=2_000):
         lambda shape: draw_rows(target, rng(), shape, IID()),
         num_steps,
         rng(),
+        Stages(),
     )
 
 
