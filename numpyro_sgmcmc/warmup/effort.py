@@ -33,6 +33,7 @@ class Effort:
     - **windows** - their steps in one window after the other, at most.
     - **draws** - of a window, at which gradients on all rows are taken.
     - **rows** - rows of a plate that stand for all, about.
+    - **most_rows** - the same for the draws' gradients where these are noisy.
     - **minibatches** - at each of some positions, for the noise, at most.
     - **rounds** - power iterations for the largest curvature.
     - **probes** - minibatches a position that tell how far noise moves means.
@@ -44,6 +45,7 @@ class Effort:
     windows: tuple[int, ...] = (400, 800, 1_600, 1_600, 1_600, 1_600)
     draws: int = 256
     rows: int = 20_000
+    most_rows: int = 131_072
     minibatches: int = 64
     rounds: int = 8
     probes: int = 8
@@ -70,14 +72,15 @@ class Effort:
 
 def _little(target: Target) -> Effort:
     """About 3,000 gradients in all."""
-    batch = max((p.subsample_size for p in target.plates), default=1)
+    rows = 4 * max([64, *(p.subsample_size for p in target.plates)])
     return Effort(
         starts=1,
         fit_steps=700,
         chains=4,
         windows=(100,),
         draws=16,
-        rows=4 * max(batch, 64),
+        rows=rows,
+        most_rows=rows,
         minibatches=16,
         rounds=4,
         probes=2,

@@ -43,7 +43,6 @@ _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as l
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
 _SMALL_NOISE = 0.02  # variance: directions up to so many times as wide are seen, one over it
-_MOST_ROWS = 2**25  # at which the draws' gradients are taken, all together
 
 
 def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
@@ -254,7 +253,7 @@ def _rows_enough(context: Context, noise: Noise) -> int:
     if target.is_randomized or not noise.variance > 0.0:
         return effort.rows
     wanted = noise.variance * rows_a_gradient(target, context.arguments) / _SMALL_NOISE
-    return int(np.clip(wanted, effort.rows, max(effort.rows, _MOST_ROWS // effort.draws)))
+    return int(np.clip(wanted, effort.rows, effort.most_rows))
 
 
 def _spread(draws: np.ndarray, num: int) -> np.ndarray:
