@@ -57,6 +57,11 @@ class Dynamics:
         raise NotImplementedError
 
     @property
+    def linearised(self) -> Dynamics | None:
+        """About the same SDE, with steps that are linear on a normal; None if there is none."""
+        return None
+
+    @property
     def flows(self) -> Mapping[str, Flow]:
         """The flows from which the schemes are composed, by name."""
         raise NotImplementedError

@@ -31,6 +31,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.underdamped import Underdamped
 
 __all__ = ["NoseHoover", "NoseHooverState"]
 
@@ -68,6 +69,11 @@ class NoseHoover(Dynamics):
             "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
             "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.3),
         }
+
+    @property
+    def linearised(self) -> Underdamped:
+        # The thermostats stay near their mean.
+        return Underdamped(self.friction)
 
     @property
     def flows(self) -> Mapping[str, Flow]:

@@ -40,6 +40,10 @@ class Overdamped(Dynamics):
         return {"euler": Scheme((Part("euler"),), order=1, step_size=0.05)}
 
     @property
+    def linearised(self) -> Overdamped:
+        return self
+
+    @property
     def flows(self) -> Mapping[str, Flow]:
         return {"euler": Flow(_euler, gradients=1, draws=1)}
 

@@ -110,6 +110,10 @@ class Underdamped(Dynamics):
         return found
 
     @property
+    def linearised(self) -> Underdamped:
+        return self
+
+    @property
     def flows(self) -> Mapping[str, Flow]:
         return {
             "drift": Flow(self._drift),

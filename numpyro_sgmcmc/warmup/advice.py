@@ -7,6 +7,7 @@ number of rows: so it is known what a draw would cost with more of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,12 +20,43 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
 
-__all__ = ["SHIFT_SHARE", "Limits", "is_thermostat_at_work", "warn"]
+__all__ = ["SHIFT_SHARE", "Limits", "Shifts", "is_thermostat_at_work", "warn"]
 
 SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
 _CLEARLY_LESS = 2 / 3  # of the work: worth a word
 _FEW_STEPS = 50  # no word where a draw takes no more
 _LARGER = 2.0 ** np.arange(1, 21)
+
+
+class Shifts(NamedTuple):
+    """How far the posterior's means are predicted to be off, in sds.
+
+    - **by_noise** - by the gradient's noise, over the step size, shape ``(d,)``.
+    - **by_step** - by the step's own error, over the relative excess of variance that it makes.
+    - **step_excess** - maps a step size to that excess.
+    """
+
+    by_noise: np.ndarray
+    by_step: np.ndarray
+    step_excess: Callable[[float], float]
+
+    @classmethod
+    def none(cls) -> Shifts:
+        """Means that stay."""
+        return cls(np.zeros(1), np.zeros(1), lambda step_size: 0.0)
+
+    def at(self, step_size: float, times: float = 1.0) -> float:
+        """The largest, with minibatches so many times as large."""
+        by_step = self.by_step * self.step_excess(step_size)
+        return float(np.abs(self.by_noise * step_size / times + by_step).max())
+
+    def longest(self, step_size: float, shortest: float, allowed: float, times: float) -> float:
+        """The longest step size from one to another at which no mean is further off than allowed;
+        the shortest where there is none.
+        """
+        while step_size > shortest and self.at(step_size, times) > allowed:
+            step_size = max(0.97 * step_size, shortest)
+        return step_size
 
 
 @dataclass(frozen=True)
@@ -35,14 +67,14 @@ class Limits:
     - **noise** - its noise.
     - **curvature** - the largest, whitened.
     - **longest** - step size that suits an exact gradient.
-    - **shift_rate** - how far noise moves the posterior's means, in sds, over the step size.
+    - **shifts** - how far the posterior's means are off.
     """
 
     estimator: Estimator
     noise: Noise
     curvature: float
     longest: float
-    shift_rate: float = 0.0
+    shifts: Shifts
 
 
 class _Draw(NamedTuple):
@@ -76,11 +108,12 @@ def _draw(context: Context, limits: Limits, times: float) -> _Draw:
     step_size, inflation = choose_step_size(
         dynamics, limits.longest, noise, limits.curvature, bias, settings.noise_compensation
     )
-    shift = 0.0 if is_all else limits.shift_rate * step_size / times
-    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
-    shorter = max(step_size * min(1.0, SHIFT_SHARE * bias / max(shift, 1e-30)), shortest)
+    shortest = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
+    times = math.inf if is_all else times
+    allowed = SHIFT_SHARE * bias
+    shorter = limits.shifts.longest(step_size, shortest, allowed, times)
     num_steps = choose_num_steps(dynamics.relaxation_time(shorter, noise.variance), shorter)
-    is_right = inflation <= bias and shift * shorter / step_size <= 1.01 * SHIFT_SHARE * bias
+    is_right = inflation <= bias and limits.shifts.at(shorter, times) <= allowed
     return _Draw(sizes, num_steps, num_steps * sum(sizes.values()) * of_estimator, is_right)
 
 
@@ -112,7 +145,7 @@ def warn(
     """
     settings, target = context.settings, context.target
     if settings.step_size is None and target.plates:
-        shift = 0.0 if settings.noise_compensation else limits.shift_rate * step_size
+        shift = limits.shifts.at(step_size)
         if inflation > 2.0 * settings.target_bias:
             _warn_of_sds(context, limits, inflation)
         elif shift > 2.0 * SHIFT_SHARE * settings.target_bias:

@@ -12,9 +12,16 @@ from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, Blocks, Epoch, Mini
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.advice import SHIFT_SHARE, Limits, is_thermostat_at_work, warn
+from numpyro_sgmcmc.warmup.advice import (
+    SHIFT_SHARE,
+    Limits,
+    Shifts,
+    is_thermostat_at_work,
+    warn,
+)
 from numpyro_sgmcmc.warmup.context import Choice, Context
-from numpyro_sgmcmc.warmup.measure import mean_shift
+from numpyro_sgmcmc.warmup.discretisation import kick_excess
+from numpyro_sgmcmc.warmup.measure import shift_by_noise, shift_by_spread
 from numpyro_sgmcmc.warmup.moment_source import (
     STEPS_APART,
     MomentSource,
@@ -53,9 +60,9 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
-    limits = Limits(estimator, own, curvature, largest)
-    rate = _shift_rate(context, whitening, q, limits, scheme, step_size)
-    limits = replace(limits, shift_rate=rate)
+    limits = Limits(estimator, own, curvature, largest, Shifts.none())
+    shifts = _shifts(context, whitening, q, limits, scheme, float(step_size))
+    limits = replace(limits, shifts=shifts)
     step_size = _until_means_stay(context, limits, step_size)
     own = own._replace(per_epoch=0 if scheme.is_independent else _per_epoch(context))
     if own.per_epoch:
@@ -150,42 +157,40 @@ def _step_size(
     return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
 
 
-def _shift_rate(
+def _shifts(
     context: Context,
     whitening: Whitening,
     q: np.ndarray,
     limits: Limits,
     scheme: MinibatchScheme,
     step_size: float,
-) -> float:
-    """How far noise is predicted to move the posterior's means, in sds, over the step size."""
-    settings = context.settings
-    is_given = settings.step_size is not None or settings.noise_compensation
-    if is_given or context.target.locals is not None:
-        return 0.0
-    excess = settings.dynamics.noise_inflation(1.0, step_size, limits.noise.varying)
-    shifts, errors = mean_shift(
-        context.rows,
-        whitening,
-        q,
-        limits.estimator,
-        scheme,
-        excess,
-        context.effort.probes,
-        context.rng,
+) -> Shifts:
+    """How far noise and the step's own error are predicted to move the posterior's means."""
+    settings, rng, probes = context.settings, context.rng, context.effort.probes
+    if settings.step_size is not None or context.target.locals is not None:
+        return Shifts.none()
+    by_noise = np.zeros(context.target.dim)
+    if not settings.noise_compensation:
+        excess = settings.dynamics.noise_inflation(1.0, step_size, limits.noise.varying)
+        by_noise = shift_by_noise(
+            context.rows, whitening, q, limits.estimator, scheme, excess, probes, rng
+        )
+    dynamics, integrator = settings.locate(whitening.cast(context.target.dtype)), settings.scheme
+    excess = kick_excess(dynamics, integrator, step_size)
+    order = dynamics.schemes[integrator].order
+    return Shifts(
+        by_noise / step_size,
+        shift_by_spread(context.rows, whitening, q, probes, rng),
+        lambda shorter: excess * (shorter / step_size) ** order,
     )
-    shift = float(np.max(np.abs(shifts) - 2.0 * errors, initial=0.0))  # of one that clearly shifts
-    return shift / step_size
 
 
 def _until_means_stay(context: Context, limits: Limits, step_size: float) -> float:
-    """The step size, shortened where noise would move the posterior's means too far."""
+    """The step size, shortened where the posterior's means would be too far off."""
     settings = context.settings
-    shift, allowed = limits.shift_rate * step_size, SHIFT_SHARE * settings.target_bias
-    if shift <= allowed:
-        return step_size
-    shortest = min(step_size, settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
-    return max(step_size * allowed / shift, shortest)
+    shortest = settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    allowed = SHIFT_SHARE * settings.target_bias
+    return limits.shifts.longest(step_size, min(step_size, shortest), allowed, times=1.0)
 
 
 def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:

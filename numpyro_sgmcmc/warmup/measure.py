@@ -16,7 +16,13 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise, draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
-__all__ = ["largest_curvature_on", "mean_shift", "measure_noise", "sharpened"]
+__all__ = [
+    "largest_curvature_on",
+    "measure_noise",
+    "sharpened",
+    "shift_by_noise",
+    "shift_by_spread",
+]
 
 _POSITIONS, _FEWEST_MINIBATCHES = 16, 16
 _ROWS = 2**20  # at which gradients are taken for the noise, at most
@@ -24,6 +30,7 @@ _NUMBERS = 2**26  # in these gradients together, at most
 _FEW_POSITIONS = 4
 _ENOUGH = 128  # minibatches in all that tell the noise of the noisiest coordinate
 _SHIFT_POSITIONS = 8
+_SPREAD = 0.3  # whitened units: deviations in which the posterior's third derivatives are felt
 _POWER_POSITIONS, _POWER_LENGTH = 4, 0.1
 _SOLVE_ROUNDS, _SOLVE_LENGTH = 12, 0.3
 
@@ -85,7 +92,7 @@ def _deviations(
     }
 
 
-def mean_shift(
+def shift_by_noise(
     rows: RowGradients,
     whitening: Whitening,
     q: np.ndarray,
@@ -94,26 +101,21 @@ def mean_shift(
     excess: float,
     probes: int,
     rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     r"""How far the gradient's noise is predicted to move the posterior's mean, in posterior sds.
 
-    Noise of covariance V adds :math:`c V` to the posterior's covariance. To first order that moves
-    the mean by
-
-    .. math:: -\tfrac12\,E[D^2 \nabla U(\zeta, \zeta)], \qquad \zeta \sim N(0, c V)
-
-    where the posterior is not Gaussian. Many coordinates that are each hardly wider may move one
-    far that they have in common: a scale that hundreds of effects share. The deviations
-    :math:`\zeta` are those of minibatch gradients themselves, with all their correlations.
+    Noise of covariance V adds :math:`c V` to the posterior's covariance. The deviations
+    :math:`\zeta` of :func:`_shift` are those of minibatch gradients themselves, with all their
+    correlations.
 
     :param q: whitened positions from about the posterior, of which the first few are taken.
     :param excess: c, the excess of a unit variance that noise of variance one makes.
     :param probes: minibatches a position.
-    :return: each coordinate's shift and its standard error, of shape ``(d,)``.
+    :return: each coordinate's shift as far as it is clear, shape ``(d,)``.
     """
     target = rows.target
     if not target.plates or target.is_randomized or not excess > 0.0:
-        return np.zeros(target.dim), np.zeros(target.dim)
+        return np.zeros(target.dim)
     q = q[:_SHIFT_POSITIONS]
     num = max(2, probes * _SHIFT_POSITIONS // len(q))
     noise = np.concatenate(
@@ -123,13 +125,49 @@ def mean_shift(
         ]
     )
     zeta = np.sqrt(excess * num / (num - 1)) * (noise - noise.mean(1, keepdims=True))
+    return _shift(rows, whitening, q, zeta)
+
+
+def shift_by_spread(
+    rows: RowGradients, whitening: Whitening, q: np.ndarray, probes: int, rng: np.random.Generator
+) -> np.ndarray:
+    r"""The same for draws wider in all directions: over the relative excess of their variance.
+
+    :param q: whitened positions from about the posterior, of which the first few are taken.
+    :param probes: directions a position.
+    :return: each coordinate's shift as far as it is clear, over the excess, shape ``(d,)``.
+    """
+    if rows.target.is_randomized:
+        return np.zeros(rows.target.dim)
+    q = q[:_SHIFT_POSITIONS]
+    num = max(2, probes * _SHIFT_POSITIONS // len(q))
+    zeta = _SPREAD * rng.standard_normal((len(q), num, q.shape[1]))
+    return _shift(rows, whitening, q, zeta) / _SPREAD**2
+
+
+def _shift(rows: RowGradients, whitening: Whitening, q: np.ndarray, zeta: np.ndarray) -> np.ndarray:
+    r"""How far a posterior's mean moves, in posterior sds, to which deviations are added.
+
+    To first order by
+
+    .. math:: -\tfrac12\,E[D^2 \nabla U(\zeta, \zeta)]
+
+    where the posterior is not Gaussian. Many coordinates that are each hardly wider may move one
+    far that they have in common: a scale that hundreds of effects share.
+
+    :param q: whitened positions, shape ``(k, d)``.
+    :param zeta: deviations, shape ``(k, num, d)``.
+    :return: each coordinate's mean less two standard errors, and zero within these; ``(d,)``.
+    """
+    num = zeta.shape[1]
     both = np.concatenate([q[:, None], q[:, None] + zeta, q[:, None] - zeta], 1)
     _, found = rows.on_some(whitening.position(both.reshape(-1, q.shape[1])))
     found = whitening.pull(found).reshape(both.shape)
     there, above, below = np.split(found, [1, 1 + num], 1)
     shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
     in_sds = whitening.push(shifts) / whitening.sds
-    return in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
+    mean, error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
+    return np.sign(mean) * np.maximum(np.abs(mean) - 2.0 * error, 0.0)
 
 
 def largest_curvature_on(

@@ -16,7 +16,7 @@ from numpyro_sgmcmc.data.minibatch import Blocks
 from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.posterior.estimators import ControlVariate
-from numpyro_sgmcmc.warmup.advice import Limits, warn
+from numpyro_sgmcmc.warmup.advice import Limits, Shifts, warn
 from numpyro_sgmcmc.warmup.noise import Noise
 
 NAMED = r"of 'rows' (about|all) (\d+): (\d+) steps a draw"
@@ -43,8 +43,8 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
 
 
 def limits(variance, shift_rate=0.0):
-    noise = Noise(variance, 1.0, variance)
-    return Limits(ControlVariate(), noise, 1.0, longest=0.3, shift_rate=shift_rate)
+    noise, rate = Noise(variance, 1.0, variance), np.array([0.0, -shift_rate])
+    return Limits(ControlVariate(), noise, 1.0, 0.3, Shifts(rate, np.zeros(2), lambda h: 0.0))
 
 
 def test_nothing_is_said_of_few_steps():

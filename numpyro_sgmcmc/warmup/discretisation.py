@@ -1,0 +1,58 @@
+"""What a step of finite size makes of a standard normal, exactly where the step is linear.
+
+Of a stationary chain the mean of all kicks is zero. So it is where gradients are taken that the
+means of a posterior come right, and there the variances should be right: a scale that thousands of
+effects share follows what spread these have at the kicks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from numpyro_sgmcmc.dynamics import Dynamics
+
+__all__ = ["kick_excess"]
+
+
+@lru_cache(maxsize=64)
+def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
+    """Relative excess of a unit variance where gradients are taken, with exact ones.
+
+    :param scheme: name of the integrator.
+    :return: the mean over a step's gradients; zero for an SDE of which no linear form is known.
+    """
+    linear = dynamics.linearised
+    if linear is None or scheme not in linear.schemes:
+        return 0.0
+    if any(part.every > 1 for part in linear.schemes[scheme].parts):
+        return 0.0
+    step = linear.step(scheme)
+    zero, unravel = ravel_pytree(linear.init(jnp.zeros(1), jax.random.key(0)))
+    size = zero.size
+
+    def response(state: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The state after a step from there, and where it asked for gradients."""
+        places: list[Array] = []
+
+        def gradient(q: Array) -> Array:
+            if not isinstance(q, jax.core.Tracer):  # of a derivative
+                places.append(q)
+            return q
+
+        end = step(unravel(jnp.asarray(state)), step_size, gradient, jnp.asarray(noise)[:, None])
+        return np.asarray(ravel_pytree(end)[0], float), np.concatenate(places).astype(float)
+
+    inputs = np.eye(size + step.draws, dtype=zero.dtype)
+    ends, places = zip(*(response(v[:size], v[size:]) for v in inputs), strict=True)
+    moved, at = np.stack(ends, 1), np.stack(places, 1)
+    a, b = moved[:, :size], moved[:, size:]
+    covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
+    covariance = covariance.reshape(size, size)
+    variances = ((at[:, :size] @ covariance) * at[:, :size]).sum(1) + np.square(at[:, size:]).sum(1)
+    return float(variances.mean() - 1.0)

@@ -1,0 +1,69 @@
+"""What a step makes of a standard normal at its kicks, beside formulas and simulated chains."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc.dynamics import MonomialGamma, NoseHoover, Overdamped, Underdamped
+from numpyro_sgmcmc.warmup.advice import Shifts
+from numpyro_sgmcmc.warmup.discretisation import kick_excess
+
+
+@pytest.mark.parametrize("step_size", [0.01, 0.05, 0.2])
+def test_euler_on_the_overdamped_equation(step_size):
+    """X <- (1 - h) x + sqrt(2 h) z has variance 1 / (1 - h / 2)."""
+    found = kick_excess(Overdamped(), "euler", step_size)
+    assert found == pytest.approx(1 / (1 - step_size / 2) - 1, rel=1e-3)
+
+
+def test_schemes_that_kick_where_the_variance_is_right():
+    assert abs(kick_excess(Underdamped(keeps_gradient=True), "baoab", 0.5)) < 1e-5
+    assert abs(kick_excess(Underdamped(num_leapfrog=1), "lie_trotter", 0.5)) < 1e-5
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "euler", "leapfrog", "mt3"])
+def test_error_falls_with_the_order(scheme):
+    """Midway through a step as well, but where the gradient's place is only about the end's."""
+    dynamics = Underdamped()
+    coarse, fine = (kick_excess(dynamics, scheme, h) for h in (0.2, 0.1))
+    order = np.log2(coarse / fine)
+    assert order > min(2, dynamics.schemes[scheme].order + 1) - 0.3
+
+
+@pytest.mark.parametrize("scheme", ["symmetric", "euler"])
+def test_simulated_chains_agree(scheme):
+    step, step_size = Underdamped().step(scheme), 0.4
+
+    def one(state, noise):
+        places = []
+        state = step(state, step_size, lambda q: (places.append(q), q)[1], noise)
+        return state, places[0]
+
+    start = Underdamped().init(jax.random.normal(jax.random.key(2), (200_000,)), jax.random.key(0))
+    noise = jax.random.normal(jax.random.key(1), (100, step.draws, 200_000))
+    _, places = jax.lax.scan(one, start, noise)
+    variances = np.asarray(places[40::10]).var(1)
+    error = 5 * np.sqrt(2 / 200_000 / len(variances))
+    assert variances.mean() - 1 == pytest.approx(kick_excess(Underdamped(), scheme, 0.4), abs=error)
+    assert kick_excess(Underdamped(), scheme, 0.4) > 2 * error
+
+
+def test_what_has_no_linear_form_is_left_alone():
+    assert kick_excess(MonomialGamma(), "symmetric", 0.3) == 0.0
+    assert kick_excess(NoseHoover(), "symmetric", 0.3) == kick_excess(
+        Underdamped(), "symmetric", 0.3
+    )
+
+
+def test_step_sizes_at_which_means_stay():
+    """Noise moves the first mean, the step's error the second, and both the third, two ways."""
+    shifts = Shifts(np.array([1.0, 0.0, 1.0]), np.array([0.0, -50.0, -20.0]), lambda h: h**2)
+    assert shifts.at(0.1) == pytest.approx(0.5)
+    assert shifts.at(0.04) == pytest.approx(0.08)
+    assert shifts.at(0.04, times=10.0) == pytest.approx(0.08)
+    assert shifts.at(0.01, times=1.0) == pytest.approx(0.01)
+    found = shifts.longest(0.3, 0.001, 0.06, times=1.0)
+    assert found == pytest.approx(np.sqrt(0.06 / 50), rel=0.04)
+    assert shifts.longest(0.3, 0.1, 0.06, times=1.0) == 0.1
+    assert shifts.longest(0.02, 0.001, 0.06, times=1.0) == 0.02
