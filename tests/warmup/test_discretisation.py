@@ -1,7 +1,6 @@
 """What a step makes of a standard normal at its kicks, beside formulas and simulated chains."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
