@@ -15,6 +15,7 @@ import numpy as np
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.minibatch import MinibatchScheme
+from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.posterior.estimators import Estimator
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
@@ -68,6 +69,7 @@ class Limits:
     - **curvature** - the largest, whitened.
     - **longest** - step size that suits an exact gradient.
     - **shifts** - how far the posterior's means are off.
+    - **start** - the step size before these shortened it.
     """
 
     estimator: Estimator
@@ -75,6 +77,7 @@ class Limits:
     curvature: float
     longest: float
     shifts: Shifts
+    start: float
 
 
 class _Draw(NamedTuple):
@@ -152,6 +155,7 @@ def warn(
             _warn_of_means(context, limits, shift)
         elif settings.num_steps is None and settings.gradient is None and target.locals is None:
             _advise(context, limits, num_steps)
+            _advise_of_integrator(context, limits, step_size)
     if not scheme.is_independent and is_thermostat_at_work(context, limits.noise, step_size):
         way_out = (
             "a larger subsample_size, or a kernel without a thermostat"
@@ -202,6 +206,20 @@ def _advise(context: Context, limits: Limits, num_steps: int) -> None:
         f"The minibatch gradient is so noisy that a draw takes {num_steps} short steps. "
         f"{work / better.work:.1f} times less work would be {_larger(context, better)}."
     )
+
+
+def _advise_of_integrator(context: Context, limits: Limits, step_size: float) -> None:
+    """Say where the step's own error alone holds steps short, which another integrator has not."""
+    allowed = SHIFT_SHARE * context.settings.target_bias
+    held, free = (
+        shifts.longest(limits.start, step_size, allowed, times=1.0)
+        for shifts in (limits.shifts, limits.shifts._replace(by_step=np.zeros(1)))
+    )
+    if isinstance(context.settings.dynamics, Underdamped) and held < _CLEARLY_LESS * free:
+        notify(
+            f"The step's own error would move means that many effects share, so that steps are "
+            f"{held:.2g} long and not {free:.2g}. SHMC(model, scheme='baoab') has no such error."
+        )
 
 
 def _larger(context: Context, draw: _Draw) -> str:

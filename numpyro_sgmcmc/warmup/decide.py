@@ -60,7 +60,7 @@ def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
-    limits = Limits(estimator, own, curvature, largest, Shifts.none())
+    limits = Limits(estimator, own, curvature, largest, Shifts.none(), float(step_size))
     shifts = _shifts(context, whitening, q, limits, scheme, float(step_size))
     limits = replace(limits, shifts=shifts)
     step_size = _until_means_stay(context, limits, step_size)

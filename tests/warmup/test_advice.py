@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.minibatch import Blocks
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import NoseHoover, Underdamped
 from numpyro_sgmcmc.posterior.estimators import ControlVariate
 from numpyro_sgmcmc.warmup.advice import Limits, Shifts, warn
 from numpyro_sgmcmc.warmup.noise import Noise
@@ -44,7 +45,7 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
 
 def limits(variance, shift_rate=0.0):
     noise, rate = Noise(variance, 1.0, variance), np.array([0.0, -shift_rate])
-    return Limits(ControlVariate(), noise, 1.0, 0.3, Shifts(rate, np.zeros(2), lambda h: 0.0))
+    return Limits(ControlVariate(), noise, 1.0, 0.3, Shifts(rate, np.zeros(2), lambda h: 0.0), 0.3)
 
 
 def test_nothing_is_said_of_few_steps():
@@ -81,6 +82,17 @@ def test_means_that_no_step_size_holds():
     _, size, num_steps = re.search(NAMED, sentence).groups()
     assert rate * 3.0 / int(num_steps) * 100 / int(size) <= 0.062
     assert "do not trust them" in sentence
+
+
+def test_an_integrator_without_the_error_that_holds_steps_short():
+    """Means off by 3 h^2 allow steps of 0.14; noise alone 0.3."""
+    shifts = Shifts(np.zeros(2), np.array([0.0, 3.0]), lambda h: h**2)
+    (sentence,) = told(replace(limits(0.1), shifts=shifts), taken=22)
+    assert "0.14 long and not 0.3" in sentence
+    assert "SHMC(model, scheme='baoab')" in sentence
+    assert told(replace(limits(0.1), shifts=shifts), taken=22, dynamics=NoseHoover()) == []
+    milder = shifts._replace(by_step=shifts.by_step / 3)
+    assert told(replace(limits(0.1), shifts=milder), taken=13) == []
 
 
 @pytest.mark.parametrize("given", [{"step_size": 0.01}, {"num_steps": 500}])
