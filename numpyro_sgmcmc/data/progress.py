@@ -22,7 +22,7 @@ class Stages:
         """A stage begins."""
 
     def expect(self, work: int) -> None:
-        """So much work, in any unit, is to do in all stages at most."""
+        """So much work, in any unit, is to do in the stages that take longest, at most."""
 
     def done(self, work: int) -> None:
         """So much more of it is done."""
@@ -40,7 +40,7 @@ class _StagesShown(Stages):
         self._bar.total = work
 
     def done(self, work: int) -> None:
-        self._bar.bar_format = "{desc} {elapsed}, at most {remaining} left{postfix}"
+        self._bar.bar_format = "{desc} {elapsed}, about {remaining} left{postfix}"
         self._bar.update(work)
 
 

@@ -97,13 +97,14 @@ class _Draw(NamedTuple):
 def _draw(context: Context, limits: Limits, times: float) -> _Draw:
     """What a draw takes with minibatches so many times as large, at most all rows."""
     settings, dynamics = context.settings, context.settings.dynamics
-    sizes = {p.name: _times(p.subsample_size, times, p.size) for p in context.target.plates}
-    is_all = all(sizes[p.name] == p.size for p in context.target.plates)
+    sizes = {p.name: _times(p.subsample_size, times, p.most) for p in context.target.plates}
+    is_independent = settings.minibatch is not None and settings.minibatch.is_independent
+    is_all = all(sizes[p.name] == p.size for p in context.target.plates) and not is_independent
     of_estimator, noise = limits.estimator.cost, limits.noise
     noise = noise._replace(
         variance=noise.variance / times,
         mean=noise.mean / times,
-        per_epoch=int(noise.per_epoch / times),
+        per_epoch=math.ceil(noise.per_epoch / times),
     )
     if is_all:
         of_estimator, noise = 1.0, NO_NOISE
@@ -148,14 +149,15 @@ def warn(
     """
     settings, target = context.settings, context.target
     if settings.step_size is None and target.plates:
-        shift = limits.shifts.at(step_size)
+        shift = limits.shifts._replace(by_step=np.zeros(1)).at(step_size)
         if inflation > 2.0 * settings.target_bias:
             _warn_of_sds(context, limits, inflation)
         elif shift > 2.0 * SHIFT_SHARE * settings.target_bias:
             _warn_of_means(context, limits, shift)
-        elif settings.num_steps is None and settings.gradient is None and target.locals is None:
+        elif _is_all_left_to_choose(context) and num_steps > _FEW_STEPS:
             _advise(context, limits, num_steps)
-            _advise_of_integrator(context, limits, step_size)
+    if settings.step_size is None:
+        _advise_of_integrator(context, limits, step_size)
     if not scheme.is_independent and is_thermostat_at_work(context, limits.noise, step_size):
         way_out = (
             "a larger subsample_size, or a kernel without a thermostat"
@@ -166,6 +168,13 @@ def warn(
             f"minibatch={scheme.name!r} makes noise that cancels over an epoch, which the "
             f"thermostat takes for heat: posterior sds may be too narrow. Use {way_out}."
         )
+
+
+def _is_all_left_to_choose(context: Context) -> bool:
+    """Whether nothing but noise and means, which are the same for all, shortens steps."""
+    settings = context.settings
+    is_left = settings.num_steps is None and settings.gradient is None
+    return is_left and context.target.locals is None and settings.dynamics.has_default_settings
 
 
 def is_thermostat_at_work(context: Context, noise: Noise, step_size: float) -> bool:
@@ -200,7 +209,7 @@ def _advise(context: Context, limits: Limits, num_steps: int) -> None:
     better = _better(context, limits)
     rows = sum(p.subsample_size for p in context.target.plates)
     work = num_steps * rows * limits.estimator.cost
-    if num_steps <= _FEW_STEPS or better.work > _CLEARLY_LESS * work or not better.is_right:
+    if better.work > _CLEARLY_LESS * work or not better.is_right:
         return
     notify(
         f"The minibatch gradient is so noisy that a draw takes {num_steps} short steps. "
@@ -209,8 +218,16 @@ def _advise(context: Context, limits: Limits, num_steps: int) -> None:
 
 
 def _advise_of_integrator(context: Context, limits: Limits, step_size: float) -> None:
-    """Say where the step's own error alone holds steps short, which another integrator has not."""
+    """Say where the step's own error moves means or holds steps short: another one has none."""
     allowed = SHIFT_SHARE * context.settings.target_bias
+    off = limits.shifts._replace(by_noise=np.zeros(1)).at(step_size)
+    if off > 2.0 * allowed:
+        notify(
+            f"Means are predicted to be {off:.2g} posterior sds off by the error of steps of "
+            f"{step_size:.2g}, small as it is, because many effects share it: do not trust them. "
+            "SHMC(model, scheme='baoab') has no such error."
+        )
+        return
     held, free = (
         shifts.longest(limits.start, step_size, allowed, times=1.0)
         for shifts in (limits.shifts, limits.shifts._replace(by_step=np.zeros(1)))

@@ -176,12 +176,14 @@ def _shifts(
             context.rows, whitening, q, limits.estimator, scheme, excess, probes, rng
         )
     dynamics, integrator = settings.locate(whitening.cast(context.target.dtype)), settings.scheme
-    excess = kick_excess(dynamics, integrator, step_size)
-    order = dynamics.schemes[integrator].order
+    # At a long step, where rounding is small beside it, and less by its order at shorter ones.
+    order, longest = dynamics.schemes[integrator].order, limits.longest
+    excess = kick_excess(dynamics, integrator, longest)
+    by_step = np.zeros(context.target.dim)
+    if excess != 0.0:
+        by_step = shift_by_spread(context.rows, whitening, q, probes, rng)
     return Shifts(
-        by_noise / step_size,
-        shift_by_spread(context.rows, whitening, q, probes, rng),
-        lambda shorter: excess * (shorter / step_size) ** order,
+        by_noise / step_size, by_step, lambda shorter: excess * (shorter / longest) ** order
     )
 
 

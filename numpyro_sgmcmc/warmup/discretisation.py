@@ -54,5 +54,8 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
     a, b = moved[:, :size], moved[:, size:]
     covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
     covariance = covariance.reshape(size, size)
+    if dynamics.has_thermostat:
+        # It cools or heats until momenta have the unit variance that the step alone denies them.
+        covariance = covariance / covariance[1, 1]
     variances = ((at[:, :size] @ covariance) * at[:, :size]).sum(1) + np.square(at[:, size:]).sum(1)
     return float(variances.mean() - 1.0)

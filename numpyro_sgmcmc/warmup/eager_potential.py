@@ -34,8 +34,12 @@ def run_length(target: Target, plate: Plate) -> int:
 
 
 def draw_subset(target: Target, seed: int, num: int = _SUBSET_ROWS) -> Indices | None:
-    """Random rows that stand for all rows, ``num`` a plate; None where no plate has more."""
-    if all(p.size <= num for p in target.plates):
+    """Random rows that stand for all rows, ``num`` a plate, and no fewer than a minibatch has.
+
+    :return: None where no plate has more, and all rows of it are on one device.
+    """
+    num = max([num, *(p.subsample_size for p in target.plates)])
+    if all(p.size <= num and p.shards is None for p in target.plates):
         return None
     rng = np.random.default_rng(seed)
     return {p.name: _some_rows(p, rng, run_length(target, p), num) for p in target.plates}

@@ -18,7 +18,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
-_FEWEST_FIT_STEPS = 1_000
+_FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
 _PILOT_ROWS = 2**30  # likewise for all pilot chains
 _FEWEST_WINDOWS = 2
 _WINDOWS_ON_DISK = 2
@@ -61,7 +61,7 @@ class Effort:
         if target.dim > MANY_DIM:
             return _little(target)
         effort, rows = cls(), rows_a_gradient(target, arguments)
-        fitting = _FIT_ROWS // (rows * effort.starts)
+        fitting = _FIT_ROWS // (rows * effort.starts) // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
         steps = int(np.clip(fitting, _FEWEST_FIT_STEPS, effort.fit_steps))
         done = np.cumsum(effort.windows) * (effort.chains + 1) * rows
         num = max(_FEWEST_WINDOWS, int((done <= _PILOT_ROWS).sum()))

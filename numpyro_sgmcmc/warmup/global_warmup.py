@@ -42,6 +42,7 @@ _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are thei
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
+_MOST_SHARPENED = 32
 _SMALL_NOISE = 0.02  # variance: directions up to so many times as wide are seen, one over it
 
 
@@ -221,7 +222,8 @@ def _follow(
     fine = np.isfinite(gradients).all(1)
     more = whitening.position(_spread(draws, _MANY_DRAWS))
     factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more)
-    if stretch is not None and anchor.size > len(positions):
+    is_sharp = context.target.is_randomized or anchor.size <= len(positions)
+    if stretch is not None and not is_sharp:
         stretch = _sharpened(context, anchor, factor, stretch, positions[fine], gradients[fine])
     if context.settings.is_dense:
         factor, stretch = as_matrix(factor, stretch, context.settings.mask), None
@@ -238,12 +240,14 @@ def _sharpened(
     gradients: np.ndarray,
 ) -> Stretch | None:
     """The stretch with its wide directions nearer to the posterior's."""
-    wide = stretch.factors > 1.0
-    if not wide.any():
+    wide = np.argsort(-stretch.factors)[:_MOST_SHARPENED]
+    wide = wide[stretch.factors[wide] > 1.0]
+    if not len(wide):
         return stretch
+    others = np.setdiff1d(np.arange(len(stretch.factors)), wide)
     plain = Whitening(anchor, factor)
     directions = sharpened(context.rows, plain, stretch.directions[:, wide])
-    directions = np.concatenate([directions, stretch.directions[:, ~wide]], axis=1)
+    directions = np.concatenate([directions, stretch.directions[:, others]], axis=1)
     return stretch_along(directions, factor, positions, gradients)
 
 

@@ -166,6 +166,10 @@ def _shift(rows: RowGradients, whitening: Whitening, q: np.ndarray, zeta: np.nda
     there, above, below = np.split(found, [1, 1 + num], 1)
     shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
     in_sds = whitening.push(shifts) / whitening.sds
+    fine = np.isfinite(in_sds).all(1)
+    if 2 * fine.sum() < len(fine):
+        return np.full(q.shape[1], np.inf)  # the posterior ends where deviations lead
+    in_sds = in_sds[fine]
     mean, error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
     return np.sign(mean) * np.maximum(np.abs(mean) - 2.0 * error, 0.0)
 

@@ -97,7 +97,8 @@ def run_pilot(
     q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
     state, draws = UnderdampedState(q, p), []
     fitting = _NUMBERS_A_CALL // (starts.size * _STEP.draws * KEEP_EVERY) * KEEP_EVERY
-    steps = max(KEEP_EVERY, min(_STEPS_A_CALL, fitting))
+    half = num_steps // 2 // KEEP_EVERY * KEEP_EVERY  # two calls at least
+    steps = max(KEEP_EVERY, min(_STEPS_A_CALL, fitting, half))
     num_calls = -(-num_steps // steps)
     for call in range(num_calls):
         shape = (steps, _STEP.draws, *starts.shape)

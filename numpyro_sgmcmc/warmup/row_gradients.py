@@ -228,8 +228,10 @@ class RowGradients:
         at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
         hessian = np.zeros((target.dim, target.dim))
         minibatches = minibatches_of(self.groups)
-        while some := list(islice(minibatches, _MINIBATCHES_A_CALL)):
-            filled = some + [WeightedRows(some[0].rows, 0.0)] * (_MINIBATCHES_A_CALL - len(some))
+        size = None
+        while some := list(islice(minibatches, size or _MINIBATCHES_A_CALL)):
+            size = size or len(some)
+            filled = some + [WeightedRows(some[0].rows, 0.0)] * (size - len(some))
             rows = {p.name: np.stack([m.rows[p.name] for m in filled]) for p in target.plates}
             weights = np.array([m.weight for m in filled], target.dtype)
             for first in range(0, target.dim, together):

@@ -182,7 +182,7 @@ def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
     mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "minibatch": "iid"})
     shown = capsys.readouterr().err
     assert re.search(r"adapting: .*[1-9].* passes over 'X'", shown)
-    assert re.search(r"adapting: pilot chains 00:0\d, at most 00:\d\d left", shown)
+    assert re.search(r"adapting: pilot chains 00:0\d, about 00:\d\d left", shown)
     bias_report(mcmc, full_data=True, num_draws=4)
     shown = capsys.readouterr().err
     assert re.search(r"gradients on all rows: +[1-9]\d*%.*k rows/s", shown)

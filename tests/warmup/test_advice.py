@@ -29,6 +29,7 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
         "step_size": None,
         "num_steps": None,
         "gradient": None,
+        "minibatch": None,
         "noise_compensation": False,
         "target_bias": 0.05,
         "dynamics": Underdamped(1.5),
@@ -91,6 +92,8 @@ def test_an_integrator_without_the_error_that_holds_steps_short():
     assert "0.14 long and not 0.3" in sentence
     assert "SHMC(model, scheme='baoab')" in sentence
     assert told(replace(limits(0.1), shifts=shifts), taken=22, dynamics=NoseHoover()) == []
+    (sentence,) = told(replace(limits(0.1), shifts=shifts._replace(by_step=3e4)), taken=500)
+    assert "Means are predicted to be 1.1 posterior sds off" in sentence
     milder = shifts._replace(by_step=shifts.by_step / 3)
     assert told(replace(limits(0.1), shifts=milder), taken=13) == []
 

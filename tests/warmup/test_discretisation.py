@@ -1,6 +1,7 @@
 """What a step makes of a standard normal at its kicks, beside formulas and simulated chains."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,9 +51,25 @@ def test_simulated_chains_agree(scheme):
 
 def test_what_has_no_linear_form_is_left_alone():
     assert kick_excess(MonomialGamma(), "symmetric", 0.3) == 0.0
-    assert kick_excess(NoseHoover(), "symmetric", 0.3) == kick_excess(
-        Underdamped(), "symmetric", 0.3
+
+
+def test_a_thermostat_widens_besides():
+    """It holds the momenta's variance at one, which the symmetric step makes less."""
+    step, step_size = NoseHoover(per_coordinate=False).step("symmetric"), 0.3
+
+    def one(state, noise):
+        places = []
+        state = step(state, step_size, lambda q: (places.append(q), q)[1], noise)
+        return state, jnp.square(places[0]).mean()
+
+    start = NoseHoover(per_coordinate=False).init(
+        jax.random.normal(jax.random.key(2), (100_000,)), jax.random.key(0)
     )
+    noise = jax.random.normal(jax.random.key(1), (200, step.draws, 100_000))
+    _, variances = jax.lax.scan(one, start, noise)
+    found = kick_excess(NoseHoover(), "symmetric", step_size)
+    assert variances[100:].mean() - 1 == pytest.approx(found, abs=0.004)
+    assert found > kick_excess(Underdamped(), "symmetric", step_size) + 0.008
 
 
 def test_step_sizes_at_which_means_stay():
