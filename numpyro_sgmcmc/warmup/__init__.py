@@ -24,13 +24,13 @@ def adapt(
     starts: Iterable[np.ndarray],
     progress: Stages | None = None,
 ) -> Adaptation:
-    """Find the mode region, whitening, anchor, estimator, minibatches and step size.
+    """Find the typical set, whitening, anchor, estimator, minibatches and step size.
 
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
     :param settings: what the user has fixed.
     :param starts: first positions of shape ``(d,)``, of which the first finite ones are tried: the
-        user's alone, or with up to 200 coordinates several.
+        user's alone, or several.
     :param progress: told how far it has come.
     :return: what all chains share.
     :raises RuntimeError: where no start is finite, or the gradient on all rows is not.

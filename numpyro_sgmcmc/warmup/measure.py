@@ -30,6 +30,7 @@ _NUMBERS = 2**26  # in these gradients together, at most
 _FEW_POSITIONS = 4
 _ENOUGH = 128  # minibatches in all that tell the noise of the noisiest coordinate
 _SHIFT_POSITIONS = 8
+_LOST = 100.0  # sds: a shift that is too large to be predicted
 _SPREAD = 0.3  # whitened units: deviations in which the posterior's third derivatives are felt
 _POWER_POSITIONS, _POWER_LENGTH = 4, 0.1
 _SOLVE_ROUNDS, _SOLVE_LENGTH = 12, 0.3
@@ -158,17 +159,20 @@ def _shift(rows: RowGradients, whitening: Whitening, q: np.ndarray, zeta: np.nda
     :param q: whitened positions, shape ``(k, d)``.
     :param zeta: deviations, shape ``(k, num, d)``.
     :return: each coordinate's mean less two standard errors, and zero within these; ``(d,)``.
+        Deviations to where there is no density do not count, unless they are most: then 100.
     """
     num = zeta.shape[1]
     both = np.concatenate([q[:, None], q[:, None] + zeta, q[:, None] - zeta], 1)
-    _, found = rows.on_some(whitening.position(both.reshape(-1, q.shape[1])))
+    values, found = rows.on_some(whitening.position(both.reshape(-1, q.shape[1])))
+    # A gradient may well be finite where the density is not.
+    found = np.where(np.isfinite(values)[:, None], found, np.nan)
     found = whitening.pull(found).reshape(both.shape)
     there, above, below = np.split(found, [1, 1 + num], 1)
     shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
     in_sds = whitening.push(shifts) / whitening.sds
     fine = np.isfinite(in_sds).all(1)
     if 2 * fine.sum() < len(fine):
-        return np.full(q.shape[1], np.inf)  # the posterior ends where deviations lead
+        return np.full(q.shape[1], _LOST)  # the posterior ends where deviations lead
     in_sds = in_sds[fine]
     mean, error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
     return np.sign(mean) * np.maximum(np.abs(mean) - 2.0 * error, 0.0)

@@ -173,6 +173,15 @@ def test_noise_leaves_the_mean_of_a_gaussian():
     assert np.abs(shift_by_spread(rows, whitening, q, 8, rng())).max() < 1e-6
 
 
+def test_deviations_to_where_there_is_no_density():
+    """A few do not count; where most of them lead there, the shift is beyond prediction."""
+    whitening, q = Whitening(np.zeros(1), np.ones(1), np.zeros(1)), np.zeros((8, 1))
+    for edge, expected in ((0.5, 0.0), (0.05, 100.0)):
+        rows = row_gradients(lambda q, e=edge: jnp.log(e - q).sum() + jnp.log(e + q).sum(), 1)
+        found = shift_by_spread(rows, whitening, q, 200, rng())
+        assert found * 0.09 == pytest.approx(expected, abs=1e-3)
+
+
 # --- Directions ---------------------------------------------------------------------------------
 
 
