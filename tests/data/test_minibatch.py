@@ -1,98 +1,32 @@
-"""Minibatch streams: who is visited, how often, how evenly, and at what cost."""
+"""Minibatch streams: who is visited, how often and how evenly."""
 
-from functools import cache, partial
 from math import gcd
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import random
-from scipy import stats
 
 from numpyro_sgmcmc.data.minibatch import (
-    IID,
-    MINIBATCH_SCHEMES,
     Blocks,
     Epoch,
-    MinibatchScheme,
     StreamState,
 )
 from numpyro_sgmcmc.data.minibatch.shuffle import epoch_key, permute
-
-IMPROBABLE = 1e-6
-"""Threshold of p-values; seeds are fixed, so that a test which passes once passes always."""
-
-each_stream = pytest.mark.parametrize("name", sorted(MINIBATCH_SCHEMES))
-
-
-class Stream(NamedTuple):
-    """A scheme on a table of a size."""
-
-    scheme: MinibatchScheme
-    size: int
-    batch_size: int
-
-    def init(self, key):
-        return StreamState.start(key)
-
-    def draw(self, state, key, num_steps):
-        return self.scheme.draw(state, key, num_steps, self.size, self.batch_size)
-
-
-def iid(size, batch_size):
-    return Stream(IID(), size, batch_size)
-
-
-def epoch(size, batch_size):
-    return Stream(Epoch(), size, batch_size)
-
-
-def blocks(size, batch_size):
-    return Stream(Blocks(), size, batch_size)
-
-
-def named(name, size, batch_size):
-    return Stream(MINIBATCH_SCHEMES[name], size, batch_size)
-
-
-@partial(jax.jit, static_argnames=("stream", "num_steps"))
-def draw(stream, state, key, num_steps):
-    return stream.draw(state, key, num_steps)
-
-
-def walk(stream, seed, lengths):
-    """The state after successive draws of the given numbers of steps, and all their rows."""
-    state, rows = stream.init(random.key(seed)), []
-    for call, num_steps in enumerate(lengths):
-        state, new = draw(stream, state, random.key(1000 + call), num_steps)
-        assert new.shape == (num_steps, stream.batch_size)
-        assert new.dtype == jnp.int32
-        rows.append(np.asarray(new))
-    return state, np.concatenate(rows)
-
-
-@partial(jax.jit, static_argnames=("stream", "num_steps"))
-def first_rows(stream, states, keys, num_steps):
-    return jax.vmap(lambda state, key: stream.draw(state, key, num_steps)[1])(states, keys)
-
-
-@cache
-def of_many_seeds(stream, num_steps, num_seeds):
-    """Rows of the first steps, shape ``(num_seeds, num_steps, batch_size)``."""
-    bits = np.random.default_rng(7).integers(0, 2**32, (num_seeds, 4), dtype=np.uint32)
-    start = np.zeros(num_seeds, np.uint32)
-    keys = random.wrap_key_data(bits[:, 2:])
-    return np.asarray(first_rows(stream, StreamState(bits[:, :2], start, start), keys, num_steps))
-
-
-def assert_even(values, num_cells):
-    """That the values are uniform over ``range(num_cells)``, by a chi-square test."""
-    counts = np.bincount(np.asarray(values).ravel(), minlength=num_cells)
-    assert len(counts) == num_cells
-    assert stats.chisquare(counts).pvalue > IMPROBABLE
-
+from tests.data.streams import (
+    Stream,
+    assert_even,
+    blocks,
+    draw,
+    each_stream,
+    epoch,
+    first_rows,
+    iid,
+    named,
+    of_many_seeds,
+    walk,
+)
 
 # --- Every row once an epoch --------------------------------------------------------------------
 
@@ -125,8 +59,8 @@ def test_blocks_visit_every_row_at_most_once(size, batch_size):
     state, rows = eagerly(blocks(size, batch_size), 1, 3 * num_blocks)
     assert (int(state.epoch), int(state.place)) == divmod(len(rows), num_blocks)
     np.testing.assert_array_equal(rows, (rows[:, :1] + np.arange(batch_size)) % size)
-    for epoch in rows[: 3 * num_blocks].reshape(3, num_blocks, batch_size):
-        assert np.unique(epoch).size == num_blocks * batch_size
+    for visited in rows[: 3 * num_blocks].reshape(3, num_blocks, batch_size):
+        assert np.unique(visited).size == num_blocks * batch_size
 
 
 @each_stream
@@ -274,109 +208,6 @@ def test_streams_run_under_vmap(name):
     for i, key in enumerate(keys):
         alone = draw(stream, jax.tree.map(lambda x, i=i: x[i], states), key, 6)[1]
         np.testing.assert_array_equal(together[i], alone)
-
-
-# --- Large tables -------------------------------------------------------------------------------
-
-LARGEST = 2**31 - 1
-
-
-@each_stream
-@pytest.mark.parametrize("size", [LARGEST, 2**30 + 3])
-def test_no_overflow(name, size):
-    stream = named(name, size, 1000)
-    _, rows = draw(stream, stream.init(random.key(3)), random.key(4), 50)
-    rows = np.asarray(rows, np.int64)
-    assert rows.min() >= 0
-    assert rows.max() < size
-    assert (rows < size / 2).any()
-    assert (rows > size / 2).any()
-    if name != "iid":
-        assert np.unique(rows).size == rows.size
-
-
-@pytest.mark.parametrize("size", [LARGEST, 3 * 2**29])
-def test_no_overflow_at_the_end_of_an_epoch(size):
-    stream = epoch(size, 1000)
-    state = stream.init(random.key(3))._replace(place=jnp.uint32(size - 1500))
-    state, rows = draw(stream, state, random.key(4), 3)
-    rows = np.asarray(rows, np.int64).ravel()
-    assert rows.min() >= 0
-    assert rows.max() < size
-    assert np.unique(rows[:1500]).size == 1500
-    assert (int(state.epoch), int(state.place)) == (1, 1500)
-
-
-def test_last_block_of_a_large_table():
-    stream = blocks(LARGEST, 1000)
-    num_blocks = LARGEST // 1000
-    state = stream.init(random.key(3))._replace(place=jnp.uint32(num_blocks - 1))
-    state, rows = draw(stream, state, random.key(4), 2)
-    rows = np.asarray(rows, np.int64)
-    np.testing.assert_array_equal(rows, (rows[:, :1] + np.arange(1000)) % LARGEST)
-    assert (int(state.epoch), int(state.place)) == (1, 1)
-
-
-def test_a_large_table_is_visited_evenly():
-    rows = of_many_seeds(epoch(LARGEST, 10), 10, 2000)
-    assert_even(rows.astype(np.int64) * 64 // LARGEST, 64)
-    starts = of_many_seeds(blocks(LARGEST, 10), 10, 2000)[:, :, 0]
-    assert_even(starts.astype(np.int64) * 64 // LARGEST, 64)
-
-
-def test_neighbouring_places_are_not_neighbouring_rows():
-    rows = of_many_seeds(epoch(10**6, 2), 1, 20_000)[:, 0].astype(np.int64)
-    apart = np.abs(rows[:, 0] - rows[:, 1])
-    # The shuffle leaves a pair together with a probability of about 2^-12 = 5 of 20,000.
-    assert (apart < 10).sum() < 25
-    assert_even((rows[:, 0] - rows[:, 1]) % 10**6 * 20 // 10**6, 20)
-
-
-def test_epochs_go_on_beyond_the_counter():
-    stream = epoch(5, 2)
-    state = stream.init(random.key(0))._replace(epoch=jnp.uint32(2**32 - 1))
-    state, rows = draw(stream, state, random.key(0), 5)
-    np.testing.assert_array_equal(np.sort(rows.ravel().reshape(2, 5)), [range(5)] * 2)
-    assert int(state.epoch) == 1
-
-
-# --- Cost ---------------------------------------------------------------------------------------
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of the functions that it calls included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for part in value if isinstance(value, (list, tuple)) else [value]:
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
-
-
-def cost(stream, num_steps=3):
-    """Number of equations of a draw, and the size of its largest array."""
-    state = stream.init(random.key(0))
-    closed = jax.make_jaxpr(partial(stream.draw, num_steps=num_steps))(state, random.key(1))
-    found = list(equations(closed.jaxpr))
-    arrays = [v.aval for eqn in found for v in (*eqn.invars, *eqn.outvars)]
-    return len(found), max(int(np.prod(getattr(a, "shape", ()))) for a in arrays)
-
-
-@each_stream
-def test_cost_does_not_grow_with_the_table(name):
-    small, large = (cost(named(name, size, 20)) for size in (1000, LARGEST))
-    assert small == large
-    assert large[1] <= 4 * 3 * 20
-
-
-def test_cost_sees_a_stored_permutation():
-    class Stored(Epoch):
-        def draw(self, state, rng_key, num_steps, size, batch_size):
-            order = random.permutation(rng_key, size)
-            return state, order[: num_steps * batch_size].reshape(num_steps, -1)
-
-    assert cost(Stream(Stored(), 1000, 20))[1] >= 1000
 
 
 # --- The measures see what they must ------------------------------------------------------------

@@ -11,7 +11,7 @@ from numpyro_sgmcmc import HostArray, SGHMCSplit
 from tests.checkpointing import runs
 from tests.contract import test_gibbs as gibbs
 from tests.contract.kernels import BATCH, KERNELS, quietly, survey, survey_data, survey_posterior
-from tests.data import test_host_arrays as host_arrays
+from tests.data import host_rows
 
 
 def check_parallel_chains_are_the_vectorized_ones():
@@ -28,11 +28,11 @@ def check_parallel_chains_are_the_vectorized_ones():
 
 
 def check_parallel_chains_of_rows_on_the_host():
-    X, y = host_arrays.X, host_arrays.Y
+    X, y = host_rows.X, host_rows.Y
     both = ((X, y), (HostArray(X), HostArray(y)))
-    memory, host = (host_arrays.fit(*data, chain_method="parallel") for data in both)
+    memory, host = (host_rows.fit(*data, chain_method="parallel") for data in both)
     assert memory.chain_method == host.chain_method == "parallel"
-    host_arrays.assert_same(host_arrays.draws(host), host_arrays.draws(memory))
+    host_rows.assert_same(host_rows.draws(host), host_rows.draws(memory))
 
 
 def check_parallel_chains_of_a_gibbs_sweep():
