@@ -255,7 +255,12 @@ PROBLEMS: dict[str, Problem] = {
     "gradients doubled": Problem(
         partial(shapes.of_slope, shapes.doubled, shapes.doubled), "gradient"
     ),
-    "one gradient doubled": Problem(partial(shapes.of_slope, shapes.doubled), "gradient"),
+    "one gradient doubled": Problem(
+        partial(shapes.of_slope, shapes.doubled, centre=0.0), "gradient"
+    ),
+    "the same, parameters correlated": Problem(
+        partial(shapes.of_slope, shapes.doubled, centre=2.0), "gradient"
+    ),
     "one gradient reversed": Problem(partial(shapes.of_slope, shapes.reversed_sign), "gradient"),
     # Heavy tails.
     "Cauchy prior alone": Problem(partial(shapes.alone, lambda: dist.Cauchy(0, 1)), "tails"),

@@ -122,6 +122,7 @@ _MAKERS: dict[str, Maker] = {
     "a gradient stopped": partial(exact.by_grid, axes=_LINE),
     "gradients doubled": partial(exact.by_grid, axes=_LINE),
     "one gradient doubled": partial(exact.by_grid, axes=_LINE),
+    "the same, parameters correlated": partial(exact.by_grid, axes=_LINE),
     "one gradient reversed": partial(
         exact.by_grid, axes=[np.linspace(-8, 12, 201), np.linspace(0.1, 0.9, 161)]
     ),

@@ -128,8 +128,12 @@ def of_slope(
     wrap_level: Callable[[Any], Any] = lambda a: a,
     wrap_slope: Callable[[Any], Any] = lambda b: b,
     slope: float = 0.5,
+    centre: float = 1.0,
 ) -> Built:
-    """A line through 1,000 rows whose level or slope goes through a function."""
+    """A line through 1,000 rows whose level or slope goes through a function.
+
+    Zero as the covariate's centre makes level and slope independent.
+    """
 
     def model(x: Any, y: Any, batch_size: int | None = None) -> None:
         a = numpyro.sample("a", dist.Normal(0, 1))
@@ -139,7 +143,7 @@ def of_slope(
             numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
 
     rng = np.random.default_rng(44)
-    x = 1.0 + rng.standard_normal(1_000)
+    x = centre + rng.standard_normal(1_000)
     return model, rows(x, 0.3 + slope * x + rng.standard_normal(1_000))
 
 
