@@ -21,6 +21,7 @@ import numpy as np
 __all__ = [
     "Estimate",
     "Estimates",
+    "Witness",
     "configurational_temperature",
     "disagreement",
     "estimate",
@@ -39,6 +40,20 @@ class Estimate(NamedTuple):
 
     value: np.ndarray
     error: np.ndarray
+
+
+class Witness(NamedTuple):
+    """
+    - **shift** - chain's mean minus the posterior's, in posterior sds, shape ``(d,)``.
+    - **inflation** - chain's sd over the posterior's, minus one, shape ``(d,)``.
+    """
+
+    shift: Estimate
+    inflation: Estimate
+
+    def replaced(self, where: np.ndarray, by: Witness) -> Witness:
+        """With some coordinates told by another witness, who knows these alone."""
+        return Witness(*(_replaced(a, where, b) for a, b in zip(self, by, strict=True)))
 
 
 class Estimates(NamedTuple):
@@ -60,6 +75,17 @@ class Estimates(NamedTuple):
     covariance: np.ndarray
     posterior: np.ndarray
     chance: np.ndarray
+
+    @property
+    def witness(self) -> Witness:
+        """Shift and inflation alone."""
+        return Witness(self.shift, self.inflation)
+
+
+def _replaced(found: Estimate, where: np.ndarray, by: Estimate) -> Estimate:
+    value, error = found.value.copy(), found.error.copy()
+    value[where], error[where] = by
+    return Estimate(value, error)
 
 
 def estimate(sums: Any, factor: np.ndarray) -> Estimates:

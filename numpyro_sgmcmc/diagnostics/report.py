@@ -11,8 +11,10 @@ import numpy as np
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.estimates import Estimates
-from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
+from numpyro_sgmcmc.diagnostics.evidence import Evidence
+from numpyro_sgmcmc.diagnostics.site_bias import VERDICTS, SiteBias
 from numpyro_sgmcmc.diagnostics.verdict import FAR, verdict_of
+from numpyro_sgmcmc.warmup.findings import Finding
 
 __all__ = ["BiasReport"]
 
@@ -23,7 +25,8 @@ class BiasReport:
 
     :param names: site and name of each coordinate.
     :param estimates: shift, inflation and temperatures.
-    :param r_hat: how far the chains disagree, shape ``(d,)``; NaN for a single chain.
+    :param evidence: what the draws tell besides.
+    :param findings: what the warm-up found to be wrong whatever the chains say.
     :param step_size: the run's last step size, the longest of the chains'.
     :param order: weak order of the scheme.
     :param noise_variance: variance of the whitened gradient's noise, measured in warm-up; NaN where
@@ -38,7 +41,8 @@ class BiasReport:
 
     names: list[tuple[str, str]]
     estimates: Estimates
-    r_hat: np.ndarray
+    evidence: Evidence
+    findings: tuple[Finding, ...]
     step_size: float
     order: int
     noise_variance: float
@@ -54,15 +58,39 @@ class BiasReport:
         by_site: dict[str, list[int]] = {}
         for k, (site, _) in enumerate(self.names):
             by_site.setdefault(site, []).append(k)
+        told, known = self.evidence, self._known
         return [
-            SiteBias.of(site, np.array(where), self.estimates, self.r_hat)
+            SiteBias.of(site, np.array(where), told.witnesses, told.dependence, known.get(site))
             for site, where in by_site.items()
         ]
 
     @property
+    def _known(self) -> dict[str, str]:
+        """Sites of which a neck or the warm-up tells that they are wrong, and the verdict."""
+        everywhere = {site for site, _ in self.names}
+        found = dict.fromkeys(sorted(everywhere), "fine")
+        for finding in self.findings:
+            told = "one mode" if finding.kind == "modes" else "biased"
+            for site in finding.sites or everywhere:
+                found[site] = min(found[site], told, key=VERDICTS.index)
+        return found | {self.names[n.coordinate][0]: "biased" for n in self.evidence.necks}
+
+    @property
+    def r_hat(self) -> np.ndarray:
+        """How far the chains disagree, shape ``(d,)``; NaN for a single short chain."""
+        return self.evidence.dependence.r_hat
+
+    @property
+    def ess(self) -> np.ndarray:
+        """Effective sample sizes, shape ``(d,)``; NaN where the draws are not there."""
+        return self.evidence.dependence.ess
+
+    @property
     def is_flagged(self) -> bool:
         """Whether any site is clearly biased, chains disagree, or iterations diverged often."""
-        return self.diverges_often or any(s.verdict in ("biased", "apart") for s in self.sites)
+        return self.diverges_often or any(
+            s.verdict in ("apart", "biased", "one mode") for s in self.sites
+        )
 
     @property
     def is_fine(self) -> bool:
@@ -92,12 +120,12 @@ class BiasReport:
         )
 
     def __str__(self) -> str:
-        header = ("site", "size", "mean shift", "sd inflation", "R-hat", "verdict")
+        header = ("site", "size", "mean shift", "sd inflation", "R-hat", "ESS", "verdict")
         rows = [header, *self._cells()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
         lines = [
             "  ".join(
-                cell.ljust(w) if k in (0, 5) else cell.rjust(w)
+                cell.ljust(w) if k in (0, 6) else cell.rjust(w)
                 for k, (cell, w) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in rows
@@ -107,7 +135,15 @@ class BiasReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header = ("site", "size", "mean shift (posterior sds)", "sd inflation", "R-hat", "verdict")
+        header = (
+            "site",
+            "size",
+            "mean shift (posterior sds)",
+            "sd inflation",
+            "R-hat",
+            "ESS",
+            "verdict",
+        )
         head = "".join(f"<th>{h}</th>" for h in header)
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
@@ -129,6 +165,7 @@ class BiasReport:
                     "{:+.1f} % ± {:.1f} %",
                 ),
                 f"{s.r_hat:.2f}" if np.isfinite(s.r_hat) else "-",
+                f"{s.ess:.0f}" if np.isfinite(s.ess) else "-",
                 s.verdict,
             )
             for s in self.sites
@@ -146,23 +183,32 @@ class BiasReport:
         if np.isnan(self.noise_variance):
             noise = "Gradient noise: not measured, because the warm-up had nothing to look for."
         gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
+        if num := self.evidence.num_looked_at:
+            gradients += f", and from gradients at {num} draws"
+        heavy = [name for _, name in (self.names[k] for k in self.evidence.heavy)]
+        of_tails = (
+            f"Heavy tails, whose sds mean nothing: {', '.join(heavy[:3])}"
+            f"{', ...' * (len(heavy) > 3)}. Told by quantiles, on a scale that bends the tails."
+        )
         return [
             f"Worst coordinates, in unconstrained space; mean shift in posterior sds; from "
             f"{gradients}.",
             f"Temperature (1 where exact): {heat}.",
             noise,
+            *[of_tails] * bool(heavy),
         ]
 
     def to_dataset(self) -> Any:
         """The report as an :class:`xarray.Dataset`, one entry a coordinate."""
         xarray = checks.needs("xarray", "BiasReport.to_dataset", "arviz")
-        shift, inflation = self.estimates.shift, self.estimates.inflation
+        shift, inflation = self.evidence.witnesses[0]
         columns = {
             "mean_shift": shift.value,
             "mean_shift_error": shift.error,
             "sd_inflation": inflation.value,
             "sd_inflation_error": inflation.error,
             "r_hat": self.r_hat,
+            "ess": self.ess,
         }
         return xarray.Dataset(
             {name: ("coordinate", values) for name, values in columns.items()},

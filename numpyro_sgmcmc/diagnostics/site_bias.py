@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates
+from numpyro_sgmcmc.diagnostics.dependence import Dependence
+from numpyro_sgmcmc.diagnostics.estimates import Estimate, Witness
 
-__all__ = ["MEAN_TOLERANCE", "SD_TOLERANCE", "SiteBias", "judge"]
+__all__ = [
+    "FEWEST_DRAWS",
+    "MEAN_TOLERANCE",
+    "SD_TOLERANCE",
+    "SMALL_R_HAT",
+    "VERDICTS",
+    "SiteBias",
+    "judge",
+]
 
 MEAN_TOLERANCE = 0.1
 """Shift of a mean, in posterior sds, that the report lets pass."""
@@ -17,8 +27,18 @@ MEAN_TOLERANCE = 0.1
 SD_TOLERANCE = 0.05
 """Relative error of an sd that the report lets pass."""
 
-_MEAN_UNCLEAR, _SD_UNCLEAR = 0.2, 0.15  # what error bars must exclude for a site to be fine
-_R_HAT = 1.1
+_MEAN_LIMITS = MEAN_TOLERANCE, 0.2  # and what error bars must exclude for a site to be fine
+_SD_LIMITS = SD_TOLERANCE, 0.15
+VERDICTS = ("apart", "biased", "one mode", "unclear", "fine")
+"""The worst first."""
+
+SMALL_R_HAT = 1.05
+"""Above, nothing is fine."""
+
+_R_HAT = 1.1  # above, chains are apart
+
+FEWEST_DRAWS = 100
+"""Effective ones: with fewer nothing is fine."""
 
 
 class SiteBias(NamedTuple):
@@ -31,7 +51,10 @@ class SiteBias(NamedTuple):
     - **sd_inflation** - chain's sd over the posterior's, minus one.
     - **sd_inflation_error** - its standard error.
     - **r_hat** - how far the chains disagree, 1 where they agree; NaN for a single chain.
-    - **verdict** - ``"fine"``, ``"biased"``, ``"unclear"``, or ``"apart"``: R-hat is above 1.1.
+    - **ess** - smallest effective sample size; NaN where the draws are not there.
+    - **verdict** - ``"fine"``, ``"biased"``, ``"unclear"`` (error bars are too wide, R-hat is above
+      1.05 or there are less than 100 effective draws), ``"one mode"`` (the warm-up has found
+      others), or ``"apart"``: R-hat is above 1.1.
     """
 
     site: str
@@ -41,28 +64,51 @@ class SiteBias(NamedTuple):
     sd_inflation: float
     sd_inflation_error: float
     r_hat: float
+    ess: float
     verdict: str
 
     @classmethod
-    def of(cls, site: str, where: np.ndarray, estimates: Estimates, r_hat: np.ndarray) -> SiteBias:
+    def of(
+        cls,
+        site: str,
+        where: np.ndarray,
+        witnesses: Sequence[Witness],
+        dependence: Dependence,
+        known: str | None = None,
+    ) -> SiteBias:
         """That of the coordinates ``where``.
 
-        :param estimates: of all coordinates.
-        :param r_hat: of all coordinates.
+        :param witnesses: of all coordinates. The first must be sure for a site to be fine, the
+            others are heard where they are sure that it is not.
+        :param dependence: of all coordinates.
+        :param known: ``"biased"`` or ``"one mode"`` where something else has told it.
         """
-        shift, shift_error = _worst(estimates.shift, where)
-        inflation, inflation_error = _worst(estimates.inflation, where)
         # Two-sided at 95 % for the worst of so many (Bonferroni).
         z = NormalDist().inv_cdf(1.0 - 0.025 / len(where))
-        verdicts = {
-            judge(estimates.shift, where, z, MEAN_TOLERANCE, _MEAN_UNCLEAR),
-            judge(estimates.inflation, where, z, SD_TOLERANCE, _SD_UNCLEAR),
-        }
-        worst = float(r_hat[where].max())
-        if worst > _R_HAT:
-            verdicts.add("apart")
-        verdict = next(v for v in ("apart", "biased", "unclear", "fine") if v in verdicts)
-        return cls(site, len(where), shift, shift_error, inflation, inflation_error, worst, verdict)
+        shift, of_shift = _heard([w.shift for w in witnesses], where, z, _MEAN_LIMITS)
+        inflation, of_inflation = _heard([w.inflation for w in witnesses], where, z, _SD_LIMITS)
+        verdicts = {of_shift, of_inflation}
+        r_hat, ess = (
+            float(np.fmax.reduce(dependence.r_hat[where])),
+            float(np.fmin.reduce(dependence.ess[where])),
+        )
+        if known is not None:
+            verdicts.add(known)
+        if r_hat > SMALL_R_HAT:
+            verdicts.add("apart" if r_hat > _R_HAT else "unclear")
+        if ess < FEWEST_DRAWS:
+            verdicts.add("unclear")
+        verdict = next(v for v in VERDICTS if v in verdicts)
+        return cls(site, len(where), *shift, *inflation, r_hat, ess, verdict)
+
+
+def _heard(
+    found: Sequence[Estimate], where: np.ndarray, z: float, limits: tuple[float, float]
+) -> tuple[tuple[float, float], str]:
+    """The worst of the first witness, or of one that is sure of a bias; and the verdict."""
+    verdicts = [judge(f, where, z, *limits) for f in found]
+    first = verdicts.index("biased") if "biased" in verdicts else 0
+    return _worst(found[first], where), verdicts[first]
 
 
 def _worst(found: Estimate, where: np.ndarray) -> tuple[float, float]:

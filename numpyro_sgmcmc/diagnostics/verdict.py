@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_sgmcmc.diagnostics.site_bias import MEAN_TOLERANCE, SD_TOLERANCE, SiteBias
+from numpyro_sgmcmc.diagnostics.site_bias import (
+    FEWEST_DRAWS,
+    MEAN_TOLERANCE,
+    SD_TOLERANCE,
+    SMALL_R_HAT,
+    SiteBias,
+)
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.diagnostics.report import BiasReport
@@ -39,21 +45,78 @@ def verdict_of(report: BiasReport) -> str:
             "report says of them means little: run longer; chains that still disagree then "
             "are in different modes."
         )
-    said += [sentence(s) for s in biased[:_MOST_SENTENCES]]
-    if (more := len(biased) - _MOST_SENTENCES) > 0:
+    said += [finding.sentence for finding in report.findings]
+    said += [_of_neck(report, site) for site in _sites_with_necks(report)]
+    measured = [s for s in biased if sentence(s)]
+    said += [sentence(s) for s in measured[:_MOST_SENTENCES]]
+    if (more := len(measured) - _MOST_SENTENCES) > 0:
         said.append(f"{more} more site{'s are' if more > 1 else ' is'} biased.")
-    if biased:
-        said.append(_cure(report, biased))
-    if unclear:
-        means = "more draws" if report.full_data else "more draws, or full_data=True,"
-        said.append(f"The error bars of {_names(unclear)} are too wide to tell: {means} would.")
+    if measured:
+        said.append(_cure(report, measured))
+    said += _of_unclear(report, unclear)
     if not said:
-        said.append("Means and sds are right within the error bars.")
+        said.append(_fine(report))
     return " ".join(said)
 
 
+def _fine(report: BiasReport) -> str:
+    """That all is right, and what that rests on."""
+    rests_on = []
+    if np.isfinite(report.r_hat).any():
+        rests_on.append(f"R-hat is at most {np.nanmax(report.r_hat):.3f}")
+    if np.isfinite(report.ess).any():
+        rests_on.append(f"the smallest effective sample size is {np.nanmin(report.ess):.0f}")
+    if num := report.evidence.num_looked_at:
+        rests_on.append(f"gradients at {num} draws tell the same")
+    told = f": {', and '.join([', '.join(rests_on[:-1])] * (len(rests_on) > 1) + rests_on[-1:])}"
+    return (
+        f"Means and sds are right within the error bars{told}. A mode that no start has found "
+        "would stay unseen."
+    )
+
+
+def _of_unclear(report: BiasReport, unclear: list[SiteBias]) -> list[str]:
+    """Why of some sites one cannot tell."""
+    said = []
+    few = [s for s in unclear if s.ess < FEWEST_DRAWS]
+    unsettled = [s for s in unclear if s.r_hat > SMALL_R_HAT and s not in few]
+    if few:
+        worst = min(few, key=lambda s: s.ess)
+        said.append(
+            f"The draws of {_names(few)} are as good as {worst.ess:.0f} independent ones, which "
+            "is too few to tell: draw more."
+        )
+    if unsettled:
+        worst = max(unsettled, key=lambda s: s.r_hat)
+        said.append(
+            f"Chains do not quite agree on {_names(unsettled)} (R-hat up to {worst.r_hat:.2f}): "
+            "draw more."
+        )
+    if rest := [s for s in unclear if s not in few and s not in unsettled]:
+        means = "more draws" if report.full_data else "more draws, or full_data=True,"
+        said.append(f"The error bars of {_names(rest)} are too wide to tell: {means} would.")
+    return said
+
+
+def _sites_with_necks(report: BiasReport) -> list[str]:
+    return list(dict.fromkeys(report.names[n.coordinate][0] for n in report.evidence.necks))
+
+
+def _of_neck(report: BiasReport, site: str) -> str:
+    """Where chains cannot enter, and what helps."""
+    found = [n for n in report.evidence.necks if report.names[n.coordinate][0] == site]
+    worst = max(found, key=lambda n: n.mass)
+    name = report.names[worst.coordinate][1]
+    return (
+        f"At the {worst.side} end of `{name}` the posterior is too narrow for the step: chains "
+        f"turn back where about {100 * worst.mass:.0f} % of its mass or more still lies. Write "
+        "what it scales in non-centred form (numpyro.infer.reparam.LocScaleReparam(0)), give it a "
+        "prior that keeps it off that end, or take a shorter step_size."
+    )
+
+
 def sentence(s: SiteBias) -> str:
-    """What is wrong with one site, by how much."""
+    """What is wrong with one site, by how much; empty where that is not in its moments."""
     found = []
     if not abs(s.sd_inflation) < FAR:
         found.append(f"sds of `{s.site}` are too far off to be measured")
@@ -71,7 +134,8 @@ def sentence(s: SiteBias) -> str:
             f"means of `{s.site}` are up to {abs(s.mean_shift):.2f} ± "
             f"{s.mean_shift_error:.2f} sds too {side}"
         )
-    return " and ".join(found)[:1].upper() + " and ".join(found)[1:] + "."
+    told = " and ".join(found)
+    return f"{told[0].upper()}{told[1:]}." if told else ""
 
 
 def _cure(report: BiasReport, biased: list[SiteBias]) -> str:

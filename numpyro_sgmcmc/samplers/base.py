@@ -46,7 +46,7 @@ from numpyro_sgmcmc.samplers.inputs import (
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
-from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
+from numpyro_sgmcmc.warmup import Adaptation, Finding, Noise, adapt
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 
 __all__ = ["SGMCMCKernel"]
@@ -131,9 +131,24 @@ class SGMCMCKernel(MCMCKernel):
         return self._cache.noise
 
     @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the last warm-up found to be wrong whatever the chains say."""
+        return self._cache.findings
+
+    @property
     def has_data(self) -> bool:
         """Whether the kernel knows a posterior: not before `init`, and not once pickled."""
         return self._cache.target is not None
+
+    @property
+    def has_schedule(self) -> bool:
+        """Whether the step size follows a schedule of the user's."""
+        return self._schedule is not None
+
+    @property
+    def _schedule(self) -> Callable | None:
+        step_size = self._options.step_size
+        return step_size if callable(step_size) else None
 
     @property
     def target(self) -> Target:
@@ -311,15 +326,14 @@ class SGMCMCKernel(MCMCKernel):
 
     @property
     def _plan(self) -> ChainPlan:
-        target, step_size = self.target, self._options.step_size
         return ChainPlan(
-            target=target,
+            target=self.target,
             adaptation=self.adaptation,
             scheme=self._scheme,
-            locate=partial(self._located_dynamics, target),
-            schedule=step_size if callable(step_size) else None,
+            locate=partial(self._located_dynamics, self.target),
+            schedule=self._schedule,
             num_warmup=self._cache.num_warmup,
-            collected=collected_sites(target.locals, self._options.collect_locals),
+            collected=collected_sites(self.target.locals, self._options.collect_locals),
         )
 
     def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:

@@ -11,10 +11,11 @@ from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup import global_warmup, local_warmup
 from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.warmup.settings import Adaptation, Settings
 
-__all__ = ["NO_NOISE", "Adaptation", "Noise", "Settings", "adapt"]
+__all__ = ["NO_NOISE", "Adaptation", "Finding", "Noise", "Settings", "adapt"]
 
 
 def adapt(

@@ -18,6 +18,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
+_MANY_STARTS, _FEW_ROWS = 8, 512  # with gradients of so few rows more starts cost little
 _FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
 _PILOT_ROWS = 2**30  # likewise for all pilot chains
 _FEWEST_WINDOWS = 2
@@ -37,6 +38,7 @@ class Effort:
     - **minibatches** - at each of some positions, for the noise, at most.
     - **rounds** - power iterations for the largest curvature.
     - **probes** - minibatches a position that tell how far noise moves means.
+    - **lines** - between two positions each, along which values are compared with gradients.
     """
 
     starts: int = 4
@@ -49,6 +51,7 @@ class Effort:
     minibatches: int = 64
     rounds: int = 8
     probes: int = 8
+    lines: int = 64
 
     @property
     def gradients(self) -> int:
@@ -60,7 +63,8 @@ class Effort:
         """What suits the posterior."""
         if target.dim > MANY_DIM:
             return _little(target)
-        effort, rows = cls(), rows_a_gradient(target, arguments)
+        rows = rows_a_gradient(target, arguments)
+        effort = cls(starts=_MANY_STARTS if rows <= _FEW_ROWS else cls.starts)
         fitting = _FIT_ROWS // (rows * effort.starts) // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
         steps = int(np.clip(fitting, _FEWEST_FIT_STEPS, effort.fit_steps))
         done = np.cumsum(effort.windows) * (effort.chains + 1) * rows
@@ -84,6 +88,7 @@ def _little(target: Target) -> Effort:
         minibatches=16,
         rounds=4,
         probes=2,
+        lines=4,
     )
 
 

@@ -18,15 +18,19 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
 from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.continuity import hidden_changes
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.effort import rows_a_gradient
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root, stretch_along
+from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.measure import sharpened
+from numpyro_sgmcmc.warmup.modes import Fit, are_apart, comparable, finding_of, is_near
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
@@ -38,10 +42,12 @@ __all__ = ["find_typical_set", "warm_up"]
 
 _BOUND_DRAWS = 8
 _MANY_DRAWS = 1_024  # of a window, from which its widest directions are seen
+_MODE_WINDOWS = 2  # of pilot chains that tell whether another fit is a mode of its own
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
+_FEW_POSITIONS = 4  # at which pilot chains look for the largest curvature
 _MOST_SHARPENED = 32
 _SMALL_NOISE = 0.02  # variance: directions up to so many times as wide are seen, one over it
 
@@ -54,9 +60,12 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     if context.settings.leaves_nothing_to_find:
         return _as_given(context, context.finite_starts(starts, 1)[0])
     wanted = 1 if context.settings.has_start else context.effort.starts
-    whitening, q = find_typical_set(context, context.finite_starts(starts, wanted))
+    whitening, q, findings = find_typical_set(context, context.finite_starts(starts, wanted))
     context.progress.begin("gradient noise")
-    return decide(context, whitening, q)
+    findings += hidden_changes(context.rows, whitening, q, context.effort.lines)
+    for finding in findings:
+        notify(finding.sentence)
+    return decide(context, whitening, q)._replace(findings=tuple(findings))
 
 
 def _as_given(context: Context, position: np.ndarray) -> Adaptation:
@@ -94,25 +103,42 @@ def _as_given(context: Context, position: np.ndarray) -> Adaptation:
 
 def find_typical_set(
     context: Context, starts: Sequence[np.ndarray]
-) -> tuple[Whitening, np.ndarray]:
-    """The whitening, and whitened positions from about the posterior.
+) -> tuple[Whitening, np.ndarray, list[Finding]]:
+    """The whitening, whitened positions from about the posterior, and other modes.
 
     :param starts: first positions, of which the best is gone on with.
     """
     context.progress.expect(context.effort.gradients)
     context.progress.begin("start by volume")
-    settings = context.settings
-    fit = _fit(context, starts)
-    matrix = settings.inverse_mass_matrix
-    factor = np.diag(fit.sd) if settings.is_dense else fit.sd
-    factor = factor if matrix is None else root(matrix)
-    whitening = context.whitening_at(fit.mean, factor)
+    fits = _fits(context, starts)
+    whitening = _about(context, fits[0].normal)
     if not whitening.is_finite():
-        whitening = context.whitening_at(starts[0], factor)
+        whitening = context.whitening_at(starts[0], whitening.factor)
     context.refuse_infinite_gradient(whitening)
-    chains, shorter = context.effort.chains, 1.0
-    q = whitening.whiten(fit.sd * context.rng.standard_normal((chains, context.target.dim)))
-    for num_steps in context.effort.windows:
+    q = _spread_starts(context, whitening, fits[0].normal)
+    whitening, q = _settled(context, whitening, q, context.effort.windows)
+    return whitening, q, _other_modes(context, whitening, q, fits)
+
+
+def _about(context: Context, fit: MeanField) -> Whitening:
+    """Coordinates in which a fit is the standard normal, or as the user has given them."""
+    settings, matrix = context.settings, context.settings.inverse_mass_matrix
+    factor = np.diag(fit.sd) if settings.is_dense else fit.sd
+    return context.whitening_at(fit.mean, factor if matrix is None else root(matrix))
+
+
+def _spread_starts(context: Context, whitening: Whitening, fit: MeanField) -> np.ndarray:
+    """Whitened starts of the pilot chains, as a fit spreads."""
+    noise = context.rng.standard_normal((context.effort.chains, context.target.dim))
+    return whitening.whiten(fit.sd * noise)
+
+
+def _settled(
+    context: Context, whitening: Whitening, q: np.ndarray, windows: Sequence[int]
+) -> tuple[Whitening, np.ndarray]:
+    """The whitening after pilot chains, a window at a time, and their ends."""
+    chains, shorter = len(q), 1.0
+    for num_steps in windows:
         context.progress.begin("pilot chains")
         estimator, step_size, noise = _pilot_step(context, whitening, q, shorter)
         draws = run_pilot(
@@ -145,8 +171,32 @@ def find_typical_set(
     return whitening, q
 
 
-def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
-    """Of the normals to which the starts lead the one with the largest evidence bound."""
+def _other_modes(
+    context: Context, whitening: Whitening, q: np.ndarray, fits: list[Fit]
+) -> list[Finding]:
+    """What is to be said of other modes that the fits have found.
+
+    :param q: ends of the pilot chains.
+    :param fits: the first is the one that they have gone on with.
+    """
+    known, nats = [whitening.position(q)], []
+    for fit in comparable(fits):
+        if any(is_near(fit, some) for some in known):
+            continue
+        there = _about(context, fit.normal)
+        if not there.is_finite():
+            continue
+        starts = _spread_starts(context, there, fit.normal)
+        there, ends = _settled(context, there, starts, context.effort.windows[:_MODE_WINDOWS])
+        theirs = there.position(ends)
+        if all(len(are_apart(theirs, some)) for some in known):
+            known.append(theirs)
+            nats.append(fits[0].bound - fit.bound)
+    return [finding_of(context.target, known[0], known[1:], nats)] if nats else []
+
+
+def _fits(context: Context, starts: Sequence[np.ndarray]) -> list[Fit]:
+    """The normals to which the starts lead, that with the largest evidence bound first."""
     fits = variational.fit(
         context.target,
         context.arguments,
@@ -158,11 +208,12 @@ def _fit(context: Context, starts: Sequence[np.ndarray]) -> MeanField:
     )
     noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
     noise = np.concatenate([noise, -noise])
-    bounds = [
-        np.log(fit.sd).sum() - context.rows.on_some(fit.mean + fit.sd * noise)[0].mean()
-        for fit in fits
-    ]
-    return fits[int(np.argmax(np.where(np.isfinite(bounds), bounds, -np.inf)))]
+    found = []
+    for fit in fits:
+        terms = np.log(fit.sd).sum() - context.rows.on_some(fit.mean + fit.sd * noise)[0]
+        bound = float(terms.mean())
+        found.append(Fit(fit, bound if np.isfinite(bound) else -np.inf, terms))
+    return sorted(found, key=lambda fit: -fit.bound)
 
 
 def _pilot_step(
@@ -176,7 +227,7 @@ def _pilot_step(
     if context.target.is_randomized:
         both = (Plain(),)
     noise = context.noise_of(whitening, q, both, IID())
-    curvature = context.curvature(whitening, q)
+    curvature = context.curvature(whitening, q[:_FEW_POSITIONS])
     longest = PILOT_STEP_SIZE / shorter
     step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
     estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))

@@ -32,7 +32,7 @@ _ENOUGH = 128  # minibatches in all that tell the noise of the noisiest coordina
 _SHIFT_POSITIONS = 8
 _LOST = 100.0  # sds: a shift that is too large to be predicted
 _SPREAD = 0.3  # whitened units: deviations in which the posterior's third derivatives are felt
-_POWER_POSITIONS, _POWER_LENGTH = 4, 0.1
+_POWER_LENGTH = 0.1
 _SOLVE_ROUNDS, _SOLVE_LENGTH = 12, 0.3
 
 
@@ -187,10 +187,10 @@ def largest_curvature_on(
 ) -> float:
     """Largest whitened curvature at some typical positions, by power iterations.
 
-    :param q: whitened positions from about the posterior, of which the first few are taken.
+    :param q: whitened positions from about the posterior.
     :param rounds: iterations.
     """
-    positions = whitening.position(q[:_POWER_POSITIONS])
+    positions = whitening.position(q)
     v = rng.standard_normal(positions.shape)
     _, base = rows.on_some(positions)
     for _ in range(rounds):

@@ -13,6 +13,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import Estimator
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.local_start import LocalStart
 from numpyro_sgmcmc.warmup.moment_source import MomentSource
 from numpyro_sgmcmc.warmup.noise import Noise
@@ -77,6 +78,7 @@ class Adaptation(NamedTuple):
     - **relaxation_time** - time between about independent draws.
     - **is_given** - whether nothing was looked for: the chains then start where the initialisation
       strategy says.
+    - **findings** - what makes the posterior wrong whatever the chains say.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
     """
@@ -92,4 +94,5 @@ class Adaptation(NamedTuple):
     allowed_excess: float | None
     relaxation_time: float
     is_given: bool = False
+    findings: tuple[Finding, ...] = ()
     locals: LocalStart | None = None

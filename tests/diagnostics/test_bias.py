@@ -189,11 +189,11 @@ def test_verdict_names_site_size_cause_and_cure(noisy):
 
 
 def test_what_cannot_be_measured_is_said_in_words():
-    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, 1.0, "biased")
+    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, 1.0, 500.0, "biased")
     said = sentence(lost)
     assert said.startswith("Sds of `tau` are too far off to be measured and means of `tau`")
     assert "nan" not in said
-    gone = SiteBias("tau", 1, -7e5, 4e5, 0.3, 0.1, 1.0, "biased")
+    gone = SiteBias("tau", 1, -7e5, 4e5, 0.3, 0.1, 1.0, 500.0, "biased")
     assert sentence(gone).endswith("means of `tau` are more than 100 sds off.")
 
 
@@ -235,13 +235,14 @@ def test_chains_in_different_modes_are_seen():
     assert {s.verdict for s in report.sites} == {"apart"}
     assert report.verdict.startswith("Chains disagree on `z` (R-hat up to ")
     draws = np.asarray(mcmc.get_samples(group_by_chain=True))
-    np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.03)
+    np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.05)
 
 
 def test_nothing_is_flagged_where_nothing_is_wrong(good):
     report = bias_report(good)
     assert not report.is_flagged
-    assert report.verdict == "Means and sds are right within the error bars."
+    assert report.verdict.startswith("Means and sds are right within the error bars: R-hat is at ")
+    assert f"effective sample size is {report.ess.min():.0f}, and gradients at " in report.verdict
     assert report.line.startswith("Bias: means off by at most 0.")
 
 
@@ -251,7 +252,7 @@ def test_few_draws_are_unclear_and_not_fine():
     report = bias_report(run(SGHMCSplit(survey), num_samples=30, num_chains=1))
     assert not report.is_fine
     assert "unclear" in {s.verdict for s in report.sites}
-    assert "too wide to tell" in report.verdict
+    assert "too few to tell: draw more" in report.verdict
 
 
 def test_report_prints_and_converts(noisy):
@@ -265,6 +266,7 @@ def test_report_prints_and_converts(noisy):
         "sd",
         "inflation",
         "R-hat",
+        "ESS",
         "verdict",
     ]
     assert lines[1].split()[:2] == ["beta", "2"]

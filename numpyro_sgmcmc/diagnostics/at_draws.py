@@ -1,0 +1,154 @@
+"""A run's draws looked at again, with gradients taken there.
+
+In a stationary chain the kicks cancel: their mean is zero whatever the bias, so that moments made
+of the gradients that moved the chain are blind to much. Gradients taken where the draws are, on
+rows that no step has seen, are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.warmup.effort import MANY_DIM
+from numpyro_sgmcmc.warmup.noise import draw_rows
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows, minibatches_of
+
+__all__ = ["LookedAt", "draws_of", "evenly", "look_at"]
+
+_NUMBERS = 2**27  # in all draws together, at most
+_MOST_DRAWS, _FEWEST_DRAWS = 1_024, 64
+_ROWS, _PAIRS = 2**24, 2**15  # rows, and minibatches, at which gradients are taken, at most
+_CURVED_DRAWS, _CURVED_ROUNDS, _CURVED_LENGTH = 128, 3, 0.01
+
+
+class LookedAt(NamedTuple):
+    """
+    - **positions** - draws, by chain and in their order, shape ``(chains, n, d)``.
+    - **gradients** - estimates of the potential's gradient there, unbiased and independent of
+      each other given the draws.
+    - **curved** - draws, of all chains one after the other, whose curvature is known; ``(k,)``.
+    - **curvature** - there, the largest whitened one, shape ``(k,)``.
+    """
+
+    positions: np.ndarray
+    gradients: np.ndarray
+    curved: np.ndarray
+    curvature: np.ndarray
+
+
+def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
+    """All draws as flat unconstrained positions, ``(chains, draws, d)``; float64.
+
+    :return: None where they were not kept, are too many to be gone through again, or are not
+        draws of one posterior.
+    """
+    chains = mcmc.num_chains
+    num = int(np.size(mcmc.get_extra_fields().get("diverging", 0)))
+    dim = sum(np.size(x) for x in jax.tree.leaves(mcmc.last_state.z)) // chains
+    if not kernel.has_data or kernel.has_schedule or num * dim > _NUMBERS:
+        return None
+    try:
+        found = np.asarray(unconstrained_draws(mcmc, kernel), np.float64)
+    except Refusal:
+        return None
+    return found if np.isfinite(found).all() else None
+
+
+def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | None:
+    """Gradients at some of the draws on some of the rows.
+
+    :param draws: all of them, shape ``(chains, draws, d)``.
+    :return: None where there is no cheap way: for rows elsewhere than in memory, a randomised
+        likelihood, and very many parameters.
+    """
+    target, arguments = kernel.target, Arguments(mcmc._args, mcmc._kwargs)
+    elsewhere = arguments.hosts or arguments.sharded
+    if elsewhere or target.is_randomized or target.dim > MANY_DIM:
+        return None
+    rows = RowGradients(target, arguments)
+    whitening = _whitening(kernel, rows)
+    num = _MOST_DRAWS
+    if batch := sum(p.subsample_size for p in target.plates):
+        num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
+    positions = evenly(draws, num)
+    flat = positions.reshape(-1, target.dim)
+    gradients = _gradients(rows, whitening, flat).reshape(positions.shape)
+    curved = np.unique(np.linspace(0, len(flat) - 1, _CURVED_DRAWS).astype(int))
+    start = gradients.reshape(flat.shape)[curved]
+    curvature = _largest_curvature(rows, whitening, flat[curved], start)
+    return LookedAt(positions, gradients, curved, curvature)
+
+
+def evenly(draws: np.ndarray, num: int) -> np.ndarray:
+    """About so many of the draws, as many of each chain.
+
+    :param draws: shape ``(chains, draws, d)``.
+    """
+    each = min(draws.shape[1], max(2, num // len(draws)))
+    return draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)]
+
+
+def _whitening(kernel: SGMCMCKernel, rows: RowGradients) -> Whitening:
+    """The warm-up's, in float64, with the gradient on all rows at its anchor."""
+    adaptation = kernel.adaptation
+    kept = adaptation.whitening._replace(hessian=None)
+    whitening: Whitening = jax.tree.map(lambda x: np.asarray(x, np.float64), kept)
+    if adaptation.is_given and not adaptation.estimator.has_anchor:
+        whitening = whitening._replace(gradient=rows.everywhere(whitening.anchor))
+    return whitening
+
+
+def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) -> np.ndarray:
+    """Unbiased gradients by control variates, each on rows of its own; exact where rows are few."""
+    target = rows.target
+    batch = sum(p.subsample_size for p in target.plates)
+    if not batch:
+        return rows.on_some(positions)[1]
+    num = len(positions)
+    each = max(1, min(_PAIRS // (2 * num), _ROWS // (2 * num * batch)))
+    all_rows = list(minibatches_of(target.groups)) if _passes(rows) <= 2 * each else []
+    if all_rows:
+        return rows.mean(positions, all_rows)[1]
+    rng = np.random.default_rng(0)
+    drawn = draw_rows(target, rng, (num, each), IID())
+
+    def pairs() -> Any:
+        for k in range(num):
+            for m in range(each):
+                minibatch = {name: r[k, m] for name, r in drawn.items()}
+                yield positions[k], minibatch
+                yield whitening.anchor, minibatch
+
+    found = np.stack([g for _, g in rows.each(pairs())]).reshape(num, each, 2, -1)
+    return whitening.gradient + (found[:, :, 0] - found[:, :, 1]).mean(1)
+
+
+def _passes(rows: RowGradients) -> int:
+    """Minibatches in a pass over all rows, about."""
+    return sum(p.per_epoch for p in rows.target.plates)
+
+
+def _largest_curvature(
+    rows: RowGradients, whitening: Whitening, positions: np.ndarray, start: np.ndarray
+) -> np.ndarray:
+    """Largest whitened curvature at each position, by power iterations from its gradient."""
+    some: list[WeightedRows] = rows.some
+    base = rows.mean(positions, some)[1]
+    v = whitening.pull(start)
+    length = np.zeros(len(v))
+    for _ in range(_CURVED_ROUNDS):
+        v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
+        moved = rows.mean(positions + _CURVED_LENGTH * whitening.push(v), some)[1]
+        v = whitening.pull(moved - base) / _CURVED_LENGTH
+        length = np.linalg.norm(v, axis=1)
+    return length

@@ -1,0 +1,133 @@
+"""What a run's draws tell besides the moments of its own gradients."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, Sums
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt, draws_of, look_at
+from numpyro_sgmcmc.diagnostics.dependence import Dependence
+from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, Witness, estimate
+from numpyro_sgmcmc.diagnostics.necks import Neck, necks
+from numpyro_sgmcmc.diagnostics.tails import Bend
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+
+__all__ = ["Evidence", "sums_of"]
+
+_NUM_BATCHES = 16
+
+
+class Evidence(NamedTuple):
+    """
+    - **witnesses** - of shift and inflation, the moments' own first.
+    - **dependence** - of the draws.
+    - **heavy** - coordinates with heavy tails, shape ``(k,)``.
+    - **necks** - ends of coordinates that are too narrow for the step.
+    - **num_looked_at** - draws at which gradients were taken.
+    """
+
+    witnesses: tuple[Witness, ...]
+    dependence: Dependence
+    heavy: np.ndarray
+    necks: tuple[Neck, ...]
+    num_looked_at: int
+
+    @classmethod
+    def of(cls, mcmc: MCMC, kernel: SGMCMCKernel, own: Estimates, r_hat: np.ndarray) -> Evidence:
+        """That of a finished run.
+
+        :param own: what the moments tell.
+        :param r_hat: by the moments, shape ``(d,)``.
+        """
+        first, draws = own.witness, draws_of(mcmc, kernel)
+        if draws is None:
+            few = np.nan if kernel.has_schedule else 1.0
+            dependence = Dependence(r_hat, few / np.square(own.chance[0]))
+            return cls((first,), dependence, np.zeros(0, int), (), 0)
+        bend = Bend.of(draws.reshape(-1, draws.shape[-1]))
+        bent = draws.copy()
+        bent[..., bend.where] = bend.straight(draws)
+        dependence = Dependence.of(bent)
+        # One chain's halves that differ do not tell of modes, but of too few draws: so does ESS.
+        several = np.fmax(dependence.r_hat, r_hat) if len(draws) > 1 else r_hat
+        dependence = dependence._replace(r_hat=several)
+        looked_at = look_at(mcmc, kernel, draws)
+        if looked_at is None:
+            unknown = Estimate(np.zeros(len(bend.where)), np.full(len(bend.where), np.inf))
+            first = first.replaced(bend.where, Witness(unknown, unknown))
+            return cls((first,), dependence, bend.where, (), 0)
+        of_tails = _of_tails(looked_at, bend)
+        second = _at_draws(looked_at, kernel.coordinates(mcmc.last_state))
+        witnesses = (w.replaced(bend.where, of_tails) for w in (first, second))
+        step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
+        dim = draws.shape[-1]
+        narrow = necks(
+            looked_at.positions.reshape(-1, dim),
+            looked_at.gradients.reshape(-1, dim),
+            looked_at.curved,
+            looked_at.curvature * step_size**2,
+        )
+        num = looked_at.positions[..., 0].size
+        return cls(tuple(witnesses), dependence, bend.where, tuple(narrow), num)
+
+
+def _at_draws(looked_at: LookedAt, coordinates: Whitening) -> Witness:
+    """Shift and inflation by the gradients at the draws."""
+    sums, factor = sums_of(looked_at.positions, looked_at.gradients, coordinates)
+    return estimate(sums, factor).witness
+
+
+def _of_tails(looked_at: LookedAt, bend: Bend) -> Witness:
+    """The same of the coordinates with heavy tails, bent."""
+    if not len(bend.where):
+        nothing = Estimate(np.zeros(0), np.zeros(0))
+        return Witness(nothing, nothing)
+    y = bend.straight(looked_at.positions)
+    g = bend.gradient(looked_at.positions, looked_at.gradients)
+    return estimate(_batches(y, g, is_full=False), np.ones(len(bend.where))).witness
+
+
+def sums_of(
+    positions: np.ndarray, gradients: np.ndarray, coordinates: Whitening
+) -> tuple[Sums, np.ndarray]:
+    """Moments of draws and the gradients there, in batches by time; and L of their coordinates.
+
+    :param positions: shape ``(chains, n, d)``.
+    :param gradients: of the same shape.
+    :param coordinates: whitened ones.
+    """
+    anchor, factor = (np.asarray(x, np.float64) for x in coordinates[:2])
+    plain = Whitening(anchor, factor)  # without a stretch: each coordinate a site's own
+    flat = positions.reshape(-1, positions.shape[-1])
+    q = plain.whiten(flat - anchor).reshape(positions.shape)
+    g = plain.pull(gradients.reshape(flat.shape)).reshape(positions.shape)
+    return _batches(q, g, is_full=len(anchor) <= FULL_MAX_DIM), factor
+
+
+def _batches(q: np.ndarray, g: np.ndarray, is_full: bool) -> Sums:
+    """Sums with a leading axis of batches: of each chain its draws, in their order.
+
+    :param is_full: whether products are matrices.
+    """
+    product = "bni,bnj->bij" if is_full else "bni,bni->bi"
+    num = min(_NUM_BATCHES, q.shape[1])
+    places = np.array_split(np.arange(q.shape[1]), num)
+
+    def one(where: np.ndarray) -> list[Any]:
+        a, b = q[:, where], g[:, where]
+        weight = np.full(len(q), float(len(where)))
+        return [
+            weight,
+            a.sum(1),
+            b.sum(1),
+            np.einsum(product, a, b),
+            np.einsum(product, a, a),
+            weight * np.nan,
+        ]
+
+    found: list[Any] = [np.concatenate(x) for x in zip(*map(one, places), strict=True)]
+    return Sums(*found)

@@ -1,0 +1,100 @@
+r"""Necks: ends of a coordinate where the posterior becomes too narrow for the step.
+
+A funnel narrows as a scale goes to zero. Where its largest curvature times the square of the step
+nears the stability bound, chains turn back, and the posterior's mass beyond stays unseen: neither
+R-hat nor a moment of what was visited shows it.
+
+Both can be extrapolated from what was visited: the curvature :math:`\lambda` from its trend along
+the coordinate, the posterior's tail from the mean force on it there. A tail whose force is constant
+falls off by that power, so that the mass beyond the place where :math:`h^2\lambda` is too large is
+known without having been there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Neck", "necks"]
+
+_TOO_NARROW = 2.0  # h^2 lambda at which chains turn back; a step is unstable at four
+_MISSED = 0.012  # mass beyond that is more than a few tail draws
+_TREND = 0.5  # correlation of the curvature's logarithm with the coordinate
+_MOST_LOOKED_AT = 32
+_FURTHEST = 4.0  # sds from there
+_BODY, _TAIL = 0.7, 0.8  # quantiles: the force is that beyond the one, mass is beyond the other
+
+
+class Neck(NamedTuple):
+    """
+    - **coordinate** - its place in the flat position.
+    - **side** - ``"low"`` or ``"high"``: the end that is narrow.
+    - **mass** - about the posterior's mass beyond what a chain can enter, from 0 to 1.
+    """
+
+    coordinate: int
+    side: str
+    mass: float
+
+
+def necks(
+    positions: np.ndarray, gradients: np.ndarray, looked_at: np.ndarray, curvature: np.ndarray
+) -> list[Neck]:
+    """Those that hold more mass than can be let pass.
+
+    :param positions: draws, shape ``(n, d)``, in any units of each coordinate.
+    :param gradients: gradients there, in these units.
+    :param looked_at: the draws at which the curvature is known, shape ``(k,)``.
+    :param curvature: there, the largest one times the squared step size.
+    """
+    fine = np.isfinite(curvature) & (curvature > 0.0)
+    looked_at, narrowness = looked_at[fine], np.log(curvature[fine])
+    if len(looked_at) < 2 or narrowness.std() == 0.0:
+        return []
+    sd = positions.std(0)
+    moving = np.flatnonzero(sd > 0.0)
+    x = (positions[:, moving] - positions[:, moving].mean(0)) / sd[moving]
+    g = gradients[:, moving] * sd[moving]
+    trend = _correlations(x[looked_at], narrowness)
+    found = []
+    for k in np.argsort(-np.abs(trend))[:_MOST_LOOKED_AT]:
+        sign = 1.0 if trend[k] > 0.0 else -1.0
+        mass = _mass_beyond(sign * x[:, k], sign * g[:, k], looked_at, narrowness)
+        if mass > _MISSED:
+            found.append(Neck(int(moving[k]), "high" if sign > 0.0 else "low", mass))
+    return found
+
+
+def _mass_beyond(
+    x: np.ndarray, force: np.ndarray, looked_at: np.ndarray, narrowness: np.ndarray
+) -> float:
+    """About the mass where the step is too long, at the coordinate's upper end.
+
+    :param x: the coordinate in units of its sd, shape ``(n,)``.
+    :param force: the potential's derivative by it.
+    :param looked_at: where the curvature is known, shape ``(k,)``.
+    :param narrowness: logarithm of the curvature there, times the squared step size.
+    """
+    upper = x[looked_at] > np.median(x)
+    at, of = x[looked_at][upper], narrowness[upper]
+    if len(at) < 8 or np.std(at) == 0.0 or np.std(of) == 0.0:
+        return 0.0
+    if np.corrcoef(at, of)[0, 1] < _TREND:
+        return 0.0
+    slope, level = np.polyfit(at, of, 1)
+    end = (np.log(_TOO_NARROW) - level) / slope
+    tail = np.quantile(x, _TAIL)
+    if end <= tail:
+        return 1.0 - _TAIL
+    if end > tail + _FURTHEST:
+        return 0.0  # neither trend nor force can be trusted so far away
+    against = max(0.0, force[x >= np.quantile(x, _BODY)].mean())
+    return float((1.0 - _TAIL) * np.exp(-against * (end - tail)))
+
+
+def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Of each column of x with y."""
+    x, y = x - x.mean(0), y - y.mean()
+    scale = np.sqrt(np.square(x).sum(0) * np.square(y).sum())
+    return (x * y[:, None]).sum(0) / np.maximum(scale, np.finfo(float).tiny)

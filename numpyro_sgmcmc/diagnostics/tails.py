@@ -1,0 +1,62 @@
+r"""Heavy tails: coordinates whose sd says nothing of them, judged by their quantiles.
+
+A Cauchy variable has no sd, and that of its draws means nothing. Bent by
+:math:`x = c + s \sinh y` it has one: tails that fall off as a power become exponential. A
+monotone map keeps all quantiles, and the gradient with respect to y is known, so that the moments
+which tell the bias are taken of y in place of x.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Bend"]
+
+_HEAVY = 1.3  # sd over that of a normal with the same quantiles at 5 and 95 %
+_NORMAL_WIDTH = 3.29  # between these, in its sds
+_QUARTILES = 1.349
+
+
+class Bend(NamedTuple):
+    """
+    - **where** - the coordinates with heavy tails, shape ``(k,)``.
+    - **center** - c: their medians.
+    - **scale** - s: sds of normals with their quartiles.
+    """
+
+    where: np.ndarray
+    center: np.ndarray
+    scale: np.ndarray
+
+    @classmethod
+    def of(cls, draws: np.ndarray) -> Bend:
+        """That of the coordinates with heavy tails.
+
+        :param draws: shape ``(n, d)``.
+        """
+        low, first, middle, third, high = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
+        where = np.flatnonzero(draws.std(0) > _HEAVY * (high - low) / _NORMAL_WIDTH)
+        scale = np.maximum((third - first) / _QUARTILES, np.finfo(float).tiny)
+        return cls(where, middle[where], scale[where])
+
+    def straight(self, x: np.ndarray) -> np.ndarray:
+        """The coordinates with heavy tails as y.
+
+        :param x: positions, shape ``(..., d)``.
+        :return: shape ``(..., k)``.
+        """
+        return np.arcsinh((x[..., self.where] - self.center) / self.scale)
+
+    def gradient(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+        r"""The potential's gradient by y: that by x times :math:`dx/dy`, less that of its
+        logarithm.
+
+        :param x: positions, shape ``(..., d)``.
+        :param g: gradients by them.
+        :return: shape ``(..., k)``.
+        """
+        sine = (x[..., self.where] - self.center) / self.scale
+        cosine = np.sqrt(1.0 + np.square(sine))
+        return g[..., self.where] * self.scale * cosine - sine / cosine

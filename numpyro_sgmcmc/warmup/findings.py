@@ -1,0 +1,22 @@
+"""What the warm-up finds that makes a posterior wrong whatever the chains say: kept for the
+report.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Finding"]
+
+
+class Finding(NamedTuple):
+    """
+    - **sites** - names of the sites that are concerned; empty for all.
+    - **kind** - ``"hidden"``: the potential changes unknown to its gradient; ``"modes"``: there are
+      other modes of comparable mass.
+    - **sentence** - what is wrong, and the way out.
+    """
+
+    sites: tuple[str, ...]
+    kind: str
+    sentence: str

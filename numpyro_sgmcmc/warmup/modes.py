@@ -1,0 +1,146 @@
+"""Other modes: fits that ended elsewhere with about as much of the posterior's mass.
+
+Where a posterior has several modes, chains about one of them agree with each other and are wrong
+together. Several starts show some of the others: a fit whose evidence bound is about as large, far
+from where the pilot chains are, and from which pilot chains do not come to these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.warmup.variational import MeanField
+
+__all__ = ["Fit", "are_apart", "comparable", "finding_of", "is_near"]
+
+_COMPARABLE = np.log(10.0)  # nats of evidence
+_FAR = 6.0  # sds: further than pilot chains come
+_GAP = 3.0  # sds between two groups of draws
+_SAME = 0.2  # of the difference between modes, within which entries count as exchanged
+_SHOWN = 3
+
+
+class Fit(NamedTuple):
+    """
+    - **normal** - the independent normals.
+    - **bound** - evidence bound, a mean over some deviations that all fits share.
+    - **of_draws** - its terms, one a deviation.
+    """
+
+    normal: MeanField
+    bound: float
+    of_draws: np.ndarray
+
+
+def comparable(fits: list[Fit]) -> list[Fit]:
+    """Those with about as much mass as the best, which is left out; the first is the best.
+
+    :param fits: in the order of their bounds, the largest first.
+    """
+    best, *others = fits
+
+    def is_comparable(fit: Fit) -> bool:
+        if not np.isfinite(fit.bound):
+            return False
+        less = best.of_draws - fit.of_draws
+        error = less.std(ddof=1) / np.sqrt(len(less))
+        return bool(best.bound - fit.bound < _COMPARABLE + 2.0 * error)
+
+    return [fit for fit in others if is_comparable(fit)]
+
+
+def is_near(fit: Fit, draws: np.ndarray) -> bool:
+    """Whether a fit's mean is where pilot chains come.
+
+    :param draws: ends of these chains, shape ``(n, d)``.
+    """
+    away = np.abs(fit.normal.mean - draws.mean(0))
+    return bool((away < _FAR * np.maximum(draws.std(0), fit.normal.sd)).all())
+
+
+def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """The coordinates in which two groups of draws have nothing in common.
+
+    :param ours: positions, shape ``(n, d)``.
+    :param theirs: likewise.
+    """
+    widest = np.maximum(ours.std(0), theirs.std(0))
+    return np.flatnonzero(np.abs(ours.mean(0) - theirs.mean(0)) > _GAP * widest)
+
+
+def finding_of(
+    target: Target, ours: np.ndarray, others: list[np.ndarray], nats: list[float]
+) -> Finding:
+    """What is to be said of other modes.
+
+    :param ours: draws about the mode that the chains are to be in, shape ``(n, d)``.
+    :param others: draws about each of the others.
+    :param nats: by how much their evidence bounds are smaller.
+    """
+    shares = np.exp(-np.maximum(0.0, nats))
+    shares = 100.0 * shares / (1.0 + shares.sum())
+    sites, exchanged = [], []
+    for theirs in others:
+        apart = _sites_apart(target, are_apart(ours, theirs), ours, theirs)
+        sites += [name for name in apart[0] if name not in sites]
+        exchanged += [name for name in apart[1] if name not in exchanged]
+    what = (
+        f"another mode, with about {shares[0]:.0f} % of the mass, in which"
+        if len(others) == 1
+        else f"{len(others)} other modes or more, with about {shares.sum():.0f} % of the mass, in "
+        "which"
+    )
+    if exchanged:
+        told = (
+            f"the entries of {_listed(exchanged)} are exchanged: the model does not tell its "
+            "components apart. Chains run in one mode and give its means and sds alone. Order the "
+            "components (numpyro.distributions.transforms.OrderedTransform), or read the draws as "
+            "those of components in any order."
+        )
+    else:
+        told = (
+            f"{_listed(sites) or 'the position'} is elsewhere. Chains run in one mode and give its "
+            "means and sds alone. Rule the others out by the prior, if they should not be; "
+            "`init_params` decides in which mode chains start."
+        )
+    return Finding(tuple(sites), "modes", f"The posterior has {what} {told}")
+
+
+def _sites_apart(
+    target: Target, apart: np.ndarray, ours: np.ndarray, theirs: np.ndarray
+) -> tuple[list[str], list[str]]:
+    """The sites that differ, and those of them whose entries are exchanged."""
+    if target.sites is None:
+        return [], []
+    ends = np.cumsum([int(np.prod(s.shape)) for s in target.sites])
+    sites, exchanged = [], []
+    for site, end in zip(target.sites, ends, strict=True):
+        where = np.arange(end - int(np.prod(site.shape)), end)
+        if not np.isin(where, apart).any():
+            continue
+        sites.append(site.name)
+        a, b = (x[:, where].mean(0).reshape(site.shape) for x in (ours, theirs))
+        if any(_are_exchanged(a, b, axis) for axis in range(len(site.shape))):
+            exchanged.append(site.name)
+    return sites, exchanged
+
+
+def _are_exchanged(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
+    """Whether the entries along an axis are those of the other in another order."""
+    a, b = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (a, b))
+    if len(a) < 2:
+        return False
+    apart = np.abs(a - b).max()
+    cost = np.abs(a[:, None] - b[None]).max(-1)
+    rows, columns = linear_sum_assignment(cost)
+    return bool((rows != columns).any() and cost[rows, columns].max() < _SAME * apart)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+    return shown + ", ..." * (len(names) > _SHOWN)

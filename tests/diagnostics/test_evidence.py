@@ -1,0 +1,211 @@
+"""What draws tell besides the moments: gradients where they are, tails, necks, dependence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer.reparam import LocScaleReparam
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.diagnostics.at_draws import draws_of, look_at
+from numpyro_sgmcmc.diagnostics.dependence import Dependence
+from numpyro_sgmcmc.diagnostics.estimates import estimate
+from numpyro_sgmcmc.diagnostics.evidence import sums_of
+from numpyro_sgmcmc.diagnostics.necks import necks
+from numpyro_sgmcmc.diagnostics.tails import Bend
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from tests.contract.kernels import BATCH, quietly, survey, survey_data
+
+STEP = 0.3
+
+
+def run(model, *args, seed=0, **kwargs):
+    mcmc = quietly(
+        SGHMCSplit(model), num_warmup=200, num_samples=1000, num_chains=4, chain_method="vectorized"
+    )
+    mcmc.run(jax.random.key(seed), *args, **kwargs)
+    return mcmc
+
+
+# --- Tails --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prior", "is_heavy"),
+    [
+        (dist.Cauchy(0, 1), True),
+        (dist.StudentT(2, 0, 1), True),
+        (dist.Normal(3, 0.1), False),
+        (dist.Laplace(0, 2), False),
+        (dist.Gumbel(0, 1), False),
+        (dist.Uniform(0, 1), False),
+    ],
+)
+def test_heavy_tails_are_told_by_quantiles(prior, is_heavy):
+    for seed in range(5):
+        draws = np.asarray(prior.sample(jax.random.key(seed), (2_000, 1)), np.float64)
+        assert len(Bend.of(draws).where) == is_heavy
+
+
+def test_bent_gradient_is_that_of_the_bent_density():
+    bend = Bend(np.array([1]), np.array([0.5]), np.array([2.0]))
+    x = np.array([[0.0, -7.0, 1.0], [0.0, 3.0, 1.0]])
+
+    def bent_potential(y):
+        x, slope = jax.value_and_grad(lambda y: 0.5 + 2.0 * jnp.sinh(y))(y)
+        return -dist.Cauchy(0, 1).log_prob(x) - jnp.log(slope)
+
+    g = np.asarray(jax.vmap(jax.grad(lambda x: -dist.Cauchy(0, 1).log_prob(x)))(x[:, 1]))
+    expected = jax.vmap(jax.grad(bent_potential))(bend.straight(x)[:, 0])
+    found = bend.gradient(x, np.stack([0 * g, g, 0 * g], 1))
+    np.testing.assert_allclose(found[:, 0], expected, rtol=1e-5)
+
+
+# --- Necks --------------------------------------------------------------------------------------
+
+
+def funnel_draws(sd, lowest):
+    """Draws of v ~ N(0, sd), x ~ N(0, e^(v/2)), those below ``lowest`` left out, and what is
+    known there.
+    """
+    rng = np.random.default_rng(0)
+    v = sd * rng.standard_normal(20_000)
+    v = v[v > lowest][:4_000]
+    x = np.exp(v / 2) * rng.standard_normal(len(v))
+    g = np.stack([v / sd**2 + 0.5 - 0.5 * np.square(x) * np.exp(-v), x * np.exp(-v)], 1)
+    looked_at = np.arange(0, len(v), 30)
+    return np.stack([v, x], 1), g, looked_at, STEP**2 * np.exp(-v[looked_at])
+
+
+def test_a_neck_that_draws_have_not_entered_is_seen():
+    found = necks(*funnel_draws(3.0, -2.5))
+    assert [(n.coordinate, n.side) for n in found] == [(0, "low")]
+    assert 0.05 < found[0].mass <= 0.25  # 0.15 of it is below -3.1, where the step is too long
+
+
+def test_a_funnel_that_draws_fill_has_no_neck():
+    assert not necks(*funnel_draws(0.5, -np.inf))
+    positions, g, looked_at, curvature = funnel_draws(3.0, -2.5)
+    assert not necks(positions, g, looked_at, 1e-4 * curvature)  # a step that is short enough
+    assert not necks(positions, g, looked_at, np.full_like(curvature, 0.2))
+    assert not necks(positions, g, looked_at, np.full_like(curvature, np.nan))
+
+
+def groups(group, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 5))
+    scale = numpyro.sample("scale", dist.HalfNormal(2))
+    with numpyro.plate("groups", 30):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+
+def group_data(scale):
+    rng = np.random.default_rng(1)
+    group = rng.integers(0, 30, 900)
+    y = scale * rng.standard_normal(30)[group] + rng.standard_normal(900)
+    return jnp.asarray(group), jnp.asarray(y, jnp.float32)
+
+
+def test_groups_that_do_not_differ_are_a_neck_and_the_cure_is_one():
+    report = bias_report(run(groups, *group_data(0.0), batch_size=100))
+    assert not report.is_fine
+    assert {report.names[n.coordinate][0] for n in report.evidence.necks} == {"scale"}
+    assert "At the low end of `scale` the posterior is too narrow for the step" in report.verdict
+    assert "LocScaleReparam(0)" in report.verdict
+    cured = numpyro.handlers.reparam(groups, config={"effect": LocScaleReparam(0)})
+    report = bias_report(run(cured, *group_data(0.0), batch_size=300))
+    assert report.is_fine
+    assert not report.evidence.necks
+
+
+def test_groups_that_differ_have_no_neck():
+    report = bias_report(run(groups, *group_data(0.5), batch_size=100))
+    assert report.is_fine
+    assert not report.evidence.necks
+
+
+# --- Gradients where the draws are --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def surveyed():
+    return run(survey, *survey_data(), batch_size=BATCH)
+
+
+def test_gradients_at_draws_are_unbiased(surveyed):
+    kernel = surveyed.sampler
+    looked_at = look_at(surveyed, kernel, draws_of(surveyed, kernel))
+    flat = looked_at.positions.reshape(-1, looked_at.positions.shape[-1])
+    arguments = Arguments(surveyed._args, surveyed._kwargs)
+    exact = np.asarray(kernel.full_gradients(jnp.asarray(flat, jnp.float32), arguments))
+    off = looked_at.gradients.reshape(flat.shape) - exact
+    scale = exact.std(0)
+    assert (np.abs(off.mean(0)) < 4 * off.std(0) / np.sqrt(len(off)) + 0.01 * scale).all()
+    assert (off.std(0) < 0.3 * scale).all()
+
+
+def test_curvature_at_draws_is_the_hessian_s(surveyed):
+    kernel = surveyed.sampler
+    looked_at = look_at(surveyed, kernel, draws_of(surveyed, kernel))
+    flat = looked_at.positions.reshape(-1, looked_at.positions.shape[-1])
+    factor = np.asarray(kernel.adaptation.whitening.factor, np.float64)
+    factor = np.diag(factor) if factor.ndim == 1 else factor
+    arguments = Arguments(surveyed._args, surveyed._kwargs)
+
+    def largest(q):
+        hessian = jax.jacfwd(lambda x: kernel.target.full_gradient(x, arguments))(q)
+        return np.linalg.eigvalsh(factor.T @ np.asarray(hessian, np.float64) @ factor).max()
+
+    expected = [largest(jnp.asarray(flat[k], jnp.float32)) for k in looked_at.curved[:5]]
+    np.testing.assert_allclose(looked_at.curvature[:5], expected, rtol=0.15)
+
+
+def test_a_mean_that_was_moved_is_told_by_them():
+    """Draws of a normal, and the gradient of one whose mean is half an sd lower."""
+    d = 3
+    q = np.random.default_rng(0).standard_normal((4, 1000, d))
+    told = estimate(*sums_of(q, q + 0.5, Whitening(np.zeros(d), np.ones(d))))
+    assert (np.abs(told.shift.value - 0.5) < 4 * told.shift.error).all()
+    assert (told.shift.error < 0.05).all()
+    assert (np.abs(told.inflation.value) < 0.05).all()
+
+
+# --- Dependence ---------------------------------------------------------------------------------
+
+
+def test_dependent_draws_count_less():
+    rng = np.random.default_rng(0)
+    draws = rng.standard_normal((4, 500, 3))
+    draws[..., 1] = draws[:, :1, 1] + 0.3 * draws[..., 1]
+    draws[..., 2] = np.repeat(draws[:, ::10, 2], 10, axis=1)
+    found = Dependence.of(draws)
+    assert found.r_hat[0] < 1.02 < 1.1 < found.r_hat[1]
+    assert found.ess[2] < 400 < 1500 < found.ess[0]
+    assert np.isnan(Dependence.of(draws[:, :4]).ess).all()
+
+
+def test_what_fine_rests_on_is_said(surveyed):
+    report = bias_report(surveyed)
+    assert report.is_fine
+    assert "R-hat is at most 1.0" in report.verdict
+    assert "A mode that no start has found would stay unseen" in report.verdict
+    assert f"from gradients at {report.evidence.num_looked_at} draws" in str(report)
+
+
+def vague(y, batch_size=None):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    numpyro.sample("c", dist.Cauchy(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+
+def test_heavy_tails_are_not_fine_by_their_sd():
+    y = jnp.asarray(np.random.default_rng(5).standard_normal(300), jnp.float32)
+    report = bias_report(run(vague, y, batch_size=100))
+    told = {s.site: s.verdict for s in report.sites}
+    assert told["a"] == "fine"
+    assert told["c"] != "fine"

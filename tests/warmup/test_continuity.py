@@ -1,0 +1,95 @@
+"""Values that change unknown to their gradient are named before any draw."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.warmup.continuity import beyond_slopes
+from tests.contract.kernels import quietly
+
+PLACES = np.linspace(-1.0, 1.0, 17)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: 40.0 * x**2,
+        lambda x: 3.0 * jnp.exp(3.0 * x),
+        lambda x: 50.0 * jnp.abs(x - 0.2),
+        lambda x: 20.0 * jnp.cos(4.0 * x),
+        lambda x: jnp.where(x > 0.1, 5.0 * x, 0.5),  # continuous at 0.1
+        lambda x: 1e6 + x**2,  # rounded in float32
+    ],
+)
+def test_continuous_functions_pass(fn):
+    x = jnp.asarray(PLACES, jnp.float32)
+    values = np.asarray(jax.vmap(fn)(x), np.float64)
+    slopes = np.asarray(jax.vmap(jax.grad(fn))(x), np.float64) * (PLACES[1] - PLACES[0])
+    assert beyond_slopes(values, slopes, np.finfo(np.float32).eps)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fn", "share"),
+    [
+        (lambda x: 10.0 * jnp.round(3.0 * x) + x, 0.5),
+        (lambda x: jnp.where(x > 0.05, 4.0, 0.0) + x**2, 0.5),
+        (lambda x: 10.0 * jax.lax.stop_gradient(x) + x, 0.5),
+        (lambda x: 10.0 * x - 5.0 * jax.lax.stop_gradient(x), 0.2),
+    ],
+)
+def test_what_the_gradient_does_not_know_is_measured(fn, share):
+    x = jnp.asarray(PLACES, jnp.float32)
+    values = np.asarray(jax.vmap(fn)(x), np.float64)
+    slopes = np.asarray(jax.vmap(jax.grad(fn))(x), np.float64) * (PLACES[1] - PLACES[0])
+    hidden, total, _ = beyond_slopes(values, slopes, np.finfo(np.float32).eps)
+    assert hidden > share * total
+
+
+@jax.custom_jvp
+def doubled(x):
+    """The identity, with a derivative of two."""
+    return x
+
+
+doubled.defjvp(lambda primals, tangents: (primals[0], 2.0 * tangents[0]))
+
+MEANS = {
+    "rounded": lambda a: jnp.round(4 * a) / 4,
+    "compared": lambda a: jnp.where(a > 1.0, 1.5, 0.5),
+    "stopped": jax.lax.stop_gradient,
+    "wrong": doubled,
+    "kinked": jnp.abs,
+    "right": lambda a: a,
+}
+
+
+def model(kind, y, batch_size=None):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    b = numpyro.sample("b", dist.Normal(0, 2))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(MEANS[kind](a) + 0.3 * b, 1), obs=y[i])
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_the_site_is_named_before_sampling_and_the_report_remembers(kind):
+    y = jnp.asarray(1.0 + np.random.default_rng(4).standard_normal(300), jnp.float32)
+    mcmc = quietly(SGHMCSplit(model), num_warmup=50, num_samples=200)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        mcmc.run(jax.random.key(0), kind, y, batch_size=100)
+    said = [str(w.message) for w in caught if "does not know how the log density" in str(w.message)]
+    report = bias_report(mcmc)
+    if kind in ("kinked", "right"):
+        assert not said
+        assert not report.findings
+        return
+    assert "along 'a'" in said[0]
+    assert "'b'" not in said[0]
+    assert {s.site: s.verdict for s in report.sites}["a"] in ("biased", "apart")
+    assert said[0] in report.verdict

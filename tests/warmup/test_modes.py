@@ -1,0 +1,117 @@
+"""Modes besides the one that the chains are in are reported, and what differs in them."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.distributions.transforms import OrderedTransform
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.warmup.modes import Fit, are_apart, comparable, is_near
+from numpyro_sgmcmc.warmup.variational import MeanField
+from tests.contract.kernels import quietly
+
+RNG = np.random.default_rng(2)
+PART = RNG.choice(3, 900, p=[0.3, 0.45, 0.25])
+Y = jnp.asarray(np.array([-4.0, 0.0, 3.5])[PART] + RNG.standard_normal(900), jnp.float32)
+
+
+def components(y, means, batch_size):
+    weights = numpyro.sample("weights", dist.Dirichlet(2.0 * jnp.ones(3)))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        mixture = dist.MixtureSameFamily(dist.Categorical(weights), dist.Normal(means, 1.0))
+        numpyro.sample("y", mixture, obs=y[i])
+
+
+def free(y, batch_size=None):
+    means = numpyro.sample("means", dist.Normal(0, 5).expand([3]).to_event(1))
+    components(y, means, batch_size)
+
+
+def ordered(y, batch_size=None):
+    start = dist.Normal(0, 5).expand([3]).to_event(1)
+    means = numpyro.sample("means", dist.TransformedDistribution(start, OrderedTransform()))
+    components(y, means, batch_size)
+
+
+def two_places(y, batch_size=None):
+    """The square of a parameter is known, its sign is not."""
+    a = numpyro.sample("a", dist.Normal(0, 3))
+    b = numpyro.sample("b", dist.Normal(0, 3))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(jnp.square(a) + b, 1), obs=y[i])
+        numpyro.sample("z", dist.Normal(b, 1), obs=-y[i])
+
+
+def run(model, y=Y, **options):
+    mcmc = quietly(
+        SGHMCSplit(model),
+        num_warmup=100,
+        num_samples=300,
+        num_chains=4,
+        chain_method="vectorized",
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        mcmc.run(jax.random.key(0), y, batch_size=100, **options)
+    return mcmc, [str(w.message) for w in caught if "mode" in str(w.message)]
+
+
+def test_components_that_can_be_exchanged_are_named_as_that():
+    mcmc, said = run(free)
+    assert "other mode" in said[0]
+    assert "the entries of `means` are exchanged" in said[0]
+    assert "OrderedTransform" in said[0]
+    report = bias_report(mcmc)
+    assert not report.is_fine
+    assert {s.site: s.verdict for s in report.sites}["means"] == "one mode"
+    assert said[0] in report.verdict
+
+
+def test_ordered_components_are_one_mode():
+    mcmc, said = run(ordered)
+    assert not said
+    assert bias_report(mcmc).is_fine
+
+
+def test_another_place_is_named():
+    y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
+    mcmc, said = run(two_places, y)
+    assert " % of the mass, in which `a` is elsewhere" in said[0]
+    assert {s.site: s.verdict for s in bias_report(mcmc).sites}["a"] == "one mode"
+
+
+def test_where_the_user_says_where_to_start_no_other_mode_is_looked_for():
+    y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
+    start = {"a": 2.0 * np.ones(4), "b": -2.0 * np.ones(4)}
+    _, said = run(two_places, y, init_params=start)
+    assert not said
+
+
+def fit_at(mean, bound, noise=0.0):
+    normal = MeanField(np.full(2, mean), np.full(2, 0.1))
+    return Fit(normal, bound, bound + noise * np.array([1.0, -1.0, 1.0, -1.0]))
+
+
+def test_modes_of_little_mass_are_left_out():
+    best = fit_at(0.0, -10.0)
+    near, small = fit_at(1.0, -11.0), fit_at(2.0, -14.0)
+    assert [fit is near for fit in comparable([best, near, small])] == [True]
+    # What the bound's own error may explain counts.
+    assert len(comparable([best, fit_at(2.0, -14.0, noise=3.0)])) == 1
+    assert not comparable([best, fit_at(2.0, -np.inf)])
+
+
+@pytest.mark.parametrize("away", [0.0, 0.5])
+def test_draws_that_meet_are_not_apart(away):
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.standard_normal((2, 16, 3))
+    assert not len(are_apart(ours, theirs + away))
+    theirs[:, 1] += 20.0
+    assert list(are_apart(ours, theirs)) == [1]
+    assert is_near(fit_at(0.3, 0.0), 0.1 * rng.standard_normal((16, 2)))
+    assert not is_near(fit_at(3.0, 0.0), 0.1 * rng.standard_normal((16, 2)))
