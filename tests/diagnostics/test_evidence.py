@@ -117,7 +117,7 @@ def test_groups_that_do_not_differ_are_a_neck_and_the_cure_is_one():
     assert "At the low end of `scale` the posterior is too narrow for the step" in report.verdict
     assert "LocScaleReparam(0)" in report.verdict
     cured = numpyro.handlers.reparam(groups, config={"effect": LocScaleReparam(0)})
-    report = bias_report(run(cured, *group_data(0.0), batch_size=300))
+    report = bias_report(run(cured, *group_data(0.0), batch_size=900))
     assert report.is_fine
     assert not report.evidence.necks
 
