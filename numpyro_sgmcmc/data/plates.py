@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -26,6 +27,8 @@ class Plate(NamedTuple):
       minibatch; else None.
     - **first** - the first of its rows: not 0 where these are one device's part.
     - **bound** - the most rows that it may have, where ``size`` is known only when it runs.
+    - **decisive** - rows that are in every minibatch, in rising order; the others are drawn for
+      what room is left.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Plate(NamedTuple):
     shards: Shards | None = None
     first: Any = 0
     bound: int = 0
+    decisive: tuple[int, ...] = ()
 
     @property
     def part(self) -> int:
@@ -48,8 +52,45 @@ class Plate(NamedTuple):
         return self.shards.firsts[:, None], np.array(self.shards.counts)[:, None]
 
     @property
+    def drawn(self) -> Plate:
+        """The rows that are drawn, of which there are as many as are not decisive."""
+        num = len(self.decisive)
+        size, part = self.size - num, self.subsample_size - num
+        return self._replace(size=size, subsample_size=part, decisive=())
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """What a minibatch's rows weigh beside (rows / chosen rows) each, so that the likelihood
+        stays unbiased; None where all weigh the same.
+        """
+        if not self.decisive:
+            return None
+        num, drawn = len(self.decisive), self.drawn
+        each = [1.0] * num + [drawn.size / drawn.subsample_size] * drawn.subsample_size
+        return np.array(each) * (self.subsample_size / self.size)
+
+    def with_decisive(self, drawn: Any) -> Any:
+        """Minibatches of all rows from the places of those that are drawn.
+
+        :param drawn: places among the rows that are not decisive, shape ``(..., room)``, NumPy's or
+            JAX's.
+        :return: the decisive rows before these rows, shape ``(..., subsample_size)``.
+        """
+        if not self.decisive:
+            return drawn
+        xp: Any = np if isinstance(drawn, np.ndarray) else jnp
+        first = xp.asarray(self.decisive, drawn.dtype)
+        # A place is as many rows further on as there are decisive ones before it.
+        ahead = xp.asarray(np.array(self.decisive) - np.arange(len(self.decisive)))
+        rows = drawn + xp.searchsorted(ahead, drawn, side="right").astype(drawn.dtype)
+        first = xp.broadcast_to(first, (*drawn.shape[:-1], len(self.decisive)))
+        return xp.concatenate([first, rows], -1)
+
+    @property
     def per_epoch(self) -> int:
         """Minibatches in an epoch; in that of the largest shard."""
+        if self.decisive:
+            return self.drawn.per_epoch
         return -(-int(self.strata[1].max()) // self.part)
 
     @property

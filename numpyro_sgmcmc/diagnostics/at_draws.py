@@ -59,7 +59,7 @@ def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
         return None
     try:
         found = np.asarray(unconstrained_draws(mcmc, kernel), np.float64)
-    except Refusal:
+    except (Refusal, RuntimeError):  # sites, or all draws, that were not kept
         return None
     return found if np.isfinite(found).all() else None
 
@@ -75,7 +75,7 @@ def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | N
     elsewhere = arguments.hosts or arguments.sharded
     if elsewhere or target.is_randomized or target.dim > MANY_DIM:
         return None
-    rows = RowGradients(target, arguments)
+    rows = RowGradients(target, arguments, decisive=kernel.adaptation.decisive)
     whitening = _whitening(kernel, rows)
     num = _MOST_DRAWS
     if batch := sum(p.subsample_size for p in target.plates):
@@ -116,11 +116,11 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
         return rows.on_some(positions)[1]
     num = len(positions)
     each = max(1, min(_PAIRS // (2 * num), _ROWS // (2 * num * batch)))
-    all_rows = list(minibatches_of(target.groups)) if _passes(rows) <= 2 * each else []
+    all_rows = list(minibatches_of(rows.groups)) if _passes(rows) <= 2 * each else []
     if all_rows:
         return rows.mean(positions, all_rows)[1]
     rng = np.random.default_rng(0)
-    drawn = draw_rows(target, rng, (num, each), IID())
+    drawn = draw_rows(rows.step_target, rng, (num, each), IID())
 
     def pairs() -> Any:
         for k in range(num):
@@ -129,7 +129,7 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
                 yield positions[k], minibatch
                 yield whitening.anchor, minibatch
 
-    found = np.stack([g for _, g in rows.each(pairs())]).reshape(num, each, 2, -1)
+    found = np.stack([g for _, g in rows.of_steps(pairs())]).reshape(num, each, 2, -1)
     return whitening.gradient + (found[:, :, 0] - found[:, :, 1]).mean(1)
 
 

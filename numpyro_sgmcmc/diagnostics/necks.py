@@ -7,7 +7,7 @@ R-hat nor a moment of what was visited shows it.
 Both can be extrapolated from what was visited: the curvature :math:`\lambda` from its trend along
 the coordinate, the posterior's tail from the mean force on it there. A tail whose force is constant
 falls off by that power, so that the mass beyond the place where :math:`h^2\lambda` is too large is
-known without having been there.
+known without having been there; where it clearly grows, less is left.
 """
 
 from __future__ import annotations
@@ -89,8 +89,22 @@ def _mass_beyond(
         return 1.0 - _TAIL
     if end > tail + _FURTHEST:
         return 0.0  # neither trend nor force can be trusted so far away
-    against = max(0.0, force[x >= np.quantile(x, _BODY)].mean())
-    return float((1.0 - _TAIL) * np.exp(-against * (end - tail)))
+    against, growth = _force(x, force, tail)
+    length = end - tail
+    return float((1.0 - _TAIL) * np.exp(-(against + growth * length / 2.0) * length))
+
+
+def _force(x: np.ndarray, force: np.ndarray, at: float) -> tuple[float, float]:
+    """The mean force at a place of the upper end, and its growth there as far as that is clear."""
+    upper = x >= np.quantile(x, _BODY)
+    x, force = x[upper] - at, force[upper]
+    spread = np.square(x - x.mean()).sum()
+    if spread == 0.0:
+        return max(0.0, force.mean()), 0.0
+    growth = ((x - x.mean()) * force).sum() / spread
+    rest = force - force.mean() - growth * (x - x.mean())
+    growth = max(0.0, growth - 2.0 * np.sqrt(rest.var() / spread))
+    return max(0.0, force.mean() - growth * x.mean()), growth
 
 
 def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, random
+from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -54,6 +55,9 @@ def build(facts: Facts) -> Target:
             return model.start(strategy, rng_key, arguments)
         return random.uniform(rng_key, (model.dim,), model.dtype, -radius, radius)
 
+    def draw_start(rng_key: Array, arguments: Arguments) -> Array:
+        return model.start(init_to_sample, rng_key, arguments)
+
     return Target(
         plates=model.plates,
         groups=facts.groups,
@@ -62,9 +66,11 @@ def build(facts: Facts) -> Target:
         unravel=model.unravel,
         is_randomized=is_randomized,
         potential_of_sites=model.potential,
+        potentials_of_rows=model.row_potentials,
         constrain=model.constrain,
         postprocess=postprocess,
         start=start,
+        start_by_prior=None if radius is None else draw_start,
         explain=partial(explain, model, facts.model),
         sites=model.sites,
         draw_prior=model.draw_prior,

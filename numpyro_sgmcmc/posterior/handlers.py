@@ -6,7 +6,7 @@ them, and the plate's own scale (rows / chosen rows) makes the minibatch potenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,10 +30,18 @@ class choose_rows(Messenger):
     """Handler that answers each subsampled plate with ``choose(name, size, subsample_size)``.
 
     ``choose`` may return None to leave a plate alone.
+
+    :param weights: by plate, what each of its rows weighs besides; plates that are not named weigh
+        all rows alike.
     """
 
-    def __init__(self, fn: Any, choose: Callable[[str, int, int], Any]) -> None:
-        self.choose = choose
+    def __init__(
+        self,
+        fn: Any,
+        choose: Callable[[str, int, int], Any],
+        weights: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.choose, self.weights = choose, weights or {}
         super().__init__(fn)
 
     def process_message(self, msg: Any) -> None:
@@ -46,6 +54,12 @@ class choose_rows(Messenger):
                 msg["args"] = (size, rows.shape[0])
         elif msg["type"] == "subsample" and is_elsewhere(msg["value"]):
             _subsample_elsewhere(msg)
+        elif msg["type"] == "sample" and self.weights:
+            for frame in msg["cond_indep_stack"]:
+                if frame.name in self.weights:
+                    weight = jnp.asarray(self.weights[frame.name], jnp.result_type(float))
+                    weight = weight.reshape(-1, *[1] * (-frame.dim - 1))
+                    msg["scale"] = weight if msg["scale"] is None else msg["scale"] * weight
 
 
 def _subsample_elsewhere(msg: Any) -> None:

@@ -57,9 +57,11 @@ class ModelOnRows:
         """Whether values can be constrained without a run of the model."""
         return all(s.support is not None for s in self.sites)
 
-    def chosen(self, indices: Indices, rng_key: Array | None = None) -> Callable:
-        """The model, its plates answered by these rows."""
-        run = choose_rows(self.model, lambda name, size, _: indices.get(name))
+    def chosen(
+        self, indices: Indices, rng_key: Array | None = None, weights: Any = None
+    ) -> Callable:
+        """The model, its plates answered by these rows, which may weigh differently."""
+        run = choose_rows(self.model, lambda name, size, _: indices.get(name), weights)
         return run if rng_key is None else seed(run, rng_key)
 
     def unravel(self, q: Array | np.ndarray) -> dict[str, Array]:
@@ -71,13 +73,35 @@ class ModelOnRows:
             for s, end in zip(self.sites, ends, strict=True)
         }
 
-    def potential(self, z: Any, indices: Indices, arguments: Arguments, rng_key: Any) -> Array:
-        """The minibatch potential of unconstrained sites."""
+    def potential(
+        self, z: Any, indices: Indices, arguments: Arguments, rng_key: Any, weights: Any = None
+    ) -> Array:
+        """The minibatch potential of unconstrained sites.
+
+        :param weights: by plate, what each of its rows weighs besides.
+        """
         arguments = arguments.map_arrays(jnp.asarray)
         run, z, arguments = insert_locals(
-            self.locals, self.chosen(indices, rng_key), z, indices, arguments
+            self.locals, self.chosen(indices, rng_key, weights), z, indices, arguments
         )
         return potential_energy(run, arguments.args, arguments.kwargs, z)
+
+    def row_potentials(self, z: Any, indices: Indices, arguments: Arguments) -> Array:
+        """What each row adds to the potential, shape ``(rows,)``, for one plate of rows."""
+        (name,) = indices
+        arguments = arguments.map_arrays(jnp.asarray)
+        run = substitute(self.chosen(indices), data=self.constrain(z, arguments))
+        total = jnp.zeros(len(indices[name]), self.dtype)
+        for site in trace(run).get_trace(*arguments.args, **arguments.kwargs).values():
+            frames = [f for f in site.get("cond_indep_stack", ()) if f.name == name]
+            if site["type"] == "sample" and site["is_observed"] and frames:
+                of_site = site["fn"].log_prob(site["value"])
+                # Without the plate's own scale; what else scales the site counts.
+                scale = 1.0 if site["scale"] is None else site["scale"]
+                of_site = of_site * (scale * len(total) / self.plates[0].size)
+                of_site = jnp.moveaxis(of_site, frames[0].dim, 0)
+                total -= of_site.reshape(len(total), -1).sum(1).astype(self.dtype)
+        return total
 
     def values(self, z: Any, indices: Indices, arguments: Arguments) -> dict[str, Array]:
         """All sites' values, constrained, with the deterministic ones."""

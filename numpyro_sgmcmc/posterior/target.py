@@ -21,7 +21,10 @@ from numpyro_sgmcmc.data.stand_ins import IndexedArray
 from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites
 
-__all__ = ["Site", "Target", "function_target"]
+__all__ = ["Decisive", "Site", "Target", "function_target"]
+
+Decisive = tuple[tuple[str, tuple[int, ...]], ...]
+"""Names of plates, with their rows that are in every minibatch, in rising order."""
 
 
 class Site(NamedTuple):
@@ -51,7 +54,8 @@ class Target:
     - **dtype** - their type.
     - **unravel** - maps a flat position of shape ``(d,)`` to the unconstrained sites.
     - **is_randomized** - whether the potential needs a key of its own at every evaluation.
-    - **potential_of_sites** - ``(z, indices, arguments, rng_key) -> potential``.
+    - **potential_of_sites** - ``(z, indices, arguments, rng_key, weights) -> potential``; the last
+      by plate what each of its rows weighs besides, left out where all weigh the same.
     - **constrain** - ``(z, arguments) -> constrained sites``, without a model run where possible.
     - **postprocess** - the same with the deterministic sites that do not vary with the rows.
     - **start** - ``(rng_key, arguments) -> position`` by the initialisation strategy.
@@ -62,6 +66,10 @@ class Target:
     - **lookups** - arrays on the host that a plate's rows index, with their plates.
     - **shards** - which device holds which rows, if rows are spread over devices.
     - **locals** - the latent sites inside the subsampled plate; None where there are none.
+    - **start_by_prior** - ``(rng_key, arguments) -> position`` drawn from the prior; None where the
+      user says how to start.
+    - **potentials_of_rows** - ``(z, indices, arguments) -> what each row adds to the potential``,
+      for one plate; None without a model.
     """
 
     plates: tuple[Plate, ...]
@@ -70,7 +78,7 @@ class Target:
     dtype: Any
     unravel: Callable[[Array], Any]
     is_randomized: bool
-    potential_of_sites: Callable[[Any, Indices, Arguments, Array | None], Array]
+    potential_of_sites: Callable[..., Array]
     constrain: Callable[[Any, Arguments], Any]
     postprocess: Callable[[Any, Arguments], Any]
     start: Callable[[Array, Arguments], Array]
@@ -80,6 +88,8 @@ class Target:
     lookups: tuple[IndexedArray, ...] = ()
     shards: Shards | None = None
     locals: LocalSites | None = None
+    start_by_prior: Callable[[Array, Arguments], Array] | None = None
+    potentials_of_rows: Callable[[Any, Indices, Arguments], Array] | None = None
 
     def potential(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -132,9 +142,11 @@ class Target:
     @cached_property
     def _traced(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
         """The potential, traced once: all programs with as many rows build on what JAX has kept."""
+        weights = {p.name: p.weights for p in self.plates if p.decisive}
+        besides = (weights,) if weights else ()
 
         def potential(position: Array, i: Indices, a: Arguments, key: Array | None) -> Array:
-            return self.potential_of_sites(self.unravel(position), i, a, key)
+            return self.potential_of_sites(self.unravel(position), i, a, key, *besides)
 
         return jax.jit(potential, inline=True)
 
@@ -142,6 +154,37 @@ class Target:
     def _traced_with_gradient(self) -> Callable[..., tuple[Array, Array]]:
         """Potential and gradient, likewise."""
         return jax.jit(jax.value_and_grad(self._traced), inline=True)
+
+    def row_potentials(self, position: Array, indices: Indices, arguments: Arguments) -> Array:
+        """What each row of the one plate adds to the potential, shape ``(rows,)``."""
+        assert self.potentials_of_rows is not None
+        return self.potentials_of_rows(self.unravel(position), indices, arguments)
+
+    @cached_property
+    def _variants(self) -> dict[Decisive, Target]:
+        return {}
+
+    def with_decisive(self, decisive: Decisive) -> Target:
+        """The same posterior with rows that are in every minibatch; the same object each time.
+
+        Its minibatches have these rows first: it is for steps, and not for passes over all rows.
+
+        :param decisive: names of plates with their decisive rows in rising order.
+        """
+        if not decisive:
+            return self
+        if decisive not in self._variants:
+            rows = dict(decisive)
+
+            def marked(plate: Plate) -> Plate:
+                return plate._replace(decisive=rows.get(plate.name, ()))
+
+            self._variants[decisive] = replace(
+                self,
+                plates=tuple(marked(p) for p in self.plates),
+                groups=tuple(tuple(marked(p) for p in g) for g in self.groups),
+            )
+        return self._variants[decisive]
 
     def over_shards(
         self,

@@ -327,7 +327,7 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def _plan(self) -> ChainPlan:
         return ChainPlan(
-            target=self.target,
+            target=self.target.with_decisive(self.adaptation.decisive),
             adaptation=self.adaptation,
             scheme=self._scheme,
             locate=partial(self._located_dynamics, self.target),

@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.target import Decisive, Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 from numpyro_sgmcmc.warmup.effort import Effort
@@ -64,7 +64,11 @@ class Context:
         self.all_rows = EagerPotential(self.target, arguments)
         self.some_rows = EagerPotential.on_some_rows(self.target, arguments)
         self.effort = Effort.of(self.target, arguments)
-        self.rows = RowGradients(self.target, arguments, self.effort.rows)
+        self.hold(())
+
+    def hold(self, decisive: Decisive) -> None:
+        """Have these rows in every minibatch of a step."""
+        self.rows = RowGradients(self.target, self.arguments, self.effort.rows, decisive)
 
     def _candidates(self) -> tuple[Estimator, ...]:
         """The estimators among which to choose."""
@@ -84,7 +88,7 @@ class Context:
 
     def draw_rows(self, shape: tuple[int, ...], scheme: MinibatchScheme) -> Indices:
         """Independent minibatches of a scheme's kind, ``shape + (subsample_size,)`` each plate."""
-        return draw_rows(self.target, self.rng, shape, scheme)
+        return draw_rows(self.rows.step_target, self.rng, shape, scheme)
 
     def finite_starts(self, starts: Iterable[np.ndarray], wanted: int) -> list[np.ndarray]:
         """The first different starts that are finite.

@@ -27,7 +27,7 @@ __all__ = ["hidden_changes"]
 _INTERVALS = 16
 _MOST_PARTS, _FEWEST_LINES = 16, 2  # into which the coordinates are divided; lines of each
 _ROWS = 2_048
-_HIDDEN = 0.5  # nats along a line: less moves no posterior far
+_HIDDEN = 0.3  # nats along all lines together: less moves no posterior far
 _SHARE = 0.01  # of all change along it
 _ROUNDING = 16.0  # units in the last place of the potential, an interval
 
@@ -49,10 +49,10 @@ def hidden_changes(
     ends = list(zip(positions[::2], positions[1::2], strict=False))
     found = {}
     for names, where in parts:
-        worst = max((_along(rows, a, b, where) for a, b in ends), key=lambda x: x[0])
-        if worst[0] > 0.0:
-            found[names] = worst
-    return [_finding(names, *worst) for names, worst in found.items()]
+        hidden, total, known = np.sum([_along(rows, a, b, where) for a, b in ends], axis=0)
+        if hidden > max(_HIDDEN, _SHARE * max(total, known)):
+            found[names] = total, known
+    return [_finding(names, *changes) for names, changes in found.items()]
 
 
 def _parts(target: Target, most: int) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
@@ -74,8 +74,7 @@ def _along(
 ) -> tuple[float, float, float]:
     """Hidden change along a line on which some coordinates move, and the change both ways.
 
-    :return: what is beyond the tolerance, else 0; the potential's change up and down; and that
-        of its gradient's integral.
+    :return: as of :func:`beyond_slopes`; zeros where there is no density.
     """
     step = np.zeros_like(start)
     step[where] = end[where] - start[where]
@@ -96,8 +95,8 @@ def beyond_slopes(
     :param values: at equidistant points, shape ``(n,)``.
     :param slopes: there, times the distance, shape ``(n,)``.
     :param precision: of the values, relative.
-    :return: what is beyond the tolerance, else 0; the sum of the function's changes, without
-        their signs; and the same by the slopes.
+    :return: what is beyond the slopes about each interval; the sum of the function's changes,
+        without their signs; and the same by the slopes.
     """
     change = np.diff(values)
     wide = np.pad(slopes, 1, mode="edge")
@@ -107,11 +106,10 @@ def beyond_slopes(
     hidden = float(np.maximum(np.maximum(change - high, low - change) - slack, 0.0).sum())
     known = float(np.abs(slopes[:-1] + slopes[1:]).sum() / 2.0)
     total = float(np.abs(change).sum())
-    is_much = hidden > max(_HIDDEN, _SHARE * max(total, known))
-    return hidden if is_much else 0.0, total, known
+    return hidden, total, known
 
 
-def _finding(names: tuple[str, ...], hidden: float, total: float, known: float) -> Finding:
+def _finding(names: tuple[str, ...], total: float, known: float) -> Finding:
     where = " or ".join(f"'{name}'" for name in names)
     return Finding(
         names,

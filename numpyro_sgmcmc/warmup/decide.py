@@ -214,7 +214,7 @@ def _over_epochs(context: Context, noise: NoiseOfRows) -> NoiseOfRows:
 
 def _per_epoch(context: Context) -> int:
     """Minibatches in an epoch; 0 without rows to choose from."""
-    return max((p.per_epoch for p in context.target.plates), default=0)
+    return max((p.per_epoch for p in context.rows.step_target.plates), default=0)
 
 
 def _allowed_excess(context: Context, inflation: float) -> float | None:
@@ -260,7 +260,7 @@ def _gradient_noise(
     """The covariance to compensate; says so where that is more than is injected."""
     target = context.target
     covariance = measure_covariance(
-        target,
+        context.rows.step_target,
         context.arguments,
         whitening,
         context.cast(q),

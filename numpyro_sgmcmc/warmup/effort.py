@@ -18,7 +18,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
-_MANY_STARTS, _FEW_ROWS = 8, 512  # with gradients of so few rows more starts cost little
+_PRIOR_STARTS, _FEW_ROWS = 4, 512  # with gradients of so few rows more starts cost little
 _FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
 _PILOT_ROWS = 2**30  # likewise for all pilot chains
 _FEWEST_WINDOWS = 2
@@ -28,7 +28,8 @@ _WINDOWS_ON_DISK = 2
 @dataclass(frozen=True)
 class Effort:
     """
-    - **starts** - starts of the fit by volume.
+    - **starts** - starts of the fit by volume, by the initialisation strategy.
+    - **prior_starts** - the same drawn from the prior.
     - **fit_steps** - its steps.
     - **chains** - pilot chains.
     - **windows** - their steps in one window after the other, at most.
@@ -42,6 +43,7 @@ class Effort:
     """
 
     starts: int = 4
+    prior_starts: int = 0
     fit_steps: int = 4_000
     chains: int = 16
     windows: tuple[int, ...] = (400, 800, 1_600, 1_600, 1_600, 1_600)
@@ -56,7 +58,8 @@ class Effort:
     @property
     def gradients(self) -> int:
         """Of the fit and the pilot chains, which are most of the work, at most."""
-        return self.fit_steps * self.starts + sum(self.windows) * (self.chains + 1)
+        starts = self.starts + self.prior_starts
+        return self.fit_steps * starts + sum(self.windows) * (self.chains + 1)
 
     @classmethod
     def of(cls, target: Target, arguments: Arguments) -> Effort:
@@ -64,8 +67,9 @@ class Effort:
         if target.dim > MANY_DIM:
             return _little(target)
         rows = rows_a_gradient(target, arguments)
-        effort = cls(starts=_MANY_STARTS if rows <= _FEW_ROWS else cls.starts)
-        fitting = _FIT_ROWS // (rows * effort.starts) // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
+        effort = cls(prior_starts=_PRIOR_STARTS if rows <= _FEW_ROWS else 0)
+        starts = effort.starts + effort.prior_starts
+        fitting = _FIT_ROWS // (rows * starts) // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
         steps = int(np.clip(fitting, _FEWEST_FIT_STEPS, effort.fit_steps))
         done = np.cumsum(effort.windows) * (effort.chains + 1) * rows
         num = max(_FEWEST_WINDOWS, int((done <= _PILOT_ROWS).sum()))

@@ -29,12 +29,14 @@ from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.effort import rows_a_gradient
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root, stretch_along
 from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.warmup.leverage import decisive_rows
 from numpyro_sgmcmc.warmup.measure import sharpened
 from numpyro_sgmcmc.warmup.modes import Fit, are_apart, comparable, finding_of, is_near
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.settings import Adaptation
+from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
 
@@ -59,13 +61,23 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     """
     if context.settings.leaves_nothing_to_find:
         return _as_given(context, context.finite_starts(starts, 1)[0])
-    wanted = 1 if context.settings.has_start else context.effort.starts
-    whitening, q, findings = find_typical_set(context, context.finite_starts(starts, wanted))
+    whitening, q, findings = find_typical_set(context, _first_starts(context, starts))
     context.progress.begin("gradient noise")
     findings += hidden_changes(context.rows, whitening, q, context.effort.lines)
     for finding in findings:
         notify(finding.sentence)
-    return decide(context, whitening, q)._replace(findings=tuple(findings))
+    adaptation = decide(context, whitening, q)
+    return adaptation._replace(findings=tuple(findings), decisive=context.rows.decisive)
+
+
+def _first_starts(context: Context, starts: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Finite starts: the user's alone, or by the initialisation strategy and from the prior."""
+    if context.settings.has_start:
+        return context.finite_starts(starts, 1)
+    found = context.finite_starts(starts, context.effort.starts)
+    if num := context.effort.prior_starts:
+        found += [q for q in likely_by_prior(context.rows, num) if context.rows.is_finite(q)]
+    return found
 
 
 def _as_given(context: Context, position: np.ndarray) -> Adaptation:
@@ -111,6 +123,7 @@ def find_typical_set(
     context.progress.expect(context.effort.gradients)
     context.progress.begin("start by volume")
     fits = _fits(context, starts)
+    context.hold(decisive_rows(context.target, context.arguments, fits[0].normal, context.rng))
     whitening = _about(context, fits[0].normal)
     if not whitening.is_finite():
         whitening = context.whitening_at(starts[0], whitening.factor)
@@ -142,7 +155,7 @@ def _settled(
         context.progress.begin("pilot chains")
         estimator, step_size, noise = _pilot_step(context, whitening, q, shorter)
         draws = run_pilot(
-            context.target,
+            context.rows.step_target,
             context.arguments,
             whitening.cast(context.target.dtype),
             q,

@@ -78,13 +78,13 @@ def _deviations(
     rng: np.random.Generator,
 ) -> dict[Estimator, np.ndarray]:
     """Whitened estimates by ``num`` minibatches, up to a constant; shape ``(k, num, d)`` each."""
-    drawn = draw_rows(rows.target, rng, (num,), scheme)
+    drawn = draw_rows(rows.step_target, rng, (num,), scheme)
     minibatches = [{name: r[m] for name, r in drawn.items()} for m in range(num)]
     probes = {e: [e.probes(x, whitening) for x in q] for e in estimators}
     every = (p for of in probes.values() for some in of for p, _ in some)
     places = {p.tobytes(): p for p in every}
     pairs = ((p, minibatch) for p in places.values() for minibatch in minibatches)
-    gradients = np.stack([g for _, g in rows.each(pairs)])
+    gradients = np.stack([g for _, g in rows.of_steps(pairs)])
     gradients = whitening.pull(gradients).reshape(len(places), num, -1)
     at = dict(zip(places, gradients, strict=True))
     return {

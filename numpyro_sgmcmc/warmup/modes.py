@@ -19,7 +19,8 @@ from numpyro_sgmcmc.warmup.variational import MeanField
 __all__ = ["Fit", "are_apart", "comparable", "finding_of", "is_near"]
 
 _COMPARABLE = np.log(10.0)  # nats of evidence
-_FAR = 6.0  # sds: further than pilot chains come
+_MOST_UNSURE = 3.0  # nats: a bound that is less sure is no fit's that has settled
+_FAR = 3.0  # sds: further than most of the pilot chains are
 _GAP = 3.0  # sds between two groups of draws
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged
 _SHOWN = 3
@@ -49,7 +50,7 @@ def comparable(fits: list[Fit]) -> list[Fit]:
             return False
         less = best.of_draws - fit.of_draws
         error = less.std(ddof=1) / np.sqrt(len(less))
-        return bool(best.bound - fit.bound < _COMPARABLE + 2.0 * error)
+        return bool(best.bound - fit.bound < _COMPARABLE + min(2.0 * error, _MOST_UNSURE))
 
     return [fit for fit in others if is_comparable(fit)]
 

@@ -147,7 +147,11 @@ def draw_rows(
 def _draw(
     plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], run_length: int
 ) -> np.ndarray:
-    """Runs of rows that start at random; of each shard its part."""
+    """Runs of rows that start at random; of each shard its part, and all decisive ones."""
+    if plate.decisive:
+        room = plate.drawn
+        run_length = 1 if run_length == 1 else room.part
+        return plate.with_decisive(_draw(room, rng, shape, run_length))
     firsts, counts = plate.strata
     start = rng.integers(0, counts, (*shape, len(counts), plate.part // run_length))
     rows = (start[..., None] + np.arange(run_length)) % counts[..., None]

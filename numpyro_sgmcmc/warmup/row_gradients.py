@@ -21,7 +21,7 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.target import Decisive, Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
 from numpyro_sgmcmc.warmup.effort import MANY_DIM, Effort, rows_a_gradient
@@ -161,15 +161,49 @@ class RowGradients:
     :param target: the posterior.
     :param arguments: the model's arguments, concrete.
     :param rows: rows of a plate that stand for all, about.
+    :param decisive: rows that are in every minibatch of a step, and always among those that stand
+        for all.
     """
 
-    def __init__(self, target: Target, arguments: Arguments, rows: int = Effort.rows) -> None:
-        self.target, self.arguments = target, arguments
+    def __init__(
+        self,
+        target: Target,
+        arguments: Arguments,
+        rows: int = Effort.rows,
+        decisive: Decisive = (),
+    ) -> None:
+        self.target, self.arguments, self.decisive = target, arguments, decisive
         self.groups = [[_in_passes(p) for p in g] if len(g) == 1 else g for g in target.groups]
         """The plates, with the rows of a minibatch in a pass over many."""
-        self.some = list(minibatches_of(self.groups, draw_subset(target, 0, rows)))
+        self.some = list(self._standing_for_all(rows))
         """Minibatches of rows that stand for all."""
         self._asked = 0  # so that each slot of a randomised likelihood gets a key of its own
+
+    def _standing_for_all(self, rows: int) -> Iterator[WeightedRows]:
+        """Minibatches of about so many rows whose weighted mean stands for that over all."""
+        if not self.decisive:
+            yield from minibatches_of(self.groups, draw_subset(self.target, 0, rows))
+            return
+        ((name, decisive),) = self.decisive
+        size = self.target.plates[0].size
+        others = np.setdiff1d(np.arange(size), decisive)
+        if rows < len(others):
+            others = np.sort(np.random.default_rng(0).choice(others, rows, replace=False))
+        share = len(decisive) / size
+        for part, of_part in ((np.array(decisive), share), (others, 1.0 - share)):
+            for some in minibatches_of(self.groups, {name: part.astype(np.int32)}):
+                yield WeightedRows(some.rows, of_part * some.weight)
+
+    def of_steps(
+        self, pairs: Iterable[tuple[np.ndarray, Indices]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """:meth:`each` for minibatches such as steps have, the decisive rows first."""
+        return self._each(self.step_target, pairs)
+
+    @property
+    def step_target(self) -> Target:
+        """The posterior as steps see it."""
+        return self.target.with_decisive(self.decisive)
 
     def each(
         self, pairs: Iterable[tuple[np.ndarray, Indices]]
@@ -178,7 +212,12 @@ class RowGradients:
 
         :param pairs: with as many rows each.
         """
-        target, left = self.target, iter(pairs)
+        return self._each(self.target, pairs)
+
+    def _each(
+        self, target: Target, pairs: Iterable[tuple[np.ndarray, Indices]]
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        left = iter(pairs)
         if (first := next(left, None)) is None:
             return
         left, size = chain([first], left), self._slots(first[1])
@@ -246,7 +285,7 @@ class RowGradients:
 
         :param rows: rows of a plate on which to take them, about.
         """
-        some = minibatches_of(self.groups, draw_subset(self.target, 0, rows))
+        some = self._standing_for_all(rows)
         _, found = self.mean(np.concatenate([positions, whitening.anchor[None]]), some)
         return found[:-1] + (whitening.gradient - found[-1])
 

@@ -12,6 +12,7 @@ from numpyro_sgmcmc.data.minibatch import MinibatchScheme
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import Estimator
+from numpyro_sgmcmc.posterior.target import Decisive
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.local_start import LocalStart
@@ -78,6 +79,7 @@ class Adaptation(NamedTuple):
     - **relaxation_time** - time between about independent draws.
     - **is_given** - whether nothing was looked for: the chains then start where the initialisation
       strategy says.
+    - **decisive** - rows that are in every minibatch, by plate.
     - **findings** - what makes the posterior wrong whatever the chains say.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
@@ -94,5 +96,6 @@ class Adaptation(NamedTuple):
     allowed_excess: float | None
     relaxation_time: float
     is_given: bool = False
+    decisive: Decisive = ()
     findings: tuple[Finding, ...] = ()
     locals: LocalStart | None = None

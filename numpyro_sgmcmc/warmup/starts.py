@@ -16,9 +16,15 @@ from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
-__all__ = ["accepted_start", "first_positions", "refuse_no_values", "refuse_other_sites"]
+__all__ = [
+    "accepted_start",
+    "first_positions",
+    "likely_by_prior",
+    "refuse_no_values",
+    "refuse_other_sites",
+]
 
-_STARTS = 20
+_STARTS, _PRIOR_DRAWS = 20, 32
 
 
 def accepted_start(
@@ -57,6 +63,21 @@ def first_positions(
     start = jax.jit(target.start)
     for seed in range(_STARTS):
         yield np.asarray(start(random.key(seed), arguments))
+
+
+def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
+    """Of some draws from the prior those with the largest posterior density, the best first."""
+    draw, arguments = rows.target.start_by_prior, rows.arguments
+    if draw is None:
+        return
+    draws = jax.jit(jax.vmap(draw, in_axes=(0, None)))(
+        random.split(random.key(0), _PRIOR_DRAWS), arguments
+    )
+    positions = np.asarray(draws, np.float64)
+    positions = positions[np.isfinite(positions).all(1)]
+    potentials = rows.on_some(positions)[0]
+    potentials = np.where(np.isfinite(potentials), potentials, np.inf)
+    yield from positions[np.argsort(potentials)[:num]]
 
 
 def refuse_no_values(init_params: Any) -> None:

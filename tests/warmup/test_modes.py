@@ -113,5 +113,5 @@ def test_draws_that_meet_are_not_apart(away):
     assert not len(are_apart(ours, theirs + away))
     theirs[:, 1] += 20.0
     assert list(are_apart(ours, theirs)) == [1]
-    assert is_near(fit_at(0.3, 0.0), 0.1 * rng.standard_normal((16, 2)))
-    assert not is_near(fit_at(3.0, 0.0), 0.1 * rng.standard_normal((16, 2)))
+    assert is_near(fit_at(0.1, 0.0), 0.1 * rng.standard_normal((16, 2)))
+    assert not is_near(fit_at(0.7, 0.0), 0.1 * rng.standard_normal((16, 2)))

@@ -31,7 +31,9 @@ def draw_minibatches(
     Every shard gives the same part of a minibatch.
     """
     if plate.shards is None:
-        return scheme.draw(state, rng_key, num_steps, plate.size, plate.subsample_size)
+        drawn = plate.drawn
+        state, rows = scheme.draw(state, rng_key, num_steps, drawn.size, drawn.subsample_size)
+        return state, plate.with_decisive(rows)
 
     def one(size: Any, state: StreamState, key: Array) -> tuple[StreamState, Array]:
         return scheme.draw(state, key, num_steps, size, plate.part)
@@ -45,7 +47,8 @@ def draw_independent(scheme: MinibatchScheme, plate: Plate, rng_key: Array) -> A
     """A minibatch that is independent of any stream, shape ``(subsample_size,)``."""
     shards = plate.shards
     if shards is None:
-        return scheme.independent(rng_key, plate.size, plate.subsample_size)
+        drawn = plate.drawn
+        return plate.with_decisive(scheme.independent(rng_key, drawn.size, drawn.subsample_size))
 
     def one(size: Any, key: Array) -> tuple[None, Array]:
         return None, scheme.independent(key, size, plate.part)
