@@ -25,8 +25,8 @@ def test_named_files_exist(page):
 
 def test_reading_lists_are_as_short_as_they_say():
     text = (ROOT / "docs/development.md").read_text()
-    step, warm_up = (
+    step, warm_up, report = (
         re.findall(r"^\d+\. `(.*?)`", part, re.MULTILINE)
-        for part in re.split(r"\n## A (?:step|warm-up), ", text)[1:]
+        for part in re.split(r"\n## A (?:step|warm-up|report), ", text)[1:]
     )
-    assert (len(step), len(warm_up)) == (9, 12)
+    assert (len(step), len(warm_up), len(report)) == (9, 12, 7)

@@ -13,6 +13,7 @@ from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, Witness, estimate
 from numpyro_sgmcmc.diagnostics.necks import Neck, necks
 from numpyro_sgmcmc.diagnostics.tails import Bend
+from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
@@ -64,15 +65,24 @@ class Evidence(NamedTuple):
         second = _at_draws(looked_at, kernel.coordinates(mcmc.last_state))
         witnesses = (w.replaced(bend.where, of_tails) for w in (first, second))
         step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
-        dim = draws.shape[-1]
-        narrow = necks(
-            looked_at.positions.reshape(-1, dim),
-            looked_at.gradients.reshape(-1, dim),
-            looked_at.curved,
-            looked_at.curvature * step_size**2,
-        )
+        narrow = _necks(looked_at, kernel.dynamics, step_size)
         num = looked_at.positions[..., 0].size
-        return cls(tuple(witnesses), dependence, bend.where, tuple(narrow), num)
+        return cls(tuple(witnesses), dependence, bend.where, narrow, num)
+
+
+def _necks(looked_at: LookedAt, dynamics: Dynamics, step_size: float) -> tuple[Neck, ...]:
+    """Ends that are too narrow for a step, where it is as long everywhere."""
+    if not dynamics.is_uniform:
+        return ()
+    dim = looked_at.positions.shape[-1]
+    stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in looked_at.curvature]
+    found = necks(
+        looked_at.positions.reshape(-1, dim),
+        looked_at.gradients.reshape(-1, dim),
+        looked_at.curved,
+        np.square(step_size * np.array(stiffness)),
+    )
+    return tuple(found)
 
 
 def _at_draws(looked_at: LookedAt, coordinates: Whitening) -> Witness:

@@ -46,6 +46,9 @@ class Dynamics:
     has_thermostat: ClassVar[bool] = False
     """Whether its friction adapts to the momenta's temperature."""
 
+    is_uniform: ClassVar[bool] = True
+    """Whether a step is as long everywhere: with a metric it is not."""
+
     @property
     def has_default_settings(self) -> bool:
         """Whether the schemes' step sizes are known to suit these settings."""

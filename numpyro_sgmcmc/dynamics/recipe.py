@@ -56,6 +56,7 @@ class Recipe(Dynamics):
     draw_auxiliary: Callable[[Array, int], Array]
 
     State = RecipeState
+    is_uniform = False
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:

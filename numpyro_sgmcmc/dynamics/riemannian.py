@@ -92,6 +92,7 @@ class RiemannianLangevin(Dynamics):
     inverse_metric: Callable[[Array], Array] = potential_metric
 
     State = RiemannianLangevinState
+    is_uniform = False
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:
@@ -160,6 +161,7 @@ class Riemannian(Dynamics):
     momentum_period: int | None = None
 
     State = RiemannianState
+    is_uniform = False
 
     @property
     def schemes(self) -> Mapping[str, Scheme]:

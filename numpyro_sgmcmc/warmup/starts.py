@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import random
+from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.checks import Refusal
@@ -67,17 +68,21 @@ def first_positions(
 
 def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
     """Of some draws from the prior those with the largest posterior density, the best first."""
-    draw, arguments = rows.target.start_by_prior, rows.arguments
-    if draw is None:
+    if rows.target.start_by_prior is None:
         return
-    draws = jax.jit(jax.vmap(draw, in_axes=(0, None)))(
-        random.split(random.key(0), _PRIOR_DRAWS), arguments
-    )
-    positions = np.asarray(draws, np.float64)
+    keys = random.split(random.key(0), _PRIOR_DRAWS)
+    positions = np.asarray(_prior_draws(rows.target, keys, rows.arguments), np.float64)
     positions = positions[np.isfinite(positions).all(1)]
     potentials = rows.on_some(positions)[0]
     potentials = np.where(np.isfinite(potentials), potentials, np.inf)
     yield from positions[np.argsort(potentials)[:num]]
+
+
+@partial(jax.jit, static_argnames="target")
+def _prior_draws(target: Target, keys: Array, arguments: Arguments) -> Array:
+    assert target.start_by_prior is not None
+    draw = target.start_by_prior
+    return jax.vmap(lambda key: draw(key, arguments))(keys)
 
 
 def refuse_no_values(init_params: Any) -> None:

@@ -1,0 +1,189 @@
+"""Simulation-based calibration of the whole library, with its figure.
+
+For parameters drawn from the prior and data drawn given them, the rank of each parameter among the
+posterior's draws is uniform, if every step from the model to the draws is right: reading, warm-up,
+minibatches, sampling. ``python benchmarks/calibration.py`` does so for four models, with
+minibatches and nothing given, prints a chi-squared test a parameter, and draws how far the ranks'
+distribution is from the uniform one (``docs/calibration.png``).
+
+Reference: Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian inference
+algorithms with simulation-based calibration*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC, Predictive
+from numpyro.infer.reparam import LocScaleReparam
+from scipy import stats
+from timing import print_header, print_row
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+ROWS, BATCH, GROUPS = 2_000, 100, 10
+CHAINS, KEPT = 4, 25  # draws kept of each chain: ranks from 0 to 100
+BINS = 10
+WIDTHS = (12, 14, 9, 9, 9)
+
+
+class Problem(NamedTuple):
+    """
+    - **model** - takes the covariates and ``batch_size``; ``y`` is None to draw data.
+    - **sites** - whose ranks are taken.
+    """
+
+    model: Callable
+    sites: tuple[str, ...]
+
+
+def logistic(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> None:
+    """Five coefficients."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([5]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ beta), obs=None if y is None else y[i])
+
+
+def linear(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> None:
+    """Five coefficients and the scale of the noise."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([5]).to_event(1))
+    scale = numpyro.sample("scale", dist.Gamma(3, 3))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(x[i] @ beta, scale), obs=None if y is None else y[i])
+
+
+def groups(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> None:
+    """Intercepts of ten groups, non-centred, with their mean and scale."""
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    spread = numpyro.sample("spread", dist.HalfNormal(1))
+    with numpyro.plate("groups", GROUPS):
+        level = numpyro.sample("level", dist.Normal(mean, spread))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(level[group[i]], 1), obs=None if y is None else y[i])
+
+
+def counts(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> None:
+    """Poisson counts with three coefficients and an intercept."""
+    level = numpyro.sample("level", dist.Normal(0.5, 0.5))
+    beta = numpyro.sample("beta", dist.Normal(0, 0.3).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        rate = jnp.exp(level + x[i, :3] @ beta)
+        numpyro.sample("y", dist.Poisson(rate), obs=None if y is None else y[i])
+
+
+PROBLEMS = {
+    "logistic": Problem(logistic, ("beta",)),
+    "linear": Problem(linear, ("beta", "scale")),
+    "groups": Problem(
+        numpyro.handlers.reparam(groups, config={"level": LocScaleReparam(0)}),
+        ("mean", "spread", "level"),
+    ),
+    "counts": Problem(counts, ("level", "beta")),
+}
+
+
+def covariates() -> tuple[Any, Any]:
+    """The same for all data sets."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((ROWS, 5)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(rng.integers(0, GROUPS, ROWS))
+
+
+def sampler(model: Callable) -> MCMC:
+    """With nothing given but the model; one for all data sets, so that it is compiled once."""
+    return MCMC(
+        SGHMCSplit(model),
+        num_warmup=300,
+        num_samples=40 * KEPT,
+        num_chains=CHAINS,
+        chain_method="vectorized",
+        progress_bar=False,
+        jit_model_args=True,
+    )
+
+
+def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> tuple[dict[str, np.ndarray], bool]:
+    """Ranks of the parameters that made the data, by site; and whether the report says fine."""
+    given = covariates()
+    prior_key, run_key = jax.random.split(jax.random.key(seed))
+    drawn = Predictive(problem.model, num_samples=1)(prior_key, *given)
+    truth = {name: np.asarray(drawn[name][0]) for name in problem.sites}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        mcmc.run(run_key, *given, drawn["y"][0], batch_size=BATCH)
+    draws = mcmc.get_samples(group_by_chain=True)
+    kept = {name: np.asarray(draws[name])[:, 39::40] for name in problem.sites}
+    ranks = {name: (kept[name] < truth[name]).sum((0, 1)).ravel() for name in problem.sites}
+    return ranks, bias_report(mcmc).is_fine
+
+
+def p_value(ranks: np.ndarray) -> float:
+    """Of a chi-squared test for uniform ranks."""
+    edges = np.linspace(-0.5, CHAINS * KEPT + 0.5, BINS + 1)
+    return float(stats.chisquare(np.histogram(ranks, edges)[0]).pvalue)
+
+
+def draw(found: dict[str, dict[str, np.ndarray]], path: Path) -> None:
+    """Each parameter's distribution of ranks less the uniform one, and where 95 % of such lie."""
+    figure, axes = plt.subplots(1, len(found), figsize=(11, 2.8), sharey=True, squeeze=False)
+    places = np.arange(CHAINS * KEPT + 1)
+    uniform = (places + 1) / len(places)
+    for axis, (name, sites) in zip(axes[0], found.items(), strict=True):
+        num = len(next(iter(sites.values())))
+        # Simultaneous over the places: the Kolmogorov statistic's quantile.
+        band = stats.kstwobign.ppf(0.95) / np.sqrt(num)
+        axis.fill_between(places, -band, band, color="0.9", lw=0)
+        for ranks in sites.values():
+            for of_one in ranks.T:
+                below = (of_one[:, None] <= places).mean(0)
+                axis.plot(places, below - uniform, color="C0", lw=0.8, alpha=0.7)
+        axis.set(title=f"{name}, {num} data sets", xlabel="rank among 100 draws")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0, 0].set_ylabel("distribution less uniform")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run, test and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--data-sets", type=int, default=200)
+    parser.add_argument("--only", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--figure", type=Path, default=None, help="where to draw")
+    arguments = parser.parse_args()
+    print_header("Calibration: ranks of what made the data among the draws")
+    print_row(("model", "parameter", "sets", "p", "fine"), WIDTHS)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in arguments.only:
+        start = time.perf_counter()
+        mcmc = sampler(PROBLEMS[name].model)
+        runs = [ranks_of(PROBLEMS[name], mcmc, seed) for seed in range(arguments.data_sets)]
+        fine = np.mean([is_fine for _, is_fine in runs])
+        found[name] = {s: np.stack([ranks[s] for ranks, _ in runs]) for s in PROBLEMS[name].sites}
+        for site, ranks in found[name].items():
+            for k, of_one in enumerate(ranks.T):
+                p = f"{p_value(of_one):.3f}"
+                print_row((name, f"{site}[{k}]", len(runs), p, f"{100 * fine:.0f} %"), WIDTHS)
+        print(f"{time.perf_counter() - start:.0f} s", flush=True)
+    if arguments.figure is not None:
+        draw(found, arguments.figure)
+
+
+if __name__ == "__main__":
+    main()
