@@ -44,7 +44,7 @@ __all__ = ["find_typical_set", "warm_up"]
 
 _BOUND_DRAWS = 8
 _MANY_DRAWS = 1_024  # of a window, from which its widest directions are seen
-_MODE_WINDOWS = 2  # of pilot chains that tell whether another fit is a mode of its own
+_MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
@@ -129,7 +129,7 @@ def find_typical_set(
         whitening = context.whitening_at(starts[0], whitening.factor)
     context.refuse_infinite_gradient(whitening)
     q = _spread_starts(context, whitening, fits[0].normal)
-    whitening, q = _settled(context, whitening, q, context.effort.windows)
+    whitening, q, _ = _settled(context, whitening, q, context.effort.windows)
     return whitening, q, _other_modes(context, whitening, q, fits)
 
 
@@ -148,8 +148,8 @@ def _spread_starts(context: Context, whitening: Whitening, fit: MeanField) -> np
 
 def _settled(
     context: Context, whitening: Whitening, q: np.ndarray, windows: Sequence[int]
-) -> tuple[Whitening, np.ndarray]:
-    """The whitening after pilot chains, a window at a time, and their ends."""
+) -> tuple[Whitening, np.ndarray, bool]:
+    """The whitening after pilot chains, a window at a time; their ends; whether they agree."""
     chains, shorter = len(q), 1.0
     for num_steps in windows:
         context.progress.begin("pilot chains")
@@ -180,8 +180,8 @@ def _settled(
         q = moved.whiten(whitening.position(ends) - moved.anchor)
         whitening = moved
         if _have_settled(found):
-            break
-    return whitening, q
+            return whitening, q, True
+    return whitening, q, False
 
 
 def _other_modes(
@@ -200,9 +200,11 @@ def _other_modes(
         if not there.is_finite():
             continue
         starts = _spread_starts(context, there, fit.normal)
-        there, ends = _settled(context, there, starts, context.effort.windows[:_MODE_WINDOWS])
+        windows = context.effort.windows[:_MODE_WINDOWS]
+        there, ends, is_settled = _settled(context, there, starts, windows)
         theirs = there.position(ends)
-        if all(len(are_apart(theirs, some)) for some in known):
+        # Chains that are still on their way may yet come to the others.
+        if is_settled and all(len(are_apart(theirs, some)) for some in known):
             known.append(theirs)
             nats.append(fits[0].bound - fit.bound)
     return [finding_of(context.target, known[0], known[1:], nats)] if nats else []

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.warmup.variational import MeanField
 __all__ = ["Fit", "are_apart", "comparable", "finding_of", "is_near"]
 
 _COMPARABLE = np.log(10.0)  # nats of evidence
-_MOST_UNSURE = 3.0  # nats: a bound that is less sure is no fit's that has settled
+_MOST_UNSURE = 0.5  # nats: a bound that is less sure is no fit's that has settled
 _FAR = 3.0  # sds: further than most of the pilot chains are
 _GAP = 3.0  # sds between two groups of draws
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged

@@ -102,7 +102,9 @@ def test_modes_of_little_mass_are_left_out():
     near, small = fit_at(1.0, -11.0), fit_at(2.0, -14.0)
     assert [fit is near for fit in comparable([best, near, small])] == [True]
     # What the bound's own error may explain counts.
-    assert len(comparable([best, fit_at(2.0, -14.0, noise=3.0)])) == 1
+    assert not comparable([best, fit_at(2.0, -12.6)])
+    assert len(comparable([best, fit_at(2.0, -12.6, noise=3.0)])) == 1
+    assert not comparable([best, fit_at(2.0, -14.0, noise=30.0)])
     assert not comparable([best, fit_at(2.0, -np.inf)])
 
 
