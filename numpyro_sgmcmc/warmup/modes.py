@@ -20,8 +20,8 @@ __all__ = ["Fit", "are_apart", "comparable", "finding_of", "is_near"]
 
 _COMPARABLE = np.log(10.0)  # nats of evidence
 _MOST_UNSURE = 0.5  # nats: a bound that is less sure is no fit's that has settled
-_FAR = 3.0  # sds: further than most of the pilot chains are
-_GAP = 3.0  # sds between two groups of draws
+_FAR = 3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
+_GAP = 0.3  # between two groups of draws, of the sum of their sds
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged
 _SHOWN = 3
 
@@ -56,22 +56,22 @@ def comparable(fits: list[Fit]) -> list[Fit]:
 
 
 def is_near(fit: Fit, draws: np.ndarray) -> bool:
-    """Whether a fit's mean is where pilot chains come.
+    """Whether a fit's mean is in the midst of pilot chains.
 
     :param draws: ends of these chains, shape ``(n, d)``.
     """
     away = np.abs(fit.normal.mean - draws.mean(0))
-    return bool((away < _FAR * np.maximum(draws.std(0), fit.normal.sd)).all())
+    return bool((away < draws.std(0) + _FAR * fit.normal.sd).all())
 
 
 def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """The coordinates in which two groups of draws have nothing in common.
+    """The coordinates in which all draws of one group are beyond all of the other.
 
     :param ours: positions, shape ``(n, d)``.
     :param theirs: likewise.
     """
-    widest = np.maximum(ours.std(0), theirs.std(0))
-    return np.flatnonzero(np.abs(ours.mean(0) - theirs.mean(0)) > _GAP * widest)
+    gap = np.maximum(ours.min(0) - theirs.max(0), theirs.min(0) - ours.max(0))
+    return np.flatnonzero(gap > _GAP * (ours.std(0) + theirs.std(0)))
 
 
 def finding_of(
