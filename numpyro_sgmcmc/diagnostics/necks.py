@@ -19,7 +19,7 @@ import numpy as np
 __all__ = ["Neck", "necks"]
 
 _TOO_NARROW = 2.0  # h^2 lambda at which chains turn back; a step is unstable at four
-_MISSED = 0.012  # mass beyond that is more than a few tail draws
+_MISSED, _CLEARLY = 0.012, 0.03  # mass beyond that may move a mean; that does
 _TREND = 0.5  # correlation of the curvature's logarithm with the coordinate
 _MOST_LOOKED_AT = 32
 _FURTHEST = 4.0  # sds from there
@@ -36,6 +36,11 @@ class Neck(NamedTuple):
     coordinate: int
     side: str
     mass: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether so much is missed that means and sds must be off."""
+        return self.mass > _CLEARLY
 
 
 def necks(

@@ -73,7 +73,10 @@ class BiasReport:
             told = "one mode" if finding.kind == "modes" else "biased"
             for site in finding.sites or everywhere:
                 found[site] = min(found[site], told, key=VERDICTS.index)
-        return found | {self.names[n.coordinate][0]: "biased" for n in self.evidence.necks}
+        for neck in self.evidence.necks:
+            site, told = self.names[neck.coordinate][0], "biased" if neck.is_clear else "unclear"
+            found[site] = min(found[site], told, key=VERDICTS.index)
+        return found
 
     @property
     def r_hat(self) -> np.ndarray:

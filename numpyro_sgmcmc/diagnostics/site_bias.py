@@ -81,7 +81,7 @@ class SiteBias(NamedTuple):
         :param witnesses: of all coordinates. The first must be sure for a site to be fine, the
             others are heard where they are sure that it is not.
         :param dependence: of all coordinates.
-        :param known: ``"biased"`` or ``"one mode"`` where something else has told it.
+        :param known: the verdict where something else has told one.
         """
         # Two-sided at 95 % for the worst of so many (Bonferroni).
         z = NormalDist().inv_cdf(1.0 - 0.025 / len(where))

@@ -92,7 +92,8 @@ def _of_unclear(report: BiasReport, unclear: list[SiteBias]) -> list[str]:
             f"Chains do not quite agree on {_names(unsettled)} (R-hat up to {worst.r_hat:.2f}): "
             "draw more."
         )
-    if rest := [s for s in unclear if s not in few and s not in unsettled]:
+    narrow = _sites_with_necks(report)
+    if rest := [s for s in unclear if s not in few + unsettled and s.site not in narrow]:
         means = "more draws" if report.full_data else "more draws, or full_data=True,"
         said.append(f"The error bars of {_names(rest)} are too wide to tell: {means} would.")
     return said
@@ -107,9 +108,10 @@ def _of_neck(report: BiasReport, site: str) -> str:
     found = [n for n in report.evidence.necks if report.names[n.coordinate][0] == site]
     worst = max(found, key=lambda n: n.mass)
     name = report.names[worst.coordinate][1]
+    turn = "chains turn back" if worst.is_clear else "chains may turn back"
     return (
-        f"At the {worst.side} end of `{name}` the posterior is too narrow for the step: chains "
-        f"turn back where about {100 * worst.mass:.0f} % of its mass or more still lies. Write "
+        f"At the {worst.side} end of `{name}` the posterior is too narrow for the step: {turn} "
+        f"where about {100 * worst.mass:.0f} % of its mass or more still lies. Write "
         "what it scales in non-centred form (numpyro.infer.reparam.LocScaleReparam(0)), give it a "
         "prior that keeps it off that end, or take a shorter step_size."
     )
