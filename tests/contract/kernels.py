@@ -70,6 +70,11 @@ each_kernel = pytest.mark.parametrize(
     "kernel_class", [quick_if(k in STANDING_FOR_ALL, k, id=k.__name__) for k in KERNELS]
 )
 
+# What all kernels do by the same code, or by dynamics that have tests of their own.
+one_kernel = pytest.mark.parametrize(
+    "kernel_class", [quick_if(k is SGHMCSplit, k, id=k.__name__) for k in KERNELS]
+)
+
 # NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
 ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 

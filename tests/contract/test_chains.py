@@ -95,7 +95,7 @@ def test_pickled_kernel_chains_and_states(fit):
     "key",
     [
         pytest.param(jax.random.PRNGKey(7), marks=pytest.mark.slow),
-        jax.random.key(7, impl="rbg"),
+        pytest.param(jax.random.key(7, impl="rbg"), marks=pytest.mark.slow),
     ],
     ids=["raw", "typed, of another implementation"],
 )

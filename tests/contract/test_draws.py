@@ -12,6 +12,7 @@ from tests.contract.kernels import (
     BATCH,
     assert_posterior,
     each_kernel,
+    one_kernel,
     survey,
     survey_posterior,
 )
@@ -37,7 +38,7 @@ def test_draws_have_numpyros_shapes(fit_of, kernel_class):
     assert all(x.dtype == jnp.float32 for x in fit.draws.values())
 
 
-@each_kernel
+@one_kernel
 def test_chains_start_apart_and_differ(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     a, b = np.asarray(fit.draws["beta"])
@@ -93,7 +94,7 @@ def test_summary_and_diagnostics(fit_of, kernel_class, capsys):
     assert f"{float(state.adapt_state.step_size):.2e}" in shown
 
 
-@each_kernel
+@one_kernel
 def test_refresh_constrain_and_wrap(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     arguments = (tuple(fit.data), {"batch_size": BATCH})

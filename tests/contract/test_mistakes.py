@@ -24,8 +24,8 @@ from numpyro_sgmcmc.dynamics.riemannian import potential_metric
 from numpyro_sgmcmc.samplers.riemannian import MetricKernel
 from tests.contract.kernels import (
     assert_posterior,
-    each_kernel,
     moments,
+    one_kernel,
 )
 
 ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 3000
@@ -110,7 +110,7 @@ def long_run_of():
     return run
 
 
-@each_kernel
+@one_kernel
 def test_steps_use_the_gradient(long_run_of, kernel_class):
     """Every label flipped: from one state, with one key, the chain goes elsewhere.
 
@@ -136,7 +136,7 @@ def test_steps_use_the_gradient(long_run_of, kernel_class):
     assert moved > 1e-3, "in posterior sds"
 
 
-@each_kernel
+@one_kernel
 def test_two_chains_from_one_start_part(long_run_of, kernel_class):
     run = long_run_of(kernel_class)
     keys = jax.random.split(jax.random.key(1), CHAINS)
@@ -148,7 +148,7 @@ def test_two_chains_from_one_start_part(long_run_of, kernel_class):
     assert np.unique(after, axis=0).shape == (CHAINS, 2)
 
 
-@each_kernel
+@one_kernel
 def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
     """The step less what it would have been without noise is the noise.
 
@@ -173,7 +173,7 @@ def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
     assert (np.abs(kurtosis - 3) < 5 * np.sqrt(96 / noise[..., 0].size)).all(), "not Gaussian"
 
 
-@each_kernel
+@one_kernel
 def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
     """Friction 4: noise by the friction in place of its root would make the variance 4 times."""
     run = long_run_of(kernel_class)
@@ -182,7 +182,7 @@ def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
     assert_posterior(draws, mean, np.sqrt(np.diag(covariance)))
 
 
-@each_kernel
+@one_kernel
 def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
     """Drawn afresh it has, by the tests of the dynamics; at the start and much later it must."""
     run = long_run_of(kernel_class)
@@ -198,7 +198,7 @@ def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
     assert (np.abs(found.sd / sd - 1) < 0.1 + 5 * found.sd_error / sd).all()
 
 
-@each_kernel
+@one_kernel
 def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
     """Nothing in a step has as many elements as there are rows, the data apart."""
     run = long_run_of(kernel_class)

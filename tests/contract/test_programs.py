@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
 from numpyro.infer import (
     MCMC,
     NUTS,
@@ -18,8 +19,8 @@ from numpyro.infer import (
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
     assert_posterior,
-    each_kernel,
     num_compilations,
+    one_kernel,
     quietly,
 )
 
@@ -32,11 +33,13 @@ def counts(y: Any, batch_size: int | None = None) -> None:
         numpyro.sample("y", dist.Poisson(rate), obs=y[i])
 
 
-def test_second_run_compiles_no_more_than_with_nuts(progress_bar):
+@pytest.mark.parametrize("has_bar", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_second_run_compiles_no_more_than_with_nuts(progress_bar, has_bar):
+    """With a progress bar on the same rows, without one on others."""
     rng = np.random.default_rng(0)
     first, other = (jnp.asarray(rng.poisson(3.0, 200)) for _ in range(2))
 
-    def compilations(kernel, has_bar, data, **rows):
+    def compilations(kernel, **rows):
         mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=has_bar)
 
         def run(seed, y):
@@ -45,11 +48,8 @@ def test_second_run_compiles_no_more_than_with_nuts(progress_bar):
 
         return [num_compilations(partial(run, seed, y)) for seed, y in enumerate(data)][1:]
 
-    ours, nuts = SGHMCSplit(counts), NUTS(counts)
-    for has_bar, data in ((True, (first, first)), (False, (first, other))):
-        found = compilations(ours, has_bar, data, batch_size=20)
-        allowed = compilations(nuts, has_bar, data)
-        assert found <= allowed, f"with progress_bar={has_bar}"
+    data = (first, first) if has_bar else (first, other)
+    assert compilations(SGHMCSplit(counts), batch_size=20) <= compilations(NUTS(counts))
 
 
 # Float64.
@@ -95,7 +95,7 @@ def cliff(z: Any) -> Any:
     return jnp.sum(jnp.square(z) / 2 + 1e-6 * jnp.sqrt(2.5 - z))
 
 
-@each_kernel
+@one_kernel
 def test_divergences_are_counted_and_survived(kernel_class, capsys):
     """Also: a potential function of an array, and one chain from one start."""
     mcmc = quietly(kernel_class(potential_fn=cliff), num_samples=2000)

@@ -29,17 +29,25 @@ from tests.data.host_rows import (
     fit,
 )
 
+
+@pytest.fixture(scope="module")
+def long_run():
+    """A run whose rows are read in many blocks, with its rows."""
+    host = HostArray(Source(X.copy()))
+    return fit(host, Y, num_samples=1500, num_warmup=0), host
+
+
 # --- The same draws -----------------------------------------------------------------------------
 
 
+# By plain gradients on independent rows it is in `make test` as well: see the run that goes on.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
     [
         (by_index, {}),
-        pytest.param(by_column, {"minibatch": "epoch"}, marks=pytest.mark.slow),
-        pytest.param(
-            by_subsample, {"minibatch": "iid", "gradient": "plain"}, marks=pytest.mark.slow
-        ),
+        (by_column, {"minibatch": "epoch"}),
+        (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -61,13 +69,15 @@ def test_chains_one_by_one(num_chains):
 )
 def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
-    found = []
+    first, then = [], []
     for data in ((X, Y), (HostArray(X), Y)):
         mcmc = fit(*data, options={"minibatch": "iid", "gradient": gradient})
+        first.append(draws(mcmc))
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(jax.random.key(5), *data, batch_size=BATCH)
-        found.append(draws(mcmc))
-    assert_same(*found)
+        then.append(draws(mcmc))
+    assert_same(*first)
+    assert_same(*then)
 
 
 @pytest.mark.slow
@@ -91,15 +101,15 @@ def test_reports():
 # --- All rows -----------------------------------------------------------------------------------
 
 
-def test_log_likelihood_by_chunks(monkeypatch):
+def test_log_likelihood_by_chunks(monkeypatch, long_run):
     """Chunks of 7 rows or so, of which the last overlaps with the one before."""
-    source = Source(X)
-    mcmc = fit(HostArray(source), HostArray(Y), num_samples=5)
-    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.likelihood._CHUNK_ELEMENTS", 10 * 700)
-    source.asked.clear()
+    mcmc, host = long_run
+    asked = host._source.asked
+    before, per_draw = len(asked), 2 * 1500
+    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.likelihood._CHUNK_ELEMENTS", 700 * per_draw)
     found = log_likelihood(mcmc)["y"]
-    assert found.shape == (2, 5, NUM_ROWS)
-    assert source.asked == [700] * 5
+    assert found.shape == (2, 1500, NUM_ROWS)
+    assert asked[before:] == [700] * 5
     beta = draws(mcmc)
     expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
@@ -134,10 +144,9 @@ def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
 # --- Reading ------------------------------------------------------------------------------------
 
 
-def test_rows_are_read_in_blocks_and_ahead():
-    source = Source(X)
-    host = HostArray(source)
-    mcmc = fit(host, Y, num_samples=1500, num_warmup=0)
+def test_rows_are_read_in_blocks_and_ahead(long_run):
+    mcmc, host = long_run
+    source = host._source
     block = mcmc.last_state.block
     (values,), used = block.values, block.used
     length = values.shape[1]
@@ -223,13 +232,11 @@ def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
     assert most - before < 100
 
 
-def test_what_was_read_ahead_is_forgotten_with_the_run():
-    changing = Y.copy()
-    host = HostArray(changing)
-    mcmc = fit(X, host)
+def test_what_was_read_ahead_is_forgotten_with_the_run(long_run):
+    mcmc, host = long_run
     assert host._ahead
-    changing += 1.0
-    mcmc.sampler.init(jax.random.key(0), 0, None, (X, host), {"batch_size": BATCH})
+    host._source.array += 1.0
+    mcmc.sampler.init(jax.random.key(0), 0, None, (host, Y), {"batch_size": BATCH})
     assert not host._ahead
 
 

@@ -125,7 +125,7 @@ def test_every_permutation_is_as_likely(size):
     assert_even(cells, {2: 2, 3: 6, 5: 120}[size])
 
 
-@pytest.mark.parametrize("size", [9, 16])
+@pytest.mark.parametrize("size", [9, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("places", [(0, 1), (3, 4), (0, 8), (2, 5)])
 def test_every_pair_of_rows_is_as_likely_at_two_places(size, places):
     rows = of_many_seeds(epoch(size, size), 1, 60_000)[:, 0]

@@ -19,6 +19,8 @@ CHECKS = {
     if name.startswith("check_")
 }
 SLOW = {
+    "check_passes_over_uneven_shards_are_those_of_one_device",
+    "check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows",
     "check_the_posterior_is_that_of_all_rows",
     "check_passes_over_even_shards_are_those_of_one_device",
     "check_a_gradient_on_even_shards_takes_one_sum_and_no_exchange_of_rows",

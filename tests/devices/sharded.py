@@ -89,6 +89,14 @@ def positions(dim, num=3):
     return np.random.default_rng(1).normal(size=(num, dim)).astype(np.float32)
 
 
+def check_values_on_uneven_shards_are_those_of_one_device():
+    target, arguments, exact = read(LAYOUTS["four, uneven"])
+    q = positions(target.dim)[0]
+    found = jax.jit(lambda q, a: (target.full_potential(q, a), target.full_gradient(q, a)))
+    for value, one in zip(found(q, arguments), jax.value_and_grad(exact)(q), strict=True):
+        close(value, one)
+
+
 def assert_passes_over_all_rows_are_those_of_one_device(counts):
     target, arguments, exact = read(counts)
     q, vectors = positions(target.dim)[0], positions(target.dim, 2)
@@ -200,12 +208,15 @@ def collectives(fn, *operands):
     return {k: n for k in kinds if (n := len(re.findall(rf" {k}(?:-start)?\(", text)))}
 
 
-def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts):
+PAIRS = tuple(zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True))
+
+
+def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs=PAIRS):
     target, arguments, _ = read(counts)
     zeros = jnp.zeros(target.dim)
     whitening = Whitening(zeros, zeros + 1, zeros, jnp.eye(target.dim))
     plate = target.plates[0]
-    for scheme, estimator in zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True):
+    for scheme, estimator in pairs:
         draw = partial(draw_minibatches, scheme, plate)
         of = partial(whitened_gradient, estimator, target, whitening=whitening)
 
@@ -226,6 +237,12 @@ def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts)
 
 def check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows():
     assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(LAYOUTS["four, uneven"])
+
+
+def check_a_gradient_by_blocks_takes_one_sum_and_no_exchange_of_rows():
+    pairs = [(Blocks(), ESTIMATORS["control_variate"])]
+    counts = LAYOUTS["four, uneven"]
+    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs)
 
 
 def check_a_gradient_on_even_shards_takes_one_sum_and_no_exchange_of_rows():

@@ -126,6 +126,7 @@ def test_groups_that_do_not_differ_are_a_neck_and_the_cure_is_one():
     assert not report.evidence.necks
 
 
+@pytest.mark.slow
 def test_groups_that_differ_have_no_neck():
     report = bias_report(run(groups, *group_data(0.5), batch_size=100))
     assert report.is_fine

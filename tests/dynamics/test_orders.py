@@ -14,7 +14,7 @@ from numpyro_sgmcmc.dynamics.integrators import Part, Scheme, compose
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.warmup.noise import NO_NOISE
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
-from tests.dynamics.examples import EXAMPLES, SCHEMES
+from tests.dynamics.examples import EXAMPLES, KINDS, OF_OTHER_KERNELS, SCHEMES
 from tests.dynamics.orders import (
     covariance_errors,
     fitted_slope,
@@ -23,6 +23,7 @@ from tests.dynamics.orders import (
     stationary_covariance,
 )
 from tests.dynamics.sdes import FRICTION, quartic
+from tests.quick import quick_if
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -104,7 +105,10 @@ IN_DIMS = [(n, s, 1) for n, s in SCHEMES] + [
 ]
 
 
-@pytest.mark.parametrize(("name", "scheme", "dim"), IN_DIMS)
+@pytest.mark.parametrize(
+    ("name", "scheme", "dim"),
+    [quick_if(n in KINDS | OF_OTHER_KERNELS, n, s, d) for n, s, d in IN_DIMS],
+)
 def test_weak_order_on_a_quartic(name, scheme, dim):
     step, num_draws = step_of(name, scheme)
     order = EXAMPLES[name].orders[scheme]

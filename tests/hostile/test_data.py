@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,6 +31,9 @@ from tests.hostile.calls import (
     table,
 )
 from tests.hostile.strategies import Specimen, specimens
+from tests.quick import quick_if
+
+slow = partial(quick_if, False)
 
 
 def windows(size: int, batch_size: int) -> np.ndarray:
@@ -75,7 +79,7 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@few(10)
+@few(6)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potentials_of_valid_models_are_numpyros(specimen, seed):
     with warnings.catch_warnings():
@@ -83,7 +87,8 @@ def test_potentials_of_valid_models_are_numpyros(specimen, seed):
         assert_right_potential(specimen, seed, 1e-9)
 
 
-@few(3)
+@pytest.mark.slow
+@few(10)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potentials_of_valid_models_are_numpyros_in_float32(specimen, seed):
     with warnings.catch_warnings():
@@ -202,16 +207,16 @@ def test_no_rows_at_all(no_warm_up, model, x):
     ("fn", "values"),
     [
         (lambda eta: dist.Bernoulli(logits=eta), [-1, 1]),
-        (lambda eta: dist.Bernoulli(logits=eta), [1, 2]),
+        slow(lambda eta: dist.Bernoulli(logits=eta), [1, 2]),
         (lambda eta: dist.Poisson(jnp.exp(eta)), [0, 1.5]),
-        (lambda eta: dist.Poisson(jnp.exp(eta)), [0, -1]),
+        slow(lambda eta: dist.Poisson(jnp.exp(eta)), [0, -1]),
         (lambda eta: dist.Exponential(jnp.exp(eta)), [1.0, -1.0]),
-        (lambda eta: dist.HalfNormal(jnp.exp(eta)), [1.0, -1.0]),
+        slow(lambda eta: dist.HalfNormal(jnp.exp(eta)), [1.0, -1.0]),
         (lambda eta: dist.Binomial(3, logits=eta), [0, 4]),
-        (lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, 3]),
+        slow(lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, 3]),
         (lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, -1]),
         (lambda eta: dist.Uniform(0.0, 1.0 + eta**2), [0.5, 1e9]),
-        (lambda eta: dist.LogNormal(eta, 1.0), [0.5, -0.5]),
+        slow(lambda eta: dist.LogNormal(eta, 1.0), [0.5, -0.5]),
         (lambda eta: dist.Beta(1.0 + eta**2, 2.0), [0.5, 1.5]),
     ],
 )

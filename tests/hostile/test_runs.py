@@ -257,7 +257,7 @@ def test_misuses_of_schedules_are_named(value):
             refusal(call, f"`{name}`")
 
 
-@pytest.mark.parametrize("form", ["host", "half"])
+@pytest.mark.parametrize("form", ["host", pytest.param("half", marks=pytest.mark.slow)])
 def test_a_short_run_gives_what_nuts_gives(form, finished):
     """Names, shapes and types of the draws, and the posterior's neighbourhood."""
     X, y = table(12)

@@ -313,10 +313,8 @@ SETTINGS = [
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
-@pytest.mark.parametrize(
-    ("kernel_class", "settings"),
-    [c if i == 0 else pytest.param(*c, marks=pytest.mark.slow) for i, c in enumerate(SETTINGS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel_class", "settings"), SETTINGS)
 def test_step_size_follows_the_settings(kernel_class, settings):
     """At the default settings' step sizes sds would be from 16 % too narrow to five times too wide.
 

@@ -72,6 +72,7 @@ def test_components_that_can_be_exchanged_are_named_as_that():
     assert said[0] in report.verdict
 
 
+@pytest.mark.slow
 def test_ordered_components_are_one_mode():
     mcmc, said = run(ordered)
     assert not said
