@@ -19,7 +19,7 @@ from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
-from numpyro_sgmcmc.warmup.effort import MANY_DIM
+from numpyro_sgmcmc.warmup.effort import MANY_DIM, rows_a_gradient
 from numpyro_sgmcmc.warmup.noise import draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows, minibatches_of
 
@@ -44,6 +44,18 @@ class LookedAt(NamedTuple):
     gradients: np.ndarray
     curved: np.ndarray
     curvature: np.ndarray
+
+    @classmethod
+    def of(cls, positions: Any, gradients: Any) -> LookedAt:
+        """Without curvature.
+
+        :param positions: shape ``(chains, n, d)``.
+        :param gradients: as many numbers.
+        """
+        at, found = (
+            np.asarray(x, np.float64).reshape(positions.shape) for x in (positions, gradients)
+        )
+        return cls(at, found, np.zeros(0, int), np.zeros(0))
 
 
 def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
@@ -75,11 +87,12 @@ def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | N
     elsewhere = arguments.hosts or arguments.sharded
     if elsewhere or target.is_randomized or target.dim > MANY_DIM:
         return None
-    rows = RowGradients(target, arguments, decisive=kernel.adaptation.decisive)
-    whitening = _whitening(kernel, rows)
-    num = _MOST_DRAWS
-    if batch := sum(p.subsample_size for p in target.plates):
-        num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
+    adaptation = kernel.adaptation_to(arguments)
+    decisive = () if adaptation is None else adaptation.decisive
+    rows = RowGradients(target, arguments, decisive=decisive)
+    whitening = _whitening(kernel.coordinates(mcmc.last_state), rows)
+    batch = rows_a_gradient(target, rows.arguments)
+    num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
     positions = evenly(draws, num)
     flat = positions.reshape(-1, target.dim)
     gradients = _gradients(rows, whitening, flat).reshape(positions.shape)
@@ -98,12 +111,11 @@ def evenly(draws: np.ndarray, num: int) -> np.ndarray:
     return draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)]
 
 
-def _whitening(kernel: SGMCMCKernel, rows: RowGradients) -> Whitening:
-    """The warm-up's, in float64, with the gradient on all rows at its anchor."""
-    adaptation = kernel.adaptation
-    kept = adaptation.whitening._replace(hessian=None)
+def _whitening(coordinates: Whitening, rows: RowGradients) -> Whitening:
+    """The chain's, in float64, with the gradient on all rows at its anchor."""
+    kept = coordinates._replace(hessian=None)
     whitening: Whitening = jax.tree.map(lambda x: np.asarray(x, np.float64), kept)
-    if adaptation.is_given and not adaptation.estimator.has_anchor:
+    if not whitening.gradient.any():  # nobody has asked for it
         whitening = whitening._replace(gradient=rows.everywhere(whitening.anchor))
     return whitening
 
@@ -115,7 +127,8 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
     if not batch:
         return rows.on_some(positions)[1]
     num = len(positions)
-    each = max(1, min(_PAIRS // (2 * num), _ROWS // (2 * num * batch)))
+    most = min(_PAIRS, _NUMBERS // target.dim, _ROWS // batch)
+    each = max(1, most // (2 * num))
     all_rows = list(minibatches_of(rows.groups)) if _passes(rows) <= 2 * each else []
     if all_rows:
         return rows.mean(positions, all_rows)[1]
@@ -129,8 +142,10 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
                 yield positions[k], minibatch
                 yield whitening.anchor, minibatch
 
-    found = np.stack([g for _, g in rows.of_steps(pairs())]).reshape(num, each, 2, -1)
-    return whitening.gradient + (found[:, :, 0] - found[:, :, 1]).mean(1)
+    found = np.tile(whitening.gradient, (num, 1))
+    for k, (_, gradient) in enumerate(rows.of_steps(pairs())):
+        found[k // (2 * each)] += (1 - 2 * (k % 2)) / each * gradient
+    return found
 
 
 def _passes(rows: RowGradients) -> int:

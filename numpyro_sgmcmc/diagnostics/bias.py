@@ -7,9 +7,9 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.chain.moments import Sums
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
 from numpyro_sgmcmc.diagnostics.estimates import disagreement, estimate
 from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
 from numpyro_sgmcmc.diagnostics.report import BiasReport
@@ -47,13 +47,16 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         raise Refusal(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
-    if full_data:
-        sums, factor = _full_data_sums(mcmc, kernel, num_draws)
-    else:
+    exact = _at_all_rows(mcmc, kernel, num_draws) if full_data else None
+    if exact is None:
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
+    else:
+        sums, factor = sums_of(exact, kernel.coordinates(mcmc.last_state))
     estimates = estimate(sums, factor)
     r_hat = disagreement(jax.tree.map(lambda x: x.sum(1), own), factor)
-    evidence = Evidence.of(mcmc, kernel, estimates, r_hat)
+    evidence = Evidence.of(mcmc, kernel, estimates, r_hat, exact)
+    arguments = Arguments(mcmc._args, mcmc._kwargs)
+    adaptation = kernel.adaptation_to(arguments) if kernel.has_data else None
     noise = kernel.noise
     step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
     predicted = noise.inflation(kernel.dynamics, step_size)
@@ -66,7 +69,7 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         names=coordinate_names(mcmc),
         estimates=estimates,
         evidence=evidence,
-        findings=kernel.findings,
+        findings=() if adaptation is None else adaptation.findings,
         step_size=step_size,
         order=kernel.dynamics.schemes[kernel.scheme].order,
         noise_variance=noise.variance,
@@ -78,13 +81,11 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     )
 
 
-def _full_data_sums(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> tuple[Sums, np.ndarray]:
-    """The moments of some of the draws with gradients on all rows, and L of their coordinates."""
+def _at_all_rows(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> LookedAt:
+    """Some of the draws, and the gradients on all rows there."""
     positions = unconstrained_draws(mcmc, kernel)
     per_chain = -(-num_draws // len(positions))
     positions = positions[:, :: max(1, positions.shape[1] // per_chain)]
     flat = positions.reshape(-1, positions.shape[-1])
     gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
-    shape, coordinates = positions.shape, kernel.coordinates(mcmc.last_state)
-    drawn, found = (np.asarray(x, np.float64).reshape(shape) for x in (positions, gradients))
-    return sums_of(drawn, found, coordinates)
+    return LookedAt.of(positions, gradients)

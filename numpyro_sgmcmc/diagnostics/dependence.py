@@ -10,22 +10,18 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 __all__ = ["Dependence"]
 
 _COORDINATES = 2**20  # numbers in the draws that are looked at in one go, about
-_FEWEST = 8  # draws of a chain
+_FEWEST, _FEWEST_SPLIT = 8, 50  # draws of a chain for ESS; for R-hat of its halves
 
 
 class Dependence(NamedTuple):
     """
-    - **r_hat** - split R-hat of each coordinate, shape ``(d,)``; NaN where there is none.
-    - **ess** - effective sample size of each coordinate, shape ``(d,)``; NaN likewise.
+    - **r_hat** - split R-hat of each coordinate, shape ``(d,)``; NaN for few draws.
+    - **ess** - effective sample size of each coordinate, shape ``(d,)``: no more than the draws
+      where these are few; NaN where the draws are not independent of a schedule.
     """
 
     r_hat: np.ndarray
     ess: np.ndarray
-
-    @classmethod
-    def unknown(cls, dim: int) -> Dependence:
-        """Of draws that are not there."""
-        return cls(np.full(dim, np.nan), np.full(dim, np.nan))
 
     @classmethod
     def of(cls, draws: np.ndarray) -> Dependence:
@@ -35,11 +31,12 @@ class Dependence(NamedTuple):
         """
         chains, num, dim = draws.shape
         if num < _FEWEST:
-            return cls.unknown(dim)
+            return cls(np.full(dim, np.nan), np.full(dim, float(chains * num)))
         together = max(1, _COORDINATES // (chains * num))
         found = []
         for first in range(0, dim, together):
             some = draws[..., first : first + together]
             with np.errstate(divide="ignore", invalid="ignore"):
                 found.append((split_gelman_rubin(some), effective_sample_size(some)))
-        return cls(*(np.concatenate(x) for x in zip(*found, strict=True)))
+        r_hat, ess = (np.concatenate(x) for x in zip(*found, strict=True))
+        return cls(r_hat if num >= _FEWEST_SPLIT else np.full(dim, np.nan), ess)

@@ -38,11 +38,19 @@ class Evidence(NamedTuple):
     num_looked_at: int
 
     @classmethod
-    def of(cls, mcmc: MCMC, kernel: SGMCMCKernel, own: Estimates, r_hat: np.ndarray) -> Evidence:
+    def of(
+        cls,
+        mcmc: MCMC,
+        kernel: SGMCMCKernel,
+        own: Estimates,
+        r_hat: np.ndarray,
+        exact: LookedAt | None = None,
+    ) -> Evidence:
         """That of a finished run.
 
         :param own: what the moments tell.
         :param r_hat: by the moments, shape ``(d,)``.
+        :param exact: gradients on all rows at some draws, if they were asked for.
         """
         first, draws = own.witness, draws_of(mcmc, kernel)
         if draws is None:
@@ -57,11 +65,14 @@ class Evidence(NamedTuple):
         several = np.fmax(dependence.r_hat, r_hat) if len(draws) > 1 else r_hat
         dependence = dependence._replace(r_hat=several)
         looked_at = look_at(mcmc, kernel, draws)
+        if looked_at is None and exact is not None:
+            first = first.replaced(bend.where, _of_tails(exact, bend))
+            return cls((first,), dependence, bend.where, (), 0)
         if looked_at is None:
             unknown = Estimate(np.zeros(len(bend.where)), np.full(len(bend.where), np.inf))
             first = first.replaced(bend.where, Witness(unknown, unknown))
             return cls((first,), dependence, bend.where, (), 0)
-        of_tails = _of_tails(looked_at, bend)
+        of_tails = _of_tails(exact or looked_at, bend)
         second = _at_draws(looked_at, kernel.coordinates(mcmc.last_state))
         witnesses = (w.replaced(bend.where, of_tails) for w in (first, second))
         step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
@@ -87,7 +98,7 @@ def _necks(looked_at: LookedAt, dynamics: Dynamics, step_size: float) -> tuple[N
 
 def _at_draws(looked_at: LookedAt, coordinates: Whitening) -> Witness:
     """Shift and inflation by the gradients at the draws."""
-    sums, factor = sums_of(looked_at.positions, looked_at.gradients, coordinates)
+    sums, factor = sums_of(looked_at, coordinates)
     return estimate(sums, factor).witness
 
 
@@ -101,15 +112,12 @@ def _of_tails(looked_at: LookedAt, bend: Bend) -> Witness:
     return estimate(_batches(y, g, is_full=False), np.ones(len(bend.where))).witness
 
 
-def sums_of(
-    positions: np.ndarray, gradients: np.ndarray, coordinates: Whitening
-) -> tuple[Sums, np.ndarray]:
+def sums_of(looked_at: LookedAt, coordinates: Whitening) -> tuple[Sums, np.ndarray]:
     """Moments of draws and the gradients there, in batches by time; and L of their coordinates.
 
-    :param positions: shape ``(chains, n, d)``.
-    :param gradients: of the same shape.
     :param coordinates: whitened ones.
     """
+    positions, gradients = looked_at.positions, looked_at.gradients
     anchor, factor = (np.asarray(x, np.float64) for x in coordinates[:2])
     plain = Whitening(anchor, factor)  # without a stretch: each coordinate a site's own
     flat = positions.reshape(-1, positions.shape[-1])

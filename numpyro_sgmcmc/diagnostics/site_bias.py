@@ -114,7 +114,8 @@ def _heard(
 def _worst(found: Estimate, where: np.ndarray) -> tuple[float, float]:
     """The estimate that is furthest from zero beyond twice its error."""
     value, error = found.value[where], found.error[where]
-    k = np.argmax(np.where(np.isfinite(value), np.abs(value) - 2.0 * np.nan_to_num(error), np.inf))
+    clear = np.abs(value) - 2.0 * np.where(np.isfinite(error), error, 0.0)
+    k = np.argmax(np.where(np.isfinite(value), clear, np.inf))
     return float(value[k]), float(error[k])
 
 

@@ -37,8 +37,9 @@ class Bend(NamedTuple):
         :param draws: shape ``(n, d)``.
         """
         low, first, middle, third, high = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
-        where = np.flatnonzero(draws.std(0) > _HEAVY * (high - low) / _NORMAL_WIDTH)
-        scale = np.maximum((third - first) / _QUARTILES, np.finfo(float).tiny)
+        heavy = draws.std(0) > _HEAVY * (high - low) / _NORMAL_WIDTH
+        where = np.flatnonzero(heavy & (third > first))  # stuck chains have none
+        scale = (third - first) / _QUARTILES
         return cls(where, middle[where], scale[where])
 
     def straight(self, x: np.ndarray) -> np.ndarray:

@@ -68,7 +68,8 @@ def _fine(report: BiasReport) -> str:
         rests_on.append(f"the smallest effective sample size is {np.nanmin(report.ess):.0f}")
     if num := report.evidence.num_looked_at:
         rests_on.append(f"gradients at {num} draws tell the same")
-    told = f": {', and '.join([', '.join(rests_on[:-1])] * (len(rests_on) > 1) + rests_on[-1:])}"
+    told = ", and ".join([", ".join(rests_on[:-1])] * (len(rests_on) > 1) + rests_on[-1:])
+    told = f": {told}" if told else ""
     return (
         f"Means and sds are right within the error bars{told}. A mode that no start has found "
         "would stay unseen."

@@ -57,6 +57,8 @@ class choose_rows(Messenger):
         elif msg["type"] == "sample" and self.weights:
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.weights:
+                    if len(self.weights[frame.name]) != frame.size:
+                        raise ValueError("As many weights as rows are needed.")
                     weight = jnp.asarray(self.weights[frame.name], jnp.result_type(float))
                     weight = weight.reshape(-1, *[1] * (-frame.dim - 1))
                     msg["scale"] = weight if msg["scale"] is None else msg["scale"] * weight

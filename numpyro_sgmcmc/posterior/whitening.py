@@ -118,6 +118,14 @@ class Whitening(NamedTuple):
         """A whitened gradient as one with respect to :meth:`unstretch` of ``q``."""
         return gradient if self.stretch is None else self.stretch.undo(gradient)
 
+    @property
+    def log_volume(self) -> float:
+        """Logarithm of the determinant of L, of NumPy's arrays."""
+        if self.is_dense:
+            return float(np.linalg.slogdet(self.factor)[1])
+        of_stretch = 0.0 if self.stretch is None else np.log(self.stretch.factors).sum()
+        return float(np.log(self.factor).sum() + of_stretch)
+
     def is_finite(self) -> bool:
         """Whether everything is finite."""
         return all(np.isfinite(x).all() for x in jax.tree.leaves(self))

@@ -46,7 +46,7 @@ from numpyro_sgmcmc.samplers.inputs import (
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
-from numpyro_sgmcmc.warmup import Adaptation, Finding, Noise, adapt
+from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 
 __all__ = ["SGMCMCKernel"]
@@ -130,10 +130,12 @@ class SGMCMCKernel(MCMCKernel):
         """The gradient's noise at typical positions, as the last warm-up measured it."""
         return self._cache.noise
 
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """What the last warm-up found to be wrong whatever the chains say."""
-        return self._cache.findings
+    def adaptation_to(self, arguments: Arguments) -> Adaptation | None:
+        """What all chains share, where it was found for these very arguments; else None."""
+        record = self._cache.record
+        if record is None or not record.holds_for(self.target, arguments):
+            return None
+        return record.adaptation
 
     @property
     def has_data(self) -> bool:

@@ -13,7 +13,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup import NO_NOISE, Adaptation, Finding, Noise
+from numpyro_sgmcmc.warmup import NO_NOISE, Adaptation, Noise
 
 __all__ = ["AdaptationRecord", "InitCache"]
 
@@ -84,7 +84,6 @@ class InitCache:
     - **record** - what the warm-up found; None before it.
     - **target** - the posterior of the last `init`; None before it.
     - **noise** - the gradient's noise at typical positions, as the last warm-up measured it.
-    - **findings** - what it found to be wrong whatever the chains say.
     - **num_warmup** - number of warm-up iterations.
     - **is_ready** - whether `init` has ended, so that the kernel can sample.
     """
@@ -94,14 +93,13 @@ class InitCache:
     record: AdaptationRecord | None = None
     target: Target | None = None
     noise: Noise = NO_NOISE
-    findings: tuple[Finding, ...] = ()
     num_warmup: int = 0
     is_ready: bool = False
 
     def remember(self, adaptation: Adaptation, target: Target, arguments: Arguments) -> None:
         """Keep what has been found just now."""
         self.record = AdaptationRecord(adaptation, target, arguments, arguments.checksums)
-        self.noise, self.findings = adaptation.noise, adaptation.findings
+        self.noise = adaptation.noise
 
     def be_ready(self, arguments: Arguments, num_warmup: int) -> None:
         """Let go of data that sampling does not need, and allow it."""
@@ -113,7 +111,7 @@ class InitCache:
 
     def without_data(self) -> InitCache:
         """What a copy or a pickled kernel keeps: neither data nor anything compiled."""
-        return InitCache(noise=self.noise, findings=self.findings, num_warmup=self.num_warmup)
+        return InitCache(noise=self.noise, num_warmup=self.num_warmup)
 
     def variant(self, adaptation: Adaptation | None, target: Target | None) -> InitCache:
         """With another adaptation, or another posterior; None keeps what there is."""

@@ -60,7 +60,8 @@ class Context:
 
     def look_at(self, arguments: Arguments) -> None:
         """Have these arguments in all that looks at the potential."""
-        self.arguments = arguments
+        # On the device once, and not at every call.
+        self.arguments = arguments = arguments.map_arrays(jnp.asarray)
         self.all_rows = EagerPotential(self.target, arguments)
         self.some_rows = EagerPotential.on_some_rows(self.target, arguments)
         self.effort = Effort.of(self.target, arguments)

@@ -20,7 +20,7 @@ import numpy as np
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.findings import Finding
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows
 
 __all__ = ["hidden_changes"]
 
@@ -39,7 +39,7 @@ def hidden_changes(
 
     :param rows: gradients on minibatches.
     :param q: whitened positions from about the posterior, shape ``(k, d)``.
-    :param lines: lines between two of them, about, those of all sites together.
+    :param lines: lines between two of them, those of all sites together, at most.
     """
     target = rows.target
     if target.is_randomized or len(q) < 2:
@@ -47,9 +47,9 @@ def hidden_changes(
     parts = list(_parts(target, min(_MOST_PARTS, lines // _FEWEST_LINES)))
     positions = whitening.position(q[: 2 * (lines // len(parts))])
     ends = list(zip(positions[::2], positions[1::2], strict=False))
-    found = {}
+    some, found = list(rows.standing_for_all(_ROWS)), {}
     for names, where in parts:
-        hidden, total, known = np.sum([_along(rows, a, b, where) for a, b in ends], axis=0)
+        hidden, total, known = np.sum([_along(rows, some, a, b, where) for a, b in ends], axis=0)
         if hidden > max(_HIDDEN, _SHARE * max(total, known)):
             found[names] = total, known
     return [_finding(names, *changes) for names, changes in found.items()]
@@ -70,17 +70,21 @@ def _parts(target: Target, most: int) -> Iterator[tuple[tuple[str, ...], np.ndar
 
 
 def _along(
-    rows: RowGradients, start: np.ndarray, end: np.ndarray, where: np.ndarray
+    rows: RowGradients,
+    some: list[WeightedRows],
+    start: np.ndarray,
+    end: np.ndarray,
+    where: np.ndarray,
 ) -> tuple[float, float, float]:
     """Hidden change along a line on which some coordinates move, and the change both ways.
 
+    :param some: rows that stand for all.
     :return: as of :func:`beyond_slopes`; zeros where there is no density.
     """
     step = np.zeros_like(start)
     step[where] = end[where] - start[where]
     line = start + np.linspace(0.0, 1.0, _INTERVALS + 1)[:, None] * step
-    batch = max(1, sum(len(r) for r in rows.some[0].rows.values()))
-    values, gradients = rows.mean(line, rows.some[: max(1, _ROWS // batch)])
+    values, gradients = rows.mean(line, some)
     slopes = gradients @ step / _INTERVALS
     if not (np.isfinite(values).all() and np.isfinite(slopes).all()):
         return 0.0, 0.0, 0.0

@@ -31,10 +31,11 @@ from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.leverage import decisive_rows
 from numpyro_sgmcmc.warmup.measure import sharpened
-from numpyro_sgmcmc.warmup.modes import Fit, are_apart, comparable, finding_of, is_near
+from numpyro_sgmcmc.warmup.modes import COMPARABLE, Fit, are_apart, finding_of, is_near, possible
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
+from numpyro_sgmcmc.warmup.row_gradients import minibatches_of
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
@@ -123,7 +124,9 @@ def find_typical_set(
     context.progress.expect(context.effort.gradients)
     context.progress.begin("start by volume")
     fits = _fits(context, starts)
-    context.hold(decisive_rows(context.target, context.arguments, fits[0].normal, context.rng))
+    if _may_hold(context):
+        found = decisive_rows(context.target, context.arguments, fits[0].normal, context.rng)
+        context.hold(found)
     whitening = _about(context, fits[0].normal)
     if not whitening.is_finite():
         whitening = context.whitening_at(starts[0], whitening.factor)
@@ -131,6 +134,15 @@ def find_typical_set(
     q = _spread_starts(context, whitening, fits[0].normal)
     whitening, q, _ = _settled(context, whitening, q, context.effort.windows)
     return whitening, q, _other_modes(context, whitening, q, fits)
+
+
+def _may_hold(context: Context) -> bool:
+    """Whether rows may be in every minibatch: they are those that make control variates noisy, and
+    what noise is left is not that of single rows, which is compensated.
+    """
+    settings = context.settings
+    is_plain = settings.gradient is not None and not settings.gradient.has_anchor
+    return not (is_plain or settings.noise_compensation)
 
 
 def _about(context: Context, fit: MeanField) -> Whitening:
@@ -193,8 +205,9 @@ def _other_modes(
     :param fits: the first is the one that they have gone on with.
     """
     known, nats = [whitening.position(q)], []
-    for fit in comparable(fits):
-        if any(is_near(fit, some) for some in known):
+    unsure = np.abs(fits[0].normal.mean - known[0].mean(0))  # how far from its mode a fit may end
+    for fit in possible(fits):
+        if any(is_near(fit, some, unsure) for some in known):
             continue
         there = _about(context, fit.normal)
         if not there.is_finite():
@@ -205,9 +218,18 @@ def _other_modes(
         theirs = there.position(ends)
         # Chains that are still on their way may yet come to the others.
         if is_settled and all(len(are_apart(theirs, some)) for some in known):
-            known.append(theirs)
-            nats.append(fits[0].bound - fit.bound)
+            less = _log_mass(context, whitening) - _log_mass(context, there)
+            if less < COMPARABLE:
+                known.append(theirs)
+                nats.append(less)
     return [finding_of(context.target, known[0], known[1:], nats)] if nats else []
+
+
+def _log_mass(context: Context, whitening: Whitening) -> float:
+    """Logarithm of a mode's mass up to a constant, by its potential on all rows and its spread."""
+    rows = context.rows
+    potential = rows.mean(whitening.anchor[None], minibatches_of(rows.groups))[0][0]
+    return whitening.log_volume - float(potential)
 
 
 def _fits(context: Context, starts: Sequence[np.ndarray]) -> list[Fit]:
@@ -225,9 +247,9 @@ def _fits(context: Context, starts: Sequence[np.ndarray]) -> list[Fit]:
     noise = np.concatenate([noise, -noise])
     found = []
     for fit in fits:
-        terms = np.log(fit.sd).sum() - context.rows.on_some(fit.mean + fit.sd * noise)[0]
-        bound = float(terms.mean())
-        found.append(Fit(fit, bound if np.isfinite(bound) else -np.inf, terms))
+        potentials = context.rows.on_some(fit.mean + fit.sd * noise)[0]
+        bound = float(np.log(fit.sd).sum() - potentials.mean())
+        found.append(Fit(fit, bound if np.isfinite(bound) else -np.inf))
     return sorted(found, key=lambda fit: -fit.bound)
 
 

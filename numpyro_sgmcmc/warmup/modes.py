@@ -1,8 +1,8 @@
 """Other modes: fits that ended elsewhere with about as much of the posterior's mass.
 
 Where a posterior has several modes, chains about one of them agree with each other and are wrong
-together. Several starts show some of the others: a fit whose evidence bound is about as large, far
-from where the pilot chains are, and from which pilot chains do not come to these.
+together. Several starts show some of the others: a fit far from where the pilot chains are, from
+which pilot chains do not come to these, and where there is about as much mass.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["Fit", "are_apart", "comparable", "finding_of", "is_near"]
+__all__ = ["COMPARABLE", "Fit", "are_apart", "finding_of", "is_near", "possible"]
 
-_COMPARABLE = np.log(10.0)  # nats of evidence
-_MOST_UNSURE = 0.5  # nats: a bound that is less sure is no fit's that has settled
+COMPARABLE = 2.5
+"""Nats by which a mode's mass may be smaller, to be told of: about a tenth is left."""
+
+_POSSIBLE = 100.0  # nats: with many rows a fit ends several sds from its mode
+_UNSURE = 2.0  # times the distance of the best fit from its mode
 _FAR = 3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
 _GAP = 0.3  # between two groups of draws, of the sum of their sds
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged
@@ -29,39 +32,30 @@ _SHOWN = 3
 class Fit(NamedTuple):
     """
     - **normal** - the independent normals.
-    - **bound** - evidence bound, a mean over some deviations that all fits share.
-    - **of_draws** - its terms, one a deviation.
+    - **bound** - evidence bound; -inf where it is none.
     """
 
     normal: MeanField
     bound: float
-    of_draws: np.ndarray
 
 
-def comparable(fits: list[Fit]) -> list[Fit]:
-    """Those with about as much mass as the best, which is left out; the first is the best.
+def possible(fits: list[Fit]) -> list[Fit]:
+    """The fits besides the best that may be modes of their own, a few.
 
     :param fits: in the order of their bounds, the largest first.
     """
     best, *others = fits
-
-    def is_comparable(fit: Fit) -> bool:
-        if not np.isfinite(fit.bound):
-            return False
-        less = best.of_draws - fit.of_draws
-        error = less.std(ddof=1) / np.sqrt(len(less))
-        return bool(best.bound - fit.bound < _COMPARABLE + min(2.0 * error, _MOST_UNSURE))
-
-    return [fit for fit in others if is_comparable(fit)]
+    return [fit for fit in others if best.bound - fit.bound < _POSSIBLE]
 
 
-def is_near(fit: Fit, draws: np.ndarray) -> bool:
+def is_near(fit: Fit, draws: np.ndarray, unsure: np.ndarray) -> bool:
     """Whether a fit's mean is in the midst of pilot chains.
 
     :param draws: ends of these chains, shape ``(n, d)``.
+    :param unsure: how far from its mode a fit may have ended, shape ``(d,)``.
     """
     away = np.abs(fit.normal.mean - draws.mean(0))
-    return bool((away < draws.std(0) + _FAR * fit.normal.sd).all())
+    return bool((away < draws.std(0) + _FAR * fit.normal.sd + _UNSURE * unsure).all())
 
 
 def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
@@ -81,7 +75,7 @@ def finding_of(
 
     :param ours: draws about the mode that the chains are to be in, shape ``(n, d)``.
     :param others: draws about each of the others.
-    :param nats: by how much their evidence bounds are smaller.
+    :param nats: by how much the logarithms of their masses are smaller.
     """
     shares = np.exp(-np.maximum(0.0, nats))
     shares = 100.0 * shares / (1.0 + shares.sum())

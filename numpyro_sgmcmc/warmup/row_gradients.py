@@ -172,27 +172,28 @@ class RowGradients:
         rows: int = Effort.rows,
         decisive: Decisive = (),
     ) -> None:
-        self.target, self.arguments, self.decisive = target, arguments, decisive
+        self.target, self.decisive = target, decisive
+        self.arguments = arguments.map_arrays(jnp.asarray)  # on the device once
         self.groups = [[_in_passes(p) for p in g] if len(g) == 1 else g for g in target.groups]
         """The plates, with the rows of a minibatch in a pass over many."""
-        self.some = list(self._standing_for_all(rows))
+        self.some = list(self.standing_for_all(rows))
         """Minibatches of rows that stand for all."""
         self._asked = 0  # so that each slot of a randomised likelihood gets a key of its own
 
-    def _standing_for_all(self, rows: int) -> Iterator[WeightedRows]:
+    def standing_for_all(self, rows: int) -> Iterator[WeightedRows]:
         """Minibatches of about so many rows whose weighted mean stands for that over all."""
         if not self.decisive:
             yield from minibatches_of(self.groups, draw_subset(self.target, 0, rows))
             return
-        ((name, decisive),) = self.decisive
-        size = self.target.plates[0].size
-        others = np.setdiff1d(np.arange(size), decisive)
-        if rows < len(others):
-            others = np.sort(np.random.default_rng(0).choice(others, rows, replace=False))
-        share = len(decisive) / size
-        for part, of_part in ((np.array(decisive), share), (others, 1.0 - share)):
-            for some in minibatches_of(self.groups, {name: part.astype(np.int32)}):
-                yield WeightedRows(some.rows, of_part * some.weight)
+        (plate,) = self.step_target.plates
+        num, places = len(plate.decisive), np.arange(plate.drawn.size, dtype=np.int32)
+        if rows < len(places):
+            rng = np.random.default_rng(0)
+            places = np.sort(rng.choice(len(places), rows, replace=False)).astype(np.int32)
+        decisive, others = np.split(plate.with_decisive(places), [num])
+        for part, of_part in ((decisive, num), (others, plate.drawn.size)):
+            for some in minibatches_of(self.groups, {plate.name: part}):
+                yield WeightedRows(some.rows, of_part / plate.size * some.weight)
 
     def of_steps(
         self, pairs: Iterable[tuple[np.ndarray, Indices]]
@@ -285,7 +286,7 @@ class RowGradients:
 
         :param rows: rows of a plate on which to take them, about.
         """
-        some = self._standing_for_all(rows)
+        some = self.standing_for_all(rows)
         _, found = self.mean(np.concatenate([positions, whitening.anchor[None]]), some)
         return found[:-1] + (whitening.gradient - found[-1])
 

@@ -12,7 +12,7 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.at_draws import draws_of, look_at
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt, draws_of, look_at
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import estimate
 from numpyro_sgmcmc.diagnostics.evidence import sums_of
@@ -173,7 +173,7 @@ def test_a_mean_that_was_moved_is_told_by_them():
     """Draws of a normal, and the gradient of one whose mean is half an sd lower."""
     d = 3
     q = np.random.default_rng(0).standard_normal((4, 1000, d))
-    told = estimate(*sums_of(q, q + 0.5, Whitening(np.zeros(d), np.ones(d))))
+    told = estimate(*sums_of(LookedAt.of(q, q + 0.5), Whitening(np.zeros(d), np.ones(d))))
     assert (np.abs(told.shift.value - 0.5) < 4 * told.shift.error).all()
     assert (told.shift.error < 0.05).all()
     assert (np.abs(told.inflation.value) < 0.05).all()
@@ -190,7 +190,8 @@ def test_dependent_draws_count_less():
     found = Dependence.of(draws)
     assert found.r_hat[0] < 1.02 < 1.1 < found.r_hat[1]
     assert found.ess[2] < 400 < 1500 < found.ess[0]
-    assert np.isnan(Dependence.of(draws[:, :4]).ess).all()
+    assert (Dependence.of(draws[:, :4]).ess == 16).all()
+    assert np.isnan(Dependence.of(draws[:, :30]).r_hat).all()
 
 
 def test_what_fine_rests_on_is_said(surveyed):
@@ -220,3 +221,40 @@ def test_what_is_said_of_heavy_tails_is_said_of_quantiles():
     error = 1 / np.sqrt(told["c"].ess)
     is_right = abs(ranks.mean() - 0.5) < 0.29 * 3 * error and abs(ranks.std() / 0.289 - 1) < 0.2
     assert is_right or told["c"].verdict != "fine"
+
+
+def test_a_report_is_of_its_own_run_s_data():
+    """The same kernel has run on other data since."""
+    kernel = SGHMCSplit(vague)
+    rng = np.random.default_rng(5)
+    first, other = (jnp.asarray(m + rng.standard_normal(300), jnp.float32) for m in (0.0, 9.0))
+    runs = []
+    for y in (first, other):
+        mcmc = quietly(kernel, num_warmup=100, num_samples=500)
+        mcmc.run(jax.random.key(0), y, batch_size=100)
+        runs.append(mcmc)
+    for mcmc in runs:
+        assert {s.site: s.verdict for s in bias_report(mcmc).sites}["a"] == "fine"
+
+
+def small(y, batch_size=None):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+
+def test_nothing_given_is_taken_for_a_gradient():
+    """All settings and a start off the mean, plain gradients: nobody has taken the anchor's."""
+    y = jnp.asarray(np.random.default_rng(5).standard_normal(300), jnp.float32)
+    kernel = SGHMCSplit(
+        small,
+        step_size=0.1,
+        num_steps=20,
+        gradient="plain",
+        minibatch="blocks",
+        inverse_mass_matrix=np.array([1 / 300]),
+    )
+    mcmc = quietly(kernel, num_warmup=100, num_samples=1000)
+    mcmc.run(jax.random.key(0), y, batch_size=100, init_params={"a": jnp.array(0.2)})
+    second = bias_report(mcmc).evidence.witnesses[1]
+    assert abs(second.shift.value[0]) < 0.5

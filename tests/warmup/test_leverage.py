@@ -1,5 +1,7 @@
 """Rows that decide are found, are in every minibatch, and leave the gradient unbiased."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,17 @@ def test_a_covariate_of_five_rows_is_right_with_short_draws():
     assert int(mcmc.last_state.num_steps.max()) <= 50
     assert_right(mcmc, arguments)
     assert bias_report(mcmc).is_fine
+
+
+@pytest.mark.parametrize("settings", [{"gradient": "plain"}, {"noise_compensation": True}])
+def test_no_rows_are_held_where_that_would_not_help(settings):
+    """Plain gradients have other noise, and what is compensated is that of single rows."""
+    z, x, y = data(5_000, RARE)
+    mcmc = MCMC(SGHMCSplit(model, **settings), num_warmup=1, num_samples=1, progress_bar=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        mcmc.run(jax.random.key(0), z, x, y, batch_size=BATCH)
+    assert mcmc.sampler.adaptation.decisive == ()
 
 
 @pytest.mark.slow
