@@ -26,6 +26,7 @@ from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows, mini
 __all__ = ["LookedAt", "draws_of", "evenly", "look_at"]
 
 _NUMBERS = 2**27  # in all draws together, at most
+_MOST_FINE = 0.99  # of the draws
 _MOST_DRAWS, _FEWEST_DRAWS = 1_024, 64
 _ROWS, _PAIRS = 2**24, 2**15  # rows, and minibatches, at which gradients are taken, at most
 _CURVED_DRAWS, _CURVED_ROUNDS, _CURVED_LENGTH = 128, 3, 0.01
@@ -73,7 +74,23 @@ def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
         found = np.asarray(unconstrained_draws(mcmc, kernel), np.float64)
     except (Refusal, RuntimeError):  # sites, or all draws, that were not kept
         return None
-    return found if np.isfinite(found).all() else None
+    return _held_over(found)
+
+
+def _held_over(draws: np.ndarray) -> np.ndarray | None:
+    """Draws at the very edge of a support, of which float32 knows no place, as those before them.
+
+    :param draws: shape ``(chains, draws, d)``.
+    :return: None where they are more than a few.
+    """
+    fine = np.isfinite(draws).all(-1)
+    if fine.all():
+        return draws
+    if fine.mean() < _MOST_FINE or not fine[:, 0].all():
+        return None
+    places = np.where(fine, np.arange(draws.shape[1]), 0)
+    places = np.maximum.accumulate(places, axis=1)
+    return np.take_along_axis(draws, places[..., None], axis=1)
 
 
 def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | None:

@@ -12,6 +12,7 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.diagnostics import at_draws
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt, draws_of, look_at
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import estimate
@@ -258,3 +259,15 @@ def test_nothing_given_is_taken_for_a_gradient():
     mcmc.run(jax.random.key(0), y, batch_size=100, init_params={"a": jnp.array(0.2)})
     second = bias_report(mcmc).evidence.witnesses[1]
     assert abs(second.shift.value[0]) < 0.5
+
+
+def test_draws_beyond_the_type_s_range_are_held_over():
+    draws = np.random.default_rng(0).standard_normal((2, 300, 2))
+    kept = at_draws._held_over(draws)
+    assert kept is draws
+    draws[1, 7:9, 1] = -np.inf
+    kept = at_draws._held_over(draws)
+    np.testing.assert_array_equal(kept[1, 7:9], draws[1, [6, 6]])
+    assert np.isfinite(kept).all()
+    draws[0, 50:, 0] = np.nan
+    assert at_draws._held_over(draws) is None
