@@ -16,6 +16,7 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,7 +108,7 @@ def covariates() -> tuple[Any, Any]:
 def sampler(model: Callable) -> MCMC:
     """With nothing given but the model; one for all data sets, so that it is compiled once."""
     return MCMC(
-        SGHMCSplit(model),
+        SGHMCSplit(partial(model, batch_size=BATCH)),
         num_warmup=300,
         num_samples=40 * KEPT,
         num_chains=CHAINS,
@@ -125,7 +126,7 @@ def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> tuple[dict[str, np.ndar
     truth = {name: np.asarray(drawn[name][0]) for name in problem.sites}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        mcmc.run(run_key, *given, drawn["y"][0], batch_size=BATCH)
+        mcmc.run(run_key, *given, drawn["y"][0])
     draws = mcmc.get_samples(group_by_chain=True)
     kept = {name: np.asarray(draws[name])[:, 39::40] for name in problem.sites}
     ranks = {name: (kept[name] < truth[name]).sum((0, 1)).ravel() for name in problem.sites}
