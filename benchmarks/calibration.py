@@ -40,6 +40,7 @@ from matplotlib import pyplot as plt
 ROWS, BATCH, GROUPS = 2_000, 100, 10
 CHAINS, KEPT = 4, 25  # draws kept of each chain: ranks from 0 to 100
 BINS = 10
+_FORGET_EVERY = 10
 WIDTHS = (12, 14, 9, 9, 9)
 
 
@@ -127,6 +128,8 @@ def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> tuple[dict[str, np.ndar
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         mcmc.run(run_key, *given, drawn["y"][0])
+    if seed % _FORGET_EVERY == 0:
+        jax.clear_caches()  # compiled programs take mappings of memory, of which there are so many
     draws = mcmc.get_samples(group_by_chain=True)
     kept = {name: np.asarray(draws[name])[:, 39::40] for name in problem.sites}
     ranks = {name: (kept[name] < truth[name]).sum((0, 1)).ravel() for name in problem.sites}
