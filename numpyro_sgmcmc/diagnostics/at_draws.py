@@ -23,7 +23,7 @@ from numpyro_sgmcmc.warmup.effort import MANY_DIM, rows_a_gradient
 from numpyro_sgmcmc.warmup.noise import draw_rows
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows, minibatches_of
 
-__all__ = ["LookedAt", "draws_of", "evenly", "look_at"]
+__all__ = ["LookedAt", "draws_of", "look_at"]
 
 _NUMBERS = 2**27  # in all draws together, at most
 _MOST_FINE = 0.99  # of the draws
@@ -110,7 +110,7 @@ def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | N
     whitening = _whitening(kernel.coordinates(mcmc.last_state), rows)
     batch = rows_a_gradient(target, rows.arguments)
     num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
-    positions = evenly(draws, num)
+    positions = _evenly(draws, num)
     flat = positions.reshape(-1, target.dim)
     gradients = _gradients(rows, whitening, flat).reshape(positions.shape)
     curved = np.unique(np.linspace(0, len(flat) - 1, _CURVED_DRAWS).astype(int))
@@ -119,7 +119,7 @@ def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | N
     return LookedAt(positions, gradients, curved, curvature)
 
 
-def evenly(draws: np.ndarray, num: int) -> np.ndarray:
+def _evenly(draws: np.ndarray, num: int) -> np.ndarray:
     """About so many of the draws, as many of each chain.
 
     :param draws: shape ``(chains, draws, d)``.

@@ -109,11 +109,16 @@ def _of_neck(report: BiasReport, site: str) -> str:
     found = [n for n in report.evidence.necks if report.names[n.coordinate][0] == site]
     worst = max(found, key=lambda n: n.mass)
     name = report.names[worst.coordinate][1]
+    # A scale near zero pinches what it scales; a large one, what is drawn before it is scaled.
+    form = "If it is a scale, write what it scales in "
+    if worst.side == "low":
+        form += "non-centred form (numpyro.infer.reparam.LocScaleReparam(0))"
+    else:
+        form += "centred form"
     turn = "chains turn back" if worst.is_clear else "chains may turn back"
     return (
         f"At the {worst.side} end of `{name}` the posterior is too narrow for the step: {turn} "
-        f"where about {100 * worst.mass:.0f} % of its mass or more still lies. Write "
-        "what it scales in non-centred form (numpyro.infer.reparam.LocScaleReparam(0)), give it a "
+        f"where about {100 * worst.mass:.0f} % of its mass or more still lies. {form}, give it a "
         "prior that keeps it off that end, or take a shorter step_size."
     )
 
