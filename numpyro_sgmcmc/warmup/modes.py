@@ -77,8 +77,7 @@ def finding_of(
     :param others: draws about each of the others.
     :param nats: by how much the logarithms of their masses are smaller.
     """
-    shares = np.exp(-np.maximum(0.0, nats))
-    shares = 100.0 * shares / (1.0 + shares.sum())
+    shares = 100.0 * _shares(nats)
     sites, exchanged = [], []
     for theirs in others:
         apart = _sites_apart(target, are_apart(ours, theirs), ours, theirs)
@@ -104,6 +103,12 @@ def finding_of(
             "`init_params` decides in which mode chains start."
         )
     return Finding(tuple(sites), "modes", f"The posterior has {what} {told}")
+
+
+def _shares(nats: list[float]) -> np.ndarray:
+    """Of the other modes in the mass of all, also where they have more."""
+    masses = np.exp(-np.array([0.0, *nats]) + min(0.0, *nats))
+    return np.asarray(masses[1:] / masses.sum())
 
 
 def _sites_apart(

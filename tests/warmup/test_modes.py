@@ -12,7 +12,7 @@ from numpyro.distributions.transforms import OrderedTransform
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.warmup.modes import Fit, are_apart, is_near, possible
+from numpyro_sgmcmc.warmup.modes import Fit, _shares, are_apart, is_near, possible
 from numpyro_sgmcmc.warmup.variational import MeanField
 from tests.contract.kernels import quietly
 
@@ -101,6 +101,13 @@ def fit_at(mean, bound):
 def test_fits_that_failed_are_no_modes():
     best, near, small = fit_at(0.0, -10.0), fit_at(1.0, -30.0), fit_at(2.0, -500.0)
     assert [fit is near for fit in possible([best, near, small, fit_at(3.0, -np.inf)])] == [True]
+
+
+def test_a_heavier_mode_is_told_to_be_heavier():
+    np.testing.assert_allclose(_shares([0.0]), [0.5])
+    np.testing.assert_allclose(_shares([np.log(9.0)]), [0.1])
+    np.testing.assert_allclose(_shares([-np.log(9.0), -np.log(90.0)]), [0.09, 0.9])
+    np.testing.assert_allclose(_shares([-2_000.0]), [1.0])
 
 
 @pytest.mark.parametrize("away", [0.0, 0.5])
