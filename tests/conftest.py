@@ -12,7 +12,7 @@ import pytest
 from tests.hostile.calls import Reached
 
 _MAPS = Path("/proc/self/maps")
-_MANY_MAPS = 20_000
+_MANY_MAPS = 40_000
 
 # Compile without optimising: what is tested is the same and most programs run for no time.
 # A long run asks for `optimised`.

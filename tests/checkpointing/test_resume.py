@@ -220,6 +220,7 @@ def test_potential_fn(start, tmp_path):
     assert_same_bits(again, outcome(mcmc))
 
 
+@slow
 def test_directions_of_a_long_position(tmp_path, monkeypatch):
     """A few directions besides a diagonal are a part of the state from 100 parameters on."""
     inverse = jnp.eye(120) - 0.98 * jnp.full((120, 120), 1 / 120)

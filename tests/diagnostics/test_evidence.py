@@ -113,12 +113,16 @@ def group_data(scale):
     return jnp.asarray(group), jnp.asarray(y, jnp.float32)
 
 
-def test_groups_that_do_not_differ_are_a_neck_and_the_cure_is_one():
+def test_groups_that_do_not_differ_are_a_neck():
     report = bias_report(run(groups, *group_data(0.0), batch_size=100))
     assert not report.is_fine
     assert {report.names[n.coordinate][0] for n in report.evidence.necks} == {"scale"}
     assert "At the low end of `scale` the posterior is too narrow for the step" in report.verdict
     assert "LocScaleReparam(0)" in report.verdict
+
+
+@pytest.mark.slow
+def test_the_cure_of_groups_that_do_not_differ_is_one():
     cured = numpyro.handlers.reparam(groups, config={"effect": LocScaleReparam(0)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the minibatch, that it is all rows
