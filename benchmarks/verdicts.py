@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import time
 import warnings
@@ -39,6 +38,7 @@ from timing import print_header, print_row
 from verdict_exact import Reference
 from verdict_problems import PROBLEMS, Problem
 from verdict_references import normal_scores, read
+from verdict_shapes import Built
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
@@ -154,9 +154,9 @@ def _effective(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found) & (found > 0), found, 1.0)
 
 
-def evaluate(problem: Problem, reference: Reference, seed: int) -> Outcome:
+def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) -> Outcome:
     """Four chains with no arguments, judged, and what the library says of them."""
-    model, args = problem.build()
+    model, args = built
     kernel = SGHMCSplit(model)
     options = {"num_warmup": 300, "num_samples": 1000, **problem.options}
     mcmc = MCMC(kernel, **options, num_chains=4, chain_method="vectorized", progress_bar=False)
@@ -250,17 +250,18 @@ def main() -> None:
     print_row(_COLUMNS, _COLUMNS.values())
     kept = read_outcomes(given.save)
     found = {}
-    for cell in itertools.starmap(Cell, itertools.product(given.only, range(given.seeds))):
-        if cell not in kept:
-            problem = PROBLEMS[cell.problem]
-            reference = read(cell.problem, problem.build()[1])
-            kept[cell] = evaluate(problem, reference, cell.seed)
-            if given.save:
-                write_outcome(given.save, cell, kept[cell])
-            jax.clear_caches()  # compiled programs hold mappings of memory, which are limited
-            gc.collect()
-        found[cell] = kept[cell]
-        show(cell, found[cell])
+    for name in given.only:
+        problem, cells = PROBLEMS[name], [Cell(name, seed) for seed in range(given.seeds)]
+        built = problem.build()  # once, so that all seeds share what is compiled for the model
+        for cell in cells:
+            if cell not in kept:
+                kept[cell] = evaluate(problem, built, read(name, built[1]), cell.seed)
+                if given.save:
+                    write_outcome(given.save, cell, kept[cell])
+            found[cell] = kept[cell]
+            show(cell, found[cell])
+        jax.clear_caches()  # compiled programs hold mappings of memory, which are limited
+        gc.collect()
     summarise(found)
 
 

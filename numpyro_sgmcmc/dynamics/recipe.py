@@ -25,6 +25,7 @@ from jax import Array
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.divergence import divergence
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = ["Recipe", "RecipeState"]
@@ -113,11 +114,8 @@ class Recipe(Dynamics):
         """
         slope = jax.grad(self.hamiltonian)(z).at[: potential_gradient.size].add(potential_gradient)
         diffusion = self.diffusion(z)
-        turn = jax.jacfwd(self.diffusion)(z)
-        if diffusion.ndim == 1:
-            correction, spread = jnp.diagonal(turn), diffusion * slope
-        else:
-            correction, spread = jnp.einsum("ijj->i", turn), diffusion @ slope
+        spread = diffusion * slope if diffusion.ndim == 1 else diffusion @ slope
+        correction = divergence(self.diffusion, z)
         correction += jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
         return correction - spread - self.curl(z) @ slope
 

@@ -25,13 +25,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.divergence import divergence
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
 
 __all__ = [
@@ -53,15 +53,6 @@ def root(inverse_metric: Array) -> Array:
 def apply(matrix: Array, v: Array) -> Array:
     """The product of a scalar, diagonal or dense matrix with a vector."""
     return matrix @ v if matrix.ndim == 2 else matrix * v
-
-
-def divergence(matrix: Callable[[Array], Array], q: Array) -> Array:
-    r""":math:`\sum_j \partial_j M_{ji}` of a scalar, diagonal or dense matrix function."""
-    kind = jax.eval_shape(matrix, q).ndim
-    if kind == 0:
-        return jax.grad(matrix)(q)
-    slope = jax.jacfwd(matrix)(q)
-    return jnp.diagonal(slope) if kind == 1 else jnp.einsum("jij->i", slope)
 
 
 def potential_metric(q: Array) -> Array:

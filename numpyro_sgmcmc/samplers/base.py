@@ -368,12 +368,18 @@ class SGMCMCKernel(MCMCKernel):
             self._scheme,
             partial(self._located_dynamics, target),
             has_start=init_params is not None and not is_traced(init_params),
+            is_by_site=self._is_by_site,
         )
         starts = first_positions(target, arguments, init_params, is_batch)
         with stages_shown(arguments.hosts) as progress:
             adaptation = adapt(target, arguments, settings, starts, progress)
         self._cache.remember(adaptation, target, arguments)
         return adaptation
+
+    @property
+    def _is_by_site(self) -> bool:
+        """Whether the SDE must run in the sites' own coordinates, each in a unit of its own."""
+        return False
 
     def _located_dynamics(self, target: Target, whitening: Whitening) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""

@@ -86,6 +86,10 @@ class MetricKernel(SGMCMCKernel):
             options["dense_mass"] = False  # a diagonal then belongs to the sites
         super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
 
+    @property
+    def _is_by_site(self) -> bool:
+        return callable(self._inverse_metric_fn)
+
     def _located_dynamics(self, target: Target, whitening: Whitening) -> Any:
         given = self._inverse_metric_fn
         if not callable(given):

@@ -30,6 +30,7 @@ def warmup_settings(
     scheme: str,
     locate: Callable[[Whitening], Dynamics],
     has_start: bool,
+    is_by_site: bool,
 ) -> Settings:
     """The settings of the warm-up.
 
@@ -52,6 +53,7 @@ def warmup_settings(
         "minibatch": MINIBATCH_SCHEMES.get(options.minibatch),
         "inverse_mass_matrix": matrix,
         "is_dense": target.dim <= _DENSE_MAX_DIM if is_dense is None else bool(is_dense),
+        "is_by_site": is_by_site and not is_dense,
         "mask": mask,
         "has_start": has_start,
     }

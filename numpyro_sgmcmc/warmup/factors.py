@@ -92,7 +92,10 @@ def factor_from_curvature(
 
 
 def factor_from_gradients(
-    positions: np.ndarray, gradients: np.ndarray, more: np.ndarray | None = None
+    positions: np.ndarray,
+    gradients: np.ndarray,
+    more: np.ndarray | None = None,
+    may_stretch: bool = True,
 ) -> tuple[np.ndarray, Stretch | None]:
     r"""The diagonal, and the few directions besides, in which draws and gradients are alike.
 
@@ -106,6 +109,7 @@ def factor_from_gradients(
     :param gradients: gradients on all rows there, of the same shape.
     :param more: further draws: in many coordinates a direction in which the posterior is wide
         stands out of a few hundred draws only if it is very wide.
+    :param may_stretch: False for the diagonal alone.
 
     Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
     minimizing Fisher divergence*.
@@ -113,7 +117,7 @@ def factor_from_gradients(
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
     more = x if more is None else more - more.mean(0)
     factor, stretch = _alike(x, g), None
-    if x.shape[1] > _STRETCH_MAX_DIM:
+    if x.shape[1] > _STRETCH_MAX_DIM or not may_stretch:
         return factor, None
     for _ in range(_ROUNDS):
         scale, stretch = _stretch(x / factor, g * factor, more / factor)

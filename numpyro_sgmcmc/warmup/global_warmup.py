@@ -309,7 +309,8 @@ def _follow(
     gradients = context.rows.on_all(positions, whitening, _rows_enough(context, noise))
     fine = np.isfinite(gradients).all(1)
     more = whitening.position(_spread(draws, _MANY_DRAWS))
-    factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more)
+    may_stretch = not context.settings.is_by_site
+    factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more, may_stretch)
     is_sharp = context.target.is_randomized or anchor.size <= len(positions)
     if stretch is not None and not is_sharp:
         stretch = _sharpened(context, anchor, factor, stretch, positions[fine], gradients[fine])

@@ -34,6 +34,8 @@ class Settings:
     - **minibatch** - the user's way to visit the rows, or None to choose it.
     - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None to adapt it.
     - **is_dense** - whether the adapted one is dense.
+    - **is_by_site** - whether coordinates must be the sites' own, each in its unit: nothing besides
+      a diagonal is adapted then.
     - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
     - **target_bias** - allowed relative error of posterior sds.
     - **noise_compensation** - whether the gradient's noise is taken from what is injected.
@@ -49,6 +51,7 @@ class Settings:
     minibatch: MinibatchScheme | None
     inverse_mass_matrix: np.ndarray | None
     is_dense: bool
+    is_by_site: bool
     mask: np.ndarray | None
     target_bias: float
     noise_compensation: bool
