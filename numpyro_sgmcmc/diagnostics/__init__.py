@@ -7,12 +7,14 @@ from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.likelihood import log_likelihood
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
+from numpyro_sgmcmc.diagnostics.predictive import PredictiveSummary, predictive_summary
 from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.summary import print_summary
 
 __all__ = [
     "BiasReport",
+    "PredictiveSummary",
     "bias_report",
     "calibrated_samples",
     "check_invariance",
@@ -21,6 +23,7 @@ __all__ = [
     "kolmogorov_distance",
     "log_likelihood",
     "plot_bias",
+    "predictive_summary",
     "print_summary",
     "stein_discrepancy",
 ]

@@ -18,7 +18,7 @@ from jax import Array, lax
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 
-__all__ = ["KolmogorovDistance", "kolmogorov_distance", "stein_discrepancy"]
+__all__ = ["KolmogorovDistance", "kolmogorov_distance", "stein_discrepancy", "two_samples"]
 
 _CHUNK = 512
 
@@ -145,10 +145,11 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
         if not np.isfinite(x).all():
             raise Refusal(f"`{name}` are not finite: leave out the diverging iterations.")
     half = len(b) // 2
-    return KolmogorovDistance(_two_samples(a, b), _two_samples(b[:half], b[half:]))
+    return KolmogorovDistance(two_samples(a, b), two_samples(b[:half], b[half:]))
 
 
-def _two_samples(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def two_samples(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Kolmogorov distance between two samples, ``(n, ...)`` and ``(m, ...)``, of each marginal."""
     shape = a.shape[1:]
     columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
     return np.array([_largest_gap(np.sort(x), np.sort(y)) for x, y in columns]).reshape(shape)

@@ -1,0 +1,157 @@
+"""Users' functions of the draws, evaluated a chunk of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax, random
+from numpyro.infer import MCMC, Predictive
+
+from numpyro_sgmcmc.checks import Refusal
+
+__all__ = ["Functions", "draws_by_site"]
+
+_NUMBERS = 2**24  # of all draws together in a chunk of rows, about
+_NUMBERS_AT_ONCE = 2**22  # of the draws at which functions are evaluated at once, about
+
+
+def draws_by_site(run: Any, name: str) -> dict[str, Array]:
+    """Draws of a run, each site's with axes of chains and draws first.
+
+    :param run: an ``MCMC`` that has run, or a dict of draws with these axes.
+    :param name: of the argument, for the message.
+    :raises ValueError: for anything else.
+    """
+    if isinstance(run, MCMC):
+        if run.last_state is None:
+            raise Refusal(f"There are no draws in `{name}` yet: call its `run` first.")
+        return dict(run.get_samples(group_by_chain=True))
+    if not isinstance(run, Mapping) or not run or any(np.ndim(x) < 2 for x in run.values()):
+        raise Refusal(
+            f"`{name}` is a {type(run).__name__}, but must be an MCMC that has run, or a dict of "
+            "draws by site with axes (chains, draws, ...)."
+        )
+    return {k: jnp.asarray(x) for k, x in run.items()}
+
+
+@dataclass(frozen=True)
+class Functions:
+    """
+    - **fn** - maps one draw, a dict by site, and rows to an array or a dict of arrays.
+    - **rows** - arrays of which as many rows at a time go to ``fn``, whose results have them along
+      their first axis; none for functions of the draw alone.
+    - **takes_key** - whether ``fn`` takes a random key before the draw.
+    """
+
+    fn: Callable[..., Any]
+    rows: tuple[np.ndarray, ...]
+    takes_key: bool = False
+
+    @classmethod
+    def of(cls, fn: Any, rows: tuple[Any, ...]) -> Functions:
+        """What a user has passed: a function, or a ``Predictive`` and its model's arguments.
+
+        :raises ValueError: for anything else, and for rows of different lengths.
+        """
+        arrays = tuple(np.asarray(x) for x in rows)
+        lengths = sorted({x.shape[0] if x.ndim else 0 for x in arrays})
+        if len(lengths) > 1 or 0 in lengths:
+            raise Refusal(
+                "What follows `fn` must be arrays with as many rows each, at least one, but their "
+                f"shapes are {', '.join(str(x.shape) for x in arrays)}: give other things to `fn` "
+                "by functools.partial."
+            )
+        if isinstance(fn, Predictive):
+            return cls(partial(_predict, fn), arrays, takes_key=True)
+        if not callable(fn):
+            raise Refusal(
+                f"`fn` is a {type(fn).__name__}, but must be a function of a draw (a dict of "
+                "values by site), or a Predictive."
+            )
+        return cls(fn, arrays)
+
+    def form(self, draws: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The results' names, shapes and types at one draw, on all rows.
+
+        :raises ValueError: for results that are no arrays of numbers, or lack the rows' axis.
+        """
+        one = {k: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for k, x in draws.items()}
+        key = jax.eval_shape(lambda: random.key(0))
+        found = jax.eval_shape(lambda k, z, *rows: self._named(k, z, rows), key, one, *self.rows)
+        for name, x in found.items():
+            if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+                raise Refusal(f"`fn` returns type {x.dtype} as '{name}', but must return numbers.")
+            if self.rows and x.shape[:1] != self.rows[0].shape[:1]:
+                raise Refusal(
+                    f"`fn` returns shape {x.shape} as '{name}', but must return a result for each "
+                    f"of the {len(self.rows[0])} rows along the first axis."
+                )
+        return found
+
+    def by_chunks(
+        self, runs: Sequence[Mapping[str, Array]], rng_key: Array
+    ) -> Iterator[tuple[Any, list[dict[str, np.ndarray]]]]:
+        """The rows' places, and for each run the results there by name, ``(chains, draws, rows,
+        ...)``. Without rows, one chunk with all results, ``(chains, draws, ...)``.
+        """
+        numbers = sum(int(np.prod(x.shape)) for x in self.form(runs[0]).values())
+        length = len(self.rows[0]) if self.rows else 1
+        a_row = -(-numbers // length)
+        most = max(np.prod(_shape(draws)) for draws in runs)
+        chunk = int(np.clip(_NUMBERS // (most * a_row), 1, length))
+        at_once = max(1, _NUMBERS_AT_ONCE // (chunk * a_row))
+        evaluate = jax.jit(self._evaluate, static_argnames="at_once")
+        for start in range(0, length, chunk):
+            first = min(start, length - chunk)  # the last chunk is as long: one compilation
+            part = tuple(x[first : first + chunk] for x in self.rows)
+            found = []
+            for k, draws in enumerate(runs):
+                key = random.fold_in(random.fold_in(rng_key, k), first)
+                values = evaluate(random.split(key, _shape(draws)), draws, part, at_once)
+                if self.rows:
+                    values = jax.tree.map(lambda x: x[:, :, start - first :], values)  # noqa: B023
+                found.append(jax.tree.map(np.asarray, values))
+            yield (slice(start, first + chunk) if self.rows else ...), found
+
+    def _evaluate(
+        self, keys: Array, draws: dict[str, Array], rows: tuple[Array, ...], at_once: int
+    ) -> dict[str, Array]:
+        def one(x: tuple[Array, dict[str, Array]]) -> dict[str, Array]:
+            return self._named(*x, rows)
+
+        shape = keys.shape
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (keys, draws))
+        found = lax.map(one, flat, batch_size=at_once)
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
+
+    def _named(self, key: Array, draw: Any, rows: tuple[Any, ...]) -> dict[str, Array]:
+        found = self.fn(key, draw, *rows) if self.takes_key else self.fn(draw, *rows)
+        if not isinstance(found, Mapping):
+            found = {getattr(self.fn, "__name__", "fn"): found}
+        return {str(k): jnp.asarray(x) for k, x in found.items()}
+
+
+def _predict(predictive: Predictive, key: Array, draw: dict[str, Array], *rows: Array) -> Any:
+    """One draw's predictions, by NumPyro."""
+    again = Predictive(
+        predictive.model,
+        posterior_samples=draw,
+        params=predictive.params,
+        return_sites=predictive.return_sites,
+        infer_discrete=predictive.infer_discrete,
+        condition_deterministic=predictive.condition_deterministic,
+        batch_ndims=0,
+    )
+    return again(key, *rows)
+
+
+def _shape(draws: Mapping[str, Array]) -> tuple[int, int]:
+    """Chains, and draws of each."""
+    chains, num = jax.tree.leaves(draws)[0].shape[:2]
+    return chains, num

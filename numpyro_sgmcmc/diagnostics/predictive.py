@@ -1,0 +1,198 @@
+"""How well a run knows what is computed from its parameters, such as predictions.
+
+Weights of a network, components of a mixture and factors of a matrix may be exchanged, turned or
+mirrored without any change in what the model says: their R-hat is large and means nothing, while
+chains agree on every prediction. So what is wanted is judged, not what it is computed from.
+
+Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
+stochasticity for Hamiltonian samplers*, appendix F.2, for the Kolmogorov distance of predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import Array, random
+from numpyro.infer import Predictive
+
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.diagnostics.dependence import Dependence
+from numpyro_sgmcmc.diagnostics.distances import two_samples
+from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
+
+__all__ = ["FunctionSummary", "PredictiveSummary", "predictive_summary"]
+
+_MEAN_OF_KOLMOGOROV = np.sqrt(np.pi / 2.0) * np.log(2.0)  # of his distribution
+
+
+class FunctionSummary(NamedTuple):
+    """One function of the draws; arrays of its shape at one draw.
+
+    - **mean** - posterior mean.
+    - **sd** - posterior standard deviation.
+    - **r_hat** - split R-hat; NaN for chains of less than 50 draws.
+    - **ess** - effective sample size.
+    - **between** - Kolmogorov distance between a chain and all others, from 0 to 1, the mean over
+      the chains; of one chain, between its halves.
+    - **by_chance** - what **between** is, about, where chains agree and draws are as many.
+    - **distance** - Kolmogorov distance to the reference; NaN without one.
+    - **reference_between** - the reference's own **between**; NaN without one.
+    """
+
+    mean: np.ndarray
+    sd: np.ndarray
+    r_hat: np.ndarray
+    ess: np.ndarray
+    between: np.ndarray
+    by_chance: np.ndarray
+    distance: np.ndarray
+    reference_between: np.ndarray
+
+
+@dataclass(frozen=True, repr=False)
+class PredictiveSummary:
+    """What :func:`predictive_summary` found; prints as a table.
+
+    :param functions: by name.
+    :param has_reference: whether there was a reference.
+    """
+
+    functions: dict[str, FunctionSummary]
+    has_reference: bool
+
+    def __getitem__(self, name: str) -> FunctionSummary:
+        return self.functions[name]
+
+    def __str__(self) -> str:
+        columns = ["function", "size", "R-hat", "ESS", "between chains", "by chance"]
+        if self.has_reference:
+            columns += ["to the reference", "reference's own"]
+        rows = [columns]
+        for name, f in self.functions.items():
+            row = [
+                name,
+                str(f.mean.size),
+                "-" if np.isnan(f.r_hat).all() else f"{np.nanmax(f.r_hat):.3f}",
+                f"{f.ess.min():.0f}",
+                f"{f.between.mean():.3f}",
+                f"{f.by_chance.mean():.3f}",
+            ]
+            if self.has_reference:
+                row += [f"{f.distance.mean():.3f}", f"{f.reference_between.mean():.3f}"]
+            rows.append(row)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            first, *others = zip(row, widths, strict=True)
+            lines.append("  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]))
+        notes = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
+        return "\n".join([*lines, "", notes])
+
+    __repr__ = __str__
+
+    def to_dataset(self) -> Any:
+        """The summary as an :class:`xarray.Dataset`: variables such as ``mean`` with a leading axis
+        ``statistic``, by function.
+        """
+        xarray = checks.needs("xarray", "PredictiveSummary.to_dataset", "arviz")
+        found = {}
+        for name, f in self.functions.items():
+            axes = [f"{name}_dim_{k}" for k in range(f.mean.ndim)]
+            found[name] = (["statistic", *axes], np.stack(f))
+        return xarray.Dataset(found, coords={"statistic": list(FunctionSummary._fields)})
+
+
+def predictive_summary(
+    mcmc: Any,
+    fn: Callable[..., Any] | Predictive,
+    *rows: Any,
+    reference: Any = None,
+    rng_key: Array | None = None,
+) -> PredictiveSummary:
+    """R-hat, effective sample sizes and Kolmogorov distances of functions of the draws.
+
+    ::
+
+        def mean(draw, X):
+            return X @ draw["beta"]
+
+        predictive_summary(mcmc, mean, X_test, reference=nuts)
+
+    A chunk of the rows at a time, so that predictions for draws times rows are never in memory.
+
+    :param mcmc: a run of any kernel, NumPyro's own too; or a dict of draws by site, with axes
+        ``(chains, draws, ...)``.
+    :param fn: a function of one draw, a dict of values by site, and rows, that returns an array or
+        a dict of arrays; or a :class:`~numpyro.infer.Predictive`, of which model, parameters and
+        sites are used.
+    :param rows: arrays to cut into chunks of rows, with as many rows each; ``fn`` gets the chunks
+        after the draw, and its results must have a place for each row along their first axis. A
+        ``Predictive`` gets them as its model's arguments.
+    :param reference: a run that is trusted, as ``mcmc``, for distances to it. Default: none.
+    :param rng_key: for a ``Predictive`` that draws. Default: ``random.key(0)``.
+    :raises ValueError: for runs without draws, rows of different lengths, or results that are no
+        numbers, are not finite, or lack the rows' axis.
+    """
+    runs = [draws_by_site(mcmc, "mcmc")]
+    if reference is not None:
+        runs.append(draws_by_site(reference, "reference"))
+    functions = Functions.of(fn, rows)
+    rng_key = random.key(0) if rng_key is None else rng_key
+    checks.one_key(rng_key)
+    found = {
+        name: FunctionSummary(*(np.full(x.shape, np.nan) for _ in FunctionSummary._fields))
+        for name, x in functions.form(runs[0]).items()
+    }
+    for where, values in functions.by_chunks(runs, rng_key):
+        for name, into in found.items():
+            for whole, part in zip(into, _summary(name, [v[name] for v in values]), strict=True):
+                whole[where] = part
+    return PredictiveSummary(found, has_reference=reference is not None)
+
+
+def _summary(name: str, values: list[np.ndarray]) -> FunctionSummary:
+    """That of some places.
+
+    :param values: of the run, and of the reference if there is one; ``(chains, draws, ...)``.
+    """
+    for x in values:
+        if not np.isfinite(x).all():
+            raise Refusal(f"`{name}` is not finite at some of the draws.")
+    x = values[0].astype(np.float64)
+    dependence = Dependence.of(x.reshape(*x.shape[:2], -1))
+    ess = dependence.ess.reshape(x.shape[2:])
+    missing = np.full(x.shape[2:], np.nan)
+    chains = max(2, len(x))
+    summary = FunctionSummary(
+        mean=x.mean((0, 1)),
+        sd=x.std((0, 1)),
+        r_hat=dependence.r_hat.reshape(x.shape[2:]),
+        ess=ess,
+        between=_between(x),
+        by_chance=_MEAN_OF_KOLMOGOROV * np.sqrt((chains + chains / (chains - 1)) / ess),
+        distance=missing,
+        reference_between=missing,
+    )
+    if len(values) == 1:
+        return summary
+    trusted = values[1].astype(np.float64)
+    pooled = (v.reshape(-1, *v.shape[2:]) for v in (x, trusted))
+    return summary._replace(distance=two_samples(*pooled), reference_between=_between(trusted))
+
+
+def _between(x: np.ndarray) -> np.ndarray:
+    """Kolmogorov distance between a chain and all others, the mean over the chains.
+
+    :param x: shape ``(chains, draws, ...)``.
+    """
+    if len(x) == 1:
+        half = x.shape[1] // 2
+        return two_samples(x[0, :half], x[0, half:])
+    found = [
+        two_samples(x[k], np.delete(x, k, axis=0).reshape(-1, *x.shape[2:])) for k in range(len(x))
+    ]
+    return np.asarray(np.mean(found, axis=0))
