@@ -17,6 +17,7 @@ from numpyro_sgmcmc import (
     SGHMC,
     SGLD,
     SGNHT,
+    SGRLD,
     SHMC,
     SGHMCSplit,
     bias_report,
@@ -67,7 +68,7 @@ QUICK = {"default", "plain, independent rows"}  # whose runs other tests share
 def run_with(kernel_class, label):
     """A run of 1,000 draws, made once."""
     settings = dict(SETTINGS[label])
-    if kernel_class in (SGLD, SGHMC) and "step_size" in settings:
+    if kernel_class in (SGLD, SGRLD, SGHMC) and "step_size" in settings:
         settings["step_size"] /= 3.0
     return run(kernel_class(survey, **settings))
 

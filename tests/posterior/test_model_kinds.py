@@ -186,6 +186,7 @@ def test_warnings_point_at_the_users_line(fitted):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
 def test_nested_plates_and_a_support_that_depends_on_a_site():
     """A table of rows and columns, both subsampled, and ``Uniform(0, top)``."""
 
@@ -222,6 +223,7 @@ def test_nested_plates_and_a_support_that_depends_on_a_site():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
 def test_a_random_likelihood_has_a_fresh_key_every_step():
     """The model blurs its data anew each time.
 
