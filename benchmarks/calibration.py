@@ -13,6 +13,7 @@ algorithms with simulation-based calibration*.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import warnings
 from collections.abc import Callable
@@ -88,6 +89,9 @@ def counts(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> 
         numpyro.sample("y", dist.Poisson(rate), obs=None if y is None else y[i])
 
 
+Ranks = tuple[dict[str, np.ndarray], bool]
+"""By site the ranks of its entries, and whether the report says fine."""
+
 PROBLEMS = {
     "logistic": Problem(logistic, ("beta",)),
     "linear": Problem(linear, ("beta", "scale")),
@@ -119,7 +123,7 @@ def sampler(model: Callable) -> MCMC:
     )
 
 
-def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> tuple[dict[str, np.ndarray], bool]:
+def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> Ranks:
     """Ranks of the parameters that made the data, by site; and whether the report says fine."""
     given = covariates()
     prior_key, run_key = jax.random.split(jax.random.key(seed))
@@ -134,6 +138,24 @@ def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> tuple[dict[str, np.ndar
     kept = {name: np.asarray(draws[name])[:, 39::40] for name in problem.sites}
     ranks = {name: (kept[name] < truth[name]).sum((0, 1)).ravel() for name in problem.sites}
     return ranks, bias_report(mcmc).is_fine
+
+
+def read_ranks(file: Path | None) -> dict[tuple[str, int], Ranks]:
+    """What a file holds of models and seeds."""
+    if file is None or not file.exists():
+        return {}
+    found = {}
+    for line in file.read_text().splitlines():
+        name, seed, ranks, is_fine = json.loads(line)
+        found[name, seed] = {site: np.array(r) for site, r in ranks.items()}, is_fine
+    return found
+
+
+def write_ranks(file: Path, name: str, seed: int, ranks: Ranks) -> None:
+    """Add those of a data set to the file."""
+    of_sites = {site: r.tolist() for site, r in ranks[0].items()}
+    with file.open("a") as out:
+        out.write(json.dumps([name, seed, of_sites, bool(ranks[1])]) + "\n")
 
 
 def p_value(ranks: np.ndarray) -> float:
@@ -170,14 +192,21 @@ def main() -> None:
     parser.add_argument("--data-sets", type=int, default=200)
     parser.add_argument("--only", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--figure", type=Path, default=None, help="where to draw")
+    parser.add_argument("--save", type=Path, help="file of finished data sets, added to")
     arguments = parser.parse_args()
+    kept = read_ranks(arguments.save)
     print_header("Calibration: ranks of what made the data among the draws")
     print_row(("model", "parameter", "sets", "p", "fine"), WIDTHS)
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in arguments.only:
         start = time.perf_counter()
         mcmc = sampler(PROBLEMS[name].model)
-        runs = [ranks_of(PROBLEMS[name], mcmc, seed) for seed in range(arguments.data_sets)]
+        for seed in range(arguments.data_sets):
+            if (name, seed) not in kept:
+                kept[name, seed] = ranks_of(PROBLEMS[name], mcmc, seed)
+                if arguments.save:
+                    write_ranks(arguments.save, name, seed, kept[name, seed])
+        runs = [kept[name, seed] for seed in range(arguments.data_sets)]
         fine = np.mean([is_fine for _, is_fine in runs])
         found[name] = {s: np.stack([ranks[s] for ranks, _ in runs]) for s in PROBLEMS[name].sites}
         for site, ranks in found[name].items():
