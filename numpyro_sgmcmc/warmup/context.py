@@ -16,6 +16,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.target import Decisive, Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup import starts
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
 from numpyro_sgmcmc.warmup.effort import Effort
 from numpyro_sgmcmc.warmup.factors import (
@@ -54,7 +55,7 @@ class Context:
         progress: Stages,
     ) -> None:
         self.target, self.settings, self.progress = target, settings, progress
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(starts.SEED)
         self.look_at(arguments)
         self.estimators = self._candidates()
 

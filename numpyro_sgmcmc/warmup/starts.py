@@ -54,6 +54,10 @@ def accepted_start(
     return init_params
 
 
+SEED = 0
+"""Of the warm-up: what it finds depends on model, data and settings alone, not on the run's key."""
+
+
 def first_positions(
     target: Target, arguments: Arguments, init_params: Any, is_batch: bool
 ) -> Iterator[np.ndarray]:
@@ -63,14 +67,14 @@ def first_positions(
         yield np.asarray(ravel_pytree(first)[0])
     start = jax.jit(target.start)
     for seed in range(_STARTS):
-        yield np.asarray(start(random.key(seed), arguments))
+        yield np.asarray(start(random.key(SEED * _STARTS + seed), arguments))
 
 
 def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
     """Of some draws from the prior those with the largest posterior density, the best first."""
     if rows.target.start_by_prior is None:
         return
-    keys = random.split(random.key(0), _PRIOR_DRAWS)
+    keys = random.split(random.key(SEED), _PRIOR_DRAWS)
     positions = np.asarray(_prior_draws(rows.target, keys, rows.arguments), np.float64)
     positions = positions[np.isfinite(positions).all(1)]
     potentials = rows.on_some(positions)[0]
