@@ -18,7 +18,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
-_PRIOR_STARTS, _FEW_ROWS = 4, 512  # with gradients of so few rows more starts cost little
+_PRIOR_STARTS, _FEW_ROWS = 12, 512  # with gradients of so few rows more starts cost little
 _FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
 _PILOT_ROWS = 2**30  # likewise for all pilot chains
 _FEWEST_WINDOWS = 2

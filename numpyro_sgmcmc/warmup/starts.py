@@ -25,7 +25,8 @@ __all__ = [
     "refuse_other_sites",
 ]
 
-_STARTS, _PRIOR_DRAWS = 20, 32
+_STARTS = 20
+_PRIOR_DRAWS = 4  # of which one is a start
 
 
 def accepted_start(
@@ -71,15 +72,20 @@ def first_positions(
 
 
 def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
-    """Of some draws from the prior those with the largest posterior density, the best first."""
+    """Draws from the prior, each the one of a few with the largest posterior density.
+
+    The best of all would lie in one mode, where that is the narrowest.
+    """
     if rows.target.start_by_prior is None:
         return
-    keys = random.split(random.key(SEED), _PRIOR_DRAWS)
+    keys = random.split(random.key(SEED), num * _PRIOR_DRAWS)
     positions = np.asarray(_prior_draws(rows.target, keys, rows.arguments), np.float64)
-    positions = positions[np.isfinite(positions).all(1)]
-    potentials = rows.on_some(positions)[0]
-    potentials = np.where(np.isfinite(potentials), potentials, np.inf)
-    yield from positions[np.argsort(potentials)[:num]]
+    is_finite = np.asarray(np.isfinite(positions).all(1))
+    potentials = rows.on_some(np.where(is_finite[:, None], positions, 0.0))[0]
+    potentials = np.where(is_finite & np.isfinite(potentials), potentials, np.inf)
+    for of_few, these in zip(np.split(potentials, num), np.split(positions, num), strict=True):
+        if np.isfinite(of_few).any():
+            yield these[of_few.argmin()]
 
 
 @partial(jax.jit, static_argnames="target")
