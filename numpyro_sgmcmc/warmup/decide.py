@@ -121,15 +121,16 @@ def _cheapest_minibatch(
     context: Context, noise: NoiseOfRows, random: Choice, blocks: Choice
 ) -> MinibatchScheme:
     settings = context.settings
-    estimator, longest, _ = random
+    estimator, longest, least = random
     # Over an epoch the noise of its minibatches cancels: it heats the momenta and not the
     # positions, which a thermostat would cool too far.
     if is_thermostat_at_work(context, noise.random[estimator], settings.step_size or longest):
         return MINIBATCH_SCHEMES["iid"]
-    estimator, step_size, _ = blocks
+    estimator, step_size, excess = blocks
     in_blocks, in_random = noise.blocks[estimator].mean, noise.random[estimator].mean
-    # Noise that shortens no step does no harm, and blocks are cheaper.
-    if in_blocks > _CLEARLY_NOISIER * in_random and longest > step_size:
+    # Noise that neither shortens steps nor widens more does no harm, and blocks are cheaper.
+    is_harmful = longest > step_size or excess > _CLEARLY_NOISIER * least
+    if in_blocks > _CLEARLY_NOISIER * in_random and is_harmful:
         notify(
             f"Blocks of consecutive rows are {in_blocks / in_random:.1f} times as noisy as "
             "random rows: the rows are sorted by something that matters. Random rows are used "
