@@ -129,7 +129,8 @@ def _cheapest_minibatch(
     estimator, step_size, excess = blocks
     in_blocks, in_random = noise.blocks[estimator].mean, noise.random[estimator].mean
     # Noise that neither shortens steps nor widens more does no harm, and blocks are cheaper.
-    is_harmful = longest > step_size or excess > _CLEARLY_NOISIER * least
+    is_wide = excess > max(2.0 * settings.target_bias, _CLEARLY_NOISIER * least)
+    is_harmful = longest > step_size or is_wide
     if in_blocks > _CLEARLY_NOISIER * in_random and is_harmful:
         notify(
             f"Blocks of consecutive rows are {in_blocks / in_random:.1f} times as noisy as "
