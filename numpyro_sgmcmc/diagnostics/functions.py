@@ -26,16 +26,24 @@ def draws_by_site(run: Any, name: str) -> dict[str, Array]:
 
     :param run: an ``MCMC`` that has run, or a dict of draws with these axes.
     :param name: of the argument, for the message.
-    :raises ValueError: for anything else.
+    :raises ValueError: for anything else, or fewer than two draws a chain.
     """
+    found = _draws(run, name)
+    if _shape(found)[1] < 2:
+        raise Refusal(f"`{name}` has one draw a chain, but two at least are needed.")
+    return found
+
+
+def _draws(run: Any, name: str) -> dict[str, Array]:
     if isinstance(run, MCMC):
         if run.last_state is None:
             raise Refusal(f"There are no draws in `{name}` yet: call its `run` first.")
         return dict(run.get_samples(group_by_chain=True))
-    if not isinstance(run, Mapping) or not run or any(np.ndim(x) < 2 for x in run.values()):
+    shapes = {np.shape(x)[:2] for x in run.values()} if isinstance(run, Mapping) else set()
+    if len(shapes) != 1 or len(next(iter(shapes))) < 2:
         raise Refusal(
             f"`{name}` is a {type(run).__name__}, but must be an MCMC that has run, or a dict of "
-            "draws by site with axes (chains, draws, ...)."
+            "draws by site, all with the same two first axes (chains, draws, ...)."
         )
     return {k: jnp.asarray(x) for k, x in run.items()}
 
@@ -60,6 +68,12 @@ class Functions:
         :raises ValueError: for anything else, and for rows of different lengths.
         """
         arrays = tuple(np.asarray(x) for x in rows)
+        if any(x.dtype.kind not in "biufc" for x in arrays):
+            raise Refusal(
+                "What follows `fn` must be arrays of numbers, but their types are "
+                f"{', '.join(str(x.dtype) for x in arrays)}: give other things to `fn` by "
+                "functools.partial."
+            )
         lengths = sorted({x.shape[0] if x.ndim else 0 for x in arrays})
         if len(lengths) > 1 or 0 in lengths:
             raise Refusal(
@@ -68,6 +82,8 @@ class Functions:
                 "by functools.partial."
             )
         if isinstance(fn, Predictive):
+            if fn.guide is not None:
+                raise Refusal("`fn` is a Predictive with a guide, which has draws of its own.")
             return cls(partial(_predict, fn), arrays, takes_key=True)
         if not callable(fn):
             raise Refusal(
@@ -79,11 +95,24 @@ class Functions:
     def form(self, draws: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
         """The results' names, shapes and types at one draw, on all rows.
 
-        :raises ValueError: for results that are no arrays of numbers, or lack the rows' axis.
+        :raises ValueError: for a site of which there are no draws, and for results that are no
+            arrays of numbers, or lack the rows' axis.
         """
         one = {k: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for k, x in draws.items()}
         key = jax.eval_shape(lambda: random.key(0))
-        found = jax.eval_shape(lambda k, z, *rows: self._named(k, z, rows), key, one, *self.rows)
+        try:
+            found = jax.eval_shape(
+                lambda k, z, *rows: self._named(k, z, rows), key, one, *self.rows
+            )
+        except KeyError as error:
+            if not error.args or error.args[0] in draws:
+                raise
+            raise Refusal(
+                f"`fn` asks for '{error.args[0]}', but there are draws of "
+                f"{', '.join(repr(k) for k in draws)}."
+            ) from error
+        if not found:
+            raise Refusal("`fn` returns nothing.")
         for name, x in found.items():
             if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
                 raise Refusal(f"`fn` returns type {x.dtype} as '{name}', but must return numbers.")
@@ -100,7 +129,8 @@ class Functions:
         """The rows' places, and for each run the results there by name, ``(chains, draws, rows,
         ...)``. Without rows, one chunk with all results, ``(chains, draws, ...)``.
         """
-        numbers = sum(int(np.prod(x.shape)) for x in self.form(runs[0]).values())
+        form, *_ = [self.form(draws) for draws in runs]
+        numbers = sum(int(np.prod(x.shape)) for x in form.values())
         length = len(self.rows[0]) if self.rows else 1
         a_row = -(-numbers // length)
         most = max(np.prod(_shape(draws)) for draws in runs)

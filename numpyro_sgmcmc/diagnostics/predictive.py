@@ -35,7 +35,7 @@ class FunctionSummary(NamedTuple):
     - **mean** - posterior mean.
     - **sd** - posterior standard deviation.
     - **r_hat** - split R-hat; NaN for chains of less than 50 draws.
-    - **ess** - effective sample size.
+    - **ess** - effective sample size; NaN for what is the same at all draws.
     - **between** - Kolmogorov distance between a chain and all others, from 0 to 1, the mean over
       the chains; of one chain, between its halves.
     - **by_chance** - what **between** is, about, where chains agree and draws are as many.
@@ -76,10 +76,10 @@ class PredictiveSummary:
             row = [
                 name,
                 str(f.mean.size),
-                "-" if np.isnan(f.r_hat).all() else f"{np.nanmax(f.r_hat):.3f}",
-                f"{f.ess.min():.0f}",
-                f"{f.between.mean():.3f}",
-                f"{f.by_chance.mean():.3f}",
+                _cell(np.nanmax, f.r_hat, "{:.3f}"),
+                _cell(np.nanmin, f.ess, "{:.0f}"),
+                _cell(np.mean, f.between, "{:.3f}"),
+                _cell(np.nanmean, f.by_chance, "{:.3f}"),
             ]
             if self.has_reference:
                 row += [f"{f.distance.mean():.3f}", f"{f.reference_between.mean():.3f}"]
@@ -104,6 +104,11 @@ class PredictiveSummary:
             axes = [f"{name}_dim_{k}" for k in range(f.mean.ndim)]
             found[name] = (["statistic", *axes], np.stack(f))
         return xarray.Dataset(found, coords={"statistic": list(FunctionSummary._fields)})
+
+
+def _cell(worst: Callable[[np.ndarray], Any], x: np.ndarray, form: str) -> str:
+    """One number for an array, or none where it holds none."""
+    return "-" if np.isnan(x).all() else form.format(worst(x))
 
 
 def predictive_summary(
@@ -134,8 +139,9 @@ def predictive_summary(
         ``Predictive`` gets them as its model's arguments.
     :param reference: a run that is trusted, as ``mcmc``, for distances to it. Default: none.
     :param rng_key: for a ``Predictive`` that draws. Default: ``random.key(0)``.
-    :raises ValueError: for runs without draws, rows of different lengths, or results that are no
-        numbers, are not finite, or lack the rows' axis.
+    :raises ValueError: for runs without draws of what ``fn`` asks for, rows that are no numbers or
+        of different lengths, or results that are no numbers, are not finite, or lack the rows'
+        axis.
     """
     runs = [draws_by_site(mcmc, "mcmc")]
     if reference is not None:

@@ -25,6 +25,9 @@ __all__ = [
     "refuse_other_sites",
 ]
 
+SEED = 0
+"""Of the warm-up: what it finds depends on model, data and settings alone, not on the run's key."""
+
 _STARTS = 20
 _PRIOR_DRAWS = 4  # of which one is a start
 
@@ -53,10 +56,6 @@ def accepted_start(
                 + target.explain(position, arguments)
             )
     return init_params
-
-
-SEED = 0
-"""Of the warm-up: what it finds depends on model, data and settings alone, not on the run's key."""
 
 
 def first_positions(

@@ -105,6 +105,18 @@ def test_runs_of_numpyro_s_kernels_and_how_it_prints():
     np.testing.assert_array_equal(dataset["mean"].sel(statistic="sd"), found["mean"].sd)
 
 
+def test_a_reference_without_the_site_is_refused_before_anything_is_done():
+    with pytest.raises(ValueError, match="asks for 'beta', but there are draws of 'alpha'"):
+        predictive_summary(DRAWS, mean, X, reference={"alpha": OTHERS["beta"]})
+
+
+def test_what_is_the_same_at_all_draws_is_no_number():
+    found = predictive_summary(DRAWS, lambda d: {"same": jnp.ones(2), "x": d["beta"]})
+    same, x = str(found).splitlines()[1:3]
+    assert same.split()[:4] == ["same", "2", "-", "-"]
+    assert x.split()[0] == "x"
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -114,6 +126,11 @@ def test_runs_of_numpyro_s_kernels_and_how_it_prints():
         ((DRAWS, lambda d, X: X.sum(0), X), r"returns shape \(2,\)"),
         ((DRAWS, lambda d: jnp.log(-jnp.abs(d["beta"]))), "is not finite"),
         ((DRAWS, lambda d: random.key(0)), "must return numbers"),
+        ((DRAWS, lambda d: d["gamma"]), "asks for 'gamma', but there are draws of 'beta'"),
+        ((DRAWS, lambda d: {}), "returns nothing"),
+        (({**DRAWS, "other": DRAWS["beta"][:, :5]}, mean, X), "same two first axes"),
+        (({"beta": DRAWS["beta"][:, :1]}, mean, X), "one draw a chain"),
+        ((DRAWS, mean, np.array([["a", "b"]])), "arrays of numbers"),
     ],
 )
 def test_what_cannot_be_summed_up_is_refused(args, words):
