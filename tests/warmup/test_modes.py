@@ -9,10 +9,14 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.distributions.transforms import OrderedTransform
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.warmup import starts
 from numpyro_sgmcmc.warmup.modes import Fit, _shares, are_apart, is_near, possible
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 from numpyro_sgmcmc.warmup.variational import MeanField
 from tests.contract.kernels import quietly
 
@@ -121,6 +125,27 @@ def test_draws_that_meet_are_not_apart(away):
     assert is_near(fit_at(0.1, 0.0), draws, sure)
     assert not is_near(fit_at(0.7, 0.0), draws, sure)
     assert is_near(fit_at(0.7, 0.0), draws, sure + 0.3)
+
+
+def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatch):
+    """The density is largest at 2, and a fifth of the prior's draws lie there."""
+
+    def model(y, batch_size=None):
+        m = numpyro.sample("m", dist.Normal(0, 3))
+        tall = dist.Normal(2, 0.5).log_prob(m)
+        numpyro.factor("modes", jnp.logaddexp(tall, dist.Normal(-3, 3).log_prob(m)))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size):
+            numpyro.sample("y", dist.Normal(0, 1), obs=y)
+
+    y = jnp.zeros(20)
+    arguments = Arguments((y,), {"batch_size": 20})
+    target = target_of(model, arguments, init_to_uniform)
+    for seed in range(10):
+        monkeypatch.setattr(starts, "SEED", seed)
+        found = np.ravel(list(starts.likely_by_prior(RowGradients(target, arguments), 12)))
+        is_tall = np.abs(found - 2) < 1
+        assert len(found) == 12
+        assert 2 <= is_tall.sum() <= 10
 
 
 @pytest.mark.parametrize("num", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
