@@ -150,18 +150,14 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
     if all_rows:
         return rows.mean(positions, all_rows)[1]
     rng = np.random.default_rng(0)
-    drawn = draw_rows(rows.step_target, rng, (num, each), IID())
-
-    def pairs() -> Any:
-        for k in range(num):
-            for m in range(each):
-                minibatch = {name: r[k, m] for name, r in drawn.items()}
-                yield positions[k], minibatch
-                yield whitening.anchor, minibatch
-
+    drawn = draw_rows(rows.step_target, rng, (num * each,), IID())
+    # At each draw and, with the same rows, at the anchor.
+    both = np.concatenate([positions, whitening.anchor[None]])
+    of, is_anchor = np.divmod(np.arange(2 * num * each), 2)
+    draw, sign = of // each, 1 - 2 * is_anchor
     found = np.tile(whitening.gradient, (num, 1))
-    for k, (_, gradient) in enumerate(rows.of_steps(pairs())):
-        found[k // (2 * each)] += (1 - 2 * (k % 2)) / each * gradient
+    for part, _, gradients in rows.of_steps(both, drawn, np.where(is_anchor, num, draw), of):
+        np.add.at(found, draw[part], sign[part, None] / each * gradients)
     return found
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from jax.interpreters.ad import JVPTracer
 
 from numpyro_sgmcmc.dynamics import Dynamics
 
@@ -36,21 +37,21 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
     zero, unravel = ravel_pytree(linear.init(jnp.zeros(1), jax.random.key(0)))
     size = zero.size
 
-    def response(state: np.ndarray, noise: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The state after a step from there, and where it asked for gradients."""
-        places: list[Array] = []
+    def response(entries: Array) -> tuple[Array, Array]:
+        """The state after a step, and where it asked for gradients."""
+        state, noise, places = unravel(entries[:size]), entries[size:, None], []
 
         def gradient(q: Array) -> Array:
-            if not isinstance(q, jax.core.Tracer):  # of a derivative
+            if not isinstance(q, JVPTracer):  # of a derivative
                 places.append(q)
             return q
 
-        end = step(unravel(jnp.asarray(state)), step_size, gradient, jnp.asarray(noise)[:, None])
-        return np.asarray(ravel_pytree(end)[0], float), np.concatenate(places).astype(float)
+        end = step(state, step_size, gradient, noise)
+        return ravel_pytree(end)[0], jnp.concatenate(places)
 
     inputs = np.eye(size + step.draws, dtype=zero.dtype)
-    ends, places = zip(*(response(v[:size], v[size:]) for v in inputs), strict=True)
-    moved, at = np.stack(ends, 1), np.stack(places, 1)
+    ends, places = jax.jit(jax.vmap(response, out_axes=1))(inputs)
+    moved, at = np.asarray(ends, float), np.asarray(places, float)
     a, b = moved[:, :size], moved[:, size:]
     covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
     covariance = covariance.reshape(size, size)

@@ -159,9 +159,16 @@ def _spread_starts(context: Context, whitening: Whitening, fit: MeanField) -> np
 
 
 def _settled(
-    context: Context, whitening: Whitening, q: np.ndarray, windows: Sequence[int]
+    context: Context,
+    whitening: Whitening,
+    q: np.ndarray,
+    windows: Sequence[int],
+    known: Sequence[np.ndarray] = (),
 ) -> tuple[Whitening, np.ndarray, bool]:
-    """The whitening after pilot chains, a window at a time; their ends; whether they agree."""
+    """The whitening after pilot chains, a window at a time; their ends; whether they agree.
+
+    :param known: draws about modes, among which chains that have come there need go no further.
+    """
     chains, shorter = len(q), 1.0
     for num_steps in windows:
         context.progress.begin("pilot chains")
@@ -185,11 +192,14 @@ def _settled(
         found = draws[alive].astype(np.float64)
         ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
+        ends = whitening.position(ends)
+        if not all(len(are_apart(ends, some)) for some in known):
+            return whitening, q, False
         moved = _follow(context, whitening, found, noise)
         if moved is None:
             shorter *= 2.0
             continue
-        q = moved.whiten(whitening.position(ends) - moved.anchor)
+        q = moved.whiten(ends - moved.anchor)
         whitening = moved
         if _have_settled(found):
             return whitening, q, True
@@ -214,10 +224,10 @@ def _other_modes(
             continue
         starts = _spread_starts(context, there, fit.normal)
         windows = context.effort.windows[:_MODE_WINDOWS]
-        there, ends, is_settled = _settled(context, there, starts, windows)
-        theirs = there.position(ends)
+        there, ends, is_settled = _settled(context, there, starts, windows, known)
         # Chains that are still on their way may yet come to the others.
-        if is_settled and all(len(are_apart(theirs, some)) for some in known):
+        if is_settled:
+            theirs = there.position(ends)
             less = _log_mass(context, whitening) - _log_mass(context, there)
             if less < COMPARABLE:
                 known.append(theirs)

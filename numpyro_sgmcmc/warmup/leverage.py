@@ -72,12 +72,12 @@ def bends(
     plate = target.plates[0]
     deviations = fit.sd * rng.standard_normal((_PAIRS, target.dim))
     both = np.concatenate([fit.mean[None], fit.mean + deviations, fit.mean - deviations])
-    positions = jnp.asarray(both, target.dtype)
+    positions = both.astype(target.dtype)
     together = min(_ROWS, plate.size)
     found = np.zeros(plate.size)
     for first in range(0, plate.size, together):
         first = min(first, plate.size - together)  # as many each time: one program
-        rows = {plate.name: jnp.arange(first, first + together, dtype=jnp.int32)}
+        rows = {plate.name: np.arange(first, first + together, dtype=np.int32)}
         found[first : first + together] = _bends(target, arguments, positions, rows)
     return np.where(np.isfinite(found), found, 0.0)
 

@@ -79,16 +79,16 @@ def _deviations(
 ) -> dict[Estimator, np.ndarray]:
     """Whitened estimates by ``num`` minibatches, up to a constant; shape ``(k, num, d)`` each."""
     drawn = draw_rows(rows.step_target, rng, (num,), scheme)
-    minibatches = [{name: r[m] for name, r in drawn.items()} for m in range(num)]
     probes = {e: [e.probes(x, whitening) for x in q] for e in estimators}
     every = (p for of in probes.values() for some in of for p, _ in some)
     places = {p.tobytes(): p for p in every}
-    pairs = ((p, minibatch) for p in places.values() for minibatch in minibatches)
-    gradients = np.stack([g for _, g in rows.of_steps(pairs)])
+    at, of = np.divmod(np.arange(len(places) * num), num)
+    positions = np.stack(list(places.values()))
+    gradients = np.concatenate([g for _, _, g in rows.of_steps(positions, drawn, at, of)])
     gradients = whitening.pull(gradients).reshape(len(places), num, -1)
-    at = dict(zip(places, gradients, strict=True))
+    there = dict(zip(places, gradients, strict=True))
     return {
-        e: np.stack([sum(w * at[p.tobytes()] for p, w in some) for some in of])
+        e: np.stack([sum(w * there[p.tobytes()] for p, w in some) for some in of])
         for e, of in probes.items()
     }
 

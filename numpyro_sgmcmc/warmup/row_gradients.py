@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, islice, product, tee
+from itertools import islice, product
 from typing import NamedTuple
 
 import jax
@@ -32,6 +32,7 @@ __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 _SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
 _SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
 _MOST_SLOTS = 128
+_ROWS_TOGETHER = 2**20  # of minibatches whose slots are filled at once
 _FEWEST_ROWS = 64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
 _TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
 _MINIBATCHES_A_CALL = 32  # whose Hessians are added up in the model's type; the rest is in float64
@@ -46,6 +47,19 @@ class WeightedRows(NamedTuple):
 
     rows: Indices
     weight: float
+
+
+class AtPairs(NamedTuple):
+    """What some of many pairs of a position and a minibatch come to.
+
+    - **part** - which pairs.
+    - **values** - potentials, shape ``(n,)``.
+    - **gradients** - shape ``(n, d)``.
+    """
+
+    part: slice
+    values: np.ndarray
+    gradients: np.ndarray
 
 
 def minibatches_of(
@@ -196,48 +210,48 @@ class RowGradients:
                 yield WeightedRows(some.rows, of_part / plate.size * some.weight)
 
     def of_steps(
-        self, pairs: Iterable[tuple[np.ndarray, Indices]]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """:meth:`each` for minibatches such as steps have, the decisive rows first."""
-        return self._each(self.step_target, pairs)
+        self, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
+    ) -> Iterator[AtPairs]:
+        """Potentials and gradients of pairs of a position and a minibatch such as steps have.
+
+        :param positions: shape ``(k, d)``.
+        :param rows: minibatches, shape ``(m, rows)`` for each plate, the decisive rows first.
+        :param at: each pair's position.
+        :param of: each pair's minibatch.
+        :return: some pairs at a time, in their order.
+        """
+        return self._at(self.step_target, positions, rows, at, of)
 
     @property
     def step_target(self) -> Target:
         """The posterior as steps see it."""
         return self.target.with_decisive(self.decisive)
 
-    def each(
-        self, pairs: Iterable[tuple[np.ndarray, Indices]]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Potential and gradient of each pair of a position and a minibatch, in their order.
-
-        :param pairs: with as many rows each.
-        """
-        return self._each(self.target, pairs)
-
-    def _each(
-        self, target: Target, pairs: Iterable[tuple[np.ndarray, Indices]]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        left = iter(pairs)
-        if (first := next(left, None)) is None:
-            return
-        left, size = chain([first], left), self._slots(first[1])
-        while some := list(islice(left, size)):
-            filled = some + [some[0]] * (size - len(some))
-            positions = np.stack([q for q, _ in filled]).astype(target.dtype)
-            rows = {p.name: np.stack([r[p.name] for _, r in filled]) for p in target.plates}
+    def _at(
+        self, target: Target, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
+    ) -> Iterator[AtPairs]:
+        positions, size = positions.astype(target.dtype), self._slots(rows)
+        for first in range(0, len(at), size):
+            some = slice(first, first + size)
+            # A call's last slots may be left over: they repeat the first pair.
+            filled_at, filled_of = np.full(size, at[0]), np.full(size, of[0])
+            num = len(at[some])
+            filled_at[:num], filled_of[:num] = at[some], of[some]
             keys = None
             if target.is_randomized:
                 keys = random.split(random.key(self._asked), size)
-            self._asked += len(some)
-            values, gradients = _at_slots(target, self.arguments, positions, rows, keys)
+            self._asked += num
+            minibatches = {name: r[filled_of] for name, r in rows.items()}
+            values, gradients = _at_slots(
+                target, self.arguments, positions[filled_at], minibatches, keys
+            )
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
-            yield from zip(values[: len(some)], gradients[: len(some)], strict=True)
+            yield AtPairs(some, values[:num], gradients[:num])
 
-    def _slots(self, minibatch: Indices) -> int:
+    def _slots(self, rows: Indices) -> int:
         """How many pairs of a position and such a minibatch a call takes."""
-        rows = sum(map(len, minibatch.values())) or rows_a_gradient(self.target, self.arguments)
-        fitting = min(_SLOT_NUMBERS // self.target.dim, _SLOT_ROWS // rows)
+        batch = _rows_each(rows) or rows_a_gradient(self.target, self.arguments)
+        fitting = min(_SLOT_NUMBERS // self.target.dim, _SLOT_ROWS // batch)
         if self.target.dim > MANY_DIM:
             fitting = 1  # XLA multiplies many matrices at once several times as slowly
         return int(np.clip(fitting, 1, _MOST_SLOTS))
@@ -298,10 +312,20 @@ class RowGradients:
         :param positions: shape ``(k, d)``.
         :return: shapes ``(k,)`` and ``(k, d)``.
         """
-        values, gradients = np.zeros(len(positions)), np.zeros(positions.shape)
-        asked, weights = tee((k, m) for m in minibatches for k in range(len(positions)))
-        found = self.each((positions[k], m.rows) for k, m in asked)
-        for (k, m), (u, g) in zip(weights, found, strict=True):
-            values[k] += m.weight * u
-            gradients[k] += m.weight * g
+        num, left = len(positions), iter(minibatches)
+        values, gradients = np.zeros(num), np.zeros(positions.shape)
+        while first := next(left, None):
+            together = max(1, _ROWS_TOGETHER // (_rows_each(first.rows) or _ROWS_TOGETHER))
+            some = [first, *islice(left, together - 1)]
+            rows = {name: np.stack([m.rows[name] for m in some]) for name in first.rows}
+            of, at = np.divmod(np.arange(len(some) * num), num)
+            weights = np.array([m.weight for m in some])[of]
+            for part, u, g in self._at(self.target, positions, rows, at, of):
+                np.add.at(values, at[part], weights[part] * u)
+                np.add.at(gradients, at[part], weights[part, None] * g)
         return values, gradients
+
+
+def _rows_each(rows: Indices) -> int:
+    """Rows of a minibatch, those of all plates together."""
+    return sum(np.shape(r)[-1] for r in rows.values())

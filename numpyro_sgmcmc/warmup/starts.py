@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.checks import Refusal
@@ -77,21 +76,15 @@ def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
     """
     if rows.target.start_by_prior is None:
         return
-    keys = random.split(random.key(SEED), num * _PRIOR_DRAWS)
-    positions = np.asarray(_prior_draws(rows.target, keys, rows.arguments), np.float64)
+    draw, first = jax.jit(rows.target.start_by_prior), SEED * num * _PRIOR_DRAWS
+    keys = (random.key(first + k) for k in range(num * _PRIOR_DRAWS))
+    positions = np.stack([np.asarray(draw(key, rows.arguments), np.float64) for key in keys])
     is_finite = np.asarray(np.isfinite(positions).all(1))
     potentials = rows.on_some(np.where(is_finite[:, None], positions, 0.0))[0]
     potentials = np.where(is_finite & np.isfinite(potentials), potentials, np.inf)
     for of_few, these in zip(np.split(potentials, num), np.split(positions, num), strict=True):
         if np.isfinite(of_few).any():
             yield these[of_few.argmin()]
-
-
-@partial(jax.jit, static_argnames="target")
-def _prior_draws(target: Target, keys: Array, arguments: Arguments) -> Array:
-    assert target.start_by_prior is not None
-    draw = target.start_by_prior
-    return jax.vmap(lambda key: draw(key, arguments))(keys)
 
 
 def refuse_no_values(init_params: Any) -> None:

@@ -49,6 +49,13 @@ def _optimizer(num_steps: int) -> optax.GradientTransformation:
     return optax.apply_if_finite(optax.adam(schedule), max_consecutive_errors=num_steps)
 
 
+@partial(jax.jit, static_argnames="num_steps")
+def _start(means: Array, num_steps: int) -> Any:
+    """All starts' parameters, and the optimizer's state for each."""
+    params = means, jnp.full_like(means, np.log(_FIRST_SD))
+    return params, jax.vmap(_optimizer(num_steps).init)(params)
+
+
 @partial(jax.jit, static_argnames=("target", "num_steps"))
 def _advance(
     target: Target,
@@ -103,11 +110,7 @@ def fit(
     fitting = _NUMBERS_A_CALL // starts.size
     a_call = max(1, min(_STEPS_A_CALL, fitting, num_steps))
     num_calls = -(-num_steps // a_call)
-    params = (
-        jnp.asarray(starts, target.dtype),
-        jnp.full(starts.shape, np.log(_FIRST_SD), target.dtype),
-    )
-    carry = params, jax.vmap(_optimizer(num_calls * a_call).init)(params)
+    carry = _start(starts.astype(target.dtype), num_calls * a_call)
     for call in range(num_calls):
         noise = rng.standard_normal((a_call, *starts.shape), np.float32).astype(target.dtype)
         keys = random.split(random.key(call), a_call) if target.is_randomized else None

@@ -145,7 +145,7 @@ def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatc
         found = np.ravel(list(starts.likely_by_prior(RowGradients(target, arguments), 12)))
         is_tall = np.abs(found - 2) < 1
         assert len(found) == 12
-        assert 2 <= is_tall.sum() <= 10
+        assert 2 <= is_tall.sum() <= 11
 
 
 @pytest.mark.parametrize("num", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
