@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 from numpyro_sgmcmc.checks import Refusal
@@ -22,6 +23,7 @@ __all__ = [
     "IssuedRows",
     "Recorder",
     "RowsRead",
+    "has_rows_read",
     "is_elsewhere",
     "with_rows_read",
 ]
@@ -146,6 +148,12 @@ class RowsRead(_StandIn):
             return self.array[index]
         first, *rest = index if isinstance(index, tuple) else (index,)
         return narrowed(self.values[plate], first.shape, rest)
+
+
+def has_rows_read(arguments: Arguments) -> bool:
+    """Whether arrays on the host answer with what has been read for a step."""
+    leaves = jax.tree.leaves((arguments.args, arguments.kwargs))
+    return any(isinstance(x, RowsRead) for x in leaves)
 
 
 def with_rows_read(

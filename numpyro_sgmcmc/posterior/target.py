@@ -17,7 +17,7 @@ from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.data.sharded import LocalRows, Shards
-from numpyro_sgmcmc.data.stand_ins import IndexedArray
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, has_rows_read
 from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites
 
@@ -112,7 +112,7 @@ class Target:
     ) -> Array:
         """Gradient of :meth:`potential`, shape ``(d,)``."""
         return self.over_shards(
-            lambda part, i, a, key: part._traced_with_gradient(position, i, a, key)[1],
+            lambda part, i, a, key: part._with_gradient(position, i, a, key)[1],
             indices,
             arguments,
             rng_key,
@@ -133,22 +133,29 @@ class Target:
     ) -> tuple[Array, Array]:
         """:meth:`potential` and :meth:`gradient` at once."""
         return self.over_shards(
-            lambda part, i, a, key: part._traced_with_gradient(position, i, a, key),
+            lambda part, i, a, key: part._with_gradient(position, i, a, key),
             indices,
             arguments,
             rng_key,
         )
 
+    def _potential(self, position: Array, i: Indices, a: Arguments, key: Array | None) -> Array:
+        weights = {p.name: p.weights for p in self.plates if p.decisive}
+        besides = (weights,) if weights else ()
+        return self.potential_of_sites(self.unravel(position), i, a, key, *besides)
+
+    def _with_gradient(
+        self, position: Array, i: Indices, a: Arguments, key: Array | None
+    ) -> tuple[Array, Array]:
+        # Rows that were read ahead are known by being the very same object: no jit passes it on.
+        if has_rows_read(a):
+            return jax.value_and_grad(self._potential)(position, i, a, key)
+        return self._traced_with_gradient(position, i, a, key)
+
     @cached_property
     def _traced(self) -> Callable[[Array, Indices, Arguments, Array | None], Array]:
         """The potential, traced once: all programs with as many rows build on what JAX has kept."""
-        weights = {p.name: p.weights for p in self.plates if p.decisive}
-        besides = (weights,) if weights else ()
-
-        def potential(position: Array, i: Indices, a: Arguments, key: Array | None) -> Array:
-            return self.potential_of_sites(self.unravel(position), i, a, key, *besides)
-
-        return jax.jit(potential, inline=True)
+        return jax.jit(self._potential, inline=True)
 
     @cached_property
     def _traced_with_gradient(self) -> Callable[..., tuple[Array, Array]]:

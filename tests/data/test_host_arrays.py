@@ -157,6 +157,8 @@ def test_rows_are_read_in_blocks_and_ahead(long_run):
     assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
     blocks = -(-1500 // length)
     ahead = source.threads.count("numpyro_sgmcmc-reader_0")
+    # No step of two chains reads for itself; the warm-up makes some thousand requests.
+    assert len(source.asked) - ahead < 1500 * 3 * 2
     assert blocks > 10
     assert blocks - 1 <= ahead <= blocks + 1
 
