@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
@@ -20,6 +21,8 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.locals.moves import LocalState, sweep
 from numpyro_sgmcmc.posterior.locals.sites import with_locals
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import stacked
+from numpyro_sgmcmc.warmup import Adaptation
 from numpyro_sgmcmc.warmup.step_control import StepControl
 
 __all__ = ["start_chains"]
@@ -42,33 +45,53 @@ def start_chains(
     adaptation, target = plan.adaptation, plan.target
     is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     is_batch = rng_key.ndim == (1 if is_typed else 2)
-    adapt_state = AdaptState(
-        jnp.asarray(adaptation.step_size, target.dtype),
-        adaptation.whitening,
-        adaptation.gradient_noise,
-    )
+    num_chains = len(rng_key) if is_batch else 1
     start = partial(
         _start_chain,
-        adapt_state=adapt_state,
         num_steps=jnp.asarray(adaptation.num_steps),
         arguments=arguments if adaptation.is_given else None,
         target=target,
         dynamics=dynamics,
     )
-    state = (jax.vmap(start) if is_batch else start)(rng_key, init_params)
-    room = partial(with_empty_block, plan, num_chains=len(rng_key) if is_batch else 1)
+    if is_batch and adaptation.other_modes:
+        each = _of_chains(adaptation, np.arange(num_chains))
+        state = jax.vmap(start)(rng_key, init_params, each)
+    elif is_batch:
+        state = jax.vmap(start, (0, 0, None))(rng_key, init_params, _of_chains(adaptation, 0))
+    else:
+        state = start(rng_key, init_params, _of_chains(adaptation, _any_number(rng_key)))
+    room = partial(with_empty_block, plan, num_chains=num_chains)
     state = (jax.vmap(room) if is_batch else room)(state)
     if target.locals is not None:
         state = _with_locals(plan, state, arguments, init_params is not None)
     return state
 
 
+def _of_chains(adaptation: Adaptation, chains: Any) -> AdaptState:
+    """Where chains are told to be: the modes in turn, where the warm-up gives several.
+
+    :param chains: their numbers, of any shape.
+    """
+    dtype = adaptation.whitening.anchor.dtype
+    whitening, others = adaptation.whitening, adaptation.other_modes
+    if others:
+        modes = stacked([whitening, *others])
+        whitening = jax.tree.map(lambda x: x[chains % (1 + len(others))], modes)
+    step_size = jnp.full(np.shape(chains), adaptation.step_size, dtype)
+    return AdaptState(step_size, whitening, adaptation.gradient_noise)
+
+
+def _any_number(rng_key: Array) -> Array:
+    """Of a chain that does not know its own."""
+    return random.bits(random.fold_in(rng_key, 2), (), jnp.uint32) >> 1
+
+
 @partial(jax.jit, static_argnames=("target", "dynamics"))
 def _start_chain(
     rng_key: Array,
     init_params: Any,
-    *,
     adapt_state: AdaptState,
+    *,
     num_steps: Array,
     arguments: Arguments | None,
     target: Target,

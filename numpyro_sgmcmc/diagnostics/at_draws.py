@@ -7,6 +7,7 @@ rows that no step has seen, are not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.diagnostics.coordinates import coordinates_of_chains
 from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
@@ -57,6 +59,10 @@ class LookedAt(NamedTuple):
             np.asarray(x, np.float64).reshape(positions.shape) for x in (positions, gradients)
         )
         return cls(at, found, np.zeros(0, int), np.zeros(0))
+
+    def moved(self, away: np.ndarray) -> LookedAt:
+        """With each chain's positions less this, shape ``(chains, 1, d)``."""
+        return self._replace(positions=self.positions - away)
 
 
 def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
@@ -107,15 +113,20 @@ def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | N
     adaptation = kernel.adaptation_to(arguments)
     decisive = () if adaptation is None else adaptation.decisive
     rows = RowGradients(target, arguments, decisive=decisive)
-    whitening = _whitening(kernel.coordinates(mcmc.last_state), rows)
+    coordinates = coordinates_of_chains(mcmc.last_state)
     batch = rows_a_gradient(target, rows.arguments)
     num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
     positions = _evenly(draws, num)
     flat = positions.reshape(-1, target.dim)
-    gradients = _gradients(rows, whitening, flat).reshape(positions.shape)
+    of_chain = np.repeat(np.arange(len(positions)), positions.shape[1])
+    gradients = _gradients(rows, coordinates, flat, of_chain).reshape(positions.shape)
     curved = np.unique(np.linspace(0, len(flat) - 1, _CURVED_DRAWS).astype(int))
     start = gradients.reshape(flat.shape)[curved]
-    curvature = _largest_curvature(rows, whitening, flat[curved], start)
+    curvature = np.zeros(len(curved))
+    for alike in _alike(coordinates):
+        some = np.isin(of_chain[curved], alike)
+        there = coordinates[alike[0]]
+        curvature[some] = _largest_curvature(rows, there, flat[curved][some], start[some])
     return LookedAt(positions, gradients, curved, curvature)
 
 
@@ -128,17 +139,26 @@ def _evenly(draws: np.ndarray, num: int) -> np.ndarray:
     return draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)]
 
 
-def _whitening(coordinates: Whitening, rows: RowGradients) -> Whitening:
-    """The chain's, in float64, with the gradient on all rows at its anchor."""
-    kept = coordinates._replace(hessian=None)
-    whitening: Whitening = jax.tree.map(lambda x: np.asarray(x, np.float64), kept)
-    if not whitening.gradient.any():  # nobody has asked for it
-        whitening = whitening._replace(gradient=rows.everywhere(whitening.anchor))
-    return whitening
+def _alike(coordinates: Sequence[Whitening]) -> list[list[int]]:
+    """The chains that run in the same coordinates."""
+    by_anchor: dict[bytes, list[int]] = {}
+    for chain, whitening in enumerate(coordinates):
+        by_anchor.setdefault(whitening.anchor.tobytes(), []).append(chain)
+    return list(by_anchor.values())
 
 
-def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) -> np.ndarray:
-    """Unbiased gradients by control variates, each on rows of its own; exact where rows are few."""
+def _gradients(
+    rows: RowGradients,
+    coordinates: Sequence[Whitening],
+    positions: np.ndarray,
+    of_chain: np.ndarray,
+) -> np.ndarray:
+    """Unbiased gradients by control variates, each on rows of its own; exact where rows are few.
+
+    :param coordinates: of each chain.
+    :param positions: shape ``(n, d)``.
+    :param of_chain: the chain of each.
+    """
     target = rows.target
     batch = sum(p.subsample_size for p in target.plates)
     if not batch:
@@ -152,12 +172,22 @@ def _gradients(rows: RowGradients, whitening: Whitening, positions: np.ndarray) 
     rng = np.random.default_rng(0)
     drawn = draw_rows(rows.step_target, rng, (num * each,), IID())
     # At each draw and, with the same rows, at the anchor.
-    both = np.concatenate([positions, whitening.anchor[None]])
+    both = np.concatenate([positions, [w.anchor for w in coordinates]])
     of, is_anchor = np.divmod(np.arange(2 * num * each), 2)
     draw, sign = of // each, 1 - 2 * is_anchor
-    found = np.tile(whitening.gradient, (num, 1))
-    for part, _, gradients in rows.of_steps(both, drawn, np.where(is_anchor, num, draw), of):
+    at = np.where(is_anchor, num + of_chain[draw], draw)
+    found = _at_anchors(rows, coordinates)[of_chain]
+    for part, _, gradients in rows.of_steps(both, drawn, at, of):
         np.add.at(found, draw[part], sign[part, None] / each * gradients)
+    return found
+
+
+def _at_anchors(rows: RowGradients, coordinates: Sequence[Whitening]) -> np.ndarray:
+    """The gradient on all rows at each chain's anchor, shape ``(chains, d)``."""
+    found = np.stack([w.gradient for w in coordinates])
+    for alike in _alike(coordinates):
+        if not found[alike[0]].any():  # nobody has asked for it
+            found[alike] = rows.everywhere(coordinates[alike[0]].anchor)
     return found
 
 

@@ -10,6 +10,11 @@ from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
+from numpyro_sgmcmc.diagnostics.coordinates import (
+    away_from_first,
+    coordinates_of_chains,
+    in_those_of_the_first,
+)
 from numpyro_sgmcmc.diagnostics.estimates import disagreement, estimate
 from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
 from numpyro_sgmcmc.diagnostics.report import BiasReport
@@ -39,7 +44,8 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     kernel = finished_run(mcmc, "bias_report")
     checks.positive_int("num_draws", num_draws)
     checks.is_bool("full_data", full_data)
-    factor = np.asarray(kernel.coordinates(mcmc.last_state).factor, np.float64)
+    coordinates = coordinates_of_chains(mcmc.last_state)
+    factor = coordinates[0].factor
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
     if mcmc.num_chains == 1:
         own = jax.tree.map(lambda x: x[None], own)
@@ -51,9 +57,10 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     if exact is None:
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
     else:
-        sums, factor = sums_of(exact, kernel.coordinates(mcmc.last_state))
+        sums, factor = sums_of(exact.moved(away_from_first(coordinates)), coordinates[0])
     estimates = estimate(sums, factor)
-    r_hat = disagreement(jax.tree.map(lambda x: x.sum(1), own), factor)
+    together = in_those_of_the_first(own, coordinates)
+    r_hat = disagreement(jax.tree.map(lambda x: x.sum(1), together), coordinates[0].factor)
     evidence = Evidence.of(mcmc, kernel, estimates, r_hat, exact)
     arguments = Arguments(mcmc._args, mcmc._kwargs)
     adaptation = kernel.adaptation_to(arguments) if kernel.has_data else None

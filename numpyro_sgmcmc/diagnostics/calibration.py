@@ -11,6 +11,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.bias import bias_report
+from numpyro_sgmcmc.diagnostics.coordinates import away_from_first, coordinates_of_chains
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import (
     coordinate_names,
@@ -53,6 +54,11 @@ def calibrated_samples(
         raise Refusal(
             "The posterior's spread is measured too roughly to correct the draws: take more draws, "
             "or pass bias_report(mcmc, full_data=True)."
+        )
+    if away_from_first(coordinates_of_chains(mcmc.last_state)).any():
+        raise Refusal(
+            "Chains run in different modes, and the draws of each would have to be corrected by "
+            "themselves: run without `chains_in_modes`."
         )
     positions = unconstrained_draws(mcmc, kernel)
     coordinates = kernel.coordinates(mcmc.last_state)

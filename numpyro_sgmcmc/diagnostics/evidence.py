@@ -9,6 +9,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, Sums
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt, draws_of, look_at
+from numpyro_sgmcmc.diagnostics.coordinates import away_from_first, coordinates_of_chains
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, Witness, estimate
 from numpyro_sgmcmc.diagnostics.necks import Neck, necks
@@ -57,23 +58,26 @@ class Evidence(NamedTuple):
             few = np.nan if kernel.has_schedule else 1.0
             dependence = Dependence(r_hat, few / np.square(own.chance[0]))
             return cls((first,), dependence, np.zeros(0, int), (), 0)
-        bend = Bend.of(draws.reshape(-1, draws.shape[-1]))
+        coordinates = coordinates_of_chains(mcmc.last_state)
+        away = away_from_first(coordinates)
+        bend = Bend.of((draws - away).reshape(-1, draws.shape[-1]))
         bent = draws.copy()
         bent[..., bend.where] = bend.straight(draws)
-        dependence = Dependence.of(bent)
+        dependence = Dependence.of(draws if away.any() else bent)
         # One chain's halves that differ do not tell of modes, but of too few draws: so does ESS.
         several = np.fmax(dependence.r_hat, r_hat) if len(draws) > 1 else r_hat
         dependence = dependence._replace(r_hat=several)
         looked_at = look_at(mcmc, kernel, draws)
         if looked_at is None and exact is not None:
-            first = first.replaced(bend.where, _of_tails(exact, bend))
+            first = first.replaced(bend.where, _of_tails(exact.moved(away), bend))
             return cls((first,), dependence, bend.where, (), 0)
         if looked_at is None:
             unknown = Estimate(np.zeros(len(bend.where)), np.full(len(bend.where), np.inf))
             first = first.replaced(bend.where, Witness(unknown, unknown))
             return cls((first,), dependence, bend.where, (), 0)
-        of_tails = _of_tails(exact or looked_at, bend)
-        second = _at_draws(looked_at, kernel.coordinates(mcmc.last_state))
+        looked_at = looked_at.moved(away)
+        of_tails = _of_tails(looked_at if exact is None else exact.moved(away), bend)
+        second = _at_draws(looked_at, coordinates[0])
         witnesses = (w.replaced(bend.where, of_tails) for w in (first, second))
         step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
         narrow = _necks(looked_at, kernel.dynamics, step_size)

@@ -19,6 +19,9 @@ from numpyro_sgmcmc.warmup.findings import Finding
 __all__ = ["BiasReport"]
 
 
+_TOLD = {"modes": "one mode", "visited": "apart"}  # verdicts by kind of finding
+
+
 @dataclass(frozen=True, repr=False)
 class BiasReport:
     """What :func:`~numpyro_sgmcmc.bias_report` found; prints as a table, in a notebook as HTML.
@@ -70,7 +73,7 @@ class BiasReport:
         everywhere = {site for site, _ in self.names}
         found = dict.fromkeys(sorted(everywhere), "fine")
         for finding in self.findings:
-            told = "one mode" if finding.kind == "modes" else "biased"
+            told = _TOLD.get(finding.kind, "biased")
             for site in finding.sites or everywhere:
                 found[site] = min(found[site], told, key=VERDICTS.index)
         for neck in self.evidence.necks:

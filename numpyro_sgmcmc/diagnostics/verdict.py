@@ -40,10 +40,15 @@ def verdict_of(report: BiasReport) -> str:
         )
     if apart:
         worst = max(apart, key=lambda s: s.r_hat)
+        meaning = (
+            "as they start in different modes: shifts and inflations are within each, and their "
+            "means and sds together those of no posterior."
+            if any(finding.kind == "visited" for finding in report.findings)
+            else "and what the report says of them means little: run longer; chains that still "
+            "disagree then are in different modes."
+        )
         said.append(
-            f"Chains disagree on {_names(apart)} (R-hat up to {worst.r_hat:.2f}), and what the "
-            "report says of them means little: run longer; chains that still disagree then "
-            "are in different modes."
+            f"Chains disagree on {_names(apart)} (R-hat up to {worst.r_hat:.2f}), {meaning}"
         )
     said += [finding.sentence for finding in report.findings]
     said += [_of_neck(report, site) for site in _sites_with_necks(report)]

@@ -8,6 +8,7 @@ needs to know nothing of mass matrices and one default step size fits every mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Stretch", "Whitening"]
+__all__ = ["Stretch", "Whitening", "stacked"]
 
 
 class Stretch(NamedTuple):
@@ -133,6 +134,25 @@ class Whitening(NamedTuple):
     def cast(self, dtype: Any) -> Whitening:
         """The same for compiled code, as JAX arrays of a type."""
         return jax.tree.map(lambda x: jnp.asarray(x, dtype), self)
+
+
+def stacked(several: Sequence[Whitening]) -> Whitening:
+    """One with a leading axis, stretches made to have as many directions."""
+    if any(w.stretch is not None for w in several):
+        most = max(0 if w.stretch is None else w.stretch.factors.size for w in several)
+        several = [w._replace(stretch=_widened(w, most)) for w in several]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *several)
+
+
+def _widened(whitening: Whitening, num: int) -> Stretch:
+    """The stretch with directions besides that are none, to be of this number."""
+    dim, dtype = whitening.anchor.size, whitening.anchor.dtype
+    own = whitening.stretch or Stretch(jnp.zeros((dim, 0), dtype), jnp.ones(0, dtype))
+    more = num - own.factors.size
+    return Stretch(
+        jnp.pad(own.directions, ((0, 0), (0, more))),
+        jnp.pad(own.factors, (0, more), constant_values=1.0),
+    )
 
 
 @jax.jit

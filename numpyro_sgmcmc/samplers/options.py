@@ -17,6 +17,9 @@ from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 __all__ = ["KernelOptions", "Options"]
 
 
+_YES_OR_NO = ("adapt_step_size", "adapt_mass_matrix", "noise_compensation", "chains_in_modes")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
     r"""The keywords that all kernels share; a kernel's signature and docstring take them from here.
@@ -49,6 +52,10 @@ class Options:
     :param target_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :param chains_in_modes: whether chains start in turn in each of the modes of comparable mass
+        that the warm-up finds, each with whitening and control variates of its own, and R-hat
+        compares them. Default False: all in the one whose fit is best, and a warning where there
+        are others. Vectorized and parallel chains take turns; others start in one at random.
     :param gibbs_fn: draws of sites inside the subsampled plate from their conditional, as in
         :class:`~numpyro.infer.hmc_gibbs.HMCGibbs` and for the rows of a minibatch:
         ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called by these keywords with dicts of
@@ -72,6 +79,7 @@ class Options:
     noise_compensation: bool = False
     target_bias: float = 0.05
     init_strategy: Callable = init_to_uniform
+    chains_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
     collect_locals: bool | Sequence[str] = False
@@ -83,15 +91,17 @@ class Options:
         if self.num_steps is not None:
             checks.positive_int("num_steps", self.num_steps)
         checks.positive("target_bias", self.target_bias)
-        for name in ("adapt_step_size", "adapt_mass_matrix", "noise_compensation"):
+        for name in _YES_OR_NO:
             checks.is_bool(name, getattr(self, name))
         if self.step_size is not None and not callable(self.step_size):
             checks.positive("step_size", self.step_size)
             self._keep("step_size", float(self.step_size))
         self._keep("target_bias", float(self.target_bias))
         self._keep("noise_compensation", bool(self.noise_compensation))
+        self._keep("chains_in_modes", bool(self.chains_in_modes))
         if self.noise_compensation:
             _refuse_dependent_minibatches(self.minibatch)
+            _refuse_modes(self.chains_in_modes)
             self._keep("minibatch", "iid")
         _refuse_names_without_function(self.gibbs_fn, self.gibbs_sites)
         if self.gibbs_fn is not None:
@@ -135,6 +145,7 @@ class KernelOptions(TypedDict, total=False):
     noise_compensation: bool
     target_bias: float
     init_strategy: Callable
+    chains_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
     collect_locals: bool | Sequence[str]
@@ -147,6 +158,15 @@ def _refuse_dependent_minibatches(minibatch: str) -> None:
             f"`noise_compensation` needs independent minibatches, but `minibatch` is "
             f"{minibatch!r}, in which the noise of one minibatch takes back that of others: "
             "use minibatch='iid', or leave it out."
+        )
+
+
+def _refuse_modes(chains_in_modes: bool) -> None:
+    """Refuse to compensate in several modes what is measured in one."""
+    if chains_in_modes:
+        raise Refusal(
+            "`noise_compensation` takes back the noise of one mode: leave out either it or "
+            "`chains_in_modes`."
         )
 
 

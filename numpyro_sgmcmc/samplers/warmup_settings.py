@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
@@ -44,6 +46,13 @@ def warmup_settings(
     if matrix is None and not options.adapt_mass_matrix:
         matrix = np.ones(target.dim)
     is_dense = options.dense_mass
+    # Moments of chains in different coordinates are put together: see the bias report.
+    most_dense = FULL_MAX_DIM if options.chains_in_modes else _DENSE_MAX_DIM
+    if options.chains_in_modes and is_dense and target.dim > most_dense:
+        raise Refusal(
+            f"`chains_in_modes` has a diagonal mass matrix above {most_dense} parameters, but "
+            f"`dense_mass` is set and there are {target.dim}: leave one of them out."
+        )
     made: dict[str, Any] = {
         "dynamics": dynamics,
         "scheme": scheme,
@@ -52,7 +61,7 @@ def warmup_settings(
         "gradient": ESTIMATORS.get(options.gradient),
         "minibatch": MINIBATCH_SCHEMES.get(options.minibatch),
         "inverse_mass_matrix": matrix,
-        "is_dense": target.dim <= _DENSE_MAX_DIM if is_dense is None else bool(is_dense),
+        "is_dense": target.dim <= most_dense if is_dense is None else bool(is_dense),
         "is_by_site": is_by_site and not is_dense,
         "mask": mask,
         "has_start": has_start,

@@ -54,9 +54,14 @@ class Context:
         settings: Settings,
         progress: Stages,
     ) -> None:
-        self.target, self.settings, self.progress = target, settings, progress
+        self.target, self.progress = target, progress
         self.rng = np.random.default_rng(starts.SEED)
         self.look_at(arguments)
+        self.fix(settings)
+
+    def fix(self, settings: Settings) -> None:
+        """Take this from now on as what is fixed."""
+        self.settings = settings
         self.estimators = self._candidates()
 
     def look_at(self, arguments: Arguments) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from numpyro_sgmcmc.warmup.advice import (
 from numpyro_sgmcmc.warmup.context import Choice, Context
 from numpyro_sgmcmc.warmup.discretisation import kick_excess
 from numpyro_sgmcmc.warmup.measure import shift_by_noise, shift_by_spread
+from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.moment_source import (
     STEPS_APART,
     MomentSource,
@@ -43,10 +45,30 @@ _FREE_NOISE = 0.025  # variance that noise adds at most, where it may depend on 
 _SURPRISE = 1.5  # times the predicted excess: less is no surprise
 
 
-def decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
+def decide(context: Context, first: Mode, others: Sequence[Mode] = ()) -> Adaptation:
     """Estimator, minibatches and step size from the noise measured at typical positions.
 
-    :param q: whitened positions from about the posterior.
+    :param first: the mode that decides.
+    :param others: modes in which chains run as well: with the same estimator and minibatches, and
+        steps that suit the narrowest.
+    """
+    adaptation = _decide(context, first.whitening, first.q)
+    settings = context.settings
+    context.fix(replace(settings, gradient=adaptation.estimator, minibatch=adaptation.minibatch))
+    each = [adaptation, *(_decide(context, mode.whitening, mode.q) for mode in others)]
+    context.fix(settings)
+    return adaptation._replace(
+        step_size=min(a.step_size for a in each),
+        num_steps=max(a.num_steps for a in each),
+        relaxation_time=max(a.relaxation_time for a in each),
+        other_modes=tuple(a.whitening for a in each[1:]),
+    )
+
+
+def _decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation:
+    """What suits one mode.
+
+    :param q: whitened positions from about it.
     """
     settings, target, dynamics = context.settings, context.target, context.settings.dynamics
     noise = _over_epochs(context, context.noise(whitening, q))

@@ -13,7 +13,7 @@ class Finding(NamedTuple):
     """
     - **sites** - names of the sites that are concerned; empty for all.
     - **kind** - ``"hidden"``: the potential changes unknown to its gradient; ``"modes"``: there are
-      other modes of comparable mass.
+      other modes of comparable mass; ``"visited"``: there are, and chains start in them, too.
     - **sentence** - what is wrong, and the way out.
     """
 

@@ -28,10 +28,17 @@ from numpyro_sgmcmc.warmup.continuity import hidden_changes
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.effort import rows_a_gradient
 from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root, stretch_along
-from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.leverage import decisive_rows
 from numpyro_sgmcmc.warmup.measure import sharpened
-from numpyro_sgmcmc.warmup.modes import COMPARABLE, Fit, are_apart, finding_of, is_near, possible
+from numpyro_sgmcmc.warmup.modes import (
+    COMPARABLE,
+    Fit,
+    Mode,
+    are_apart,
+    finding_of,
+    is_near,
+    possible,
+)
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
@@ -41,7 +48,7 @@ from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["find_typical_set", "warm_up"]
+__all__ = ["find_modes", "warm_up"]
 
 _BOUND_DRAWS = 8
 _MANY_DRAWS = 1_024  # of a window, from which its widest directions are seen
@@ -62,12 +69,14 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     """
     if context.settings.leaves_nothing_to_find:
         return _as_given(context, context.finite_starts(starts, 1)[0])
-    whitening, q, findings = find_typical_set(context, _first_starts(context, starts))
+    first, others = find_modes(context, _first_starts(context, starts))
     context.progress.begin("gradient noise")
-    findings += hidden_changes(context.rows, whitening, q, context.effort.lines)
+    are_visited = context.settings.chains_in_modes
+    findings = [finding_of(context.target, first.draws, others, are_visited)] if others else []
+    findings += hidden_changes(context.rows, first.whitening, first.q, context.effort.lines)
     for finding in findings:
         notify(finding.sentence)
-    adaptation = decide(context, whitening, q)
+    adaptation = decide(context, first, others if are_visited else ())
     return adaptation._replace(findings=tuple(findings), decisive=context.rows.decisive)
 
 
@@ -114,10 +123,8 @@ def _as_given(context: Context, position: np.ndarray) -> Adaptation:
     )
 
 
-def find_typical_set(
-    context: Context, starts: Sequence[np.ndarray]
-) -> tuple[Whitening, np.ndarray, list[Finding]]:
-    """The whitening, whitened positions from about the posterior, and other modes.
+def find_modes(context: Context, starts: Sequence[np.ndarray]) -> tuple[Mode, list[Mode]]:
+    """Where most of the posterior is, and other modes of comparable mass.
 
     :param starts: first positions, of which the best is gone on with.
     """
@@ -133,7 +140,8 @@ def find_typical_set(
     context.refuse_infinite_gradient(whitening)
     q = _spread_starts(context, whitening, fits[0].normal)
     whitening, q, _ = _settled(context, whitening, q, context.effort.windows)
-    return whitening, q, _other_modes(context, whitening, q, fits)
+    first = Mode(whitening, q, 0.0)
+    return first, _other_modes(context, first, fits)
 
 
 def _may_hold(context: Context) -> bool:
@@ -206,15 +214,13 @@ def _settled(
     return whitening, q, False
 
 
-def _other_modes(
-    context: Context, whitening: Whitening, q: np.ndarray, fits: list[Fit]
-) -> list[Finding]:
-    """What is to be said of other modes that the fits have found.
+def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
+    """Other modes of comparable mass that the fits have found.
 
-    :param q: ends of the pilot chains.
+    :param first: where the pilot chains have ended.
     :param fits: the first is the one that they have gone on with.
     """
-    known, nats = [whitening.position(q)], []
+    known, found = [first.draws], []
     unsure = np.abs(fits[0].normal.mean - known[0].mean(0))  # how far from its mode a fit may end
     for fit in possible(fits):
         if any(is_near(fit, some, unsure) for some in known):
@@ -227,12 +233,11 @@ def _other_modes(
         there, ends, is_settled = _settled(context, there, starts, windows, known)
         # Chains that are still on their way may yet come to the others.
         if is_settled:
-            theirs = there.position(ends)
-            less = _log_mass(context, whitening) - _log_mass(context, there)
+            less = _log_mass(context, first.whitening) - _log_mass(context, there)
             if less < COMPARABLE:
-                known.append(theirs)
-                nats.append(less)
-    return [finding_of(context.target, known[0], known[1:], nats)] if nats else []
+                found.append(Mode(there, ends, less))
+                known.append(found[-1].draws)
+    return found
 
 
 def _log_mass(context: Context, whitening: Whitening) -> float:

@@ -39,6 +39,7 @@ from numpyro_sgmcmc.warmup.local_pilot import (
     sweep_all,
 )
 from numpyro_sgmcmc.warmup.local_start import LocalStart
+from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.warmup.windows import settle
@@ -76,7 +77,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     q, spread = pilot.found(whitening)
     context.progress.begin("gradient noise")
     local.hold(pilot.values_of(0))
-    adaptation = decide(context, whitening, q)
+    adaptation = decide(context, Mode(whitening, q, 0.0))
     return adaptation._replace(
         num_steps=_num_steps(local, adaptation, spread),
         locals=LocalStart(pilot.state.values, pilot.state.scale, context.cast(root(spread))),

@@ -7,16 +7,18 @@ which pilot chains do not come to these, and where there is about as much mass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["COMPARABLE", "Fit", "are_apart", "finding_of", "is_near", "possible"]
+__all__ = ["COMPARABLE", "Fit", "Mode", "are_apart", "finding_of", "is_near", "possible"]
 
 COMPARABLE = 2.5
 """Nats by which a mode's mass may be smaller, to be told of: about a tenth is left."""
@@ -37,6 +39,23 @@ class Fit(NamedTuple):
 
     normal: MeanField
     bound: float
+
+
+class Mode(NamedTuple):
+    """
+    - **whitening** - coordinates about it.
+    - **q** - whitened positions from about it, shape ``(n, d)``.
+    - **nats** - by how much the logarithm of its mass is smaller than that of the chains' mode.
+    """
+
+    whitening: Whitening
+    q: np.ndarray
+    nats: float
+
+    @property
+    def draws(self) -> np.ndarray:
+        """The positions, shape ``(n, d)``."""
+        return np.asarray(self.whitening.position(self.q))
 
 
 def possible(fits: list[Fit]) -> list[Fit]:
@@ -69,17 +88,17 @@ def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def finding_of(
-    target: Target, ours: np.ndarray, others: list[np.ndarray], nats: list[float]
+    target: Target, ours: np.ndarray, others: Sequence[Mode], are_visited: bool
 ) -> Finding:
     """What is to be said of other modes.
 
     :param ours: draws about the mode that the chains are to be in, shape ``(n, d)``.
-    :param others: draws about each of the others.
-    :param nats: by how much the logarithms of their masses are smaller.
+    :param others: the other modes.
+    :param are_visited: whether chains start in them, too.
     """
-    shares = 100.0 * _shares(nats)
+    shares = 100.0 * _shares([mode.nats for mode in others])
     sites, exchanged = [], []
-    for theirs in others:
+    for theirs in (mode.draws for mode in others):
         apart = _sites_apart(target, are_apart(ours, theirs), ours, theirs)
         sites += [name for name in apart[0] if name not in sites]
         exchanged += [name for name in apart[1] if name not in exchanged]
@@ -92,17 +111,27 @@ def finding_of(
     if exchanged:
         told = (
             f"the entries of {_listed(exchanged)} are exchanged: the model does not tell its "
-            "components apart. Chains run in one mode and give its means and sds alone. Order the "
+            f"components apart. {_where(are_visited)} Order the "
             "components (numpyro.distributions.transforms.OrderedTransform), or read the draws as "
             "those of components in any order."
         )
     else:
         told = (
-            f"{_listed(sites) or 'the position'} is elsewhere. Chains run in one mode and give its "
-            "means and sds alone. Rule the others out by the prior, if they should not be; "
-            "`init_params` decides in which mode chains start."
+            f"{_listed(sites) or 'the position'} is elsewhere. {_where(are_visited)} Rule the "
+            "others out by the prior, if they should not be; `init_params` decides in which mode "
+            "chains start."
         )
-    return Finding(tuple(sites), "modes", f"The posterior has {what} {told}")
+    kind = "visited" if are_visited else "modes"
+    return Finding(tuple(sites), kind, f"The posterior has {what} {told}")
+
+
+def _where(are_visited: bool) -> str:
+    if are_visited:
+        return "Chains start in each in turn: its share of the draws is no estimate of its mass."
+    return (
+        "Chains run in one mode and give its means and sds alone; with chains_in_modes=True they "
+        "start in each."
+    )
 
 
 def _shares(nats: list[float]) -> np.ndarray:

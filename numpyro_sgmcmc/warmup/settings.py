@@ -39,6 +39,7 @@ class Settings:
     - **mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
     - **target_bias** - allowed relative error of posterior sds.
     - **noise_compensation** - whether the gradient's noise is taken from what is injected.
+    - **chains_in_modes** - whether chains start in each of the modes found.
     - **has_start** - whether the first start is the user's.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     mask: np.ndarray | None
     target_bias: float
     noise_compensation: bool
+    chains_in_modes: bool
     has_start: bool
 
     @property
@@ -84,6 +86,7 @@ class Adaptation(NamedTuple):
       strategy says.
     - **decisive** - rows that are in every minibatch, by plate.
     - **findings** - what makes the posterior wrong whatever the chains say.
+    - **other_modes** - coordinates about other modes, in which chains start in turn.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
     """
@@ -101,4 +104,5 @@ class Adaptation(NamedTuple):
     is_given: bool = False
     decisive: Decisive = ()
     findings: tuple[Finding, ...] = ()
+    other_modes: tuple[Whitening, ...] = ()
     locals: LocalStart | None = None

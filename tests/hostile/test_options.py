@@ -54,6 +54,7 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "adapt_step_size": is_flag,
     "adapt_mass_matrix": is_flag,
     "noise_compensation": is_flag,
+    "chains_in_modes": is_flag,
     "gradient": is_one_of("auto", "plain", "control_variate", "second_order_control_variate"),
     "minibatch": is_one_of("auto", "blocks", "epoch", "iid"),
     "target_bias": is_positive_number,

@@ -52,13 +52,19 @@ def two_places(y, batch_size=None):
         numpyro.sample("z", dist.Normal(b, 1), obs=-y[i])
 
 
-def run(model, y=Y, **options):
+def above_zero(y, batch_size=None):
+    a = numpyro.sample("a", dist.HalfNormal(3))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(jnp.square(a), 1), obs=y[i])
+
+
+def run(model, y=Y, chain_method="vectorized", chains_in_modes=False, **options):
     mcmc = quietly(
-        SGHMCSplit(model),
+        SGHMCSplit(model, chains_in_modes=chains_in_modes),
         num_warmup=100,
         num_samples=300,
         num_chains=4,
-        chain_method="vectorized",
+        chain_method=chain_method,
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -89,6 +95,39 @@ def test_another_place_is_named():
     mcmc, said = run(two_places, y)
     assert " % of the mass, in which `a` is elsewhere" in said[0]
     assert {s.site: s.verdict for s in bias_report(mcmc).sites}["a"] == "one mode"
+
+
+@pytest.mark.parametrize(
+    "chain_method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)]
+)
+def test_chains_in_each_mode(chain_method):
+    """Right in both, by half of the chains each; together no posterior's, and said so."""
+    y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
+    mcmc, said = run(two_places, y, chain_method, chains_in_modes=True)
+    assert "Chains start in each in turn" in said[0]
+    a = np.asarray(mcmc.get_samples(group_by_chain=True)["a"])
+    is_above = (a > 0).mean(1)
+    assert sorted(is_above) == [0.0, 0.0, 1.0, 1.0]
+    precision = 300 * np.array([[2 * 2.02**2 * 2, 2.02 * 2], [2.02 * 2, 2.0]])
+    sd = np.sqrt(np.linalg.inv(precision)[0, 0])
+    np.testing.assert_allclose(np.abs(a).mean(1), np.abs(a).mean(), atol=0.3 * sd)
+    np.testing.assert_allclose(a.std(1), sd, rtol=0.2)
+    report = bias_report(mcmc)
+    verdicts = {s.site: s for s in report.sites}
+    assert verdicts["a"].verdict == "apart"
+    assert "within each" in report.verdict
+    # Laid over each other the modes say what they say by themselves.
+    for site in verdicts.values():
+        assert abs(site.mean_shift) < 0.15
+        assert abs(site.sd_inflation) < 0.1
+    assert not report.evidence.heavy.size
+
+
+def test_where_there_is_one_mode_chains_in_modes_are_as_ever():
+    y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
+    model = above_zero
+    plain, in_modes = (run(model, y, chains_in_modes=c)[0] for c in (False, True))
+    np.testing.assert_array_equal(plain.get_samples()["a"], in_modes.get_samples()["a"])
 
 
 def test_where_the_user_says_where_to_start_no_other_mode_is_looked_for():
@@ -166,3 +205,17 @@ def test_a_mirror_is_found_with_many_rows(num):
         warnings.simplefilter("always", UserWarning)
         mcmc.run(jax.random.key(0), jnp.asarray(x), jnp.asarray(y, jnp.float32), batch_size=100)
     assert any("in which `w` is elsewhere" in str(w.message) for w in caught)
+
+
+def test_what_does_not_go_with_several_modes():
+    with pytest.raises(ValueError, match=r"leave out either it or `chains_in_modes`"):
+        SGHMCSplit(two_places, chains_in_modes=True, noise_compensation=True)
+
+    def wide(y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([65]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(w[0], 1), obs=y[i])
+
+    mcmc = quietly(SGHMCSplit(wide, chains_in_modes=True, dense_mass=True), num_samples=1)
+    with pytest.raises(ValueError, match=r"diagonal mass matrix above 64 parameters, but"):
+        mcmc.run(jax.random.key(0), Y, batch_size=100)
