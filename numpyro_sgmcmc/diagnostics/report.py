@@ -19,7 +19,8 @@ from numpyro_sgmcmc.warmup.findings import Finding
 __all__ = ["BiasReport"]
 
 
-_TOLD = {"modes": "one mode", "visited": "apart"}  # verdicts by kind of finding
+_TOLD = {"modes": "one mode", "visited": "apart", "no region": "fine"}
+"""Verdicts by kind of the warm-up's findings; of all others, biased."""
 
 
 @dataclass(frozen=True, repr=False)

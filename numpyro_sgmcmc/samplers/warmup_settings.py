@@ -65,6 +65,7 @@ def warmup_settings(
         "is_by_site": is_by_site and not is_dense,
         "mask": mask,
         "has_start": has_start,
+        "has_region": True,
     }
     names = {field.name for field in fields(Settings)} - made.keys()
     return Settings(**made, **{name: getattr(options, name) for name in names})

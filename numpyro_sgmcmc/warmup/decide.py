@@ -191,7 +191,8 @@ def _shifts(
 ) -> Shifts:
     """How far noise and the step's own error are predicted to move the posterior's means."""
     settings, rng, probes = context.settings, context.rng, context.effort.probes
-    if settings.step_size is not None or context.target.locals is not None:
+    is_unknown = context.target.locals is not None or not settings.has_region
+    if settings.step_size is not None or is_unknown:
         return Shifts.none()
     by_noise = np.zeros(context.target.dim)
     if not settings.noise_compensation:

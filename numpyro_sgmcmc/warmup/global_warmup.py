@@ -15,6 +15,7 @@ number of times. The arrays are concrete, so that Python may branch; nothing her
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,12 +37,15 @@ from numpyro_sgmcmc.warmup.modes import (
     Mode,
     are_apart,
     finding_of,
+    have_stayed,
     is_near,
+    is_on_its_way,
     possible,
 )
 from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
+from numpyro_sgmcmc.warmup.regions import NO_REGION, in_units_of_the_prior
 from numpyro_sgmcmc.warmup.row_gradients import minibatches_of
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.starts import likely_by_prior
@@ -71,8 +75,13 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         return _as_given(context, context.finite_starts(starts, 1)[0])
     first, others = find_modes(context, _first_starts(context, starts))
     context.progress.begin("gradient noise")
-    are_visited = context.settings.chains_in_modes
-    findings = [finding_of(context.target, first.draws, others, are_visited)] if others else []
+    are_visited, findings = context.settings.chains_in_modes, []
+    if (everywhere := in_units_of_the_prior(context, first)) is not None:
+        first, others = everywhere, []
+        findings.append(NO_REGION)
+        context.fix(replace(context.settings, gradient=Plain(), has_region=False))
+    if others:
+        findings.append(finding_of(context.target, first.draws, others, are_visited))
     findings += hidden_changes(context.rows, first.whitening, first.q, context.effort.lines)
     for finding in findings:
         notify(finding.sentence)
@@ -139,8 +148,7 @@ def find_modes(context: Context, starts: Sequence[np.ndarray]) -> tuple[Mode, li
         whitening = context.whitening_at(starts[0], whitening.factor)
     context.refuse_infinite_gradient(whitening)
     q = _spread_starts(context, whitening, fits[0].normal)
-    whitening, q, _ = _settled(context, whitening, q, context.effort.windows)
-    first = Mode(whitening, q, 0.0)
+    first = _settled(context, whitening, q, context.effort.windows)
     return first, _other_modes(context, first, fits)
 
 
@@ -172,46 +180,54 @@ def _settled(
     q: np.ndarray,
     windows: Sequence[int],
     known: Sequence[np.ndarray] = (),
-) -> tuple[Whitening, np.ndarray, bool]:
-    """The whitening after pilot chains, a window at a time; their ends; whether they agree.
+) -> Mode:
+    """Where pilot chains come to, a window at a time, until they agree.
 
     :param known: draws about modes, among which chains that have come there need go no further.
     """
     chains, shorter = len(q), 1.0
+    mode = Mode(whitening, q, r_hat=np.inf)
     for num_steps in windows:
         context.progress.begin("pilot chains")
-        estimator, step_size, noise = _pilot_step(context, whitening, q, shorter)
+        estimator, step_size, noise = _pilot_step(context, mode.whitening, mode.q, shorter)
         draws = run_pilot(
             context.rows.step_target,
             context.arguments,
-            whitening.cast(context.target.dtype),
-            q,
+            mode.whitening.cast(context.target.dtype),
+            mode.q,
             step_size,
             num_steps,
             context.rng,
             estimator,
             context.progress,
         )
-        alive = _alive(context, whitening, draws)
+        alive = _alive(context, mode.whitening, draws)
         if alive.sum() <= chains // 2:
             shorter *= 4.0
-            q = q / 2.0
+            mode = mode._replace(q=mode.q / 2.0)
             continue
         found = draws[alive].astype(np.float64)
+        if known:
+            stays = have_stayed(mode.whitening.position(found[:, -1]), known)
+            found = found[stays] if stays.sum() > 1 else found
         ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
-        ends = whitening.position(ends)
-        if not all(len(are_apart(ends, some)) for some in known):
-            return whitening, q, False
-        moved = _follow(context, whitening, found, noise)
+        ends = mode.whitening.position(ends)
+        moved = None
+        if is_of_its_own := all(len(are_apart(ends, some)) for some in known):
+            moved = _follow(context, mode.whitening, found, noise)
+        trail = (*mode.trail, mode.whitening.position(np.median(found.mean(1), axis=0)))
+        mode = mode._replace(is_settled=_have_settled(found), r_hat=_r_hat(found), trail=trail)
+        if not is_of_its_own:
+            return mode._replace(q=mode.whitening.whiten(ends - mode.whitening.anchor))
         if moved is None:
             shorter *= 2.0
+            mode = mode._replace(is_settled=False)
             continue
-        q = moved.whiten(ends - moved.anchor)
-        whitening = moved
-        if _have_settled(found):
-            return whitening, q, True
-    return whitening, q, False
+        mode = mode._replace(whitening=moved, q=moved.whiten(ends - moved.anchor))
+        if mode.is_settled:
+            break
+    return mode
 
 
 def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
@@ -230,13 +246,13 @@ def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
             continue
         starts = _spread_starts(context, there, fit.normal)
         windows = context.effort.windows[:_MODE_WINDOWS]
-        there, ends, is_settled = _settled(context, there, starts, windows, known)
-        # Chains that are still on their way may yet come to the others.
-        if is_settled:
-            less = _log_mass(context, first.whitening) - _log_mass(context, there)
+        mode = _settled(context, there, starts, windows, known)
+        is_apart = all(len(are_apart(mode.draws, some)) for some in known)
+        if is_apart and not any(is_on_its_way(mode, some) for some in known):
+            less = _log_mass(context, first.whitening) - _log_mass(context, mode.whitening)
             if less < COMPARABLE:
-                found.append(Mode(there, ends, less))
-                known.append(found[-1].draws)
+                found.append(mode._replace(nats=less))
+                known.append(mode.draws)
     return found
 
 
@@ -302,9 +318,15 @@ def _have_settled(draws: np.ndarray) -> bool:
 
     :param draws: whitened draws, shape ``(chains, draws, d)``.
     """
+    away = np.abs(draws.mean((0, 1))).max()
+    return bool(_r_hat(draws) < _AGREE and away < _SMALL_SHIFT)
+
+
+def _r_hat(draws: np.ndarray) -> float:
+    """The largest of any coordinate."""
     means, within = draws.mean(1), draws.var(1).mean(0)
     r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
-    return bool(r_hat.max() < _AGREE and np.abs(means.mean(0)).max() < _SMALL_SHIFT)
+    return float(r_hat.max())
 
 
 def _follow(

@@ -77,7 +77,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     q, spread = pilot.found(whitening)
     context.progress.begin("gradient noise")
     local.hold(pilot.values_of(0))
-    adaptation = decide(context, Mode(whitening, q, 0.0))
+    adaptation = decide(context, Mode(whitening, q))
     return adaptation._replace(
         num_steps=_num_steps(local, adaptation, spread),
         locals=LocalStart(pilot.state.values, pilot.state.scale, context.cast(root(spread))),

@@ -18,7 +18,17 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["COMPARABLE", "Fit", "Mode", "are_apart", "finding_of", "is_near", "possible"]
+__all__ = [
+    "COMPARABLE",
+    "Fit",
+    "Mode",
+    "are_apart",
+    "finding_of",
+    "have_stayed",
+    "is_near",
+    "is_on_its_way",
+    "possible",
+]
 
 COMPARABLE = 2.5
 """Nats by which a mode's mass may be smaller, to be told of: about a tenth is left."""
@@ -27,6 +37,7 @@ _POSSIBLE = 100.0  # nats: with many rows a fit ends several sds from its mode
 _UNSURE = 2.0  # times the distance of the best fit from its mode
 _FAR = 3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
 _GAP = 0.3  # between two groups of draws, of the sum of their sds
+_ON_ITS_WAY = 0.1  # of the way that is left, in one window
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged
 _SHOWN = 3
 
@@ -45,12 +56,18 @@ class Mode(NamedTuple):
     """
     - **whitening** - coordinates about it.
     - **q** - whitened positions from about it, shape ``(n, d)``.
+    - **is_settled** - whether pilot chains about it agree and have stopped moving.
+    - **r_hat** - of theirs, the largest of any coordinate.
+    - **trail** - where they have been, window by window, the median one; each of shape ``(d,)``.
     - **nats** - by how much the logarithm of its mass is smaller than that of the chains' mode.
     """
 
     whitening: Whitening
     q: np.ndarray
-    nats: float
+    is_settled: bool = True
+    r_hat: float = 1.0
+    trail: tuple[np.ndarray, ...] = ()
+    nats: float = 0.0
 
     @property
     def draws(self) -> np.ndarray:
@@ -78,13 +95,57 @@ def is_near(fit: Fit, draws: np.ndarray, unsure: np.ndarray) -> bool:
 
 
 def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """The coordinates in which all draws of one group are beyond all of the other.
+    """The coordinates in which most of one group's draws are beyond those of the other.
+
+    Over a low barrier some chains get: an eighth of ours and three of theirs at either end do not
+    count.
 
     :param ours: positions, shape ``(n, d)``.
     :param theirs: likewise.
     """
+    ours, theirs = _inner(ours, 1), _inner(theirs, 3)
     gap = np.maximum(ours.min(0) - theirs.max(0), theirs.min(0) - ours.max(0))
     return np.flatnonzero(gap > _GAP * (ours.std(0) + theirs.std(0)))
+
+
+def have_stayed(ends: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
+    """Which chains have not come to where others are known to be, shape ``(n,)``.
+
+    :param ends: of the chains, shape ``(n, d)``.
+    :param known: draws about modes, each of shape ``(m, d)``.
+    """
+    stays = np.ones(len(ends), bool)
+    for draws in known:
+        where = are_apart(draws, ends)
+        inner = _inner(draws, 1)[:, where]
+        slack = _GAP * inner.std(0)
+        stays &= ((ends[:, where] < inner[0] - slack) | (ends[:, where] > inner[-1] + slack)).any(1)
+    return stays
+
+
+def _inner(draws: np.ndarray, eighths: int) -> np.ndarray:
+    """Each coordinate's draws without so many at either end, sorted."""
+    few = eighths * len(draws) // 8
+    return np.sort(draws, axis=0)[few : len(draws) - few]
+
+
+def is_on_its_way(mode: Mode, draws: np.ndarray) -> bool:
+    """Whether pilot chains that have not settled may yet come to other draws.
+
+    Chains that a low barrier lets out now and then never settle, and stay where they are all the
+    same; those that are still coming down move on by a good part of the way in every window.
+
+    :param draws: shape ``(n, d)``.
+    """
+    if mode.is_settled:
+        return False
+    apart = are_apart(draws, mode.draws)
+    if len(mode.trail) < 2 or not len(apart):
+        return True
+    scale = draws.std(0)[apart] + mode.draws.std(0)[apart]
+    before, now = (place[apart] / scale for place in mode.trail[-2:])
+    left = draws.mean(0)[apart] / scale - now
+    return bool((now - before) @ left > _ON_ITS_WAY * (left @ left))
 
 
 def finding_of(
@@ -117,7 +178,8 @@ def finding_of(
         )
     else:
         told = (
-            f"{_listed(sites) or 'the position'} is elsewhere. {_where(are_visited)} Rule the "
+            f"{_listed(sites) or 'the position'} {'are' if len(sites) > 1 else 'is'} elsewhere. "
+            f"{_where(are_visited)} Rule the "
             "others out by the prior, if they should not be; `init_params` decides in which mode "
             "chains start."
         )
@@ -129,8 +191,8 @@ def _where(are_visited: bool) -> str:
     if are_visited:
         return "Chains start in each in turn: its share of the draws is no estimate of its mass."
     return (
-        "Chains run in one mode and give its means and sds alone; with chains_in_modes=True they "
-        "start in each."
+        "Chains start in one mode and, while they stay there, give its means and sds alone; with "
+        "chains_in_modes=True they start in each."
     )
 
 

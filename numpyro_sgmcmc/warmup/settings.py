@@ -41,6 +41,7 @@ class Settings:
     - **noise_compensation** - whether the gradient's noise is taken from what is injected.
     - **chains_in_modes** - whether chains start in each of the modes found.
     - **has_start** - whether the first start is the user's.
+    - **has_region** - whether pilot chains have found one in which means can be predicted.
     """
 
     dynamics: Dynamics
@@ -58,6 +59,7 @@ class Settings:
     noise_compensation: bool
     chains_in_modes: bool
     has_start: bool
+    has_region: bool = True
 
     @property
     def leaves_nothing_to_find(self) -> bool:

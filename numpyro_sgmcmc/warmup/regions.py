@@ -1,0 +1,67 @@
+"""Posteriors without a single region, as those of neural networks' weights.
+
+There pilot chains do not come to agree, whatever the whitening: units may be exchanged and turned,
+and a whitening learnt about one place is wrong a little further on. Its control variates are worse
+than none. Most weights are about as free as under the prior, whose sds are units that suit
+everywhere; with plain gradients in these, a chain goes from place to place.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax import random
+
+from numpyro_sgmcmc.posterior.estimators import Plain
+from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.effort import MANY_DIM
+from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.warmup.modes import Mode
+
+__all__ = ["NO_REGION", "in_units_of_the_prior"]
+
+NO_REGION = Finding(
+    (),
+    "no region",
+    "Pilot chains find no single region, as of a neural network's weights, and most coordinates "
+    "are about as wide as under the prior: chains take plain gradients in units of the prior's "
+    "sds. Judge them by what they predict, as numpyro_sgmcmc.diagnostics.predictive_summary does: "
+    "R-hat of weights that may be exchanged means little.",
+)
+
+_NOWHERE = 2.0  # R-hat of pilot chains: 2.5 to 3.7 in a network, 1.5 in a Gaussian process
+_FREE = 0.3  # median ratio of posterior to prior sds: 0.7 in a network, 0.1 or less in hierarchies
+_NUMBERS, _MOST_DRAWS = 2**22, 1_024  # of the prior
+_NORMAL_RANGE = 1.349  # between the quartiles of a standard normal
+
+
+def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
+    """The same positions in coordinates that suit where there is no single region.
+
+    :param first: where pilot chains have ended.
+    :return: None where they agree, where the prior says little of the posterior's width, and where
+        the user has said what coordinates or gradients to take.
+    """
+    settings, target = context.settings, context.target
+    is_free = settings.inverse_mass_matrix is None and not settings.is_by_site
+    is_plain = settings.gradient in (None, Plain()) and not settings.noise_compensation
+    if first.r_hat < _NOWHERE or not (is_free and is_plain) or target.dim > MANY_DIM:
+        return None
+    sds = _prior_sds(context)
+    if sds is None or np.median(first.whitening.sds / sds) < _FREE:
+        return None
+    whitening = first.whitening._replace(factor=sds, stretch=None)
+    return Mode(whitening, whitening.whiten(first.draws - whitening.anchor))
+
+
+def _prior_sds(context: Context) -> np.ndarray | None:
+    """About the sds of the unconstrained coordinates under the prior, if it can be drawn from."""
+    target = context.target
+    if target.start_by_prior is None:
+        return None
+    draw = jax.jit(target.start_by_prior)
+    keys = map(random.key, range(min(_MOST_DRAWS, _NUMBERS // target.dim)))
+    draws = np.stack([np.asarray(draw(key, context.arguments)) for key in keys])
+    low, high = np.quantile(draws, (0.25, 0.75), axis=0)
+    sds = (high - low) / _NORMAL_RANGE
+    return sds if np.isfinite(sds).all() and (sds > 0.0).all() else None
