@@ -76,10 +76,14 @@ def typical_positions(like: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (8, *like.shape), like.dtype)
 
 
+_ELSEWHERE = {"target_accept_prob": "target_bias"}  # what NUTS calls what has its place
+
+
 def no_more_keywords(kernel: type, unknown: Mapping[str, Any]) -> None:
     """Refuse keywords that a kernel does not know, and name the one that may have been meant."""
     for name in unknown:
         meant = difflib.get_close_matches(name, inspect.signature(kernel).parameters, 1)
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else meant
         hint = f"; did you mean '{meant[0]}'?" if meant else ""
         raise TypeError(f"{kernel.__name__} got an unexpected keyword argument '{name}'{hint}")
 

@@ -74,7 +74,7 @@ def iterate(
     step_size = plan.step_size(counts[-1], adapt_state)
     dynamics, diverging = _survive(plan, state, end.dynamics, step_size, keys.restart)
     weight = plan.weight(counts, adapt_state)
-    control, factor = _check_step(plan, state, sums, diverging)
+    control, factor = _check_step(plan, state, _temperatures(plan, state, sums, end), diverging)
     if factor is not None:
         step_size = factor * step_size
     block = state.block
@@ -126,8 +126,23 @@ def _run(
     return end, sums
 
 
+def _temperatures(plan: ChainPlan, state: SGMCMCState, sums: Sums, end: Moving) -> Array | None:
+    """What should be one on average: of each coordinate, and of the momenta where that alone tells.
+
+    Where there is no single region noise heats directions that are no coordinates. Of all others
+    the momenta are the surest witness, and a step is short enough not to change them itself.
+    """
+    if not plan.adaptation.moment_source.every:
+        return None
+    if plan.adaptation.has_region:
+        return sums.temperatures
+    kinetic = plan.locate(state.adapt_state.whitening).temperature(end.dynamics)
+    kinetic = jnp.where(jnp.isnan(kinetic), 1.0, kinetic)  # there are none
+    return jnp.append(sums.temperatures, kinetic)
+
+
 def _check_step(
-    plan: ChainPlan, state: SGMCMCState, sums: Sums, diverging: Array
+    plan: ChainPlan, state: SGMCMCState, temperatures: Array | None, diverging: Array
 ) -> tuple[StepControl, Array | None]:
     """What the chain has seen of its step size, and by what to multiply it: 1 after warm-up.
 
@@ -135,9 +150,8 @@ def _check_step(
     and since the half; a divergence shortens the step at once, but for the over-dispersed start's.
     """
     num_warmup, adaptation = plan.num_warmup, plan.adaptation
-    if not adaptation.moment_source.every or adaptation.allowed_excess is None:
+    if temperatures is None or adaptation.allowed_excess is None:
         return state.step_control, None
-    temperatures = sums.temperatures
     quarter, half = num_warmup // 4, num_warmup // 2
     is_warmup = state.i < num_warmup
     control = state.step_control.add(temperatures, (state.i >= quarter) & is_warmup & ~diverging)

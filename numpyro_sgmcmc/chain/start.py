@@ -49,6 +49,7 @@ def start_chains(
     start = partial(
         _start_chain,
         num_steps=jnp.asarray(adaptation.num_steps),
+        num_temperatures=target.dim + (not adaptation.has_region),
         arguments=arguments if adaptation.is_given else None,
         target=target,
         dynamics=dynamics,
@@ -86,19 +87,21 @@ def _any_number(rng_key: Array) -> Array:
     return random.bits(random.fold_in(rng_key, 2), (), jnp.uint32) >> 1
 
 
-@partial(jax.jit, static_argnames=("target", "dynamics"))
+@partial(jax.jit, static_argnames=("target", "dynamics", "num_temperatures"))
 def _start_chain(
     rng_key: Array,
     init_params: Any,
     adapt_state: AdaptState,
     *,
     num_steps: Array,
+    num_temperatures: int,
     arguments: Arguments | None,
     target: Target,
     dynamics: Dynamics,
 ) -> SGMCMCState:
     """A chain's first state: over-dispersed about the anchor, or where the user says.
 
+    :param num_temperatures: how many the chain watches.
     :param arguments: the model's, where the initialisation strategy decides; else None.
     """
     whitening = adapt_state.whitening
@@ -123,7 +126,7 @@ def _start_chain(
         weight=jnp.zeros_like(adapt_state.step_size),
         diverging=jnp.array(False),
         moments=Moments.zeros(target.dim, target.dtype),
-        step_control=StepControl.zeros(target.dim, target.dtype),
+        step_control=StepControl.zeros(num_temperatures, target.dtype),
         adapt_state=adapt_state,
         rng_key=rng_key,
     )

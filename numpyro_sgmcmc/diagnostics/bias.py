@@ -15,7 +15,7 @@ from numpyro_sgmcmc.diagnostics.coordinates import (
     coordinates_of_chains,
     in_those_of_the_first,
 )
-from numpyro_sgmcmc.diagnostics.estimates import disagreement, estimate
+from numpyro_sgmcmc.diagnostics.estimates import Estimates, disagreement, estimate
 from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
@@ -80,12 +80,21 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         step_size=step_size,
         order=kernel.dynamics.schemes[kernel.scheme].order,
         noise_variance=noise.variance,
-        noise_inflation=float(np.sqrt(1.0 + predicted) - 1.0),
+        noise_inflation=max(float(np.sqrt(1.0 + predicted) - 1.0), _heat(estimates, step_size)),
         divergences=int(np.sum(mcmc.get_extra_fields().get("diverging", 0))),
         num_draws=num_draws,
         num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
     )
+
+
+def _heat(estimates: Estimates, step_size: float) -> float:
+    """By how much momenta are clearly hotter than a step of this size makes them: noise does that,
+    and widens sds as much. NaN counts as nothing.
+    """
+    value, error = (float(x) for x in estimates.kinetic)
+    clear = value - 1.0 - 3.0 * error - step_size**2 / 2.0
+    return float(np.sqrt(1.0 + clear) - 1.0) if clear > 0.0 else 0.0
 
 
 def _at_all_rows(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> LookedAt:

@@ -100,8 +100,7 @@ def _of_unclear(report: BiasReport, unclear: list[SiteBias]) -> list[str]:
         )
     narrow = _sites_with_necks(report)
     if rest := [s for s in unclear if s not in few + unsettled and s.site not in narrow]:
-        means = "more draws" if report.full_data else "more draws, or full_data=True,"
-        said.append(f"The error bars of {_names(rest)} are too wide to tell: {means} would.")
+        said.append(f"The error bars of {_names(rest)} are too wide to tell: more draws would.")
     return said
 
 

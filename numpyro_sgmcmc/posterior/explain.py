@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpyro
 from jax import Array
+from numpyro.distributions import constraints
 from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
@@ -31,8 +32,9 @@ def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Ar
     found = ""
     if culprits:
         found = (
-            f"The log density is not finite at site {', '.join(culprits)}: look there for "
-            "missing values, data outside the distribution's support, or overflow. "
+            f"Log density or gradient is not finite at site {', '.join(culprits)}: look there for "
+            "missing values, data outside the distribution's support, parameters out of range, or "
+            "overflow. "
         )
     if missing:
         found += f"Among the arguments, not all is finite in {', '.join(missing)}."
@@ -55,9 +57,27 @@ def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments)
     culprits = []
     with numpyro.validation_enabled(False):  # it would stop at the first bad value
         for name, site in trace(substitute(run, data=values)).get_trace(*args, **kwargs).items():
-            if site["type"] == "sample" and (bad := _num_bad(site)):
+            if site["type"] != "sample":
+                continue
+            if bad := _num_bad(site):
                 culprits.append(f"'{name}' ({bad[0]} of {bad[1]} values)")
+            elif wrong := _wrong_parameters(site["fn"]):
+                culprits.append(f"'{name}' ({wrong})")
     return culprits
+
+
+def _wrong_parameters(fn: Any) -> str:
+    """The distribution's parameters that are out of range, as they may be with a finite density."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    wrong = []
+    for name, constraint in fn.arg_constraints.items():
+        value = getattr(fn, name, None)
+        if value is None or isinstance(constraint, type(constraints.dependent)):
+            continue
+        if bad := int((~jnp.asarray(constraint(value))).sum()):
+            wrong.append(f"`{name}` of {type(fn).__name__}: {bad} of {jnp.size(value)} values")
+    return f"out of range: {', '.join(wrong)}" if wrong else ""
 
 
 def _num_bad(site: Any) -> tuple[int, int] | None:

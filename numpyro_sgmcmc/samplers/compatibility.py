@@ -39,7 +39,8 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
     if not target.plates:
         notify(
             "The model has no subsampled plate: every step uses the gradient on all rows. "
-            "Give the data's plate a subsample_size, for example 100."
+            "Give the data's plate a subsample_size, for example 100; where that is an argument "
+            "of the model, pass it to `run`."
         )
     if target.is_randomized and "control_variate" in options.gradient:
         raise Refusal(

@@ -21,12 +21,32 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS, choose_num_steps, choose_step_size
 
-__all__ = ["SHIFT_SHARE", "Limits", "Shifts", "is_thermostat_at_work", "warn"]
+__all__ = [
+    "SHIFT_SHARE",
+    "Limits",
+    "Shifts",
+    "is_thermostat_at_work",
+    "tell_of_sorted_rows",
+    "warn",
+]
 
 SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
 _CLEARLY_LESS = 2 / 3  # of the work: worth a word
 _FEW_STEPS = 50  # no word where a draw takes no more
 _LARGER = 2.0 ** np.arange(1, 21)
+
+
+def tell_of_sorted_rows(times: float) -> None:
+    """Tell that random rows are used in place of blocks.
+
+    :param times: how much noisier blocks are.
+    """
+    notify(
+        f"Blocks of consecutive rows are {times:.1f} times as noisy as random rows: the rows are "
+        "sorted by something that matters. Random rows are used instead, which cost more a step; "
+        "to spare that, shuffle the data once: i = numpy.random.permutation(len(y)); "
+        "X, y = X[i], y[i]."
+    )
 
 
 class Shifts(NamedTuple):

@@ -18,6 +18,7 @@ from numpyro_sgmcmc.warmup.advice import (
     Limits,
     Shifts,
     is_thermostat_at_work,
+    tell_of_sorted_rows,
     warn,
 )
 from numpyro_sgmcmc.warmup.context import Choice, Context
@@ -108,6 +109,7 @@ def _decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation
         moment_source=_moment_source(context, whitening, q, noise.of(scheme), at),
         allowed_excess=_allowed_excess(context, inflation),
         relaxation_time=float(relaxation_time),
+        has_region=settings.has_region,
     )
 
 
@@ -154,12 +156,7 @@ def _cheapest_minibatch(
     is_wide = excess > max(2.0 * settings.target_bias, _CLEARLY_NOISIER * least)
     is_harmful = longest > step_size or is_wide
     if in_blocks > _CLEARLY_NOISIER * in_random and is_harmful:
-        notify(
-            f"Blocks of consecutive rows are {in_blocks / in_random:.1f} times as noisy as "
-            "random rows: the rows are sorted by something that matters. Random rows are used "
-            "instead, which cost more a step; to spare that, shuffle the data once: "
-            "i = numpy.random.permutation(len(y)); X, y = X[i], y[i]."
-        )
+        tell_of_sorted_rows(in_blocks / in_random)
         return Epoch()
     return Blocks()
 

@@ -118,7 +118,7 @@ def have_stayed(ends: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
     for draws in known:
         where = are_apart(draws, ends)
         inner = _inner(draws, 1)[:, where]
-        slack = _GAP * inner.std(0)
+        slack = inner.std(0)
         stays &= ((ends[:, where] < inner[0] - slack) | (ends[:, where] > inner[-1] + slack)).any(1)
     return stays
 

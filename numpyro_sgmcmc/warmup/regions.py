@@ -23,14 +23,15 @@ __all__ = ["NO_REGION", "in_units_of_the_prior"]
 NO_REGION = Finding(
     (),
     "no region",
-    "Pilot chains find no single region, as of a neural network's weights, and most coordinates "
-    "are about as wide as under the prior: chains take plain gradients in units of the prior's "
-    "sds. Judge them by what they predict, as numpyro_sgmcmc.diagnostics.predictive_summary does: "
-    "R-hat of weights that may be exchanged means little.",
+    "Pilot chains find no single region, as in a neural network's weights, and most coordinates "
+    "are not much narrower than under the prior: chains take plain gradients in units of the "
+    "prior's sds. Judge them by what they predict, as "
+    "numpyro_sgmcmc.diagnostics.predictive_summary does: R-hat of weights that may be exchanged "
+    "means little.",
 )
 
 _NOWHERE = 2.0  # R-hat of pilot chains: 2.5 to 3.7 in a network, 1.5 in a Gaussian process
-_FREE = 0.3  # median ratio of posterior to prior sds: 0.7 in a network, 0.1 or less in hierarchies
+_FREE = 0.1  # median ratio of sds to the prior's: 0.25 to 0.75 in networks, 0.05 in regressions
 _NUMBERS, _MOST_DRAWS = 2**22, 1_024  # of the prior
 _NORMAL_RANGE = 1.349  # between the quartiles of a standard normal
 

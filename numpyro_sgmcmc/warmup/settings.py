@@ -89,6 +89,7 @@ class Adaptation(NamedTuple):
     - **decisive** - rows that are in every minibatch, by plate.
     - **findings** - what makes the posterior wrong whatever the chains say.
     - **other_modes** - coordinates about other modes, in which chains start in turn.
+    - **has_region** - whether pilot chains have found a single region.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
     """
@@ -107,4 +108,5 @@ class Adaptation(NamedTuple):
     decisive: Decisive = ()
     findings: tuple[Finding, ...] = ()
     other_modes: tuple[Whitening, ...] = ()
+    has_region: bool = True
     locals: LocalStart | None = None

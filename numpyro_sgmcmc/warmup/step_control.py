@@ -38,7 +38,7 @@ class StepControl(NamedTuple):
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> StepControl:
-        """Nothing seen yet."""
+        """Nothing seen yet of so many temperatures."""
         blank = jnp.zeros(dim + 1, dtype)
         return cls(jnp.zeros((), dtype), blank, blank)
 

@@ -14,8 +14,18 @@ from numpyro.infer import MCMC, init_to_uniform
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import starts
-from numpyro_sgmcmc.warmup.modes import Fit, _shares, are_apart, is_near, possible
+from numpyro_sgmcmc.warmup.modes import (
+    Fit,
+    Mode,
+    _shares,
+    are_apart,
+    have_stayed,
+    is_near,
+    is_on_its_way,
+    possible,
+)
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 from numpyro_sgmcmc.warmup.variational import MeanField
 from tests.contract.kernels import quietly
@@ -158,12 +168,59 @@ def test_draws_that_meet_are_not_apart(away):
     rng = np.random.default_rng(0)
     ours, theirs = rng.standard_normal((2, 16, 3))
     assert not len(are_apart(ours, theirs + away))
+    assert not have_stayed(ours + away, [theirs]).any()
     theirs[:, 1] += 20.0
     assert list(are_apart(ours, theirs)) == [1]
     draws, sure = 0.1 * rng.standard_normal((16, 2)), np.zeros(2)
     assert is_near(fit_at(0.1, 0.0), draws, sure)
     assert not is_near(fit_at(0.7, 0.0), draws, sure)
     assert is_near(fit_at(0.7, 0.0), draws, sure + 0.3)
+
+
+def test_chains_that_a_low_barrier_lets_out_are_of_their_mode():
+    rng = np.random.default_rng(0)
+    ours = 0.2 * rng.standard_normal((16, 2))
+    theirs = 0.2 * rng.standard_normal((16, 2)) + np.array([3.0, 0.0])
+    theirs[:5, 0] -= 3.0
+    assert list(are_apart(ours, theirs)) == [0]
+    assert list(have_stayed(theirs, [ours])) == [False] * 5 + [True] * 11
+    theirs[:9, 0] = 0.0
+    assert not len(are_apart(ours, theirs))
+    assert not have_stayed(theirs, [ours]).any()
+
+
+@pytest.mark.parametrize(("before", "is_coming"), [(3.0, False), (3.2, False), (3.6, True)])
+def test_chains_that_come_nearer_in_every_window_are_on_their_way(before, is_coming):
+    rng = np.random.default_rng(0)
+    ours, theirs = 0.2 * rng.standard_normal((2, 16, 1)) + np.array([[[0.0]], [[3.0]]])
+    trail = (np.array([before]), np.array([3.0]))
+    mode = Mode(Whitening(np.zeros(1), np.ones(1)), theirs, False, 1.2, trail)
+    assert is_on_its_way(mode, ours) == is_coming
+    assert not is_on_its_way(mode._replace(is_settled=True), ours)
+    assert is_on_its_way(mode._replace(trail=trail[:1]), ours)
+
+
+@pytest.mark.parametrize("sd", [36.0, pytest.param(42.0, marks=pytest.mark.slow)])
+def test_a_mode_behind_a_low_barrier_is_told(sd):
+    """Chains from there never settle, nor do they come to the others: 31 % of the mass."""
+    rng = np.random.default_rng(3)
+    noise = rng.standard_normal((2, 20_000))
+    noise = (noise - noise.mean(1, keepdims=True)) / noise.std(1, keepdims=True)
+    y, z = jnp.asarray(np.array([[1.0], [0.5]]) + sd * noise, jnp.float32)
+
+    def model(y, z, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0.5, 1.5))
+        c = numpyro.sample("c", dist.Normal(0, 3))
+        bent = a * a * (0.25 + 0.75 * jax.nn.sigmoid(-4 * a))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(bent, sd), obs=y[i])
+            numpyro.sample("z", dist.Normal(c + 0.6 * a, sd), obs=z[i])
+
+    mcmc = quietly(SGHMCSplit(model), num_warmup=10, num_samples=10)
+    with pytest.warns(
+        UserWarning, match=r"another mode, with about \d\d % of the mass, in which `a`"
+    ):
+        mcmc.run(jax.random.key(0), y, z, batch_size=100)
 
 
 def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatch):

@@ -1,0 +1,113 @@
+"""Posteriors without a single region: networks' weights take the prior's units."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC, NUTS, init_to_uniform
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.progress import Stages
+from numpyro_sgmcmc.diagnostics import kolmogorov_distance
+from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
+from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.modes import Mode
+from numpyro_sgmcmc.warmup.regions import in_units_of_the_prior
+from tests.contract.kernels import quietly
+
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.uniform(-2, 2, (200, 2)), jnp.float32)
+Y = jnp.asarray(np.sin(2 * X[:, 0]) * X[:, 1] + 0.3 * RNG.standard_normal(200), jnp.float32)
+NEW = jnp.asarray(RNG.uniform(-2, 2, (20, 2)), jnp.float32)
+UNITS = 15
+
+
+def output(weights, X):
+    hidden = jnp.tanh(X @ weights["w1"] + weights["b1"])
+    return hidden @ weights["w2"] / np.sqrt(UNITS)
+
+
+def network(X, y, batch_size=None):
+    weights = {
+        "w1": numpyro.sample("w1", dist.Normal(0, 1).expand([2, UNITS]).to_event(2)),
+        "b1": numpyro.sample("b1", dist.Normal(0, 2).expand([UNITS]).to_event(1)),
+        "w2": numpyro.sample("w2", dist.Normal(0, 1.5).expand([UNITS]).to_event(1)),
+    }
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(output(weights, X[i]), 0.3), obs=y[i])
+
+
+def changed(model, r_hat=3.0, width=0.5, **options):
+    """What becomes of pilot chains that disagree by so much, as wide in units of the prior."""
+    arguments = Arguments((X, Y), {"batch_size": 50})
+    target = target_of(model, arguments, init_to_uniform)
+    kernel = SGHMCSplit(model, **options)
+    settings = warmup_settings(
+        kernel.options, target, kernel.dynamics, kernel.scheme, None, False, False
+    )
+    context = Context(target, arguments, settings, Stages())
+    anchor = RNG.standard_normal(target.dim)
+    whitening = Whitening(anchor, np.full(target.dim, width), np.zeros(target.dim))
+    first = Mode(whitening, RNG.standard_normal((4, target.dim)), False, r_hat)
+    return first, in_units_of_the_prior(context, first)
+
+
+def test_a_network_has_the_priors_units():
+    first, found = changed(network)
+    units = np.concatenate([2.0 * np.ones(UNITS), np.ones(2 * UNITS), 1.5 * np.ones(UNITS)])
+    np.testing.assert_allclose(found.whitening.factor, units, rtol=0.15)
+    np.testing.assert_allclose(found.draws, first.draws, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r_hat": 1.5},
+        {"width": 0.02},
+        {"gradient": "control_variate"},
+        {"inverse_mass_matrix": np.ones(4 * UNITS)},
+        {"noise_compensation": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_known_or_given_stays(options):
+    """Chains that agree, a posterior that knows more than the prior, what the user says."""
+    assert changed(network, **options)[1] is None
+
+
+def test_a_prior_that_cannot_be_drawn_from():
+    def improper(X, y, batch_size=None):
+        w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), (2,)))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
+
+    assert changed(improper)[1] is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
+def test_a_network_predicts_as_nuts_does():
+    """By default, within 0.03 of the distance that two runs of NUTS have from each other."""
+    predictions = []
+    for seed in range(2):
+        mcmc = MCMC(NUTS(network), num_warmup=500, num_samples=1000, progress_bar=False)
+        mcmc.run(jax.random.key(seed), X, Y)
+        predictions.append(jax.vmap(lambda w: output(w, NEW))(mcmc.get_samples()))
+    mcmc = quietly(
+        SGHMCSplit(network),
+        num_warmup=500,
+        num_samples=1000,
+        num_chains=4,
+        chain_method="vectorized",
+    )
+    with pytest.warns(UserWarning, match="no single region"):
+        mcmc.run(jax.random.key(0), X, Y, batch_size=50)
+    ours = jax.vmap(lambda w: output(w, NEW))(mcmc.get_samples())
+    own = kolmogorov_distance(*predictions).distance.mean()
+    both = jnp.concatenate(predictions)
+    assert kolmogorov_distance(ours, both).distance.mean() < own + 0.03
