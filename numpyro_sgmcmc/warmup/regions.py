@@ -56,7 +56,10 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
 
 
 def _prior_sds(context: Context) -> np.ndarray | None:
-    """About the sds of the unconstrained coordinates under the prior, if it can be drawn from."""
+    """About the sds of the unconstrained coordinates under the prior, if it can be drawn from.
+
+    Of an improper prior those of the values with which NumPyro stands in for draws.
+    """
     target = context.target
     if target.start_by_prior is None:
         return None

@@ -80,15 +80,6 @@ def test_what_is_known_or_given_stays(options):
     assert changed(network, **options)[1] is None
 
 
-def test_a_prior_that_cannot_be_drawn_from():
-    def improper(X, y, batch_size=None):
-        w = numpyro.sample("w", dist.ImproperUniform(dist.constraints.real, (), (2,)))
-        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
-
-    assert changed(improper)[1] is None
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_a_network_predicts_as_nuts_does():
