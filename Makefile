@@ -56,6 +56,7 @@ test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
 
 benchmarks: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/first_answer.py
 	$(bin)/python benchmarks/scaling.py
 	$(bin)/python benchmarks/step_cost.py
 	$(bin)/python benchmarks/kernel_cost.py
