@@ -17,6 +17,7 @@ from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.effort import MANY_DIM
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.modes import Mode
+from numpyro_sgmcmc.warmup.pilot import run_pilot
 
 __all__ = ["NO_REGION", "in_units_of_the_prior"]
 
@@ -32,6 +33,8 @@ NO_REGION = Finding(
 
 _NOWHERE = 2.0  # R-hat of pilot chains: 2.5 to 3.7 in a network, 1.5 in a Gaussian process
 _FREE = 0.1  # median ratio of sds to the prior's: 0.25 to 0.75 in networks, 0.05 in regressions
+_SHORT_STEP, _TRIAL_STEPS = 1e-3, 400  # about the shortest that chains come to in their warm-up
+_HOT = 0.5
 _NUMBERS, _MOST_DRAWS = 2**22, 1_024  # of the prior
 _NORMAL_RANGE = 1.349  # between the quartiles of a standard normal
 
@@ -40,8 +43,8 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
     """The same positions in coordinates that suit where there is no single region.
 
     :param first: where pilot chains have ended.
-    :return: None where they agree, where the prior says little of the posterior's width, and where
-        the user has said what coordinates or gradients to take.
+    :return: None where they agree, where the prior says little of the posterior's width or plain
+        gradients are too noisy, and where the user has said what coordinates or gradients to take.
     """
     settings, target = context.settings, context.target
     is_free = settings.inverse_mass_matrix is None and not settings.is_by_site
@@ -52,7 +55,30 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
     if sds is None or np.median(first.whitening.sds / sds) < _FREE:
         return None
     whitening = first.whitening._replace(factor=sds, stretch=None)
-    return Mode(whitening, whitening.whiten(first.draws - whitening.anchor))
+    found = Mode(whitening, whitening.whiten(first.draws - whitening.anchor))
+    return found if _heat(context, found) < _HOT else None
+
+
+def _heat(context: Context, mode: Mode) -> float:
+    """By how much plain gradients heat the positions in short steps, as an excess of temperature.
+
+    In a funnel, and with few rows of many, no step that gets anywhere is short enough.
+    """
+    draws = run_pilot(
+        context.rows.step_target,
+        context.arguments,
+        mode.whitening.cast(context.target.dtype),
+        mode.q,
+        _SHORT_STEP,
+        _TRIAL_STEPS,
+        context.rng,
+        Plain(),
+        context.progress,
+    )
+    ends = mode.whitening.position(draws[:, -1].astype(np.float64))
+    before, after = (context.rows.on_some(x)[0] for x in (mode.draws, ends))
+    excess = float(np.mean(after) - np.mean(before)) / (0.5 * context.target.dim)
+    return excess if np.isfinite(excess) else np.inf
 
 
 def _prior_sds(context: Context) -> np.ndarray | None:
