@@ -17,7 +17,7 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.modes import Mode
-from numpyro_sgmcmc.warmup.regions import in_units_of_the_prior
+from numpyro_sgmcmc.warmup.regions import _HOT, _heat, in_units_of_the_prior
 from tests.contract.kernels import quietly
 
 RNG = np.random.default_rng(0)
@@ -42,18 +42,22 @@ def network(X, y, batch_size=None):
         numpyro.sample("y", dist.Normal(output(weights, X[i]), 0.3), obs=y[i])
 
 
-def changed(model, r_hat=3.0, width=0.5, **options):
-    """What becomes of pilot chains that disagree by so much, as wide in units of the prior."""
-    arguments = Arguments((X, Y), {"batch_size": 50})
+def context_of(model, batch_size, **options):
+    arguments = Arguments((X, Y), {"batch_size": batch_size})
     target = target_of(model, arguments, init_to_uniform)
     kernel = SGHMCSplit(model, **options)
     settings = warmup_settings(
         kernel.options, target, kernel.dynamics, kernel.scheme, None, False, False
     )
-    context = Context(target, arguments, settings, Stages())
-    anchor = RNG.standard_normal(target.dim)
-    whitening = Whitening(anchor, np.full(target.dim, width), np.zeros(target.dim))
-    first = Mode(whitening, RNG.standard_normal((4, target.dim)), False, r_hat)
+    return Context(target, arguments, settings, Stages())
+
+
+def changed(model, r_hat=3.0, width=0.5, **options):
+    """What becomes of pilot chains that disagree by so much, as wide in units of the prior."""
+    context = context_of(model, 50, **options)
+    dim = context.target.dim
+    whitening = Whitening(RNG.standard_normal(dim), np.full(dim, width), np.zeros(dim))
+    first = Mode(whitening, RNG.standard_normal((4, dim)), False, r_hat)
     return first, in_units_of_the_prior(context, first)
 
 
@@ -78,6 +82,23 @@ def test_a_network_has_the_priors_units():
 def test_what_is_known_or_given_stays(options):
     """Chains that agree, a posterior that knows more than the prior, what the user says."""
     assert changed(network, **options)[1] is None
+
+
+@pytest.mark.parametrize(("batch_size", "is_hot"), [(200, False), (50, True)])
+def test_noise_heats_draws_of_the_posterior(batch_size, is_hot):
+    """In steps of 0.001 noise of fifty rows of 200 adds four times a line's temperature."""
+
+    def line(X, y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(X[i] @ w, 0.3), obs=y[i])
+
+    x, y = np.asarray(X, float), np.asarray(Y, float)
+    covariance = np.linalg.inv(np.eye(2) + x.T @ x / 0.09)
+    draws = RNG.multivariate_normal(covariance @ x.T @ y / 0.09, covariance, 64)
+    context = context_of(line, batch_size)
+    mode = Mode(Whitening(np.zeros(2), np.ones(2), np.zeros(2)), draws)
+    assert (_heat(context, mode) > _HOT) == is_hot
 
 
 @pytest.mark.slow
