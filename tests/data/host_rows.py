@@ -11,6 +11,13 @@ from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import quietly
 
 NUM_ROWS, BATCH = 3_000, 20
+# Whatever a warm-up looks for. It would read other rows on the host, in runs of neighbours, and so
+# find other coordinates than on the same rows in memory.
+GIVEN = {
+    "inverse_mass_matrix": np.full(2, 1.0 / NUM_ROWS),
+    "gradient": "control_variate",
+    "minibatch": "blocks",
+}
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((NUM_ROWS, 2)).astype(np.float32)
 Y = (X @ np.array([1.0, -0.5]) + RNG.standard_normal(NUM_ROWS)).astype(np.float32)
@@ -54,10 +61,15 @@ class Source:
 
 
 def fit(X, y, model=by_index, num_samples=30, options=(), **settings):
+    """With options that :data:`GIVEN` is among, no warm-up: chains start at the coefficients."""
     options = {"step_size": 0.3, "num_steps": 3, **dict(options)}
     settings = {"num_chains": 2, "chain_method": "vectorized", "num_warmup": 4, **settings}
     mcmc = quietly(SGHMCSplit(model, **options), num_samples=num_samples, **settings)
-    mcmc.run(jax.random.key(0), X, y, batch_size=BATCH)
+    start = None
+    if options.keys() >= GIVEN.keys():
+        start = {"beta": np.tile(np.float32([1.0, -0.5]), (mcmc.num_chains, 1))}
+        start = start if mcmc.num_chains > 1 else {"beta": start["beta"][0]}
+    mcmc.run(jax.random.key(0), X, y, batch_size=BATCH, init_params=start)
     return mcmc
 
 
@@ -66,11 +78,7 @@ def draws(mcmc):
 
 
 def assert_same(a, b):
-    """To rounding: the programs differ, so that XLA may add in another order.
-
-    The warm-up makes more of it: its first steps follow the gradients' signs. Other rows would move
-    draws by a good part of their sd.
-    """
+    """To rounding: the programs differ, so that XLA may add in another order."""
     sd = a.reshape(-1, a.shape[-1]).std(0)
     assert (sd > 1e-3).all()
-    assert np.abs((a - b) / sd).max() < 0.02
+    assert np.abs((a - b) / sd).max() < 1e-4
