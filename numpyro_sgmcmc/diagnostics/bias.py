@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 from numpyro.infer import MCMC
@@ -9,7 +12,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt, draws_of, look_at
 from numpyro_sgmcmc.diagnostics.coordinates import (
     away_from_first,
     coordinates_of_chains,
@@ -17,14 +20,31 @@ from numpyro_sgmcmc.diagnostics.coordinates import (
 )
 from numpyro_sgmcmc.diagnostics.estimates import Estimates, disagreement, estimate
 from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
+from numpyro_sgmcmc.diagnostics.function_bias import (
+    FunctionBias,
+    bias_of_functions,
+    differentiable,
+)
+from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
 from numpyro_sgmcmc.diagnostics.report import BiasReport
-from numpyro_sgmcmc.diagnostics.runs import coordinate_names, finished_run, unconstrained_draws
+from numpyro_sgmcmc.diagnostics.runs import (
+    coordinate_names,
+    finished_run,
+    needs_data,
+    unconstrained_draws,
+)
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["bias_report"]
 
 
-def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) -> BiasReport:
+def bias_report(
+    mcmc: MCMC,
+    fn: Callable[..., Any] | None = None,
+    *rows: Any,
+    full_data: bool = False,
+    num_draws: int = 400,
+) -> BiasReport:
     """What a finished run says of its own bias.
 
     Moments of the gradients that the run took say how far the chain's means and sds are from the
@@ -34,16 +54,35 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     cannot enter; R-hat and effective sample sizes; quantiles in place of sds where tails are
     heavy; and what the warm-up found. A mode that no start has found stays unseen.
 
+    With a function of the draws, such as a network's predictions, the report is on its values in
+    place of the parameters, from the gradients at draws alone::
+
+        def mean(draw, X):
+            return X @ draw["beta"]
+
+        bias_report(mcmc, mean, X_test)
+
     :param mcmc: a run of one of this package's kernels.
+    :param fn: a function of one draw, a dict of values by site, and rows, that returns real numbers
+        or a dict of arrays of them and has second derivatives; as in
+        :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
+    :param rows: arrays to cut into chunks of rows, with as many rows each; ``fn`` gets the chunks
+        after the draw, and its results must have a place for each row along their first axis, made
+        of that row alone.
     :param full_data: whether to take gradients on all rows at some of the draws in place of the
         run's minibatch gradients. Sharper where those are noisy; costs ``num_draws`` passes over
         the data.
     :param num_draws: number of draws for ``full_data``, taken evenly. Default 400.
-    :raises ValueError: for a run of another kernel, or before a run.
+    :raises ValueError: for a run of another kernel, or before a run; for a function whose values
+        are not real and finite; and with a function where gradients at draws are not to be had
+        without ``full_data``.
     """
     kernel = finished_run(mcmc, "bias_report")
     checks.positive_int("num_draws", num_draws)
     checks.is_bool("full_data", full_data)
+    if rows and fn is None:
+        raise Refusal("`bias_report` takes rows only after a function of the draws.")
+    functions = None if fn is None else differentiable(fn, rows, draws_by_site(mcmc, "mcmc"))
     coordinates = coordinates_of_chains(mcmc.last_state)
     factor = coordinates[0].factor
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
@@ -59,9 +98,17 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     else:
         sums, factor = sums_of(exact.moved(away_from_first(coordinates)), coordinates[0])
     estimates = estimate(sums, factor)
-    together = in_those_of_the_first(own, coordinates)
-    r_hat = disagreement(jax.tree.map(lambda x: x.sum(1), together), coordinates[0].factor)
-    evidence = Evidence.of(mcmc, kernel, estimates, r_hat, exact)
+    names = coordinate_names(mcmc)
+    if functions is None:
+        together = in_those_of_the_first(own, coordinates)
+        r_hat = disagreement(jax.tree.map(lambda x: x.sum(1), together), coordinates[0].factor)
+        evidence = Evidence.of(mcmc, kernel, estimates, r_hat, exact)
+    else:
+        told = _of_functions(mcmc, kernel, functions, exact)
+        names, estimates = told.names, told.in_place_of(estimates)
+        evidence = Evidence(
+            (estimates.witness,), told.dependence, np.zeros(0, int), (), told.num_looked_at
+        )
     arguments = Arguments(mcmc._args, mcmc._kwargs)
     adaptation = kernel.adaptation_to(arguments) if kernel.has_data else None
     noise = kernel.noise
@@ -73,7 +120,7 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
     time = iterations * num_steps * float(np.mean(mcmc.last_state.adapt_state.step_size))
     independent = time / float(kernel.dynamics.relaxation_time(step_size))
     return BiasReport(
-        names=coordinate_names(mcmc),
+        names=names,
         estimates=estimates,
         evidence=evidence,
         findings=() if adaptation is None else adaptation.findings,
@@ -85,6 +132,36 @@ def bias_report(mcmc: MCMC, *, full_data: bool = False, num_draws: int = 400) ->
         num_draws=num_draws,
         num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
+        is_of_functions=functions is not None,
+    )
+
+
+def _of_functions(
+    mcmc: MCMC, kernel: SGMCMCKernel, functions: Functions, exact: LookedAt | None
+) -> FunctionBias:
+    """Their bias, by gradients on all rows if there are such."""
+    needs_data(kernel, "bias_report")
+    if kernel.has_schedule:
+        raise Refusal(
+            "With a schedule the draws are weighted, and the bias of functions of them cannot be "
+            "told."
+        )
+    looked_at = exact
+    if looked_at is None and (draws := draws_of(mcmc, kernel)) is not None:
+        looked_at = look_at(mcmc, kernel, draws)
+    if looked_at is None:
+        raise Refusal(
+            "There is no cheap way to gradients at this run's draws, which the bias of functions "
+            "is told by: pass full_data=True."
+        )
+    constrain = kernel.postprocess_fn(mcmc._args, mcmc._kwargs)
+    target = kernel.target
+    return bias_of_functions(
+        functions,
+        draws_by_site(mcmc, "mcmc"),
+        looked_at,
+        coordinates_of_chains(mcmc.last_state)[0].cast(target.dtype),
+        lambda q: constrain(target.unravel(q)),
     )
 
 

@@ -55,11 +55,13 @@ class Functions:
     - **rows** - arrays of which as many rows at a time go to ``fn``, whose results have them along
       their first axis; none for functions of the draw alone.
     - **takes_key** - whether ``fn`` takes a random key before the draw.
+    - **width** - numbers in memory for each number of the results, about.
     """
 
     fn: Callable[..., Any]
     rows: tuple[np.ndarray, ...]
     takes_key: bool = False
+    width: int = 1
 
     @classmethod
     def of(cls, fn: Any, rows: tuple[Any, ...]) -> Functions:
@@ -101,9 +103,7 @@ class Functions:
         one = {k: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for k, x in draws.items()}
         key = jax.eval_shape(lambda: random.key(0))
         try:
-            found = jax.eval_shape(
-                lambda k, z, *rows: self._named(k, z, rows), key, one, *self.rows
-            )
+            found = jax.eval_shape(lambda k, z, *rows: self.named(k, z, rows), key, one, *self.rows)
         except KeyError as error:
             if not error.args or error.args[0] in draws:
                 raise
@@ -134,8 +134,9 @@ class Functions:
         length = len(self.rows[0]) if self.rows else 1
         a_row = -(-numbers // length)
         most = max(np.prod(_shape(draws)) for draws in runs)
-        chunk = int(np.clip(_NUMBERS // (most * a_row), 1, length))
-        at_once = max(1, _NUMBERS_AT_ONCE // (chunk * a_row))
+        fitting = min(_NUMBERS // (most * a_row), _NUMBERS_AT_ONCE // (a_row * self.width))
+        chunk = int(np.clip(fitting, 1, length))
+        at_once = max(1, _NUMBERS_AT_ONCE // (chunk * a_row * self.width))
         evaluate = jax.jit(self._evaluate, static_argnames="at_once")
         for start in range(0, length, chunk):
             first = min(start, length - chunk)  # the last chunk is as long: one compilation
@@ -153,14 +154,15 @@ class Functions:
         self, keys: Array, draws: dict[str, Array], rows: tuple[Array, ...], at_once: int
     ) -> dict[str, Array]:
         def one(x: tuple[Array, dict[str, Array]]) -> dict[str, Array]:
-            return self._named(*x, rows)
+            return self.named(*x, rows)
 
         shape = keys.shape
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (keys, draws))
         found = lax.map(one, flat, batch_size=at_once)
         return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
 
-    def _named(self, key: Array, draw: Any, rows: tuple[Any, ...]) -> dict[str, Array]:
+    def named(self, key: Any, draw: Any, rows: tuple[Any, ...]) -> dict[str, Array]:
+        """Results at one draw by name."""
         found = self.fn(key, draw, *rows) if self.takes_key else self.fn(draw, *rows)
         if not isinstance(found, Mapping):
             found = {getattr(self.fn, "__name__", "fn"): found}

@@ -41,6 +41,8 @@ class BiasReport:
     :param num_independent: as how many independent draws they count at most: their time over that
         in which a Gaussian is forgotten.
     :param full_data: whether the gradients were those on all rows.
+    :param is_of_functions: whether it is on values of functions of the draws, each as a site, in
+        place of the parameters.
     """
 
     names: list[tuple[str, str]]
@@ -55,6 +57,7 @@ class BiasReport:
     num_draws: int
     num_independent: float
     full_data: bool
+    is_of_functions: bool = False
 
     @property
     def sites(self) -> list[SiteBias]:
@@ -75,7 +78,7 @@ class BiasReport:
         found = dict.fromkeys(sorted(everywhere), "fine")
         for finding in self.findings:
             told = _TOLD.get(finding.kind, "biased")
-            for site in finding.sites or everywhere:
+            for site in everywhere if self.is_of_functions else finding.sites or everywhere:
                 found[site] = min(found[site], told, key=VERDICTS.index)
         for neck in self.evidence.necks:
             site, told = self.names[neck.coordinate][0], "biased" if neck.is_clear else "unclear"
@@ -197,9 +200,11 @@ class BiasReport:
             f"Heavy tails, whose sds mean nothing: {', '.join(heavy[:3])}"
             f"{', ...' * (len(heavy) > 3)}. Told by quantiles, on a scale that bends the tails."
         )
+        worst = "Worst coordinates, in unconstrained space"
+        if self.is_of_functions:
+            worst, gradients = "Worst values of each function", f"gradients at {num} draws"
         return [
-            f"Worst coordinates, in unconstrained space; mean shift in posterior sds; from "
-            f"{gradients}.",
+            f"{worst}; mean shift in posterior sds; from {gradients}.",
             f"Temperature (1 where exact): {heat}.",
             noise,
             *[of_tails] * bool(heavy),

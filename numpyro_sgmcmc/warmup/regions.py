@@ -27,8 +27,8 @@ NO_REGION = Finding(
     "Pilot chains find no single region, as in a neural network's weights, and most coordinates "
     "are not much narrower than under the prior: chains take plain gradients in units of the "
     "prior's sds. Judge them by what they predict, as "
-    "numpyro_sgmcmc.diagnostics.predictive_summary does: R-hat of weights that may be exchanged "
-    "means little.",
+    "numpyro_sgmcmc.diagnostics.predictive_summary and bias_report(mcmc, fn, rows) do: R-hat of "
+    "weights that may be exchanged means little.",
 )
 
 _NOWHERE = 2.0  # R-hat of pilot chains: 2.5 to 3.7 in a network, 1.5 in a Gaussian process

@@ -1,0 +1,90 @@
+"""Bias of functions of the draws: told where it is known exactly."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpyro.infer import Predictive
+
+from numpyro_sgmcmc import bias_report
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
+from numpyro_sgmcmc.diagnostics.function_bias import bias_of_functions
+from numpyro_sgmcmc.diagnostics.functions import Functions
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from tests.data.host_rows import NUM_ROWS, X, Y, by_index, fit
+
+RNG = np.random.default_rng(0)
+SDS = np.array([1.0, 0.2, 5.0])
+ROWS = RNG.standard_normal((7, 3)).astype(np.float32)
+
+
+def linear(draw, rows):
+    return rows @ draw["q"]
+
+
+def square(draw):
+    return (draw["q"] ** 2).sum()
+
+
+def told_of(fn, rows, wider, away):
+    """Draws of a Gaussian that is wider than the posterior by some factors, and away from it."""
+    q = away + wider * SDS * RNG.standard_normal((4, 4_000, 3))
+    at = LookedAt.of(q, q / SDS**2)
+    draws = {"q": jnp.asarray(q, jnp.float32)}
+    white = Whitening(np.zeros(3), SDS).cast(jnp.float32)
+    return bias_of_functions(Functions.of(fn, rows), draws, at, white, lambda x: {"q": x})
+
+
+@pytest.mark.parametrize("wider", [1.0, np.array([1.0, 1.3, 0.8])], ids=["right", "unlike"])
+def test_linear_functions_of_gaussians(wider):
+    away = np.array([0.1, 0.0, -0.5])
+    found = told_of(linear, (ROWS,), wider, away)
+    sd = np.sqrt(np.square(ROWS) @ SDS**2)
+    expected = np.sqrt(np.square(ROWS) @ np.square(wider * SDS)) / sd - 1.0
+    assert [name for name, _ in found.names] == ["linear"] * 7
+    assert found.names[3] == ("linear", "linear[3]")
+    for estimate, true in ((found.inflation, expected), (found.shift, ROWS @ away / sd)):
+        assert estimate.error.max() < 0.03
+        assert np.abs((estimate.value - true) / estimate.error).max() < 4.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_other_functions_of_draws_that_are_too_hot(temperature):
+    """For which Laplacians matter."""
+    found = told_of(square, (), np.sqrt(temperature), 0.0)
+    error = found.inflation.error.item()
+    assert error < 0.05
+    assert abs(found.inflation.value.item() - (np.sqrt(temperature) - 1.0)) < 4.0 * error
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Steps so long, with plain gradients, that noise widens all."""
+    options = {"gradient": "plain", "minibatch": "iid", "step_size": 0.3}
+    options["inverse_mass_matrix"] = np.full(2, 1.0 / NUM_ROWS)
+    return fit(X, Y, by_index, num_samples=500, options=options)
+
+
+def prediction(draw, X):
+    return X @ draw["beta"]
+
+
+def test_a_report_on_predictions(run):
+    true = np.asarray(prediction({"beta": run.get_samples()["beta"].T}, X[:5])).std(1)
+    true /= np.linalg.norm(X[:5], axis=1) / np.sqrt(NUM_ROWS)
+    for full_data in (False, True):
+        report = bias_report(run, prediction, X[:5], full_data=full_data)
+        told = report.estimates.inflation
+        assert (np.abs(told.value + 1.0 - true) < 4.0 * told.error + 0.1 * true).all()
+        (site,) = report.sites
+        assert (site.site, site.size, site.verdict) == ("prediction", 5, "biased")
+        assert "Worst values of each function" in str(report)
+        assert "Sds of `prediction` are up to" in report.verdict
+
+
+def test_what_has_no_gradient_is_refused(run):
+    with pytest.raises(ValueError, match=r"returns type bool as 'sign'"):
+        bias_report(run, lambda draw: {"sign": draw["beta"] > 0})
+    with pytest.raises(ValueError, match=r"`fn` is a Predictive"):
+        bias_report(run, Predictive(by_index, run.get_samples()))
+    with pytest.raises(ValueError, match=r"not finite"):
+        bias_report(run, lambda draw: jnp.log(draw["beta"]))
