@@ -133,9 +133,9 @@ class Functions:
         numbers = sum(int(np.prod(x.shape)) for x in form.values())
         length = len(self.rows[0]) if self.rows else 1
         a_row = -(-numbers // length)
-        most = max(np.prod(_shape(draws)) for draws in runs)
+        most = max(int(np.prod(_shape(draws))) for draws in runs)
         fitting = min(_NUMBERS // (most * a_row), _NUMBERS_AT_ONCE // (a_row * self.width))
-        chunk = int(np.clip(fitting, 1, length))
+        chunk = max(1, min(fitting, length))
         at_once = max(1, _NUMBERS_AT_ONCE // (chunk * a_row * self.width))
         evaluate = jax.jit(self._evaluate, static_argnames="at_once")
         for start in range(0, length, chunk):
