@@ -109,6 +109,19 @@ def bias_report(
         evidence = Evidence(
             (estimates.witness,), told.dependence, np.zeros(0, int), (), told.num_looked_at
         )
+    return _report(mcmc, kernel, names, estimates, evidence, full_data, functions is not None)
+
+
+def _report(
+    mcmc: MCMC,
+    kernel: SGMCMCKernel,
+    names: list[tuple[str, str]],
+    estimates: Estimates,
+    evidence: Evidence,
+    full_data: bool,
+    is_of_functions: bool,
+) -> BiasReport:
+    """What was found, with what the run was."""
     arguments = Arguments(mcmc._args, mcmc._kwargs)
     adaptation = kernel.adaptation_to(arguments) if kernel.has_data else None
     noise = kernel.noise
@@ -132,7 +145,7 @@ def bias_report(
         num_draws=num_draws,
         num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
-        is_of_functions=functions is not None,
+        is_of_functions=is_of_functions,
     )
 
 
