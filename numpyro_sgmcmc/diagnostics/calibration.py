@@ -47,6 +47,8 @@ def calibrated_samples(
         report = bias_report(mcmc)
     if not isinstance(report, BiasReport):
         raise Refusal(f"`report` is a {type(report).__name__}, but must be a bias report.")
+    if report.is_of_functions:
+        raise Refusal("`report` is on functions of the draws: pass bias_report(mcmc).")
     if report.names != coordinate_names(mcmc):
         raise Refusal("`report` is that of another run: its coordinates are not this run's.")
     found = _scale(report.estimates.covariance, report.estimates.posterior)

@@ -7,12 +7,14 @@ For a vector field :math:`\varphi` that grows slowly, and with whitened coordina
     E_\pi[\varphi\cdot g] = E_\pi[\operatorname{div}\varphi].
 
 The field :math:`\nabla f` tells how far the mean of f is off, and :math:`(f - E f)\nabla f` how
-much too wide f is spread: for draws of :math:`\pi^{1/T}` the ratio of its two sides is T. Both are
-exact where f is linear and the posterior a Gaussian that is white in these coordinates, whatever
-the chain's covariance, and to first order in the bias elsewhere. Neither minds that parameters may
-be exchanged without a change of f. Laplacians are taken along one random direction a draw.
+much too wide f is spread: the ratio of its two sides, for draws of :math:`\pi^{1/T}` T whatever f,
+is taken for the square of the sds' ratio. Both are exact where f is linear and the posterior a
+Gaussian that is white in these coordinates, whatever the chain's covariance. Where f is curved they
+are rough: of a square the mean's error is told twice as large as it is, the sd's half as large.
+Neither minds that parameters may be exchanged
+without a change of f. Laplacians are taken along one random direction a draw.
 
-Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*, equation 3.
+Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*.
 """
 
 from __future__ import annotations

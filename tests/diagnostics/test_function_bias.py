@@ -6,6 +6,7 @@ import pytest
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import bias_report
+from numpyro_sgmcmc.diagnostics import calibrated_samples
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
 from numpyro_sgmcmc.diagnostics.function_bias import bias_of_functions
 from numpyro_sgmcmc.diagnostics.functions import Functions
@@ -23,6 +24,10 @@ def linear(draw, rows):
 
 def square(draw):
     return (draw["q"] ** 2).sum()
+
+
+def cube(draw):
+    return (draw["q"] ** 3)[0]
 
 
 def told_of(fn, rows, wider, away):
@@ -48,12 +53,19 @@ def test_linear_functions_of_gaussians(wider):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
-def test_other_functions_of_draws_that_are_too_hot(temperature):
-    """For which Laplacians matter."""
-    found = told_of(square, (), np.sqrt(temperature), 0.0)
+@pytest.mark.parametrize("fn", [square, cube])
+def test_other_functions_of_draws_that_are_too_hot(fn, temperature):
+    """For which Laplacians matter: of the square for the mean, of the cube for the sd as well."""
+    found = told_of(fn, (), np.sqrt(temperature), 0.0)
     error = found.inflation.error.item()
-    assert error < 0.05
+    assert error < 0.06
     assert abs(found.inflation.value.item() - (np.sqrt(temperature) - 1.0)) < 4.0 * error
+    # In units of the sd by that temperature; the square's mean is off by half of what is told.
+    unit = np.sqrt(2.0 * (SDS**4).sum()) * temperature / np.sqrt(temperature)
+    told = 2.0 * (temperature - 1.0) * (SDS**2).sum() / unit
+    told = told if fn is square else 0.0
+    assert found.shift.error.item() < 0.1
+    assert abs(found.shift.value.item() - told) < 4.0 * found.shift.error.item()
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +93,14 @@ def test_a_report_on_predictions(run):
         assert "Sds of `prediction` are up to" in report.verdict
 
 
-def test_what_has_no_gradient_is_refused(run):
+def test_what_cannot_be_told_is_refused(run):
     with pytest.raises(ValueError, match=r"returns type bool as 'sign'"):
         bias_report(run, lambda draw: {"sign": draw["beta"] > 0})
     with pytest.raises(ValueError, match=r"`fn` is a Predictive"):
         bias_report(run, Predictive(by_index, run.get_samples()))
+    with pytest.raises(ValueError, match=r"rows only after a function"):
+        bias_report(run, None, X)
+    with pytest.raises(ValueError, match=r"on functions of the draws"):
+        calibrated_samples(run, report=bias_report(run, prediction, X[:2]))
     with pytest.raises(ValueError, match=r"not finite"):
         bias_report(run, lambda draw: jnp.log(draw["beta"]))
