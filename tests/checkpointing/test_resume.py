@@ -146,7 +146,8 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
         mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
 
 
-@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=slow)])
+@slow
+@pytest.mark.parametrize("goes_on", [False, True])
 def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
     """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
     monkeypatch.setattr(block, "_LONGEST_BLOCK", 2)  # read anew at every other iteration

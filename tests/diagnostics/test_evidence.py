@@ -113,6 +113,7 @@ def group_data(scale):
     return jnp.asarray(group), jnp.asarray(y, jnp.float32)
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_differ_are_a_neck():
     report = bias_report(run(groups, *group_data(0.0), batch_size=100))
     assert not report.is_fine

@@ -179,6 +179,7 @@ def test_a_covariate_of_five_rows_is_right_with_short_draws():
     assert bias_report(mcmc).is_fine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"gradient": "plain"}, {"noise_compensation": True}])
 def test_no_rows_are_held_where_that_would_not_help(settings):
     """Plain gradients have other noise, and what is compensated is that of single rows."""
@@ -198,6 +199,7 @@ def test_six_rows_of_great_leverage_are_right():
     assert_right(mcmc, arguments)
 
 
+@pytest.mark.slow
 def test_where_nobody_decides_nothing_changes():
     rng = np.random.default_rng(0)
     z, x, y = (jnp.asarray(v, jnp.float32) for v in rng.standard_normal((3, 20_000)))

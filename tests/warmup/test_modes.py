@@ -100,6 +100,7 @@ def test_ordered_components_are_one_mode():
     assert bias_report(mcmc).is_fine
 
 
+@pytest.mark.slow
 def test_another_place_is_named():
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
     mcmc, said = run(two_places, y)
@@ -135,6 +136,7 @@ def test_chains_in_each_mode(chain_method):
     assert not report.evidence.heavy.size
 
 
+@pytest.mark.slow
 def test_where_there_is_one_mode_chains_in_modes_are_as_ever():
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
     model = above_zero
@@ -202,7 +204,8 @@ def test_chains_that_come_nearer_in_every_window_are_on_their_way(before, is_com
     assert is_on_its_way(mode._replace(trail=trail[:1]), ours)
 
 
-@pytest.mark.parametrize("sd", [36.0, pytest.param(42.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sd", [36.0, 42.0])
 def test_a_mode_behind_a_low_barrier_is_told(sd):
     """Chains from there never settle, nor do they come to the others: 31 % of the mass."""
     rng = np.random.default_rng(3)

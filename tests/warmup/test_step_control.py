@@ -182,6 +182,7 @@ def run(kernel, num_warmup=300):
     return np.asarray(mcmc.last_state.adapt_state.step_size), sds * np.sqrt(len(DATA)) - 1
 
 
+@pytest.mark.slow
 def test_steps_that_noise_makes_too_long_are_shortened():
     kernel = misled(SGHMCSplit, 20.0)(normal_mean, num_steps=100, **NOISY)
     step_sizes, off = run(kernel)
