@@ -29,6 +29,7 @@ class ChainPlan:
     - **locate** - the SDE for given coordinates: a metric must know where a whitened position is.
     - **schedule** - the user's step sizes by number of steps so far, or None.
     - **num_warmup** - warm-up iterations.
+    - **clip_gradient** - largest norm of a whitened gradient, or None.
     - **collected** - local sites of which the state's ``z`` has the values of all rows.
     """
 
@@ -38,6 +39,7 @@ class ChainPlan:
     locate: Callable[[Whitening], Dynamics]
     schedule: Callable[[Any], Any] | None
     num_warmup: int
+    clip_gradient: float | None = None
     collected: tuple[str, ...] = ()
 
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.chain.moments import FirstGradient
 from numpyro_sgmcmc.chain.plan import ChainPlan, Keys
 from numpyro_sgmcmc.chain.state import AdaptState, Moving
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.dynamics.integrators import Step
+from numpyro_sgmcmc.dynamics.integrators import Step, clipped
 from numpyro_sgmcmc.posterior.estimators import whitened_gradient
 from numpyro_sgmcmc.posterior.locals.moves import renew_minibatch
 from numpyro_sgmcmc.posterior.target import Target
@@ -98,7 +98,7 @@ class Stepper:
     def step(self, moving: Moving, inputs: StepInputs) -> tuple[Moving, Array, Array]:
         """One step.
 
-        :return: what has moved, and a position with the gradient's estimate there.
+        :return: what has moved, and a position with the gradient's estimate there, uncut.
         """
         plan, whitening = self.plan, self.adapt_state.whitening
         noise = self.entries(inputs.noise)
@@ -117,7 +117,8 @@ class Stepper:
         start = self.resample(moving.dynamics, inputs.steps_before)
         step_size = plan.step_size(inputs.steps_before, self.adapt_state)
         noise = self._compensated(start, noise, step_size)
-        end = self.integrate(start, step_size, gradient, noise, inputs.steps_before)
+        followed = clipped(gradient, plan.clip_gradient)
+        end = self.integrate(start, step_size, followed, noise, inputs.steps_before)
         read_at = end if self.integrate.reads_end else start
         return moving._replace(dynamics=end), read_at.position, gradient.first
 

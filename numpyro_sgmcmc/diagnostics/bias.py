@@ -148,6 +148,7 @@ def _report(
         num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
         is_of_functions=is_of_functions,
+        clip_gradient=kernel.options.clip_gradient,
     )
 
 

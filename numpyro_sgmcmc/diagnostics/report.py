@@ -43,6 +43,7 @@ class BiasReport:
     :param full_data: whether the gradients were those on all rows.
     :param is_of_functions: whether it is on values of functions of the draws, each as a site, in
         place of the parameters.
+    :param clip_gradient: to which norm the run has cut its gradients, or None.
     """
 
     names: list[tuple[str, str]]
@@ -58,6 +59,7 @@ class BiasReport:
     num_independent: float
     full_data: bool
     is_of_functions: bool = False
+    clip_gradient: float | None = None
 
     @property
     def sites(self) -> list[SiteBias]:

@@ -160,6 +160,11 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
             f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
             "halves the excess."
         )
+    if report.clip_gradient is not None and excess > SD_TOLERANCE:
+        return (
+            f"Gradients are cut to a norm of {report.clip_gradient:g}, which widens sds where it "
+            "shortens them often: double `clip_gradient`, or leave it out."
+        )
     if _is_chance(report, biased):
         return (
             f"So few draws (as good as {report.num_independent:.0f} independent ones at most) "

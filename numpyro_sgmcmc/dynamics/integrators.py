@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["SYMMETRIC", "Flow", "GradientFn", "Part", "Scheme", "Step", "compose"]
+__all__ = ["SYMMETRIC", "Flow", "GradientFn", "Part", "Scheme", "Step", "clipped", "compose"]
 
 GradientFn: TypeAlias = Callable[[Array], Array]
 """Gradient (or its unbiased estimate) of the potential at a position of shape ``(d,)``."""
@@ -115,6 +115,21 @@ class Step:
             state = flow.run(state, time, gradient, noise[used : used + flow.draws])
             used += flow.draws
         return state
+
+
+def clipped(gradient: GradientFn, largest: float | None) -> GradientFn:
+    """The gradient, cut to a norm where it is longer.
+
+    :param largest: the norm; None for the gradient as it is.
+    """
+    if largest is None:
+        return gradient
+
+    def cut(q: Array) -> Array:
+        g = gradient(q)
+        return g * jnp.minimum(1.0, largest / jnp.linalg.norm(g))
+
+    return cut
 
 
 def compose(flows: Mapping[str, Flow], scheme: Scheme) -> Step:

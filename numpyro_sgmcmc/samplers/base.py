@@ -335,6 +335,7 @@ class SGMCMCKernel(MCMCKernel):
             locate=partial(self._located_dynamics, self.target),
             schedule=self._schedule,
             num_warmup=self._cache.num_warmup,
+            clip_gradient=self._options.clip_gradient,
             collected=collected_sites(self.target.locals, self._options.collect_locals),
         )
 

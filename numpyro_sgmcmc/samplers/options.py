@@ -49,6 +49,10 @@ class Options:
         at typical positions. For plain gradients, whose noise is about the same everywhere; that
         of control variates it compensates on average only. Needs independent minibatches:
         ``minibatch`` is then ``"iid"``. Default False.
+    :param clip_gradient: largest norm of the gradient in a step, in whitened units, where that at a
+        draw from a normal posterior is about :math:`\sqrt d`; longer ones are cut to it. Biased as
+        soon as it cuts: draws spread wider, and :func:`~numpyro_sgmcmc.bias_report`, which reads
+        gradients uncut, says by how much. Default None: gradients as they are.
     :param target_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
@@ -77,6 +81,7 @@ class Options:
     gradient: str = "auto"
     minibatch: str = "auto"
     noise_compensation: bool = False
+    clip_gradient: float | None = None
     target_bias: float = 0.05
     init_strategy: Callable = init_to_uniform
     chains_in_modes: bool = False
@@ -91,6 +96,9 @@ class Options:
         if self.num_steps is not None:
             checks.positive_int("num_steps", self.num_steps)
         checks.positive("target_bias", self.target_bias)
+        if self.clip_gradient is not None:
+            checks.positive("clip_gradient", self.clip_gradient)
+            self._keep("clip_gradient", float(self.clip_gradient))
         for name in _YES_OR_NO:
             checks.is_bool(name, getattr(self, name))
         if self.step_size is not None and not callable(self.step_size):
@@ -143,6 +151,7 @@ class KernelOptions(TypedDict, total=False):
     gradient: str
     minibatch: str
     noise_compensation: bool
+    clip_gradient: float | None
     target_bias: float
     init_strategy: Callable
     chains_in_modes: bool

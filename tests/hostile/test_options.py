@@ -57,6 +57,7 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "chains_in_modes": is_flag,
     "gradient": is_one_of("auto", "plain", "control_variate", "second_order_control_variate"),
     "minibatch": is_one_of("auto", "blocks", "epoch", "iid"),
+    "clip_gradient": or_none(is_positive_number),
     "target_bias": is_positive_number,
     "init_strategy": callable,
     "friction": is_positive_number,
