@@ -22,15 +22,14 @@ import numpy as np
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
-from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
-from numpyro_sgmcmc.warmup import variational
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup import pilot, variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.continuity import hidden_changes
 from numpyro_sgmcmc.warmup.decide import decide
-from numpyro_sgmcmc.warmup.effort import rows_a_gradient
-from numpyro_sgmcmc.warmup.factors import as_matrix, factor_from_gradients, root, stretch_along
+from numpyro_sgmcmc.warmup.factors import root
+from numpyro_sgmcmc.warmup.follow import follow
 from numpyro_sgmcmc.warmup.leverage import decisive_rows
-from numpyro_sgmcmc.warmup.measure import sharpened
 from numpyro_sgmcmc.warmup.modes import (
     COMPARABLE,
     Fit,
@@ -55,15 +54,12 @@ from numpyro_sgmcmc.warmup.variational import MeanField
 __all__ = ["find_modes", "warm_up"]
 
 _BOUND_DRAWS = 8
-_MANY_DRAWS = 1_024  # of a window, from which its widest directions are seen
 _MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
 _AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
 _FEW_POSITIONS = 4  # at which pilot chains look for the largest curvature
-_MOST_SHARPENED = 32
-_SMALL_NOISE = 0.02  # variance: directions up to so many times as wide are seen, one over it
 
 
 def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
@@ -73,6 +69,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     """
     if context.settings.leaves_nothing_to_find:
         return _as_given(context, context.finite_starts(starts, 1)[0])
+    _compile_ahead(context)
     first, others = find_modes(context, _first_starts(context, starts))
     context.progress.begin("gradient noise")
     are_visited, findings = context.settings.chains_in_modes, []
@@ -87,6 +84,18 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         notify(finding.sentence)
     adaptation = decide(context, first, others if are_visited else ())
     return adaptation._replace(findings=tuple(findings), decisive=context.rows.decisive)
+
+
+def _compile_ahead(context: Context) -> None:
+    """Begin to compile what the first stages run, while starts are looked for."""
+    settings, effort, target = context.settings, context.effort, context.target
+    num_starts = 1 if settings.has_start else effort.starts + effort.prior_starts
+    variational.prepare(target, context.arguments, num_starts, effort.fit_steps)
+    matrix = settings.inverse_mass_matrix
+    is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
+    pilot.prepare(target, context.arguments, is_dense, effort.chains, effort.windows[0])
+    if any(e.needs_hessian for e in context.estimators):
+        context.rows.prepare_hessian()
 
 
 def _first_starts(context: Context, starts: Iterable[np.ndarray]) -> list[np.ndarray]:
@@ -213,11 +222,11 @@ def _settled(
         ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
         ends = mode.whitening.position(ends)
-        moved = None
+        is_settled, moved = _have_settled(found), None
         if is_of_its_own := all(len(are_apart(ends, some)) for some in known):
-            moved = _follow(context, mode.whitening, found, noise)
+            moved = follow(context, mode.whitening, found, noise, is_settled)
         trail = (*mode.trail, mode.whitening.position(np.median(found.mean(1), axis=0)))
-        mode = mode._replace(is_settled=_have_settled(found), r_hat=_r_hat(found), trail=trail)
+        mode = mode._replace(is_settled=is_settled, r_hat=_r_hat(found), trail=trail)
         if not is_of_its_own:
             return mode._replace(q=mode.whitening.whiten(ends - mode.whitening.anchor))
         if moved is None:
@@ -327,67 +336,3 @@ def _r_hat(draws: np.ndarray) -> float:
     means, within = draws.mean(1), draws.var(1).mean(0)
     r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
     return float(r_hat.max())
-
-
-def _follow(
-    context: Context, whitening: Whitening, draws: np.ndarray, noise: Noise
-) -> Whitening | None:
-    """The whitening moved to the draws' mean, its factor from some of them and their gradients.
-
-    :param draws: whitened draws, shape ``(chains, draws, d)``.
-    :param noise: of the gradient's estimate by the anchor on a minibatch.
-    :return: None where the gradient there is not finite.
-    """
-    anchor = whitening.position(draws.mean((0, 1)))
-    if context.settings.inverse_mass_matrix is not None:
-        moved = context.whitening_at(anchor, whitening.factor)
-        return moved if moved.is_finite() else None
-    positions = whitening.position(_spread(draws, context.effort.draws))
-    gradients = context.rows.on_all(positions, whitening, _rows_enough(context, noise))
-    fine = np.isfinite(gradients).all(1)
-    more = whitening.position(_spread(draws, _MANY_DRAWS))
-    may_stretch = not context.settings.is_by_site
-    factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more, may_stretch)
-    is_sharp = context.target.is_randomized or anchor.size <= len(positions)
-    if stretch is not None and not is_sharp:
-        stretch = _sharpened(context, anchor, factor, stretch, positions[fine], gradients[fine])
-    if context.settings.is_dense:
-        factor, stretch = as_matrix(factor, stretch, context.settings.mask), None
-    moved = context.whitening_at(anchor, factor)._replace(stretch=stretch)
-    return moved if moved.is_finite() else None
-
-
-def _sharpened(
-    context: Context,
-    anchor: np.ndarray,
-    factor: np.ndarray,
-    stretch: Stretch,
-    positions: np.ndarray,
-    gradients: np.ndarray,
-) -> Stretch | None:
-    """The stretch with its wide directions nearer to the posterior's."""
-    wide = np.argsort(-stretch.factors)[:_MOST_SHARPENED]
-    wide = wide[stretch.factors[wide] > 1.0]
-    if not len(wide):
-        return stretch
-    others = np.setdiff1d(np.arange(len(stretch.factors)), wide)
-    plain = Whitening(anchor, factor)
-    directions = sharpened(context.rows, plain, stretch.directions[:, wide])
-    directions = np.concatenate([directions, stretch.directions[:, others]], axis=1)
-    return stretch_along(directions, factor, positions, gradients)
-
-
-def _rows_enough(context: Context, noise: Noise) -> int:
-    """Rows on which gradients are to be taken, so that a wide direction does not drown in noise."""
-    effort, target = context.effort, context.target
-    if target.is_randomized or not noise.variance > 0.0:
-        return effort.rows
-    wanted = noise.variance * rows_a_gradient(target, context.arguments) / _SMALL_NOISE
-    return int(np.clip(wanted, effort.rows, effort.most_rows))
-
-
-def _spread(draws: np.ndarray, num: int) -> np.ndarray:
-    """About so many of the draws, as many of each chain; shape ``(n, d)``."""
-    each = int(np.clip(num // len(draws), 2, draws.shape[1]))
-    places = np.linspace(0, draws.shape[1] - 1, each).astype(int)
-    return draws[:, places].reshape(-1, draws.shape[-1])

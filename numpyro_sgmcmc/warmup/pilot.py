@@ -25,9 +25,10 @@ from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.posterior.estimators import Estimator
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.ahead import compile_ahead
 from numpyro_sgmcmc.warmup.noise import draw_rows
 
-__all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "run_pilot"]
+__all__ = ["KEEP_EVERY", "PILOT", "PILOT_BIAS", "PILOT_STEP_SIZE", "prepare", "run_pilot"]
 
 PILOT = Underdamped(friction=1.5)
 PILOT_STEP_SIZE = 0.3
@@ -74,6 +75,42 @@ def _advance(
     return lax.scan(some_steps, state, grouped)
 
 
+def _steps_a_call(num_steps: int, num_chains: int, dim: int) -> int:
+    fitting = _NUMBERS_A_CALL // (num_chains * dim * _STEP.draws * KEEP_EVERY) * KEEP_EVERY
+    half = num_steps // 2 // KEEP_EVERY * KEEP_EVERY  # two calls at least
+    return max(KEEP_EVERY, min(_STEPS_A_CALL, fitting, half))
+
+
+def prepare(
+    target: Target, arguments: Arguments, is_dense: bool, num_chains: int, num_steps: int
+) -> None:
+    """Begin to compile :func:`run_pilot` for so many chains.
+
+    :param is_dense: whether the whitening's factor is a matrix; if not it has no stretch, as before
+        the first draws.
+    """
+    dim, dtype = target.dim, target.dtype
+    steps = _steps_a_call(num_steps, num_chains, dim)
+    vector, number = jax.ShapeDtypeStruct((dim,), dtype), jax.ShapeDtypeStruct((), dtype)
+    factor = jax.ShapeDtypeStruct((dim, dim), dtype) if is_dense else vector
+    of_chains: Any = jax.ShapeDtypeStruct((num_chains, dim), dtype)
+    noise = jax.ShapeDtypeStruct((steps, _STEP.draws, num_chains, dim), dtype)
+    rows = {
+        p.name: jax.ShapeDtypeStruct((steps, p.subsample_size), np.int32) for p in target.plates
+    }
+    keys = random.split(random.key(0), steps) if target.is_randomized else None
+    compile_ahead(
+        _advance,
+        target,
+        arguments,
+        Whitening(vector, factor, vector),
+        UnderdampedState(of_chains, of_chains),
+        number,
+        number,
+        (rows, noise, keys),
+    )
+
+
 def run_pilot(
     target: Target,
     arguments: Arguments,
@@ -96,9 +133,7 @@ def run_pilot(
     """
     q, p = (jnp.asarray(x, target.dtype) for x in (starts, rng.standard_normal(starts.shape)))
     state, draws = UnderdampedState(q, p), []
-    fitting = _NUMBERS_A_CALL // (starts.size * _STEP.draws * KEEP_EVERY) * KEEP_EVERY
-    half = num_steps // 2 // KEEP_EVERY * KEEP_EVERY  # two calls at least
-    steps = max(KEEP_EVERY, min(_STEPS_A_CALL, fitting, half))
+    steps = _steps_a_call(num_steps, *starts.shape)
     num_calls = -(-num_steps // steps)
     for call in range(num_calls):
         shape = (steps, _STEP.draws, *starts.shape)

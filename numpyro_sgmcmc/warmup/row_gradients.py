@@ -23,6 +23,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.target import Decisive, Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.ahead import compile_ahead
 from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
 from numpyro_sgmcmc.warmup.effort import MANY_DIM, Effort, rows_a_gradient
 from numpyro_sgmcmc.warmup.factors import hessian_by_products
@@ -275,16 +276,11 @@ class RowGradients:
         target = self.target
         if self.arguments.sharded:
             return hessian_by_products(EagerPotential(target, self.arguments), position)
-        batch = sum(p.subsample_size for group in self.groups for p in group) or rows_a_gradient(
-            target, self.arguments
-        )
-        together = int(np.clip(_TANGENT_ROWS // batch, 1, target.dim))
+        together, size = self._hessian_call()
         at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
         hessian = np.zeros((target.dim, target.dim))
         minibatches = minibatches_of(self.groups)
-        size = None
-        while some := list(islice(minibatches, size or _MINIBATCHES_A_CALL)):
-            size = size or len(some)
+        while some := list(islice(minibatches, size)):
             filled = some + [WeightedRows(some[0].rows, 0.0)] * (size - len(some))
             rows = {p.name: np.stack([m.rows[p.name] for m in filled]) for p in target.plates}
             weights = np.array([m.weight for m in filled], target.dtype)
@@ -294,6 +290,39 @@ class RowGradients:
                 found = _hessian_products(target, self.arguments, at, rows, weights, directions)
                 hessian[first:last] += np.asarray(found, np.float64)[first - last :]
         return (hessian + hessian.T) / 2.0
+
+    def prepare_hessian(self) -> None:
+        """Begin to compile :meth:`hessian`."""
+        target = self.target
+        if self.arguments.sharded:
+            return
+        together, size = self._hessian_call()
+
+        def some(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, target.dtype)
+
+        first = next(minibatches_of(self.groups)).rows
+        rows = {
+            p.name: jax.ShapeDtypeStruct((size, *first[p.name].shape), first[p.name].dtype)
+            for p in target.plates
+        }
+        compile_ahead(
+            _hessian_products,
+            target,
+            self.arguments,
+            some(target.dim),
+            rows,
+            some(size),
+            some(together, target.dim),
+        )
+
+    def _hessian_call(self) -> tuple[int, int]:
+        """How many directions and how many minibatches a call takes."""
+        batch = sum(p.subsample_size for group in self.groups for p in group) or rows_a_gradient(
+            self.target, self.arguments
+        )
+        together = int(np.clip(_TANGENT_ROWS // batch, 1, self.target.dim))
+        return together, sum(1 for _ in islice(minibatches_of(self.groups), _MINIBATCHES_A_CALL))
 
     def on_all(self, positions: np.ndarray, whitening: Whitening, rows: int) -> np.ndarray:
         """Gradients on all rows, from those on some and the exact one at the anchor.

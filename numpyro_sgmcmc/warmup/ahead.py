@@ -1,0 +1,28 @@
+"""Programs compiled on a thread while others run: XLA takes no Python to compile.
+
+Of a short run compilation is most, and the stages of the warm-up come one after the other.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+__all__ = ["compile_ahead"]
+
+
+@cache
+def _compiler() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-compiler")
+
+
+def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
+    """Begin to compile a jitted function for such arguments: its call finds it compiled, or waits.
+
+    It is traced here and compiled there, since NumPyro's handlers are one stack for all threads. A
+    failure to compile is raised by the call.
+
+    :param args: arrays, or :class:`jax.ShapeDtypeStruct` in their place.
+    """
+    _compiler().submit(fn.lower(*args, **static).compile)

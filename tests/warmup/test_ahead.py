@@ -1,0 +1,66 @@
+"""What is compiled ahead is what is called: nothing is compiled twice."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc.warmup.ahead import compile_ahead
+from tests.contract.kernels import quietly
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((700, 3)).astype(np.float32)
+Y = (X.sum(1) + RNG.standard_normal(700)).astype(np.float32)
+
+
+def regression(X, y, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, 1.0), obs=y[i])
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the programs handed to the compiler, with how often each was."""
+    from jax._src import compiler
+
+    found, compile_or_get_cached = Counter(), compiler.compile_or_get_cached
+
+    def counted(backend, computation, *args, **kwargs):
+        found[computation.operation.attributes["sym_name"].value] += 1
+        return compile_or_get_cached(backend, computation, *args, **kwargs)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
+    jax.clear_caches()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "options"),
+    [
+        ((X, Y), {"batch_size": 50}, {}),
+        ((X, Y), {"batch_size": 50}, {"dense_mass": False}),
+        ((X, Y), {}, {}),
+        ((HostArray(X), HostArray(Y)), {"batch_size": 50}, {}),
+    ],
+    ids=["dense", "diagonal", "all rows", "host"],
+)
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
+    mcmc = quietly(SGHMCSplit(regression, **options), num_warmup=2, num_samples=2)
+    mcmc.run(random.key(0), *args, **kwargs)
+    assert compiled["jit__advance"] == 2  # of the fit and of the pilot chains
+    assert compiled["jit__hessian_products"] <= 1
+
+
+def test_a_call_takes_what_was_compiled_ahead(compiled):
+    double = jax.jit(lambda x: 2 * x)
+    compile_ahead(double, jax.ShapeDtypeStruct((5,), jnp.float32))
+    np.testing.assert_array_equal(double(jnp.ones(5)), 2 * np.ones(5))
+    assert sum(n for name, n in compiled.items() if "lambda" in name) == 1
