@@ -246,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
     parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--batch-size", type=int, help="in place of the problems' own")
     parser.add_argument("--save", type=Path, help="file of finished runs, added to")
     given = parser.parse_args()
     print_header("Verdicts: what is true, and what is said")
@@ -254,6 +255,8 @@ def main() -> None:
     found = {}
     for name in given.only:
         problem, cells = PROBLEMS[name], [Cell(name, seed) for seed in range(given.seeds)]
+        if given.batch_size:
+            problem = problem._replace(batch_size=given.batch_size)
         built = problem.build()  # once, so that all seeds share what is compiled for the model
         for cell in cells:
             if cell not in kept:

@@ -103,7 +103,7 @@ def _calls(num_steps: int, num_starts: int, dim: int) -> tuple[int, int]:
 
 
 def prepare(target: Target, arguments: Arguments, num_starts: int, num_steps: int) -> None:
-    """Begin to compile a :func:`fit` from so many starts."""
+    """Begin to compile a :func:`fit` from so many starts on whole minibatches."""
     num_calls, a_call = _calls(num_steps, num_starts, target.dim)
     means = jax.ShapeDtypeStruct((num_starts, target.dim), target.dtype)
     rows = {

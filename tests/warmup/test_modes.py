@@ -16,6 +16,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import starts
+from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.modes import (
     Fit,
     Mode,
@@ -149,6 +150,16 @@ def test_where_the_user_says_where_to_start_no_other_mode_is_looked_for():
     start = {"a": 2.0 * np.ones(4), "b": -2.0 * np.ones(4)}
     _, said = run(two_places, y, init_params=start)
     assert not said
+
+
+def test_large_minibatches_have_starts_by_the_prior_too(monkeypatch):
+    """Those by the strategy are in one mode."""
+    monkeypatch.setattr(Context, "finite_starts", lambda *_: [np.array([2.0, -2.0])])
+    y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(1_200), jnp.float32)
+    with pytest.warns(UserWarning, match="in which `a` is elsewhere"):
+        quietly(SGHMCSplit(two_places), num_warmup=2, num_samples=2).run(
+            jax.random.key(0), y, batch_size=600
+        )
 
 
 def fit_at(mean, bound):
