@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
 from numpyro_sgmcmc.chain.state import AdaptState
 from numpyro_sgmcmc.data.minibatch import draw_minibatches
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -31,6 +32,7 @@ class ChainPlan:
     - **num_warmup** - warm-up iterations.
     - **clip_gradient** - largest norm of a whitened gradient, or None.
     - **collected** - local sites of which the state's ``z`` has the values of all rows.
+    - **blocks** - how the mass matrix is shown; None for a potential function.
     """
 
     target: Target
@@ -41,6 +43,7 @@ class ChainPlan:
     num_warmup: int
     clip_gradient: float | None = None
     collected: tuple[str, ...] = ()
+    blocks: MassBlocks | None = None
 
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
         """Size of the step that has ``count`` before it."""

@@ -43,6 +43,7 @@ from numpyro_sgmcmc.samplers.inputs import (
     eagerly,
     is_one_per_chain,
 )
+from numpyro_sgmcmc.samplers.mass_matrix import mass_blocks
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
@@ -337,6 +338,9 @@ class SGMCMCKernel(MCMCKernel):
             num_warmup=self._cache.num_warmup,
             clip_gradient=self._options.clip_gradient,
             collected=collected_sites(self.target.locals, self._options.collect_locals),
+            blocks=mass_blocks(
+                self._options.dense_mass, self._options.inverse_mass_matrix, self.target.sites
+            ),
         )
 
     def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:
