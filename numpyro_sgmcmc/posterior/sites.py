@@ -31,7 +31,7 @@ def global_sites(facts: Facts) -> tuple[Site, ...]:
 
 def refuse_global_sites(facts: Facts) -> None:
     """Refuse latent sites that a gradient cannot move, data that are not the minibatch's, and a
-    model that leaves nothing to sample.
+    model whose latent sites are the rows' alone.
 
     :raises ValueError: naming the site, with the way out.
     """
@@ -49,7 +49,6 @@ def refuse_global_sites(facts: Facts) -> None:
             "All latent sites of the model are inside the subsampled plate: its rows are "
             "independent posteriors, and minibatches save nothing. Use NUTS on each."
         )
-    raise Refusal("The model has no latent site: there is nothing to sample.")
 
 
 def _refuse_unmovable(site: SampleSite) -> None:

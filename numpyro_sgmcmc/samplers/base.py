@@ -284,7 +284,8 @@ class SGMCMCKernel(MCMCKernel):
             init_params = accepted_start(init_params, target, concrete, num_chains)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             located = self._located_dynamics(target, adaptation.whitening)
-            self._refuse_bad_functions(located, target)
+            if target.dim:
+                self._refuse_bad_functions(located, target)
         self._cache.be_ready(arguments, num_warmup)
         state = start_chains(self._plan, self._dynamics, rng_key, init_params, concrete)
         if is_block:

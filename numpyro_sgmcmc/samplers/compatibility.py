@@ -36,7 +36,7 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
 
     :raises ValueError: naming the option, with the way out.
     """
-    if not target.plates:
+    if not target.plates and target.dim:
         notify(
             "The model has no subsampled plate: every step uses the gradient on all rows. "
             "Give the data's plate a subsample_size, for example 100; where that is an argument "
