@@ -80,6 +80,10 @@ def _of_chains(plan: ChainPlan, chains: Any) -> AdaptState:
         modes = stacked([whitening, *others])
         whitening = jax.tree.map(lambda x: x[chains % (1 + len(others))], modes)
     step_size = jnp.full(np.shape(chains), adaptation.step_size, dtype)
+    if plan.traced_step_size is not None:
+        # One that is not positive makes every iteration diverge.
+        given = plan.traced_step_size.astype(dtype)
+        step_size = jnp.where(given > 0.0, given, jnp.nan) * jnp.ones_like(step_size)
     return AdaptState(step_size, whitening, adaptation.gradient_noise, plan.blocks)
 
 

@@ -336,12 +336,11 @@ class SGMCMCKernel(MCMCKernel):
             scheme=self._scheme,
             locate=partial(self._located_dynamics, self.target),
             schedule=self._schedule,
+            traced_step_size=self._options.traced_step_size,
             num_warmup=self._cache.num_warmup,
             clip_gradient=self._options.clip_gradient,
             collected=collected_sites(self.target.locals, self._options.collect_locals),
-            blocks=mass_blocks(
-                self._options.dense_mass, self._options.inverse_mass_matrix, self.target.sites
-            ),
+            blocks=mass_blocks(self._options, self.target.sites),
         )
 
     def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:

@@ -9,6 +9,7 @@ import numpy as np
 from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
 from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.posterior.target import Site
+from numpyro_sgmcmc.samplers.options import Options
 
 __all__ = ["mass_blocks", "mass_matrix", "mass_matrix_mask"]
 
@@ -49,16 +50,16 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
     return matrix
 
 
-def mass_blocks(dense_mass: Any, value: Any, sites: tuple[Site, ...] | None) -> MassBlocks | None:
+def mass_blocks(options: Options, sites: tuple[Site, ...] | None) -> MassBlocks | None:
     """How NumPyro would show the mass matrix that these options give; None without a model.
 
     Blocks of ``dense_mass`` are matrices; those of a user's dict have the form that they have
     there; all other sites stand together, by their variances. Without any block all sites do.
 
-    :param dense_mass: the option.
-    :param value: the option ``inverse_mass_matrix``.
+    :param options: ``dense_mass`` and ``inverse_mass_matrix``.
     :param sites: the latent sites.
     """
+    dense_mass, value = options.dense_mass, options.inverse_mass_matrix
     if sites is None:
         return None
     sizes = tuple((site.name, site.size) for site in sites)

@@ -11,6 +11,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import is_traced
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
@@ -26,7 +27,8 @@ class Options:
 
     :param step_size: step size in whitened units (posterior standard deviations), positive; or a
         schedule ``int -> float`` of the number of steps so far, warm-up counted in, such as any
-        optax schedule. Default None: chosen in warm-up.
+        optax schedule. One that jit or vmap traces is the chains'; the warm-up, which must know a
+        number, goes by the scheme's own. Default None: chosen in warm-up.
     :param num_steps: stochastic-gradient steps an iteration. Default None: as many as make draws
         about independent, from 1 to 500.
     :param inverse_mass_matrix: about the posterior covariance in unconstrained space: shape
@@ -101,7 +103,9 @@ class Options:
             self._keep("clip_gradient", float(self.clip_gradient))
         for name in _YES_OR_NO:
             checks.is_bool(name, getattr(self, name))
-        if self.step_size is not None and not callable(self.step_size):
+        if is_traced(self.step_size):
+            _refuse_traced_array(self.step_size)
+        elif self.step_size is not None and not callable(self.step_size):
             checks.positive("step_size", self.step_size)
             self._keep("step_size", float(self.step_size))
         self._keep("target_bias", float(self.target_bias))
@@ -119,6 +123,11 @@ class Options:
             )
         _refuse_no_names(self.collect_locals)
         self._keep("gibbs_sites", tuple(self.gibbs_sites))
+
+    @property
+    def traced_step_size(self) -> Any:
+        """The step size where jit or vmap traces it, so that only the chains can have it."""
+        return self.step_size if is_traced(self.step_size) else None
 
     @classmethod
     def unknown_among(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,6 +167,15 @@ class KernelOptions(TypedDict, total=False):
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
     collect_locals: bool | Sequence[str]
+
+
+def _refuse_traced_array(step_size: Any) -> None:
+    """Refuse a traced step size that is no number, as far as that can be seen."""
+    if step_size.shape != () or step_size.dtype.kind not in "iuf":
+        raise Refusal(
+            f"`step_size` is traced and has type {step_size.dtype} and shape {step_size.shape}, "
+            "but must be a positive number."
+        )
 
 
 def _refuse_dependent_minibatches(minibatch: str) -> None:
