@@ -28,7 +28,7 @@ from numpyro_sgmcmc.data.progress import stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.handlers import FullDataModel
 from numpyro_sgmcmc.posterior.locals.sites import collected_sites
-from numpyro_sgmcmc.posterior.target import Target, function_target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.compatibility import (
     refuse_chain_per_device,
@@ -45,7 +45,7 @@ from numpyro_sgmcmc.samplers.inputs import (
 )
 from numpyro_sgmcmc.samplers.mass_matrix import mass_blocks
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
-from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
+from numpyro_sgmcmc.samplers.reading import read_function, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
@@ -349,10 +349,7 @@ class SGMCMCKernel(MCMCKernel):
         if self._model is None:
             assert self._potential_fn is not None
             one = values_of_one_chain(init_params, is_batch)
-            form: Any = form_of_values(one)
-            if form not in targets:
-                targets[form] = function_target(self._potential_fn, one)
-            return targets[form]
+            return read_function(self._potential_fn, one, self._options, targets)
         form = (arguments.signature, jnp.result_type(float))
         if form not in targets:
             targets[form] = read_model(self._model, arguments, self._options)

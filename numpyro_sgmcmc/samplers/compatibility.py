@@ -48,6 +48,11 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
             "rows is random too and gradient='control_variate' has nothing to hold on to. "
             "Use gradient='plain' or 'auto'."
         )
+    if options.forward_mode_differentiation and target.locals is not None:
+        raise Refusal(
+            f"Site '{target.locals.names[0]}' has a latent value for each row, whose gradients are "
+            "taken in reverse mode: leave out `forward_mode_differentiation`."
+        )
     if options.noise_compensation:
         _refuse_dependent_rows(target)
 

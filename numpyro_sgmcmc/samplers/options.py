@@ -18,7 +18,13 @@ from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 __all__ = ["KernelOptions", "Options"]
 
 
-_YES_OR_NO = ("adapt_step_size", "adapt_mass_matrix", "noise_compensation", "chains_in_modes")
+_YES_OR_NO = (
+    "adapt_step_size",
+    "adapt_mass_matrix",
+    "noise_compensation",
+    "forward_mode_differentiation",
+    "chains_in_modes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,6 +64,8 @@ class Options:
     :param target_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
+        with ``lax.while_loop``; they cost as much more as there are coordinates. Default False.
     :param chains_in_modes: whether chains start in turn in each of the modes of comparable mass
         that the warm-up finds, each with whitening and control variates of its own, and R-hat
         compares them. Default False: all in the one whose fit is best, and a warning where there
@@ -86,6 +94,7 @@ class Options:
     clip_gradient: float | None = None
     target_bias: float = 0.05
     init_strategy: Callable = init_to_uniform
+    forward_mode_differentiation: bool = False
     chains_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
@@ -111,6 +120,7 @@ class Options:
         self._keep("target_bias", float(self.target_bias))
         self._keep("noise_compensation", bool(self.noise_compensation))
         self._keep("chains_in_modes", bool(self.chains_in_modes))
+        self._keep("forward_mode_differentiation", bool(self.forward_mode_differentiation))
         if self.noise_compensation:
             _refuse_dependent_minibatches(self.minibatch)
             _refuse_modes(self.chains_in_modes)
@@ -163,6 +173,7 @@ class KernelOptions(TypedDict, total=False):
     clip_gradient: float | None
     target_bias: float
     init_strategy: Callable
+    forward_mode_differentiation: bool
     chains_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
