@@ -262,8 +262,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 ADAPTED = (
     "step_size",
-    "inverse_mass_matrix",
-    "mass_matrix_sqrt_inv",
+    "whitening",
     "anchor",
     "anchor_gradient",
     "anchor_hessian",

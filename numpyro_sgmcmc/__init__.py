@@ -1,5 +1,8 @@
 """Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
 
+import numpyro.infer
+from numpyro.infer import initialization
+
 from numpyro_sgmcmc import samplers
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
@@ -17,3 +20,7 @@ __all__ = [
 ]
 __all__ += samplers.__all__
 __version__ = "0.1.0"
+
+# Imported before NumPyro, ArviZ 1.x leaves a lazy module in its place, whose `infer` does not know
+# the submodule that `az.from_numpyro` looks up there.
+numpyro.infer.initialization = initialization

@@ -40,6 +40,8 @@ def advance(
     :param arguments: the model's arguments.
     :param chain_axis: the mesh axis over which chains are spread, if they are.
     """
+    if plan.target.dim == 0:
+        return state._replace(i=state.i + 1)
     state = with_rows_ahead(plan, state)
     in_block = None if state.block is None else state.block.used.ravel()[0]
     one = partial(iterate, plan, arguments=arguments, in_block=in_block)

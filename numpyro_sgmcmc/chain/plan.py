@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
 from numpyro_sgmcmc.chain.state import AdaptState
 from numpyro_sgmcmc.data.minibatch import draw_minibatches
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -31,6 +32,8 @@ class ChainPlan:
     - **num_warmup** - warm-up iterations.
     - **clip_gradient** - largest norm of a whitened gradient, or None.
     - **collected** - local sites of which the state's ``z`` has the values of all rows.
+    - **traced_step_size** - the user's step size where it is being traced, or None.
+    - **blocks** - how the mass matrix is shown; None for a potential function.
     """
 
     target: Target
@@ -41,6 +44,8 @@ class ChainPlan:
     num_warmup: int
     clip_gradient: float | None = None
     collected: tuple[str, ...] = ()
+    traced_step_size: Array | None = None
+    blocks: MassBlocks | None = None
 
     def step_size(self, count: Array, adapt_state: AdaptState) -> Array:
         """Size of the step that has ``count`` before it."""
@@ -52,6 +57,8 @@ class ChainPlan:
 
     def weight(self, counts: Array, adapt_state: AdaptState) -> Array:
         """Weight in averages of a draw that took these steps."""
+        if self.traced_step_size is not None:
+            return len(counts) * adapt_state.step_size
         if self.schedule is None:
             # The same for all chains, even if some have shortened their steps.
             chosen = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)

@@ -22,7 +22,6 @@ from numpyro_sgmcmc.posterior.locals.moves import LocalState, sweep
 from numpyro_sgmcmc.posterior.locals.sites import with_locals
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import stacked
-from numpyro_sgmcmc.warmup import Adaptation
 from numpyro_sgmcmc.warmup.step_control import StepControl
 
 __all__ = ["start_chains"]
@@ -55,13 +54,13 @@ def start_chains(
         dynamics=dynamics,
     )
     if is_batch and adaptation.other_modes:
-        each = _of_chains(adaptation, np.arange(num_chains))
+        each = _of_chains(plan, np.arange(num_chains))
         state = jax.vmap(start)(rng_key, init_params, each)
     elif is_batch:
-        state = jax.vmap(start, (0, 0, None))(rng_key, init_params, _of_chains(adaptation, 0))
+        state = jax.vmap(start, (0, 0, None))(rng_key, init_params, _of_chains(plan, 0))
     else:
         number = _any_number(rng_key) if adaptation.other_modes else 0
-        state = start(rng_key, init_params, _of_chains(adaptation, number))
+        state = start(rng_key, init_params, _of_chains(plan, number))
     room = partial(with_empty_block, plan, num_chains=num_chains)
     state = (jax.vmap(room) if is_batch else room)(state)
     if target.locals is not None:
@@ -69,18 +68,23 @@ def start_chains(
     return state
 
 
-def _of_chains(adaptation: Adaptation, chains: Any) -> AdaptState:
+def _of_chains(plan: ChainPlan, chains: Any) -> AdaptState:
     """Where chains are told to be: the modes in turn, where the warm-up gives several.
 
     :param chains: their numbers, of any shape.
     """
+    adaptation = plan.adaptation
     dtype = adaptation.whitening.anchor.dtype
     whitening, others = adaptation.whitening, adaptation.other_modes
     if others:
         modes = stacked([whitening, *others])
         whitening = jax.tree.map(lambda x: x[chains % (1 + len(others))], modes)
     step_size = jnp.full(np.shape(chains), adaptation.step_size, dtype)
-    return AdaptState(step_size, whitening, adaptation.gradient_noise)
+    if plan.traced_step_size is not None:
+        # One that is not positive makes every iteration diverge.
+        given = plan.traced_step_size.astype(dtype)
+        step_size = jnp.where(given > 0.0, given, jnp.nan) * jnp.ones_like(step_size)
+    return AdaptState(step_size, whitening, adaptation.gradient_noise, plan.blocks)
 
 
 def _any_number(rng_key: Array) -> Array:

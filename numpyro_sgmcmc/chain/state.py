@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from numpyro_sgmcmc.chain.block import Block
+from numpyro_sgmcmc.chain.mass_blocks import MassBlocks, square_root_of_inverse
 from numpyro_sgmcmc.chain.moments import Moments
 from numpyro_sgmcmc.data.minibatch import StreamState
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
@@ -27,21 +28,42 @@ class AdaptState(NamedTuple):
       gradient is that for their present values.
     - **gradient_noise** - covariance of the whitened gradient's noise, a
       :class:`~numpyro_sgmcmc.dynamics.compensation.GradientNoise`; None unless it is compensated.
+    - **blocks** - how the mass matrix is shown, a
+      :class:`~numpyro_sgmcmc.chain.mass_blocks.MassBlocks`; None for a potential function.
     """
 
     step_size: Array
     whitening: Whitening
     gradient_noise: GradientNoise | None = None
+    blocks: MassBlocks | None = None
 
     @property
-    def inverse_mass_matrix(self) -> Array:
-        """About the posterior covariance, shape ``(d,)`` or ``(d, d)``."""
-        return self.whitening.inverse_mass_matrix
+    def inverse_mass_matrix(self) -> Any:
+        """About the posterior covariance, as NumPyro shows it: a dict of arrays ``(k,)`` or
+        ``(k, k)`` by tuples of site names; for a potential function one array.
+        """
+        return self._matrices[0]
 
     @property
-    def mass_matrix_sqrt_inv(self) -> Array:
-        """L with ``L L^T`` the inverse mass matrix, of the same shape."""
-        return self.whitening.factor
+    def mass_matrix_sqrt(self) -> Any:
+        """S, lower triangular, with ``S S^T`` the mass matrix, in the same form."""
+        return self._matrices[1]
+
+    @property
+    def mass_matrix_sqrt_inv(self) -> Any:
+        """The inverse of S, in the same form."""
+        return self._matrices[2]
+
+    @property
+    def _matrices(self) -> tuple[Any, Any, Any]:
+        """The three above."""
+        matrix, is_dense = self.whitening.inverse_mass_matrix, self.whitening.is_dense
+        if self.blocks is None:
+            return matrix, *square_root_of_inverse(matrix, is_dense)
+        found = self.blocks.of(matrix, is_dense)
+        no_chains = self.step_size.ndim
+        roots = {k: square_root_of_inverse(x, x.ndim > 1 + no_chains) for k, x in found.items()}
+        return found, {k: s for k, (s, _) in roots.items()}, {k: r for k, (_, r) in roots.items()}
 
     @property
     def anchor(self) -> Array:

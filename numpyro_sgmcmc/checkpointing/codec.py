@@ -25,7 +25,7 @@ def _is_key(x: Any) -> bool:
 def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     """The structure of ``tree`` as JSON; its arrays are appended to ``arrays``.
 
-    :param tree: named tuples, dataclasses without fields, dicts with strings as keys, lists,
+    :param tree: named tuples, dataclasses, dicts with strings or tuples of them as keys, lists,
         tuples, arrays, random keys, numbers, strings, bools and None.
     :raises TypeError: for anything else.
     """
@@ -44,12 +44,16 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
         kind = f"{type(tree).__module__}:{type(tree).__qualname__}"
         parts = zip(tree._fields, tree, strict=True)
         return {"type": kind, "fields": {n: encode(x, arrays) for n, x in parts}}
-    if is_dataclass(tree) and not isinstance(tree, type) and not fields(tree):
-        return {"object": f"{type(tree).__module__}:{type(tree).__qualname__}"}
+    if is_dataclass(tree) and not isinstance(tree, type):
+        kind = f"{type(tree).__module__}:{type(tree).__qualname__}"
+        values = {f.name: encode(getattr(tree, f.name), arrays) for f in fields(tree)}
+        return {"object": kind, **({"values": values} if values else {})}
     if isinstance(tree, (list, tuple)):
         return {type(tree).__name__: [encode(x, arrays) for x in tree]}
     if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
         return {"dict": {k: encode(x, arrays) for k, x in tree.items()}}
+    if isinstance(tree, dict) and all(isinstance(k, tuple) for k in tree):
+        return {"by tuples": [[list(k), encode(x, arrays)] for k, x in tree.items()]}
     raise TypeError(f"A {type(tree).__name__} cannot be kept in a checkpoint.")
 
 
@@ -71,12 +75,12 @@ def _named_tuple(kind: str) -> type:
     return found
 
 
-def _constant(kind: str) -> Any:
-    """The one value of a dataclass without fields: an estimator, a minibatch scheme."""
+def _dataclass(kind: str) -> type:
+    """An estimator's, a minibatch scheme's, that of the mass matrix's blocks."""
     found = _type(kind)
-    if not is_dataclass(found) or fields(found):
-        raise ValueError(f"{kind} is no dataclass without fields.")
-    return found()
+    if not is_dataclass(found):
+        raise ValueError(f"{kind} is no dataclass.")
+    return found
 
 
 def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]) -> Any:
@@ -95,11 +99,14 @@ def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarra
         case {"type": kind, "fields": parts}:
             return _named_tuple(kind)(**{n: decode(x, arrays) for n, x in parts.items()})
         case {"object": kind}:
-            return _constant(kind)
+            values = structure.get("values", {})
+            return _dataclass(kind)(**{n: decode(x, arrays) for n, x in values.items()})
         case {"list": items}:
             return [decode(x, arrays) for x in items]
         case {"tuple": items}:
             return tuple(decode(x, arrays) for x in items)
         case {"dict": items}:
             return {k: decode(x, arrays) for k, x in items.items()}
+        case {"by tuples": items}:
+            return {tuple(k): decode(x, arrays) for k, x in items}
     raise ValueError(f"A checkpoint holds no {structure!r}.")

@@ -36,6 +36,8 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
             f"{type(kernel).__name__}, which keeps no moments that tell its bias."
         )
     state = mcmc.last_state
+    if state is not None and not sum(np.size(x) for x in jax.tree.leaves(state.z)):
+        raise Refusal(f"The model has no latent site: there is nothing for `{wanted_by}` to tell.")
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
         raise Refusal(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
     if state.locals is not None:

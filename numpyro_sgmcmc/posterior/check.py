@@ -5,7 +5,7 @@ from __future__ import annotations
 from numpyro_sgmcmc.posterior.facts import Facts
 from numpyro_sgmcmc.posterior.locals.checks import refuse_local_sites
 from numpyro_sgmcmc.posterior.row_checks import refuse_what_is_no_sum_over_rows
-from numpyro_sgmcmc.posterior.sites import refuse_global_sites
+from numpyro_sgmcmc.posterior.sites import refuse_global_sites, warn_of_missing_plates
 from numpyro_sgmcmc.posterior.spread_checks import refuse_spread_rows
 
 __all__ = ["check"]
@@ -20,3 +20,4 @@ def check(facts: Facts) -> None:
     refuse_global_sites(facts)
     refuse_spread_rows(facts)
     refuse_what_is_no_sum_over_rows(facts)
+    warn_of_missing_plates(facts)

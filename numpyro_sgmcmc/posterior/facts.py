@@ -35,6 +35,8 @@ class SampleSite(NamedTuple):
     - **shape** - shape of its value.
     - **batch_shape** - of its distribution.
     - **event_shape** - of its distribution.
+    - **bare_dims** - batch dimensions, counted from the right, for which no plate stands although
+      one does for others.
     - **dtype** - type of a latent value.
     - **support** - a latent distribution's support.
     - **is_delta** - whether a latent distribution has all its mass at one point.
@@ -47,6 +49,7 @@ class SampleSite(NamedTuple):
     shape: tuple[int, ...]
     batch_shape: tuple[int, ...]
     event_shape: tuple[int, ...]
+    bare_dims: tuple[int, ...] = ()
     dtype: Any = None
     support: Any = None
     is_delta: bool = False

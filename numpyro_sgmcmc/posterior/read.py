@@ -129,6 +129,7 @@ def _sample_site(site: Any, frames: tuple[Any, ...], is_drawn: bool) -> SampleSi
         shape=jnp.shape(value),
         batch_shape=fn.batch_shape,
         event_shape=fn.event_shape,
+        bare_dims=_bare_dims(site),
     )
     if known.is_observed:
         return known
@@ -138,6 +139,19 @@ def _sample_site(site: Any, frames: tuple[Any, ...], is_drawn: bool) -> SampleSi
     with suppress(NotImplementedError):  # there is no map to unconstrained space
         known = known._replace(free_shape=jnp.shape(biject_to(fn.support).inv(value)))
     return known
+
+
+def _bare_dims(site: Any) -> tuple[int, ...]:
+    """Batch dimensions without a plate, where a site has plates at all."""
+    stated = {frame.dim for frame in site["cond_indep_stack"]}
+    if not stated:
+        return ()
+    fn, shape = site["fn"], jnp.shape(site["value"])
+    shapes = (tuple(fn.batch_shape), shape[: len(shape) - len(fn.event_shape)])
+    # A loop of NumPyro's has its steps on the left, which need no plate.
+    looped = -max(map(len, shapes)) if site.get("_control_flow_done", False) else None
+    has_many = {-k for one in shapes for k in range(1, len(one) + 1) if one[-k] > 1}
+    return tuple(sorted(has_many - stated - {looped}))
 
 
 def _is_delta(fn: Any) -> bool:

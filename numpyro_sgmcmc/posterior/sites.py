@@ -8,14 +8,19 @@ import jax
 import numpy as np
 from jax import Array
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import Refusal, notify
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.dataflow import depends_on
 from numpyro_sgmcmc.posterior.facts import Facts, SampleSite
 from numpyro_sgmcmc.posterior.target import Site
 
-__all__ = ["global_sites", "refuse_global_sites", "row_free_deterministics"]
+__all__ = [
+    "global_sites",
+    "refuse_global_sites",
+    "row_free_deterministics",
+    "warn_of_missing_plates",
+]
 
 
 def global_sites(facts: Facts) -> tuple[Site, ...]:
@@ -31,7 +36,7 @@ def global_sites(facts: Facts) -> tuple[Site, ...]:
 
 def refuse_global_sites(facts: Facts) -> None:
     """Refuse latent sites that a gradient cannot move, data that are not the minibatch's, and a
-    model that leaves nothing to sample.
+    model whose latent sites are the rows' alone.
 
     :raises ValueError: naming the site, with the way out.
     """
@@ -49,7 +54,16 @@ def refuse_global_sites(facts: Facts) -> None:
             "All latent sites of the model are inside the subsampled plate: its rows are "
             "independent posteriors, and minibatches save nothing. Use NUTS on each."
         )
-    raise Refusal("The model has no latent site: there is nothing to sample.")
+
+
+def warn_of_missing_plates(facts: Facts) -> None:
+    """Warn, as NumPyro does, of sites that have plates, but not for all of their dimensions."""
+    for site in facts.samples:
+        for dim in site.bare_dims:
+            notify(
+                f"Missing a plate statement for batch dimension {dim} at site '{site.name}', which "
+                "stands in other plates: add one, or `.to_event` if the dimension belongs to a row."
+            )
 
 
 def _refuse_unmovable(site: SampleSite) -> None:

@@ -70,6 +70,7 @@ class Target:
       user says how to start.
     - **potentials_of_rows** - ``(z, indices, arguments) -> what each row adds to the potential``,
       for one plate; None without a model.
+    - **is_forward** - whether gradients are taken in forward mode, a coordinate at a time.
     """
 
     plates: tuple[Plate, ...]
@@ -90,6 +91,7 @@ class Target:
     locals: LocalSites | None = None
     start_by_prior: Callable[[Array, Arguments], Array] | None = None
     potentials_of_rows: Callable[[Any, Indices, Arguments], Array] | None = None
+    is_forward: bool = False
 
     def potential(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -149,7 +151,7 @@ class Target:
     ) -> tuple[Array, Array]:
         # Rows that were read ahead are known by being the very same object: no jit passes it on.
         if has_rows_read(a):
-            return jax.value_and_grad(self._potential)(position, i, a, key)
+            return self.value_and_gradient(self._potential)(position, i, a, key)
         return self._traced_with_gradient(position, i, a, key)
 
     @cached_property
@@ -160,7 +162,22 @@ class Target:
     @cached_property
     def _traced_with_gradient(self) -> Callable[..., tuple[Array, Array]]:
         """Potential and gradient, likewise."""
-        return jax.jit(jax.value_and_grad(self._traced), inline=True)
+        return jax.jit(self.value_and_gradient(self._traced), inline=True)
+
+    def value_and_gradient(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+        """A potential as its value and its gradient in the position, its first argument."""
+        if not self.is_forward:
+            return jax.value_and_grad(fn)
+
+        def twice(position: Array, *others: Any) -> tuple[Array, Array]:
+            value = fn(position, *others)
+            return value, value
+
+        def both(position: Array, *others: Any) -> tuple[Array, Array]:
+            gradient, value = jax.jacfwd(twice, has_aux=True)(position, *others)
+            return value, gradient
+
+        return both
 
     def row_potentials(self, position: Array, indices: Indices, arguments: Arguments) -> Array:
         """What each row of the one plate adds to the potential, shape ``(rows,)``."""
@@ -256,7 +273,7 @@ class Target:
 
         def on(part: Target, indices: Indices, arguments: Arguments) -> tuple[Array, Array, Array]:
             def gradient(q: Array) -> tuple[Array, tuple[Array, Array]]:
-                value, slope = jax.value_and_grad(part.potential)(q, indices, arguments, self._key)
+                value, slope = part.potential_and_gradient(q, indices, arguments, self._key)
                 return slope, (value, slope)
 
             hessian, (value, slope) = jax.jacfwd(gradient, has_aux=True)(position)
@@ -303,11 +320,14 @@ class Target:
         return self.over_shards(over, subset or {}, arguments)
 
 
-def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Target:
+def function_target(
+    potential_fn: Callable[[Any], Array], prototype: Any, is_forward: bool = False
+) -> Target:
     """The target of a potential function, which has no rows to choose from.
 
     :param potential_fn: potential of a pytree of unconstrained values.
     :param prototype: pytree of arrays (or shapes) like the values.
+    :param is_forward: whether gradients are taken in forward mode.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     flat, unravel = ravel_pytree(zeros)
@@ -326,6 +346,7 @@ def function_target(potential_fn: Callable[[Any], Array], prototype: Any) -> Tar
         start=lambda key, arguments: random.uniform(key, flat.shape, flat.dtype, -2.0, 2.0),
         explain=lambda q, arguments: "Give `init_params` at which `potential_fn` is finite.",
         sites=None,
+        is_forward=is_forward,
     )
 
 

@@ -18,6 +18,7 @@ their place); with it the model, and what the model closes over.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
+from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, ByIdentity
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.locals.moves import renew
@@ -44,15 +46,32 @@ def target_of(
     init_strategy: Callable,
     gibbs_fn: Callable | None = None,
     gibbs_sites: tuple[str, ...] = (),
+    is_forward: bool = False,
 ) -> Target:
-    """:func:`~numpyro_sgmcmc.posterior.model.model_target`, or one made before that is the same."""
+    """:func:`~numpyro_sgmcmc.posterior.model.model_target`, or one made before that is the same.
+
+    :param is_forward: whether gradients are taken in forward mode.
+    :raises ValueError: as there, and for a model that has no other gradient where that is wanted.
+    """
     target = model_target(model, arguments, init_strategy, gibbs_fn, gibbs_sites)
+    target = replace(target, is_forward=is_forward)
     try:
         key = _key(model, arguments, target)
         return _targets.setdefault(key, target)
-    except Exception:
+    except Exception as error:
+        _refuse_reverse_mode(error)
         # What fails here fails again where it is used, with the words that belong there.
         return target
+
+
+def _refuse_reverse_mode(error: Exception) -> None:
+    """Refuse a model with a loop of unknown length, unless gradients are taken in forward mode."""
+    if "Reverse-mode differentiation does not work" in str(error):
+        raise Refusal(
+            "The model has a loop whose number of turns JAX does not know (`lax.while_loop`), "
+            "through which gradients go forward alone: use forward_mode_differentiation=True, or "
+            "`lax.scan`."
+        ) from error
 
 
 def _key(model: Callable, arguments: Arguments, target: Target) -> Hashable:
@@ -67,6 +86,7 @@ def _key(model: Callable, arguments: Arguments, target: Target) -> Hashable:
         tuple((s.name, s.shape) for s in target.sites or ()),
         target.dtype,
         target.is_randomized,
+        target.is_forward,
         local and (local.plate, *(s._replace(support=None) for s in local.moved + local.drawn)),
         local and local.gibbs_fn,
         target.lookups,
@@ -84,7 +104,7 @@ def _program(target: Target, arguments: Arguments) -> Any:
     def expansion(position: Array, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
         def on(part: Target, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
             def gradient(q: Array) -> Any:
-                return jax.value_and_grad(part.potential)(q, rows, arguments, rng_key)
+                return part.potential_and_gradient(q, rows, arguments, rng_key)
 
             return jax.jvp(gradient, (position,), (position,))
 

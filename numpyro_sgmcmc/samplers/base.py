@@ -28,7 +28,7 @@ from numpyro_sgmcmc.data.progress import stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.handlers import FullDataModel
 from numpyro_sgmcmc.posterior.locals.sites import collected_sites
-from numpyro_sgmcmc.posterior.target import Target, function_target
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.compatibility import (
     refuse_chain_per_device,
@@ -43,8 +43,9 @@ from numpyro_sgmcmc.samplers.inputs import (
     eagerly,
     is_one_per_chain,
 )
+from numpyro_sgmcmc.samplers.mass_matrix import mass_blocks
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
-from numpyro_sgmcmc.samplers.reading import form_of_values, read_model, values_of_one_chain
+from numpyro_sgmcmc.samplers.reading import read_function, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
@@ -283,7 +284,8 @@ class SGMCMCKernel(MCMCKernel):
             init_params = accepted_start(init_params, target, concrete, num_chains)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             located = self._located_dynamics(target, adaptation.whitening)
-            self._refuse_bad_functions(located, target)
+            if target.dim:
+                self._refuse_bad_functions(located, target)
         self._cache.be_ready(arguments, num_warmup)
         state = start_chains(self._plan, self._dynamics, rng_key, init_params, concrete)
         if is_block:
@@ -334,9 +336,11 @@ class SGMCMCKernel(MCMCKernel):
             scheme=self._scheme,
             locate=partial(self._located_dynamics, self.target),
             schedule=self._schedule,
+            traced_step_size=self._options.traced_step_size,
             num_warmup=self._cache.num_warmup,
             clip_gradient=self._options.clip_gradient,
             collected=collected_sites(self.target.locals, self._options.collect_locals),
+            blocks=mass_blocks(self._options, self.target.sites),
         )
 
     def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:
@@ -345,10 +349,7 @@ class SGMCMCKernel(MCMCKernel):
         if self._model is None:
             assert self._potential_fn is not None
             one = values_of_one_chain(init_params, is_batch)
-            form: Any = form_of_values(one)
-            if form not in targets:
-                targets[form] = function_target(self._potential_fn, one)
-            return targets[form]
+            return read_function(self._potential_fn, one, self._options, targets)
         form = (arguments.signature, jnp.result_type(float))
         if form not in targets:
             targets[form] = read_model(self._model, arguments, self._options)

@@ -36,7 +36,7 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
 
     :raises ValueError: naming the option, with the way out.
     """
-    if not target.plates:
+    if not target.plates and target.dim:
         notify(
             "The model has no subsampled plate: every step uses the gradient on all rows. "
             "Give the data's plate a subsample_size, for example 100; where that is an argument "
@@ -47,6 +47,11 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
             "The model draws random keys (numpyro.prng_key), so that its gradient on all "
             "rows is random too and gradient='control_variate' has nothing to hold on to. "
             "Use gradient='plain' or 'auto'."
+        )
+    if options.forward_mode_differentiation and target.locals is not None:
+        raise Refusal(
+            f"Site '{target.locals.names[0]}' has a latent value for each row, whose gradients are "
+            "taken in reverse mode: leave out `forward_mode_differentiation`."
         )
     if options.noise_compensation:
         _refuse_dependent_rows(target)

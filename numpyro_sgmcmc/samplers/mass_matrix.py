@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
 from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.posterior.target import Site
+from numpyro_sgmcmc.samplers.options import Options
 
-__all__ = ["mass_matrix", "mass_matrix_mask"]
+__all__ = ["mass_blocks", "mass_matrix", "mass_matrix_mask"]
 
 
 def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
@@ -48,6 +50,34 @@ def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | N
     return matrix
 
 
+def mass_blocks(options: Options, sites: tuple[Site, ...] | None) -> MassBlocks | None:
+    """How NumPyro would show the mass matrix that these options give; None without a model.
+
+    Blocks of ``dense_mass`` are matrices; those of a user's dict have the form that they have
+    there; all other sites stand together, by their variances. Without any block all sites do.
+
+    :param options: ``dense_mass`` and ``inverse_mass_matrix``.
+    :param sites: the latent sites.
+    """
+    dense_mass, value = options.dense_mass, options.inverse_mass_matrix
+    if sites is None:
+        return None
+    sizes = tuple((site.name, site.size) for site in sites)
+    names = tuple(name for name, _ in sizes)
+    blocks: dict[tuple[str, ...], bool | None] = {}
+    if isinstance(value, dict) and dense_mass is not True:
+        blocks |= {_names(block): np.ndim(x) == 2 for block, x in value.items()}
+    if isinstance(dense_mass, list) and (value is None or isinstance(value, dict)):
+        blocks |= {_names(block): True for block in dense_mass}
+    stated = [name for block in blocks for name in block]
+    if not stated or len(set(stated)) < len(stated):
+        blocks, stated = {names: True if dense_mass is True else None}, list(names)
+    others = tuple(name for name in names if name not in stated)
+    if others:
+        blocks[others] = False
+    return MassBlocks(sizes, tuple((k, x) for k, x in blocks.items() if k))
+
+
 def _from_blocks(value: dict[Any, Any], sites: tuple[Site, ...], dim: int) -> np.ndarray:
     """The whole matrix, diagonal if all blocks are."""
     blocks = [(_coordinates("inverse_mass_matrix", k, sites), _array(v)) for k, v in value.items()]
@@ -83,7 +113,7 @@ def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarr
     slices = _slices(sites)
     if not isinstance(names, (str, tuple, list)) or not names:
         raise Refusal(f"`{argument}` has {names!r} where a tuple of site names is expected.")
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = _names(names)
     for name in names:
         if name not in slices:
             raise Refusal(
@@ -91,6 +121,11 @@ def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarr
                 f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
             )
     return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
+
+
+def _names(block: Any) -> tuple[str, ...]:
+    """Site names of a block, of which one may stand alone."""
+    return (block,) if isinstance(block, str) else tuple(block)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -11,13 +11,20 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import is_traced
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
 __all__ = ["KernelOptions", "Options"]
 
 
-_YES_OR_NO = ("adapt_step_size", "adapt_mass_matrix", "noise_compensation", "chains_in_modes")
+_YES_OR_NO = (
+    "adapt_step_size",
+    "adapt_mass_matrix",
+    "noise_compensation",
+    "forward_mode_differentiation",
+    "chains_in_modes",
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +33,8 @@ class Options:
 
     :param step_size: step size in whitened units (posterior standard deviations), positive; or a
         schedule ``int -> float`` of the number of steps so far, warm-up counted in, such as any
-        optax schedule. Default None: chosen in warm-up.
+        optax schedule. One that jit or vmap traces is the chains'; the warm-up, which must know a
+        number, goes by the scheme's own. Default None: chosen in warm-up.
     :param num_steps: stochastic-gradient steps an iteration. Default None: as many as make draws
         about independent, from 1 to 500.
     :param inverse_mass_matrix: about the posterior covariance in unconstrained space: shape
@@ -56,6 +64,8 @@ class Options:
     :param target_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
+    :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
+        with ``lax.while_loop``; they cost as much more as there are coordinates. Default False.
     :param chains_in_modes: whether chains start in turn in each of the modes of comparable mass
         that the warm-up finds, each with whitening and control variates of its own, and R-hat
         compares them. Default False: all in the one whose fit is best, and a warning where there
@@ -84,6 +94,7 @@ class Options:
     clip_gradient: float | None = None
     target_bias: float = 0.05
     init_strategy: Callable = init_to_uniform
+    forward_mode_differentiation: bool = False
     chains_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
@@ -101,12 +112,15 @@ class Options:
             self._keep("clip_gradient", float(self.clip_gradient))
         for name in _YES_OR_NO:
             checks.is_bool(name, getattr(self, name))
-        if self.step_size is not None and not callable(self.step_size):
+        if is_traced(self.step_size):
+            _refuse_traced_array(self.step_size)
+        elif self.step_size is not None and not callable(self.step_size):
             checks.positive("step_size", self.step_size)
             self._keep("step_size", float(self.step_size))
         self._keep("target_bias", float(self.target_bias))
         self._keep("noise_compensation", bool(self.noise_compensation))
         self._keep("chains_in_modes", bool(self.chains_in_modes))
+        self._keep("forward_mode_differentiation", bool(self.forward_mode_differentiation))
         if self.noise_compensation:
             _refuse_dependent_minibatches(self.minibatch)
             _refuse_modes(self.chains_in_modes)
@@ -119,6 +133,11 @@ class Options:
             )
         _refuse_no_names(self.collect_locals)
         self._keep("gibbs_sites", tuple(self.gibbs_sites))
+
+    @property
+    def traced_step_size(self) -> Any:
+        """The step size where jit or vmap traces it, so that only the chains can have it."""
+        return self.step_size if is_traced(self.step_size) else None
 
     @classmethod
     def unknown_among(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,10 +173,20 @@ class KernelOptions(TypedDict, total=False):
     clip_gradient: float | None
     target_bias: float
     init_strategy: Callable
+    forward_mode_differentiation: bool
     chains_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
     collect_locals: bool | Sequence[str]
+
+
+def _refuse_traced_array(step_size: Any) -> None:
+    """Refuse a traced step size that is no number, as far as that can be seen."""
+    if step_size.shape != () or step_size.dtype.kind not in "iuf":
+        raise Refusal(
+            f"`step_size` is traced and has type {step_size.dtype} and shape {step_size.shape}, "
+            "but must be a positive number."
+        )
 
 
 def _refuse_dependent_minibatches(minibatch: str) -> None:

@@ -75,6 +75,7 @@ def _fixed_step_size(options: Options, of_scheme: float) -> float | None:
     """The step size where it is not to be chosen: the user's, or the scheme's own."""
     if callable(options.step_size):
         return first_step_size(options.step_size)
-    if options.step_size is None and not options.adapt_step_size:
+    is_unknown = options.step_size is None and not options.adapt_step_size
+    if is_unknown or options.traced_step_size is not None:
         return of_scheme
     return options.step_size

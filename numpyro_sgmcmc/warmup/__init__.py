@@ -13,7 +13,7 @@ from numpyro_sgmcmc.warmup import global_warmup, local_warmup
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
-from numpyro_sgmcmc.warmup.settings import Adaptation, Settings
+from numpyro_sgmcmc.warmup.settings import Adaptation, Settings, nothing_to_adapt
 
 __all__ = ["NO_NOISE", "Adaptation", "Finding", "Noise", "Settings", "adapt"]
 
@@ -37,6 +37,8 @@ def adapt(
     :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
     :raises ValueError: where rows' local values cannot be moved one by one.
     """
+    if target.dim == 0:
+        return nothing_to_adapt(target, settings)
     # What is not finite is looked for, and named; NumPy need not warn of it as well.
     with np.errstate(all="ignore"):
         warmup = global_warmup if target.locals is None else local_warmup

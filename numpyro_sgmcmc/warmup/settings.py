@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc.data.minibatch import MinibatchScheme
+from numpyro_sgmcmc.data.minibatch import IID, MinibatchScheme
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.posterior.estimators import Estimator
-from numpyro_sgmcmc.posterior.target import Decisive
+from numpyro_sgmcmc.posterior.estimators import Estimator, Plain
+from numpyro_sgmcmc.posterior.target import Decisive, Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.local_start import LocalStart
 from numpyro_sgmcmc.warmup.moment_source import MomentSource
-from numpyro_sgmcmc.warmup.noise import Noise
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 
-__all__ = ["Adaptation", "Settings"]
+__all__ = ["Adaptation", "Settings", "nothing_to_adapt"]
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,21 @@ class Adaptation(NamedTuple):
     other_modes: tuple[Whitening, ...] = ()
     has_region: bool = True
     locals: LocalStart | None = None
+
+
+def nothing_to_adapt(target: Target, settings: Settings) -> Adaptation:
+    """What chains of a model without latent values share: nothing that matters."""
+    nowhere = np.zeros(0)
+    whitening = Whitening(nowhere, np.zeros((0, 0)) if settings.is_dense else nowhere, nowhere)
+    return Adaptation(
+        whitening=whitening.cast(target.dtype),
+        step_size=settings.step_size or 1.0,
+        num_steps=settings.num_steps or 1,
+        estimator=Plain(),
+        minibatch=settings.minibatch or IID(),
+        gradient_noise=None,
+        noise=NO_NOISE,
+        moment_source=MomentSource(),
+        allowed_excess=None,
+        relaxation_time=1.0,
+    )

@@ -14,6 +14,7 @@ from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import bias_report, open_draws, print_summary
+from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.fingerprint import describe
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
@@ -116,11 +117,14 @@ def test_codec_keeps_types_and_bits():
         "typed": jax.random.key(3, impl="rbg"),
         "raw": jax.random.PRNGKey(3),
         "stream": StreamState(*range(len(StreamState._fields))),
+        "blocks": MassBlocks((("x", 1), ("y", 2)), ((("y", "x"), True),)),
+        "matrices": {("x", "y"): jnp.eye(2), ("z",): jnp.ones(3)},
     }
     arrays = []
     found = decode(json.loads(json.dumps(encode(tree, arrays))), arrays)
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert found["a"] == tree["a"]
+    assert found["blocks"] == tree["blocks"]
     assert found["typed"].dtype == tree["typed"].dtype
     for a, b in zip(jax.tree.leaves(found["b"]), jax.tree.leaves(tree["b"]), strict=True):
         assert type(a) is type(b)

@@ -72,7 +72,7 @@ def test_extra_fields(fit_of, kernel_class):
     assert fields["diverging"].dtype == jnp.bool_
     assert not fields["diverging"].any()
     np.testing.assert_allclose(np.exp(fields["z.rate"]), fit.draws["rate"], rtol=1e-5)
-    matrix = np.asarray(fields["adapt_state.inverse_mass_matrix"])
+    matrix = np.asarray(fields["adapt_state.inverse_mass_matrix"]["beta", "rate"])
     assert matrix.shape == (2, 600, 3, 3)
     posterior = survey_posterior(fit.data)
     mean, sd = posterior["rate"]

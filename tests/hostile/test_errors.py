@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
 
@@ -114,13 +112,6 @@ def test_potential_without_init_params():
 def test_traced_data():
     with pytest.raises(ValueError, match=r"traced by jit.*Call MCMC\.run outside"):
         jax.jit(lambda x: run(x, Y))(X)
-
-
-def test_model_without_latent_sites():
-    kernel = SGHMCSplit(lambda y: numpyro.sample("y", dist.Normal(0, 1), obs=y))
-    mcmc = MCMC(kernel, num_warmup=1, num_samples=1, progress_bar=False)
-    with pytest.raises(ValueError, match="no latent site"):
-        mcmc.run(jax.random.key(0), Y)
 
 
 def test_no_subsampled_plate_warns():

@@ -193,11 +193,6 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     ),
     "deltas in a plate": (of_prior(deltas_in_a_plate), ("'b'", "delta")),
     "discrete": (of_prior(lambda: numpyro.sample("b", dist.Poisson(2.0))), ("'b'", "Gibbs")),
-    "no latent": (of_prior(lambda: 0.0), ("no latent site",)),
-    "latent without values": (
-        of_prior(lambda: numpyro.sample("b", dist.Normal(0, 1).expand([0]))),
-        ("no latent site",),
-    ),
     "complex": (of_prior(lambda: 1j * numpyro.sample("b", dist.Normal(0, 1))), ("'y'", "complex")),
     "empty support": (of_prior(lambda: numpyro.sample("b", dist.Uniform(2.0, 1.0))), ("'b'",)),
     "endless support": (

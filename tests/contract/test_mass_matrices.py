@@ -1,0 +1,113 @@
+"""The mass matrix is shown as NUTS shows its own: keys, shapes, and values where they are given."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import NUTS
+
+from numpyro_sgmcmc import SGHMCSplit
+from tests.contract.kernels import quietly
+
+MATRICES = ("inverse_mass_matrix", "mass_matrix_sqrt", "mass_matrix_sqrt_inv")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+
+
+def shapes() -> None:
+    """Sites whose names are not in the order of the program, of several shapes."""
+    numpyro.sample("slope", dist.Normal(0, 1).expand([2, 2]))
+    numpyro.sample("level", dist.HalfNormal(1))
+    numpyro.sample("noise", dist.Normal(0, 1).expand([3]))
+
+
+def shown(kernel, num_chains=None):
+    """The mass matrix at the start, of one chain or several."""
+    key = jax.random.key(0)
+    keys = key if num_chains is None else jax.random.split(key, num_chains)
+    adapt_state = kernel.init(keys, 0, None, (), {}).adapt_state
+    return {name: getattr(adapt_state, name) for name in MATRICES}
+
+
+def without_warmup(**options):
+    """Ours with nothing left to find."""
+    fixed = {"step_size": 0.1, "num_steps": 1, "gradient": "plain", "minibatch": "iid"}
+    return SGHMCSplit(shapes, adapt_mass_matrix=False, **fixed, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dense_mass": False},
+        {"dense_mass": True},
+        {"dense_mass": []},
+        {"dense_mass": [("slope", "level", "noise")]},
+        {"dense_mass": [("noise", "level")]},
+        {"dense_mass": [("slope",), ("level",)]},
+        {"inverse_mass_matrix": np.arange(1.0, 9.0)},
+        {"inverse_mass_matrix": np.arange(1.0, 9.0), "dense_mass": True},
+        {"inverse_mass_matrix": np.eye(8) + 0.3, "dense_mass": True},
+        {"inverse_mass_matrix": {("noise",): np.arange(1.0, 4.0)}},
+        {"inverse_mass_matrix": {("noise",): np.arange(1.0, 4.0)}, "dense_mass": [("noise",)]},
+        {
+            "inverse_mass_matrix": {
+                ("noise", "level"): np.eye(4)
+                + np.diag([0.5, 0.2, 0.1], 1)
+                + np.diag([0.5, 0.2, 0.1], -1),
+                ("slope",): np.full(4, 2.0),
+            },
+            "dense_mass": [("noise", "level")],
+        },
+    ],
+)
+def test_a_mass_matrix_of_the_user_is_shown_as_by_nuts(options):
+    # NUTS writes into the dict that it is given, and takes no NumPy arrays.
+    matrix = jax.tree.map(jnp.asarray, options.get("inverse_mass_matrix"))
+    theirs = {**options, "inverse_mass_matrix": matrix}
+    expected = shown(NUTS(shapes, adapt_mass_matrix=False, **theirs))
+    found = shown(without_warmup(**options), num_chains=2)
+    for name in MATRICES:
+        assert set(found[name]) == set(expected[name])
+        for block, matrix in expected[name].items():
+            several = np.stack([matrix] * 2)
+            assert found[name][block].shape == several.shape
+            np.testing.assert_allclose(found[name][block], several, atol=1e-5)
+
+
+def test_blocks_that_the_warmup_finds():
+    covariance = np.eye(4)
+    covariance[:2, :2] = [[2.0, 1.0], [1.0, 3.0]]
+    covariance[2:, 2:] = np.diag([0.5, 4.0])
+
+    def model():
+        names = ("a", "b", "c")
+        sites = [numpyro.sample(n, dist.Normal(0, 100).expand([1 + (n == "c")])) for n in names]
+        found = jnp.concatenate([sites[0], sites[1], sites[2]])
+        numpyro.sample("obs", dist.MultivariateNormal(jnp.zeros(4), covariance), obs=found)
+
+    mcmc = quietly(SGHMCSplit(model, dense_mass=[("b", "a")]), num_warmup=10, num_samples=1)
+    mcmc.run(jax.random.key(0))
+    found = mcmc.last_state.adapt_state.inverse_mass_matrix
+    assert set(found) == {("b", "a"), ("c",)}
+    np.testing.assert_allclose(found["b", "a"], [[3.0, 1.0], [1.0, 2.0]], rtol=0.3, atol=0.2)
+    np.testing.assert_allclose(found["c",], [0.5, 4.0], rtol=0.3)
+    root = mcmc.last_state.adapt_state.mass_matrix_sqrt["b", "a"]
+    np.testing.assert_allclose(np.linalg.inv(root @ root.T), found["b", "a"], rtol=1e-4)
+
+
+def test_a_potential_function_has_one_array():
+    kernel = SGHMCSplit(
+        potential_fn=lambda z: jnp.square(z).sum() / 2,
+        step_size=0.1,
+        num_steps=1,
+        gradient="plain",
+        inverse_mass_matrix=np.array([4.0, 9.0]),
+    )
+    state = kernel.init(jax.random.key(0), 0, jnp.zeros(2), (), {}).adapt_state
+    np.testing.assert_allclose(state.inverse_mass_matrix, [4.0, 9.0], rtol=1e-6)
+    np.testing.assert_allclose(state.mass_matrix_sqrt, [1 / 2, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(state.mass_matrix_sqrt_inv, [2.0, 3.0], rtol=1e-6)
