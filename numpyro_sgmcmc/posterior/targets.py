@@ -28,6 +28,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.data.arguments import Arguments, ByIdentity
 from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
 from numpyro_sgmcmc.posterior.locals.moves import renew
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.program_key import program_key
@@ -42,11 +43,10 @@ def target_of(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs_fn: Callable | None = None,
-    gibbs_sites: tuple[str, ...] = (),
+    gibbs: GibbsDraws = NO_DRAWS,
 ) -> Target:
     """:func:`~numpyro_sgmcmc.posterior.model.model_target`, or one made before that is the same."""
-    target = model_target(model, arguments, init_strategy, gibbs_fn, gibbs_sites)
+    target = model_target(model, arguments, init_strategy, gibbs)
     try:
         key = _key(model, arguments, target)
         return _targets.setdefault(key, target)

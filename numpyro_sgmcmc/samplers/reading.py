@@ -25,9 +25,7 @@ def read_model(model: Callable, arguments: Arguments, options: Options) -> Targe
 
     :raises ValueError: naming the site, plate or option that cannot be sampled.
     """
-    target = target_of(
-        model, arguments, options.init_strategy, options.gibbs_fn, tuple(options.gibbs_sites)
-    )
+    target = target_of(model, arguments, options.init_strategy, options.gibbs)
     refuse_options_with_locals(
         target, arguments, options.minibatch, options.gradient, options.collect_locals
     )
