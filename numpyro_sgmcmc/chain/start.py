@@ -28,6 +28,7 @@ __all__ = ["start_chains"]
 
 _SPREAD = 2.0  # of the starts, in posterior sds: chains that agree have come there by themselves
 _FIRST_MOVES = 20  # of the local values, before the first step
+_FIRST_DRAWS = 1  # where these come from `gibbs_fn`, and nothing but it is known
 
 
 def start_chains(
@@ -137,12 +138,18 @@ def _start_chain(
     )
 
 
-@partial(jax.jit, static_argnames=("target",))
+@partial(jax.jit, static_argnames=("target", "num_moves"))
 def _swept(
-    target: Target, theta: Array, state: LocalState, arguments: Arguments, anchor: Array, key: Array
+    target: Target,
+    theta: Array,
+    state: LocalState,
+    arguments: Arguments,
+    anchor: Array,
+    key: Array,
+    num_moves: int,
 ) -> tuple[LocalState, Array]:
     """Local values moved until they suit the globals, and the gradient at the anchor for them."""
-    values, acceptance = sweep(target, theta, state, arguments, key, _FIRST_MOVES)
+    values, acceptance = sweep(target, theta, state, arguments, key, num_moves)
     gradient = target.full_gradient(anchor, with_locals(arguments, values))
     return LocalState(values, state.scale, acceptance.mean()), gradient
 
@@ -153,20 +160,22 @@ def _with_locals(
     """A first state with local values, or that of several chains.
 
     The globals start over-dispersed about the anchor, in units of their posterior's spread, unless
-    the user says where. The local values are those of a pilot chain, moved until they suit the
-    globals: where they know much of these, chains would else start where the pilot ended.
+    the user says where, or all settings. The local values are those of a pilot chain, moved until
+    they suit the globals: where they know much of these, chains would else start where the pilot
+    ended.
 
     :param has_start: whether the globals' start is the user's.
     """
-    target, found = plan.target, plan.adaptation.locals
+    target, found, is_given = plan.target, plan.adaptation.locals, plan.adaptation.is_given
     local = target.locals
     assert found is not None
     assert local is not None
+    num_moves = _FIRST_MOVES if local.moved or not is_given else _FIRST_DRAWS
 
     def one(state: SGMCMCState) -> SGMCMCState:
         pilot_key, spread_key, move_key, following = random.split(state.rng_key, 4)
         whitening, dynamics = state.adapt_state.whitening, state.dynamics
-        if not has_start:
+        if not (has_start or is_given):
             noise = _SPREAD * random.normal(spread_key, (target.dim,), target.dtype)
             q = found.spread @ noise if found.spread.ndim == 2 else found.spread * noise
             dynamics = dynamics._replace(position=q)
@@ -174,7 +183,9 @@ def _with_locals(
         pilot = random.randint(pilot_key, (), 0, len(jax.tree.leaves(found.values)[0]))
         values = jax.tree.map(lambda x: x[pilot], found.values)
         first = LocalState(values, found.scale, jnp.ones((), target.dtype))
-        own, gradient = _swept(target, theta, first, arguments, whitening.anchor, move_key)
+        own, gradient = _swept(
+            target, theta, first, arguments, whitening.anchor, move_key, num_moves
+        )
         z: Any = target.unravel(theta)
         of_rows = local.unconstrained(own.values)
         return state._replace(

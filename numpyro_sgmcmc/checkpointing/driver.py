@@ -156,11 +156,6 @@ class CheckpointedMCMC(MCMC):
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
-        if self.sampler.has_local_sites(args, kwargs):
-            raise Refusal(
-                "`CheckpointedMCMC` does not keep the values of latent sites inside a subsampled "
-                "plate: use numpyro.infer.MCMC."
-            )
         chains = self._chains(extra_fields, args, kwargs)
         state = chains.start(rng_key, self.num_warmup, init_params)
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
@@ -175,7 +170,8 @@ class CheckpointedMCMC(MCMC):
         running = RunningMoments.zeros(room[self._sample_field])
         tree = {
             "state": state,
-            "adaptation": self.sampler.adaptation,
+            # Where local values began is of no use any more; where they are is in the state.
+            "adaptation": self.sampler.adaptation._replace(locals=None),
             "running": running._asdict(),
         }
         with self._safely(None):

@@ -56,8 +56,7 @@ def bias_report(
 
     With a function of the draws, such as a network's predictions, the report is on its values in
     place of the parameters, from the gradients at draws alone. It is exact where these are linear
-    in a Gaussian's parameters and rough elsewhere: of a square the mean's shift is told twice as
-    large as it is, the sd's inflation half as large::
+    in a Gaussian's parameters and rough elsewhere: of a square half of the sd's excess is told::
 
         def mean(draw, X):
             return X @ draw["beta"]

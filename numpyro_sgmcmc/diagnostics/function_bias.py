@@ -6,13 +6,16 @@ For a vector field :math:`\varphi` that grows slowly, and with whitened coordina
 
     E_\pi[\varphi\cdot g] = E_\pi[\operatorname{div}\varphi].
 
-The field :math:`\nabla f` tells how far the mean of f is off, and :math:`(f - E f)\nabla f` how
-much too wide f is spread: the ratio of its two sides, for draws of :math:`\pi^{1/T}` T whatever f,
-is taken for the square of the sds' ratio. Both are exact where f is linear and the posterior a
-Gaussian that is white in these coordinates, whatever the chain's covariance. Where f is curved they
-are rough: of a square the mean's error is told twice as large as it is, the sd's half as large.
-Neither minds that parameters may be exchanged
-without a change of f. Laplacians are taken along one random direction a draw.
+The field :math:`\nabla f` tells how far the mean of f is off: the difference of its two sides,
+:math:`E_p[-Lf]` with L the generator of the overdamped SDE, is that shift times the rate at which
+f is forgotten, for which :math:`E|\nabla f|^2/\operatorname{Var}f` is taken. The field
+:math:`(f - E f)\nabla f` tells how much too wide f is spread: the ratio of its two sides, for draws
+of :math:`\pi^{1/T}` T whatever f, is taken for the square of the sds' ratio. Both are exact where f
+is linear and the posterior a Gaussian that is white in these coordinates, whatever the chain's
+covariance. Of a square the shift is exact too, and half of the sd's excess is told. Where the rate
+is far above 1, f goes along directions that are narrower than their coordinates, as in a network's
+weights, and what is wrong in the narrowest counts most. Neither minds that parameters may be
+exchanged without a change of f. Laplacians are taken along one random direction a draw.
 
 Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*.
 """
@@ -200,7 +203,7 @@ def _sums(name: str, terms: np.ndarray) -> np.ndarray:
 
 
 def _estimates(sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
-    """Shift, inflation and variance, errors by the jackknife.
+    """Shift, inflation and variance; errors by the jackknife.
 
     :param sums: shape ``(batches, 8, k)``.
     """
@@ -211,7 +214,9 @@ def _estimates(sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
         variance = ff - f * f
         with np.errstate(divide="ignore", invalid="ignore"):
             widening = np.sqrt((fw - f * w) / (s + ft - f * t))
-            shift = (w - t) * widening / np.sqrt(variance)
+            posterior = variance / np.square(widening)
+            rate = s / posterior
+            shift = (w - t) / (rate * np.sqrt(posterior))
         found = np.stack([shift, widening - 1.0, variance])
         return np.where((variance > 0.0) | (s > 0.0), found, 0.0)  # the same at all draws
 

@@ -29,11 +29,14 @@ def build(facts: Facts) -> Target:
 
     :raises ValueError: for an initialisation strategy that is none.
     """
+    local = local_sites(facts)
+    is_kept = local is None or local.sweeps is None
     model = ModelOnRows(
         model=facts.settled_model,
         plates=tuple(facts.plates.values()),
         sites=global_sites(facts),
-        locals=local_sites(facts),
+        locals=local if is_kept else None,
+        redrawn=None if is_kept else local,
         dtype=jnp.result_type(float),
     )
     is_randomized = draws_random_keys(model, facts.arguments)

@@ -47,9 +47,10 @@ def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments)
     is_elsewhere = bool(arguments.hosts or arguments.sharded)
     most = _MOST_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
     rows = {p.name: jnp.arange(min(p.size, most)) for p in model.plates}
-    values = model.constrain(model.unravel(position), arguments)
+    z = model.unravel(position)
+    values = model.constrain(z, arguments)
     run, own, arguments = insert_locals(
-        model.locals, model.chosen(rows, model.rng_key), {}, rows, arguments
+        model.locals, model.chosen(rows, model.rng_key), z, rows, arguments
     )
     if model.locals is not None:
         values = values | model.locals.constrain(own)

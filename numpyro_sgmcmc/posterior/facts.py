@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.data.sharded import Shards
 from numpyro_sgmcmc.data.stand_ins import IndexedArray
 
-__all__ = ["Facts", "SampleSite", "Statement"]
+__all__ = ["NO_DRAWS", "Facts", "GibbsDraws", "SampleSite", "Statement"]
 
 
 class Statement(NamedTuple):
@@ -62,6 +62,23 @@ class SampleSite(NamedTuple):
         return all(isinstance(x, (int, float)) for x in jax.tree.leaves(self.support))
 
 
+class GibbsDraws(NamedTuple):
+    """Local sites that the user draws.
+
+    - **fn** - the user's function, or None.
+    - **sites** - names of the sites.
+    - **sweeps** - how often it is called for values that start from their prior at each minibatch,
+      and are dropped; None for values that stay from one visit of a row to the next.
+    """
+
+    fn: Callable | None = None
+    sites: tuple[str, ...] = ()
+    sweeps: int | None = None
+
+
+NO_DRAWS = GibbsDraws()
+
+
 @dataclass(frozen=True, eq=False)
 class Facts:
     """A model as one run on the first rows of its plates shows it.
@@ -70,8 +87,7 @@ class Facts:
     - **settled_model** - the same, with the first values of its ``param`` and ``mutable`` sites.
     - **arguments** - its arguments.
     - **init_strategy** - NumPyro's initialisation strategy.
-    - **gibbs_fn** - the user's draws of local sites, or None.
-    - **gibbs_sites** - names of those sites.
+    - **gibbs** - the user's draws of local sites.
     - **stated_plates** - the subsampled plates by name, as the model states them.
     - **statements** - all statements with a name.
     - **samples** - the sample statements, in the model's order.
@@ -82,8 +98,7 @@ class Facts:
     settled_model: Callable
     arguments: Arguments
     init_strategy: Callable
-    gibbs_fn: Callable | None
-    gibbs_sites: tuple[str, ...]
+    gibbs: GibbsDraws
     stated_plates: Mapping[str, Plate]
     statements: Mapping[str, Statement]
     samples: tuple[SampleSite, ...]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.build import build
 from numpyro_sgmcmc.posterior.check import check
+from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
 from numpyro_sgmcmc.posterior.read import read
 from numpyro_sgmcmc.posterior.target import Target
 
@@ -17,8 +18,7 @@ def model_target(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs_fn: Callable | None = None,
-    gibbs_sites: tuple[str, ...] = (),
+    gibbs: GibbsDraws = NO_DRAWS,
 ) -> Target:
     """Read a NumPyro model and check that it can be sampled.
 
@@ -26,11 +26,10 @@ def model_target(
     :param arguments: its arguments; only shapes and static values count, except where the model
         has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
     :param init_strategy: NumPyro initialisation strategy.
-    :param gibbs_fn: the user's draws of local sites, or None.
-    :param gibbs_sites: names of those sites.
+    :param gibbs: the user's draws of local sites.
     :return: the target.
     :raises ValueError: naming the site, plate or argument that stands in the way.
     """
-    facts = read(model, arguments, init_strategy, gibbs_fn, gibbs_sites)
+    facts = read(model, arguments, init_strategy, gibbs)
     check(facts)
     return build(facts)

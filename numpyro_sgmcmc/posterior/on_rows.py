@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax, random
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
@@ -18,6 +18,7 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.plates import Indices, Plate
 from numpyro_sgmcmc.posterior.handlers import choose_rows, key_watch
+from numpyro_sgmcmc.posterior.locals.draws import redraw
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites, insert_locals
 from numpyro_sgmcmc.posterior.target import Site
 
@@ -30,7 +31,8 @@ class ModelOnRows:
     - **model** - the model, with values for all sites but the latent ones.
     - **plates** - its subsampled plates.
     - **sites** - the latent sites outside of them, in the order of their coordinates.
-    - **locals** - the latent sites inside of them, or None.
+    - **locals** - the latent sites inside of them whose values stay, or None.
+    - **redrawn** - such as are drawn anew at every evaluation, or None.
     - **dtype** - type of the coordinates.
     - **rng_key** - a key for where none is given, if the model draws random keys.
     """
@@ -39,6 +41,7 @@ class ModelOnRows:
     plates: tuple[Plate, ...]
     sites: tuple[Site, ...]
     locals: LocalSites | None
+    redrawn: LocalSites | None
     dtype: Any
     rng_key: Array | None = None
 
@@ -81,9 +84,16 @@ class ModelOnRows:
         :param weights: by plate, what each of its rows weighs besides.
         """
         arguments = arguments.map_arrays(jnp.asarray)
+        drawn: dict[str, Array] = {}
+        if self.redrawn is not None:
+            rng_key, key = random.split(rng_key)
+            given = lax.stop_gradient(self.constrain(z, arguments))
+            rows = indices[self.redrawn.plate.name]
+            drawn = redraw(self.chosen(indices), self.redrawn, given, rows, arguments, key)
         run, z, arguments = insert_locals(
             self.locals, self.chosen(indices, rng_key, weights), z, indices, arguments
         )
+        run = substitute(run, data=drawn) if drawn else run
         return potential_energy(run, arguments.args, arguments.kwargs, z)
 
     def row_potentials(self, z: Any, indices: Indices, arguments: Arguments) -> Array:
@@ -139,7 +149,9 @@ class ModelOnRows:
 
 
 def draws_random_keys(model: ModelOnRows, arguments: Arguments) -> bool:
-    """Whether the potential needs a random key of its own (``numpyro.prng_key``)."""
+    """Whether the potential needs a random key of its own (``numpyro.prng_key``, local values)."""
+    if model.redrawn is not None:
+        return True
     watch = key_watch(lambda z, a: model.potential(z, model.first_rows, a, None))
     zeros = np.zeros(model.dim, model.dtype)
     jax.eval_shape(lambda q, a: watch(model.unravel(q), a), zeros, arguments)

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows, Recorder
-from numpyro_sgmcmc.posterior.facts import Facts, SampleSite, Statement
+from numpyro_sgmcmc.posterior.facts import NO_DRAWS, Facts, GibbsDraws, SampleSite, Statement
 from numpyro_sgmcmc.posterior.failures import explained
 from numpyro_sgmcmc.posterior.handlers import choose_rows
 
@@ -30,8 +30,7 @@ def read(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs_fn: Callable | None = None,
-    gibbs_sites: tuple[str, ...] = (),
+    gibbs: GibbsDraws = NO_DRAWS,
 ) -> Facts:
     """Run a model once on the first rows of its plates, without data, and note what it states.
 
@@ -39,8 +38,7 @@ def read(
     :param arguments: its arguments; only shapes and static values count, except where the model
         has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
     :param init_strategy: NumPyro initialisation strategy.
-    :param gibbs_fn: the user's draws of local sites, or None.
-    :param gibbs_sites: names of those sites.
+    :param gibbs: the user's draws of local sites.
     :raises ValueError: where the model cannot be run.
     """
     run = _Run(arguments)
@@ -53,7 +51,7 @@ def read(
             stack = [f for f in site.get("cond_indep_stack", ()) if f.name in run.plates]
             statements[name] = Statement(site["type"], tuple(f.name for f in stack))
             if site["type"] == "sample":
-                samples.append(_sample_site(site, tuple(stack), name in gibbs_sites))
+                samples.append(_sample_site(site, tuple(stack), name in gibbs.sites))
 
     try:
         jax.eval_shape(note, arguments)
@@ -69,8 +67,7 @@ def read(
         settled_model=_settled(model, arguments, statements),
         arguments=arguments,
         init_strategy=init_strategy,
-        gibbs_fn=gibbs_fn,
-        gibbs_sites=gibbs_sites,
+        gibbs=gibbs,
         stated_plates=run.plates,
         statements=statements,
         samples=tuple(samples),

@@ -40,7 +40,7 @@ def refuse_spread_rows(facts: Facts) -> None:
             )
     local = [s.name for s in facts.samples if s.frames and not s.is_observed]
     if local:
-        moved = [name for name in local if name not in facts.gibbs_sites]
+        moved = [name for name in local if name not in facts.gibbs.sites]
         raise Refusal(
             f"Site '{(moved or local)[0]}' is latent inside the subsampled plate, which is not "
             "supported where rows are spread over devices: pass arrays that all devices have."

@@ -30,6 +30,7 @@ from jax import Array, random
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, ByIdentity
 from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
 from numpyro_sgmcmc.posterior.locals.moves import renew
 from numpyro_sgmcmc.posterior.model import model_target
 from numpyro_sgmcmc.posterior.program_key import program_key
@@ -44,8 +45,7 @@ def target_of(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs_fn: Callable | None = None,
-    gibbs_sites: tuple[str, ...] = (),
+    gibbs: GibbsDraws = NO_DRAWS,
     is_forward: bool = False,
 ) -> Target:
     """:func:`~numpyro_sgmcmc.posterior.model.model_target`, or one made before that is the same.
@@ -53,7 +53,7 @@ def target_of(
     :param is_forward: whether gradients are taken in forward mode.
     :raises ValueError: as there, and for a model that has no other gradient where that is wanted.
     """
-    target = model_target(model, arguments, init_strategy, gibbs_fn, gibbs_sites)
+    target = model_target(model, arguments, init_strategy, gibbs)
     target = replace(target, is_forward=is_forward)
     try:
         key = _key(model, arguments, target)

@@ -172,12 +172,6 @@ class SGMCMCKernel(MCMCKernel):
         whitening = state.adapt_state.whitening
         return jax.tree.map(lambda x: x[0], whitening) if state.i.ndim else whitening
 
-    def has_local_sites(self, model_args: tuple, model_kwargs: dict | None) -> bool:
-        """Whether the model has latent sites inside its subsampled plate."""
-        if self._model is None:
-            return False
-        return self._read(Arguments(model_args, model_kwargs), None, False).locals is not None
-
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
         return full_gradients(self.target, self._cache.held, positions, arguments)

@@ -44,9 +44,9 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
         )
     if target.is_randomized and "control_variate" in options.gradient:
         raise Refusal(
-            "The model draws random keys (numpyro.prng_key), so that its gradient on all "
-            "rows is random too and gradient='control_variate' has nothing to hold on to. "
-            "Use gradient='plain' or 'auto'."
+            f"{_what_is_random(options)}, so that the gradient on all rows is random too and "
+            f"gradient={options.gradient!r} has nothing to hold on to. Use gradient='plain' or "
+            "'auto'."
         )
     if options.forward_mode_differentiation and target.locals is not None:
         raise Refusal(
@@ -54,10 +54,16 @@ def refuse_unsuitable_options(target: Target, options: Options) -> None:
             "taken in reverse mode: leave out `forward_mode_differentiation`."
         )
     if options.noise_compensation:
-        _refuse_dependent_rows(target)
+        _refuse_dependent_rows(target, options)
 
 
-def _refuse_dependent_rows(target: Target) -> None:
+def _what_is_random(options: Options) -> str:
+    if options.gibbs_sweeps is not None:
+        return "With `gibbs_sweeps` local values are drawn anew at each evaluation"
+    return "The model draws random keys (numpyro.prng_key)"
+
+
+def _refuse_dependent_rows(target: Target, options: Options) -> None:
     """Refuse to compensate noise that is not that of independent rows."""
     if target.shards is not None:
         raise Refusal(
@@ -66,8 +72,8 @@ def _refuse_dependent_rows(target: Target) -> None:
         )
     if target.is_randomized:
         raise Refusal(
-            "The model draws random keys (numpyro.prng_key), whose noise the gradients of "
-            "single rows do not show: leave out `noise_compensation`."
+            f"{_what_is_random(options)}, whose noise the gradients of single rows do not show: "
+            "leave out `noise_compensation`."
         )
     for group in target.groups:
         if len(group) > 1:

@@ -14,6 +14,8 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import is_traced
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
+from numpyro_sgmcmc.posterior.facts import GibbsDraws
+from numpyro_sgmcmc.posterior.locals.draws import keywords_of_draws
 
 __all__ = ["KernelOptions", "Options"]
 
@@ -74,9 +76,15 @@ class Options:
         :class:`~numpyro.infer.hmc_gibbs.HMCGibbs` and for the rows of a minibatch:
         ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called by these keywords with dicts of
         constrained values (of the minibatch's rows for sites inside the plate) and the rows'
-        indices, returns a dict of new values of all ``gibbs_sites``. That they come from the
-        conditional is the user's affair.
+        indices, returns a dict of new values of all ``gibbs_sites``. Where it takes them,
+        ``model_args`` and ``model_kwargs`` are the model's own arguments, whose arrays on the host
+        may be indexed by ``rows``. That the draws come from the conditional is the user's affair.
     :param gibbs_sites: names of those sites, which may be discrete.
+    :param gibbs_sweeps: keep no local values: at each minibatch those of its rows are drawn from
+        their prior given the globals, then by so many calls of ``gibbs_fn``, and dropped after the
+        step. For streams of rows, whose local values would not fit in memory. The posterior of the
+        globals is right as far as the calls forget where they began, which nothing checks; one
+        is enough where ``gibbs_fn`` draws all sites together. Default None: values stay.
     :param collect_locals: whether draws hold the sites inside the subsampled plate, for all rows:
         a bool, or names of such sites. Default False: they take the memory of all rows a draw.
     :raises ValueError: for a value out of range.
@@ -98,6 +106,7 @@ class Options:
     chains_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
+    gibbs_sweeps: int | None = None
     collect_locals: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
@@ -128,16 +137,21 @@ class Options:
         _refuse_names_without_function(self.gibbs_fn, self.gibbs_sites)
         if self.gibbs_fn is not None:
             checks.function("gibbs_fn", self.gibbs_fn)
-            _refuse_other_keywords(
-                "gibbs_fn", self.gibbs_fn, ("rng_key", "gibbs_sites", "hmc_sites", "rows")
-            )
+            _refuse_other_keywords("gibbs_fn", self.gibbs_fn, keywords_of_draws(self.gibbs_fn))
         _refuse_no_names(self.collect_locals)
+        if self.gibbs_sweeps is not None:
+            _refuse_sweeps(self.gibbs_sweeps, self.gibbs_fn, self.collect_locals)
         self._keep("gibbs_sites", tuple(self.gibbs_sites))
 
     @property
     def traced_step_size(self) -> Any:
         """The step size where jit or vmap traces it, so that only the chains can have it."""
         return self.step_size if is_traced(self.step_size) else None
+
+    @property
+    def gibbs(self) -> GibbsDraws:
+        """The user's draws of local sites."""
+        return GibbsDraws(self.gibbs_fn, tuple(self.gibbs_sites), self.gibbs_sweeps)
 
     @classmethod
     def unknown_among(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,6 +191,7 @@ class KernelOptions(TypedDict, total=False):
     chains_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
+    gibbs_sweeps: int | None
     collect_locals: bool | Sequence[str]
 
 
@@ -216,6 +231,18 @@ def _refuse_names_without_function(gibbs_fn: Any, gibbs_sites: Any) -> None:
         raise Refusal(
             "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
             "that it draws."
+        )
+
+
+def _refuse_sweeps(sweeps: Any, gibbs_fn: Any, collect_locals: Any) -> None:
+    """Refuse what is no number of sweeps, sweeps of nothing, and draws of what is dropped."""
+    checks.positive_int("gibbs_sweeps", sweeps)
+    if gibbs_fn is None:
+        raise Refusal("`gibbs_sweeps` says how often to call `gibbs_fn`, which is missing.")
+    if collect_locals:
+        raise Refusal(
+            "`gibbs_sweeps` drops local values after each step, so that there are none for "
+            "`collect_locals`: leave out one of the two."
         )
 
 

@@ -25,14 +25,8 @@ def read_model(model: Callable, arguments: Arguments, options: Options) -> Targe
 
     :raises ValueError: naming the site, plate or option that cannot be sampled.
     """
-    target = target_of(
-        model,
-        arguments,
-        options.init_strategy,
-        options.gibbs_fn,
-        tuple(options.gibbs_sites),
-        options.forward_mode_differentiation,
-    )
+    is_forward = options.forward_mode_differentiation
+    target = target_of(model, arguments, options.init_strategy, options.gibbs, is_forward)
     refuse_options_with_locals(
         target, arguments, options.minibatch, options.gradient, options.collect_locals
     )

@@ -30,6 +30,7 @@ from numpyro_sgmcmc.warmup.continuity import hidden_changes
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
 from numpyro_sgmcmc.warmup.follow import follow
+from numpyro_sgmcmc.warmup.given import as_given
 from numpyro_sgmcmc.warmup.leverage import decisive_rows
 from numpyro_sgmcmc.warmup.modes import (
     COMPARABLE,
@@ -42,8 +43,7 @@ from numpyro_sgmcmc.warmup.modes import (
     is_on_its_way,
     possible,
 )
-from numpyro_sgmcmc.warmup.moment_source import STEPS_APART, choose_source, own_gradients
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, UNKNOWN_NOISE, Noise
+from numpyro_sgmcmc.warmup.noise import Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.regions import NO_REGION, in_units_of_the_prior
 from numpyro_sgmcmc.warmup.row_gradients import minibatches_of
@@ -69,7 +69,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     :param starts: first positions, of which the first finite ones are tried.
     """
     if context.settings.leaves_nothing_to_find:
-        return _as_given(context, context.finite_starts(starts, 1)[0])
+        return as_given(context, context.finite_starts(starts, 1)[0])
     _compile_ahead(context)
     first, others = find_modes(context, *_first_starts(context, starts))
     context.progress.begin("gradient noise")
@@ -109,39 +109,6 @@ def _first_starts(
     if num := context.effort.prior_starts:
         by_prior = [q for q in likely_by_prior(context.rows, num) if context.rows.is_finite(q)]
     return found, by_prior
-
-
-def _as_given(context: Context, position: np.ndarray) -> Adaptation:
-    """What the user has given, about a first position: no optimum, no chains, no measurement."""
-    settings, target = context.settings, context.target
-    matrix, estimator, scheme = settings.inverse_mass_matrix, settings.gradient, settings.minibatch
-    step_size, num_steps = settings.step_size, settings.num_steps
-    assert matrix is not None
-    assert estimator is not None
-    assert scheme is not None
-    assert step_size is not None
-    assert num_steps is not None
-    whitening = Whitening(position, root(matrix), np.zeros_like(position))
-    if estimator.has_anchor:
-        whitening = context.whitening_at(position, root(matrix))
-        context.refuse_infinite_gradient(whitening)
-        whitening = context.with_hessian(whitening, estimator)
-    # Gradients apart are worth their cost only where it is spread over many steps.
-    is_free = scheme.is_independent or num_steps < STEPS_APART
-    apart = choose_source({estimator: 0.0}, estimator, is_free, num_steps)
-    return Adaptation(
-        whitening=whitening.cast(target.dtype),
-        step_size=step_size,
-        num_steps=num_steps,
-        estimator=estimator,
-        minibatch=scheme,
-        gradient_noise=None,
-        noise=UNKNOWN_NOISE if target.plates else NO_NOISE,
-        moment_source=apart or own_gradients(target.dim, num_steps),
-        allowed_excess=None,
-        relaxation_time=float(settings.dynamics.relaxation_time(step_size)),
-        is_given=not settings.has_start,
-    )
 
 
 def find_modes(

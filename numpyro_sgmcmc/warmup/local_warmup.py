@@ -31,6 +31,7 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
+from numpyro_sgmcmc.warmup.given import as_given
 from numpyro_sgmcmc.warmup.local_context import LocalContext
 from numpyro_sgmcmc.warmup.local_pilot import (
     LocalPilot,
@@ -66,6 +67,8 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     values = first_values(context.target, local.arguments, context.cast(position))
     refuse_dependent_rows(context.target, local.arguments, context.cast(position), values)
     state = _scaled(local, position, values)
+    if context.settings.leaves_nothing_to_find:
+        return _as_given(local, position, state)
     position, state = _adam(local, position, state)
     local.hold(state.values)
     context.progress.begin("curvature")
@@ -82,6 +85,15 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         num_steps=_num_steps(local, adaptation, spread),
         locals=LocalStart(pilot.state.values, pilot.state.scale, context.cast(root(spread))),
     )
+
+
+def _as_given(local: LocalContext, position: np.ndarray, state: LocalState) -> Adaptation:
+    """What the user has given, about a first position and local values for it."""
+    local.hold(state.values)
+    adaptation = as_given(local.context, position)
+    values = jax.tree.map(lambda x: x[None], state.values)
+    spread = jnp.ones(position.shape, local.context.target.dtype)
+    return adaptation._replace(locals=LocalStart(values, state.scale, spread))
 
 
 def _whitening(context: Context, position: np.ndarray) -> Whitening:

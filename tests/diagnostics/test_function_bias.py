@@ -60,10 +60,9 @@ def test_other_functions_of_draws_that_are_too_hot(fn, temperature):
     error = found.inflation.error.item()
     assert error < 0.06
     assert abs(found.inflation.value.item() - (np.sqrt(temperature) - 1.0)) < 4.0 * error
-    # In units of the sd by that temperature; the square's mean is off by half of what is told.
+    # In units of the sd by that temperature.
     unit = np.sqrt(2.0 * (SDS**4).sum()) * temperature / np.sqrt(temperature)
-    told = 2.0 * (temperature - 1.0) * (SDS**2).sum() / unit
-    told = told if fn is square else 0.0
+    told = (temperature - 1.0) * (SDS**2).sum() / unit if fn is square else 0.0
     assert found.shift.error.item() < 0.1
     assert abs(found.shift.value.item() - told) < 4.0 * found.shift.error.item()
 

@@ -14,6 +14,7 @@ from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
+from numpyro_sgmcmc.posterior.facts import GibbsDraws
 from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, renew_minibatch, with_locals
 from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
 from numpyro_sgmcmc.posterior.model import model_target
@@ -200,7 +201,7 @@ def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
         seen.update(gibbs_sites=gibbs_sites, hmc_sites=hmc_sites, rows=rows)
         return {"k": 1 - gibbs_sites["k"]}
 
-    target = model_target(mixture, arguments, init_to_uniform, gibbs_fn, ("k",))
+    target = model_target(mixture, arguments, init_to_uniform, GibbsDraws(gibbs_fn, ("k",)))
     values = target.locals.zeros()
     rows = jnp.array([7, 1999, 3, 0, 12])
     theta = jnp.array([0.3, 2.0])

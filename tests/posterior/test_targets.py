@@ -17,6 +17,7 @@ from numpyro.infer import init_to_median, init_to_uniform, init_to_value
 
 from numpyro_sgmcmc import SGNHT, HostArray, SGHMCSplit, ShardedArray
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
 from numpyro_sgmcmc.posterior.program_key import program_key
 from numpyro_sgmcmc.posterior.targets import target_of
 
@@ -35,10 +36,10 @@ def regression(X, y, batch_size=BATCH):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def target(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=(None, ()), **kwargs):
+def target(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=NO_DRAWS, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of sites left out
-        return target_of(model, Arguments(args, kwargs), strategy, *gibbs)
+        return target_of(model, Arguments(args, kwargs), strategy, gibbs)
 
 
 def closing_over(value):
@@ -111,7 +112,7 @@ def test_a_second_kernel_compiles_less():
         (regression, (X, Y), {"strategy": init_to_median}),
         (regression, (HostArray(X), HostArray(Y)), {}),
         (regression, (ShardedArray(X), ShardedArray(Y)), {}),
-        (local, (Y,), {"gibbs": (draw_k, ("k",))}),
+        (local, (Y,), {"gibbs": GibbsDraws(draw_k, ("k",))}),
         (closing_over(X[:, 0]), (Y,), {}),
     ],
     ids=["plain", "median", "host", "sharded", "gibbs", "closure"],
@@ -189,10 +190,10 @@ def test_a_global_that_means_something_else_is_another_target(monkeypatch):
 
 
 def test_another_gibbs_fn_is_another_target(monkeypatch):
-    gibbs = draw_k, ("k",)
+    gibbs = GibbsDraws(draw_k, ("k",))
     before = target(local, (Y,), gibbs=gibbs)
     same_draws = lambda **given: draw_k(**given)  # noqa: E731
-    assert target(local, (Y,), gibbs=(same_draws, ("k",))) is not before
+    assert target(local, (Y,), gibbs=GibbsDraws(same_draws, ("k",))) is not before
     monkeypatch.setattr(f"{__name__}.SHIFT", 1)
     assert target(local, (Y,), gibbs=gibbs) is not before
 

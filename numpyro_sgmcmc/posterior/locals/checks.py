@@ -42,7 +42,7 @@ def first_values(target: Target, arguments: Arguments, theta: Array) -> AllRows:
     local = target.locals
     assert local is not None
     noise = random.normal(random.key(1), (local.plate.size, local.width), target.dtype)
-    values = AllRows(0.1 * noise, local.zeros().drawn)
+    values = AllRows(0.1 * noise, {})
     if not local.drawn:
         return values
 
@@ -177,8 +177,12 @@ def refuse_options_with_locals(
             f"{site}, and the model draws random keys (numpyro.prng_key), so that the rows' own "
             "densities are random: sample what they randomise, or integrate the site out."
         )
-    if arguments.hosts:
-        raise Refusal(f"{site}, which is not supported with HostArray: pass arrays in memory.")
+    if arguments.hosts and local.moved:
+        raise Refusal(
+            f"Site '{local.moved[0].name}' has a latent value for each row, moved along the "
+            "gradient of the row's own density, for which rows of a HostArray would be read once "
+            "more, one by one: pass arrays in memory, or draw the site by `gibbs_fn`."
+        )
     collected_sites(local, collect_locals)
 
 
@@ -187,7 +191,7 @@ def refuse_local_sites(facts: Facts) -> None:
 
     :raises ValueError: naming the site, with the way out.
     """
-    plates, gibbs_sites = facts.stated_plates, facts.gibbs_sites
+    plates, gibbs_sites = facts.stated_plates, facts.gibbs.sites
     found = [s for s in facts.samples if s.frames and not s.is_observed]
     for site in found:
         _refuse_local_site(site, site.name in gibbs_sites)
@@ -200,6 +204,12 @@ def refuse_local_sites(facts: Facts) -> None:
     if not found:
         return
     name = next((s.name for s in found if s.name not in gibbs_sites), found[0].name)
+    if facts.gibbs.sweeps is not None and name not in gibbs_sites:
+        raise Refusal(
+            f"Site '{name}' has a latent value for each row, which `gibbs_fn` does not draw: with "
+            "`gibbs_sweeps`, which keeps no such values, it must draw all of them. Name the site "
+            "in `gibbs_sites`, or leave out `gibbs_sweeps`."
+        )
     if len(plates) > 1:
         raise Refusal(
             f"Site '{name}' has a latent value for each row of a subsampled plate, and the model "

@@ -21,17 +21,16 @@ the anchor, :math:`\sum_i \nabla_\theta \log p(y_i, z_i \mid \hat\theta)`, chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax, random
 
-from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
+from numpyro_sgmcmc.posterior.locals.draws import users_draws
 from numpyro_sgmcmc.posterior.locals.sites import AllRows, SomeRows, with_locals
 
 if TYPE_CHECKING:
@@ -184,32 +183,10 @@ def _draw(
     assert local.gibbs_fn is not None
     globals_ = target.constrain(target.unravel(theta), arguments)
     others = local.constrain(local.unravel(values.position))
-    given = local.laid_out(values.drawn)
-    found = local.gibbs_fn(
-        rng_key=rng_key, gibbs_sites=given, hmc_sites={**globals_, **others}, rows=rows
+    found = users_draws(
+        local, local.laid_out(values.drawn), {**globals_, **others}, rows, arguments, rng_key
     )
-    if not isinstance(found, Mapping):
-        raise Refusal(
-            f"`gibbs_fn` returns {type(found).__name__}, but must return a dict of new values of "
-            f"{sorted(given)}."
-        )
-    expected = {k: v.shape for k, v in given.items()}
-    shapes = {k: jnp.shape(v) for k, v in found.items()}
-    if shapes != expected:
-        raise Refusal(
-            f"`gibbs_fn` returns values of shapes {shapes}, but must return {expected}: a value "
-            "for each row of the minibatch at each of `gibbs_sites`."
-        )
-    for s in local.drawn:
-        if not np.can_cast(jnp.result_type(found[s.name]), s.dtype, "same_kind"):
-            raise Refusal(
-                f"`gibbs_fn` returns {jnp.result_type(found[s.name])} values of '{s.name}', whose "
-                f"type is {s.dtype}: it must return draws (not probabilities)."
-            )
-    return {
-        s.name: jnp.moveaxis(jnp.asarray(found[s.name]).astype(s.dtype), s.axis, 0)
-        for s in local.drawn
-    }
+    return {s.name: jnp.moveaxis(found[s.name], s.axis, 0) for s in local.drawn}
 
 
 def renew_minibatch(

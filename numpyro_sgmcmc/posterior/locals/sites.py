@@ -13,9 +13,10 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax, random
 from numpyro.distributions import biject_to
-from numpyro.handlers import substitute
+from numpyro.handlers import seed, substitute, trace
+from numpyro.infer.util import constrain_fn
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -31,6 +32,7 @@ __all__ = [
     "insert_locals",
     "local_sites",
     "with_locals",
+    "without_locals",
 ]
 
 _KWARG = "_local_values"
@@ -97,12 +99,15 @@ class LocalSites:
     - **moved** - the sites that are moved by their gradient.
     - **drawn** - the sites that ``gibbs_fn`` draws.
     - **gibbs_fn** - the user's function, or None.
+    - **sweeps** - how often it is called for values that are dropped after a step; None for values
+      that stay.
     """
 
     plate: Plate
     moved: tuple[LocalSite, ...]
     drawn: tuple[LocalSite, ...]
     gibbs_fn: Callable | None = None
+    sweeps: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -155,6 +160,12 @@ def with_locals(arguments: Arguments, values: AllRows | SomeRows) -> Arguments:
     return Arguments(arguments.args, {**arguments.kwargs, _KWARG: values})
 
 
+def without_locals(arguments: Arguments) -> Arguments:
+    """The arguments as the user gave them."""
+    kwargs = {k: v for k, v in arguments.kwargs.items() if k != _KWARG}
+    return Arguments(arguments.args, kwargs)
+
+
 def insert_locals(
     local: LocalSites | None, run: Callable, z: Any, indices: Indices, arguments: Arguments
 ) -> tuple[Callable, Any, Arguments]:
@@ -164,19 +175,37 @@ def insert_locals(
     :param run: the model, its plates answered.
     :param z: unconstrained values of the global sites.
     :param indices: the rows.
-    :param arguments: the model's arguments, with local values or without; zeros then.
+    :param arguments: the model's arguments, with local values or without; some of the prior then.
     """
     if local is None:
         return run, z, arguments
-    kwargs = dict(arguments.kwargs)
-    values = kwargs.pop(_KWARG, None)
+    values = arguments.kwargs.get(_KWARG)
+    arguments = without_locals(arguments)
+    rows = jnp.asarray(indices[local.plate.name])
     if values is None:
-        values = local.zeros()
+        values = _by_prior(local, run, z, len(rows), arguments)
     if isinstance(values, AllRows):
-        values = values.take(jnp.asarray(indices[local.plate.name]))
+        values = values.take(rows)
     if local.drawn:
         run = substitute(run, data=local.laid_out(values.drawn))
-    return run, {**z, **local.unravel(values.position)}, Arguments(arguments.args, kwargs)
+    return run, {**z, **local.unravel(values.position)}, arguments
+
+
+def _by_prior(
+    local: LocalSites, run: Callable, z: Any, num_rows: int, arguments: Arguments
+) -> SomeRows:
+    """Values for rows of which nobody has said any: in the middle of unconstrained space, and where
+    ``gibbs_fn`` draws them, which may be in a support that zeros are outside of, from their prior.
+    """
+    position = jnp.zeros((num_rows, local.width))
+    if not local.drawn:
+        return SomeRows(position, {})
+    run, (args, kwargs) = seed(run, random.key(0)), (arguments.args, arguments.kwargs)
+    others = constrain_fn(run, args, kwargs, {**z, **local.unravel(position)})
+    found = trace(substitute(run, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
+    return SomeRows(
+        position, {s.name: jnp.moveaxis(found[s.name]["value"], s.axis, 0) for s in local.drawn}
+    )
 
 
 def local_sites(facts: Facts) -> LocalSites | None:
@@ -186,7 +215,7 @@ def local_sites(facts: Facts) -> LocalSites | None:
     for site in facts.samples:
         if site.is_observed or not site.frames:
             continue
-        is_drawn = site.name in facts.gibbs_sites
+        is_drawn = site.name in facts.gibbs.sites
         axis = len(site.batch_shape) + site.frames[0].dim
         shape = site.shape if is_drawn else site.free_shape
         assert shape is not None
@@ -196,7 +225,7 @@ def local_sites(facts: Facts) -> LocalSites | None:
     if not moved and not drawn:
         return None
     (plate,) = facts.plates.values()
-    return LocalSites(plate, tuple(moved), tuple(drawn), facts.gibbs_fn)
+    return LocalSites(plate, tuple(moved), tuple(drawn), facts.gibbs.fn, facts.gibbs.sweeps)
 
 
 def collected_sites(

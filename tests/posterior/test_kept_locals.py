@@ -1,0 +1,70 @@
+"""Local values that stay, where all settings are given: on the host, and in a stored run."""
+
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jax import random
+
+from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit
+from tests.checkpointing.runs import Killed, assert_same_bits, end_at, kill, outcome
+from tests.contract.kernels import quietly
+from tests.posterior.hierarchies import indicator_odds, mixture, mixture_data, normal_means
+
+Y = mixture_data(60)
+GIVEN = {
+    "inverse_mass_matrix": np.array([0.1, 0.1]),
+    "gradient": "plain",
+    "minibatch": "blocks",
+    "step_size": 0.1,
+    "num_steps": 3,
+}
+
+
+def draw(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+    odds = indicator_odds(hmc_sites["share"], hmc_sites["shift"], model_args[0][rows])
+    return {"k": dist.Bernoulli(logits=odds).sample(rng_key)}
+
+
+def discrete():
+    return SGHMCSplit(mixture, gibbs_fn=draw, gibbs_sites=["k"], collect_locals=True, **GIVEN)
+
+
+def run(mcmc, rows):
+    mcmc.run(random.key(1), rows, batch_size=20)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def in_memory():
+    return run(quietly(discrete(), num_warmup=2, num_samples=6), Y)
+
+
+def test_nothing_is_looked_for(in_memory):
+    assert in_memory.sampler.adaptation.is_given
+    assert in_memory.sampler.adaptation.num_steps == 3
+    k = np.asarray(in_memory.get_samples()["k"])
+    assert set(np.unique(k)) == {0, 1}
+    assert (k[1:] != k[:-1]).any(0).sum() > 10
+
+
+def test_rows_may_be_on_the_host(in_memory):
+    found = run(quietly(discrete(), num_warmup=2, num_samples=6), HostArray(Y)).get_samples()
+    for name, draws in in_memory.get_samples().items():
+        np.testing.assert_allclose(draws, found[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["discrete", "moved"])
+def test_a_stored_run_goes_on(kind, tmp_path, monkeypatch):
+    def stored(folder):
+        kernel = discrete() if kind == "discrete" else SGHMCSplit(normal_means, **GIVEN)
+        settings = {"num_warmup": 2, "num_samples": 6, "checkpoint_every": 2}
+        return CheckpointedMCMC(kernel, checkpoint=folder, progress_bar=False, **settings)
+
+    whole = outcome(run(stored(tmp_path / "whole"), Y))
+    with monkeypatch.context() as patch:
+        end_at(patch, 5, kill)
+        with pytest.raises(Killed):
+            run(stored(tmp_path / "killed"), Y)
+    mcmc = stored(tmp_path / "killed")
+    mcmc.resume(Y, batch_size=20)
+    assert_same_bits(mcmc, whole)
