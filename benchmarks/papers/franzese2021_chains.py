@@ -33,7 +33,7 @@ def _draws(
     h: Array,
     friction: Array,
     num_steps: Array,
-) -> tuple[Array, Array]:
+) -> Array:
     dynamics = Underdamped(friction, num_leapfrog=num_leapfrog)
     step = dynamics.step(scheme)
     init_key, order_key, noise_key = random.split(key, 3)
@@ -47,21 +47,20 @@ def _draws(
         return step(state, h, gradient, noise, count), order
 
     def body(count: Array, carry: Any) -> Any:
-        state, orders, heat = carry
+        state, orders = carry
         shape = (len(starts), step.draws, starts.shape[1])
         noise = random.normal(random.fold_in(noise_key, count), shape, starts.dtype)
-        state, orders = jax.vmap(one_step, (0, 0, 0, None))(state, orders, noise, count)
-        return state, orders, heat + jnp.square(state.momentum).mean()
+        return jax.vmap(one_step, (0, 0, 0, None))(state, orders, noise, count)
 
     def one_draw(carry: Any, n: Array) -> tuple[Any, Array]:
-        *carry, count = carry
-        carry = lax.fori_loop(count, count + n, body, tuple(carry))
-        return (*carry, count + n), carry[0].position
+        (state, orders), count = carry
+        state, orders = lax.fori_loop(count, count + n, body, (state, orders))
+        return ((state, orders), count + n), state.position
 
     state = jax.vmap(dynamics.init)(starts, random.split(init_key, len(starts)))
     orders = first_epoch(order_key, 0, len(starts))
-    carry, positions = lax.scan(one_draw, (state, orders, jnp.zeros(()), 0), num_steps)
-    return jnp.moveaxis(positions[1:], 1, 0), carry[2] / carry[3]
+    _, positions = lax.scan(one_draw, ((state, orders), 0), num_steps)
+    return jnp.moveaxis(positions[1:], 1, 0)
 
 
 def draws(
@@ -77,15 +76,15 @@ def draws(
     num_draws: int = 5,
     burn_in: float = 10.0,
     apart: float = 2.5,
-) -> tuple[dict[str, np.ndarray], float]:
-    """Draws by site, shape ``(chains, draws, ...)``, and the momenta's mean temperature.
+) -> dict[str, np.ndarray]:
+    """Draws by site, shape ``(chains, draws, ...)``.
 
     :param starts: shape ``(chains, d)``.
     :param burn_in: time before the first draw is over, whose length ``apart`` follows.
     :param apart: time between draws.
     """
     num_steps = jnp.asarray([round(burn_in / h)] + [round(apart / h)] * num_draws)
-    found, temperature = _draws(
+    found = _draws(
         target,
         arguments,
         scheme,
@@ -98,4 +97,4 @@ def draws(
         num_steps,
     )
     by_site = jax.vmap(jax.vmap(target.unravel))(found)
-    return jax.tree.map(np.asarray, by_site), float(temperature)
+    return jax.tree.map(np.asarray, by_site)

@@ -66,12 +66,10 @@ class Cell(NamedTuple):
     """
     - **distance** - mean Kolmogorov distance of predictions to the oracle.
     - **width** - mean ratio of their sds to the oracle's.
-    - **temperature** - of the momenta.
     """
 
     distance: float
     width: float
-    temperature: float
 
     def __str__(self) -> str:
         if not np.isfinite(self.distance):
@@ -125,13 +123,13 @@ class Oracle:
         some = {name: w[0, ::every][:chains] for name, w in self.runs[0].items()}
         return jax.vmap(lambda w: jax.flatten_util.ravel_pytree(w)[0])(some)
 
-    def judge(self, weights: dict[str, np.ndarray], temperature: float) -> Cell:
+    def judge(self, weights: dict[str, np.ndarray]) -> Cell:
         ours = np.asarray(predictions(weights, self.data.x_test))
         with np.errstate(over="ignore", invalid="ignore"):
             width = float((ours.std(0) / self.reference.std(0)).mean())
         if not (np.isfinite(ours).all() and width < EXPLODED):
-            return Cell(np.inf, np.inf, np.inf)
-        return Cell(self._distance(ours), width, temperature)
+            return Cell(np.inf, np.inf)
+        return Cell(self._distance(ours), width)
 
 
 def curve(
@@ -154,7 +152,7 @@ def curve(
         starts = jax.vmap(lambda key: target.start(key, arguments))(keys)
     found = []
     for h in step_sizes:
-        weights, temperature = draws(
+        weights = draws(
             target,
             arguments,
             setting.get("scheme", "leapfrog"),
@@ -167,7 +165,7 @@ def curve(
             burn_in=size.burn_in,
             apart=size.apart,
         )
-        found.append(oracle.judge(weights, temperature))
+        found.append(oracle.judge(weights))
     print(batch_size, setting, *found, f"{time.process_time():.0f} s of CPU", flush=True)
     return found
 
@@ -269,7 +267,7 @@ def library(oracle: Oracle, size: Size, h: float = 0.01) -> None:
     )
     mcmc.run(random.key(0), oracle.data.x, oracle.data.y, batch_size=BATCH)
     weights = mcmc.get_samples(group_by_chain=True)
-    print(f"SHMC by MCMC, {BATCH} rows, h = {h:g}, from the prior: {oracle.judge(weights, 0.0)}")
+    print(f"SHMC by MCMC, {BATCH} rows, h = {h:g}, from the prior: {oracle.judge(weights)}")
 
     def mean(draw: dict[str, Array], x: Array) -> Array:
         return network(draw, x, jnp.tanh)[:, 0]
