@@ -3,7 +3,7 @@
 from numpyro_sgmcmc import samplers
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
-from numpyro_sgmcmc.diagnostics import bias_report, log_likelihood, print_summary
+from numpyro_sgmcmc.diagnostics import bias_report, explain, log_likelihood, print_summary
 from numpyro_sgmcmc.samplers import *  # noqa: F403
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "HostArray",
     "ShardedArray",
     "bias_report",
+    "explain",
     "log_likelihood",
     "open_draws",
     "print_summary",
