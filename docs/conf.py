@@ -56,15 +56,26 @@ html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
 
 
-def _with_readme(app, docname, source):
-    """The README as a page of the site, and links to it from other pages."""
+FILES = {  # files of the repository that are pages of the site, too
+    "overview": "README.md",
+    "contributing": "CONTRIBUTING.md",
+    "conduct": "CODE_OF_CONDUCT.md",
+    "changelog": "CHANGELOG.md",
+}
+
+
+def _with_files(app, docname, source):
+    """The text of such a file for its page, and links to it from other pages."""
     text = source[0]
-    if docname == "overview":
-        text = (HERE.parent / "README.md").read_text()
+    if docname in FILES:
+        text = (HERE.parent / FILES[docname]).read_text()
+        app.env.note_dependency(str(HERE.parent / FILES[docname]))
         text = text.replace("](docs/", "](").replace("# numpyro-sgmcmc\n", "# All on one page\n", 1)
         text = re.sub(r"\[(examples/\S+)\]\(examples/\S+\)", r"{download}`\1 <../\1>`", text)
-    source[0] = text.replace("](../README.md", "](overview.md")
+    for page, file in FILES.items():
+        text = re.sub(rf"\]\((?:\.\./)?{re.escape(file)}", f"]({page}.md", text)
+    source[0] = text
 
 
 def setup(app):
-    app.connect("source-read", _with_readme)
+    app.connect("source-read", _with_files)
