@@ -60,7 +60,8 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
 
-sphinx := -m sphinx -W --keep-going --quiet -j auto
+# Anew each time: a page's navigation shows all others. It takes some ten seconds.
+sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
 docs: $(VENV)/.installed-docs
 	$(bin)/python $(sphinx) docs docs/_build/html
 
