@@ -15,7 +15,8 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference example test test-all benchmarks disk papers networks trust lint format clean
+.PHONY: help quickstart reference example test test-all docs docs-links figures benchmarks disk
+.PHONY: papers networks trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -23,6 +24,9 @@ help:
 	@echo "make example      another example: NAME=network (how sure a neural network is)"
 	@echo "make test         run the tests but for the slow ones"
 	@echo "make test-all     run all tests"
+	@echo "make docs         the site, in docs/_build/html; a warning is an error"
+	@echo "make docs-links   ask every address on the site (needs the network)"
+	@echo "make figures      draw the site's figures again"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
@@ -30,6 +34,7 @@ help:
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format, types, layers and sizes"
 	@echo "make format       format the code"
+	@echo "make dist         build wheel and sdist into dist/ and check them"
 	@echo "make clean        remove the environment, caches and outputs"
 
 # One stamp for each set of extras: `pip` runs again when pyproject.toml changes.
@@ -60,6 +65,17 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
+
+# Anew each time: a page's navigation shows all others. It takes some ten seconds.
+sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
+docs: $(VENV)/.installed-docs
+	$(bin)/python $(sphinx) docs docs/_build/html
+
+docs-links: $(VENV)/.installed-docs
+	$(bin)/python $(sphinx) -b linkcheck docs docs/_build/links
+
+figures: $(VENV)/.installed-docs
+	$(bin)/python docs/figures/draw.py
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
@@ -110,6 +126,12 @@ format: $(VENV)/.installed-test
 	$(bin)/ruff check --fix-only
 	$(bin)/ruff format
 
+dist: $(VENV)/.installed-release
+	rm -rf dist
+	$(bin)/python -m build --outdir dist
+	$(bin)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) quickstart-output network-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) quickstart-output network-output dist docs/_build
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -6,7 +6,7 @@ from numpyro.infer import initialization
 from numpyro_sgmcmc import samplers
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
-from numpyro_sgmcmc.diagnostics import bias_report, log_likelihood, print_summary
+from numpyro_sgmcmc.diagnostics import bias_report, explain, log_likelihood, print_summary
 from numpyro_sgmcmc.samplers import *  # noqa: F403
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "HostArray",
     "ShardedArray",
     "bias_report",
+    "explain",
     "log_likelihood",
     "open_draws",
     "print_summary",

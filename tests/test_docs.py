@@ -1,15 +1,21 @@
-"""Whether the docs name files that are there, and whether their code runs."""
+"""Whether the docs name files that are there and every public name, and whether their code runs."""
 
+import importlib
+import inspect
 import re
+from collections import Counter
 from pathlib import Path
+from typing import is_typeddict
 
 import jax
 import numpy as np
 import pytest
 from numpyro import handlers
+from numpyro.infer import MCMC
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (ROOT / "numpyro_sgmcmc", ROOT)
+PUBLIC = ("", ".diagnostics", ".dynamics", ".kernel", ".schedules")
 
 
 def named_files(text):
@@ -32,7 +38,7 @@ def test_reading_lists_are_as_short_as_they_say():
         re.findall(r"^\d+\. `(.*?)`", part, re.MULTILINE)
         for part in re.split(r"\n## A (?:step|warm-up|report), ", text)[1:]
     )
-    assert (len(step), len(warm_up), len(report)) == (9, 12, 7)
+    assert (len(step), len(warm_up), len(report)) == (9, 13, 7)
 
 
 @pytest.mark.slow
@@ -51,3 +57,43 @@ def test_the_page_on_networks_runs(capsys):
     draw = {name: site["value"] for name, site in trace.items() if site["type"] == "sample"}
     found = names["flax_network"](draw, names["X"])
     np.testing.assert_allclose(found, trace["y"]["fn"].loc, rtol=1e-4, atol=1e-5)
+
+
+def documented_names():
+    """What the reference pages show, by the name under which they do."""
+    pages = sorted((ROOT / "docs/reference").glob("*.md"))
+    entry = re.compile(r"^\.\. auto(?:class|function):: (\S+)$", re.MULTILINE)
+    return [name for page in pages for name in entry.findall(page.read_text())]
+
+
+def public_names():
+    """Each public object by its names, of which some have two."""
+    names = {}
+    for room in PUBLIC:
+        module = importlib.import_module(f"numpyro_sgmcmc{room}")
+        for name in module.__all__:
+            names.setdefault(id(getattr(module, name)), []).append(f"{module.__name__}.{name}")
+    return list(names.values())
+
+
+def test_the_reference_is_complete_and_shows_nothing_private():
+    shown = Counter(documented_names())
+    public = public_names()
+    times = {names[0]: sum(shown[name] for name in names) for names in public}
+    assert {name: n for name, n in times.items() if n != 1} == {}
+    assert set(shown) - {name for names in public for name in names} == set()
+
+
+def test_every_argument_is_described():
+    told = re.compile(r":param (?:\w+ )?\*?(\w+):|^- \*\*(\w+)\*\*", re.MULTILINE)
+    as_mcmc = inspect.signature(MCMC).parameters  # which NumPyro describes
+    for names in public_names():
+        module, name = names[0].rsplit(".", 1)
+        public = getattr(importlib.import_module(module), name)
+        if is_typeddict(public):
+            continue
+        described = ["".join(found) for found in told.findall(inspect.getdoc(public))]
+        taken = list(inspect.signature(public).parameters)
+        if isinstance(public, type) and issubclass(public, MCMC):
+            taken = [x for x in taken if x in described or x not in as_mcmc]
+        assert described == taken, names[0]

@@ -4,25 +4,38 @@ from numpyro_sgmcmc.diagnostics.bias import bias_report
 from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
+from numpyro_sgmcmc.diagnostics.explain import Explanation, explain
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.likelihood import log_likelihood
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
-from numpyro_sgmcmc.diagnostics.predictive import PredictiveSummary, predictive_summary
-from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
+from numpyro_sgmcmc.diagnostics.predictive import (
+    FunctionSummary,
+    PredictiveSummary,
+    predictive_summary,
+)
+from numpyro_sgmcmc.diagnostics.refinement import Refinement, compare_with_finer
 from numpyro_sgmcmc.diagnostics.report import BiasReport
+from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
 from numpyro_sgmcmc.diagnostics.summary import print_summary
+from numpyro_sgmcmc.diagnostics.warmup_plot import plot_warmup
 
 __all__ = [
     "BiasReport",
+    "Explanation",
+    "FunctionSummary",
     "PredictiveSummary",
+    "Refinement",
+    "SiteBias",
     "bias_report",
     "calibrated_samples",
     "check_invariance",
     "compare_with_finer",
     "ess_per_gradient",
+    "explain",
     "kolmogorov_distance",
     "log_likelihood",
     "plot_bias",
+    "plot_warmup",
     "predictive_summary",
     "print_summary",
     "stein_discrepancy",

@@ -23,9 +23,11 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.distances import two_samples
 from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
+from numpyro_sgmcmc.diagnostics.tables import html_table
 
 __all__ = ["FunctionSummary", "PredictiveSummary", "predictive_summary"]
 
+_NOTES = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
 _MEAN_OF_KOLMOGOROV = np.sqrt(np.pi / 2.0) * np.log(2.0)  # of his distribution
 
 
@@ -55,7 +57,7 @@ class FunctionSummary(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class PredictiveSummary:
-    """What :func:`predictive_summary` found; prints as a table.
+    """What :func:`predictive_summary` found; prints as a table, in a notebook as HTML.
 
     :param functions: by name.
     :param has_reference: whether there was a reference.
@@ -67,7 +69,8 @@ class PredictiveSummary:
     def __getitem__(self, name: str) -> FunctionSummary:
         return self.functions[name]
 
-    def __str__(self) -> str:
+    def _rows(self) -> list[list[str]]:
+        """The table's cells, its header first."""
         columns = ["function", "size", "R-hat", "ESS", "between chains", "by chance"]
         if self.has_reference:
             columns += ["to the reference", "reference's own"]
@@ -84,13 +87,20 @@ class PredictiveSummary:
             if self.has_reference:
                 row += [f"{f.distance.mean():.3f}", f"{f.reference_between.mean():.3f}"]
             rows.append(row)
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
             first, *others = zip(row, widths, strict=True)
             lines.append("  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]))
-        notes = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
-        return "\n".join([*lines, "", notes])
+        return "\n".join([*lines, "", _NOTES])
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        return html_table(header, rows, [_NOTES])
 
     __repr__ = __str__
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.estimates import Estimates
 from numpyro_sgmcmc.diagnostics.evidence import Evidence
 from numpyro_sgmcmc.diagnostics.site_bias import VERDICTS, SiteBias
+from numpyro_sgmcmc.diagnostics.tables import html_table
 from numpyro_sgmcmc.diagnostics.verdict import FAR, verdict_of
 from numpyro_sgmcmc.warmup.findings import Finding
 
@@ -156,13 +156,7 @@ class BiasReport:
             "ESS",
             "verdict",
         )
-        head = "".join(f"<th>{h}</th>" for h in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._cells()
-        )
-        notes = "".join(f"<p>{html.escape(n)}</p>" for n in [*self._notes(), self.verdict])
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        return html_table(header, self._cells(), [*self._notes(), self.verdict])
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [

@@ -62,6 +62,8 @@ def potential_metric(q: Array) -> Array:
     stands its quadratic expansion about the anchor in whitened units, :math:`|q|^2/2`: any
     positive function of the position leaves the posterior invariant, and this one reads no data.
     C = 1/2 as in the paper, and the value is about one at a typical position.
+
+    :param q: whitened position, shape ``(d,)``.
     """
     return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
 

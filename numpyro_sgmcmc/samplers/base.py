@@ -35,7 +35,7 @@ from numpyro_sgmcmc.samplers.compatibility import (
     refuse_local_sites_in_block,
 )
 from numpyro_sgmcmc.samplers.compiled import full_gradients, with_held
-from numpyro_sgmcmc.samplers.help import show_shared_keywords
+from numpyro_sgmcmc.samplers.help import Shown, show_shared_keywords
 from numpyro_sgmcmc.samplers.init_cache import InitCache
 from numpyro_sgmcmc.samplers.inputs import (
     chain_axis,
@@ -53,7 +53,7 @@ from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 __all__ = ["SGMCMCKernel"]
 
 
-class SGMCMCKernel(MCMCKernel):
+class SGMCMCKernel(Shown, MCMCKernel):
     r"""Base of the stochastic-gradient kernels: everything but the choice of SDE and scheme.
 
     :param dynamics: the SDE.

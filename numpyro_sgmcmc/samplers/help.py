@@ -1,19 +1,25 @@
-"""What `help` shows of a kernel: its own keywords, and those that all kernels share."""
+"""What `help` shows of a kernel (its own keywords, and those that all kernels share), and what a
+prompt and a notebook show of it: what differs from the defaults.
+"""
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
+from typing import Any
 
 from numpyro_sgmcmc.samplers.options import Options
 
-__all__ = ["show_shared_keywords"]
+__all__ = ["Shown", "show_shared_keywords"]
 
 _MODEL = """\
 :param model: Python callable containing NumPyro primitives, with a subsampled plate around
     the data. Exclusive with ``potential_fn``.
 :param potential_fn: potential energy of a pytree of unconstrained values, in place of a model.
 """
+_KINETICS = {"a": "a", "m": "mass", "c": "softening"}
+_LONGEST = 60  # characters of a value
 _OPTIONS = re.compile(r":param options:.*\n?( .*\n?)*")
 
 
@@ -42,3 +48,49 @@ def _with_shared_parameters(text: str | None) -> str | None:
         return text
     first = text.index(":param")
     return text[:first] + _MODEL + text[first:]
+
+
+class Shown:
+    """A kernel that prints as the call that makes it, defaults left out."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that was chosen at construction, by name."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._shown())})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
+
+    def _shown(self) -> list[str]:
+        shown = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = self._setting(name, parameter.default)
+            if value is parameter.default or _is_equal(value, parameter.default):
+                continue
+            text = getattr(value, "__name__", None) or repr(value)
+            text = text if "\n" not in text and len(text) <= _LONGEST else "..."
+            shown.append(text if name == "model" else f"{name}={text}")
+        return shown
+
+    def _setting(self, name: str, default: Any) -> Any:
+        """What a keyword was set to: kept by the kernel, its SDE, or the SDE's kinetics."""
+        settings = self.settings
+        for kept in (name, f"{name}_fn"):
+            if kept in settings:
+                return settings[kept]
+        dynamics = settings["dynamics"]
+        if name in _KINETICS and hasattr(dynamics, "kinetics"):
+            return getattr(dynamics.kinetics, _KINETICS[name])
+        return getattr(dynamics, name, default)
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    """Whether a value is the default one; arrays and functions never are."""
+    return (
+        type(value) is type(default)
+        and isinstance(value, (bool, int, float, str, tuple))
+        and (value == default)
+    )

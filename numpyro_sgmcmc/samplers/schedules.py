@@ -246,7 +246,11 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
 
 
 def first_step_size(schedule: Any) -> float:
-    """A schedule's first step size, or its largest where it starts at zero; checked at many."""
+    """A schedule's first step size, or its largest where it starts at zero; checked at many.
+
+    :param schedule: maps the number of steps so far to a step size.
+    :raises ValueError: where it cannot be traced, or gives what is no step size.
+    """
 
     def number(n: Any) -> Any:
         found = jnp.asarray(schedule(n))

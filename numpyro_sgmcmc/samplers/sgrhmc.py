@@ -37,7 +37,7 @@ class SGRHMC(MetricKernel):
         of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
         it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
         in units of its posterior sd. Or ``"potential"`` (default),
-        :func:`~numpyro_sgmcmc.dynamics.riemannian.potential_metric`.
+        :func:`~numpyro_sgmcmc.dynamics.potential_metric`.
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
     :param int momentum_period: steps between fresh momenta; None (default) for never.

@@ -34,7 +34,7 @@ class SGRLD(MetricKernel):
         of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
         it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
         in units of its posterior sd. Or ``"potential"`` (default),
-        :func:`~numpyro_sgmcmc.dynamics.riemannian.potential_metric`.
+        :func:`~numpyro_sgmcmc.dynamics.potential_metric`.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric

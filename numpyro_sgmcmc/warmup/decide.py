@@ -37,7 +37,9 @@ from numpyro_sgmcmc.warmup.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
     shorten_until_right,
+    stiff_step_size,
 )
+from numpyro_sgmcmc.warmup.weighed import Weighed
 
 __all__ = ["decide"]
 
@@ -63,6 +65,8 @@ def decide(context: Context, first: Mode, others: Sequence[Mode] = ()) -> Adapta
         num_steps=max(a.num_steps for a in each),
         relaxation_time=max(a.relaxation_time for a in each),
         other_modes=tuple(a.whitening for a in each[1:]),
+        weighed=adaptation.weighed
+        and adaptation.weighed._replace(windows=len(first.trail), r_hat=first.r_hat),
     )
 
 
@@ -82,11 +86,13 @@ def _decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation
     scheme = _choose_minibatch(context, noise, random, blocks)
     estimator, step_size, inflation = blocks if scheme.is_consecutive else random
     own = noise.of(scheme)[estimator]
+    by_noise = float(step_size)
     step_size, inflation = _step_size(context, whitening, own, step_size, inflation)
     limits = Limits(estimator, own, curvature, largest, Shifts.none(), float(step_size))
     shifts = _shifts(context, whitening, q, limits, scheme, float(step_size))
     limits = replace(limits, shifts=shifts)
     step_size = _until_means_stay(context, limits, step_size)
+    step_sizes = _step_sizes(context, limits, by_noise, float(step_size))
     own = own._replace(per_epoch=0 if scheme.is_independent else _per_epoch(context))
     if own.per_epoch:
         inflation = min(inflation, own.inflation(dynamics, float(step_size)))
@@ -110,7 +116,30 @@ def _decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation
         allowed_excess=_allowed_excess(context, inflation),
         relaxation_time=float(relaxation_time),
         has_region=settings.has_region,
+        weighed=Weighed(
+            step_sizes=step_sizes,
+            curvature=curvature,
+            noise=Weighed.variances(noise) if target.plates else {},
+            excess=float(inflation),
+            shift=shifts.at(float(step_size)),
+        ),
     )
+
+
+def _step_sizes(
+    context: Context, limits: Limits, by_noise: float, step_size: float
+) -> dict[str, float]:
+    """How the step size came to be, by what limits it."""
+    settings = context.settings
+    if settings.step_size is not None:
+        return {"given": step_size}
+    return {
+        "scheme": float(limits.longest),
+        "curvature": float(stiff_step_size(settings.dynamics, limits.longest, limits.curvature)),
+        "noise": by_noise,
+        "settings": limits.start,
+        "means": step_size,
+    }
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.local_start import LocalStart
 from numpyro_sgmcmc.warmup.moment_source import MomentSource
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
+from numpyro_sgmcmc.warmup.weighed import Weighed
 
 __all__ = ["Adaptation", "Settings", "nothing_to_adapt"]
 
@@ -92,6 +93,7 @@ class Adaptation(NamedTuple):
     - **has_region** - whether pilot chains have found a single region.
     - **locals** - where the local values start, a
       :class:`~numpyro_sgmcmc.warmup.local_start.LocalStart`; None where there are none.
+    - **weighed** - what these choices were made by; None where nothing was looked for.
     """
 
     whitening: Whitening
@@ -110,6 +112,7 @@ class Adaptation(NamedTuple):
     other_modes: tuple[Whitening, ...] = ()
     has_region: bool = True
     locals: LocalStart | None = None
+    weighed: Weighed | None = None
 
 
 def nothing_to_adapt(target: Target, settings: Settings) -> Adaptation:

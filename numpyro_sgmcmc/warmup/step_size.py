@@ -15,11 +15,26 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.warmup.noise import Noise
 
-__all__ = ["MAX_NUM_STEPS", "choose_num_steps", "choose_step_size", "shorten_until_right"]
+__all__ = [
+    "MAX_NUM_STEPS",
+    "choose_num_steps",
+    "choose_step_size",
+    "shorten_until_right",
+    "stiff_step_size",
+]
 
 MAX_NUM_STEPS = 500
 _FREE_CURVATURE = 3.5
 _UNCERTAIN = 0.03  # relative error of the covariance that is compensated
+
+
+def stiff_step_size(dynamics: Dynamics, largest: float, curvature: float) -> float:
+    """The step size that suits the largest whitened curvature, and an exact gradient.
+
+    :param largest: that which suits a whitened Gaussian.
+    """
+    largest = min(largest, dynamics.longest_step_size)
+    return largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
 
 
 def choose_step_size(
@@ -41,8 +56,7 @@ def choose_step_size(
     :param is_compensated: whether the noise's mean size is taken from what is injected.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
-    largest = min(largest, dynamics.longest_step_size)
-    step_size = largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
+    step_size = stiff_step_size(dynamics, largest, curvature)
 
     def inflation() -> float:
         """The part of noise that differs from place to place, and what exceeds the injected."""

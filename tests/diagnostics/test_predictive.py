@@ -101,6 +101,9 @@ def test_runs_of_numpyro_s_kernels_and_how_it_prints():
     header, row, *_ = str(found).splitlines()
     assert header.split()[:4] == ["function", "size", "R-hat", "ESS"]
     assert row.split()[:2] == ["mean", "23"]
+    html = found._repr_html_()
+    assert "<th>between chains</th>" in html
+    assert "<td>mean</td><td>23</td>" in html
     dataset = found.to_dataset()
     np.testing.assert_array_equal(dataset["mean"].sel(statistic="sd"), found["mean"].sd)
 

@@ -1,0 +1,243 @@
+"""The figures of docs/understand/how-it-works.md: `make figures`, about a minute of CPU time.
+
+python docs/figures/draw.py
+"""
+
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.diagnostics import gelman_rubin
+from numpyro.infer import MCMC
+from scipy.linalg import solve_discrete_lyapunov
+from scipy.stats import gaussian_kde
+
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import plot_warmup
+from numpyro_sgmcmc.dynamics import Underdamped
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.ticker import NullLocator
+
+FOLDER = Path(__file__).parent
+INK, BLUE, ORANGE, GREEN, RED = "#22303c", "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
+STYLE = {
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#9aa5ae",
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.frameon": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "savefig.dpi": 150,
+}
+
+
+# -- splitting: stationary sds of the library's own steps on a standard normal, solved exactly --
+
+
+def stationary_sd(scheme: str, step_size: float, noise_variance: float = 0.0) -> float:
+    """Sd of the position to which the steps of a scheme lead on a standard normal."""
+    dynamics = Underdamped(1.5)
+    step = dynamics.step(scheme)
+    start = dynamics.init(jnp.zeros(1), jax.random.key(0))
+
+    def one(position, momentum, noise):
+        offset = jnp.sqrt(noise_variance) * noise[-1]
+        state = start._replace(position=position, momentum=momentum)
+        state = step(state, step_size, lambda q: q + offset, noise[:-1])
+        return jnp.concatenate([state.position, state.momentum])
+
+    at = jnp.zeros(1), jnp.zeros(1), jnp.zeros((step.draws + 1, 1))
+    of_position, of_momentum, of_noise = jax.jacobian(one, argnums=(0, 1, 2))(*at)
+    a = np.concatenate([of_position, of_momentum], 1).astype(float)
+    b = np.asarray(of_noise, float).reshape(2, -1)
+    return float(np.sqrt(solve_discrete_lyapunov(a, b @ b.T)[0, 0]))
+
+
+def draw_splitting() -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    sizes = np.geomspace(0.03, 0.8, 25)
+    schemes = (
+        ("euler", ORANGE, "Euler (SGHMC)"),
+        ("symmetric", BLUE, "symmetric splitting (SGHMCSplit)"),
+    )
+    for scheme, colour, label in schemes:
+        error = [abs(stationary_sd(scheme, h) - 1.0) for h in sizes]
+        left.plot(sizes, 100 * np.array(error), color=colour, label=label)
+    left.axhline(5, color="0.6", linewidth=0.8, linestyle="--")
+    left.text(sizes[0], 5.6, "what the choice of the step allows", fontsize=8, color="0.4")
+    left.set(
+        xscale="log", yscale="log", xlabel="step size (posterior sds)",
+        ylabel="error of the sd / %", title="Exact gradients: the scheme's own error",
+    )  # fmt: skip
+    left.legend(loc="lower right", fontsize=8)
+    for variance, colour in ((1.0, GREEN), (10.0, BLUE), (100.0, ORANGE), (1000.0, RED)):
+        excess = [100 * (stationary_sd("symmetric", h, variance) - 1) for h in sizes]
+        right.plot(sizes, np.maximum(excess, 1e-3), color=colour, label=f"variance {variance:g}")
+    right.axhline(5, color="0.6", linewidth=0.8, linestyle="--")
+    right.set(
+        xscale="log", yscale="log", xlabel="step size (posterior sds)", ylim=(0.1, None),
+        ylabel="sd too wide by / %", title="Noisy gradients: noise is heat",
+    )  # fmt: skip
+    right.legend(fontsize=8, title="of the gradient's noise", title_fontsize=8)
+    for ax in (left, right):
+        ax.set_xticks([0.05, 0.1, 0.2, 0.5], ["0.05", "0.1", "0.2", "0.5"])
+        ax.xaxis.set_minor_locator(NullLocator())
+    figure.savefig(FOLDER / "splitting.png")
+
+
+# -- control variates: a logistic regression of 20,000 rows, minibatches of 100 --
+
+
+def survey(num_rows: int = 20_000, dim: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Covariates and answers."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((num_rows, dim))
+    p = 1 / (1 + np.exp(-X @ np.linspace(-1, 1, dim)))
+    return X, (rng.random(num_rows) < p).astype(float)
+
+
+def mode_and_factor(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The posterior's mode under a standard normal prior, and L with LL^T about its covariance."""
+    beta = np.zeros(X.shape[1])
+    for _ in range(20):
+        p = 1 / (1 + np.exp(-X @ beta))
+        hessian = (X * (p * (1 - p))[:, None]).T @ X + np.eye(len(beta))
+        beta = beta - np.linalg.solve(hessian, X.T @ (p - y) + beta)
+    return beta, np.linalg.cholesky(np.linalg.inv(hessian))
+
+
+def draw_control_variates() -> None:
+    X, y = survey()
+    n, batch = len(y), 100
+    anchor, factor = mode_and_factor(X, y)
+    rng = np.random.default_rng(1)
+    distances = np.geomspace(0.1, 30, 20)
+    p_anchor = 1 / (1 + np.exp(-X @ anchor))
+    at_anchor = X * (p_anchor - y)[:, None]
+    found = {"plain": [], "control variate": [], "of second order": []}
+    for distance in distances:
+        variances = []
+        for _ in range(10):
+            direction = rng.standard_normal(len(anchor))
+            move = factor @ (distance * direction / np.linalg.norm(direction))
+            p = 1 / (1 + np.exp(-X @ (anchor + move)))
+            rows = X * (p - y)[:, None]
+            linear = X * (p_anchor * (1 - p_anchor) * (X @ move))[:, None]
+            each = (rows, rows - at_anchor, rows - at_anchor - linear)
+            variances.append([(n**2 / batch * (r @ factor).var(0)).mean() for r in each])
+        for values, variance in zip(found.values(), np.mean(variances, 0), strict=True):
+            values.append(variance)
+    figure, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for (label, values), colour in zip(found.items(), (ORANGE, BLUE, GREEN), strict=True):
+        ax.plot(distances, values, color=colour, label=label)
+    ax.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
+    ax.text(0.1, 1.4, "variance of the gradient itself", fontsize=8, color="0.4")
+    near = np.sqrt(len(anchor))
+    ax.axvspan(near / 2, 2 * near, color="#eef2f5", zorder=0)
+    ax.text(near, 3e-9, "where draws are", fontsize=8, color="0.4", ha="center")
+    ax.set(
+        xscale="log", yscale="log", xlabel="distance from the anchor (posterior sds)",
+        ylabel="variance of the noise", title="Gradients from 100 of 20,000 rows",
+    )  # fmt: skip
+    ax.legend(fontsize=8, loc="lower right")
+    figure.savefig(FOLDER / "control-variates.png")
+
+
+# -- runs: chains that agree and are wrong, and what the report says of them --
+
+
+def model(X, y, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=y[i])
+
+
+def run(num_samples: int = 1000, **options) -> MCMC:
+    X, y = (jnp.asarray(x, jnp.float32) for x in survey())
+    mcmc = MCMC(
+        SGHMCSplit(model, **options), num_warmup=200, num_samples=num_samples, num_chains=4,
+        chain_method="vectorized", progress_bar=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        mcmc.run(jax.random.key(0), X, y, batch_size=100)
+    return mcmc
+
+
+def draw_runs() -> None:
+    right = run(num_samples=4000)
+    plot_warmup(right)
+    plt.savefig(FOLDER / "warmup.png")
+    wrong = run(gradient="plain", step_size=0.1)
+    draws = np.asarray(wrong.get_samples(group_by_chain=True)["beta"][..., 0])
+    truth = np.asarray(right.get_samples()["beta"])
+    figure, (left, ax) = plt.subplots(
+        1, 2, figsize=(9, 3.4), width_ratios=(1.5, 1), layout="constrained"
+    )
+    for chain, colour in zip(draws, (BLUE, ORANGE, GREEN, RED), strict=True):
+        left.plot(chain, color=colour, linewidth=0.5, alpha=0.8)
+    r_hat = gelman_rubin(draws)
+    left.set(xlabel="draw", ylabel="coefficient", title=f"Four chains agree: R-hat {r_hat:.3f}")
+    at = np.linspace(draws.min(), draws.max(), 400)
+    for values, colour, label in (
+        (truth[:, 0], BLUE, "posterior"),
+        (draws.ravel(), ORANGE, "these chains"),
+    ):
+        density = gaussian_kde(values)(at)
+        ax.fill_between(at, density, color=colour, alpha=0.25, linewidth=0)
+        ax.plot(at, density, color=colour, label=label)
+    ratio = draws.std() / truth[:, 0].std()
+    ax.set(xlabel="coefficient", yticks=[], title=f"And are {ratio:.1f} times too wide")
+    ax.legend(fontsize=8)
+    figure.savefig(FOLDER / "silently-wrong.png")
+
+    settings = [("plain", h) for h in (0.003, 0.01, 0.02, 0.05, 0.1)]
+    settings += [("control_variate", h) for h in (0.3, 0.8, 1.2)]
+    figure, ax = plt.subplots(figsize=(5.2, 4.2), layout="constrained")
+    ends = [-15, 200]
+    ax.plot(ends, ends, color="0.7", linewidth=0.8)
+    for gradient, colour in (("plain", ORANGE), ("control_variate", BLUE)):
+        true, told, error = [], [], []
+        for step_size in (h for g, h in settings if g == gradient):
+            mcmc = run(gradient=gradient, step_size=step_size)
+            estimate = bias_report(mcmc).estimates.inflation
+            sds = np.asarray(mcmc.get_samples()["beta"]).std(0)
+            true += list(100 * (sds / truth.std(0) - 1))
+            told += list(100 * estimate.value)
+            error += list(200 * estimate.error)
+        print(gradient, np.round(true, 1), np.round(told, 1), np.round(error, 1))
+        ax.errorbar(
+            true, told, yerr=error, fmt="o", markersize=4, linewidth=1, color=colour,
+            label=gradient.replace("_", " ") + "s" * (gradient != "plain"),
+        )  # fmt: skip
+    ax.set_xscale("symlog", linthresh=10)
+    ax.set_yscale("symlog", linthresh=10)
+    ticks = [-10, 0, 10, 100]
+    ax.set_xticks(ticks, [f"{t:+d} %" for t in ticks])
+    ax.set_yticks(ticks, [f"{t:+d} %" for t in ticks])
+    ax.set(
+        xlabel="sds are too wide by", ylabel="the report says",
+        title="Forty sds of eight runs, as they are and as told",
+    )  # fmt: skip
+    ax.legend(fontsize=8)
+    figure.savefig(FOLDER / "told.png")
+
+
+if __name__ == "__main__":
+    with plt.rc_context(STYLE):
+        draw_splitting()
+        draw_control_variates()
+        draw_runs()

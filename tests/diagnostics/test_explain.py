@@ -1,0 +1,161 @@
+"""The page on a warm-up says what the warm-up found."""
+
+import re
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from numpyro.infer import MCMC, NUTS
+
+from numpyro_sgmcmc import SGHMCSplit, explain
+from numpyro_sgmcmc.diagnostics import plot_warmup
+from numpyro_sgmcmc.warmup.findings import Finding
+from tests.contract.kernels import BATCH, quietly, survey, survey_data
+
+mpl.use("Agg")
+
+DATA = survey_data()
+GIVEN = {
+    "step_size": 1e-3,
+    "num_steps": 4,
+    "gradient": "plain",
+    "minibatch": "blocks",
+    "adapt_mass_matrix": False,
+}
+
+
+@cache
+def run(**settings):
+    mcmc = quietly(
+        SGHMCSplit(survey, **settings), num_warmup=20, num_samples=20, num_chains=2,
+        chain_method="vectorized",
+    )  # fmt: skip
+    mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH, extra_fields=("diverging",))
+    return mcmc
+
+
+def page(mcmc):
+    return dict(explain(mcmc).parts)
+
+
+def with_changes(**changes):
+    """The same run, as if its warm-up had found something else."""
+    mcmc = run()
+    kernel = mcmc.sampler
+    weighed = kernel.adaptation.weighed._replace(**changes.pop("weighed", {}))
+    adaptation = kernel.adaptation._replace(weighed=weighed, **changes)
+    other = MCMC(kernel.ready_variant(adaptation=adaptation), num_warmup=1, num_samples=1)
+    other._last_state, other._states = mcmc._last_state, mcmc._states
+    return other
+
+
+def test_numbers_are_the_warm_ups():
+    mcmc = run()
+    found, told = mcmc.sampler.adaptation, page(mcmc)
+    assert f"{BATCH} of the {len(DATA[-1]):,} rows" in told["Run"]
+    assert told["Step size"].startswith(f"{found.step_size:.3g}")
+    assert told["Steps"].startswith(f"{found.num_steps} a draw")
+    assert f"R-hat {found.weighed.r_hat:.2f}" in told["Start"]
+    sds = np.sqrt(np.diagonal(np.asarray(found.whitening.inverse_mass_matrix)))
+    assert f"from {sds.min():.3g} (" in told["Whitening"]
+    for name in ("plain", "control variates", "second-order control variates"):
+        assert name in told["Gradient"]
+    assert told["Chains"] == "0 of 40 iterations diverged."
+
+
+def test_the_steps_fall_to_the_one_that_is_taken():
+    found = run().sampler.adaptation
+    lengths = list(found.weighed.step_sizes.values())
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
+    chosen = found.weighed.noise[found.estimator.name]
+    assert chosen[found.minibatch.is_consecutive] == pytest.approx(found.noise.mean)
+
+
+def test_what_limits_the_step_is_named():
+    step_sizes = {"scheme": 0.3, "curvature": 0.3, "noise": 0.1, "settings": 0.1, "means": 0.05}
+    told = page(with_changes(step_size=0.05, weighed={"step_sizes": step_sizes}))["Step size"]
+    assert told == (
+        "0.05. 0.3 suits the scheme; of that the gradient's noise leaves 0.1, means, which would "
+        "move, leave 0.05."
+    )
+    all_alike = dict.fromkeys(step_sizes, 0.3)
+    told = page(with_changes(step_size=0.3, weighed={"step_sizes": all_alike}))["Step size"]
+    assert told == "0.3, the longest that suits the scheme: nothing asks for less."
+
+
+def test_what_was_found_is_told():
+    changes = {
+        "decisive": (("rows", (3, 5)),),
+        "findings": (Finding((), "modes", "There is another mode."),),
+        "has_region": False,
+        "step_size": 10.0,
+        "allowed_excess": 0.1,
+    }
+    told = page(with_changes(**changes))
+    assert told["Minibatches"].endswith("in every one: 2 of 'rows'.")
+    assert told["Warnings"] == "There is another mode."
+    assert "no single region" in told["Start"]
+    assert told["Chains"].startswith("2 of 2 ran hotter than predicted")
+
+
+def test_what_is_given_is_said_to_be():
+    told = page(run(**GIVEN))
+    assert "all that a warm-up looks for was given" in told["Start"]
+    assert told["Whitening"] == "Diagonal, as given: unconstrained sds of 1."
+    assert told["Gradient"] == "Plain, as given."
+    assert told["Step size"] == "0.001, as given."
+    assert "Predicted" not in told
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot_warmup(run(**GIVEN))
+
+
+def test_all_rows_at_every_step():
+    kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2)
+    mcmc = quietly(kernel, num_warmup=10, num_samples=10)
+    mcmc.run(jax.random.key(0), init_params=jnp.zeros(3))
+    told = page(mcmc)
+    assert told["Run"].endswith("3 parameters; all rows at every step.")
+    assert told["Gradient"] == "Plain."
+    assert "Minibatches" not in told
+    pyplot.close(plot_warmup(mcmc)[0].figure)
+
+
+def test_a_page():
+    text = str(explain(run()))
+    assert max(map(len, text.splitlines())) <= 88
+    assert len(text.splitlines()) < 40
+    html = explain(run())._repr_html_()
+    assert html.count("<dt>") == len(explain(run()).parts)
+    assert "<dt>Whitening</dt>" in html
+
+
+def test_plot():
+    found = run().sampler.adaptation
+    axes = plot_warmup(run())
+    widths = axes[0].lines[0].get_ydata()
+    assert (np.diff(widths) <= 0).all()
+    assert len(axes[1].patches) == 2 * len(found.weighed.noise)
+    lengths = [bar.get_width() for bar in axes[2].patches]
+    assert lengths == list(found.weighed.step_sizes.values())
+    assert plot_warmup(run(), axes=axes) is axes
+    pyplot.close(axes[0].figure)
+
+
+@pytest.mark.parametrize("told", [explain, plot_warmup])
+def test_refusals(told):
+    with pytest.raises(ValueError, match="a run of NUTS"):
+        told(MCMC(NUTS(survey), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="but got dict"):
+        told({})
+    with pytest.raises(ValueError, match=re.escape("call `mcmc.run` before")):
+        told(MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1))
+
+
+def test_axes_must_be_three():
+    with pytest.raises(ValueError, match="three matplotlib axes"):
+        plot_warmup(run(), axes=[1, 2])

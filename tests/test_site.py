@@ -1,0 +1,107 @@
+"""The built site in a browser: nothing is broken, sticks out, or is asked of the network."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.browser import Browser, find_chromium
+
+ROOT = Path(__file__).parents[1]
+BROKEN = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
+STICKS_OUT = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+FROM_ELSEWHERE = """
+performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('file:'))
+"""
+RAW_MATHS = (
+    r"[...document.querySelectorAll('math')].filter(m => m.textContent.includes('\\')).length"
+)
+SCREENS = {
+    "desktop": (1280, 900, False),
+    "desktop, dark": (1280, 900, True),
+    "phone": (390, 844, False),
+    "phone, dark": (390, 844, True),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium"),
+    pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="needs the extra `docs`"),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    sphinx = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--quiet"]
+    subprocess.run([*sphinx, ROOT / "docs", folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_pages(site, browser, screen):
+    width, height, is_dark = SCREENS[screen]
+    browser.show(width, height, is_dark=is_dark)
+    pages = [p for p in sorted(site.rglob("*.html")) if "_static" not in p.parts]
+    assert len(pages) > 25
+    wrong = {}
+    for page in pages:
+        browser.open(page)
+        found = {
+            "complaints": browser.complaints(),
+            "broken": browser.evaluate(BROKEN),
+            "sticks out by": browser.evaluate(STICKS_OUT),
+            "from elsewhere": browser.evaluate(FROM_ELSEWHERE),
+            "raw formulas": browser.evaluate(RAW_MATHS),
+        }
+        if any(found.values()):
+            wrong[page.name] = {what: x for what, x in found.items() if x}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+def test_what_is_wrong_is_seen(browser, tmp_path, screen):
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<meta name='viewport' content='width=device-width,initial-scale=1'>"
+        "<div style='width: 2000px'>x</div><img src='nowhere.png'><script>throw Error(1)</script>"
+    )
+    width, height, is_dark = SCREENS[screen]
+    browser.show(width, height, is_dark=is_dark)
+    browser.open(page)
+    assert len(browser.complaints()) >= 2
+    assert browser.evaluate(BROKEN)
+    assert browser.evaluate(STICKS_OUT) > 0
+
+
+def test_dark_is_dark(site, browser):
+    lightness = []
+    for is_dark in (False, True):
+        browser.show(1280, 900, is_dark=is_dark)
+        browser.open(site / "index.html")
+        colour = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        lightness.append(int(colour.split("(")[1].split(",")[0]))
+    assert lightness[0] > 200 > 60 > lightness[1]
+
+
+def test_search_finds(site, browser):
+    browser.show(1280, 900, is_dark=False)
+    page = site / "search.html"
+    browser.open(page)
+    browser.evaluate("location.search = '?q=control+variates'")
+    found = 0
+    for _ in range(100):
+        found = browser.evaluate("document.querySelectorAll('#search-results li').length") or 0
+        if found > 2:
+            break
+        browser.evaluate("new Promise(r => setTimeout(r, 100))")
+    assert found > 2
