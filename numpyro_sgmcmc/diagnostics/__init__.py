@@ -11,9 +11,11 @@ from numpyro_sgmcmc.diagnostics.predictive import PredictiveSummary, predictive_
 from numpyro_sgmcmc.diagnostics.refinement import compare_with_finer
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.summary import print_summary
+from numpyro_sgmcmc.diagnostics.to_arviz import LooEstimate, loo, to_arviz
 
 __all__ = [
     "BiasReport",
+    "LooEstimate",
     "PredictiveSummary",
     "bias_report",
     "calibrated_samples",
@@ -22,8 +24,10 @@ __all__ = [
     "ess_per_gradient",
     "kolmogorov_distance",
     "log_likelihood",
+    "loo",
     "plot_bias",
     "predictive_summary",
     "print_summary",
     "stein_discrepancy",
+    "to_arviz",
 ]
