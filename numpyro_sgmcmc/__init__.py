@@ -6,7 +6,14 @@ from numpyro.infer import initialization
 from numpyro_sgmcmc import samplers
 from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
-from numpyro_sgmcmc.diagnostics import bias_report, explain, log_likelihood, print_summary
+from numpyro_sgmcmc.diagnostics import (
+    bias_report,
+    explain,
+    log_likelihood,
+    loo,
+    print_summary,
+    to_arviz,
+)
 from numpyro_sgmcmc.samplers import *  # noqa: F403
 
 __all__ = [
@@ -16,8 +23,10 @@ __all__ = [
     "bias_report",
     "explain",
     "log_likelihood",
+    "loo",
     "open_draws",
     "print_summary",
+    "to_arviz",
 ]
 __all__ += samplers.__all__
 __version__ = "0.1.0"

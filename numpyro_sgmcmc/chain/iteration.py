@@ -150,10 +150,14 @@ def _check_step(
 
     Checks come halfway through the warm-up and at its end, on the iterations since the quarter
     and since the half; a divergence shortens the step at once, but for the over-dispersed start's.
+    A step of the user's is shortened by divergences alone.
     """
     num_warmup, adaptation = plan.num_warmup, plan.adaptation
     if temperatures is None or adaptation.allowed_excess is None:
-        return state.step_control, None
+        if not plan.shortens_given_step:
+            return state.step_control, None
+        one = jnp.ones_like(state.adapt_state.step_size)
+        return state.step_control, _after_divergence(plan, state, one, diverging)
     quarter, half = num_warmup // 4, num_warmup // 2
     is_warmup = state.i < num_warmup
     control = state.step_control.add(temperatures, (state.i >= quarter) & is_warmup & ~diverging)
@@ -162,12 +166,20 @@ def _check_step(
     time = adaptation.num_steps * state.adapt_state.step_size
     independent = jnp.minimum(time / adaptation.relaxation_time, 1.0)
     factor = jnp.where(is_due, control.factor(allowed, independent), 1.0)
-    is_blamed = is_warmup & diverging & (state.diverging | (state.i >= quarter))
-    factor = jnp.where(is_blamed, 0.5 * factor, factor)
-    shortest = _SHORTEST_SHARE * adaptation.step_size / state.adapt_state.step_size
-    factor = jnp.where(is_warmup, jnp.maximum(factor, jnp.minimum(shortest, 1.0)), 1.0)
+    factor = _after_divergence(plan, state, factor, diverging)
     control = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), control)
     return control, factor
+
+
+def _after_divergence(
+    plan: ChainPlan, state: SGMCMCState, factor: Array, diverging: Array
+) -> Array:
+    """By what to multiply a step that a divergence in warm-up may halve; 1 after warm-up."""
+    is_warmup = state.i < plan.num_warmup
+    is_blamed = is_warmup & diverging & (state.diverging | (state.i >= plan.num_warmup // 4))
+    factor = jnp.where(is_blamed, 0.5 * factor, factor)
+    shortest = _SHORTEST_SHARE * plan.adaptation.step_size / state.adapt_state.step_size
+    return jnp.where(is_warmup, jnp.maximum(factor, jnp.minimum(shortest, 1.0)), 1.0)
 
 
 def _survive(

@@ -32,6 +32,7 @@ class ChainPlan:
     - **num_warmup** - warm-up iterations.
     - **clip_gradient** - largest norm of a whitened gradient, or None.
     - **collected** - local sites of which the state's ``z`` has the values of all rows.
+    - **shortens_given_step** - whether divergences in warm-up may shorten a step of the user's.
     - **traced_step_size** - the user's step size where it is being traced, or None.
     - **blocks** - how the mass matrix is shown; None for a potential function.
     """
@@ -44,6 +45,7 @@ class ChainPlan:
     num_warmup: int
     clip_gradient: float | None = None
     collected: tuple[str, ...] = ()
+    shortens_given_step: bool = False
     traced_step_size: Array | None = None
     blocks: MassBlocks | None = None
 

@@ -17,12 +17,14 @@ from numpyro_sgmcmc.diagnostics.refinement import Refinement, compare_with_finer
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
 from numpyro_sgmcmc.diagnostics.summary import print_summary
+from numpyro_sgmcmc.diagnostics.to_arviz import LooEstimate, loo, to_arviz
 from numpyro_sgmcmc.diagnostics.warmup_plot import plot_warmup
 
 __all__ = [
     "BiasReport",
     "Explanation",
     "FunctionSummary",
+    "LooEstimate",
     "PredictiveSummary",
     "Refinement",
     "SiteBias",
@@ -34,9 +36,11 @@ __all__ = [
     "explain",
     "kolmogorov_distance",
     "log_likelihood",
+    "loo",
     "plot_bias",
     "plot_warmup",
     "predictive_summary",
     "print_summary",
     "stein_discrepancy",
+    "to_arviz",
 ]

@@ -14,11 +14,13 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host import plain_failures
+from numpyro_sgmcmc.data.plates import Plate
 from numpyro_sgmcmc.data.progress import passes_shown
 from numpyro_sgmcmc.diagnostics.runs import finished_run
 from numpyro_sgmcmc.posterior.handlers import FullDataModel
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["log_likelihood"]
+__all__ = ["by_chunks", "checked_rows", "log_likelihood", "the_plate"]
 
 _CHUNK_ELEMENTS = 2**22
 _LONGEST_CHUNK = 8192
@@ -40,19 +42,51 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
         plate or with several, rows that are not there, or draws that were not kept.
     """
     kernel = finished_run(mcmc, "log_likelihood")
-    target, model = kernel.target, kernel.model
-    if len(target.plates) != 1 or not isinstance(model, FullDataModel):
-        names = ", ".join(f"'{p.name}'" for p in target.plates) or "none"
+    plate = the_plate(kernel, "log_likelihood")
+    rows = checked_rows(np.arange(plate.size) if rows is None else rows, plate)
+    return by_chunks(mcmc, kernel, mcmc.get_samples(group_by_chain=True), rows)[0]
+
+
+def the_plate(kernel: SGMCMCKernel, wanted_by: str) -> Plate:
+    """The one subsampled plate.
+
+    :param wanted_by: name of the function that needs it, for the message.
+    :raises ValueError: for a model with none, or several.
+    """
+    plates = kernel.target.plates
+    if len(plates) != 1 or kernel.model is None:
+        names = ", ".join(f"'{p.name}'" for p in plates) or "none"
         raise Refusal(
-            f"`log_likelihood` goes by the rows of one subsampled plate, but the model has {names}."
+            f"`{wanted_by}` goes by the rows of one subsampled plate, but the model has {names}."
         )
-    plate = target.plates[0]
-    rows = np.arange(plate.size) if rows is None else np.asarray(rows)
+    return plates[0]
+
+
+def checked_rows(rows: Any, plate: Plate) -> np.ndarray:
+    """Numbers of a plate's rows, as an array.
+
+    :raises ValueError: for what is none.
+    """
+    rows = np.asarray(rows)
     if rows.ndim != 1 or rows.size == 0 or rows.dtype.kind not in "iu":
         raise Refusal("`rows` must be integers of shape (n,), at least one.")
     if not 0 <= rows.min() <= rows.max() < plate.size:
         raise Refusal(f"`rows` must lie between 0 and {plate.size - 1}.")
-    samples = mcmc.get_samples(group_by_chain=True)
+    return rows
+
+
+def by_chunks(
+    mcmc: MCMC, kernel: SGMCMCKernel, samples: dict[str, Any], rows: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Log likelihoods of draws at rows of the one plate, and the rows' axes.
+
+    :param samples: by site, ``(chains, draws, ...)``.
+    :param rows: integers of shape ``(n,)``.
+    :return: by observed site, ``(chains, draws, ...)``, and the axis, from the right, of the rows.
+    :raises ValueError: for draws that were not kept.
+    """
+    target, model, plate = kernel.target, kernel.model, kernel.target.plates[0]
+    assert isinstance(model, FullDataModel)
     missing = [s.name for s in target.sites or () if s.name not in samples]
     if missing:
         raise Refusal(
@@ -88,4 +122,4 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
                 whole = result.setdefault(name, np.empty(shape, values.dtype))
                 there = np.moveaxis(whole, axes[name], 0)
                 there[first : first + chunk] = np.moveaxis(np.asarray(values), axes[name], 0)
-    return {k: x.reshape(chains, draws, *x.shape[1:]) for k, x in result.items()}
+    return {k: x.reshape(chains, draws, *x.shape[1:]) for k, x in result.items()}, axes

@@ -152,6 +152,8 @@ def sentence(s: SiteBias) -> str:
 
 def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
     """What to change, and what it costs."""
+    if any(finding.kind == "hidden" for finding in report.findings):
+        return "No step size and no minibatch mends what the gradient does not know."
     halve = f"halve the step size (to {report.step_size / 2:.2g}; twice the cost of a draw)"
     # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
     excess = max(s.sd_inflation for s in biased)

@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpyro
 from jax import Array, random
+from numpyro import validation_enabled
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
 from numpyro.primitives import _PYRO_STACK, Messenger
@@ -152,7 +153,7 @@ def prior_draws(model: Callable, arguments: Arguments, names: list[str]) -> dict
     """Draws from the prior for the named sites, as values to condition on."""
     args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
     seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    seen = trace(choose_rows(seeded, lambda name, size, num: jnp.arange(num))).get_trace(
-        *args, **kwargs
-    )
+    chosen = choose_rows(seeded, lambda name, size, num: jnp.arange(num))
+    with validation_enabled(False):  # what is wrong with a draw is told where a chain starts at it
+        seen = trace(chosen).get_trace(*args, **kwargs)
     return {name: jnp.asarray(seen[name]["value"]) for name in names}

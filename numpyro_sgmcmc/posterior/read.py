@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array, random
+from numpyro import validation_enabled
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
@@ -161,5 +162,6 @@ def _is_delta(fn: Any) -> bool:
 def _settled(model: Callable, arguments: Arguments, statements: dict[str, Statement]) -> Callable:
     """The model with the first values of its ``param`` and ``mutable`` sites, if it has any."""
     names = [n for n, s in statements.items() if s.kind in ("param", "mutable")]
-    values = _Run(arguments).trace(model, arguments) if names else {}
+    with validation_enabled(False):  # a draw from the prior may be one that no chain comes to
+        values = _Run(arguments).trace(model, arguments) if names else {}
     return substitute(model, data={n: values[n]["value"] for n in names})

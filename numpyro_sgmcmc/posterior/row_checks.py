@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr
+from numpyro import validation_enabled
 
 from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -159,7 +160,9 @@ def _is_fixed(form: _Form, origins: _Plates, plate: Plate) -> bool:
 
 def _is_uniform(name: str, form: _Form, plate: Plate, facts: Facts, rows: Indices) -> bool:
     """Whether an observed value is the same for all rows, as where zeros stand for data."""
-    value = np.asarray(prior_trace(facts.settled_model, rows, facts.arguments)[name]["value"])
+    with validation_enabled(False):  # a draw from the prior may be one that no chain comes to
+        found = prior_trace(facts.settled_model, rows, facts.arguments)
+    value = np.asarray(found[name]["value"])
     axis = form.dims[plate.name] - len(form.event_shape)
     return bool((value == value.take([0], axis)).all())
 

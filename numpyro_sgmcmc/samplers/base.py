@@ -330,6 +330,7 @@ class SGMCMCKernel(Shown, MCMCKernel):
             scheme=self._scheme,
             locate=partial(self._located_dynamics, self.target),
             schedule=self._schedule,
+            shortens_given_step=self._options.shortens_given_step,
             traced_step_size=self._options.traced_step_size,
             num_warmup=self._cache.num_warmup,
             clip_gradient=self._options.clip_gradient,

@@ -45,7 +45,9 @@ class Options:
     :param dense_mass: whether the mass matrix found is dense: a bool, or a list of tuples of site
         names that form blocks. Default None: dense for up to 100 coordinates. One that is not
         dense is a diagonal with a few directions besides that draws and gradients show.
-    :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own.
+    :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own; one that
+        is given is then kept even where a chain's warm-up diverges again and again, which else
+        halves it. Default True.
     :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
     :param gradient: ``"plain"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
         a Hessian, so for few coordinates), or ``"auto"`` (default): the one that goes furthest
@@ -142,6 +144,11 @@ class Options:
         if self.gibbs_sweeps is not None:
             _refuse_sweeps(self.gibbs_sweeps, self.gibbs_fn, self.collect_locals)
         self._keep("gibbs_sites", tuple(self.gibbs_sites))
+
+    @property
+    def shortens_given_step(self) -> bool:
+        """Whether divergences in warm-up may shorten a step size that is given."""
+        return self.adapt_step_size and isinstance(self.step_size, float)
 
     @property
     def traced_step_size(self) -> Any:

@@ -94,3 +94,4 @@ def test_the_site_is_named_before_sampling_and_the_report_remembers(kind):
     assert "'b'" not in said[0]
     assert {s.site: s.verdict for s in report.sites}["a"] in ("biased", "apart")
     assert said[0] in report.verdict
+    assert "halve" not in report.verdict

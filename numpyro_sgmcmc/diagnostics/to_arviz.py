@@ -1,0 +1,200 @@
+r"""A run as an ArviZ object, and leave-one-out cross-validation, whatever the number of rows.
+
+ArviZ computes the log likelihood of every row at every draw, at once. Here it is computed by
+chunks, and for some of the rows if there are many.
+
+The log density of a row given all others, summed over all N rows, is estimated from m of them,
+drawn at random without replacement, by what is cheap to know of all: :math:`\tilde\ell_i`, the
+log likelihood of row i in the middle of the posterior. With
+:math:`e_i = \mathrm{elpd}_i - \tilde\ell_i`
+
+.. math::
+
+    \widehat{\mathrm{elpd}} = \sum_{i\le N}\tilde\ell_i + \frac Nm\sum_{i\in S} e_i
+
+is unbiased, with variance :math:`N^2(1 - m/N)\,s_e^2/m`: the difference estimator of Magnusson,
+Andersen, Jonasson and Vehtari (2020), *Leave-one-out cross-validation for Bayesian model comparison
+in large data*.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import checks
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.diagnostics.likelihood import by_chunks, checked_rows, the_plate
+from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
+
+__all__ = ["LooEstimate", "loo", "to_arviz"]
+
+
+class LooEstimate(NamedTuple):
+    """
+    - **elpd** - expected log pointwise predictive density of all rows, each left out.
+    - **se** - its standard error for rows as of a population, as ArviZ has it.
+    - **subsampling_se** - its standard error because not all rows were looked at.
+    - **p_loo** - effective number of parameters.
+    - **pareto_k** - of the rows looked at, shape ``(m,)``: a row's part is not to be trusted above
+      0.7.
+    - **rows** - which they are, shape ``(m,)``.
+    """
+
+    elpd: float
+    se: float
+    subsampling_se: float
+    p_loo: float
+    pareto_k: np.ndarray
+    rows: np.ndarray
+
+
+def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
+    """A run as an ArviZ object, on ArviZ 0.23 and 1.x.
+
+    The draws, the fields of ``extra_fields`` and, where the data are in memory, the observed data;
+    and the log likelihood if asked for, by chunks of rows, so that in memory is only what is
+    returned: a number for each draw and row.
+
+    :param mcmc: a run of one of this package's kernels.
+    :param log_likelihood: False (default) for none, True for that of all rows, a number for so many
+        rows at random, or the rows' numbers, shape ``(n,)``. The rows' numbers are the coordinate
+        of the plate.
+    :param seed: of the choice of rows.
+    :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x.
+    :raises ValueError: for a run of another kernel or before a run, and rows that are not there.
+    :raises ImportError: without ArviZ.
+    """
+    kernel = finished_run(mcmc, "to_arviz")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
+        arviz = checks.needs("arviz", "`to_arviz`", "arviz")
+    data = _draws(arviz, mcmc)
+    if log_likelihood is False:
+        return data
+    rows = _chosen(kernel, log_likelihood, seed)
+    found, axes = by_chunks(mcmc, kernel, mcmc.get_samples(group_by_chain=True), rows)
+    _add(data, "log_likelihood", _dataset(found, axes, kernel.target.plates[0].name, rows))
+    return data
+
+
+def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
+    """Leave-one-out cross-validation by Pareto-smoothed importance sampling at some of the rows.
+
+    Costs one pass over the data and the log likelihoods of all draws at ``num_rows`` rows.
+
+    :param mcmc: a run of one of this package's kernels on a model with one subsampled plate, inside
+        of which one site is observed, with one value a row.
+    :param num_rows: rows to look at; all, if there are no more. Default 1000.
+    :param seed: of the choice of rows.
+    :raises ValueError: for a run of another kernel or before a run, and for another model.
+    :raises ImportError: without ArviZ.
+    """
+    kernel = finished_run(mcmc, "loo")
+    checks.positive_int("num_rows", num_rows)
+    num = the_plate(kernel, "loo").size
+    data = to_arviz(mcmc, min(num_rows, num), seed)
+    log_likelihood = data["log_likelihood"]
+    names = list(log_likelihood.data_vars)
+    if len(names) != 1 or log_likelihood[names[0]].ndim != 3:
+        raise Refusal(
+            "`loo` needs one observed site inside the subsampled plate, with one value a row, but "
+            f"the model has {', '.join(map(repr, names)) or 'none'}: sum the log likelihoods that "
+            "`to_arviz` gives of a row, and pass them to az.loo."
+        )
+    of_draws = log_likelihood[names[0]]
+    rows = np.asarray(of_draws.coords[of_draws.dims[-1]])
+    elpd, pareto_k = _left_out(data)
+    middle = _in_the_middle(mcmc)
+    everywhere = by_chunks(mcmc, kernel, middle, np.arange(num))[0][names[0]].reshape(-1)
+    gain = elpd - everywhere[rows].astype(np.float64)
+    given_all = np.logaddexp.reduce(np.asarray(of_draws, np.float64).reshape(-1, len(rows)), axis=0)
+    lpd = given_all - np.log(of_draws.shape[0] * of_draws.shape[1])
+    of_sample = np.sqrt((1.0 - len(rows) / num) / len(rows))
+    return LooEstimate(
+        elpd=float(everywhere.sum(dtype=np.float64) + num * gain.mean()),
+        se=float(np.sqrt(num) * elpd.std()),
+        subsampling_se=float(num * of_sample * gain.std()),
+        p_loo=float(num * (lpd - elpd).mean()),
+        pareto_k=pareto_k,
+        rows=rows,
+    )
+
+
+def _draws(arviz: Any, mcmc: MCMC) -> Any:
+    """An ArviZ object without log likelihoods; without observed data where they are on the host."""
+    if not Arguments(mcmc._args, mcmc._kwargs).hosts:
+        return arviz.from_numpyro(mcmc, log_likelihood=False)
+    draws = mcmc.get_samples(group_by_chain=True)
+    fields = {k: x for k, x in mcmc.get_extra_fields(group_by_chain=True).items() if _is_array(x)}
+    groups = {"posterior": draws, "sample_stats": fields}
+    groups = {k: jax.tree.map(np.asarray, x) for k, x in groups.items()}
+    return arviz.from_dict(**groups) if _is_old(arviz) else arviz.from_dict(groups)
+
+
+def _is_old(arviz: Any) -> bool:
+    return bool(arviz.__version__.startswith("0."))
+
+
+def _is_array(x: Any) -> bool:
+    return not isinstance(x, (dict, tuple))
+
+
+def _chosen(kernel: Any, rows: Any, seed: int) -> np.ndarray:
+    """The rows' numbers: all, so many at random, or those given."""
+    plate = the_plate(kernel, "to_arviz")
+    if rows is True:
+        return np.arange(plate.size)
+    if np.ndim(rows):
+        return checked_rows(rows, plate)
+    checks.positive_int("log_likelihood", rows)
+    if rows > plate.size:
+        raise Refusal(f"`log_likelihood` asks for {rows} rows, but there are {plate.size}.")
+    return np.sort(np.random.default_rng(seed).choice(plate.size, rows, replace=False))
+
+
+def _dataset(found: dict[str, np.ndarray], axes: dict[str, int], plate: str, rows: Any) -> Any:
+    """Log likelihoods by site, with the rows' numbers as the plate's coordinate."""
+    import xarray  # ArviZ brings it
+
+    arrays = {}
+    for name, x in found.items():
+        dims = [f"{name}_dim_{k}" for k in range(x.ndim - 2)]
+        dims[axes[name]] = plate
+        arrays[name] = (("chain", "draw", *dims), x)
+    chains, draws = next(iter(found.values())).shape[:2]
+    coords = {"chain": np.arange(chains), "draw": np.arange(draws), plate: rows}
+    return xarray.Dataset(arrays, coords=coords)
+
+
+def _add(data: Any, group: str, dataset: Any) -> None:
+    """Put a group into an ArviZ object of either major version."""
+    if hasattr(data, "add_groups"):
+        data.add_groups({group: dataset})
+    else:
+        data[group] = type(data)(dataset)
+
+
+def _left_out(data: Any) -> tuple[np.ndarray, np.ndarray]:
+    """ArviZ's pointwise elpd, and its Pareto k."""
+    import arviz
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # large k are told by their numbers
+        found = arviz.loo(data, pointwise=True)
+    elpd = found["loo_i"] if _is_old(arviz) else found.elpd_i
+    return np.asarray(elpd, np.float64).ravel(), np.asarray(found.pareto_k, np.float64).ravel()
+
+
+def _in_the_middle(mcmc: MCMC) -> dict[str, Any]:
+    """The mean of the unconstrained draws as one draw of one chain."""
+    kernel = mcmc.sampler
+    middle = unconstrained_draws(mcmc, kernel).mean((0, 1))
+    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.target.unravel(middle))
+    return {name: jnp.asarray(x)[None, None] for name, x in sites.items()}

@@ -1,0 +1,54 @@
+"""With NumPyro's validation on, what no chain comes to is not complained of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro import validation_enabled
+
+from numpyro_sgmcmc import SGHMCSplit
+from tests.contract.kernels import quietly
+
+X = np.random.default_rng(0).standard_normal(40).astype(np.float32)
+FIXED = {"step_size": 0.1, "num_steps": 1, "gradient": "plain", "minibatch": "iid"}
+
+
+def scale():
+    """In float32 all but a few draws are zero or infinite, which no Normal takes."""
+    return numpyro.sample("scale", dist.LogNormal(0, 500))
+
+
+def differences(X, batch_size=None):
+    """What is observed is the same for all rows."""
+    sd = scale()
+    with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(jnp.asarray(X)[i], sd), obs=jnp.zeros(len(i)))
+
+
+def with_parameter(X, batch_size=None):
+    """A parameter's first value comes from a run of the model."""
+    sd, level = scale(), numpyro.param("level", 0.5)
+    with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(level, sd), obs=jnp.asarray(X)[i])
+
+
+@pytest.mark.parametrize("model", [differences, with_parameter])
+def test_draws_from_the_prior_are_no_starts(model):
+    mcmc = quietly(SGHMCSplit(model, adapt_mass_matrix=False, **FIXED), num_samples=5)
+    with validation_enabled():
+        with pytest.raises(ValueError, match="scale"):  # such are the draws
+            dist.Normal(0.0, dist.LogNormal(0, 500).sample(jax.random.key(0), (10,)))
+        mcmc.run(jax.random.key(0), X, batch_size=8)
+    assert np.isfinite(mcmc.get_samples()["scale"]).all()
+
+
+def test_a_parameter_that_is_wrong_is_still_named():
+    def model(X, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mean, np.float32(-1.0)), obs=jnp.asarray(X)[i])
+
+    with validation_enabled(), pytest.raises(ValueError, match="scale"):
+        quietly(SGHMCSplit(model)).run(jax.random.key(0), X, batch_size=8)
