@@ -30,7 +30,7 @@ matplotlib.use("Agg")  # the plot is a file: no screen is needed
 import matplotlib.pyplot as plt
 from matplotlib.ticker import PercentFormatter
 
-UNITS, BATCH_SIZE = 20, 1000
+UNITS, BATCH_SIZE = 20, 500
 DAYS = {"10 July": 191, "20 September": 263}
 MONTHS = pd.date_range("2013-01-01", periods=12, freq="MS")
 COLORS = ("#d9822b", "#2b6a99")
