@@ -227,13 +227,21 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
             color = f"C{k}" if what == "scheme" else colors[k]
             # What diverges is as far away as can be.
             is_there = np.isfinite(y)
-            ax.plot(x, np.where(is_there, y, 1.0), "-", color=color, lw=1.2, label=f"{value}")
+            ax.plot(
+                x,
+                np.where(is_there, y, 1.0),
+                "-",
+                color=color,
+                lw=1.2,
+                label=f"{value:g}" if what != "scheme" else value,
+            )
             ax.plot(x[is_there], y[is_there], "o", color=color, ms=4)
             ax.plot(x[~is_there], np.ones((~is_there).sum()), "x", color=color, ms=6)
         ax.axhspan(*np.quantile(own, (0.05, 0.95)), color="grey", alpha=0.3, lw=0)
         ax.set(title=f"{name}: {titles[what]}", xscale="log", yscale="log", ylim=(0.04, 1.2))
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_minor_formatter(NullFormatter())
+        ax.minorticks_off()
         ax.set_xticks(size.step_sizes, [f"{h:g}" for h in size.step_sizes], fontsize=8)
         ax.set_yticks([0.05, 0.1, 0.2, 0.5, 1.0], ["0.05", "0.1", "0.2", "0.5", "1"])
         if name != "all rows":
@@ -242,6 +250,8 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
         ax.set_xlabel("step size h")
     for ax in axes[:, 0]:
         ax.set_ylabel("distance to the oracle")
+        ax.text(size.step_sizes[0], 0.057, "self-distance", ha="right", va="top", fontsize=8)
+        ax.text(size.step_sizes[1], 1.0, "diverges ", ha="right", va="center", fontsize=8)
     return figure
 
 

@@ -9,7 +9,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer import init_to_sample
 
-from numpyro_sgmcmc import SGHMCSplit, schedules
+from numpyro_sgmcmc import SGHMCSplit, bias_report, schedules
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.posterior.targets import target_of
 from tests.contract.kernels import assert_posterior, quietly
@@ -144,20 +144,10 @@ def posterior_of_line(prior_power, likelihood_power):
     return covariance @ x.T @ np.asarray(Y, float) * likelihood_power / NOISE**2, covariance
 
 
-@pytest.mark.parametrize("temperature", [0.25, quick_if(False, 4.0)])
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "likelihood"])
-def test_a_cold_posterior_is_the_posterior_to_a_power(temperature, whole):
-    """As a whole its sds are those at one times sqrt(T), and its mean is the same."""
-    power = 1.0 / temperature
-    model = handlers.scale(line, power) if whole else line
-    mean, covariance = posterior_of_line(power if whole else 1.0, power)
-    if whole:
-        at_one = posterior_of_line(1.0, 1.0)
-        np.testing.assert_allclose(covariance, temperature * at_one[1])
-        np.testing.assert_allclose(mean, at_one[0])
-    # Control variates are exact on a line.
+def cold_run(power, whole, covariance):
+    """Control variates are exact on a line."""
     kernel = SGHMCSplit(
-        model,
+        handlers.scale(line, power) if whole else line,
         step_size=0.2,
         num_steps=10,
         inverse_mass_matrix=covariance,
@@ -165,10 +155,30 @@ def test_a_cold_posterior_is_the_posterior_to_a_power(temperature, whole):
         minibatch="epoch",
     )
     mcmc = quietly(kernel, num_warmup=50, num_samples=1000, num_chains=4, chain_method="vectorized")
-    options = {} if whole else {"power": power}
-    mcmc.run(jax.random.key(0), Y, batch_size=50, **options)
-    draws = mcmc.get_samples(group_by_chain=True)["w"]
+    mcmc.run(jax.random.key(0), Y, batch_size=50, **({} if whole else {"power": power}))
+    return mcmc
+
+
+@pytest.mark.parametrize("temperature", [0.25, quick_if(False, 4.0)])
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "likelihood"])
+def test_a_cold_posterior_is_the_posterior_to_a_power(temperature, whole):
+    """As a whole its sds are those at one times sqrt(T), and its mean is the same."""
+    power = 1.0 / temperature
+    mean, covariance = posterior_of_line(power if whole else 1.0, power)
+    if whole:
+        at_one = posterior_of_line(1.0, 1.0)
+        np.testing.assert_allclose(covariance, temperature * at_one[1])
+        np.testing.assert_allclose(mean, at_one[0])
+    draws = cold_run(power, whole, covariance).get_samples(group_by_chain=True)["w"]
     assert_posterior(draws, mean, np.sqrt(np.diag(covariance)))
+
+
+@pytest.mark.slow
+def test_the_report_judges_against_the_cold_posterior():
+    report = bias_report(cold_run(4.0, True, posterior_of_line(4.0, 4.0)[1]))
+    (site,) = report.sites
+    assert site.verdict == "fine"
+    assert abs(site.sd_inflation) < 0.1
 
 
 # Cycles
