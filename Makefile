@@ -15,8 +15,8 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference example test test-all docs docs-links figures benchmarks disk
-.PHONY: papers networks trust lint format dist clean
+.PHONY: help quickstart reference example test test-all docs docs-links figures gallery benchmarks
+.PHONY: disk papers networks trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -27,6 +27,7 @@ help:
 	@echo "make docs         the site, in docs/_build/html; a warning is an error"
 	@echo "make docs-links   ask every address on the site (needs the network)"
 	@echo "make figures      draw the site's figures again"
+	@echo "make gallery      run the gallery's examples, and draw their pictures again"
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
@@ -76,6 +77,11 @@ docs-links: $(VENV)/.installed-docs
 
 figures: $(VENV)/.installed-docs
 	$(bin)/python docs/figures/draw.py
+
+gallery: $(VENV)/.installed-examples
+	$(bin)/python examples/routes.py --output docs/gallery/routes.png
+	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
+	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py

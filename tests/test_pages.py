@@ -13,7 +13,7 @@ from tests.quick import quick_if
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {
-    "start.md": {"50_000": "2_000", "num_samples=1000": "num_samples=100"},
+    "start.md": {"50_000": "2_000", "500, num_samples=1000": "20, num_samples=100"},
     "howto/from-nuts.md": {},
     "howto/from-others.md": {"20_000": "4_000"},
     "howto/biased.md": {},
