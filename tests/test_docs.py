@@ -15,7 +15,7 @@ from numpyro.infer import MCMC
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (ROOT / "numpyro_sgmcmc", ROOT)
-PUBLIC = ("", ".diagnostics", ".dynamics", ".kernel", ".schedules")
+PUBLIC = ("", ".diagnostics", ".dynamics", ".kernel", ".metrics", ".schedules")
 
 
 def named_files(text):

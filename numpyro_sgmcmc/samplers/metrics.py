@@ -40,6 +40,7 @@ class MirroredGamma(dist.Distribution):
     """A gamma variable of scale one with a sign by the toss of a coin, on the real line.
 
     :param concentration: of the gamma distribution, positive.
+    :param validate_args: whether it and values are checked; None as NumPyro is set.
     """
 
     arg_constraints: ClassVar = {"concentration": constraints.positive}
