@@ -82,6 +82,7 @@ class ExpandedMean(Reparam):
 
     .. doctest::
 
+        >>> from numpyro_sgmcmc import SGRLD
         >>> def model():
         ...     numpyro.sample("shares", dist.Dirichlet(jnp.full(3, 0.5)))
         >>> expanded = numpyro.handlers.reparam(model, config={"shares": ExpandedMean()})

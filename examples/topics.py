@@ -1,0 +1,113 @@
+"""What are the articles about? Topics of a stream of documents that stays on disk.
+
+Latent Dirichlet allocation of 8,447 articles of the New York Times. Each article's shares of the
+topics are drawn when it comes by and dropped after the step, and its words are read from a file:
+memory does not grow with the number of documents.
+
+    python examples/topics.py                 # a few minutes
+    python examples/topics.py --copies 100    # 844,700 documents on disk, in the same memory
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import random
+from numpyro.handlers import reparam
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import SGRLD, HostArray
+from numpyro_sgmcmc.metrics import ExpandedMean, expanded_mean
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "papers"))
+from topics_data import load
+
+TOPICS, LONGEST, BATCH_SIZE, SHARE = 20, 128, 100, 0.1
+
+
+def model(words, size, batch_size=None):
+    """The numbers of each document's words, -1 behind the last one."""
+    rows = dist.Dirichlet(jnp.full(size, 0.5)).expand([TOPICS]).to_event(1)
+    topics = numpyro.sample("topics", rows)
+    with numpyro.plate("documents", len(words), subsample_size=batch_size) as i:
+        shares = numpyro.sample("shares", dist.Dirichlet(jnp.full(TOPICS, SHARE)))
+        w = words[i]
+        p = (topics.T[w] * shares[:, None]).sum(-1)
+        numpyro.factor("words", jnp.where(w >= 0, jnp.log(p), 0.0).sum(-1))
+
+
+def draw_shares(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+    """The topic of each word given the shares, then the shares given these."""
+    topic_key, share_key = random.split(rng_key)
+    w = model_args[0][rows]
+    size = jnp.abs(hmc_sites["topics_mirrored"])
+    p = (size / size.sum(-1, keepdims=True)).T[w] * gibbs_sites["shares"][:, None]
+    topic = random.categorical(topic_key, jnp.log(p))
+    counts = (jax.nn.one_hot(topic, TOPICS) * (w >= 0)[..., None]).sum(1)
+    drawn = jnp.maximum(random.gamma(share_key, SHARE + counts), 1e-30)
+    return {"shares": drawn / drawn.sum(-1, keepdims=True)}
+
+
+def on_disk(words, copies, folder):
+    """The documents as a file, one copy after the other."""
+    path = Path(folder) / "words"
+    with path.open("wb") as file:
+        for _ in range(copies):
+            file.write(words.tobytes())
+    return np.memmap(path, words.dtype, "r", shape=(copies * len(words), LONGEST))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--copies", type=int, default=1, help="of the documents on disk")
+    parser.add_argument("--draws", type=int, default=20, help="of 20 steps each")
+    parser.add_argument("--corpus", choices=("nyt", "reuters"), default="nyt")
+    args = parser.parse_args()
+    corpus = load(args.corpus, LONGEST)
+    size = len(corpus.vocabulary)
+
+    # A prior count of 1/2 for each word, and steps for the curvature of one copy: the posterior of
+    # more copies would be narrower, and ask for shorter ones.
+    kernel = SGRLD(
+        reparam(model, config={"topics": ExpandedMean()}),
+        inverse_metric=expanded_mean("topics"),
+        step_size=0.01 / args.copies,
+        num_steps=20,
+        gradient="plain",
+        minibatch="blocks",
+        adapt_mass_matrix=False,
+        gibbs_fn=draw_shares,
+        gibbs_sites=["shares"],
+        gibbs_sweeps=5,
+    )
+    start = 0.5 * np.random.default_rng(0).gamma(100.0, 0.01, (TOPICS, size))
+    with tempfile.TemporaryDirectory() as folder:
+        words = on_disk(corpus.words, args.copies, folder)
+        mcmc = MCMC(kernel, num_warmup=0, num_samples=args.draws)
+        mcmc.run(
+            random.key(0),
+            HostArray(words),
+            size,
+            BATCH_SIZE,
+            init_params={"topics_mirrored": start.astype(np.float32)},
+        )
+    topics = np.asarray(mcmc.get_samples()["topics"])[args.draws // 2 :].mean(0)
+    common = topics.mean(0)
+    for row in topics:
+        # Words that are frequent here, and more so than elsewhere.
+        best = np.argsort(-row * np.log(row / common))[:8]
+        print("  ".join(corpus.vocabulary[k] for k in best))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{len(words):,} documents, {words.nbytes / 1e6:,.0f} MB on disk")
+    print(f"peak memory {peak:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
