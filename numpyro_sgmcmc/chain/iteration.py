@@ -28,6 +28,7 @@ __all__ = ["advance", "iterate"]
 
 _ESCAPE = 1e3  # whitened units in one iteration: no chain moves so far by its own dynamics
 _SHORTEST_SHARE = 1 / 64  # of the step size chosen: where that fails too, it is not the step
+_SHORTEST_OF_GIVEN = 2.0**-12  # of the user's, which may be in other units
 
 
 def advance(
@@ -157,7 +158,8 @@ def _check_step(
         if not plan.shortens_given_step:
             return state.step_control, None
         one = jnp.ones_like(state.adapt_state.step_size)
-        return state.step_control, _after_divergence(plan, state, one, diverging)
+        factor = _after_divergence(plan, state, one, diverging, _SHORTEST_OF_GIVEN)
+        return state.step_control, factor
     quarter, half = num_warmup // 4, num_warmup // 2
     is_warmup = state.i < num_warmup
     control = state.step_control.add(temperatures, (state.i >= quarter) & is_warmup & ~diverging)
@@ -166,19 +168,22 @@ def _check_step(
     time = adaptation.num_steps * state.adapt_state.step_size
     independent = jnp.minimum(time / adaptation.relaxation_time, 1.0)
     factor = jnp.where(is_due, control.factor(allowed, independent), 1.0)
-    factor = _after_divergence(plan, state, factor, diverging)
+    factor = _after_divergence(plan, state, factor, diverging, _SHORTEST_SHARE)
     control = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), control)
     return control, factor
 
 
 def _after_divergence(
-    plan: ChainPlan, state: SGMCMCState, factor: Array, diverging: Array
+    plan: ChainPlan, state: SGMCMCState, factor: Array, diverging: Array, least: float
 ) -> Array:
-    """By what to multiply a step that a divergence in warm-up may halve; 1 after warm-up."""
+    """By what to multiply a step that a divergence in warm-up may halve; 1 after warm-up.
+
+    :param least: share of the first step size, below which none is shortened.
+    """
     is_warmup = state.i < plan.num_warmup
     is_blamed = is_warmup & diverging & (state.diverging | (state.i >= plan.num_warmup // 4))
     factor = jnp.where(is_blamed, 0.5 * factor, factor)
-    shortest = _SHORTEST_SHARE * plan.adaptation.step_size / state.adapt_state.step_size
+    shortest = least * plan.adaptation.step_size / state.adapt_state.step_size
     return jnp.where(is_warmup, jnp.maximum(factor, jnp.minimum(shortest, 1.0)), 1.0)
 
 

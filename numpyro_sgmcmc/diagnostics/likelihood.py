@@ -41,7 +41,7 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, rows that are not there, or draws that were not kept.
     """
-    kernel = finished_run(mcmc, "log_likelihood")
+    kernel = finished_run(mcmc, "log_likelihood", tells_bias=False)
     plate = the_plate(kernel, "log_likelihood")
     rows = checked_rows(np.arange(plate.size) if rows is None else rows, plate)
     return by_chunks(mcmc, kernel, mcmc.get_samples(group_by_chain=True), rows)[0]
@@ -54,6 +54,11 @@ def the_plate(kernel: SGMCMCKernel, wanted_by: str) -> Plate:
     :raises ValueError: for a model with none, or several.
     """
     plates = kernel.target.plates
+    if kernel.target.locals is not None:
+        raise Refusal(
+            f"`{wanted_by}` has no log likelihood of rows with latent sites of their own: "
+            "az.from_numpyro(mcmc, log_likelihood=True) has, for draws with collect_locals=True."
+        )
     if len(plates) != 1 or kernel.model is None:
         names = ", ".join(f"'{p.name}'" for p in plates) or "none"
         raise Refusal(

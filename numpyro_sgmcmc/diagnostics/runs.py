@@ -17,11 +17,12 @@ from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 __all__ = ["coordinate_names", "finished_run", "needs_data", "unconstrained_draws"]
 
 
-def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
+def finished_run(mcmc: Any, wanted_by: str, tells_bias: bool = True) -> SGMCMCKernel:
     """The kernel of a run of this package's.
 
     :param mcmc: what the user passed.
     :param wanted_by: name of the function that needs it, for the message.
+    :param tells_bias: whether it goes by the run's moments.
     :raises ValueError: where it is something else, or has not run.
     """
     if not isinstance(mcmc, MCMC):
@@ -40,7 +41,7 @@ def finished_run(mcmc: Any, wanted_by: str) -> SGMCMCKernel:
         raise Refusal(f"The model has no latent site: there is nothing for `{wanted_by}` to tell.")
     if state is None or not np.any(np.asarray(state.moments.iterations) > 0):
         raise Refusal(f"There are no draws yet: call `mcmc.run` before `{wanted_by}`.")
-    if state.locals is not None:
+    if state.locals is not None and tells_bias:
         raise Refusal(
             f"`{wanted_by}` cannot tell the bias of a model with latent sites inside the "
             "subsampled plate: its moments are those of the globals given them. Compare with a "

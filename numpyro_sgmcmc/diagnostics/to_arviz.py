@@ -71,7 +71,7 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     :raises ValueError: for a run of another kernel or before a run, and rows that are not there.
     :raises ImportError: without ArviZ.
     """
-    kernel = finished_run(mcmc, "to_arviz")
+    kernel = finished_run(mcmc, "to_arviz", tells_bias=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
         arviz = checks.needs("arviz", "`to_arviz`", "arviz")
@@ -96,7 +96,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     :raises ValueError: for a run of another kernel or before a run, and for another model.
     :raises ImportError: without ArviZ.
     """
-    kernel = finished_run(mcmc, "loo")
+    kernel = finished_run(mcmc, "loo", tells_bias=False)
     checks.positive_int("num_rows", num_rows)
     num = the_plate(kernel, "loo").size
     data = to_arviz(mcmc, min(num_rows, num), seed)

@@ -109,8 +109,8 @@ class FullDataModel:
             if num_bytes > _WHOLE_BYTES:
                 raise Refusal(
                     f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
-                    "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, and "
-                    "az.from_dict takes the draws of mcmc.get_samples(group_by_chain=True)."
+                    "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, as does "
+                    "numpyro_sgmcmc.to_arviz in place of az.from_numpyro."
                 )
         args, kwargs = as_jax_arrays((args, kwargs))
         run = choose_rows(self.model, lambda name, size, _: jnp.arange(size))

@@ -126,6 +126,22 @@ def test_leave_one_out(mcmc):
     assert some[0].pareto_k.shape == some[0].rows.shape == (40,)
 
 
+@pytest.mark.slow
+def test_rows_with_latent_sites_of_their_own():
+    def means(X, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            own = numpyro.sample("own", dist.Normal(mean, 1))
+            numpyro.sample("y", dist.Normal(own, 1), obs=y[i])
+
+    mcmc = MCMC(SGHMCSplit(means), num_warmup=2, num_samples=4, progress_bar=False)
+    mcmc.run(jax.random.key(0), X, Y, batch_size=40)
+    assert to_arviz(mcmc)["posterior"]["mean"].shape == (1, 4)
+    for told in (lambda: to_arviz(mcmc, log_likelihood=3), lambda: loo(mcmc)):
+        with pytest.raises(ValueError, match="no log likelihood of rows with latent sites"):
+            told()
+
+
 def test_what_is_refused(mcmc):
     with pytest.raises(ValueError, match="asks for 500 rows, but there are 400"):
         to_arviz(mcmc, log_likelihood=500)
