@@ -73,7 +73,7 @@ class Split(NamedTuple):
 
 
 def split(table: Table, seed: int) -> Split:
-    """A random split; Vehicle's 200 rows to test on are its last, as the paper's numbers say."""
+    """A random split; the rows that are not learnt from are those to test on."""
     order = np.random.default_rng(seed).permutation(len(table.x))
     train, test = order[: table.num_train], order[table.num_train :]
     center, spread = table.x[train].mean(0), table.x[train].std(0)

@@ -104,8 +104,9 @@ def run(name: str, model: Callable, data: Split, size: Size, seed: int) -> dict[
 def measure(table: Table, size: Size) -> dict[str, list[Scores]]:
     """Scores of each split, by kernel."""
     is_regression = table.variance is not None
-    ends = ([50] * 4, 1) if is_regression else ([50] * 2, int(table.y.max()) + 1)
-    model = make_model((table.x.shape[1], *ends[0], ends[1]), jax.nn.relu, table.variance)
+    hidden, outputs = (4 * [50], 1) if is_regression else (2 * [50], int(table.y.max()) + 1)
+    sizes = (table.x.shape[1], *hidden, outputs)
+    model = make_model(sizes, jax.nn.relu, table.variance)
     found: dict[str, list[Scores]] = {name: [] for name in KERNELS}
     for seed in range(size.splits):
         data = split(table, seed)
