@@ -232,12 +232,12 @@ def _step_size(adaptation: Adaptation, weighed: Weighed | None) -> str:
 def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     num = adaptation.num_steps
     given = ", as given" * (kernel.options.num_steps is not None)
-    if not given and num == MAX_NUM_STEPS:
-        given = ", the most that are taken"
-    elif not given and adaptation.locals is not None:
+    if not given and adaptation.locals is not None:
         return (
             f"{num:,} a draw: until parameters and values of rows have about forgotten each other."
         )
+    if not given and num == MAX_NUM_STEPS:
+        given = ", the most that are taken"
     time = adaptation.relaxation_time
     return (
         f"{num:,} a draw{given}; a draw is forgotten in a time of {time:.2g}, that "
