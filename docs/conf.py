@@ -13,6 +13,7 @@ import numpyro_sgmcmc  # noqa: E402
 
 project = "numpyro-sgmcmc"
 copyright = "the numpyro-sgmcmc authors"
+language = "en"
 version = release = numpyro_sgmcmc.__version__
 
 extensions = [
@@ -53,6 +54,7 @@ html_title = "numpyro-sgmcmc"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_copy_source = False
 html_theme_options = {"navigation_with_keys": True}
 
 

@@ -13,13 +13,13 @@ GALLERY = ["routes", "lateness", "made_up_time"]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # on so few rows warm-up has a word to say
+@pytest.mark.filterwarnings("ignore::UserWarning")  # on few rows the warm-up has a word to say
 @pytest.mark.parametrize("name", GALLERY)
 def test_script(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(mpl, "use", lambda backend: None)
     monkeypatch.syspath_prepend(EXAMPLES)
     picture = tmp_path / "picture.png"
-    arguments = ["--rows", "3000", "--output", str(picture)]
+    arguments = ["--rows", "20000", "--output", str(picture)]
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with mpl.rc_context({"backend": "Agg"}):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

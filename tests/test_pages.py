@@ -12,7 +12,16 @@ from matplotlib import pyplot
 from tests.quick import quick_if
 
 DOCS = Path(__file__).parents[1] / "docs"
+ROWS = """
+import jax
+X = jax.random.normal(jax.random.key(0), (2_000, 3))
+y = jax.random.bernoulli(jax.random.key(1), 0.3, (2_000,)).astype("int32")
+"""
+FITTED = "mcmc = run_of_start()"
+BEFORE = {"index.md": ROWS, "understand/how-it-works.md": FITTED}  # what a page takes for granted
 PAGES = {
+    "index.md": {},
+    "understand/how-it-works.md": {},
     "start.md": {"50_000": "2_000", "500, num_samples=1000": "20, num_samples=100"},
     "howto/from-nuts.md": {},
     "howto/from-others.md": {"20_000": "4_000"},
@@ -40,6 +49,21 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
+def run(page):
+    """The names that a page's blocks leave behind."""
+    names = {"__name__": "page", "run_of_start": lambda: run("start.md")["mcmc"]}
+    exec(BEFORE.get(page, ""), names)
+    found = blocks(page)
+    assert found
+    for number, code in enumerate(found):
+        for large, small in PAGES[page].items():
+            code = code.replace(large, small)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # toy sizes have warnings of their own
+            exec(compile(code, f"{page}, block {number}", "exec"), names)
+    return names
+
+
 def test_every_page_of_these_folders_is_run():
     found = {str(p.relative_to(DOCS)) for p in (DOCS / "howto").glob("*.md")}
     assert found == {page for page in PAGES if page.startswith("howto/")}
@@ -50,15 +74,7 @@ def test_code_runs(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TQDM_DISABLE", "1")
     mpl.use("Agg")
-    names = {"__name__": "page"}
-    found = blocks(page)
-    assert found
-    for number, code in enumerate(found):
-        for large, small in PAGES[page].items():
-            code = code.replace(large, small)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # toy sizes have warnings of their own
-            exec(compile(code, f"{page}, block {number}", "exec"), names)
+    names = run(page)
     pyplot.close("all")
     assert TOLD.get(page, lambda page: True)(names)
 

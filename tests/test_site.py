@@ -3,7 +3,9 @@
 import importlib.util
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -27,7 +29,6 @@ SCREENS = {
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium"),
     pytest.mark.skipif(importlib.util.find_spec("furo") is None, reason="needs the extra `docs`"),
 ]
 
@@ -42,16 +43,66 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
+    if find_chromium() is None:
+        pytest.skip("there is no Chromium")
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+class Links(HTMLParser):
+    """Where a page's links lead to, and its anchors."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.anchors = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.anchors.add(attrs.get("id"))
+        for name in ("href", "src"):
+            if attrs.get(name):
+                self.found.append(attrs[name])
+
+
+def dead_links(site):
+    """Links within the site that lead nowhere, with the page that they stand on."""
+    pages = {p.resolve(): Links(p) for p in pages_of(site)}
+    dead = []
+    for page, links in pages.items():
+        for link in links.found:
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            there = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            anchors = pages[there].anchors if there in pages else {parts.fragment}
+            is_there = there.exists() and (not parts.fragment or parts.fragment in anchors)
+            if not is_there:
+                dead.append((page.name, link))
+    return dead
+
+
+def pages_of(site):
+    return [p for p in sorted(site.rglob("*.html")) if "_static" not in p.parts]
+
+
+def test_links_lead_somewhere(site):
+    assert dead_links(site) == []
+
+
+def test_dead_links_are_seen(tmp_path):
+    (tmp_path / "a.html").write_text("<a href='b.html#x'></a><a href='b.html#y'></a><a href='c'>")
+    (tmp_path / "b.html").write_text("<p id='x'><img src='no.png'>")
+    found = [("a.html", "b.html#y"), ("a.html", "c"), ("b.html", "no.png")]
+    assert dead_links(tmp_path) == found
 
 
 @pytest.mark.parametrize("screen", SCREENS)
 def test_pages(site, browser, screen):
     width, height, is_dark = SCREENS[screen]
     browser.show(width, height, is_dark=is_dark)
-    pages = [p for p in sorted(site.rglob("*.html")) if "_static" not in p.parts]
+    pages = pages_of(site)
     assert len(pages) > 25
     wrong = {}
     for page in pages:

@@ -84,7 +84,7 @@ def explain(mcmc: MCMC) -> Explanation:
     parts = [
         ("Run", _run(mcmc, kernel)),
         ("Start", _start(adaptation, weighed)),
-        ("Whitening", _whitening(mcmc, kernel, adaptation.whitening)),
+        ("Whitening", _whitening(mcmc, kernel, adaptation)),
         ("Gradient", _gradient(kernel, adaptation, weighed)),
         ("Minibatches", _minibatches(kernel, adaptation, weighed)),
         ("Step size", _step_size(adaptation, weighed)),
@@ -142,13 +142,16 @@ def _start(adaptation: Adaptation, weighed: Weighed | None) -> str:
     return f"In the posterior's midst, where pilot chains came to ({agree}).{others}"
 
 
-def _whitening(mcmc: MCMC, kernel: SGMCMCKernel, whitening: Whitening) -> str:
+def _whitening(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
+    whitening = adaptation.whitening
     names = [name for _, name in coordinate_names(mcmc)]
     sds = np.sqrt(np.asarray(_sd_squares(whitening)))
     low, high = int(np.argmin(sds)), int(np.argmax(sds))
     options = kernel.options
     is_given = options.inverse_mass_matrix is not None or not options.adapt_mass_matrix
     whence = "as given" if is_given else "from draws and gradients of pilot chains"
+    if adaptation.locals is not None and not is_given:
+        whence = "from the curvature, given the values of rows"
     if whitening.is_dense:
         factor = np.asarray(whitening.factor, np.float64) / sds[:, None]
         spread = np.linalg.svd(factor, compute_uv=False)
@@ -229,6 +232,10 @@ def _step_size(adaptation: Adaptation, weighed: Weighed | None) -> str:
 def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     num = adaptation.num_steps
     given = ", as given" * (kernel.options.num_steps is not None)
+    if not given and adaptation.locals is not None:
+        return (
+            f"{num:,} a draw: until parameters and values of rows have about forgotten each other."
+        )
     if not given and num == MAX_NUM_STEPS:
         given = ", the most that are taken"
     time = adaptation.relaxation_time

@@ -14,6 +14,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_sgmcmc import SGHMCSplit, explain
 from numpyro_sgmcmc.diagnostics import plot_warmup
 from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.warmup.local_start import LocalStart
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 mpl.use("Agg")
@@ -101,6 +102,12 @@ def test_what_was_found_is_told():
     assert told["Warnings"] == "There is another mode."
     assert "no single region" in told["Start"]
     assert told["Chains"].startswith("2 of 2 ran hotter than predicted")
+
+
+def test_values_of_rows():
+    told = page(with_changes(locals=LocalStart(None, None, None), num_steps=1_000))
+    assert told["Steps"].startswith("1,000 a draw: until parameters and values of rows")
+    assert "from the curvature, given the values of rows" in told["Whitening"]
 
 
 def test_what_is_given_is_said_to_be():
