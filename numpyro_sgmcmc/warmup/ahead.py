@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import jax
+
 __all__ = ["compile_ahead"]
 
 
@@ -25,4 +27,6 @@ def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
 
     :param args: arrays, or :class:`jax.ShapeDtypeStruct` in their place.
     """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return  # within a chain per device, where JAX lowers nothing apart
     _compiler().submit(fn.lower(*args, **static).compile)
