@@ -71,6 +71,7 @@ def test_a_file_of_counts():
     assert (row[3:] == -1).all()
 
 
+@pytest.mark.slow
 def test_topics_are_found():
     topics = module("topics")
     data, size = module("topics_data").made_up(60, 30, 24), topics.Size(4, 10, 10, 8, 2, 1, 4)

@@ -53,6 +53,7 @@ def test_the_warmup_needs_no_step_size():
 
 
 @ignore_donation
+@pytest.mark.slow
 def test_step_sizes_side_by_side():
     sizes = jnp.array([0.1, 0.2, -1.0])
     draws, diverging = jax.vmap(lambda h: run(jax.random.key(0), h, 1, **FIXED))(sizes)

@@ -53,7 +53,7 @@ def test_rows_may_be_on_the_host(in_memory):
         np.testing.assert_allclose(draws, found[name], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["discrete", "moved"])
+@pytest.mark.parametrize("kind", ["discrete", pytest.param("moved", marks=pytest.mark.slow)])
 def test_a_stored_run_goes_on(kind, tmp_path, monkeypatch):
     def stored(folder):
         kernel = discrete() if kind == "discrete" else SGHMCSplit(normal_means, **GIVEN)

@@ -189,7 +189,7 @@ def documents():
     return rng.multinomial(20, words).astype(np.float32)
 
 
-@pytest.mark.parametrize("sweeps", [None, 2])
+@pytest.mark.parametrize("sweeps", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_values_that_a_simplex_bounds(sweeps):
     """Nothing evaluates the model at local values that nobody has drawn."""
     kernel = SGHMCSplit(

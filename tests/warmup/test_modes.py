@@ -260,7 +260,8 @@ def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatc
         assert 2 <= is_tall.sum() <= 11
 
 
-@pytest.mark.parametrize("num", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2_000, 200_000])
 def test_a_mirror_is_found_with_many_rows(num):
     """Fits end several sds from their modes there, and bounds differ by many nats."""
     rng = np.random.default_rng(5)
