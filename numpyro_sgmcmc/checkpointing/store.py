@@ -25,7 +25,7 @@ from numpyro_sgmcmc.checks import Refusal, notify
 __all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
 
 _HEADER = "checkpoint.json"
-_FORMAT = 4
+_FORMAT = 5
 """Of what continues a run; draws on disk have been the same since format 1."""
 
 
