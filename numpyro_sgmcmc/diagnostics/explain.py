@@ -112,6 +112,8 @@ def warm_run(mcmc: MCMC, wanted_by: str) -> tuple[SGMCMCKernel, Adaptation]:
     if mcmc.last_state is None:
         raise Refusal(f"There is no warm-up yet: call `mcmc.run` before `{wanted_by}`.")
     needs_data(kernel, wanted_by)
+    if kernel.target.dim == 0:
+        raise Refusal(f"The model has no latent site: there is nothing for `{wanted_by}` to tell.")
     return kernel, kernel.adaptation
 
 
