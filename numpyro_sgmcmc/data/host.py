@@ -44,7 +44,7 @@ class HostArray(RowArray):
     ``numpyro.subsample(X, event_dim=...)``; the whole array it cannot use, since it is never in
     memory. Rows are read a block of iterations ahead, on a thread of their own, while the block
     before computes; full-data passes of the warm-up go by chunks. Draws are those of the same rows
-    in memory, with the same key.
+    in memory, with the same key and settings; the warm-up may choose others for rows on the host.
 
     Two of these are equal only if they are the same object.
 
