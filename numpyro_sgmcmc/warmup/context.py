@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, MinibatchScheme
+from numpyro_sgmcmc.data.minibatch import IID, MINIBATCH_SCHEMES, MinibatchScheme
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.data.progress import Stages
 from numpyro_sgmcmc.dynamics import Dynamics
@@ -63,6 +64,14 @@ class Context:
         """Take this from now on as what is fixed."""
         self.settings = settings
         self.estimators = self._candidates()
+
+    @property
+    def leaves_nothing_to_find(self) -> bool:
+        """Whether all that a warm-up looks for is given, or there is nothing to choose from."""
+        settings = self.settings
+        if not self.target.plates:  # all rows at every step: one estimator, one way to visit them
+            settings = replace(settings, gradient=Plain(), minibatch=IID())
+        return settings.leaves_nothing_to_find
 
     def look_at(self, arguments: Arguments) -> None:
         """Have these arguments in all that looks at the potential."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.posterior.estimators import Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.factors import root
@@ -19,6 +21,8 @@ def as_given(context: Context, position: np.ndarray) -> Adaptation:
     settings, target = context.settings, context.target
     matrix, estimator, scheme = settings.inverse_mass_matrix, settings.gradient, settings.minibatch
     step_size, num_steps = settings.step_size, settings.num_steps
+    if not target.plates:  # all rows at every step
+        estimator, scheme = Plain(), scheme or IID()
     assert matrix is not None
     assert estimator is not None
     assert scheme is not None

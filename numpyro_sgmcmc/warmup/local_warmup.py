@@ -67,7 +67,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     values = first_values(context.target, local.arguments, context.cast(position))
     refuse_dependent_rows(context.target, local.arguments, context.cast(position), values)
     state = _scaled(local, position, values)
-    if context.settings.leaves_nothing_to_find:
+    if context.leaves_nothing_to_find:
         return _as_given(local, position, state)
     position, state = _adam(local, position, state)
     local.hold(state.values)

@@ -38,6 +38,20 @@ def init(init_params=None, **options):
     return kernel, kernel.init(keys, 10, init_params, *arguments)
 
 
+def test_without_a_subsampled_plate_there_is_nothing_to_choose_from():
+    given = {k: v for k, v in GIVEN.items() if k not in ("gradient", "minibatch")}
+
+    def start(**options):
+        kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2, **options)
+        kernel.init(jax.random.key(0), 10, jnp.ones(3), (), {})
+        return kernel.adaptation
+
+    assert start(**given).estimator.name == "plain"
+    assert start(**given, gradient="control_variate").estimator.name == "plain"
+    with pytest.raises(LookedFor):
+        start(**{**given, "num_steps": None})
+
+
 def test_chains_start_by_the_strategy():
     kernel, state = init()
     positions = np.concatenate([np.reshape(x, (3, -1)) for x in jax.tree.leaves(state.z)], 1)
