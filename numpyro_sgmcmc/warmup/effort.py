@@ -77,7 +77,9 @@ class Effort:
             return _little(target)
         rows = rows_a_gradient(target, arguments)
         effort = cls()
-        if rows <= (_FEW_ROWS if target.plates else _FEW_OF_ALL):
+        if target.start_by_prior is None:
+            pass  # the strategy alone says where to start
+        elif rows <= (_FEW_ROWS if target.plates else _FEW_OF_ALL):
             effort = cls(prior_starts=_PRIOR_STARTS)
         elif _may_fit_on_fewer(target, arguments):
             effort = cls(prior_starts=_PRIOR_STARTS, few_rows=_FEW_ROWS)

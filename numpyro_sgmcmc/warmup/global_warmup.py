@@ -68,7 +68,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
 
     :param starts: first positions, of which the first finite ones are tried.
     """
-    if context.settings.leaves_nothing_to_find:
+    if context.leaves_nothing_to_find:
         return as_given(context, context.finite_starts(starts, 1)[0])
     _compile_ahead(context)
     first, others = find_modes(context, *_first_starts(context, starts))
@@ -92,6 +92,10 @@ def _compile_ahead(context: Context) -> None:
     settings, effort, target = context.settings, context.effort, context.target
     num_starts = 1 if settings.has_start else effort.together
     variational.prepare(target, context.arguments, num_starts, effort.fit_steps)
+    if effort.few_rows and not settings.has_start:
+        variational.prepare(
+            target, context.arguments, effort.prior_starts, effort.fit_steps, effort.few_rows
+        )
     matrix = settings.inverse_mass_matrix
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
     pilot.prepare(target, context.arguments, is_dense, effort.chains, effort.windows[0])

@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
+from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
 from numpyro_sgmcmc.warmup.ahead import compile_ahead
@@ -48,8 +49,9 @@ def compiled(monkeypatch):
         ((X, Y), {"batch_size": 50}, {"dense_mass": False}),
         ((X, Y), {}, {}),
         ((HostArray(X), HostArray(Y)), {"batch_size": 50}, {}),
+        ((X, Y), {"batch_size": 50}, {"init_strategy": init_to_sample}),
     ],
-    ids=["dense", "diagonal", "all rows", "host"],
+    ids=["dense", "diagonal", "all rows", "host", "strategy"],
 )
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
@@ -57,6 +59,12 @@ def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
     mcmc.run(random.key(0), *args, **kwargs)
     assert compiled["jit__advance"] == 2  # of the fit and of the pilot chains
     assert compiled["jit__hessian_products"] <= 1
+
+
+def test_starts_by_the_prior_on_fewer_rows_are_compiled_once(compiled):
+    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2)
+    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=600)
+    assert compiled["jit__advance"] == 3  # of two fits and the pilot chains
 
 
 def test_a_call_takes_what_was_compiled_ahead(compiled):
