@@ -20,6 +20,7 @@ __all__ = ["EagerPotential", "draw_subset"]
 _SUBSET_ROWS = 20_000
 _RUN_BYTES = 2**14
 
+_value = jax.jit(Target.full_potential, static_argnums=0)
 _gradient = jax.jit(Target.full_gradient, static_argnums=0)
 _expansion = jax.jit(Target.full_expansion, static_argnums=0)
 _products = jax.jit(Target.full_hessian_products, static_argnums=0)
@@ -72,6 +73,10 @@ class EagerPotential:
     def on_some_rows(cls, target: Target, arguments: Arguments) -> EagerPotential:
         """The potential on a fixed random subset of the rows, for work that bears its error."""
         return cls(target, arguments, draw_subset(target, 0))
+
+    def value(self, position: np.ndarray) -> float:
+        """The potential."""
+        return float(_value(self.target, self._cast(position), self.arguments, self.subset))
 
     def gradient(self, position: np.ndarray) -> np.ndarray:
         """The gradient, shape ``(d,)``."""

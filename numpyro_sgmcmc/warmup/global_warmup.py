@@ -39,14 +39,15 @@ from numpyro_sgmcmc.warmup.modes import (
     are_apart,
     finding_of,
     have_stayed,
+    is_barred,
     is_near,
     is_on_its_way,
+    line_between,
     possible,
 )
 from numpyro_sgmcmc.warmup.noise import Noise
 from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
 from numpyro_sgmcmc.warmup.regions import NO_REGION, in_units_of_the_prior
-from numpyro_sgmcmc.warmup.row_gradients import minibatches_of
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
@@ -222,7 +223,8 @@ def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
     :param first: where the pilot chains have ended.
     :param fits: the first is the one that they have gone on with.
     """
-    known, found = [first.draws], []
+    known = [first.draws]
+    found: list[Mode] = []
     unsure = np.abs(fits[0].normal.mean - known[0].mean(0))  # how far from its mode a fit may end
     for fit in possible(fits):
         if any(is_near(fit, some, unsure) for some in known):
@@ -234,7 +236,8 @@ def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
         windows = context.effort.windows[:_MODE_WINDOWS]
         mode = _settled(context, there, starts, windows, known)
         is_apart = all(len(are_apart(mode.draws, some)) for some in known)
-        if is_apart and not any(is_on_its_way(mode, some) for some in known):
+        is_coming = any(is_on_its_way(mode, some) for some in known)
+        if is_apart and not is_coming and _is_barred(context, mode, [first, *found]):
             less = _log_mass(context, first.whitening) - _log_mass(context, mode.whitening)
             if less < COMPARABLE:
                 found.append(mode._replace(nats=less))
@@ -244,9 +247,14 @@ def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
 
 def _log_mass(context: Context, whitening: Whitening) -> float:
     """Logarithm of a mode's mass up to a constant, by its potential on all rows and its spread."""
-    rows = context.rows
-    potential = rows.mean(whitening.anchor[None], minibatches_of(rows.groups))[0][0]
+    (potential,) = context.rows.potentials(whitening.anchor[None])
     return whitening.log_volume - float(potential)
+
+
+def _is_barred(context: Context, mode: Mode, others: Sequence[Mode]) -> bool:
+    """Whether on all rows the density falls between a mode and each other."""
+    lines = (line_between(other.place, mode.place) for other in others)
+    return all(is_barred(context.rows.potentials(line)) for line in lines)
 
 
 def _fits(context: Context, starts: list[np.ndarray], further: list[np.ndarray]) -> list[Fit]:

@@ -25,8 +25,10 @@ __all__ = [
     "are_apart",
     "finding_of",
     "have_stayed",
+    "is_barred",
     "is_near",
     "is_on_its_way",
+    "line_between",
     "possible",
 ]
 
@@ -38,6 +40,8 @@ _UNSURE = 2.0  # times the distance of the best fit from its mode
 _FAR = 3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
 _GAP = 0.3  # between two groups of draws, of the sum of their sds
 _ON_ITS_WAY = 0.1  # of the way that is left, in one window
+_LINE = 9  # points
+_BARRIER = 0.5  # nats: a lower one keeps no chain where it is
 _SAME = 0.2  # of the difference between modes, within which entries count as exchanged
 _SHOWN = 3
 
@@ -73,6 +77,11 @@ class Mode(NamedTuple):
     def draws(self) -> np.ndarray:
         """The positions, shape ``(n, d)``."""
         return np.asarray(self.whitening.position(self.q))
+
+    @property
+    def place(self) -> np.ndarray:
+        """In the midst of its pilot chains, shape ``(d,)``."""
+        return self.trail[-1] if self.trail else self.whitening.anchor
 
 
 def possible(fits: list[Fit]) -> list[Fit]:
@@ -146,6 +155,23 @@ def is_on_its_way(mode: Mode, draws: np.ndarray) -> bool:
     before, now = (place[apart] / scale for place in mode.trail[-2:])
     left = draws.mean(0)[apart] / scale - now
     return bool((now - before) @ left > _ON_ITS_WAY * (left @ left))
+
+
+def line_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Places at which the potential tells whether a barrier parts two others, these included."""
+    return start + np.linspace(0.0, 1.0, _LINE)[:, None] * (end - start)
+
+
+def is_barred(potentials: np.ndarray) -> bool:
+    """Whether between two places there is less density than at either.
+
+    Of hundreds of coordinates some lie apart by chance, and along a ridge chains move slowly: no
+    modes, for the density does not fall between them.
+
+    :param potentials: on the line between them.
+    """
+    ends = max(potentials[0], potentials[-1])
+    return not potentials.max() < ends + _BARRIER  # also where it is not finite
 
 
 def finding_of(

@@ -271,6 +271,13 @@ class RowGradients:
             return EagerPotential(self.target, self.arguments).gradient(position)
         return self.mean(position[None], minibatches_of(self.groups))[1][0]
 
+    def potentials(self, positions: np.ndarray) -> np.ndarray:
+        """The potential on all rows at each position, shape ``(k,)``."""
+        if self.arguments.sharded:
+            potential = EagerPotential(self.target, self.arguments)
+            return np.array([potential.value(position) for position in positions])
+        return self.mean(positions, minibatches_of(self.groups))[0]
+
     def hessian(self, position: np.ndarray) -> np.ndarray:
         """The Hessian on all rows, shape ``(d, d)``; a randomised likelihood has none here."""
         target = self.target

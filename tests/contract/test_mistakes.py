@@ -220,7 +220,8 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
     assert BATCH <= max(sizes(step.jaxpr)) < ROWS
 
 
-@pytest.mark.parametrize("minibatch", [pytest.param("iid", marks=pytest.mark.slow), "blocks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatch", ["iid", "blocks"])
 def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     # The moments of noisy gradients are read from minibatches besides: not here.
     monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_source", lambda *_: None)

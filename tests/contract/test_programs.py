@@ -33,7 +33,8 @@ def counts(y: Any, batch_size: int | None = None) -> None:
         numpyro.sample("y", dist.Poisson(rate), obs=y[i])
 
 
-@pytest.mark.parametrize("has_bar", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_bar", [True, False])
 def test_second_run_compiles_no_more_than_with_nuts(progress_bar, has_bar):
     """With a progress bar on the same rows, without one on others."""
     rng = np.random.default_rng(0)

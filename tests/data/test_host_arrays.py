@@ -67,9 +67,8 @@ def test_chains_one_by_one(num_chains):
     assert_same(*map(draws, both))
 
 
-@pytest.mark.parametrize(
-    "gradient", ["plain", pytest.param("control_variate", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient", ["plain", "control_variate"])
 def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
     first, then = [], []

@@ -19,6 +19,7 @@ CHECKS = {
     if name.startswith("check_")
 }
 SLOW = {
+    "check_another_mode_is_told",
     "check_passes_over_uneven_shards_are_those_of_one_device",
     "check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows",
     "check_the_posterior_is_that_of_all_rows",

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -294,6 +295,23 @@ def check_the_posterior_is_that_of_all_rows():
     )
     mcmc.run(random.key(0), spread(X, counts), spread(y, counts), batch_size=100)
     assert_posterior(mcmc.get_samples(group_by_chain=True)["beta"], mean, sd)
+
+
+def check_another_mode_is_told():
+    """The square of a parameter is known, its sign is not."""
+    _, y, _ = table(400)
+
+    def two_places(y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 3))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(jnp.square(a), 1), obs=y[i])
+
+    counts = (50, 150, 120, 80)
+    mcmc = MCMC(SGHMCSplit(two_places), num_warmup=5, num_samples=5, progress_bar=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mcmc.run(random.key(0), spread(y + 9.0, counts), batch_size=40)
+    assert any("another mode, with about 50 % of the mass" in str(w.message) for w in caught)
 
 
 def check_chains_spread_over_a_second_axis_are_the_same_chains():

@@ -33,7 +33,7 @@ BASE = {
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("num", "kernel"),
-    [quick_if((n, k) != (1100, "gaussian"), n, k) for n in (1, 7, 1100) for k in BASE],
+    [quick_if(n < 1100, n, k) for n in (1, 7, 1100) for k in BASE],
 )
 def test_stein_discrepancy_is_its_definition(kernel, num):
     x, s = RNG.standard_normal((2, num, 3))

@@ -117,6 +117,7 @@ def test_the_posterior_of_the_globals():
     assert not bias_report(mcmc).is_flagged
 
 
+@pytest.mark.slow
 def test_rows_may_be_on_the_host():
     """No values of all rows are kept, so that the rows may be anywhere."""
     settings = given([0.1, 0.1], num_steps=3)
@@ -189,7 +190,8 @@ def documents():
     return rng.multinomial(20, words).astype(np.float32)
 
 
-@pytest.mark.parametrize("sweeps", [pytest.param(None, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("sweeps", [None, 2])
 def test_values_that_a_simplex_bounds(sweeps):
     """Nothing evaluates the model at local values that nobody has drawn."""
     kernel = SGHMCSplit(
@@ -206,6 +208,7 @@ def test_values_that_a_simplex_bounds(sweeps):
     assert (words[1:] != words[:-1]).all()
 
 
+@pytest.mark.slow
 def test_a_run_can_be_stored(tmp_path):
     settings = given([0.1, 0.1], step_size=0.01)
     kernel = SGNHT(normal_means, gibbs_fn=draw, gibbs_sites=["z"], gibbs_sweeps=1, **settings)

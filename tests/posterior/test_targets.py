@@ -88,6 +88,7 @@ def compilations():
 # --- Shared -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_kernel_compiles_less():
     def run(kernel_class):
         """The kernel, and what it compiled of the model: the programs that read the rows."""

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
@@ -65,6 +66,7 @@ def test_draws_spread_as_far_as_the_cut_force_lets_them_and_the_report_says_so()
     assert "clip_gradient" in report.verdict
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_never_reached_changes_nothing():
     draws = [np.asarray(run(c).get_samples()["x"]) for c in (None, 1e6)]
     np.testing.assert_array_equal(*draws)

@@ -89,10 +89,10 @@ def test_the_posterior_is_invariant(dynamics, alpha):
     assert found.max() < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
-    ("kernel_class", "step_size", "num_steps"),
-    [pytest.param(SGRLD, 5e-4, 60, marks=pytest.mark.slow), (SGRHMC, 0.02, 40)],
+    ("kernel_class", "step_size", "num_steps"), [(SGRLD, 5e-4, 60), (SGRHMC, 0.02, 40)]
 )
 def test_an_exact_posterior(kernel_class, step_size, num_steps):
     """Steps so short that what is wrong with them is no part of what is tested."""

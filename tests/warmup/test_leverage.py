@@ -168,6 +168,7 @@ def assert_right(mcmc, arguments):
         assert abs(draws.std() / s - 1) < 0.08
 
 
+@pytest.mark.slow
 def test_a_covariate_of_five_rows_is_right_with_short_draws():
     mcmc, arguments = run(50_000, RARE, 1.0)
     ((name, rows),) = mcmc.sampler.adaptation.decisive

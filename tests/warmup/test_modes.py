@@ -23,8 +23,10 @@ from numpyro_sgmcmc.warmup.modes import (
     _shares,
     are_apart,
     have_stayed,
+    is_barred,
     is_near,
     is_on_its_way,
+    line_between,
     possible,
 )
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
@@ -152,6 +154,7 @@ def test_where_the_user_says_where_to_start_no_other_mode_is_looked_for():
     assert not said
 
 
+@pytest.mark.slow
 def test_large_minibatches_have_starts_by_the_prior_too(monkeypatch):
     """Those by the strategy are in one mode."""
     monkeypatch.setattr(Context, "finite_starts", lambda *_: [np.array([2.0, -2.0])])
@@ -202,6 +205,34 @@ def test_chains_that_a_low_barrier_lets_out_are_of_their_mode():
     theirs[:9, 0] = 0.0
     assert not len(are_apart(ours, theirs))
     assert not have_stayed(theirs, [ours]).any()
+
+
+@pytest.mark.parametrize(
+    ("potential", "expected"),
+    [
+        (lambda q: np.minimum(np.square(q), np.square(q - 4.0) + 3.0), True),
+        (lambda q: np.where(np.abs(q - 2.0) < 1.9, np.inf, 0.0), True),
+        (lambda q: np.square(q) / 50.0, False),
+        (lambda q: np.square(q - 2.0), False),
+    ],
+    ids=["two wells", "nothing between", "a slope", "one well"],
+)
+def test_modes_are_parted_by_a_barrier(potential, expected):
+    line = line_between(np.zeros(1), np.full(1, 4.0))
+    np.testing.assert_array_equal(line[[0, -1], 0], [0.0, 4.0])
+    assert is_barred(potential(line[:, 0])) == expected
+
+
+def test_chains_that_are_apart_by_chance_are_no_mode(monkeypatch):
+    """Of all groups of pilot chains it is said that they do not meet: there is one mode."""
+    for name, said in [
+        ("is_near", False),
+        ("is_on_its_way", False),
+        ("are_apart", np.arange(1)),
+    ]:
+        monkeypatch.setattr(f"numpyro_sgmcmc.warmup.global_warmup.{name}", lambda *_, s=said: s)
+    _, said = run(ordered)
+    assert not said
 
 
 @pytest.mark.parametrize(("before", "is_coming"), [(3.0, False), (3.2, False), (3.6, True)])
