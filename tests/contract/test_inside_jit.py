@@ -17,7 +17,6 @@ from tests.contract.kernels import (
     survey_data,
     survey_posterior,
 )
-from tests.quick import quick_if
 
 FIXED = {
     "num_steps": 5,
@@ -35,7 +34,8 @@ def run(key, step_size, num_chains=2, chain_method="vectorized", **options):
     return mcmc.get_samples(group_by_chain=True), mcmc.get_extra_fields()["diverging"]
 
 
-@pytest.mark.parametrize("chain_method", ["vectorized", quick_if(False, "sequential")])
+@pytest.mark.slow
+@pytest.mark.parametrize("chain_method", ["vectorized", "sequential"])
 def test_a_traced_step_size_gives_the_draws_of_its_value(chain_method):
     key = jax.random.key(0)
     found, diverging = jax.jit(lambda k, h: run(k, h, chain_method=chain_method, **FIXED))(key, 0.1)

@@ -67,6 +67,7 @@ def test_numbers_of_other_machines():
     assert foreign.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_source_that_fails_later_is_named_too():
     source = Source(Y)
     kernel = SGHMCSplit(by_index, step_size=0.3, num_steps=3)

@@ -138,6 +138,7 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 
 
+@pytest.mark.slow
 def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
     monkeypatch.setattr("numpyro_sgmcmc.data.progress._DELAY", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

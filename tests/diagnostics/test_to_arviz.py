@@ -102,6 +102,7 @@ def test_log_likelihoods_of_some_rows(mcmc, exact, rows):
     np.testing.assert_allclose(found, exact[..., numbers], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_on_the_host():
     mcmc = fit(regression, HostArray(X), HostArray(Y), extra_fields=("num_steps",))
     data, draws = to_arviz(mcmc, log_likelihood=[7, 8]), mcmc.get_samples(group_by_chain=True)

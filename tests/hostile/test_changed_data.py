@@ -17,7 +17,8 @@ def _mean_model(y, batch_size=None):
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
 
 
-@pytest.mark.parametrize("on_host", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("on_host", [False, True])
 def test_data_that_change_in_place_are_adapted_to_anew(on_host):
     """The anchor's gradient is that of the data, not of the object that holds them."""
     y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)

@@ -47,6 +47,7 @@ def test_nothing_is_looked_for(in_memory):
     assert (k[1:] != k[:-1]).any(0).sum() > 10
 
 
+@pytest.mark.slow
 def test_rows_may_be_on_the_host(in_memory):
     found = run(quietly(discrete(), num_warmup=2, num_samples=6), HostArray(Y)).get_samples()
     for name, draws in in_memory.get_samples().items():

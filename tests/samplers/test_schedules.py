@@ -175,6 +175,7 @@ def test_constant_steps_weigh_alike():
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.slow
 def test_weights_leave_the_long_steps_out():
     """The variance is up to 20 % off while a cycle explores, and right where it samples."""
     schedule = schedules.Cyclical(1.6, period=1000, exploration=0.8)

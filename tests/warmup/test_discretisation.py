@@ -31,7 +31,8 @@ def test_error_falls_with_the_order(scheme):
     assert order > min(2, dynamics.schemes[scheme].order + 1) - 0.3
 
 
-@pytest.mark.parametrize("scheme", ["symmetric", pytest.param("euler", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["symmetric", "euler"])
 def test_simulated_chains_agree(scheme):
     step, step_size = Underdamped().step(scheme), 0.4
 

@@ -223,6 +223,7 @@ def test_modes_are_parted_by_a_barrier(potential, expected):
     assert is_barred(potential(line[:, 0])) == expected
 
 
+@pytest.mark.slow
 def test_chains_that_are_apart_by_chance_are_no_mode(monkeypatch):
     """Of all groups of pilot chains it is said that they do not meet: there is one mode."""
     for name, said in [
