@@ -59,7 +59,6 @@ html_theme_options = {"navigation_with_keys": True}
 
 
 FILES = {  # files of the repository that are pages of the site, too
-    "overview": "README.md",
     "contributing": "CONTRIBUTING.md",
     "conduct": "CODE_OF_CONDUCT.md",
     "changelog": "CHANGELOG.md",
@@ -72,8 +71,7 @@ def _with_files(app, docname, source):
     if docname in FILES:
         text = (HERE.parent / FILES[docname]).read_text()
         app.env.note_dependency(str(HERE.parent / FILES[docname]))
-        text = text.replace("](docs/", "](").replace("# numpyro-sgmcmc\n", "# All on one page\n", 1)
-        text = re.sub(r"\[(examples/\S+)\]\(examples/\S+\)", r"{download}`\1 <../\1>`", text)
+        text = text.replace("](docs/", "](")
     for page, file in FILES.items():
         text = re.sub(rf"\]\((?:\.\./)?{re.escape(file)}", f"]({page}.md", text)
     source[0] = text
