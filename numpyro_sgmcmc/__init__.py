@@ -11,6 +11,7 @@ from numpyro_sgmcmc.diagnostics import (
     explain,
     log_likelihood,
     loo,
+    posterior_predictive,
     print_summary,
     to_arviz,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "log_likelihood",
     "loo",
     "open_draws",
+    "posterior_predictive",
     "print_summary",
     "to_arviz",
 ]

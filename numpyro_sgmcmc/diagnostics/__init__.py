@@ -14,6 +14,7 @@ from numpyro_sgmcmc.diagnostics.predictive import (
     predictive_summary,
 )
 from numpyro_sgmcmc.diagnostics.refinement import Refinement, compare_with_finer
+from numpyro_sgmcmc.diagnostics.replicates import posterior_predictive
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
 from numpyro_sgmcmc.diagnostics.summary import print_summary
@@ -39,6 +40,7 @@ __all__ = [
     "loo",
     "plot_bias",
     "plot_warmup",
+    "posterior_predictive",
     "predictive_summary",
     "print_summary",
     "stein_discrepancy",

@@ -30,7 +30,8 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.likelihood import by_chunks, checked_rows, the_plate
+from numpyro_sgmcmc.diagnostics.at_rows import checked_rows, the_plate
+from numpyro_sgmcmc.diagnostics.likelihood import log_likelihoods
 from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
 
 __all__ = ["LooEstimate", "loo", "to_arviz"]
@@ -79,7 +80,7 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     if log_likelihood is False:
         return data
     rows = _chosen(kernel, log_likelihood, seed)
-    found, axes = by_chunks(mcmc, kernel, mcmc.get_samples(group_by_chain=True), rows)
+    found, axes = log_likelihoods(mcmc, mcmc.get_samples(group_by_chain=True), rows)
     _add(data, "log_likelihood", _dataset(found, axes, kernel.target.plates[0].name, rows))
     return data
 
@@ -112,7 +113,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     rows = np.asarray(of_draws.coords[of_draws.dims[-1]])
     elpd, pareto_k = _left_out(data)
     middle = _in_the_middle(mcmc)
-    everywhere = by_chunks(mcmc, kernel, middle, np.arange(num))[0][names[0]].reshape(-1)
+    everywhere = log_likelihoods(mcmc, middle, np.arange(num))[0][names[0]].reshape(-1)
     gain = elpd - everywhere[rows].astype(np.float64)
     given_all = np.logaddexp.reduce(np.asarray(of_draws, np.float64).reshape(-1, len(rows)), axis=0)
     lpd = given_all - np.log(of_draws.shape[0] * of_draws.shape[1])

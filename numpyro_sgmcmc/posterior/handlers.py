@@ -109,7 +109,8 @@ class FullDataModel:
             if num_bytes > _WHOLE_BYTES:
                 raise Refusal(
                     f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
-                    "into memory: numpyro_sgmcmc.log_likelihood goes by chunks, as does "
+                    "into memory: numpyro_sgmcmc.log_likelihood and "
+                    "numpyro_sgmcmc.posterior_predictive go by chunks, as does "
                     "numpyro_sgmcmc.to_arviz in place of az.from_numpyro."
                 )
         args, kwargs = as_jax_arrays((args, kwargs))

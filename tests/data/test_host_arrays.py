@@ -122,7 +122,7 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     mcmc, host = long_run
     asked = host._source.asked
     before, per_draw = len(asked), 2 * 1500
-    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.likelihood._CHUNK_ELEMENTS", 700 * per_draw)
+    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.at_rows._CHUNK_ELEMENTS", 700 * per_draw)
     found = log_likelihood(mcmc)["y"]
     assert found.shape == (2, 1500, NUM_ROWS)
     assert asked[before:] == [700] * 5

@@ -11,7 +11,7 @@ import pytest
 from numpyro.infer import MCMC, init_to_feasible, log_likelihood
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, loo, to_arviz
-from numpyro_sgmcmc.diagnostics import likelihood
+from numpyro_sgmcmc.diagnostics import at_rows
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
@@ -75,7 +75,7 @@ def _groups(data):
 
 
 def test_log_likelihoods_of_all_rows(mcmc, exact, monkeypatch):
-    monkeypatch.setattr(likelihood, "_LONGEST_CHUNK", 150)
+    monkeypatch.setattr(at_rows, "_LONGEST_CHUNK", 150)
     data = to_arviz(mcmc, log_likelihood=True)
     found = data["log_likelihood"]["y"]
     assert found.dims == ("chain", "draw", "rows")
@@ -139,7 +139,7 @@ def test_rows_with_latent_sites_of_their_own():
     mcmc.run(jax.random.key(0), X, Y, batch_size=40)
     assert to_arviz(mcmc)["posterior"]["mean"].shape == (1, 4)
     for told in (lambda: to_arviz(mcmc, log_likelihood=3), lambda: loo(mcmc)):
-        with pytest.raises(ValueError, match="no log likelihood of rows with latent sites"):
+        with pytest.raises(ValueError, match="each has latent values of its own"):
             told()
 
 
