@@ -83,6 +83,8 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
 
+# Each table also goes into benchmarks/results, one file for each Python, with day and versions.
+benchmarks: export BENCHMARK_RESULTS = benchmarks/results
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
 	$(bin)/python benchmarks/scaling.py

@@ -130,6 +130,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
+    import results
     from logistic_regression import DIM
     from timing import print_header, print_row
 
@@ -159,6 +160,7 @@ def main() -> None:
         f"A network of {args.latency:g} µs and {args.bandwidth:g} GB/s, B = 10,000 and 100,000:\n"
     )
     widths = (6, 10, 14, 14, 24)
+    results.begin("Predicted times on a network of hosts")
     head = ["hosts", "sum, µs", "B = 1e4, µs", "B = 1e5, µs", "B for a tenth of a step"]
     print_row(head, widths)
     for hosts in (1, 2, 4, 8, 16, 64):

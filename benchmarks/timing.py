@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import numpyro
+import results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -31,14 +32,17 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
 
 
 def print_header(title: str) -> None:
-    """The title, the versions and the machine."""
+    """The title, the versions and the machine, of a table whose rows follow."""
+    results.begin(title)
     versions = f"Python {platform.python_version()}, JAX {jax.__version__}"
     machine = f"{os.cpu_count()} cores, {jax.default_backend()}"
     print(f"{title}\n{versions}, NumPyro {numpyro.__version__}; {machine}\n", flush=True)
 
 
 def print_row(cells: Iterable[Any], widths: Iterable[int]) -> None:
-    """One row of a table, numbers to the right."""
+    """One row of a table, numbers to the right; the first has the columns' names."""
+    cells = list(cells)
+    results.add(cells)
     text = (
         f"{cell:>{width}}" if i else f"{cell:<{width}}"
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

@@ -1,0 +1,90 @@
+"""What the benchmarks print, kept as JSON: every table with its day, versions and machine.
+
+Where the environment variable BENCHMARK_RESULTS names a folder, a script's tables go into its
+``python-3.13.json`` (by the Python that ran it), in place of the same tables of an earlier run.
+``docs/measured.md`` is made from these files, and ``benchmarks/compare.py`` compares two.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpyro
+
+FOLDER = "BENCHMARK_RESULTS"
+
+Table = dict[str, Any]
+_printed: list[Table] = []
+
+
+def begin(title: str) -> None:
+    """A table of which :func:`add` is told the rows, the columns' names first."""
+    if FOLDER not in os.environ:
+        return
+    if not _printed:
+        atexit.register(_keep)
+    _printed.append(
+        {
+            "benchmark": Path(sys.argv[0]).stem,
+            "title": title,
+            "day": datetime.date.today().isoformat(),
+            "versions": {
+                "Python": platform.python_version(),
+                "JAX": jax.__version__,
+                "NumPyro": numpyro.__version__,
+            },
+            "machine": f"{os.cpu_count()} cores, {jax.default_backend()}",
+            "rows": [],
+        }
+    )
+
+
+def add(cells: Iterable[Any]) -> None:
+    """A row of the last table."""
+    if _printed:
+        _printed[-1]["rows"].append([str(cell) for cell in cells])
+
+
+def _keep() -> None:
+    """Put what was printed into the file of this Python."""
+    folder = Path(os.environ[FOLDER])
+    folder.mkdir(parents=True, exist_ok=True)
+    major, minor, _ = platform.python_version_tuple()
+    path = folder / f"python-{major}.{minor}.json"
+    kept = {key(table): table for table in (read(path) if path.exists() else [])}
+    kept.update({key(table): table for table in _printed if len(table["rows"]) > 1})
+    path.write_text(json.dumps(list(kept.values()), indent=1, ensure_ascii=False) + "\n")
+
+
+def key(table: Table) -> tuple[str, str]:
+    """By which a table of one run is that of another."""
+    return table["benchmark"], table["title"]
+
+
+def read(path: Path) -> list[Table]:
+    """The tables of a file."""
+    tables: list[Table] = json.loads(path.read_text())
+    return tables
+
+
+def markdown(tables: Iterable[Table]) -> str:
+    """The tables as text for a page, with what they were measured on."""
+    parts = []
+    for table in tables:
+        versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
+        head, *rows = table["rows"]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+        parts.append(
+            f"### {table['title']}\n\n`benchmarks/{table['benchmark']}.py`, {table['day']}; "
+            f"{versions}; {table['machine']}.\n\n" + "\n".join(lines)
+        )
+    return "\n\n".join(parts)

@@ -1,0 +1,76 @@
+"""What benchmarks print is kept, told on a page, and compared."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = """
+from timing import print_header, print_row
+
+print_header("Widths of things")
+print_row(["thing", "", "µs", "share"], (10, 6, 10, 8))
+for row in ROWS:
+    print_row(row, (10, 6, 10, 8))
+"""
+
+
+def run(folder, rows, name="things.py", **environment):
+    """A benchmark that prints such rows, in a process of its own."""
+    script = folder / name
+    script.write_text(SCRIPT.replace("ROWS", repr(rows)))
+    return subprocess.run(
+        [sys.executable, script],
+        env={"PYTHONPATH": str(FOLDER), "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+OLD = [["a", "x", "1,200 us", "5 %"], ["a", "x", "10 us", "5 %"], ["b", "y", "-", "2.0e3 s"]]
+NEW = [["a", "x", "1,250 us", "5 %"], ["a", "x", "20 us", "6 %"], ["b", "y", "3 us", "1e3 s"]]
+
+
+@pytest.mark.slow
+def test_tables_are_kept_and_those_of_later_runs_take_their_place(benchmarks, tmp_path):
+    import compare
+    import results
+
+    files = []
+    for name, rows in (("old", OLD), ("new", NEW)):
+        kept = tmp_path / name
+        run(tmp_path, [["z", "", "0", "0"]], BENCHMARK_RESULTS=str(kept))
+        printed = run(tmp_path, rows, BENCHMARK_RESULTS=str(kept))
+        run(tmp_path, rows, "others.py", BENCHMARK_RESULTS=str(kept))
+        assert rows[0][2] in printed
+        (file,) = kept.iterdir()
+        assert file.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.json"
+        files.append(results.read(file))
+        assert [t["benchmark"] for t in files[-1]] == ["things", "others"]
+        assert files[-1][0]["rows"] == [["thing", "", "µs", "share"], *rows]
+    found = [c for c in compare.changes(*files, more_than=0.1) if c.table == "Widths of things"]
+    ratios = [(c.row, c.column, round(c.ratio, 2)) for c in found[: len(found) // 2]]
+    assert ratios == [("a x", "µs", 2.0), ("a x", "share", 1.2), ("b y", "share", 0.5)]
+    page = results.markdown(files[0])
+    assert "| a | x | 1,200 us | 5 % |" in page
+    assert files[0][0]["day"] in page
+
+
+def test_nothing_is_kept_unless_asked_for(tmp_path):
+    run(tmp_path, OLD)
+    assert [p.name for p in tmp_path.iterdir()] == ["things.py"]
+
+
+def test_what_is_kept_fits_its_columns():
+    for file in (FOLDER / "results").glob("*.json"):
+        for table in json.loads(file.read_text()):
+            assert {len(row) for row in table["rows"]} == {len(table["rows"][0])}, table["title"]
