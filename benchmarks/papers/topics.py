@@ -24,11 +24,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import output
 import topics_model
+from side_by_side import side_by_side
 from topics_data import Corpus, load, made_up
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGRHMC, SGRLD, SGHMCSplit
@@ -112,18 +112,11 @@ def grid(
         gibbs_sweeps=size.sweeps,
         **own,
     )
-    num, arguments = len(sampler.step_sizes), (words, shape, size.batch)
     first = topics_model.first(sampler.model, shape, seed)
-    first = {k: np.stack([x] * num) for k, x in first.items()}
-    keys = jax.random.split(jax.random.key(seed), num)
-    state = kernel.init(keys, 0, first, arguments, {})
-    # What chains of one run share is all but this.
-    own_steps = jnp.asarray(sampler.step_sizes, state.adapt_state.step_size.dtype)
-    state = state._replace(adapt_state=state.adapt_state._replace(step_size=own_steps))
-    advance = jax.jit(lambda state: kernel.sample(state, arguments, {}))
+    arguments = words, shape, size.batch
+    states = side_by_side(kernel, sampler.step_sizes, first, arguments, size.draws, seed)
     found, diverging = [], []
-    for key in jax.random.split(jax.random.key(1), size.draws):
-        state = advance(state)
+    for key, state in zip(jax.random.split(jax.random.key(1), size.draws), states, strict=True):
         diverging.append(np.asarray(state.diverging))
         topics = topics_model.topics_of(state.z)
         found.append([np.asarray(topics_model.completed(t, held_out, key)) for t in topics])

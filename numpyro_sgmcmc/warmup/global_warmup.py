@@ -27,6 +27,7 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.warmup import pilot, variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.continuity import hidden_changes
+from numpyro_sgmcmc.warmup.coupling import coupled_rows
 from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
 from numpyro_sgmcmc.warmup.follow import follow
@@ -81,6 +82,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         context.fix(replace(context.settings, gradient=Plain(), has_region=False))
     if others:
         findings.append(finding_of(context.target, first.draws, others, are_visited))
+    findings += coupled_rows(context.rows, first.whitening, first.q)
     findings += hidden_changes(context.rows, first.whitening, first.q, context.effort.lines)
     for finding in findings:
         notify(finding.sentence)

@@ -223,6 +223,12 @@ class RowGradients:
         """
         return self._at(self.step_target, positions, rows, at, of)
 
+    def of_passes(
+        self, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
+    ) -> Iterator[AtPairs]:
+        """The same of minibatches as large as those of passes over all rows (``groups``)."""
+        return self._at(self.target, positions, rows, at, of)
+
     @property
     def step_target(self) -> Target:
         """The posterior as steps see it."""

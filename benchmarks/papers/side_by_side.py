@@ -1,0 +1,38 @@
+"""Chains side by side that differ in their step size alone, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["side_by_side"]
+
+
+def side_by_side(
+    kernel: Any,
+    step_sizes: Sequence[float],
+    first: Mapping[str, np.ndarray],
+    arguments: tuple[Any, ...],
+    draws: int,
+    seed: int,
+) -> Iterator[Any]:
+    """The state of all chains after each iteration.
+
+    :param kernel: with all settings given, so that nothing is looked for.
+    :param first: where all of them start, by site.
+    :param arguments: the model's.
+    """
+    num = len(step_sizes)
+    starts = {name: np.stack([x] * num) for name, x in first.items()}
+    state = kernel.init(jax.random.split(jax.random.key(seed), num), 0, starts, arguments, {})
+    # What chains of one run share is all but this.
+    own_steps = jnp.asarray(step_sizes, state.adapt_state.step_size.dtype)
+    state = state._replace(adapt_state=state.adapt_state._replace(step_size=own_steps))
+    advance = jax.jit(lambda state: kernel.sample(state, arguments, {}))
+    for _ in range(draws):
+        state = advance(state)
+        yield state

@@ -1,0 +1,94 @@
+r"""Whether a row's share in the potential is its own.
+
+A minibatch stands for all rows where each adds the same whichever the others are. A covariate that
+is standardised by the minibatch's mean, a batch normalisation or a ranking within the minibatch
+breaks this: then the mean over minibatches is another potential than that on all rows, and nothing
+that is made of minibatches tells.
+
+So minibatches are put together from halves. Where rows add up,
+:math:`U(A, R) + U(B, S) = U(A, S) + U(B, R)` for any halves. R and S are copies of one row each,
+which no mean or sd of a minibatch passes over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from numpyro_sgmcmc.data.plates import Plate
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+
+__all__ = ["coupled_rows"]
+
+_TRIES = 8
+_SHARE = 1e-3  # of what the halves change, that they may change together
+_ROUNDING = 256.0  # units in the last place of the potential
+
+
+def coupled_rows(rows: RowGradients, whitening: Whitening, q: np.ndarray) -> list[Finding]:
+    """The plates whose rows do not add up.
+
+    :param rows: gradients on minibatches.
+    :param q: whitened positions from about the posterior, shape ``(k, d)``.
+    """
+    target = rows.target
+    if target.is_randomized:
+        return []
+    rng = np.random.default_rng(0)  # its own, so that what is chosen does not hang on it
+    plates = [p for group in rows.groups for p in group]
+    positions = whitening.position(q[:_TRIES])
+    return [
+        _finding(plate.name)
+        for plate in plates
+        if plate.shards is None and plate.subsample_size > 1
+        if _are_coupled(rows, plate, plates, positions, rng)
+    ]
+
+
+def _are_coupled(
+    rows: RowGradients,
+    plate: Plate,
+    plates: list[Plate],
+    positions: np.ndarray,
+    rng: np.random.Generator,
+) -> bool:
+    """Whether in most tries the halves of a plate's minibatches change the potential together."""
+    minibatches = np.stack([m for _ in range(_TRIES) for m in _of_halves(plate, rng)])
+    num = len(minibatches)
+    chosen = {
+        p.name: np.tile(np.arange(p.subsample_size, dtype=np.int32), (num, 1)) for p in plates
+    }
+    chosen[plate.name] = minibatches
+    at = np.repeat(np.arange(_TRIES) % len(positions), num // _TRIES)
+    values = np.empty(num)
+    for some in rows.of_passes(positions, chosen, at, np.arange(num)):
+        values[some.part] = some.values
+    with np.errstate(invalid="ignore"):
+        ar, bs, as_, br = values.reshape(_TRIES, 4).T
+        together = np.abs((ar - as_) - (br - bs))
+        apart = np.abs(ar - as_) + np.abs(ar - br)
+        slack = _ROUNDING * float(np.finfo(rows.target.dtype).eps) * np.abs(values).max()
+        return bool((together > _SHARE * apart + slack).sum() > _TRIES // 2)
+
+
+def _of_halves(plate: Plate, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Minibatches of the halves A and R, B and S, A and S, B and R."""
+    half = plate.subsample_size // 2
+    a, b = rng.integers(0, plate.size, (2, plate.subsample_size - half))
+    r, s = (np.full(half, row) for row in rng.integers(0, plate.size, 2))
+    for one, other in ((a, r), (b, s), (a, s), (b, r)):
+        yield np.concatenate([one, other]).astype(np.int32)
+
+
+def _finding(plate: str) -> Finding:
+    return Finding(
+        (),
+        "coupled",
+        f"The rows of the plate '{plate}' do not add up: what one adds to the log density depends "
+        "on which others are in the minibatch. A mean, a standard deviation, a sum or a rank taken "
+        "over the minibatch does that, and chains sample another posterior. Take it over all rows, "
+        "before the model, or leave out `subsample_size`.",
+    )
