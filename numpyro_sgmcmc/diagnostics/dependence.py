@@ -7,10 +7,18 @@ from typing import NamedTuple
 import numpy as np
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
-__all__ = ["Dependence"]
+__all__ = ["Dependence", "shown_r_hat"]
 
+_FAR = 100.0  # an R-hat at which chains are lost
 _COORDINATES = 2**20  # numbers in the draws that are looked at in one go, about
 _FEWEST, _FEWEST_SPLIT = 8, 50  # draws of a chain for ESS; for R-hat of its halves
+
+
+def shown_r_hat(r_hat: float, digits: int = 2) -> str:
+    """As a number where it is one that tells something."""
+    if np.isnan(r_hat):
+        return "-"
+    return f"{r_hat:.{digits}f}" if r_hat < _FAR else f">{_FAR:.0f}"
 
 
 class Dependence(NamedTuple):
@@ -39,4 +47,5 @@ class Dependence(NamedTuple):
             with np.errstate(divide="ignore", invalid="ignore"):
                 found.append((split_gelman_rubin(some), effective_sample_size(some)))
         r_hat, ess = (np.concatenate(x) for x in zip(*found, strict=True))
+        ess = np.where(ess < 1.0, 1.0, ess)  # what NumPyro's rounds to below zero, of lost chains
         return cls(r_hat if num >= _FEWEST_SPLIT else np.full(dim, np.nan), ess)

@@ -180,7 +180,8 @@ def disagreement(sums: Any, factor: np.ndarray) -> np.ndarray:
         return np.full(factor.shape[0], np.nan)
     means = np.stack([_push(t[1] / t[0], factor) for t in each])
     within = np.mean([_variances(_moments(list(t))[2], factor) for t in each], 0)
-    return np.sqrt(1.0 + means.var(0, ddof=1) / within)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # of lost chains
+        return np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, 0.0))
 
 
 def posterior_covariance(

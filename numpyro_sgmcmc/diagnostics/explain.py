@@ -11,6 +11,7 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.diagnostics.dependence import shown_r_hat
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, needs_data
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
@@ -136,7 +137,7 @@ def _start(adaptation: Adaptation, weighed: Weighed | None) -> str:
         return f"Where {where}: all that a warm-up looks for was given."
     if not weighed.windows:
         return "Where pilot chains came to, about the place where most of the mass is."
-    agree = f"R-hat {weighed.r_hat:.2f} in the last of {weighed.windows} windows"
+    agree = f"R-hat {shown_r_hat(weighed.r_hat)} in the last of {weighed.windows} windows"
     if not adaptation.has_region:
         return f"Pilot chains found no single region ({agree}): in units of the prior's sds."
     modes = len(adaptation.other_modes)

@@ -9,6 +9,7 @@ import numpy as np
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.diagnostics.dependence import shown_r_hat
 from numpyro_sgmcmc.diagnostics.estimates import Estimates
 from numpyro_sgmcmc.diagnostics.evidence import Evidence
 from numpyro_sgmcmc.diagnostics.site_bias import VERDICTS, SiteBias
@@ -170,7 +171,7 @@ class BiasReport:
                     100 * FAR,
                     "{:+.1f} % ± {:.1f} %",
                 ),
-                f"{s.r_hat:.2f}" if np.isfinite(s.r_hat) else "-",
+                shown_r_hat(s.r_hat),
                 f"{s.ess:.0f}" if np.isfinite(s.ess) else "-",
                 s.verdict,
             )
@@ -182,9 +183,12 @@ class BiasReport:
         heat = f"configurational {configurational.value:.3f} ± {configurational.error:.3f}"
         if np.isfinite(kinetic.value):
             heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
+        widens = f"at most {100 * self.noise_inflation:.1f} %"
+        if self.noise_inflation > FAR:
+            widens = f"far more than {100 * FAR:,.0f} %"
         noise = (
             f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
-            f"sds by at most {100 * self.noise_inflation:.1f} %."
+            f"sds by {widens}."
         )
         if np.isnan(self.noise_variance):
             noise = "Gradient noise: not measured, because the warm-up had nothing to look for."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numpyro_sgmcmc.diagnostics.dependence import shown_r_hat
 from numpyro_sgmcmc.diagnostics.site_bias import (
     FEWEST_DRAWS,
     MEAN_TOLERANCE,
@@ -47,9 +48,8 @@ def verdict_of(report: BiasReport) -> str:
             else "and what the report says of them means little: run longer; chains that still "
             "disagree then are in different modes."
         )
-        said.append(
-            f"Chains disagree on {_names(apart)} (R-hat up to {worst.r_hat:.2f}), {meaning}"
-        )
+        r_hat = shown_r_hat(worst.r_hat)
+        said.append(f"Chains disagree on {_names(apart)} (R-hat up to {r_hat}), {meaning}")
     said += [finding.sentence for finding in report.findings]
     said += [_of_neck(report, site) for site in _sites_with_necks(report)]
     measured = [s for s in biased if sentence(s)]
@@ -68,7 +68,7 @@ def _fine(report: BiasReport) -> str:
     """That all is right, and what that rests on."""
     rests_on = []
     if np.isfinite(report.r_hat).any():
-        rests_on.append(f"R-hat is at most {np.nanmax(report.r_hat):.3f}")
+        rests_on.append(f"R-hat is at most {shown_r_hat(np.nanmax(report.r_hat), 3)}")
     if np.isfinite(report.ess).any():
         rests_on.append(f"the smallest effective sample size is {np.nanmin(report.ess):.0f}")
     if num := report.evidence.num_looked_at:
@@ -95,8 +95,8 @@ def _of_unclear(report: BiasReport, unclear: list[SiteBias]) -> list[str]:
     if unsettled:
         worst = max(unsettled, key=lambda s: s.r_hat)
         said.append(
-            f"Chains do not quite agree on {_names(unsettled)} (R-hat up to {worst.r_hat:.2f}): "
-            "draw more."
+            f"Chains do not quite agree on {_names(unsettled)} (R-hat up to "
+            f"{shown_r_hat(worst.r_hat)}): draw more."
         )
     narrow = _sites_with_necks(report)
     if rest := [s for s in unclear if s not in few + unsettled and s.site not in narrow]:
@@ -152,8 +152,11 @@ def sentence(s: SiteBias) -> str:
 
 def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
     """What to change, and what it costs."""
-    if any(finding.kind == "hidden" for finding in report.findings):
+    kinds = {finding.kind for finding in report.findings}
+    if "hidden" in kinds:
         return "No step size and no minibatch mends what the gradient does not know."
+    if "coupled" in kinds:
+        return "No step size mends rows that do not add up."
     halve = f"halve the step size (to {report.step_size / 2:.2g}; twice the cost of a draw)"
     # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
     excess = max(s.sd_inflation for s in biased)

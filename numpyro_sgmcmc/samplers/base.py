@@ -276,10 +276,12 @@ class SGMCMCKernel(Shown, MCMCKernel):
                 init_params = None  # Gibbs gives draws from the prior, constrained
             num_chains = len(rng_key) if is_batch else None
             init_params = accepted_start(init_params, target, concrete, num_chains)
-            adaptation = self._adapt(target, concrete, init_params, is_batch)
-            located = self._located_dynamics(target, adaptation.whitening)
             if target.dim:
-                self._refuse_bad_functions(located, target)
+                self._refuse_bad_functions(target)
+            adaptation = self._adapt(target, concrete, init_params, is_batch)
+            if target.dim:
+                located = self._located_dynamics(target, adaptation.whitening)
+                self._refuse_bad_metric(located, target)
         self._cache.be_ready(arguments, num_warmup)
         state = start_chains(self._plan, self._dynamics, rng_key, init_params, concrete)
         if is_block:
@@ -382,8 +384,11 @@ class SGMCMCKernel(Shown, MCMCKernel):
         """The SDE; for kernels whose SDE depends on the position, told where that is."""
         return self._dynamics
 
-    def _refuse_bad_functions(self, dynamics: Dynamics, target: Target) -> None:
-        """Refuse users' functions of which no SDE can be made, before any step."""
+    def _refuse_bad_functions(self, target: Target) -> None:
+        """Refuse users' functions of which no SDE can be made, before the warm-up."""
+
+    def _refuse_bad_metric(self, dynamics: Dynamics, target: Target) -> None:
+        """The same for functions of the sites' own coordinates, which the warm-up has found."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cache": self._cache.without_data()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +39,12 @@ def _refuse_bad_values(dynamics: Recipe, z: Array, dim: int) -> None:
     if diffusion.shape not in ((n,), (n, n)):
         raise Refusal(
             f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
-            f"position): return shape ({n},) or ({n}, {n})."
+            f"position and {n - dim} by `auxiliary`): return shape ({n},) or ({n}, {n})."
         )
     if curl.shape != (n, n):
         raise Refusal(
             f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
-            f"position): return shape ({n}, {n})."
+            f"position and {n - dim} by `auxiliary`): return shape ({n}, {n})."
         )
     if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
         raise Refusal("`diffusion` and `curl` must be finite, but are not everywhere.")
@@ -139,7 +139,9 @@ class RecipeKernel(SGMCMCKernel):
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
         super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
 
-    def _refuse_bad_functions(self, dynamics: Any, target: Target) -> None:
+    def _refuse_bad_functions(self, target: Target) -> None:
+        dynamics = self._dynamics
+        assert isinstance(dynamics, Recipe)
         dim, origin = target.dim, jnp.zeros(target.dim)
         for q in (origin, *typical_positions(origin)):
             drawn = checks.returned(

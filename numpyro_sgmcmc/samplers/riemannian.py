@@ -105,7 +105,7 @@ class MetricKernel(SGMCMCKernel):
         assert isinstance(self._dynamics, (Riemannian, RiemannianLangevin))
         return replace(self._dynamics, inverse_metric=inverse_metric)
 
-    def _refuse_bad_functions(self, dynamics: Any, target: Target) -> None:
+    def _refuse_bad_metric(self, dynamics: Any, target: Target) -> None:
         origin = jnp.zeros(target.dim, target.dtype)
         at = [origin, *typical_positions(origin)]
         values = [checks.returned("inverse_metric", dynamics.inverse_metric, q) for q in at]

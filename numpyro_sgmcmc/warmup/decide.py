@@ -36,6 +36,7 @@ from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
+    excess_by_noise,
     shorten_until_right,
     stiff_step_size,
 )
@@ -196,7 +197,8 @@ def _step_size(
     """The user's step size, or the one found, shortened where the SDE's settings are unusual."""
     settings, target = context.settings, context.target
     if settings.step_size is not None:
-        return settings.step_size, inflation
+        given = settings.step_size, settings.noise_compensation
+        return settings.step_size, excess_by_noise(settings.dynamics, noise, *given)
     located = settings.locate(whitening.cast(target.dtype))
     if located.has_default_settings:
         return step_size, inflation

@@ -19,6 +19,7 @@ __all__ = [
     "MAX_NUM_STEPS",
     "choose_num_steps",
     "choose_step_size",
+    "excess_by_noise",
     "shorten_until_right",
     "stiff_step_size",
 ]
@@ -57,20 +58,26 @@ def choose_step_size(
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
     step_size = stiff_step_size(dynamics, largest, curvature)
-
-    def inflation() -> float:
-        """The part of noise that differs from place to place, and what exceeds the injected."""
-        if not is_compensated:
-            return noise.inflation(dynamics, step_size)
-        share = dynamics.noise_inflation(noise.variance, step_size)
-        return max(noise.varying, _UNCERTAIN) * min(share, 1.0) + max(share - 1.0, 0.0)
-
     shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     while step_size > shortest:
-        if inflation() <= target_bias / 2.0:
+        if excess_by_noise(dynamics, noise, step_size, is_compensated) <= target_bias / 2.0:
             break
         step_size = max(0.99 * step_size, shortest)
-    return step_size, inflation()
+    return step_size, excess_by_noise(dynamics, noise, step_size, is_compensated)
+
+
+def excess_by_noise(
+    dynamics: Dynamics, noise: Noise, step_size: float, is_compensated: bool
+) -> float:
+    """The relative excess of the posterior variance that the gradient's noise makes.
+
+    :param is_compensated: then it is the part of noise that differs from place to place, and what
+        exceeds the injected.
+    """
+    if not is_compensated:
+        return noise.inflation(dynamics, step_size)
+    share = dynamics.noise_inflation(noise.variance, step_size)
+    return max(noise.varying, _UNCERTAIN) * min(share, 1.0) + max(share - 1.0, 0.0)
 
 
 @partial(jax.jit, static_argnames=("dynamics", "scheme", "dim", "num_chains", "num_steps"))

@@ -166,3 +166,11 @@ def test_refusals(told):
 def test_axes_must_be_three():
     with pytest.raises(ValueError, match="three matplotlib axes"):
         plot_warmup(run(), axes=[1, 2])
+
+
+def test_what_is_predicted_is_of_the_step_that_is_given():
+    def predicted(**given):
+        told = page(run(gradient="plain", num_steps=5, **given))["Predicted"]
+        return float(told.split()[1])
+
+    assert predicted(step_size=0.2) > 2.0 * predicted(step_size=0.05) > 0.0
