@@ -57,8 +57,9 @@ def check_invariance(
     :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
         is neither Gaussian nor separable.
     :param scheme: the scheme whose steps are read. Default: the dynamic's first.
-    :param dim: number of coordinates. The cost grows as 4 to the power of the number of normal
-        entries a step takes: 1 (default) or 2.
+    :param dim: number of coordinates. One (default) does not see how coordinates act on each
+        other, or that they differ: take 2 where they do. The cost grows as 4 to the power of the
+        number of normal entries a step takes.
     :param states: flat states to check at, position first, shape ``(m, n)``. Default: five random
         ones. Give some where the dynamic is smooth if it has kinks.
     :return: absolute residuals, shape ``(m,)``.

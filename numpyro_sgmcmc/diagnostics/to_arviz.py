@@ -36,6 +36,8 @@ from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
 
 __all__ = ["LooEstimate", "loo", "to_arviz"]
 
+_LARGE_K = 0.7
+
 
 class LooEstimate(NamedTuple):
     """
@@ -54,6 +56,17 @@ class LooEstimate(NamedTuple):
     p_loo: float
     pareto_k: np.ndarray
     rows: np.ndarray
+
+    def __str__(self) -> str:
+        bad = int((self.pareto_k > _LARGE_K).sum())
+        return (
+            f"elpd   {self.elpd:.1f}\n"
+            f"se     {self.se:.1f}, and {self.subsampling_se:.1f} because {len(self.rows):,} rows "
+            "were looked at\n"
+            f"p_loo  {self.p_loo:.1f}\n"
+            f"k      at most {self.pareto_k.max():.2f}; above {_LARGE_K:g}, and not to be trusted, "
+            f"for {bad} of these rows"
+        )
 
 
 def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:

@@ -125,6 +125,8 @@ def test_leave_one_out(mcmc):
     assert 0.4 < np.sqrt(np.mean(errors**2)) < 2.0
     assert np.mean([s.subsampling_se for s in some]) < 0.1 * every.se
     assert some[0].pareto_k.shape == some[0].rows.shape == (40,)
+    assert f"elpd   {some[0].elpd:.1f}" in str(some[0])
+    assert len(str(some[0]).splitlines()) == 4
 
 
 @pytest.mark.slow
