@@ -194,7 +194,7 @@ def _gradient(kernel: SGMCMCKernel, adaptation: Adaptation, weighed: Weighed | N
         f"{_ESTIMATORS[name]} {_short(of_random)} and {_short(of_blocks)}"
         for name, (of_random, of_blocks) in weighed.noise.items()
     ]
-    return f"{told}. Variance of the noise, of random rows and of blocks: {'; '.join(each)}."
+    return f"{told}. Mean variance of the noise, of random rows and of blocks: {'; '.join(each)}."
 
 
 def _short(x: float) -> str:

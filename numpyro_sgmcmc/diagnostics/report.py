@@ -187,8 +187,8 @@ class BiasReport:
         if self.noise_inflation > FAR:
             widens = f"far more than {100 * FAR:,.0f} %"
         noise = (
-            f"Gradient noise: variance {self.noise_variance:.3g} in whitened units, which widens "
-            f"sds by {widens}."
+            f"Gradient noise: variance {self.noise_variance:.3g} in the noisiest whitened "
+            f"coordinate, which widens sds by {widens}."
         )
         if np.isnan(self.noise_variance):
             noise = "Gradient noise: not measured, because the warm-up had nothing to look for."
