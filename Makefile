@@ -82,6 +82,7 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/routes.py --output docs/gallery/routes.png
 	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
+	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
