@@ -83,6 +83,7 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
 	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
+	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
