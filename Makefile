@@ -84,6 +84,7 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
 	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
 	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
+	$(bin)/python examples/on_disk.py --output docs/gallery/on-disk.png
 
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py

@@ -9,7 +9,7 @@ import pytest
 from matplotlib import pyplot
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-GALLERY = ["routes", "lateness", "made_up_time", "return_time", "cancellations"]
+GALLERY = ["routes", "lateness", "made_up_time", "return_time", "cancellations", "on_disk"]
 
 
 @pytest.mark.slow
