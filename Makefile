@@ -82,6 +82,9 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/routes.py --output docs/gallery/routes.png
 	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
+	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
+	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
+	$(bin)/python examples/on_disk.py --output docs/gallery/on-disk.png
 
 # Each table also goes into benchmarks/results, one file for each Python, with day and versions.
 benchmarks: export BENCHMARK_RESULTS = benchmarks/results

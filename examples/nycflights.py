@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-__all__ = ["read_airlines", "read_flights", "style"]
+__all__ = ["read_airlines", "read_flights", "read_schedule", "style"]
 
 INK = "#22303c"
 
@@ -17,6 +17,11 @@ def _table(name: str) -> pd.DataFrame:
     return pd.read_csv(Path(package.submodule_search_locations[0]) / "data" / name)
 
 
+def read_schedule() -> pd.DataFrame:
+    """All 336,776 flights, cancelled ones among them, by date."""
+    return _table("flights.csv.zip")
+
+
 def read_flights(num_rows: int | None = None) -> pd.DataFrame:
     """Flights that arrived somewhere.
 
@@ -25,7 +30,7 @@ def read_flights(num_rows: int | None = None) -> pd.DataFrame:
 
     :param num_rows: how many of them, default all 327,346.
     """
-    flights = _table("flights.csv.zip").dropna(subset=["arr_delay"])
+    flights = read_schedule().dropna(subset=["arr_delay"])
     return flights.sample(frac=1, random_state=2013)[:num_rows]
 
 

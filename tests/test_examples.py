@@ -9,10 +9,11 @@ import pytest
 from matplotlib import pyplot
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-GALLERY = ["routes", "lateness", "made_up_time"]
+GALLERY = ["routes", "lateness", "made_up_time", "return_time", "cancellations", "on_disk"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # on few rows the warm-up has a word to say
 @pytest.mark.parametrize("name", GALLERY)
 def test_script(name, monkeypatch, tmp_path, capsys):
