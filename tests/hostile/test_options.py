@@ -312,11 +312,12 @@ def recipe(**functions: Any) -> Any:
 
 
 def check_dynamics(kernel: Any) -> None:
-    """The checks that follow the warm-up, without it."""
+    """The checks before and after the warm-up, without it."""
     arguments = Arguments(table(6), {"batch_size": 2})
     target = model_target(by_index, arguments, init_to_uniform)
     whitening = Whitening(jnp.zeros(2), jnp.ones(2))
-    kernel._refuse_bad_functions(kernel._located_dynamics(target, whitening), target)
+    kernel._refuse_bad_functions(target)
+    kernel._refuse_bad_metric(kernel._located_dynamics(target, whitening), target)
 
 
 BAD_FUNCTIONS: dict[str, Callable] = {
