@@ -81,13 +81,22 @@ def minibatches_of(
         return
     first = {p.name: _first(p, rows) for group in groups for p in group}
     for group in groups:
-        for some in product(*(list(_of_plate(p, rows)) for p in group)):
+        for some in _together(group, rows):
             chosen = {p.name: w.rows[p.name] for p, w in zip(group, some, strict=True)}
             weight = float(np.prod([w.weight for w in some]))
             yield WeightedRows({**first, **chosen}, weight)
     if len(groups) > 1:
         # Each group is summed with the others held at their first rows.
         yield WeightedRows(first, 1.0 - len(groups))
+
+
+def _together(group: Sequence[Plate], rows: Indices | None) -> Iterator[tuple[WeightedRows, ...]]:
+    """Minibatches of plates that meet at a site, each with each; of one alone as they come, since
+    all of them have as many numbers as there are rows.
+    """
+    if len(group) == 1:
+        return ((some,) for some in _of_plate(group[0], rows))
+    return product(*(list(_of_plate(p, rows)) for p in group))
 
 
 def _first(plate: Plate, rows: Indices | None) -> np.ndarray:

@@ -1,5 +1,8 @@
 """What minibatch gradients tell, where it is known: passes over all rows, noise, its effects."""
 
+import tracemalloc
+from itertools import islice
+
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -55,6 +58,16 @@ def test_weighted_minibatches_are_all_rows(size, batch):
         weights += weight
     assert weights == pytest.approx(1)
     assert total == pytest.approx(prior + of_rows.sum())
+
+
+def test_minibatches_come_one_at_a_time():
+    """All of them have as many numbers as there are rows."""
+    tracemalloc.start()
+    some = list(islice(minibatches_of([[Plate("a", 10**7, 100)]]), 3))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [rows["a"][0] for rows, _ in some] == [0, 100, 200]
+    assert most < 10**6
 
 
 def test_weighted_minibatches_of_nested_plates_and_others():
