@@ -1,4 +1,4 @@
-"""Chen, Ding and Carin (2015), Table 2: sigmoid belief nets of digits by three samplers.
+"""Chen, Ding and Carin (2015), Table 1: sigmoid belief nets of digits by three samplers.
 
 The negative log likelihood of images kept apart, by SGLD, SGHMC with Euler steps and with the
 symmetric splitting. The paper has 60,000 digits of 28 x 28 pixels, 100 and 200 hidden units and

@@ -185,7 +185,7 @@ class BiasReport:
             heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
         widens = f"at most {100 * self.noise_inflation:.1f} %"
         if self.noise_inflation > FAR:
-            widens = f"far more than {100 * FAR:,.0f} %"
+            widens = f"more than {100 * FAR:,.0f} %"
         noise = (
             f"Gradient noise: variance {self.noise_variance:.3g} in the noisiest whitened "
             f"coordinate, which widens sds by {widens}."

@@ -79,7 +79,7 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@few(4)
+@few(6)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potentials_of_valid_models_are_numpyros(specimen, seed):
     with warnings.catch_warnings():
@@ -229,24 +229,36 @@ def test_data_outside_their_support_name_the_site(fn, values):
     refusal(lambda: start(model, table(6)[1], np.array(values * 3)), "'seen' (3 of 6 values)")
 
 
+BATCH_SIZES = st.one_of(
+    st.integers(-3, 9),
+    st.booleans(),
+    st.floats(allow_nan=True),
+    st.text(max_size=3),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.integers(1, 3).map(np.int64),
+    st.integers(1, 3).map(np.array),
+    st.integers(1, 3).map(jnp.asarray),
+    st.just(np.True_),
+    st.just(2 + 0j),
+)
+
+
 @pytest.mark.usefixtures("no_warm_up")
 @few(25)
-@given(
-    n=st.sampled_from([1, 4]),
-    batch=st.one_of(
-        st.integers(-3, 6),
-        st.booleans(),
-        st.floats(allow_nan=True),
-        st.text(max_size=3),
-        st.lists(st.integers(1, 3), max_size=2),
-        st.integers(1, 3).map(np.int64),
-        st.integers(1, 3).map(np.array),
-        st.integers(1, 3).map(jnp.asarray),
-        st.just(np.True_),
-        st.just(2 + 0j),
-    ),
-)
+@given(n=st.sampled_from([1, 4]), batch=BATCH_SIZES)
 def test_minibatch_sizes(n, batch):
+    check_minibatch_size(n, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_warm_up")
+@few(25)
+@given(n=st.integers(1, 6), batch=BATCH_SIZES)
+def test_minibatch_sizes_of_any_table(n, batch):
+    check_minibatch_size(n, batch)
+
+
+def check_minibatch_size(n, batch):
     """An integer from 1 to the plate's size, or an error that names the plate or its line."""
     X, y = table(n)
     call = lambda: start(by_index, X, y, batch_size=batch)  # noqa: E731
