@@ -1,17 +1,19 @@
-"""Programs compiled on a thread while others run: XLA takes no Python to compile.
+"""Programs compiled while others run, or with less effort.
 
-Of a short run compilation is most, and the stages of the warm-up come one after the other.
+Of a short run compilation is most, and the stages of the warm-up come one after the other; XLA
+takes no Python to compile, so that a thread can.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import jax
 
-__all__ = ["compile_ahead"]
+__all__ = ["compile_ahead", "quickly_compiled"]
 
 
 @cache
@@ -30,3 +32,8 @@ def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
     if jax.sharding.get_abstract_mesh().manual_axes:
         return  # within a chain per device, where JAX lowers nothing apart
     _compiler().submit(fn.lower(*args, **static).compile)
+
+
+def quickly_compiled(fn: Callable) -> Any:
+    """Jitted, of a function whose few runs cost nothing beside its compilation."""
+    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})

@@ -8,11 +8,11 @@ everywhere; with plain gradients in these, a chain goes from place to place.
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 from jax import random
 
 from numpyro_sgmcmc.posterior.estimators import Plain
+from numpyro_sgmcmc.warmup.ahead import quickly_compiled
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.effort import MANY_DIM
 from numpyro_sgmcmc.warmup.findings import Finding
@@ -89,7 +89,7 @@ def _prior_sds(context: Context) -> np.ndarray | None:
     target = context.target
     if target.start_by_prior is None:
         return None
-    draw = jax.jit(target.start_by_prior)
+    draw = quickly_compiled(target.start_by_prior)
     keys = map(random.key, range(min(_MOST_DRAWS, _NUMBERS // target.dim)))
     draws = np.stack([np.asarray(draw(key, context.arguments)) for key in keys])
     low, high = np.quantile(draws, (0.25, 0.75), axis=0)

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.warmup.ahead import quickly_compiled
 from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 
 __all__ = [
@@ -64,7 +65,7 @@ def first_positions(
     if init_params is not None and not is_traced(init_params):
         first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
         yield np.asarray(ravel_pytree(first)[0])
-    start = jax.jit(target.start)
+    start = quickly_compiled(target.start)
     for seed in range(_STARTS):
         yield np.asarray(start(random.key(SEED * _STARTS + seed), arguments))
 
@@ -76,7 +77,7 @@ def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:
     """
     if rows.target.start_by_prior is None:
         return
-    draw, first = jax.jit(rows.target.start_by_prior), SEED * num * _PRIOR_DRAWS
+    draw, first = quickly_compiled(rows.target.start_by_prior), SEED * num * _PRIOR_DRAWS
     keys = (random.key(first + k) for k in range(num * _PRIOR_DRAWS))
     positions = np.stack([np.asarray(draw(key, rows.arguments), np.float64) for key in keys])
     is_finite = np.asarray(np.isfinite(positions).all(1))
