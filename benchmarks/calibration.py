@@ -190,7 +190,7 @@ def main() -> None:
     """Run, test and draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--data-sets", type=int, default=200)
-    parser.add_argument("--only", nargs="*", choices=PROBLEMS, default=list(PROBLEMS))
+    parser.add_argument("--only", nargs="+", choices=PROBLEMS, default=list(PROBLEMS))
     parser.add_argument("--figure", type=Path, default=None, help="where to draw")
     parser.add_argument("--save", type=Path, help="file of finished data sets, added to")
     arguments = parser.parse_args()

@@ -270,7 +270,9 @@ def summary(cells: list[Outcome]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
+    parser.add_argument(
+        "--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS, metavar="PROBLEM"
+    )
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--bad", action="store_true", help="settings that are wrong on purpose")
     parser.add_argument("--rivals", action="store_true", help="SVI, HMCECS, BlackJAX")

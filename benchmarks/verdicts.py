@@ -244,7 +244,9 @@ def summarise(found: dict[Cell, Outcome]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
+    parser.add_argument(
+        "--only", nargs="+", default=list(PROBLEMS), choices=PROBLEMS, metavar="PROBLEM"
+    )
     parser.add_argument("--seeds", type=int, default=1, help="how many")
     parser.add_argument("--batch-size", type=int, help="in place of the problems' own")
     parser.add_argument("--save", type=Path, help="file of finished runs, added to")
