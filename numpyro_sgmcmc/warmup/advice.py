@@ -261,11 +261,16 @@ def _advise_of_integrator(context: Context, limits: Limits, step_size: float) ->
 
 def _larger(context: Context, draw: _Draw) -> str:
     """A larger minibatch and its steps, in words; or what spares it."""
-    gradient, plates = context.settings.gradient, context.target.plates
+    settings, plates, dynamics = context.settings, context.target.plates, context.settings.dynamics
     sizes = " and ".join(
         f"of '{p.name}' {'all' if draw.sizes[p.name] == p.size else 'about'} {draw.sizes[p.name]}"
         for p in plates
     )
-    is_plain = gradient is not None and not gradient.has_anchor
-    cure = ", or gradient='auto'" if is_plain else ""
-    return f"a larger subsample_size ({sizes}: {draw.num_steps} steps a draw){cure}"
+    cures = [f"a larger subsample_size ({sizes}: {draw.num_steps} steps a draw)"]
+    if settings.gradient is not None and not settings.gradient.has_anchor:
+        cures.append("gradient='auto'")
+    if settings.inverse_mass_matrix is not None:
+        cures.append("no inverse_mass_matrix of your own")
+    if isinstance(dynamics, Underdamped) and dynamics.friction != Underdamped.friction:
+        cures.append(f"the default friction of {Underdamped.friction}")
+    return ", or ".join(cures)

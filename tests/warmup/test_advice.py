@@ -31,6 +31,7 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
         "gradient": None,
         "minibatch": None,
         "noise_compensation": False,
+        "inverse_mass_matrix": None,
         "target_bias": 0.05,
         "dynamics": Underdamped(1.5),
     }
@@ -73,6 +74,18 @@ def test_sds_that_no_step_size_holds():
     assert kind == "about"
     of_draw = 1_000.0 * 100 / int(size) * (3.0 / int(num_steps)) / 3.0
     assert of_draw <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        ({"inverse_mass_matrix": np.ones(2)}, "no inverse_mass_matrix of your own"),
+        ({"dynamics": Underdamped(1e-4)}, "the default friction of 1.5"),
+    ],
+)
+def test_what_is_given_and_may_be_at_fault_is_named(given, cure):
+    (sentence,) = told(limits(1_000.0), taken=500, inflation=2.0, **given)
+    assert sentence.endswith(f"steps a draw), or {cure}.")
 
 
 def test_means_that_no_step_size_holds():
