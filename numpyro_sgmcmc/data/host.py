@@ -94,6 +94,7 @@ class HostArray(RowArray):
         self._ahead: list[tuple[np.ndarray, Future]] = []
         found = getattr(source, "_mmap", None)
         self._map = found if isinstance(found, mmap.mmap) else None
+        self._map_bytes = self._map.size() if self._map else 0
         self._mapped, self._resident_before = 0, _resident_file_bytes() or 0
         self._by_slices = hasattr(source, "chunks")
         self._on_read: Callable[[int], None] | None = None
@@ -175,6 +176,9 @@ class HostArray(RowArray):
 
     def _take(self, rows: np.ndarray) -> np.ndarray:
         """The source's rows; long runs of consecutive ones as slices, where those are cheaper."""
+        if self._map is not None and (size := self._map.size()) < self._map_bytes:
+            # To touch a page that a file no longer has ends the process, without a word.
+            raise OSError(f"its file had {self._map_bytes} bytes, and now has {size}")
         if type(self._rows) is np.ndarray:
             if self._map is None or self._rows.nbytes <= _RELEASE_BYTES:
                 return self._rows.take(rows, 0)

@@ -1,5 +1,6 @@
 """Rows that stay on the host: the draws of the same rows in memory, and how they are read."""
 
+import os
 import pickle
 import re
 import time
@@ -249,6 +250,16 @@ def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
         host.read(part)
         most = max(most, resident_file_pages())
     assert most - before < 100
+
+
+def test_a_file_that_has_become_shorter_is_told(tmp_path):
+    """The system would end the process, without a word."""
+    np.zeros(100_000, np.float32).tofile(tmp_path / "X.dat")
+    host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(10_000, 10)))
+    host.read(np.arange(9_990, 10_000))
+    os.truncate(tmp_path / "X.dat", 200_000)
+    with pytest.raises(RuntimeError, match=r"X\.dat.* 9990 .*had 400000 bytes, and now has 200000"):
+        host.read(np.arange(9_990, 10_000))
 
 
 def test_what_was_read_ahead_is_forgotten_with_the_run(long_run):
