@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -35,7 +36,8 @@ from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit, bias_report
 from numpyro_sgmcmc.checkpointing.codec import encode
 
 DISTURBANCES = ("killed", "stopped", "full disk", "data cut", "clock jumps")
-WIDTHS = (14, 7, 70)
+WIDTHS = (14, 7, 110)
+_ERROR = re.compile(r"\w*Error: ")
 
 
 def mcmc_of(folder: Path, samples: int) -> CheckpointedMCMC:
@@ -76,9 +78,18 @@ def outcome(folder: Path, samples: int) -> list[tuple]:
 
 
 def let_the_clock_jump() -> None:
-    """Each look at the time of day is up to a day off."""
+    """Every few seconds the time of day becomes another one, up to a day off."""
     right, chance = time.time, random.Random(0)
-    time.time = lambda: right() + chance.uniform(-86_400, 86_400)
+    offset, due = 0.0, 0.0
+
+    def wrong() -> float:
+        nonlocal offset, due
+        if time.monotonic() > due:
+            offset = chance.uniform(-86_400, 86_400)
+            due = time.monotonic() + chance.uniform(1.0, 5.0)
+        return right() + offset
+
+    time.time = wrong
 
 
 class Child:
@@ -88,9 +99,11 @@ class Child:
         command = [sys.executable, __file__, "--child", str(folder), "--samples", str(samples)]
         command += ["--wrong-clock"] * has_wrong_clock
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs")}
-        self.folder, self.said = folder, folder.parent / "said.txt"
-        with self.said.open("w") as out:
-            self.process = subprocess.Popen(command, env=os.environ | cache, stderr=out)
+        self.folder = folder
+        # Not into a file, which a full disk would keep short.
+        self.process = subprocess.Popen(
+            command, env=os.environ | cache, stderr=subprocess.PIPE, text=True
+        )
 
     def kill(self) -> None:
         self.process.kill()
@@ -109,14 +122,16 @@ class Child:
 
     def end(self) -> str:
         """How it ended."""
-        code = self.process.wait()
-        lines = [line for line in self.said.read_text().splitlines() if line.strip()]
+        text, code = self.process.communicate()[1], self.process.returncode
         if code == 0:
             return "ended well"
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
-        last = lines[-1] if lines else "nothing said"
-        return last if len(last) <= WIDTHS[2] else last[: WIDTHS[2] - 3] + "..."
+        errors = [line for line in text.splitlines() if _ERROR.match(line)]
+        if not errors:
+            print(text)  # of which there must be none
+            return "ended without a sentence"
+        return errors[-1] if len(errors[-1]) <= WIDTHS[2] else errors[-1][: WIDTHS[2] - 3] + "..."
 
 
 def run_disturbed(
@@ -136,7 +151,7 @@ def run_disturbed(
         child = Child(folder, samples, what == "clock jumps")
         try:
             child.process.wait(chance.uniform(0.0, longest))
-            what = "none"  # it was ready before
+            what = what if what == "clock jumps" else "none"  # it was ready before
         except subprocess.TimeoutExpired:
             ways[what](child)
         ended = child.end()

@@ -305,6 +305,7 @@ def main() -> None:
         if cell not in kept and args.save:
             write_outcome(args.save, cell, o)
         show(problem, setting or label, o)
+        jax.clear_caches()  # compiled programs hold mappings of memory, which are limited
         if not args.rivals and not PROBLEMS[problem].hard:
             cells.append(o)
     if cells:

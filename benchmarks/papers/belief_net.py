@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import belief_net_model as net
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import output
 from jax.nn import logsumexp
@@ -72,7 +71,7 @@ class Outcome(NamedTuple):
 
 H, FRICTIONS = (0.0005, 0.0015, 0.005, 0.015), (10.0, 50.0)
 SAMPLERS = {
-    "SGLD": Sampler(SGLD, (1e-6, 1e-5, 1e-4, 1e-3)),
+    "SGLD": Sampler(SGLD, (1e-5, 1e-4, 1e-3, 3e-3)),
     "SGHMC, Euler": Sampler(SGHMC, H, FRICTIONS),
     "SGHMC, splitting": Sampler(SGHMCSplit, H, FRICTIONS),
 }
@@ -237,18 +236,6 @@ def annealing_error(images: np.ndarray, size: Size) -> None:
     )
 
 
-def draw(found: dict[str, dict[Setting, Outcome]]) -> Any:
-    figure, ax = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
-    for name, runs in found.items():
-        for friction in dict.fromkeys(f for _, f in runs):
-            steps = sorted(h for h, f in runs if f == friction and shown(runs[h, f]) != "explodes")
-            label = name if friction is None else f"{name}, friction {friction:g}"
-            ax.plot(steps, [runs[h, friction].nll for h in steps], marker="o", ms=3, label=label)
-    ax.set(xscale="log", xlabel="step size h", ylabel="negative log likelihood an image")
-    ax.legend(fontsize=8, frameon=False)
-    return figure
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small part, on made-up images")
@@ -265,8 +252,6 @@ def main() -> None:
     annealing_error(images, few)
     found = {name: on_grid(name, images, size) for name in SAMPLERS}
     tell(found, size.units)
-    if not asked.quick:
-        output.save(draw(found), "belief_net")
 
 
 if __name__ == "__main__":
