@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, Gibbs
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
@@ -26,9 +26,11 @@ from numpyro_sgmcmc.diagnostics.function_bias import (
     differentiable,
 )
 from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
+from numpyro_sgmcmc.diagnostics.gibbs import report_of_gibbs
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import (
     coordinate_names,
+    evenly,
     finished_run,
     needs_data,
     unconstrained_draws,
@@ -37,13 +39,15 @@ from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["bias_report"]
 
+_DRAWS, _DRAWS_OF_GIBBS = 400, 1_600  # at which gradients are taken on all rows
+
 
 def bias_report(
     mcmc: MCMC,
     fn: Callable[..., Any] | None = None,
     *rows: Any,
     full_data: bool = False,
-    num_draws: int = 400,
+    num_draws: int | None = None,
 ) -> BiasReport:
     """What a finished run says of its own bias.
 
@@ -63,7 +67,10 @@ def bias_report(
 
         bias_report(mcmc, mean, X_test)
 
-    :param mcmc: a run of one of this package's kernels.
+    Of NumPyro's Gibbs with blocks of this package's kernels all continuous sites are judged, in
+    whichever block, by gradients on all rows at draws; discrete sites are taken as given.
+
+    :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
     :param fn: a function of one draw, a dict of values by site, and rows, that returns real numbers
         or a dict of arrays of them and has second derivatives; as in
         :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
@@ -73,14 +80,23 @@ def bias_report(
     :param full_data: whether to take gradients on all rows at some of the draws in place of the
         run's minibatch gradients. Sharper where those are noisy; costs ``num_draws`` passes over
         the data.
-    :param num_draws: number of draws for ``full_data``, taken evenly. Default 400.
+    :param num_draws: number of draws for ``full_data``, taken evenly. Default 400; for NumPyro's
+        Gibbs, whose runs are judged by such gradients alone, 1,600.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
         are not real and finite; and with a function where gradients at draws are not to be had
         without ``full_data``.
     """
-    kernel = finished_run(mcmc, "bias_report")
-    checks.positive_int("num_draws", num_draws)
+    if num_draws is not None:
+        checks.positive_int("num_draws", num_draws)
     checks.is_bool("full_data", full_data)
+    if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
+        if fn is not None:
+            raise Refusal(
+                "`bias_report` tells the bias of parameters alone for runs of Gibbs: leave out the "
+                "function, or let one kernel move all sites."
+            )
+        return report_of_gibbs(mcmc, num_draws or _DRAWS_OF_GIBBS)
+    kernel = finished_run(mcmc, "bias_report")
     if rows and fn is None:
         raise Refusal("`bias_report` takes rows only after a function of the draws.")
     functions = None if fn is None else _functions(mcmc, kernel, fn, rows)
@@ -93,7 +109,7 @@ def bias_report(
         raise Refusal(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
-    exact = _at_all_rows(mcmc, kernel, num_draws) if full_data else None
+    exact = _at_all_rows(mcmc, kernel, num_draws or _DRAWS) if full_data else None
     if exact is None:
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
     else:
@@ -200,7 +216,7 @@ def _at_all_rows(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> LookedAt:
     """Some of the draws, and the gradients on all rows there."""
     positions = unconstrained_draws(mcmc, kernel)
     per_chain = -(-num_draws // len(positions))
-    positions = positions[:, :: max(1, positions.shape[1] // per_chain)]
+    positions = positions[:, evenly(positions.shape[1], per_chain)]
     flat = positions.reshape(-1, positions.shape[-1])
     gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
     return LookedAt.of(positions, gradients)

@@ -61,9 +61,7 @@ class Evidence(NamedTuple):
         coordinates = coordinates_of_chains(mcmc.last_state)
         away = away_from_first(coordinates)
         bend = Bend.of((draws - away).reshape(-1, draws.shape[-1]))
-        bent = draws.copy()
-        bent[..., bend.where] = bend.straight(draws)
-        dependence = Dependence.of(draws if away.any() else bent)
+        dependence = Dependence.of(draws if away.any() else _bent(draws, bend))
         # One chain's halves that differ do not tell of modes, but of too few draws: so does ESS.
         several = np.fmax(dependence.r_hat, r_hat) if len(draws) > 1 else r_hat
         dependence = dependence._replace(r_hat=several)
@@ -83,6 +81,28 @@ class Evidence(NamedTuple):
         narrow = _necks(looked_at, kernel.dynamics, step_size)
         num = looked_at.positions[..., 0].size
         return cls(tuple(witnesses), dependence, bend.where, narrow, num)
+
+    @classmethod
+    def of_draws(cls, draws: np.ndarray, own: Witness, exact: LookedAt) -> Evidence:
+        """That of draws of any kernel.
+
+        :param draws: all of them, shape ``(chains, draws, d)``.
+        :param own: what the gradients tell.
+        :param exact: gradients on all rows at some of the draws.
+        """
+        bend = Bend.of(draws.reshape(-1, draws.shape[-1]))
+        dependence = Dependence.of(_bent(draws, bend))
+        if len(draws) == 1:  # halves that differ do not tell of modes
+            dependence = dependence._replace(r_hat=np.full_like(dependence.r_hat, np.nan))
+        own = own.replaced(bend.where, _of_tails(exact, bend))
+        return cls((own,), dependence, bend.where, (), 0)
+
+
+def _bent(draws: np.ndarray, bend: Bend) -> np.ndarray:
+    """The draws, those with heavy tails straightened."""
+    bent = draws.copy()
+    bent[..., bend.where] = bend.straight(draws)
+    return bent
 
 
 def _necks(looked_at: LookedAt, dynamics: Dynamics, step_size: float) -> tuple[Neck, ...]:

@@ -20,7 +20,7 @@ from numpyro_sgmcmc.warmup.findings import Finding
 __all__ = ["BiasReport"]
 
 
-_TOLD = {"modes": "one mode", "visited": "apart", "no region": "fine"}
+_TOLD = {"modes": "one mode", "visited": "apart", "no region": "fine", "unsettled": "unclear"}
 """Verdicts by kind of the warm-up's findings; of all others, biased."""
 
 
@@ -45,6 +45,7 @@ class BiasReport:
     :param is_of_functions: whether it is on values of functions of the draws, each as a site, in
         place of the parameters.
     :param clip_gradient: to which norm the run has cut its gradients, or None.
+    :param notes: what else there is to know of how it was told.
     """
 
     names: list[tuple[str, str]]
@@ -61,6 +62,7 @@ class BiasReport:
     full_data: bool
     is_of_functions: bool = False
     clip_gradient: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def sites(self) -> list[SiteBias]:
@@ -191,7 +193,8 @@ class BiasReport:
             f"coordinate, which widens sds by {widens}."
         )
         if np.isnan(self.noise_variance):
-            noise = "Gradient noise: not measured, because the warm-up had nothing to look for."
+            reason = ", because the warm-up had nothing to look for" * (not self.notes)
+            noise = f"Gradient noise: not measured{reason}."
         gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
         if num := self.evidence.num_looked_at:
             gradients += f", and from gradients at {num} draws"
@@ -208,6 +211,7 @@ class BiasReport:
             f"Temperature (1 where exact): {heat}.",
             noise,
             *[of_tails] * bool(heavy),
+            *self.notes,
         ]
 
     def to_dataset(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,12 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import biject_to
 from numpyro.infer import MCMC
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import unconstrain_fn
 
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["coordinate_names", "finished_run", "needs_data", "unconstrained_draws"]
+__all__ = [
+    "coordinate_names",
+    "evenly",
+    "finished_run",
+    "names_of_coordinates",
+    "needs_data",
+    "unconstrained",
+    "unconstrained_draws",
+]
 
 
 def finished_run(mcmc: Any, wanted_by: str, tells_bias: bool = True) -> SGMCMCKernel:
@@ -67,6 +78,16 @@ def coordinate_names(mcmc: MCMC) -> list[tuple[str, str]]:
     z = mcmc.last_state.z
     if mcmc.num_chains > 1:
         z = jax.tree.map(lambda x: x[0], z)
+    return _names(z)
+
+
+def names_of_coordinates(target: Target) -> list[tuple[str, str]]:
+    """The same of a model's posterior."""
+    assert target.sites is not None
+    return _names({s.name: np.zeros(s.shape) for s in target.sites})
+
+
+def _names(z: Any) -> list[tuple[str, str]]:
     names: list[tuple[str, str]] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
         site = str(getattr(path[0], "key", "z")) if path else "z"
@@ -77,8 +98,17 @@ def coordinate_names(mcmc: MCMC) -> list[tuple[str, str]]:
 
 def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
     """The draws as flat unconstrained positions, shape ``(chains, draws, d)``."""
+    return unconstrained(mcmc, kernel.target, kernel._model)
+
+
+def unconstrained(
+    mcmc: MCMC, target: Target, model: Callable | None, given: dict[str, jax.Array] | None = None
+) -> jax.Array:
+    """The draws as flat unconstrained positions of a posterior, shape ``(chains, draws, d)``.
+
+    :param given: draws of the sites that the posterior is conditioned on.
+    """
     samples = mcmc.get_samples(group_by_chain=True)
-    target = kernel.target
     if target.sites is None:
         z = samples
     else:
@@ -91,8 +121,17 @@ def unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
         if all(s.support is not None for s in target.sites):
             z = {s.name: biject_to(s.support).inv(z[s.name]) for s in target.sites}
         else:
-            one = lambda x: unconstrain_fn(kernel._model, mcmc._args, mcmc._kwargs, x)  # noqa: E731
-            z = jax.vmap(jax.vmap(one))(z)
+            by_gibbs = {} if given is None else {GIBBS_SITES_KWARG: given}
+
+            def one(values: dict[str, Any], others: dict[str, Any]) -> Any:
+                return unconstrain_fn(model, mcmc._args, {**mcmc._kwargs, **others}, values)
+
+            z = jax.vmap(jax.vmap(one))(z, by_gibbs)
             z = {s.name: z[s.name] for s in target.sites}
     leaves = jax.tree.leaves(z)
     return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], -1).astype(target.dtype)
+
+
+def evenly(num: int, wanted: int) -> slice:
+    """About so many of ``num`` draws, at least as many where there are, as far apart as can be."""
+    return slice(None, None, max(1, num // wanted))

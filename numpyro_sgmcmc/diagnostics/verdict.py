@@ -158,6 +158,8 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
     if "coupled" in kinds:
         return "No step size mends rows that do not add up."
     halve = f"halve the step size (to {report.step_size / 2:.2g}; twice the cost of a draw)"
+    if np.isnan(report.step_size):  # of several blocks
+        halve = "halve the step size of each block (twice the cost of a draw)"
     # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
     excess = max(s.sd_inflation for s in biased)
     if excess > SD_TOLERANCE and report.noise_inflation > 0.5 * excess:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays
@@ -25,16 +26,31 @@ def with_held(fn: Callable, z: Any, held: Arguments) -> Any:
 
 
 @partial(jax.jit, static_argnames="target")
-def _full_gradients(target: Target, positions: Array, held: Arguments) -> Array:
+def _full_gradients(
+    target: Target, positions: Array, held: Arguments, given: dict[str, Array] | None
+) -> Array:
     arguments = held.read()
-    return jax.lax.map(lambda q: target.full_gradient(q, arguments), positions)
+
+    def one(x: tuple[Array, dict[str, Array] | None]) -> Array:
+        position, values = x
+        if values is None:
+            return target.full_gradient(position, arguments)
+        kwargs = {**arguments.kwargs, GIBBS_SITES_KWARG: values}
+        return target.full_gradient(position, Arguments(arguments.args, kwargs))
+
+    return jax.lax.map(one, (positions, given))
 
 
 def full_gradients(
-    target: Target, held: HeldArrays, positions: Array, arguments: Arguments
+    target: Target,
+    held: HeldArrays,
+    positions: Array,
+    arguments: Arguments,
+    given: dict[str, Array] | None = None,
 ) -> Array:
     """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``.
 
+    :param given: for a block of Gibbs, values of the other sites at each position, ``(m, ...)``.
     :raises ValueError: for a model with local sites.
     """
     if target.locals is not None:
@@ -44,4 +60,6 @@ def full_gradients(
         )
     shown = passes_shown("gradients on all rows", arguments.hosts, len(positions))
     with plain_failures(arguments.hosts), shown:
-        return jax.block_until_ready(_full_gradients(target, positions, held.hold(arguments)))
+        return jax.block_until_ready(
+            _full_gradients(target, positions, held.hold(arguments), given)
+        )

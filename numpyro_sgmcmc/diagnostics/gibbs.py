@@ -1,0 +1,180 @@
+r"""The bias of runs of NumPyro's Gibbs: of all blocks together.
+
+The moments that a block keeps are of little use here. Given the others its law may be right where
+its own is not, since they pass their errors on; and what is wrong in it is less wrong in its
+marginal, the more it follows the others. With :math:`\rho` the correlation of two coordinates in
+blocks of their own and a variance that the first block's steps make :math:`1 + \epsilon` times too
+large given the second, the marginal variances are
+
+.. math::
+
+    1 + \frac{\epsilon}{1 + \rho^2} \quad\text{and}\quad 1 + \frac{\rho^2\epsilon}{1 + \rho^2},
+
+while the blocks' own moments tell :math:`1 + \epsilon` and 1. So gradients of the joint posterior
+are taken at draws, after the run, in the coordinates of all blocks: Stein's identity does not ask
+how draws have come about. Where a site is discrete they are those given it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpyro.infer import MCMC, Gibbs
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
+
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays
+from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
+from numpyro_sgmcmc.diagnostics.dependence import Dependence, shown_r_hat
+from numpyro_sgmcmc.diagnostics.estimates import estimate
+from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
+from numpyro_sgmcmc.diagnostics.report import BiasReport
+from numpyro_sgmcmc.diagnostics.runs import evenly, names_of_coordinates, unconstrained
+from numpyro_sgmcmc.diagnostics.site_bias import SMALL_R_HAT
+from numpyro_sgmcmc.posterior.read import read
+from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.samplers.base import SGMCMCKernel
+from numpyro_sgmcmc.samplers.compiled import full_gradients
+from numpyro_sgmcmc.samplers.reading import read_model
+from numpyro_sgmcmc.warmup.findings import Finding
+
+__all__ = ["report_of_gibbs"]
+
+_DRAWS_A_COORDINATE = 10  # that a covariance is worth something
+
+
+def report_of_gibbs(mcmc: MCMC, num_draws: int) -> BiasReport:
+    """What gradients on all rows at some of the draws tell of the continuous sites.
+
+    :param mcmc: a run of NumPyro's Gibbs.
+    :param num_draws: number of draws, taken evenly.
+    :raises ValueError: where no block is one of this package's kernels, or before a run.
+    """
+    blocks = _blocks(mcmc)
+    kernel, arguments = blocks[0][0], Arguments(mcmc._args, mcmc._kwargs)
+    discrete = _discrete_sites(kernel, arguments)
+    samples = mcmc.get_samples(group_by_chain=True)
+    if missing := [name for name in discrete if name not in samples]:
+        raise Refusal(
+            f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
+        )
+    given = {name: samples[name] for name in discrete}
+    target = _joint_target(kernel, {name: x[0, 0] for name, x in given.items()}, arguments)
+    if not target.dim:
+        raise Refusal("All sites are discrete: there is nothing for `bias_report` to tell.")
+    draws = np.asarray(unconstrained(mcmc, target, kernel._model, given), np.float64)
+    some = evenly(draws.shape[1], -(-num_draws // len(draws)))
+    positions, at = draws[:, some], {name: x[:, some] for name, x in given.items()}
+    flat = jnp.asarray(positions.reshape(-1, target.dim), target.dtype)
+    at = {name: x.reshape(-1, *x.shape[2:]) for name, x in at.items()}
+    exact = LookedAt.of(positions, full_gradients(target, HeldArrays(), flat, arguments, at))
+    estimates = estimate(*sums_of(exact, _coordinates(draws)))
+    evidence = Evidence.of_draws(draws, estimates.witness, exact)
+    step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
+    return BiasReport(
+        names=names_of_coordinates(target),
+        estimates=estimates,
+        evidence=evidence,
+        findings=(*_findings(blocks), *_of_discrete(given)),
+        step_size=step_sizes.pop() if len(step_sizes) == 1 else np.nan,
+        order=min(k.dynamics.schemes[k.scheme].order for k, _ in blocks),
+        noise_variance=np.nan,
+        noise_inflation=np.nan,
+        divergences=sum(_divergences(*block) for block in blocks),
+        num_draws=max(int(np.sum(state.moments.iterations)) for _, state in blocks),
+        num_independent=float(np.fmax.reduce(evidence.dependence.ess)),
+        full_data=True,
+        notes=_notes(discrete),
+    )
+
+
+def _blocks(mcmc: MCMC) -> list[tuple[SGMCMCKernel, Any]]:
+    """The blocks that are kernels of this package's, and their states."""
+    assert isinstance(mcmc.sampler, Gibbs)
+    kernels = [kernel for kernel, _ in mcmc.sampler.blocks]
+    where = [k for k, kernel in enumerate(kernels) if isinstance(kernel, SGMCMCKernel)]
+    if not where:
+        raise Refusal(
+            "`bias_report` is for the kernels of numpyro_sgmcmc, but none of this Gibbs' blocks is "
+            "one of them."
+        )
+    if mcmc.last_state is None:
+        raise Refusal("There are no draws yet: call `mcmc.run` before `bias_report`.")
+    return [(kernels[k], mcmc.last_state.block_states[k]) for k in where]
+
+
+def _joint_target(kernel: SGMCMCKernel, given: dict[str, Any], arguments: Arguments) -> Target:
+    """The posterior of all other sites given values of some."""
+    assert kernel._model is not None
+    kwargs = {**arguments.kwargs, GIBBS_SITES_KWARG: given}
+    with warnings.catch_warnings():  # which the run has given
+        warnings.simplefilter("ignore", UserWarning)
+        return read_model(kernel._model, Arguments(arguments.args, kwargs), kernel.options)
+
+
+def _discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
+    """Names of the discrete latent sites, which have no gradient."""
+    assert kernel._model is not None
+    facts = read(kernel._model, arguments, kernel.options.init_strategy)
+    return [s.name for s in facts.samples if not s.is_observed and s.support.is_discrete]
+
+
+def _coordinates(draws: np.ndarray) -> Whitening:
+    """Coordinates white for the draws, as long as these tell a covariance.
+
+    :param draws: shape ``(chains, draws, d)``.
+    """
+    flat = draws.reshape(-1, draws.shape[-1])
+    anchor, sds = flat.mean(0), flat.std(0)
+    factor = np.where(sds > 0.0, sds, 1.0)
+    if len(flat) < _DRAWS_A_COORDINATE * flat.shape[1]:
+        return Whitening(anchor, factor)
+    correlation = np.atleast_2d(np.cov((flat - anchor) / factor, rowvar=False))
+    try:
+        return Whitening(anchor, factor[:, None] * np.linalg.cholesky(correlation))
+    except np.linalg.LinAlgError:  # chains that are stuck
+        return Whitening(anchor, factor)
+
+
+def _divergences(kernel: SGMCMCKernel, state: Any) -> int:
+    """Iterations of a block that its moments have left out, of all chains."""
+    if kernel.has_schedule:
+        return 0
+    weight = np.asarray(state.moments.batches.weight, np.float64).sum(-1)
+    kept = weight / (state.num_steps * np.asarray(state.adapt_state.step_size))
+    return int(np.sum(np.rint(state.moments.iterations - kept)))
+
+
+def _findings(blocks: list[tuple[SGMCMCKernel, Any]]) -> list[Finding]:
+    """What the blocks' warm-ups have found, the others at draws from their prior."""
+    found = [f for kernel, _ in blocks if kernel.has_data for f in kernel.adaptation.findings]
+    return list(dict.fromkeys(found))
+
+
+def _of_discrete(given: dict[str, Any]) -> list[Finding]:
+    """Discrete sites on which chains do not agree: where one is stuck, others look right."""
+    found = []
+    for name, x in given.items():
+        r_hat = np.nan
+        if len(x) > 1:
+            values = np.asarray(x, np.float64).reshape(*x.shape[:2], -1)
+            r_hat = float(np.fmax.reduce(Dependence.of(values).r_hat))
+        if r_hat > SMALL_R_HAT:
+            told = (
+                f"Chains disagree on the discrete site `{name}` (R-hat up to "
+                f"{shown_r_hat(r_hat)}), given which the others are judged: run longer."
+            )
+            found.append(Finding((), "unsettled", told))
+    return found
+
+
+def _notes(discrete: list[str]) -> tuple[str, ...]:
+    told = "All blocks of Gibbs are judged together, those of other kernels with them"
+    if discrete:
+        names = ", ".join(f"`{name}`" for name in discrete)
+        told += f"; not judged, and taken as given: {names} (discrete)"
+    return (told + ".",)
