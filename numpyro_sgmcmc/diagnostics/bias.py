@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,11 +28,13 @@ from numpyro_sgmcmc.diagnostics.function_bias import (
 )
 from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
 from numpyro_sgmcmc.diagnostics.gibbs import report_of_gibbs
+from numpyro_sgmcmc.diagnostics.local_bias import told_of_globals
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import (
     coordinate_names,
     evenly,
     finished_run,
+    names_of_coordinates,
     needs_data,
     unconstrained_draws,
 )
@@ -39,15 +42,13 @@ from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["bias_report"]
 
-_DRAWS, _DRAWS_OF_GIBBS = 400, 1_600  # at which gradients are taken on all rows
-
 
 def bias_report(
     mcmc: MCMC,
     fn: Callable[..., Any] | None = None,
     *rows: Any,
     full_data: bool = False,
-    num_draws: int | None = None,
+    num_draws: int = 400,
 ) -> BiasReport:
     """What a finished run says of its own bias.
 
@@ -68,7 +69,9 @@ def bias_report(
         bias_report(mcmc, mean, X_test)
 
     Of NumPyro's Gibbs with blocks of this package's kernels all continuous sites are judged, in
-    whichever block, by gradients on all rows at draws; discrete sites are taken as given.
+    whichever block, by gradients on all rows at draws; discrete sites are taken as given. Of models
+    with latent sites inside the subsampled plate the globals are judged, by gradients with the
+    local values renewed at draws, which cost as much as these draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
     :param fn: a function of one draw, a dict of values by site, and rows, that returns real numbers
@@ -80,14 +83,13 @@ def bias_report(
     :param full_data: whether to take gradients on all rows at some of the draws in place of the
         run's minibatch gradients. Sharper where those are noisy; costs ``num_draws`` passes over
         the data.
-    :param num_draws: number of draws for ``full_data``, taken evenly. Default 400; for NumPyro's
-        Gibbs, whose runs are judged by such gradients alone, 1,600.
+    :param num_draws: number of draws for ``full_data``, for Gibbs, and for models with latent sites
+        inside the subsampled plate, taken evenly. Default 400.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
         are not real and finite; and with a function where gradients at draws are not to be had
         without ``full_data``.
     """
-    if num_draws is not None:
-        checks.positive_int("num_draws", num_draws)
+    checks.positive_int("num_draws", num_draws)
     checks.is_bool("full_data", full_data)
     if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
         if fn is not None:
@@ -95,11 +97,13 @@ def bias_report(
                 "`bias_report` tells the bias of parameters alone for runs of Gibbs: leave out the "
                 "function, or let one kernel move all sites."
             )
-        return report_of_gibbs(mcmc, num_draws or _DRAWS_OF_GIBBS)
-    kernel = finished_run(mcmc, "bias_report")
+        return report_of_gibbs(mcmc, num_draws)
+    kernel = finished_run(mcmc, "bias_report", tells_bias=False)
     if rows and fn is None:
         raise Refusal("`bias_report` takes rows only after a function of the draws.")
     functions = None if fn is None else _functions(mcmc, kernel, fn, rows)
+    if mcmc.last_state.locals is not None:
+        return _of_globals(mcmc, kernel, functions, num_draws)
     coordinates = coordinates_of_chains(mcmc.last_state)
     factor = coordinates[0].factor
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
@@ -109,7 +113,7 @@ def bias_report(
         raise Refusal(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
-    exact = _at_all_rows(mcmc, kernel, num_draws or _DRAWS) if full_data else None
+    exact = _at_all_rows(mcmc, kernel, num_draws) if full_data else None
     if exact is None:
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
     else:
@@ -127,6 +131,26 @@ def bias_report(
             (estimates.witness,), told.dependence, np.zeros(0, int), (), told.num_looked_at
         )
     return _report(mcmc, kernel, names, estimates, evidence, full_data, functions is not None)
+
+
+def _of_globals(
+    mcmc: MCMC, kernel: SGMCMCKernel, functions: Functions | None, num_draws: int
+) -> BiasReport:
+    """The report on a run with latent sites inside the subsampled plate."""
+    local = kernel.target.locals if kernel.has_data else None
+    if functions is not None:
+        raise Refusal(
+            "`bias_report` tells the bias of global parameters alone where the model has latent "
+            "sites inside the subsampled plate: leave out the function."
+        )
+    estimates, evidence = told_of_globals(mcmc, kernel, num_draws)
+    assert local is not None
+    own = ", ".join(f"`{name}`" for name in local.names)
+    note = f"Globals alone, the local values integrated out; not judged: {own}."
+    names = names_of_coordinates(kernel.target)
+    report = _report(mcmc, kernel, names, estimates, evidence, True, False)
+    independent = float(np.fmax.reduce(evidence.dependence.ess))
+    return replace(report, notes=(note,), num_independent=independent)
 
 
 def _report(

@@ -27,24 +27,19 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays
-from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
+from numpyro_sgmcmc.diagnostics.by_draws import told_by_draws
 from numpyro_sgmcmc.diagnostics.dependence import Dependence, shown_r_hat
-from numpyro_sgmcmc.diagnostics.estimates import estimate
-from numpyro_sgmcmc.diagnostics.evidence import Evidence, sums_of
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import evenly, names_of_coordinates, unconstrained
 from numpyro_sgmcmc.diagnostics.site_bias import SMALL_R_HAT
 from numpyro_sgmcmc.posterior.read import read
 from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.compiled import full_gradients
 from numpyro_sgmcmc.samplers.reading import read_model
 from numpyro_sgmcmc.warmup.findings import Finding
 
 __all__ = ["report_of_gibbs"]
-
-_DRAWS_A_COORDINATE = 10  # that a covariance is worth something
 
 
 def report_of_gibbs(mcmc: MCMC, num_draws: int) -> BiasReport:
@@ -68,12 +63,10 @@ def report_of_gibbs(mcmc: MCMC, num_draws: int) -> BiasReport:
         raise Refusal("All sites are discrete: there is nothing for `bias_report` to tell.")
     draws = np.asarray(unconstrained(mcmc, target, kernel._model, given), np.float64)
     some = evenly(draws.shape[1], -(-num_draws // len(draws)))
-    positions, at = draws[:, some], {name: x[:, some] for name, x in given.items()}
-    flat = jnp.asarray(positions.reshape(-1, target.dim), target.dtype)
-    at = {name: x.reshape(-1, *x.shape[2:]) for name, x in at.items()}
-    exact = LookedAt.of(positions, full_gradients(target, HeldArrays(), flat, arguments, at))
-    estimates = estimate(*sums_of(exact, _coordinates(draws)))
-    evidence = Evidence.of_draws(draws, estimates.witness, exact)
+    flat = jnp.asarray(draws[:, some].reshape(-1, target.dim), target.dtype)
+    at = {name: x[:, some].reshape(-1, *x.shape[2:]) for name, x in given.items()}
+    gradients = full_gradients(target, HeldArrays(), flat, arguments, at)
+    estimates, evidence = told_by_draws(draws, some, np.asarray(gradients))
     step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
     return BiasReport(
         names=names_of_coordinates(target),
@@ -121,23 +114,6 @@ def _discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
     assert kernel._model is not None
     facts = read(kernel._model, arguments, kernel.options.init_strategy)
     return [s.name for s in facts.samples if not s.is_observed and s.support.is_discrete]
-
-
-def _coordinates(draws: np.ndarray) -> Whitening:
-    """Coordinates white for the draws, as long as these tell a covariance.
-
-    :param draws: shape ``(chains, draws, d)``.
-    """
-    flat = draws.reshape(-1, draws.shape[-1])
-    anchor, sds = flat.mean(0), flat.std(0)
-    factor = np.where(sds > 0.0, sds, 1.0)
-    if len(flat) < _DRAWS_A_COORDINATE * flat.shape[1]:
-        return Whitening(anchor, factor)
-    correlation = np.atleast_2d(np.cov((flat - anchor) / factor, rowvar=False))
-    try:
-        return Whitening(anchor, factor[:, None] * np.linalg.cholesky(correlation))
-    except np.linalg.LinAlgError:  # chains that are stuck
-        return Whitening(anchor, factor)
 
 
 def _divergences(kernel: SGMCMCKernel, state: Any) -> int:
