@@ -104,6 +104,16 @@ def bias_report(
     functions = None if fn is None else _functions(mcmc, kernel, fn, rows)
     if mcmc.last_state.locals is not None:
         return _of_globals(mcmc, kernel, functions, num_draws)
+    return _of_run(mcmc, kernel, functions, num_draws if full_data else None)
+
+
+def _of_run(
+    mcmc: MCMC, kernel: SGMCMCKernel, functions: Functions | None, num_draws: int | None
+) -> BiasReport:
+    """The report by the moments that the chains have kept.
+
+    :param num_draws: number of draws with gradients on all rows in their place, or None.
+    """
     coordinates = coordinates_of_chains(mcmc.last_state)
     factor = coordinates[0].factor
     own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
@@ -113,7 +123,7 @@ def bias_report(
         raise Refusal(
             "All draws diverged or have weight zero, so that there is nothing to report on."
         )
-    exact = _at_all_rows(mcmc, kernel, num_draws) if full_data else None
+    exact = _at_all_rows(mcmc, kernel, num_draws) if num_draws is not None else None
     if exact is None:
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
     else:
@@ -130,7 +140,8 @@ def bias_report(
         evidence = Evidence(
             (estimates.witness,), told.dependence, np.zeros(0, int), (), told.num_looked_at
         )
-    return _report(mcmc, kernel, names, estimates, evidence, full_data, functions is not None)
+    is_exact = exact is not None
+    return _report(mcmc, kernel, names, estimates, evidence, is_exact, functions is not None)
 
 
 def _of_globals(

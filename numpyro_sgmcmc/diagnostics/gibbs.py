@@ -110,10 +110,20 @@ def _joint_target(kernel: SGMCMCKernel, given: dict[str, Any], arguments: Argume
 
 
 def _discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
-    """Names of the discrete latent sites, which have no gradient."""
+    """Names of the discrete latent sites, which have no gradient.
+
+    :raises ValueError: where sites of a block are latent inside a subsampled plate.
+    """
     assert kernel._model is not None
-    facts = read(kernel._model, arguments, kernel.options.init_strategy)
-    return [s.name for s in facts.samples if not s.is_observed and s.support.is_discrete]
+    facts = read(kernel._model, arguments, kernel.options.init_strategy, kernel.options.gibbs)
+    latent = [s for s in facts.samples if not s.is_observed]
+    if local := next((s.name for s in latent if s.frames), None):
+        raise Refusal(
+            f"Site '{local}' is latent inside the subsampled plate, and given its values gradients "
+            "do not tell how far the other sites' own law is off: `bias_report` is for runs of one "
+            "kernel then. Let it move all sites, or compare with a run of half the step_size."
+        )
+    return [s.name for s in latent if s.support.is_discrete]
 
 
 def _divergences(kernel: SGMCMCKernel, state: Any) -> int:

@@ -15,6 +15,7 @@ from jax import Array, random
 from numpyro import validation_enabled
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.primitives import _PYRO_STACK, Messenger
 
 from numpyro_sgmcmc.checks import Refusal
@@ -22,7 +23,14 @@ from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.data.stand_ins import is_elsewhere
 
-__all__ = ["FullDataModel", "choose_rows", "key_watch", "prior_draws", "prior_trace"]
+__all__ = [
+    "ConditionedModel",
+    "FullDataModel",
+    "choose_rows",
+    "key_watch",
+    "prior_draws",
+    "prior_trace",
+]
 
 _WHOLE_BYTES = 2**30
 
@@ -91,6 +99,48 @@ class key_watch(Messenger):
             msg["value"] = random.key(0)
 
 
+class ConditionedModel:
+    """A block's model in Gibbs, which takes of other blocks' values the rows of its minibatch.
+
+    Gibbs hands on values for all rows of the sites inside of a subsampled plate.
+
+    :param model: the model as Gibbs has wrapped it.
+    """
+
+    def __init__(self, model: Callable) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = frozenset(kwargs.get(GIBBS_SITES_KWARG, ()))
+        return _take_rows(self.model, names)(*args, **kwargs)
+
+
+class _take_rows(Messenger):
+    """Handler that takes, of values that are given for all rows, those of the plates' rows.
+
+    :param names: the sites whose values are given so.
+    """
+
+    def __init__(self, fn: Any, names: frozenset[str]) -> None:
+        self.names = names
+        self.plates: dict[str, tuple[int, Any]] = {}
+        super().__init__(fn)
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or msg["name"] not in self.names:
+            return
+        for frame in msg["cond_indep_stack"]:
+            size, rows = self.plates.get(frame.name, (frame.size, None))
+            axis = frame.dim - msg["fn"].event_dim
+            shape = jnp.shape(msg["value"])
+            if frame.size < size and len(shape) >= -axis and shape[axis] == size:
+                msg["value"] = jnp.take(msg["value"], rows, axis)
+
+    def postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "plate":  # answered by now
+            self.plates[msg["name"]] = msg["args"][0], msg["value"]
+
+
 class FullDataModel:
     """The model with every plate at its full size: what ArviZ, ``log_likelihood`` and
     :class:`~numpyro.infer.gibbs.DiscreteGibbs` should see.
@@ -151,10 +201,10 @@ def prior_trace(model: Callable, indices: Indices, arguments: Arguments) -> dict
 
 
 def prior_draws(model: Callable, arguments: Arguments, names: list[str]) -> dict[str, Array]:
-    """Draws from the prior for the named sites, as values to condition on."""
+    """Draws from the prior for the named sites, on all rows, as values to condition on."""
     args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
     seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    chosen = choose_rows(seeded, lambda name, size, num: jnp.arange(num))
+    chosen = choose_rows(seeded, lambda name, size, _: jnp.arange(size))
     with validation_enabled(False):  # what is wrong with a draw is told where a chain starts at it
         seen = trace(chosen).get_trace(*args, **kwargs)
     return {name: jnp.asarray(seen[name]["value"]) for name in names}

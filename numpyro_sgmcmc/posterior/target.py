@@ -242,13 +242,16 @@ class Target:
         rows = {name: jnp.asarray(indices[name]) for name in names}
         return self.shards.average(on_shard, (rows, arrays))
 
+    def globals_among(self, z: Any) -> Any:
+        """The sites of ``z`` without the local ones that it may hold."""
+        local = () if self.locals is None else self.locals.names
+        return {k: v for k, v in z.items() if k not in local} if local else z
+
     def with_constrained_locals(self, fn: Callable[[Any], Any], z: Any) -> Any:
         """``fn`` of the global sites, and the local sites that ``z`` holds, constrained."""
         if self.locals is None:
             return fn(z)
-        own = {k: v for k, v in z.items() if k in self.locals.names}
-        others = {k: v for k, v in z.items() if k not in own}
-        return {**fn(others), **self.locals.constrain(own)}
+        return {**fn(self.globals_among(z)), **self.locals.constrain(z)}
 
     def full_potential(
         self, position: Array, arguments: Arguments, subset: Indices | None = None

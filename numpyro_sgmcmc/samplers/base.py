@@ -26,13 +26,13 @@ from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, is_traced, refu
 from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.data.progress import stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.handlers import FullDataModel
-from numpyro_sgmcmc.posterior.locals.sites import collected_sites
+from numpyro_sgmcmc.posterior.handlers import ConditionedModel, FullDataModel
+from numpyro_sgmcmc.posterior.locals.sites import collected_sites, with_locals
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.compatibility import (
     refuse_chain_per_device,
-    refuse_local_sites_in_block,
+    refuse_dropped_locals_in_block,
 )
 from numpyro_sgmcmc.samplers.compiled import full_gradients, with_held
 from numpyro_sgmcmc.samplers.help import Shown, show_shared_keywords
@@ -204,7 +204,7 @@ class SGMCMCKernel(Shown, MCMCKernel):
             raise Refusal("`wrap_model` needs a kernel made from a model.")
         kernel = copy.copy(self)
         kernel._cache = InitCache()
-        kernel._model = wrapper(self._model)
+        kernel._model = ConditionedModel(wrapper(self._model))
         return kernel
 
     def ready_variant(
@@ -230,7 +230,9 @@ class SGMCMCKernel(Shown, MCMCKernel):
         if not self.adaptation.estimator.has_anchor:
             return state
         arguments = self._cache.held.hold(Arguments(model_args, model_kwargs)).read()
-        anchor = ravel_pytree(state.z)[0].astype(self.target.dtype)
+        if state.locals is not None:
+            arguments = with_locals(arguments, state.locals.values)
+        anchor = ravel_pytree(self.target.globals_among(state.z))[0].astype(self.target.dtype)
         whitening = state.adapt_state.whitening._replace(
             anchor=anchor, gradient=self.target.full_gradient(anchor, arguments)
         )
@@ -272,7 +274,7 @@ class SGMCMCKernel(Shown, MCMCKernel):
             refuse_chain_per_device(concrete)
             self._cache.target = target = self._read(concrete, init_params, is_batch)
             if is_block:
-                refuse_local_sites_in_block(target)
+                refuse_dropped_locals_in_block(target, self._options)
                 init_params = None  # Gibbs gives draws from the prior, constrained
             num_chains = len(rng_key) if is_batch else None
             init_params = accepted_start(init_params, target, concrete, num_chains)

@@ -6,10 +6,11 @@ import jax
 
 from numpyro_sgmcmc.checks import Refusal, notify
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.locals.sites import collected_sites
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.samplers.options import Options
 
-__all__ = ["refuse_chain_per_device", "refuse_local_sites_in_block", "refuse_unsuitable_options"]
+__all__ = ["refuse_chain_per_device", "refuse_dropped_locals_in_block", "refuse_unsuitable_options"]
 
 
 def refuse_chain_per_device(arguments: Arguments) -> None:
@@ -21,14 +22,17 @@ def refuse_chain_per_device(arguments: Arguments) -> None:
         )
 
 
-def refuse_local_sites_in_block(target: Target) -> None:
-    """Refuse to be a block of NumPyro's Gibbs for a model with local sites."""
-    if target.locals is not None:
-        raise Refusal(
-            f"Site '{target.locals.names[0]}' is latent inside the subsampled plate, which "
-            "is not supported in a block of Gibbs: draw it by `gibbs_fn`, or let this "
-            "kernel move all sites."
-        )
+def refuse_dropped_locals_in_block(target: Target, options: Options) -> None:
+    """Refuse to be a block of NumPyro's Gibbs that does not hand on its local values."""
+    local = target.locals
+    if local is None:
+        return
+    for name in local.names:
+        if name not in collected_sites(local, options.collect_locals):
+            raise Refusal(
+                f"Site '{name}' is latent inside the subsampled plate, and the other blocks of "
+                "Gibbs need its values for all rows: pass collect_locals=True."
+            )
 
 
 def refuse_unsuitable_options(target: Target, options: Options) -> None:

@@ -81,8 +81,10 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     context.progress.begin("gradient noise")
     local.hold(pilot.values_of(0))
     adaptation = decide(context, Mode(whitening, q))
+    num_steps = _num_steps(local, adaptation, spread)
     return adaptation._replace(
-        num_steps=_num_steps(local, adaptation, spread),
+        # The gradients that count come evenly in an iteration.
+        num_steps=num_steps + -num_steps % max(1, adaptation.moment_source.every),
         locals=LocalStart(pilot.state.values, pilot.state.scale, context.cast(root(spread))),
     )
 
