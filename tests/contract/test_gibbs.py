@@ -15,11 +15,13 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import DiscreteGibbs, Gibbs
-from numpyro.infer.gibbs import discrete_latent_sites
+from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned, discrete_latent_sites
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.data.arguments import Arguments
 from tests.contract.kernels import (
     KERNELS,
+    assert_posterior,
     moments,
     quietly,
 )
@@ -120,3 +122,64 @@ def test_kernel_without_a_model_is_refused():
     kernel = SGHMCSplit(potential_fn=lambda z: jnp.sum(jnp.square(z)))
     with pytest.raises(ValueError, match="potential function"):
         Gibbs([(kernel, None)])
+
+
+# --- Latent sites inside the subsampled plate ---------------------------------------------------
+
+
+def offset(y: Any, batch_size: int | None = None) -> None:
+    """The local values integrate out: given k the mean of y is ``mu`` plus a known shift."""
+    k = numpyro.sample("k", dist.Categorical(jnp.asarray(WEIGHTS)))
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+        numpyro.sample("y", dist.Normal(z + SHIFT * k, 1), obs=y[i])
+
+
+def test_values_of_another_block_are_those_of_the_minibatch_s_rows():
+    """What another block has drawn for all rows inside the plate is cut to the minibatch."""
+    y = jnp.asarray(np.random.default_rng(0).standard_normal((60, 2)), jnp.float32)
+
+    def pairs(y: Any, batch_size: int | None = None) -> None:
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("columns", 2, dim=-1):
+            with numpyro.plate("rows", 60, subsample_size=batch_size, dim=-2) as i:
+                z = numpyro.sample("z", dist.Normal(mu, 1).expand([1, 1, 3]).to_event(1))
+                numpyro.sample("y", dist.Normal(z.sum(-1), 1), obs=y[i])
+
+    z = jnp.asarray(np.random.default_rng(1).standard_normal((60, 2, 3)), jnp.float32)
+    kernel = SGHMCSplit(pairs, gradient="plain").wrap_model(conditioned)
+    kwargs = {"batch_size": 20, GIBBS_SITES_KWARG: {"z": z}}
+    kernel.init(jax.random.key(0), 10, None, (y,), kwargs)
+    rows = jnp.array([3, 1, 59, 7])
+    found = kernel.target.potential(jnp.array([0.3]), {"rows": rows}, Arguments((y,), kwargs))
+    log_joint = dist.Normal(0.3, 1).log_prob(z[rows]).sum()
+    log_joint += dist.Normal(z[rows].sum(-1), 1).log_prob(y[rows]).sum()
+    expected = -15 * log_joint - dist.Normal(0, 1).log_prob(0.3)
+    assert abs(float(found - expected)) < 1e-3 * abs(float(expected))
+
+
+@pytest.mark.slow
+def test_a_kernel_with_local_values_beside_a_discrete_block():
+    y = (0.2 + np.sqrt(2) * np.random.default_rng(2).standard_normal(400)).astype(np.float32)
+    kernel = SGHMCSplit(offset, collect_locals=True)
+    gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
+    settings = {"num_warmup": 50, "num_samples": 1000, "num_chains": 2}
+    mcmc = quietly(gibbs, chain_method="sequential", **settings)
+    mcmc.run(jax.random.key(0), y, batch_size=BATCH)
+    draws = mcmc.get_samples(group_by_chain=True)
+    assert draws["z"].shape == (2, 1000, 400)
+    precision = 1 + len(y) / 2  # of mu given k, and of z given mu: 2
+    means = (y.sum() - len(y) * SHIFT * np.arange(3)) / 2 / precision
+    weights = np.array([np.exp(0.5 * precision * m**2) for m in means])
+    squares = ((y[:, None] - SHIFT * np.arange(3)) ** 2).sum(0)
+    weights = WEIGHTS * np.exp(np.log(weights) - (squares - squares.min()) / 4)
+    weights /= weights.sum()
+    mean = float(weights @ means)
+    sd = float(np.sqrt(weights @ (1 / precision + means**2) - mean**2))
+    assert_posterior(draws["mu"], mean, sd)
+    residual = draws["z"] - (draws["mu"][..., None] + y - SHIFT * draws["k"][..., None]) / 2
+    assert abs(float(residual.mean())) < 0.02
+    assert abs(float(residual.var()) - 0.5) < 0.02
+    with pytest.raises(ValueError, match=r"'z' is latent inside .* runs of one kernel"):
+        bias_report(mcmc)

@@ -174,7 +174,7 @@ def test_not_with_rows_on_the_host():
         quietly(SGHMCSplit(normal)).run(jax.random.key(0), HostArray(Y))
 
 
-def test_not_in_a_block_of_gibbs():
+def test_not_in_a_block_of_gibbs_unless_its_values_are_collected():
     def switching(y, batch_size=20):
         k = numpyro.sample("k", dist.Bernoulli(0.5))
         mu = numpyro.sample("mu", dist.Normal(k, 1))
@@ -184,5 +184,5 @@ def test_not_in_a_block_of_gibbs():
 
     kernel = SGHMCSplit(switching)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
-    with pytest.raises(ValueError, match=r"'z' .* not supported in a block of Gibbs"):
+    with pytest.raises(ValueError, match=r"'z' .* other blocks of Gibbs .* collect_locals=True"):
         quietly(gibbs).run(jax.random.key(0), Y)

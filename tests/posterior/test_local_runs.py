@@ -16,6 +16,7 @@ from numpyro_sgmcmc import (
     SGNHT,
     SGHMCSplit,
     bias_report,
+    diagnostics,
     print_summary,
 )
 from tests.contract.kernels import (
@@ -111,10 +112,41 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     assert found.posterior["z"].shape == (2, 250, 2000)
 
 
-def test_what_cannot_tell_the_bias_says_so(whole):
-    for report in (bias_report, print_summary):
-        with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
-            report(whole)
+def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
+    """Shift and inflation of each global, shape ``(2, sites)``."""
+    draws = {n: np.asarray(x, np.float64) for n, x in mcmc.get_samples().items()}
+    shift = [(draws[n].mean() - mean) / sd for n, (mean, sd) in exact.items()]
+    return np.array([shift, [draws[n].std() / sd - 1 for n, (_, sd) in exact.items()]])
+
+
+def test_the_report_is_on_the_globals_own_posterior(whole, capsys):
+    report = bias_report(whole)
+    assert [site.site for site in report.sites] == ["mu", "tau"]
+    found = np.stack([report.estimates.shift.value, report.estimates.inflation.value])
+    truth = true_bias(whole, normal_means_posterior(normal_means_data()))
+    np.testing.assert_allclose(found, truth, atol=0.06)
+    assert not report.is_flagged
+    assert "Globals alone, the local values integrated out; not judged: `z`." in str(report)
+    print_summary(whole)
+    assert "Bias: means off by at most" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leave out the function"):
+        bias_report(whole, lambda draw: draw["mu"])
+    with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
+        diagnostics.compare_with_finer(whole, jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
+@pytest.mark.filterwarnings("ignore:.*step_size")
+def test_the_report_tells_noise_in_the_globals():
+    y = normal_means_data()
+    kernel = SGHMCSplit(normal_means, gradient="plain", step_size=0.2)
+    mcmc = posterior_run(kernel, y, batch=20)
+    truth = true_bias(mcmc, normal_means_posterior(y))
+    assert truth[1].max() > 0.1
+    report = bias_report(mcmc)
+    assert report.is_flagged, report
+    np.testing.assert_allclose(report.estimates.inflation.value, truth[1], atol=0.1)
 
 
 @pytest.mark.slow

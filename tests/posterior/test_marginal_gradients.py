@@ -1,0 +1,44 @@
+"""Fisher's identity: the globals' own gradient from joint gradients at local values that suit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.locals.marginal import marginal_gradients
+from numpyro_sgmcmc.posterior.locals.moves import LocalState
+from numpyro_sgmcmc.posterior.locals.sites import AllRows
+from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.samplers.options import Options
+from tests.posterior.hierarchies import NOISE, normal_means, normal_means_data
+
+ROWS = 300
+POSITIONS = np.array([[0.6, -0.4], [1.0, 0.0], [1.5, 0.3]], np.float32)  # mu, log tau
+
+
+def marginal_potential(position, y):
+    mu, tau = position[0], jnp.exp(position[1])
+    variance = tau**2 + NOISE**2
+    likelihood = -0.5 * (len(y) * jnp.log(variance) + ((y - mu) ** 2).sum() / variance)
+    return -(likelihood - 0.5 * (mu / 5) ** 2 - 0.5 * (tau / 2) ** 2 + position[1])
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0])
+def test_gradient_is_that_with_the_local_values_integrated_out(offset):
+    """Wherever the local values have been before."""
+    y = jnp.asarray(normal_means_data(ROWS))
+    arguments = Arguments((y,), {"batch_size": 30})
+    target = model_target(normal_means, arguments, Options().init_strategy)
+    values = AllRows(y[:, None] + offset, {})
+    state = LocalState(values, jnp.full((ROWS, 1), 0.6), jnp.ones(()))
+
+    def one(key):
+        return marginal_gradients(target, jnp.asarray(POSITIONS), state, arguments, key, 30)
+
+    found = np.stack([one(key) for key in jax.random.split(jax.random.key(0), 30)])
+    expected = jax.vmap(jax.grad(marginal_potential), (0, None))(POSITIONS, y)
+    error = found.std(0) / np.sqrt(len(found))
+    assert (error < 2.0).all()  # of gradients up to a hundred
+    assert np.abs(expected).max() > 50
+    assert (np.abs(found.mean(0) - expected) < 5 * error).all()
