@@ -17,6 +17,7 @@ from numpyro_sgmcmc.diagnostics.refinement import Refinement, compare_with_finer
 from numpyro_sgmcmc.diagnostics.replicates import posterior_predictive
 from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
+from numpyro_sgmcmc.diagnostics.speed_plot import plot_speed
 from numpyro_sgmcmc.diagnostics.summary import print_summary
 from numpyro_sgmcmc.diagnostics.to_arviz import LooEstimate, loo, to_arviz
 from numpyro_sgmcmc.diagnostics.warmup_plot import plot_warmup
@@ -39,6 +40,7 @@ __all__ = [
     "log_likelihood",
     "loo",
     "plot_bias",
+    "plot_speed",
     "plot_warmup",
     "posterior_predictive",
     "predictive_summary",
