@@ -17,6 +17,7 @@ __all__ = ["plot_speed"]
 _COLOURS = ("#2b6a99", "#d9822b", "#6a9e5b", "#b0417e", "#5d4a8a", "#7f7f7f")
 _POINTS = 200
 _MOMENTS = ("mean", "sd")
+_SUBS = (tuple(range(1, 10)), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
 
 
 def plot_speed(
@@ -91,9 +92,21 @@ def plot_speed(
     ax.set_ylim(0.8 * bottom, None)
     of = {"mean": "means / posterior sds", "sd": "sds, relative"}[moment]
     ax.set(xlabel="seconds", ylabel=f"error of {of}")
+    for axis in (ax.xaxis, ax.yaxis):
+        _label(axis)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False)
     return ax
+
+
+def _label(axis: Any) -> None:
+    """Numbers written out, the more to a decade the fewer decades there are."""
+    low, high = axis.get_view_interval()
+    marks = 10.0 / np.log10(high / low)  # that have room, in a decade
+    subs = next((s for s in _SUBS if len(s) <= marks), _SUBS[-1])
+    axis.get_major_locator().set_params(subs=subs, numticks=12)
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def _pair(label: str, pair: Any) -> tuple[tuple[float, float], Any]:
