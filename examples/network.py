@@ -5,13 +5,11 @@ one hidden layer gives the probability that a flight arrives more than 15 minute
 have a posterior, and so has every prediction. No flight leaves late at night: there the posterior
 is wide. The sampler sees 500 flights at a step.
 
-    python examples/network.py              # the plot goes to network-output/
+    python examples/network.py
     python examples/network.py --rows 2000  # fewer flights: less sure
 """
 
 import argparse
-import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ import numpyro
 import numpyro.distributions as dist
 import pandas as pd
 from numpyro.infer import MCMC, init_to_sample
-from nycflights import read_flights
+from nycflights import read_flights, style
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.diagnostics import predictive_summary
@@ -89,7 +87,8 @@ def fit(x, late) -> MCMC:
         minibatch="epoch",
         init_strategy=init_to_sample,
     )
-    mcmc = MCMC(kernel, num_warmup=100, num_samples=400, num_chains=4, chain_method="vectorized")
+    mcmc = MCMC(kernel, num_warmup=100, num_samples=400, num_chains=4,
+                chain_method="vectorized", progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), x, late, batch_size=BATCH_SIZE)
     return mcmc
 
@@ -108,61 +107,59 @@ def plot(mcmc: MCMC, others: pd.DataFrame) -> plt.Figure:
     hours, days = np.linspace(0, 24, 73), np.arange(1, 366, 4)
     p = probabilities(mcmc, inputs(hours[:, None], days))
     low, high = np.quantile(p, (0.025, 0.975), axis=0)
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    maps = (
-        (p.mean(0), "YlOrBr", "Late by more than 15 minutes"),
-        (high - low, "viridis", "Width of the 95 % interval"),
-    )
-    for ax, (z, colors, title) in zip(axes, maps, strict=False):
-        image = ax.pcolormesh(days, hours, z, cmap=colors, shading="gouraud", vmin=0)
-        figure.colorbar(image, ax=ax, format=PercentFormatter(1, decimals=0))
-        ax.set_title(title, loc="left", fontweight="bold", fontsize=10)
-        ax.set_xticks(MONTHS.day_of_year, [name[0] for name in MONTHS.month_name()])
-        ax.set(ylabel="hour of departure", yticks=range(0, 25, 4))
-    ax = axes[2]
-    for (name, day), color in zip(DAYS.items(), COLORS, strict=True):
-        p = probabilities(mcmc, inputs(hours, day))
-        ax.fill_between(
-            hours, *np.quantile(p, (0.025, 0.975), axis=0), color=color, alpha=0.25, lw=0
-        )
-        ax.plot(hours, p.mean(0), color=color, label=name)
-        near = others[(others["day"] - day).abs() <= 10]
-        seen = near.groupby(near["hour"].astype(int))["late"].agg(["mean", "size"])
-        seen = seen[seen["size"] >= 100]
-        ax.scatter(seen.index + 0.5, seen["mean"], s=16, color="white", edgecolor=color, zorder=3)
-    ax.set_title(
-        "Two days, and unseen flights about them", loc="left", fontweight="bold", fontsize=10
-    )
-    ax.set(xlabel="hour of departure", xlim=(0, 24), ylim=(0, 0.8), xticks=range(0, 25, 4))
-    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    ax.legend(frameon=False, loc="upper left")
+    with plt.rc_context(style):
+        figure, axes = plt.subplot_mosaic("AB;CC", figsize=(8, 7.4), layout="constrained")
+        maps = {
+            "A": (p.mean(0), "YlOrBr", "Late by more than 15 minutes"),
+            "B": (high - low, "viridis", "Width of the 95 % interval"),
+        }
+        for key, (z, colors, title) in maps.items():
+            ax = axes[key]
+            image = ax.pcolormesh(days, hours, z, cmap=colors, shading="gouraud", vmin=0)
+            figure.colorbar(image, ax=ax, format=PercentFormatter(1, decimals=0))
+            ax.set_xticks(MONTHS.day_of_year, [name[0] for name in MONTHS.month_name()])
+            ax.set(title=title, ylabel="hour of departure", yticks=range(0, 25, 4))
+        ax = axes["C"]
+        for (name, day), color in zip(DAYS.items(), COLORS, strict=True):
+            p = probabilities(mcmc, inputs(hours, day))
+            low, high = np.quantile(p, (0.025, 0.975), axis=0)
+            ax.fill_between(hours, low, high, color=color, alpha=0.25, linewidth=0)
+            ax.plot(hours, p.mean(0), color=color, label=name)
+            near = others[(others["day"] - day).abs() <= 10]
+            seen = near.groupby(near["hour"].astype(int))["late"].agg(["mean", "size"])
+            seen = seen[seen["size"] >= 100]
+            ax.scatter(seen.index + 0.5, seen["mean"], s=16, color="white", edgecolor=color,
+                       zorder=3)  # fmt: skip
+        ax.set(
+            title="Two days, and unseen flights about them", xlabel="hour of departure",
+            xlim=(0, 24), ylim=(0, 0.8), xticks=range(0, 25, 4),
+        )  # fmt: skip
+        ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        ax.legend(loc="upper left")
     return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=5000, help="flights to learn from")
-    parser.add_argument("--output", type=Path, default=Path("network-output"))
+    parser.add_argument("--output", default="network.png")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    # A good part of the time is compilation: a second run finds it done.
-    jax.config.update("jax_compilation_cache_dir", str(options.output.resolve() / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
     flights = load_flights()
     chosen, others = flights[: options.rows], flights[options.rows :]
     x, late = inputs(chosen["hour"], chosen["day"]), jnp.asarray(chosen["late"], jnp.int32)
     print(f"{len(late):,} flights, {late.mean():.1%} of them late; {BATCH_SIZE:,} a step\n")
-    start = time.perf_counter()
     mcmc = fit(x, late)
-    jax.block_until_ready(mcmc.get_samples())
-    print(f"\nSGHMCSplit: {time.perf_counter() - start:.0f} s, compilation included.\n")
 
     # Weights may be exchanged without any change in what the network says: judge its predictions.
     new = inputs(np.arange(6, 24, 3)[:, None], np.arange(15, 366, 30)).reshape(-1, 3)
     print(predictive_summary(mcmc, network, new))
-    plot(mcmc, others).savefig(options.output / "network.png", dpi=110)
-    print(f"\nThe plot is {options.output}/network.png.")
+    for name, day in DAYS.items():
+        p = probabilities(mcmc, inputs(np.array([8, 17, 24]), day))
+        low, high = np.quantile(p, (0.025, 0.975), axis=0)
+        cells = [f"{m:.0%} ({a:.0%} to {b:.0%})" for m, a, b in zip(p.mean(0), low, high, strict=True)]
+        print(f"{name}, at 8, 17 and 24 h: {', '.join(cells)}")
+    plot(mcmc, others).savefig(options.output, dpi=150)
 
 
 if __name__ == "__main__":
