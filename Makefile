@@ -85,6 +85,10 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
 	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
 	$(bin)/python examples/on_disk.py --output docs/gallery/on-disk.png
+	$(bin)/python examples/wrong_run.py --output docs/gallery/wrong-run.png
+	$(bin)/python examples/wells.py --output docs/gallery/wells.gif
+	$(bin)/python examples/network.py --output docs/gallery/network.png
+	$(bin)/python examples/topics.py --output docs/gallery/topics.png
 
 # Each table also goes into benchmarks/results, one file for each Python, with day and versions.
 benchmarks: export BENCHMARK_RESULTS = benchmarks/results
@@ -143,6 +147,6 @@ dist: $(VENV)/.installed-release
 	$(bin)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf $(VENV) quickstart-output network-output dist docs/_build
+	rm -rf $(VENV) quickstart-output dist docs/_build
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -154,11 +154,15 @@ def main() -> None:
     # Weights may be exchanged without any change in what the network says: judge its predictions.
     new = inputs(np.arange(6, 24, 3)[:, None], np.arange(15, 366, 30)).reshape(-1, 3)
     print(predictive_summary(mcmc, network, new))
-    for name, day in DAYS.items():
-        p = probabilities(mcmc, inputs(np.array([8, 17, 24]), day))
+    print()
+    for hours in ((6, 12, 18), (24,)):
+        p = probabilities(mcmc, inputs(np.array(hours)[:, None], np.arange(1, 366, 4)))
         low, high = np.quantile(p, (0.025, 0.975), axis=0)
-        cells = [f"{m:.0%} ({a:.0%} to {b:.0%})" for m, a, b in zip(p.mean(0), low, high, strict=True)]
-        print(f"{name}, at 8, 17 and 24 h: {', '.join(cells)}")
+        width = high - low
+        at = ", ".join(map(str, hours))
+        print(
+            f"95 % intervals at {at} h: {width.min():.0%} to {width.max():.0%} wide over the year"
+        )
     plot(mcmc, others).savefig(options.output, dpi=150)
 
 

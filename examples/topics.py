@@ -72,7 +72,7 @@ def typical(draws):
 
 
 def plot(draws, words, vocabulary):
-    """Each topic's words, with the share of the topic's words that each is, and the draws' range."""
+    """The words of each topic, with their shares of it and the range of the draws."""
     import matplotlib.pyplot as plt  # here: the memory that is told is that of the sampler
     from matplotlib.ticker import MaxNLocator, PercentFormatter
     from nycflights import style

@@ -55,6 +55,8 @@ def rows(num=100, batch_size=10, sd=2.0):
 
 
 class Wells(NamedTuple):
+    """Where they are, and what a sampler should find."""
+
     minima: np.ndarray
     deepest: float
     shares: np.ndarray  # exact, of each bin
