@@ -78,13 +78,15 @@ class DrawsOnDisk:
                 dimension_names=("chain", "draw", *inner),
             )
 
-    def write(self, draws: dict[str, Any], start: int) -> int:
-        """Write draws from ``start`` on over whatever is there; returns their checksum."""
+    def checksum(self, draws: dict[str, Any]) -> int:
+        """Of draws, as :meth:`read` compares it."""
+        return checksum(x for _, x in _named_leaves(draws, self._sample_field))
+
+    def write(self, draws: dict[str, Any], start: int) -> None:
+        """Write draws from ``start`` on over whatever is there."""
         root = _zarr().open_group(str(self._path), mode="r+")
-        leaves = list(_named_leaves(draws, self._sample_field))
-        for name, x in leaves:
+        for name, x in _named_leaves(draws, self._sample_field):
             root[name][:, start : start + x.shape[1]] = x
-        return checksum(x for _, x in leaves)
 
     def read(self, layout: Any, blocks: list[list[int]]) -> dict[str, Any]:
         """The draws in some blocks, which follow each other.

@@ -7,8 +7,8 @@ on from what has been written, as a resumed run does: the two cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,16 @@ from numpyro.util import is_prng_key
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.fingerprint import fingerprint, refuse_other_run
-from numpyro_sgmcmc.checkpointing.lock import locked
+from numpyro_sgmcmc.checkpointing.fingerprint import describe, fingerprint, refuse_other_run, short
 from numpyro_sgmcmc.checkpointing.loop import Chains, kept_and_removed, with_chains
-from numpyro_sgmcmc.checkpointing.refusals import (
-    refuse_environment,
-    refuse_file,
-    refuse_settings,
-)
+from numpyro_sgmcmc.checkpointing.processes import ALONE, processes_of
+from numpyro_sgmcmc.checkpointing.refusals import refuse_environment, refuse_folder, refuse_settings
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
 from numpyro_sgmcmc.checkpointing.stops import Stops
 from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
 from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
-from numpyro_sgmcmc.checks import Refusal, notify
+from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["CheckpointedMCMC"]
@@ -56,7 +53,8 @@ class CheckpointedMCMC(MCMC):
     :param sampler: a kernel of this package.
     :param num_warmup: as for ``MCMC``, like all that is not listed here.
     :param num_samples: draws of a chain, before thinning.
-    :param checkpoint: folder of the run, which need not exist. One run uses it at a time.
+    :param checkpoint: folder of the run, which need not exist. One run uses it at a time; processes
+        that share the rows have the same.
     :param checkpoint_every: draws of a chain from checkpoint to checkpoint, after thinning; in
         warm-up, the iterations of as many. These many draws are in memory at a time. Default None:
         a twentieth of the draws.
@@ -111,6 +109,7 @@ class CheckpointedMCMC(MCMC):
         self._store = Store(self._folder)
         self._disk = DrawsOnDisk(self._folder, self._sample_field)
         self._reached: Checkpoint | None = None
+        self._processes = ALONE
 
     @property
     def has_checkpoint(self) -> bool:
@@ -134,10 +133,19 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
             another process uses the folder.
         """
-        refuse_environment()
-        refuse_file(self._folder)
-        with locked(self._folder):
+        with self._in_folder("run", args, kwargs):
             self._begin(rng_key, args, kwargs, tuple(extra_fields), init_params)
+
+    @contextmanager
+    def _in_folder(self, call: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+        """Hold the folder, with all processes that share the run."""
+        refuse_environment()
+        self._processes = processes_of(Arguments(args, kwargs))
+        self._processes.refuse_unlike("call", f"`{call}`")
+        with self._processes.together():
+            refuse_folder(self._folder, call == "resume" and not self.has_checkpoint)
+        with self._processes.holding(self._folder):
+            yield
 
     def _begin(
         self,
@@ -147,35 +155,30 @@ class CheckpointedMCMC(MCMC):
         extra_fields: tuple[str, ...],
         init_params: Any,
     ) -> None:
-        if self.has_checkpoint:
-            raise FileExistsError(
-                f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
-                "`checkpoint` another folder."
-            )
-        checks.one_key_or_more(rng_key)
+        with self._processes.together():
+            self._store.refuse_begun()
+            checks.one_key_or_more(rng_key)
+        found = self._fingerprint(args, kwargs)
+        self._processes.refuse_unlike("key", describe(rng_key))
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
         chains = self._chains(extra_fields, args, kwargs)
-        state = chains.start(rng_key, self.num_warmup, init_params)
+        state = self._processes.on_host(chains.start(rng_key, self.num_warmup, init_params))
         room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
         room = with_chains(room, self.num_chains)
         stored = self._stored(room)
-        none = jax.tree.map(lambda x: np.empty((0,), x.dtype), stored)
-        header = {
-            "fingerprint": self._fingerprint(args, kwargs),
-            "extra_fields": list(extra_fields),
-            "layout": encode(none, []),
-        }
-        running = RunningMoments.zeros(room[self._sample_field])
+        layout = encode(jax.tree.map(lambda x: np.empty((0,), x.dtype), stored), [])
+        header = {"fingerprint": found, "extra_fields": list(extra_fields), "layout": layout}
         tree = {
             "state": state,
             # Where local values began is of no use any more; where they are is in the state.
-            "adaptation": self.sampler.adaptation._replace(locals=None),
-            "running": running._asdict(),
+            "adaptation": self._processes.on_host(self.sampler.adaptation._replace(locals=None)),
+            "running": RunningMoments.zeros(room[self._sample_field])._asdict(),
         }
-        with self._safely(None):
-            self._disk.create(stored, self._num_draws)
+        with self._writing(None) as is_writer:
+            if is_writer:
+                self._disk.create(stored, self._num_draws)
         self._keep(Checkpoint(0, 0, [], header, tree))
         self._continue(chains)
 
@@ -191,27 +194,18 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
             process uses the folder.
         """
-        refuse_environment()
-        if not self.has_checkpoint:
-            raise FileNotFoundError(
-                f"'{self._folder}' holds no run that could be continued: call `run`."
-            )
-        with locked(self._folder):
+        with self._in_folder("resume", args, kwargs):
             self._go_on(args, kwargs)
 
     def _go_on(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._store.refuse_other_format()
+        with self._processes.together():
+            self._store.refuse_other_format()
         now = self._fingerprint(args, kwargs)
-        for _, header in self._store.headers():
-            if not isinstance(header, Exception):
-                if args and is_prng_key(args[0]) and header["fingerprint"] != now:
-                    raise Refusal(
-                        "`resume` takes the model's arguments alone, for the run goes on with the "
-                        "key that it began with: leave the key out."
-                    )
-                refuse_other_run(header["fingerprint"], now, self._folder)
-                break
-        reached = self._store.newest(self._check_last_block)
+        with self._processes.together():
+            if (stored := self._store.fingerprint) is not None:
+                refuse_other_run(stored, now, self._folder, args)
+            reached = self._store.newest(self._check_last_block)
+        self._processes.refuse_unlike(f"checkpoint in '{self._folder}'", reached.label)
         chains = self._chains(tuple(reached.header["extra_fields"]), args, kwargs)
         state = reached.tree["state"]
         z = jax.tree.map(lambda x: x[0], state.z) if self.num_chains > 1 else state.z
@@ -291,7 +285,10 @@ class CheckpointedMCMC(MCMC):
         names = ("num_warmup", "num_samples", "num_chains", "thinning", "chain_method")
         settings = {n: getattr(self, n) for n in (*names, "postprocess_fn")}
         settings |= {"checkpoint_every": self._every, "keep_draws": self._keep_draws}
-        return fingerprint(self.sampler, settings, args, kwargs)
+        settings["number of processes"] = self._processes.num
+        found = fingerprint(self.sampler, settings, args, kwargs)
+        self._processes.refuse_unlike_each({name: short(text) for name, text in found.items()})
+        return found
 
     def _chains(self, extra_fields: tuple[str, ...], args: tuple, kwargs: dict) -> Chains:
         self._args, self._kwargs = args, kwargs
@@ -332,12 +329,15 @@ class CheckpointedMCMC(MCMC):
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and go on from what was written."""
-        with self._safely(self._reached):
-            tree = self._store.write(checkpoint)
+        with self._writing(self._reached) as is_writer:
+            tree = self._store.write(checkpoint, is_writer)
         self._reach(checkpoint._replace(tree=tree))
 
-    def _safely(self, reached: Checkpoint | None) -> AbstractContextManager[None]:
-        return safely(self._folder, reached.draws if reached else 0)
+    @contextmanager
+    def _writing(self, reached: Checkpoint | None) -> Iterator[bool]:
+        """All processes come to the end of this when one has written."""
+        with self._processes.together(), safely(self._folder, reached.draws if reached else 0):
+            yield self._processes.is_first
 
     def _check_last_block(self, header: dict[str, Any]) -> None:
         if header["blocks"]:
@@ -347,14 +347,15 @@ class CheckpointedMCMC(MCMC):
         """Segment after segment until the run is complete or is to stop."""
         assert self._reached is not None
         last = self._stops.last
-        shown = self.progress_bar and self._keep_draws and self._states
-        sites = shown[self._sample_field] if shown else None
-        done, pace = self._reached.iterations, Pace()
+        is_shown = self.progress_bar and self._processes.is_first
+        drawn = is_shown and self._keep_draws and self._states
+        sites = drawn[self._sample_field] if drawn else None
+        done, pace = self._reached.iterations, Pace(self._processes)
         with (
-            Interrupt() as interrupt,
-            Watch(self.progress_bar, last, self.num_warmup, done, sites) as watch,
+            Interrupt(self._processes) as interrupt,
+            Watch(is_shown, last, self.num_warmup, done, sites) as watch,
         ):
-            while self._reached.iterations < last and not interrupt.is_asked:
+            while self._reached.iterations < last and not interrupt.look():
                 self._run_segment(chains, interrupt, pace, watch)
         if self._reached.iterations < last:
             notify(
@@ -376,9 +377,11 @@ class CheckpointedMCMC(MCMC):
             iterations = pace.next(unit, most) if chains.is_stoppable else most
             segment = chains.advance(segment, iterations)
             pace.done(iterations)
+            interrupt.look()
             done += iterations
             watch.show(segment.state)
             watch.step(iterations)
+        segment = self._processes.on_host(segment)
         tree = {**before.tree, "state": segment.state}
         num = 0 if is_warmup else (done - before.iterations) // self.thinning
         blocks = before.blocks
@@ -388,9 +391,10 @@ class CheckpointedMCMC(MCMC):
             sites, stored = draws[self._sample_field], self._stored(draws)
             weights = draws["weight"] if self._hidden else np.ones((self.num_chains, num))
             tree["running"] = RunningMoments(**tree["running"]).add(sites, weights)._asdict()
-            with self._safely(before):
-                crc = self._disk.write(stored, before.draws)
-            blocks = [*blocks, [before.draws, before.draws + num, crc]]
+            with self._writing(before) as is_writer:
+                if is_writer:
+                    self._disk.write(stored, before.draws)
+            blocks = [*blocks, [before.draws, before.draws + num, self._disk.checksum(stored)]]
             watch.add_draws(sites)
             watch.show(segment.state)
         self._keep(Checkpoint(done, before.draws + num, blocks, before.header, tree))

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
+from jax.experimental import multihost_utils
 from numpyro.distributions import Distribution
 from numpyro.distributions.util import lazy_property
+from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_array
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["describe", "fingerprint", "refuse_other_run"]
+__all__ = ["describe", "fingerprint", "refuse_other_run", "short"]
 
 _ALL_BYTES = 2**25
 _SOME_ROWS = 512
@@ -37,6 +39,8 @@ def _checksum(x: Any) -> str:
     """Of all values, or of some rows where they are many."""
     if x.nbytes > _ALL_BYTES and len(x) > _SOME_ROWS:
         x = x[np.linspace(0, len(x) - 1, _SOME_ROWS).astype(int)]
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
     return f"{zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
 
 
@@ -158,16 +162,24 @@ def fingerprint(
     return found
 
 
-def refuse_other_run(stored: Mapping[str, str], now: Mapping[str, str], folder: Any) -> None:
+def refuse_other_run(
+    stored: Mapping[str, str], now: Mapping[str, str], folder: Any, args: tuple
+) -> None:
     """Refuse to continue a run as another.
 
+    :param args: what `resume` was given, which may begin with a key where `run` takes one.
     :raises ValueError: naming everything that differs.
     """
+    if args and is_prng_key(args[0]) and stored != now:
+        raise Refusal(
+            "`resume` takes the model's arguments alone, for the run goes on with the key that it "
+            "began with: leave the key out."
+        )
     differs = [n for n in {**stored, **now} if stored.get(n) != now.get(n)]
     if differs:
         each = "; ".join(
-            f"{n} was {_short(stored.get(n, 'not there'))} and is now "
-            f"{_short(now.get(n, 'not there'))}"
+            f"{n} was {short(stored.get(n, 'not there'))} and is now "
+            f"{short(now.get(n, 'not there'))}"
             for n in differs
         )
         raise Refusal(
@@ -176,5 +188,6 @@ def refuse_other_run(stored: Mapping[str, str], now: Mapping[str, str], folder: 
         )
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A text as a sentence has room for it, with a checksum where it is cut."""
     return text if len(text) <= 80 else f"{text[:50]}... ({zlib.crc32(text.encode()):08x})"

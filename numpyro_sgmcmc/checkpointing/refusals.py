@@ -6,13 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["refuse_environment", "refuse_file", "refuse_settings"]
+__all__ = ["refuse_environment", "refuse_folder", "refuse_settings"]
 
 
 def refuse_settings(
@@ -43,27 +41,24 @@ def refuse_settings(
         checks.positive_int("checkpoint_every", checkpoint_every)
 
 
-def refuse_file(folder: Path) -> None:
-    """Refuse a file where the run's folder should be.
+def refuse_folder(folder: Path, is_missed: bool) -> None:
+    """Refuse a file where the run's folder should be, and a folder without a run.
 
-    :raises NotADirectoryError: naming it.
+    :param is_missed: whether there is no run, but should be.
+    :raises OSError: naming the folder.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(
             f"`checkpoint` is '{folder}', a file: give it the path of a folder."
         )
+    if is_missed:
+        raise FileNotFoundError(f"'{folder}' holds no run that could be continued: call `run`.")
 
 
 def refuse_environment() -> None:
-    """Refuse missing packages, and several processes.
+    """Refuse missing packages.
 
     :raises ImportError: saying what to install.
-    :raises ValueError: for several processes.
     """
     checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
     checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
-    if jax.process_count() > 1:
-        raise Refusal(
-            "`CheckpointedMCMC` runs in one process, but there are "
-            f"{jax.process_count()}: use numpyro.infer.MCMC."
-        )

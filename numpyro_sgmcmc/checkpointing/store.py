@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from numpyro_sgmcmc import checks
@@ -38,6 +39,12 @@ class Checkpoint(NamedTuple):
     - **tree** - what continues the run.
     """
 
+    @property
+    def label(self) -> str:
+        """Tells it from others."""
+        arrays = zlib.crc32(json.dumps(self.header["arrays"]).encode())
+        return f"that of iteration {self.iterations} ({arrays:08x})"
+
     iterations: int
     draws: int
     blocks: list[list[int]]
@@ -55,7 +62,14 @@ def checksum(arrays: Any) -> int:
 
 def _checkpointer() -> Any:
     ocp = checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-    return ocp.StandardCheckpointer()
+    if jax.process_count() == 1:
+        return ocp.StandardCheckpointer()
+    # One of several processes, which does not wait for the others to write or to read.
+    place = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=place, active_processes={place}, barrier_sync_key_prefix=f"process-{place}"
+    )
+    return ocp.StandardCheckpointer(multiprocessing_options=alone)
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -128,13 +142,19 @@ class Store:
         """Whether a run could be continued."""
         return bool(_steps(self._folder))
 
-    def write(self, checkpoint: Checkpoint) -> Any:
+    def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Any:
         """Keep a checkpoint, and of those before only the last.
 
+        :param is_writer: whether this process writes, and not another one that has the same.
         :return: the tree as :meth:`newest` would give it.
         """
         arrays: list[np.ndarray] = []
         structure = encode(checkpoint.tree, arrays)
+        if is_writer:
+            self._write(checkpoint, structure, arrays)
+        return decode(structure, arrays)
+
+    def _write(self, checkpoint: Checkpoint, structure: Any, arrays: list[np.ndarray]) -> None:
         step = self._folder / "checkpoints" / f"{checkpoint.iterations:012d}"
         if step.exists():
             _remove(step)
@@ -158,7 +178,6 @@ class Store:
             if other not in (step, self._last):
                 _remove(other)
         self._last = step
-        return decode(structure, arrays)
 
     def headers(self) -> list[tuple[Path, dict[str, Any] | Exception]]:
         """The checkpoints, newest first, each with its header or with what is wrong with it."""
@@ -169,6 +188,23 @@ class Store:
             except (ValueError, KeyError, OSError) as error:
                 found.append((step, error))
         return found
+
+    @property
+    def fingerprint(self) -> dict[str, str] | None:
+        """That of the run, as the newest readable checkpoint has it; None where there is none."""
+        readable = (h["fingerprint"] for _, h in self.headers() if not isinstance(h, Exception))
+        return next(readable, None)
+
+    def refuse_begun(self) -> None:
+        """Refuse to begin a run where there is one.
+
+        :raises FileExistsError: naming the folder.
+        """
+        if self.has_checkpoint:
+            raise FileExistsError(
+                f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
+                "`checkpoint` another folder."
+            )
 
     def refuse_other_format(self) -> None:
         """Refuse to continue a run that another version of the package has stored.

@@ -14,6 +14,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc.chain.state import SGMCMCState
+from numpyro_sgmcmc.checkpointing.processes import Processes
 from numpyro_sgmcmc.diagnostics.estimates import configurational_temperature
 
 __all__ = ["Interrupt", "Pace", "Watch"]
@@ -23,16 +24,25 @@ _LOOK_SECONDS = 0.5
 
 
 class Interrupt:
-    """Ctrl-C as a wish to stop, to be met at the next good moment; the second one stops at once."""
+    """Ctrl-C as a wish to stop, to be met at the next good moment; the second one stops at once.
 
-    def __init__(self) -> None:
+    :param processes: those that share the run; a wish that one is told is all of theirs.
+    """
+
+    def __init__(self, processes: Processes) -> None:
         self.is_asked = False
+        self._processes, self._is_asked_here = processes, False
         self._before: Any = None
 
+    def look(self) -> bool:
+        """Learn whether any process has been asked by now; all of them must look."""
+        self.is_asked = bool(self._processes.gathered(self._is_asked_here).any())
+        return self.is_asked
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
+        if self._is_asked_here:
             raise KeyboardInterrupt
-        self.is_asked = True
+        self._is_asked_here = True
 
     def __enter__(self) -> Interrupt:
         # Other threads can set no handlers; there Ctrl-C is not theirs to meet either. Nor is it a
@@ -50,16 +60,20 @@ class Interrupt:
 
 
 class Pace:
-    """How many iterations to compute between two looks at the clock: about half a second's."""
+    """How many iterations to compute between two looks at the clock: about half a second's.
 
-    def __init__(self) -> None:
+    :param processes: those that share the run; the first one's clock counts.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._length = 1
         self._since = 0.0
 
     def next(self, unit: int, most: int) -> int:
         """Iterations to do now, a multiple of ``unit`` or all of ``most``."""
         self._since = time.perf_counter()
-        return min(most, max(unit, self._length // unit * unit))
+        return int(self._processes.gathered(min(most, max(unit, self._length // unit * unit)))[0])
 
     def done(self, iterations: int) -> None:
         """Learn from how long they took."""

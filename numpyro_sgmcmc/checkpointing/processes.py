@@ -1,0 +1,164 @@
+"""The processes that share a run: they agree on what comes next, and fail together.
+
+Chains and draws are the same in all of them, bit for bit; only rows are spread. So the first
+process alone writes, the others wait until it has, and all read. What one process decides by its
+own clock, or is told by its own Ctrl-C, all must do: they would wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, random
+from jax.experimental import multihost_utils
+
+from numpyro_sgmcmc.checkpointing.lock import locked
+from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.arguments import Arguments
+
+__all__ = ["ALONE", "Processes", "processes_of"]
+
+_MOST_BYTES = 1024
+_SHARED = "shared"
+
+
+class Processes(NamedTuple):
+    """
+    - **num** - how many share the run.
+    - **place** - this one's number among them.
+    """
+
+    num: int
+    place: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.place == 0
+
+    def gathered(self, value: Any) -> np.ndarray:
+        """A number, or an array of one shape, of each process: shape ``(num, ...)``."""
+        value = np.asarray(value)
+        if self.num == 1:
+            return value[None]
+        return np.asarray(multihost_utils.process_allgather(value))
+
+    def texts(self, text: str) -> list[str]:
+        """A text of each process, cut to some hundred letters."""
+        if self.num == 1:
+            return [text]
+        told = np.zeros(_MOST_BYTES, np.uint8)
+        own = np.frombuffer(text.encode()[:_MOST_BYTES], np.uint8)
+        told[: len(own)] = own
+        return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in self.gathered(told)]
+
+    def refuse_unlike(self, what: str, text: str) -> None:
+        """Refuse what is not the same in all processes.
+
+        :raises ValueError: with what the first has and what another one.
+        """
+        texts = self.texts(text)
+        for place, other in enumerate(texts):
+            if other != texts[0]:
+                raise Refusal(
+                    f"All processes must have the same {what}, but of {self.num} the first has "
+                    f"{texts[0] or 'none'} and number {place} has {other or 'none'}."
+                )
+
+    def refuse_unlike_each(self, texts: dict[str, str]) -> None:
+        """Refuse the first of many things by name that is not the same in all processes.
+
+        :raises ValueError: naming it.
+        """
+        if self.num > 1:
+            self.refuse_unlike("settings and arguments", ", ".join(texts))
+            for what, text in texts.items():
+                self.refuse_unlike(what, text)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in one process fails in all of them, once all have come to the end of this.
+
+        What is done within must not wait for other processes.
+
+        :raises RuntimeError: in the others, with the words of the one that failed.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        told = self.texts(f"{type(failure).__name__}: {failure}" if failure else "")
+        if failure is not None:
+            raise failure
+        for place, text in enumerate(told):
+            if text:
+                raise RuntimeError(f"Process {place} of {self.num} failed. {text}")
+
+    @contextmanager
+    def holding(self, folder: Path) -> Iterator[None]:
+        """Hold a folder that all of them see, against every other run.
+
+        :raises RuntimeError: where another run holds it, or a process sees another folder.
+        """
+        token = self.texts(secrets.token_hex(8))[0]
+        with ExitStack() as held:
+            with self.together():
+                if self.is_first:
+                    held.enter_context(locked(folder))
+                    if self.num > 1:
+                        (folder / _SHARED).write_text(token)
+            with self.together():
+                if self.num > 1 and not _holds(folder / _SHARED, token):
+                    raise RuntimeError(
+                        f"'{folder}' is not the folder that process 0 has under this name: give "
+                        "`checkpoint` one on a file system that all processes share."
+                    )
+            yield
+
+    def on_host(self, tree: Any) -> Any:
+        """A pytree with arrays that this process can read for itself."""
+        return tree if self.num == 1 else jax.tree.map(_readable, tree)
+
+
+ALONE = Processes(1, 0)
+
+
+def processes_of(arguments: Arguments) -> Processes:
+    """The processes that share the rows.
+
+    :raises ValueError: where there are several, and share none.
+    """
+    if jax.process_count() == 1:
+        return ALONE
+    devices = {d for x in arguments.sharded for d in x.shards.mesh.devices.flat}
+    if len({d.process_index for d in devices}) < 2:
+        raise Refusal(
+            "The processes share no rows, so that each runs chains of its own: start them without "
+            "jax.distributed.initialize, each with a `checkpoint` of its own, or spread the rows "
+            "over all of them by ShardedArray."
+        )
+    return Processes(jax.process_count(), jax.process_index())
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_text() == text
+    except OSError:
+        return False
+
+
+def _readable(x: Any) -> Any:
+    if not isinstance(x, Array) or x.is_fully_addressable:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return random.wrap_key_data(_readable(random.key_data(x)), impl=random.key_impl(x))
+    whole = x if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
+    return jnp.asarray(np.asarray(whole))

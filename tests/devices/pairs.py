@@ -1,0 +1,231 @@
+"""Checkpoints of two processes that share the rows: one function a check, run in both at once.
+
+``python -m tests.devices.pairs PLACE PORT FOLDER NAME...`` in each of them leaves in a file what
+each check ended with: nothing, or a traceback. `test_pairs.py` starts them.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, ShardedArray, bias_report
+from numpyro_sgmcmc.checkpointing import store
+from tests.checkpointing.runs import end_at, outcome
+from tests.devices.process import COUNTS, DIM, regression
+
+# With all of these a warm-up looks for nothing.
+GIVEN = {
+    "inverse_mass_matrix": np.full(DIM, 1.0 / 50.0),
+    "gradient": "control_variate",
+    "minibatch": "blocks",
+    "step_size": 0.2,
+    "num_steps": 2,
+}
+START = {"beta": np.zeros((2, DIM), np.float32)}
+KERNEL = SGHMCSplit(regression, **GIVEN)
+# Checkpoints at iterations 0, 4, 6 (the warm-up), 10, 14.
+SETTINGS = {
+    "num_warmup": 6,
+    "num_samples": 8,
+    "num_chains": 2,
+    "chain_method": "vectorized",
+    "checkpoint_every": 4,
+}
+
+
+def rows(shift=0.0):
+    """What this process has."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(sum(COUNTS), DIM)).astype(np.float32)
+    y = (rng.random(len(X)) < 0.5).astype(np.float32)
+    X[-1] += shift
+    own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
+    ends = np.cumsum((0, *COUNTS))
+    here = slice(ends[own.start], ends[own.stop])
+    return [ShardedArray(x[here], counts=COUNTS[own]) for x in (X, y)]
+
+
+def mcmc_of(folder, kernel=KERNEL, **settings):
+    settings = {**SETTINGS, "progress_bar": False, "checkpoint": folder, **settings}
+    return CheckpointedMCMC(kernel, **settings)
+
+
+def run(folder, data=None, **settings):
+    mcmc = mcmc_of(folder, **settings)
+    mcmc.run(jax.random.key(1), *(data or DATA), batch_size=20, init_params=START)
+    return mcmc
+
+
+def resume(folder, data=None):
+    mcmc = mcmc_of(folder, SGHMCSplit(regression, **GIVEN))
+    mcmc.resume(*(data or DATA), batch_size=20)
+    return mcmc
+
+
+def bits(mcmc):
+    return [(x.dtype.str, x.shape, x.tobytes()) for x in outcome(mcmc)]
+
+
+def keep(name, mcmc):
+    """For the processes that are started next."""
+    np.savez(FOLDER / f"{name}-{jax.process_index()}", *outcome(mcmc))
+
+
+def assert_kept(name, mcmc):
+    for place in range(2):
+        kept = np.load(FOLDER / f"{name}-{place}.npz")
+        found = outcome(mcmc)
+        assert len(kept.files) == len(found)
+        for file, x in zip(kept.files, found, strict=True):
+            assert kept[file].tobytes() == x.tobytes()
+
+
+# In the order in which they must be run
+
+
+def check_a_whole_run():
+    mcmc = run(FOLDER / "whole", progress_bar=jax.process_index() == 0)
+    keep("whole", mcmc)
+    assert mcmc.get_samples(True)["beta"].shape == (2, 8, DIM)
+    assert "beta" in str(bias_report(mcmc, full_data=True))
+    # One that is complete is read.
+    assert bits(resume(FOLDER / "whole")) == bits(mcmc)
+
+
+def lose(place):
+    """The process of this number is killed; the other one must end as well."""
+
+    def die():
+        if jax.process_index() == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        end_at(patch, 12, die)
+        run(FOLDER / f"lost-{place}")
+
+
+def check_first_is_lost():
+    lose(0)
+
+
+def check_second_is_lost():
+    lose(1)
+
+
+def check_resumed_after_either_was_lost():
+    for place in range(2):
+        folder = FOLDER / f"lost-{place}"
+        assert store.newest_header(folder)["iterations"] == 10
+        assert_kept("whole", resume(folder))
+
+
+def check_ctrl_c_in_one_process_stops_both():
+    is_asked = jax.process_index() == 1
+    folder = FOLDER / "stopped"
+    with pytest.MonkeyPatch.context() as patch:
+        end_at(patch, 12, lambda: is_asked and signal.raise_signal(signal.SIGINT))
+        with pytest.warns(UserWarning, match="Ctrl-C after 6 of 8 draws"):
+            mcmc = run(folder)
+    assert mcmc.get_samples(True)["beta"].shape == (2, 6, DIM)
+    assert_kept("whole", resume(folder))
+
+
+def check_a_full_disk_is_told_by_both():
+    folder, calls = FOLDER / "full", []
+    before = store._write_atomically
+
+    def write(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError("No space left on device")
+        before(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "_write_atomically", write)
+        with pytest.raises(RuntimeError, match=r"No space left.*0 draws a chain are safe"):
+            run(folder)
+    assert len(calls) == (4 if jax.process_index() == 0 else 0)
+    assert_kept("whole", resume(folder))
+
+
+def check_a_damaged_checkpoint():
+    folder = FOLDER / "whole"
+    if jax.process_index() == 0:
+        newest = max((folder / "checkpoints").iterdir())
+        os.truncate(newest / "checkpoint.json", 10)
+    DATA[0][np.array([0])]  # a sum over processes: both have come here
+    with pytest.warns(UserWarning, match="iteration 14 is damaged.*of iteration 10"):
+        assert_kept("whole", resume(folder))
+
+
+def check_what_is_not_the_same_is_refused():
+    place, folder = jax.process_index(), FOLDER / "whole"
+    call = (lambda: resume(folder)) if place else (lambda: run(FOLDER / "other"))
+    with pytest.raises(ValueError, match=r"same call, but of 2 the first has `run` and number 1"):
+        call()
+    with pytest.raises(RuntimeError, match="on a file system that all processes share"):
+        run(FOLDER / f"own-{place}")
+    unlike = r"same `num_samples`.* first has 8 and number 1 has 9"
+    with pytest.raises(ValueError, match=unlike):
+        run(FOLDER / "unlike", num_samples=8 + place)
+    with pytest.raises(ValueError, match="same key"):
+        mcmc_of(FOLDER / "keys").run(jax.random.key(place), *DATA, batch_size=20)
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        run(folder)
+    # The data are those of all processes.
+    with pytest.raises(ValueError, match="data `X` was"):
+        resume(folder, data=rows(shift=1.0))
+    alone = [np.zeros((40, DIM), np.float32), np.zeros(40, np.float32)]
+    with pytest.raises(ValueError, match="share no rows"):
+        run(FOLDER / "unshared", data=alone)
+
+
+def check_what_one_process_cannot_read_both_are_told():
+    place, folder = jax.process_index(), FOLDER / "whole"
+
+    def gone(*args):
+        raise RuntimeError("the disk is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if place:
+            patch.setattr(store.Store, "newest", gone)
+        with pytest.raises(RuntimeError, match="the disk is gone" if place else "Process 1 of 2"):
+            resume(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if place:
+            steps = store._steps
+            patch.setattr(store, "_steps", lambda path: steps(path)[1:])
+        with pytest.raises(ValueError, match=r"same checkpoint.* iteration 14 .* iteration 10"):
+            resume(folder)
+
+
+if __name__ == "__main__":
+    PLACE, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    # Devices that are threads wait for each other for ever where each has begun another program.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{PORT}",
+        2,
+        PLACE,
+        heartbeat_timeout_seconds=20,
+        shutdown_timeout_seconds=20,
+    )
+    DATA = rows()
+    found = {}
+    for check in sys.argv[4:]:
+        try:
+            globals()[check]()
+            found[check] = ""
+        except BaseException:
+            found[check] = traceback.format_exc()
+        (FOLDER / f"found-{PLACE}").write_text(json.dumps(found))
+        if found[check]:
+            os._exit(1)  # or the other one would wait
