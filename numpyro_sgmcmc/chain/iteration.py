@@ -43,7 +43,7 @@ def advance(
     """
     if plan.target.dim == 0:
         return state._replace(i=state.i + 1)
-    state = with_rows_ahead(plan, state)
+    state = with_rows_ahead(plan, state, chain_axis)
     in_block = None if state.block is None else state.block.used.ravel()[0]
     one = partial(iterate, plan, arguments=arguments, in_block=in_block)
     return jax.vmap(one, spmd_axis_name=chain_axis)(state) if state.i.ndim else one(state)

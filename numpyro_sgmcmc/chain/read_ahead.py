@@ -11,7 +11,7 @@ from jax import Array, lax
 from numpyro_sgmcmc.chain.block import Block, Upcoming, empty_block, key_words
 from numpyro_sgmcmc.chain.plan import ChainPlan, Keys, draw_rows
 from numpyro_sgmcmc.chain.state import SGMCMCState
-from numpyro_sgmcmc.data.host import read_ahead
+from numpyro_sgmcmc.data.stand_ins import read_block
 
 __all__ = ["with_empty_block", "with_rows_ahead"]
 
@@ -42,10 +42,14 @@ def with_empty_block(plan: ChainPlan, state: SGMCMCState, num_chains: int) -> SG
     return state._replace(block=empty_block(lookups, rows, num_chains, upcoming))
 
 
-def with_rows_ahead(plan: ChainPlan, state: SGMCMCState) -> SGMCMCState:
+def with_rows_ahead(
+    plan: ChainPlan, state: SGMCMCState, chain_axis: str | None = None
+) -> SGMCMCState:
     """The state of one chain or of many, with rows read ahead for its next iteration.
 
     Outside of ``vmap``, under which both branches of a condition would run every time.
+
+    :param chain_axis: the mesh axis over which chains are spread, if they are.
     """
     if state.block is None:
         return state
@@ -66,7 +70,7 @@ def with_rows_ahead(plan: ChainPlan, state: SGMCMCState) -> SGMCMCState:
             lambda: (block.upcoming, block.next_rows),
         )
         upcoming, next_rows = draw(upcoming)
-        values = read_ahead(lookups, now, next_rows)
+        values = read_block(lookups, now, next_rows, chain_axis)
         used, key = jnp.zeros_like(block.used), key_words(state.rng_key)
         return Block(values, now, next_rows, upcoming, used, key)
 

@@ -122,6 +122,18 @@ def _name(path: tuple) -> str:
     return jax.tree_util.keystr(path[1:]).strip("[]'")
 
 
+def _of_all(text: str) -> str:
+    """What tells of the texts of all processes, which have different rows."""
+    if jax.process_count() == 1:
+        return text
+    own = np.uint32(zlib.crc32(text.encode()))
+    return f"{zlib.crc32(multihost_utils.process_allgather(own).tobytes()):08x} of all processes"
+
+
+def _without_host(x: Any) -> Any:
+    return f"{x.dtype}{x.shape} on hosts {x.shards.counts}" if x.is_on_host else x
+
+
 def fingerprint(
     kernel: SGMCMCKernel,
     settings: Mapping[str, Any],
@@ -143,10 +155,12 @@ def fingerprint(
     assert model is not None
     for name, array in arguments.named_arrays(model):
         found[f"data {name}"] = describe(array)
+    spread = [x.array for x in arguments.sharded if x.is_on_host]
     for place, host in enumerate(arguments.hosts):
+        text = f"{host.dtype}{host.shape} {host.checksum():08x}"
         # By its place: the file may have moved.
-        found[f"HostArray number {place + 1}"] = f"{host.dtype}{host.shape} {host.checksum():08x}"
-    others = arguments.map_hosts(lambda host: "rows on the host")
+        found[f"HostArray number {place + 1}"] = _of_all(text) if host in spread else text
+    others = arguments.map_hosts(lambda host: "rows on the host").map_sharded(_without_host)
     for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
         if not is_array(x):
             found[f"argument `{_name(path)}`"] = describe(x)

@@ -54,6 +54,10 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(x, ShardedArray)
 
 
+def _is_row_array(x: Any) -> bool:
+    return _is_host(x) or _is_sharded(x)
+
+
 def _is_leaf(x: Any) -> bool:
     return isinstance(x, jax.Ref) or is_array(x)
 
@@ -138,9 +142,10 @@ class Arguments:
 
     @property
     def hosts(self) -> list[HostArray]:
-        """The arrays whose rows are read when they are needed."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_host)
-        return [x for x in leaves if _is_host(x)]
+        """The arrays whose rows are read when they are needed; of spread ones this host's part."""
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
+        parts = (x.array if _is_sharded(x) else x for x in leaves)
+        return [x for x in parts if _is_host(x)]
 
     def map_hosts(self, fn: Callable[[HostArray], Any]) -> Arguments:
         """These arguments with ``fn`` applied to each array whose rows are read when needed."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import jax
@@ -92,6 +93,8 @@ class HostArray(RowArray):
         self.name = name or _name_of(source)
         self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
         self._ahead: list[tuple[np.ndarray, Future]] = []
+        self._lock = Lock()  # each device asks on a thread of its own
+        self.readers = 1
         found = getattr(source, "_mmap", None)
         self._map = found if isinstance(found, mmap.mmap) else None
         self._map_bytes = self._map.size() if self._map else 0
@@ -99,6 +102,9 @@ class HostArray(RowArray):
         self._by_slices = hasattr(source, "chunks")
         self._on_read: Callable[[int], None] | None = None
         self.failure: RuntimeError | None = None
+        self.untold: RuntimeError | None = None  # a failure that no compiled function has raised
+
+    is_on_host = True
 
     @property
     def dtype(self) -> np.dtype:
@@ -117,7 +123,10 @@ class HostArray(RowArray):
 
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
-        return {**self.__dict__, **own}
+        return {**self.__dict__, **own, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=Lock())
 
     def read(self, rows: Any) -> np.ndarray:
         """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
@@ -235,18 +244,22 @@ class HostArray(RowArray):
 
     def start_reading(self, rows: np.ndarray) -> None:
         """Read rows ahead, on the reader's thread."""
-        if self._place_ahead(rows) is None:
-            self._ahead.append((rows, _reader().submit(self.read, rows)))
-            del self._ahead[:-_AHEAD]
+        with self._lock:
+            if self._place_ahead(rows) is None:
+                self._ahead.append((rows, _reader().submit(self.read, rows)))
+                del self._ahead[: -_AHEAD * self.readers]
 
     def forget(self) -> None:
         """Drop what has been read ahead: the source may change from run to run."""
         self._ahead.clear()
+        self.untold = None
 
     def finish_reading(self, rows: np.ndarray) -> np.ndarray:
         """Rows read ahead, or now if they were not."""
-        place = self._place_ahead(rows)
-        return self.read(rows) if place is None else self._ahead.pop(place)[1].result()
+        with self._lock:
+            place = self._place_ahead(rows)
+            ahead = None if place is None else self._ahead.pop(place)[1]
+        return self.read(rows) if ahead is None else ahead.result()
 
     def _place_ahead(self, rows: np.ndarray) -> int | None:
         first = rows.flat[:1]
@@ -284,7 +297,7 @@ def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[N
 def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
     """Raise a source's failure as it was, not as what a compiled function makes of it."""
     for array in arrays:
-        array.failure = None
+        array.failure = array.untold = None
 
     def is_news(record: logging.LogRecord) -> bool:
         return all(array.failure is None for array in arrays)
@@ -301,20 +314,27 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
         raise
     finally:
         logger.removeFilter(is_news)
+    for array in arrays:
+        if array.untold is not None:
+            raise array.untold
 
 
 def read_ahead(
-    lookups: Sequence[tuple[HostArray, str]],
+    lookups: Sequence[tuple[Any, str]],
     rows: Mapping[str, jax.Array],
     following: Mapping[str, jax.Array],
+    is_quiet: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Rows of each array inside a compiled function, and a start on those wanted after them.
 
     :param lookups: the arrays, each with the name of what gives its rows.
     :param rows: integer indices by that name, of three axes.
     :param following: the indices that the next call will ask for, of the same shapes.
-    :return: for each array its rows, shape ``(*rows.shape, *array.shape[1:])``.
+    :param is_quiet: whether not to raise what goes wrong, but to give zeros.
+    :return: for each array its rows, shape ``(*rows.shape, *array.shape[1:])``; where quiet, also
+        whether something has gone wrong.
     """
+    forms = tuple(jax.ShapeDtypeStruct((*rows[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups)
 
     def fetch(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
         arrays = {name: np.asarray(x) for name, x in both.items()}
@@ -323,9 +343,16 @@ def read_ahead(
             array.start_reading(arrays[name][..., 1, :, :, :])
         return found
 
-    forms = tuple(jax.ShapeDtypeStruct((*rows[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups)
+    def fetch_quietly(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        try:
+            return (*fetch(both), np.array(False))
+        except RuntimeError:  # which the array has noted
+            return (*(np.zeros(x.shape, x.dtype) for x in forms), np.array(True))
+
     # As one array: each one that a callback takes costs it some 50 microseconds.
     both = {name: jnp.stack([rows[name], following[name]], -4) for _, name in lookups}
+    if is_quiet:
+        return jax.pure_callback(fetch_quietly, (*forms, jax.ShapeDtypeStruct((), bool)), both)
     return jax.pure_callback(fetch, forms, both, vmap_method="broadcast_all")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_sgmcmc.data.sharded import Shards
+from numpyro_sgmcmc.data.shards import Shards
 
 __all__ = ["Indices", "Plate"]
 

@@ -42,6 +42,11 @@ class RowArray:
     dtype: Any
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether rows are read from the host when they are needed."""
+        return False
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)

@@ -1,107 +1,24 @@
-r"""Rows spread over devices and processes: each device computes on the rows that it holds.
-
-A minibatch is stratified: every device draws its own part, of the same number of rows. With
-:math:`N_s` of the :math:`N` rows on device s, and :math:`\tilde U_s` the minibatch potential of a
-model that thinks its rows stand for all N,
-
-.. math:: \tilde U = \sum_s \frac{N_s}{N} \tilde U_s
-
-is unbiased for the potential on all rows, however uneven the shards, and so is its gradient. The
-sum is the one thing that devices tell each other in a step.
-"""
+"""Rows spread over devices and processes: on each device, or on the disk of its host."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.experimental import multihost_utils
+from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.data.rows import RowArray
+from numpyro_sgmcmc.data.host import HostArray
+from numpyro_sgmcmc.data.rows import RowArray, narrowed
+from numpyro_sgmcmc.data.shards import Shards, agree, own_devices, split
 
-__all__ = ["LocalRows", "ShardedArray", "Shards", "as_sharded"]
-
-
-class Shards(NamedTuple):
-    """Which device holds which rows.
-
-    - **mesh** - the devices.
-    - **axis** - the mesh axis (or axes) over which rows are spread.
-    - **counts** - rows of each shard, in order.
-    """
-
-    mesh: Mesh
-    axis: str | tuple[str, ...]
-    counts: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return sum(self.counts)
-
-    @property
-    def longest(self) -> int:
-        """Rows of the largest shard; the others are padded to it."""
-        return max(self.counts)
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all shards have the same number of rows."""
-        return min(self.counts) == self.longest
-
-    @property
-    def firsts(self) -> np.ndarray:
-        """The first row of each shard."""
-        return np.cumsum((0, *self.counts[:-1]), dtype=np.int64).astype(np.int32)
-
-    @property
-    def chain_axis(self) -> str | None:
-        """The other mesh axis, over which chains are spread, if there is exactly one."""
-        taken = (self.axis,) if isinstance(self.axis, str) else self.axis
-        others = [name for name in self.mesh.axis_names if name not in taken]
-        return others[0] if len(others) == 1 else None
-
-    @property
-    def rows_spec(self) -> PartitionSpec:
-        """First axis spread over the shards."""
-        return PartitionSpec(self.axis)
-
-    def spread(self, rows: Array) -> Array:
-        """Row indices of shape ``(..., num_shards * n)``, each shard's part where it is needed."""
-        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (rows.ndim - 1), self.axis)
-        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, spec))
-
-    def average(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
-        """The mean of a function's values on the shards, weighted by their numbers of rows.
-
-        :param fn: ``(operands, first, count) -> pytree`` of a shard's part of the operands, its
-            first row, and its number of rows (an int where all have the same).
-        :param operands: pytree of arrays spread over the shards along their first axis.
-        """
-        firsts, counts = jnp.asarray(self.firsts), jnp.asarray(self.counts, jnp.int32)
-
-        def local(operands: Any) -> Any:
-            shard = lax.axis_index(self.axis)
-            count = self.longest if self.is_even else counts[shard]
-            value = fn(operands, firsts[shard], count)
-            share = counts[shard] / self.size
-            return lax.psum(jax.tree.map(lambda x: share.astype(x.dtype) * x, value), self.axis)
-
-        return jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(self.rows_spec,),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )(operands)
+__all__ = ["LocalRows", "ReadRows", "ShardedArray", "as_sharded"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -118,7 +35,9 @@ class ShardedArray(RowArray):
     same program.
 
     :param rows: the rows of this process, shape ``(n, ...)``: a NumPy or JAX array, or anything
-        with ``shape`` and slices. Their order is that of the devices along the axis.
+        with ``shape`` and slices, which are copied to the devices; a :class:`HostArray`, whose rows
+        stay where they are, and are read for each device as it needs its own. Their order is that
+        of the devices along the axis.
     :param mesh: the devices. Default: all of them along one axis, "rows". Along a second axis of
         the mesh a single process spreads its chains, if their number is a multiple of its length.
     :param axis: the mesh axis (or tuple of axes) over which rows are spread. Default the first.
@@ -163,12 +82,18 @@ class ShardedArray(RowArray):
                 f"`axis` names {sorted(unknown)}, but the mesh has the axes "
                 f"{list(mesh.axis_names)}."
             )
-        own = _own_devices(mesh, axis)
+        own = own_devices(mesh, axis)
         if not own:
             raise Refusal("None of this process's devices is in the mesh.")
-        sizes = _split(int(rows.shape[0]), len(own), counts)
-        shards = Shards(mesh, axis, _agree(rows, dict(zip(own, sizes, strict=True)), mesh, axis))
+        sizes = split(len(rows), len(own), counts)
+        shards = Shards(mesh, axis, agree(rows, dict(zip(own, sizes, strict=True)), mesh, axis))
         self._check_number(shards.size)
+        self.array: Any
+        self.shards, self.name = shards, name
+        if isinstance(rows, HostArray):
+            rows.readers = max(rows.readers, sum(map(len, own.values())))
+            self.array = rows
+            return
         pieces, start = [], 0
         for devices, count in zip(own.values(), sizes, strict=True):
             piece = np.asarray(rows[start : start + count])
@@ -179,8 +104,7 @@ class ShardedArray(RowArray):
             start += count
         shape = (len(shards.counts) * shards.longest, *rows.shape[1:])
         sharding = NamedSharding(mesh, shards.rows_spec)
-        self.array: Any = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
-        self.shards, self.name = shards, name
+        self.array = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     @classmethod
     def of(cls, array: Any, shards: Shards, name: str) -> ShardedArray:
@@ -188,6 +112,11 @@ class ShardedArray(RowArray):
         made = object.__new__(cls)
         made.array, made.shards, made.name = array, shards, name
         return made
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether rows are read from the host when they are needed."""
+        return isinstance(self.array, HostArray)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,7 +136,53 @@ class ShardedArray(RowArray):
 
     def _rows_at(self, rows: Any) -> Array:
         """Rows from wherever they are, for all devices: not for use in a step."""
-        return _gather(self.array, self.shards, jnp.asarray(rows))
+        if not self.is_on_host:
+            return _gather(self.array, self.shards, jnp.asarray(rows))
+        rows = jnp.where(rows < 0, rows + self.shards.size, rows)
+        if jax.process_count() == 1 and not isinstance(rows, jax.core.Tracer):
+            return jnp.asarray(self.read(np.asarray(rows)))
+
+        def own(rows: Array, first: Any, count: Any) -> Array:
+            found = ReadRows(self, first, count)[rows]
+            is_own = (rows >= first) & (rows < first + count)
+            return jnp.where(is_own.reshape(*rows.shape, *[1] * (found.ndim - rows.ndim)), found, 0)
+
+        of_rows = partial(self.shards.total, own)
+        if isinstance(rows, jax.core.Tracer):
+            return of_rows(rows).astype(self.dtype)
+        return jax.jit(of_rows)(np.asarray(rows)).astype(self.dtype)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        """Rows that this process has, from its host, by their numbers among all."""
+        return self.array.read(self._own(rows))
+
+    def read_quietly(self, rows: np.ndarray) -> np.ndarray:
+        """The same, or no numbers where the source fails: the other devices would wait for ever for
+        one that has raised an error. The array keeps it, to be raised when they are done.
+        """
+        try:
+            if self.array.untold is None:
+                return self.read(rows)
+        except RuntimeError as error:
+            self.array.untold = error
+        none = np.nan if self.dtype.kind == "f" else 0
+        return np.full((*np.shape(rows), *self.shape[1:]), none, self.dtype)
+
+    def start_reading(self, rows: np.ndarray) -> None:
+        """As :meth:`HostArray.start_reading`, by their numbers among all."""
+        self.array.start_reading(self._own(rows))
+
+    def finish_reading(self, rows: np.ndarray) -> np.ndarray:
+        """As :meth:`HostArray.finish_reading`, by their numbers among all."""
+        if self.array.untold is not None:
+            raise self.array.untold
+        return self.array.finish_reading(self._own(rows))
+
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers among this process's rows from those among all."""
+        firsts, before = _own_firsts(self.shards)
+        place = np.searchsorted(firsts, rows, side="right") - 1
+        return rows - firsts[place] + before[place]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardedArray) or self.shards != other.shards:
@@ -219,12 +194,17 @@ class ShardedArray(RowArray):
         is_array = isinstance(self.array, Array)
         return hash((self.shards, id(self.array) if is_array else self.array))
 
-    def tree_flatten(self) -> tuple[tuple[Any], tuple[Shards, str]]:
-        return (self.array,), (self.shards, self.name)
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Shards, str, HostArray | None]]:
+        if self.is_on_host:
+            return (), (self.shards, self.name, self.array)
+        return (self.array,), (self.shards, self.name, None)
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple[Shards, str], children: Any) -> ShardedArray:
-        return cls.of(children[0], *aux)
+    def tree_unflatten(
+        cls, aux: tuple[Shards, str, HostArray | None], children: Any
+    ) -> ShardedArray:
+        shards, name, host = aux
+        return cls.of(children[0] if host is None else host, shards, name)
 
 
 class LocalRows:
@@ -247,6 +227,33 @@ class LocalRows:
     def __getitem__(self, index: Any) -> Array:
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
         return self.rows[(rows - self.first, *rest)]
+
+
+class ReadRows(LocalRows):
+    """The same where the device's rows are on its host: they are read when the program runs.
+
+    :param whole: the array that it stands for.
+    :param first: the number of the device's first row among all.
+    :param count: how many it has; what lies beyond is its last row.
+    """
+
+    def __init__(self, whole: ShardedArray, first: Any, count: Any) -> None:
+        self.whole, self.first, self.count = whole, first, count
+
+    def __getitem__(self, index: Any) -> Array:
+        rows, *rest = index if isinstance(index, tuple) and index else (index,)
+        rows = jnp.clip(rows, self.first, self.first + self.count - 1)
+        form = jax.ShapeDtypeStruct((*rows.shape, *self.whole.shape[1:]), self.whole.dtype)
+        found = jax.pure_callback(self.whole.read_quietly, form, rows, vmap_method="broadcast_all")
+        return narrowed(found, rows.shape, rest)
+
+
+@cache
+def _own_firsts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
+    """First row of each of this process's shards, among all rows and among its own."""
+    places = list(own_devices(shards.mesh, shards.axis))
+    counts = np.array(shards.counts)[places]
+    return shards.firsts[places], np.cumsum(counts) - counts
 
 
 def _as_held(x: np.ndarray) -> np.ndarray:
@@ -298,59 +305,3 @@ def _gather(array: Any, shards: Shards, rows: Array) -> Array:
         return array[rows]
     everywhere = NamedSharding(shards.mesh, PartitionSpec())
     return jax.jit(lambda a, i: a[i], out_shardings=everywhere)(array, np.asarray(rows))
-
-
-def _own_devices(mesh: Mesh, axis: str | tuple[str, ...]) -> dict[int, list[Any]]:
-    """This process's devices by their place along the axis."""
-    names = (axis,) if isinstance(axis, str) else axis
-    places = [mesh.axis_names.index(name) for name in names]
-    own: dict[int, list[Any]] = {}
-    for index, device in np.ndenumerate(mesh.devices):
-        if device.process_index == jax.process_index():
-            lengths = [mesh.devices.shape[p] for p in places]
-            place = int(np.ravel_multi_index([index[p] for p in places], lengths))
-            own.setdefault(place, []).append(device)
-    return dict(sorted(own.items()))
-
-
-def _split(num_rows: int, num_parts: int, counts: Sequence[int] | None) -> list[int]:
-    """Rows of each part."""
-    if counts is None:
-        each, rest = divmod(num_rows, num_parts)
-        counts = [each + (part < rest) for part in range(num_parts)]
-    elif len(counts) != num_parts or sum(counts) != num_rows:
-        raise Refusal(
-            f"`counts` is {list(counts)}, but must give the rows of {num_parts} devices, "
-            f"{num_rows} in all."
-        )
-    if min(counts) < 1:
-        raise Refusal(
-            f"ShardedArray has {num_rows} rows for {num_parts} devices, but every device needs "
-            "one at least: use a mesh of fewer devices."
-        )
-    return [int(n) for n in counts]
-
-
-def _agree(
-    rows: Any, own: dict[int, int], mesh: Mesh, axis: str | tuple[str, ...]
-) -> tuple[int, ...]:
-    """Rows of every shard, which processes tell each other."""
-    names = (axis,) if isinstance(axis, str) else axis
-    counts = np.zeros(math.prod(mesh.shape[name] for name in names), np.int32)
-    counts[list(own)] = list(own.values())
-    if jax.process_count() == 1:
-        return tuple(int(n) for n in counts)
-    form = zlib.crc32(repr((tuple(rows.shape[1:]), np.dtype(rows.dtype).str)).encode())
-    told = np.asarray(multihost_utils.process_allgather(counts))
-    forms = np.asarray(multihost_utils.process_allgather(np.uint32(form)))
-    if len(set(forms.tolist())) > 1:
-        raise Refusal(
-            f"The processes give rows of different shapes or types; here they are "
-            f"{tuple(rows.shape[1:])}, {rows.dtype}."
-        )
-    agreed = told.max(0)
-    if ((told != 0) & (told != agreed)).any():
-        raise Refusal(
-            "Processes that share a place along the rows' axis give different numbers of rows."
-        )
-    return tuple(int(n) for n in agreed)

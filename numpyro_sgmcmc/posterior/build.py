@@ -12,7 +12,6 @@ from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.posterior.explain import explain
 from numpyro_sgmcmc.posterior.facts import Facts
 from numpyro_sgmcmc.posterior.init_strategy import checked_strategy, uniform_radius
@@ -78,7 +77,7 @@ def build(facts: Facts) -> Target:
         sites=model.sites,
         draw_prior=model.draw_prior,
         locals=model.locals,
-        lookups=tuple(x for x in facts.indexed if isinstance(x.array, HostArray)),
+        lookups=tuple(x for x in facts.indexed if x.array.is_on_host),
         shards=facts.shards,
     )
 

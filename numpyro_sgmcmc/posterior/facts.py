@@ -11,7 +11,7 @@ import jax
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.sharded import Shards
+from numpyro_sgmcmc.data.shards import Shards
 from numpyro_sgmcmc.data.stand_ins import IndexedArray
 
 __all__ = ["NO_DRAWS", "Facts", "GibbsDraws", "SampleSite", "Statement"]

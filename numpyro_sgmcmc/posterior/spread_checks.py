@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from numpyro_sgmcmc.checks import Refusal, notify
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.sharded import ShardedArray, Shards
+from numpyro_sgmcmc.data.sharded import ShardedArray
+from numpyro_sgmcmc.data.shards import Shards
 from numpyro_sgmcmc.data.stand_ins import IndexedArray
 from numpyro_sgmcmc.posterior.facts import Facts
 
@@ -28,7 +29,8 @@ def refuse_spread_rows(facts: Facts) -> None:
         if not isinstance(array, ShardedArray):
             raise Refusal(
                 f"The plate '{name}' indexes {array!r} and rows that are spread over devices: "
-                "make all of its arrays ShardedArrays."
+                "make all of its arrays ShardedArrays, or ShardedArray(HostArray(rows)) where rows "
+                "stay on the host."
             )
         _refuse_empty_parts(plate, facts.shards)
         num, rows = len(facts.shards.counts), facts.plates[name].subsample_size

@@ -16,8 +16,8 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc.checks import Refusal, first_line
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
-from numpyro_sgmcmc.data.sharded import LocalRows, Shards
-from numpyro_sgmcmc.data.stand_ins import IndexedArray, has_rows_read
+from numpyro_sgmcmc.data.shards import Shards
+from numpyro_sgmcmc.data.stand_ins import IndexedArray, Spread, has_rows_read
 from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites
 
@@ -229,18 +229,15 @@ class Target:
             return fn(self, indices, arguments, rng_key)
         names = [p.name for p in self.plates if p.shards is not None and p.name in indices]
 
-        def on_shard(operands: Any, first: Any, count: Any) -> Any:
-            rows, arrays = operands
+        def on_shard(operands: Spread, first: Any, count: Any) -> Any:
             groups = tuple(tuple(p.of_shard(first, count) for p in g) for g in self.groups)
             target = replace(self, plates=sum(groups, ()), groups=groups, shards=None)
-            its = iter(arrays)
-            mine = arguments.map_sharded(lambda whole: LocalRows(whole, next(its), first))
+            mine = operands.on_device(arguments, first, count)
             key = None if rng_key is None else random.fold_in(rng_key, first)
-            return fn(target, {**indices, **rows}, mine, key)
+            return fn(target, {**indices, **operands.rows}, mine, key)
 
-        arrays = [x.array for x in arguments.sharded]
         rows = {name: jnp.asarray(indices[name]) for name in names}
-        return self.shards.average(on_shard, (rows, arrays))
+        return self.shards.average(on_shard, Spread.of(rows, arguments))
 
     def globals_among(self, z: Any) -> Any:
         """The sites of ``z`` without the local ones that it may hold."""

@@ -12,7 +12,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
-from numpyro_sgmcmc.data.sharded import Shards
+from numpyro_sgmcmc.data.shards import Shards
 from numpyro_sgmcmc.posterior.handlers import prior_draws
 
 __all__ = ["chain_axis", "concrete_arguments", "eagerly", "is_one_per_chain"]

@@ -10,11 +10,11 @@ import traceback
 
 import jax
 
-from tests.devices import parallel, refusals, sharded
+from tests.devices import on_hosts, parallel, refusals, sharded
 
 CHECKS = {
     name: fn
-    for module in (sharded, refusals, parallel)
+    for module in (sharded, on_hosts, refusals, parallel)
     for name, fn in vars(module).items()
     if name.startswith("check_")
 }

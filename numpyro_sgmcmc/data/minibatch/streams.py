@@ -11,7 +11,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc.data.minibatch.base import MinibatchScheme, StreamState
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.sharded import Shards
+from numpyro_sgmcmc.data.shards import Shards
 
 __all__ = ["draw_independent", "draw_minibatches", "start_stream"]
 

@@ -1,0 +1,239 @@
+"""What must hold where spread rows stay on the host, for four devices: one function a check."""
+
+import itertools
+import tempfile
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from jax import random
+from jax.sharding import Mesh
+from numpyro.infer import MCMC, init_to_uniform
+from numpyro.infer.util import potential_energy
+
+from numpyro_sgmcmc import (
+    CheckpointedMCMC,
+    HostArray,
+    SGHMCSplit,
+    ShardedArray,
+    bias_report,
+    log_likelihood,
+)
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.model import model_target
+from tests.contract.kernels import assert_posterior
+from tests.data.host_rows import Source
+from tests.devices.sharded import (
+    DIM,
+    LAYOUTS,
+    close,
+    collectives_of,
+    mesh_of,
+    positions,
+    regression,
+    spread,
+    table,
+)
+
+# With all of these a warm-up looks for nothing.
+GIVEN = {"inverse_mass_matrix": np.full(8, 1e-3), "step_size": 0.1, "num_steps": 3}
+COUNTS = (100, 400, 300, 200)
+
+
+def on_host(x, counts, mesh=None):
+    return ShardedArray(HostArray(x), mesh or mesh_of(len(counts)), counts=counts)
+
+
+def mcmc_of(kind=MCMC, **options):
+    options = {"gradient": "control_variate", "minibatch": "blocks", **GIVEN, **options}
+    settings = {} if kind is MCMC else {"checkpoint": options.pop("checkpoint")}
+    return kind(
+        SGHMCSplit(regression, **options),
+        num_warmup=5,
+        num_samples=40,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+        **settings,
+    )
+
+
+def run(mcmc, X, y):
+    start = {"beta": np.zeros((2, DIM)), "sigma": np.zeros(2), "level": np.zeros((2, 4))}
+    group = table(1000)[2]
+    mcmc.run(random.key(0), X, y, group, 0.1, batch_size=20, init_params=start)
+    return mcmc
+
+
+def draws(mcmc):
+    return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+
+
+def assert_values_are_those_of_rows_on_devices(counts):
+    X, y, group = table(sum(counts))
+    keywords = {"batch_size": 8}
+    rows = np.concatenate([n + np.array([0, 1]) for n in np.cumsum((0, *counts[:-1]))])
+    found = []
+    for given in (spread, on_host):
+        arguments = Arguments((given(X, counts), given(y, counts), group, 0.1), keywords)
+        target = model_target(regression, arguments, init_to_uniform)
+        q, vectors = positions(target.dim), positions(target.dim, 2)
+
+        @jax.jit
+        def values(q, arguments, target=target, vectors=vectors):
+            def of_minibatch(q):
+                return target.potential_and_gradient(q, {"rows": rows}, arguments)
+
+            return (
+                jax.vmap(of_minibatch)(q),
+                target.full_expansion(q[0], arguments),
+                target.full_potential(q[0], arguments),
+                target.full_gradient(q[0], arguments),
+                target.full_hessian_products(q[0], vectors, arguments),
+            )
+
+        found.append(jax.tree.leaves(values(q, arguments)))
+    for on_devices, on_hosts in zip(*found, strict=True):
+        np.testing.assert_array_equal(on_devices, on_hosts)
+
+
+def check_values_of_rows_on_hosts_uneven():
+    assert_values_are_those_of_rows_on_devices(LAYOUTS["four, uneven"])
+
+
+def check_values_of_rows_on_hosts_even():
+    assert_values_are_those_of_rows_on_devices((15,) * 4)
+
+
+def check_the_gradient_of_rows_on_hosts_is_unbiased():
+    counts = (2, 5, 3, 4)
+    X, y, group = table(sum(counts))
+    arguments = Arguments((on_host(X, counts), on_host(y, counts), group, 0.1), {"batch_size": 4})
+    target = model_target(regression, arguments, init_to_uniform)
+    q = positions(target.dim)[0]
+    firsts = np.cumsum((0, *counts[:-1]))
+    every = np.array(list(itertools.product(*[range(n) for n in counts]))) + firsts
+    one = jax.jit(lambda rows: target.gradient(q, {"rows": rows}, arguments))
+    mean = np.mean([np.asarray(one(rows.astype(np.int32))) for rows in every], 0)
+
+    def exact(q):
+        args = tuple(jnp.asarray(a) for a in (X, y, group, 0.1))
+        return potential_energy(regression, args, {}, target.unravel(q))
+
+    close(mean, jax.grad(exact)(q))
+
+
+def check_rows_on_hosts_give_the_draws_of_rows_on_devices():
+    X, y, _ = table(1000)
+    for options in ({}, {"gradient": "plain", "minibatch": "epoch"}):
+        expected = draws(run(mcmc_of(**options), spread(X, COUNTS), spread(y, COUNTS)))
+        assert np.unique(expected, axis=1).shape == expected.shape
+        mcmc = run(mcmc_of(**options), on_host(X, COUNTS), on_host(y, COUNTS))
+        np.testing.assert_array_equal(draws(mcmc), expected)
+    # Some on hosts, some on devices.
+    mcmc = run(mcmc_of(**options), on_host(X, COUNTS), spread(y, COUNTS))
+    np.testing.assert_array_equal(draws(mcmc), expected)
+
+
+def check_a_block_of_rows_is_read_at_once_by_a_thread_of_its_own():
+    X, y, group = table(1000)
+    source = Source(X)
+    arguments = (on_host(source, COUNTS), on_host(y, COUNTS), group, 0.1)
+    mcmc = run(mcmc_of(), *arguments[:2])
+    # Four devices' parts of 64 iterations of three steps; none asks for rows of the others.
+    block = 2 * 64 * 3 * 20 // 4
+    assert source.asked.count(block) == 8
+    ahead = [t for n, t in zip(source.asked, source.threads, strict=True) if n == block]
+    assert sum(t.startswith("numpyro_sgmcmc-reader") for t in ahead) == 4
+    # A sum over the devices is the gradient, and one a block says that all have read.
+    assert collectives_of(mcmc, arguments) == {"all-reduce": 2}
+
+
+def check_rows_on_hosts_of_a_mesh_with_chains():
+    X, y, _ = table(1000)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("rows", "chains"))
+    spread_over = [ShardedArray(x, mesh) for x in (X, y)]
+    expected = draws(run(mcmc_of(), *spread_over))
+    given = [ShardedArray(HostArray(x), mesh) for x in (X, y)]
+    np.testing.assert_array_equal(draws(run(mcmc_of(), *given)), expected)
+
+
+def check_a_source_that_fails_is_told_by_all_devices():
+    X, y, _ = table(1000)
+    is_gone = threading.Event()
+
+    def answer(array, rows):
+        # The second device's, as minibatches and passes ask for them.
+        if is_gone.is_set() and len(rows) < 1000 and 450 in rows:
+            raise OSError("no such block")
+        return array[rows]
+
+    # All is well while the warm-up reads, which it does eagerly for a checksum.
+    source = HostArray(Source(X, answer), name="X")
+    given = ShardedArray(source, mesh_of(4), counts=COUNTS), on_host(y, COUNTS)
+    is_gone.set()
+    with pytest.raises(RuntimeError, match=r"^HostArray\('X'.* could not read .*no such block"):
+        run(mcmc_of(), *given)
+    is_gone.clear()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        mcmc = mcmc_of(CheckpointedMCMC, checkpoint=Path(folder) / "run")
+        keep = CheckpointedMCMC._keep
+
+        def keep_and_lose(self, checkpoint):
+            keep(self, checkpoint)
+            if checkpoint.draws == 4:
+                is_gone.set()
+
+        patch.setattr(CheckpointedMCMC, "_keep", keep_and_lose)
+        with pytest.raises(RuntimeError, match=r"^HostArray\('X'.* could not read .*no such block"):
+            run(mcmc, *given)
+        assert 4 <= draws(mcmc).shape[1] < 40
+        is_gone.clear()
+        patch.undo()
+        mcmc.resume(*given, table(1000)[2], 0.1, batch_size=20)
+        expected = run(mcmc_of(CheckpointedMCMC, checkpoint=Path(folder) / "whole"), *given)
+        np.testing.assert_array_equal(draws(mcmc), draws(expected))
+
+
+def check_the_posterior_of_rows_on_hosts_is_exact():
+    """A conjugate regression with known noise, from memory maps, with all that a warm-up does."""
+    X, y, _ = table(3000)
+    counts = (100, 1700, 400, 800)
+
+    def known(X, y, batch_size=None):
+        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+        with numpyro.plate("rows", X.shape[0], subsample_size=batch_size):
+            x = numpyro.subsample(X, event_dim=1)
+            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=numpyro.subsample(y, event_dim=0))
+
+    # The small shard's rows say something else: with equal shares the answer is another one.
+    y[:100] += 3.0 * X[:100, 0]
+    precision = np.eye(DIM) + X.T.astype(float) @ X
+    mean, sd = np.linalg.solve(precision, X.T @ y), np.sqrt(np.diag(np.linalg.inv(precision)))
+    with tempfile.TemporaryDirectory() as folder:
+        given = []
+        for name, x in (("X", X), ("y", y)):
+            np.save(Path(folder) / name, x)
+            rows = np.load(Path(folder) / f"{name}.npy", mmap_mode="r")
+            given.append(on_host(rows, counts))
+        mcmc = MCMC(
+            SGHMCSplit(known),
+            num_warmup=300,
+            num_samples=800,
+            num_chains=4,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(random.key(0), *given, batch_size=100)
+        assert_posterior(mcmc.get_samples(group_by_chain=True)["beta"], mean, sd)
+        assert "beta" in str(bias_report(mcmc, full_data=True))
+        rows = np.array([5, 150, 2000, 2999])
+        found = log_likelihood(mcmc, rows)["y"]
+        beta = np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
+        expected = dist.Normal(beta @ X[rows].T, 1).log_prob(y[rows])
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
