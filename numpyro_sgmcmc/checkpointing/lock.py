@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -45,11 +45,9 @@ def locked(folder: Path) -> Iterator[None]:
                     f"'{folder}' is in use by another run, of process {holder}: wait until that "
                     "ends, or give `checkpoint` another folder."
                 ) from None
-        # Its number is for the message alone: on a full disk the lock holds all the same.
-        try:
+        # Its number is for the message alone: on a full disk the lock holds all the same. The file's
+        # own buffer would be written again, and fail, when the file is closed.
+        with suppress(OSError):
             file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-        except OSError:
-            pass
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield

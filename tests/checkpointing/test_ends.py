@@ -156,6 +156,25 @@ def test_killed_in_earnest(tmp_path):
     assert_same_bits(resumed, outcome(whole))
 
 
+LOCK_ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from numpyro_sgmcmc.checkpointing.lock import locked
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+try:
+    with locked(Path(sys.argv[1])):
+        raise ValueError("what is told")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
+    pytest.importorskip("resource")
+    assert in_a_child(LOCK_ON_A_FULL_DISK, tmp_path / "run") == "what is told\n"
+
+
 HOLD = """
 import sys, time
 from pathlib import Path
