@@ -45,8 +45,8 @@ def locked(folder: Path) -> Iterator[None]:
                     f"'{folder}' is in use by another run, of process {holder}: wait until that "
                     "ends, or give `checkpoint` another folder."
                 ) from None
-        # Its number is for the message alone: on a full disk the lock holds all the same. The file's
-        # own buffer would be written again, and fail, when the file is closed.
+        # Its number is for the message alone: on a full disk the lock holds all the same. What is
+        # left in the file's own buffer would be written again, and fail, when it is closed.
         with suppress(OSError):
             file.truncate(0)
             os.write(file.fileno(), str(os.getpid()).encode())
