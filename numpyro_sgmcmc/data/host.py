@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +19,7 @@ import numpy as np
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.rows import RowArray
 
-__all__ = ["HostArray", "counting", "plain_failures", "read_ahead"]
+__all__ = ["HostArray", "counting", "plain_failures"]
 
 _AHEAD = 8
 _RELEASE_BYTES = 2**29
@@ -259,7 +259,13 @@ class HostArray(RowArray):
         with self._lock:
             place = self._place_ahead(rows)
             ahead = None if place is None else self._ahead.pop(place)[1]
-        return self.read(rows) if ahead is None else ahead.result()
+        if ahead is None:
+            return self.read(rows)
+        try:
+            return ahead.result()
+        except RuntimeError as error:
+            self.failure = error
+            raise
 
     def _place_ahead(self, rows: np.ndarray) -> int | None:
         first = rows.flat[:1]
@@ -317,43 +323,6 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
     for array in arrays:
         if array.untold is not None:
             raise array.untold
-
-
-def read_ahead(
-    lookups: Sequence[tuple[Any, str]],
-    rows: Mapping[str, jax.Array],
-    following: Mapping[str, jax.Array],
-    is_quiet: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Rows of each array inside a compiled function, and a start on those wanted after them.
-
-    :param lookups: the arrays, each with the name of what gives its rows.
-    :param rows: integer indices by that name, of three axes.
-    :param following: the indices that the next call will ask for, of the same shapes.
-    :param is_quiet: whether not to raise what goes wrong, but to give zeros.
-    :return: for each array its rows, shape ``(*rows.shape, *array.shape[1:])``; where quiet, also
-        whether something has gone wrong.
-    """
-    forms = tuple(jax.ShapeDtypeStruct((*rows[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups)
-
-    def fetch(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        arrays = {name: np.asarray(x) for name, x in both.items()}
-        found = tuple(a.finish_reading(arrays[n][..., 0, :, :, :]) for a, n in lookups)
-        for array, name in lookups:
-            array.start_reading(arrays[name][..., 1, :, :, :])
-        return found
-
-    def fetch_quietly(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        try:
-            return (*fetch(both), np.array(False))
-        except RuntimeError:  # which the array has noted
-            return (*(np.zeros(x.shape, x.dtype) for x in forms), np.array(True))
-
-    # As one array: each one that a callback takes costs it some 50 microseconds.
-    both = {name: jnp.stack([rows[name], following[name]], -4) for _, name in lookups}
-    if is_quiet:
-        return jax.pure_callback(fetch_quietly, (*forms, jax.ShapeDtypeStruct((), bool)), both)
-    return jax.pure_callback(fetch, forms, both, vmap_method="broadcast_all")
 
 
 def _resident_file_bytes() -> int | None:

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.data.calls import call_host
 from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.rows import RowArray, narrowed
 from numpyro_sgmcmc.data.shards import Shards, agree, own_devices, split
@@ -244,7 +245,7 @@ class ReadRows(LocalRows):
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
         rows = jnp.clip(rows, self.first, self.first + self.count - 1)
         form = jax.ShapeDtypeStruct((*rows.shape, *self.whole.shape[1:]), self.whole.dtype)
-        found = jax.pure_callback(self.whole.read_quietly, form, rows, vmap_method="broadcast_all")
+        found = call_host(self.whole.read_quietly, form, rows)
         return narrowed(found, rows.shape, rest)
 
 

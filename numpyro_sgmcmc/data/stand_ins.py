@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.host import HostArray, read_ahead
+from numpyro_sgmcmc.data.calls import read_ahead
+from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.rows import RowArray, narrowed
 from numpyro_sgmcmc.data.sharded import LocalRows, ReadRows, ShardedArray
 from numpyro_sgmcmc.data.shards import Shards

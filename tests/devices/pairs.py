@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, ShardedArray, bias_report
+from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.checkpointing import store
 from tests.checkpointing.runs import end_at, outcome
 from tests.devices.process import COUNTS, DIM, regression
@@ -50,6 +50,16 @@ def rows(shift=0.0):
     ends = np.cumsum((0, *COUNTS))
     here = slice(ends[own.start], ends[own.stop])
     return [ShardedArray(x[here], counts=COUNTS[own]) for x in (X, y)]
+
+
+def on_hosts(data):
+    """The same rows, of which each process keeps its own on the host."""
+    own = [np.concatenate([np.asarray(s.data) for s in x.array.addressable_shards]) for x in data]
+    counts = COUNTS[2 * jax.process_index() : 2 * jax.process_index() + 2]
+    # Shards on devices are padded to the longest.
+    longest = max(COUNTS)
+    places = np.concatenate([k * longest + np.arange(n) for k, n in enumerate(counts)])
+    return [ShardedArray(HostArray(x[places]), counts=counts) for x in own]
 
 
 def mcmc_of(folder, kernel=KERNEL, **settings):
@@ -93,6 +103,7 @@ def assert_kept(name, mcmc):
 def check_a_whole_run():
     mcmc = run(FOLDER / "whole", progress_bar=jax.process_index() == 0)
     keep("whole", mcmc)
+    np.save(FOLDER / f"draws-{jax.process_index()}", np.asarray(mcmc.get_samples(True)["beta"]))
     assert mcmc.get_samples(True)["beta"].shape == (2, 8, DIM)
     assert "beta" in str(bias_report(mcmc, full_data=True))
     # One that is complete is read.
@@ -153,6 +164,23 @@ def check_a_full_disk_is_told_by_both():
             run(folder)
     assert len(calls) == (4 if jax.process_index() == 0 else 0)
     assert_kept("whole", resume(folder))
+
+
+def check_rows_on_hosts_give_the_same_draws():
+    data, folder = on_hosts(DATA), FOLDER / "hosts"
+    found = data[0][np.array([0, 60, 200, 400, -1])]
+    np.testing.assert_array_equal(found, DATA[0][np.array([0, 60, 200, 400, -1])])
+    with pytest.MonkeyPatch.context() as patch:
+        end_at(patch, 12, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.warns(UserWarning, match="Ctrl-C after 6 of 8 draws"):
+            mcmc = run(folder, data)
+    expected = np.load(FOLDER / f"draws-{jax.process_index()}.npy")
+    np.testing.assert_array_equal(mcmc.get_samples(True)["beta"], expected[:, :6])
+    mcmc = resume(folder, on_hosts(DATA))
+    np.testing.assert_array_equal(mcmc.get_samples(True)["beta"], expected)
+    assert "beta" in str(bias_report(mcmc, full_data=True))
+    with pytest.raises(ValueError, match=r"HostArray number 1 was .* of all processes"):
+        resume(folder, on_hosts(rows(shift=1.0)))
 
 
 def check_a_damaged_checkpoint():

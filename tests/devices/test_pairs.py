@@ -61,6 +61,7 @@ def test_what_two_processes_are_told(tmp_path):
         "check_a_full_disk_is_told_by_both",
         "check_what_is_not_the_same_is_refused",
         "check_what_one_process_cannot_read_both_are_told",
+        "check_rows_on_hosts_give_the_same_draws",
         "check_a_damaged_checkpoint",
     )
     assert all(hasattr(pairs, check) for check in checks)
