@@ -1,0 +1,161 @@
+"""The samplers of Zhang et al. (2017) on a model, Adam beside them, and what their draws predict."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax, random
+from numpyro.handlers import seed
+from numpyro.infer.util import log_density
+from side_by_side import side_by_side
+
+Weights = dict[str, np.ndarray]
+Predict = Callable[[Weights], Any]
+"""Log probabilities of what may come, shape ``(things, choices)``, or of what came, ``(things, 1)``."""
+
+
+class Sampler(NamedTuple):
+    """
+    - **kernel** - its class.
+    - **options** - its own settings.
+    - **step_sizes** - of the grid.
+    - **printed** - the paper's step size.
+    """
+
+    kernel: Callable
+    options: Mapping[str, Any]
+    step_sizes: tuple[float, ...]
+    printed: float
+
+
+class Task(NamedTuple):
+    """
+    - **model** - of all arguments.
+    - **arguments** - the last is the batch size.
+    - **starts** - the weights at first, one for each run.
+    - **predict** - see :data:`Predict`.
+    - **outcomes** - what came, shape ``(things,)``, by its place among the choices.
+    """
+
+    model: Callable
+    arguments: tuple[Any, ...]
+    starts: Sequence[Weights]
+    predict: Predict
+    outcomes: np.ndarray
+
+    @property
+    def steps_a_pass(self) -> int:
+        return max(1, len(self.arguments[0]) // self.arguments[-1])
+
+
+class Scores(NamedTuple):
+    """Of one run, after each pass: shape ``(passes,)``.
+
+    - **nll** - negative log probability of a thing that came, by the mean prediction of the later
+      half of the draws so far.
+    - **error** - share of things that the mean prediction gets wrong.
+    - **single** - the negative log probability by the last draw alone.
+    - **diverging** - whether a step left the finite numbers in the pass.
+    """
+
+    nll: np.ndarray
+    error: np.ndarray
+    single: np.ndarray
+    diverging: np.ndarray
+
+
+def scores(
+    path: Sequence[Weights], diverging: np.ndarray, task: Task, averages: bool = True
+) -> Scores:
+    """Of the weights after each pass.
+
+    :param averages: whether predictions are averaged; else each stands for itself.
+    """
+    told = np.stack([np.asarray(task.predict(weights)) for weights in path])
+    places = np.arange(len(task.outcomes)), task.outcomes
+    rows = []
+    for k, last in enumerate(told):
+        kept = told[(k + 1) // 2 : k + 1] if averages else last[None]
+        mean = np.logaddexp.reduce(kept, axis=0) - np.log(len(kept))
+        wrong = mean.argmax(-1) != task.outcomes
+        rows.append((-mean[places].mean(), wrong.mean(), -last[places].mean()))
+    return Scores(*np.transpose(rows), diverging)
+
+
+def on_grid(sampler: Sampler, task: Task, passes: int, decay: float) -> dict[float, list[Scores]]:
+    """By step size, a run from each start; one draw a pass.
+
+    :param decay: by what step sizes are divided after each pass.
+    """
+    kernel = sampler.kernel(
+        task.model,
+        step_size=sampler.printed,
+        num_steps=task.steps_a_pass,
+        gradient="plain",
+        minibatch="epoch",
+        adapt_mass_matrix=False,
+        **sampler.options,
+    )
+    lanes = list(itertools.product(sampler.step_sizes, range(len(task.starts))))
+    steps, starts = [h for h, _ in lanes], [task.starts[run] for _, run in lanes]
+    states = side_by_side(kernel, steps, starts, task.arguments, passes, 0, decay)
+    kept = [(jax.tree.map(np.asarray, s.z), np.asarray(s.diverging)) for s in states]
+    found: dict[float, list[Scores]] = {h: [] for h in sampler.step_sizes}
+    for lane, (h, _) in enumerate(lanes):
+        path = [{name: x[lane] for name, x in z.items()} for z, _ in kept]
+        found[h].append(scores(path, np.array([d[lane] for _, d in kept]), task))
+    return found
+
+
+def adam(task: Task, rate: float, passes: int) -> list[Scores]:
+    """From each start to the posterior's mode, with minibatches of rows drawn without replacement."""
+    optimizer = optax.adam(rate)
+
+    def loss(weights: Any, key: Array) -> Array:
+        return -log_density(seed(task.model, key), task.arguments, {}, weights)[0]
+
+    def step(carry: Any, key: Array) -> tuple[Any, None]:
+        weights, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(weights, key), state)
+        return (optax.apply_updates(weights, updates), state), None
+
+    def one_pass(carry: Any, key: Array) -> tuple[Any, Any]:
+        carry, _ = lax.scan(step, carry, random.split(key, task.steps_a_pass))
+        return carry, carry[0]
+
+    @jax.jit
+    def run(weights: Any, key: Array) -> Any:
+        start = weights, optimizer.init(weights)
+        return lax.scan(one_pass, start, random.split(key, passes))[1]
+
+    found = []
+    for number, start in enumerate(task.starts):
+        weights = run({name: jnp.asarray(x) for name, x in start.items()}, random.key(number))
+        path = [{name: np.asarray(x[k]) for name, x in weights.items()} for k in range(passes)]
+        found.append(scores(path, np.zeros(passes, bool), task, averages=False))
+    return found
+
+
+def everything(
+    samplers: Mapping[str, Sampler], task: Task, passes: int, decay: float, rate: float
+) -> dict[str, dict[float, list[Scores]]]:
+    """All samplers at all step sizes, and Adam at one rate."""
+    found = {}
+    for name in (*samplers, "Adam"):
+        began = time.process_time()
+        if name == "Adam":
+            found[name] = {rate: adam(task, rate, passes)}
+        else:
+            found[name] = on_grid(samplers[name], task, passes, decay)
+        print(f"{name}: {time.process_time() - began:.0f} s CPU", flush=True)
+        for h, runs in found[name].items():
+            told = ", ".join(f"{r.nll[-1]:.3f} ({r.diverging.mean():.0%})" for r in runs)
+            print(f"  h = {h:g}: {told}", flush=True)
+    return found
