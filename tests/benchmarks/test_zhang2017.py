@@ -143,11 +143,11 @@ def test_classes_are_told_apart():
 def test_steps_decay():
     """So fast here that nothing moves from the second pass on."""
     task = classes.make_task(data.made_up_classes(100), classes.Size(4, 20, 3, 1))
-    sampler = classes.SAMPLERS["SGLD"]._replace(step_sizes=(0.001,))
-    (run,) = runs.on_grid(sampler, task, 3, decay=1e12)[0.001]
+    sampler = classes.SAMPLERS["SGLD"]._replace(step_sizes=(0.02,))
+    (run,) = runs.on_grid(sampler, task, 3, decay=1e12)[0.02]
     assert abs(run.single[1] - run.single[0]) < 1e-4
     start = -task.predict(task.starts[0])[np.arange(50), task.outcomes].mean()
-    assert abs(run.single[0] - start) > 1e-3
+    assert abs(run.single[0] - start) > 0.01
 
 
 @pytest.mark.slow
