@@ -143,7 +143,9 @@ def animate(runs, wells, output):
         panels = Panels(runs, wells)
         panels.show(num_steps - 1)
         panels.figure.savefig(output.with_suffix(".png"), dpi=150)
-        palette = panels.frame().quantize(COLOURS)
+        sample = panels.frame()
+        sample.paste(ORANGE, (0, 0, 120, 120))  # else so few pixels get no colour of their own
+        palette = sample.quantize(COLOURS)
         frames = []
         for step in range(0, num_steps, every):
             panels.show(step)

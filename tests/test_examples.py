@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 import pytest
 from matplotlib import pyplot
 from PIL import Image
@@ -52,7 +53,11 @@ def test_every_script_has_a_page():
     assert scripts == set(GALLERY) == pages - {"index"}
 
 
-def test_the_animation_is_small():
+def test_the_animation_is_small_and_shows_the_chain_in_orange():
     with Image.open(EXAMPLES.parent / "docs/gallery/wells.gif") as wells:
         assert wells.n_frames == 100
         assert Path(wells.filename).stat().st_size < 1_500_000
+        wells.seek(30)
+        pixels = np.asarray(wells.convert("RGB"), int)
+    far = np.abs(pixels - (0xD9, 0x82, 0x2B)).max(-1)
+    assert (far < 20).sum() > 30  # a small palette may lack it
