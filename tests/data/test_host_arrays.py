@@ -3,8 +3,10 @@
 import os
 import pickle
 import re
+import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -276,3 +278,23 @@ def test_pickling():
     copy = pickle.loads(pickle.dumps(host))
     assert copy != host
     np.testing.assert_array_equal(copy[np.arange(5)], X[:5])
+
+
+def test_threads_that_read_at_once_each_get_their_own_rows():
+    """As devices do, each of which is a thread: what is read ahead is one list for all of them."""
+    source = HostArray(np.arange(400.0))
+    source.readers = 4
+
+    def read(first):
+        rows = np.arange(first, first + 5)
+        for _ in range(3_000):
+            source.start_reading(rows)
+            np.testing.assert_array_equal(source.finish_reading(rows), rows)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, (0, 100, 200, 300)))
+    finally:
+        sys.setswitchinterval(interval)
