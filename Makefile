@@ -16,7 +16,7 @@ bin := $(VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help quickstart reference example test test-all docs docs-links figures gallery benchmarks
-.PHONY: disk papers networks thermostats trust lint format dist clean
+.PHONY: disk papers networks thermostats latent trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -33,6 +33,7 @@ help:
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
 	@echo "make networks     the experiments of one of them on neural networks (half an hour)"
 	@echo "make thermostats  those of another on Boltzmann machines and music (half an hour)"
+	@echo "make latent       those of two on topics of documents and a belief net of digits"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
 	@echo "make lint         check style, format, types, layers and sizes"
 	@echo "make format       format the code"
@@ -135,6 +136,11 @@ networks: $(VENV)/.installed-benchmarks
 thermostats: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/zhang2017_classes.py $(ARGS)
 	$(bin)/python benchmarks/papers/zhang2017_music.py $(ARGS)
+
+# Their data come by pip, too.
+latent: $(VENV)/.installed-examples
+	$(bin)/python benchmarks/papers/topics.py $(ARGS)
+	$(bin)/python benchmarks/papers/belief_net.py $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(bin)/ruff check

@@ -246,7 +246,7 @@ def read_block(
     following: Mapping[str, Array],
     chain_axis: str | None = None,
 ) -> tuple[Array, ...]:
-    """:func:`~numpyro_sgmcmc.data.host.read_ahead`; of spread rows each device reads its own.
+    """:func:`~numpyro_sgmcmc.data.calls.read_ahead`; of spread rows each device reads its own.
 
     :param lookups: the arrays, each with the plate that indexes it.
     :param rows: by plate, shape ``(iterations, steps, subsample_size)``, or one more axis of chains

@@ -91,6 +91,8 @@ def bias_report(
     """
     checks.positive_int("num_draws", num_draws)
     checks.is_bool("full_data", full_data)
+    if rows and fn is None:
+        raise Refusal("`bias_report` takes rows only after a function of the draws.")
     if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
         if fn is not None:
             raise Refusal(
@@ -99,11 +101,14 @@ def bias_report(
             )
         return report_of_gibbs(mcmc, num_draws)
     kernel = finished_run(mcmc, "bias_report", tells_bias=False)
-    if rows and fn is None:
-        raise Refusal("`bias_report` takes rows only after a function of the draws.")
-    functions = None if fn is None else _functions(mcmc, kernel, fn, rows)
     if mcmc.last_state.locals is not None:
-        return _of_globals(mcmc, kernel, functions, num_draws)
+        if fn is not None:
+            raise Refusal(
+                "`bias_report` tells the bias of global parameters alone where the model has "
+                "latent sites inside the subsampled plate: leave out the function."
+            )
+        return _of_globals(mcmc, kernel, num_draws)
+    functions = None if fn is None else _functions(mcmc, kernel, fn, rows)
     return _of_run(mcmc, kernel, functions, num_draws if full_data else None)
 
 
@@ -144,21 +149,15 @@ def _of_run(
     return _report(mcmc, kernel, names, estimates, evidence, is_exact, functions is not None)
 
 
-def _of_globals(
-    mcmc: MCMC, kernel: SGMCMCKernel, functions: Functions | None, num_draws: int
-) -> BiasReport:
+def _of_globals(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> BiasReport:
     """The report on a run with latent sites inside the subsampled plate."""
-    local = kernel.target.locals if kernel.has_data else None
-    if functions is not None:
-        raise Refusal(
-            "`bias_report` tells the bias of global parameters alone where the model has latent "
-            "sites inside the subsampled plate: leave out the function."
-        )
+    needs_data(kernel, "bias_report")
+    target = kernel.target
+    assert target.locals is not None
     estimates, evidence = told_of_globals(mcmc, kernel, num_draws)
-    assert local is not None
-    own = ", ".join(f"`{name}`" for name in local.names)
+    own = ", ".join(f"`{name}`" for name in target.locals.names)
     note = f"Globals alone, the local values integrated out; not judged: {own}."
-    names = names_of_coordinates(kernel.target)
+    names = names_of_coordinates(target)
     report = _report(mcmc, kernel, names, estimates, evidence, True, False)
     independent = float(np.fmax.reduce(evidence.dependence.ess))
     return replace(report, notes=(note,), num_independent=independent)

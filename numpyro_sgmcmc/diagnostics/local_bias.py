@@ -19,7 +19,7 @@ from numpyro_sgmcmc.data.progress import passes_shown
 from numpyro_sgmcmc.diagnostics.by_draws import told_by_draws
 from numpyro_sgmcmc.diagnostics.estimates import Estimates
 from numpyro_sgmcmc.diagnostics.evidence import Evidence
-from numpyro_sgmcmc.diagnostics.runs import evenly, needs_data, unconstrained_draws
+from numpyro_sgmcmc.diagnostics.runs import evenly, unconstrained_draws
 from numpyro_sgmcmc.posterior.locals.marginal import NUM_MOVES, marginal_gradients
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
@@ -33,10 +33,9 @@ def told_of_globals(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> tuple[E
 
     The local values start from the run's last ones and follow the draws back in time.
 
+    :param kernel: the run's, which has its data.
     :param num_draws: number of draws, taken evenly.
-    :raises ValueError: where the kernel has forgotten its data.
     """
-    needs_data(kernel, "bias_report")
     target, arguments = kernel.target, Arguments(mcmc._args, mcmc._kwargs)
     draws = np.asarray(unconstrained_draws(mcmc, kernel), np.float64)
     some = evenly(draws.shape[1], -(-num_draws // len(draws)))

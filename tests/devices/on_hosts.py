@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
 from jax import random
@@ -31,13 +30,16 @@ from tests.data.host_rows import Source
 from tests.devices.sharded import (
     DIM,
     LAYOUTS,
+    UNEVEN,
     close,
     collectives_of,
+    fit_known_noise,
     mesh_of,
     positions,
     regression,
     spread,
     table,
+    uneven_regression,
 )
 
 # With all of these a warm-up looks for nothing.
@@ -202,35 +204,15 @@ def check_a_source_that_fails_is_told_by_all_devices():
 
 
 def check_the_posterior_of_rows_on_hosts_is_exact():
-    """A conjugate regression with known noise, from memory maps, with all that a warm-up does."""
-    X, y, _ = table(3000)
-    counts = (100, 1700, 400, 800)
-
-    def known(X, y, batch_size=None):
-        beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
-        with numpyro.plate("rows", X.shape[0], subsample_size=batch_size):
-            x = numpyro.subsample(X, event_dim=1)
-            numpyro.sample("y", dist.Normal(x @ beta, 1), obs=numpyro.subsample(y, event_dim=0))
-
-    # The small shard's rows say something else: with equal shares the answer is another one.
-    y[:100] += 3.0 * X[:100, 0]
-    precision = np.eye(DIM) + X.T.astype(float) @ X
-    mean, sd = np.linalg.solve(precision, X.T @ y), np.sqrt(np.diag(np.linalg.inv(precision)))
+    """From memory maps."""
+    X, y, mean, sd = uneven_regression()
     with tempfile.TemporaryDirectory() as folder:
         given = []
         for name, x in (("X", X), ("y", y)):
             np.save(Path(folder) / name, x)
             rows = np.load(Path(folder) / f"{name}.npy", mmap_mode="r")
-            given.append(on_host(rows, counts))
-        mcmc = MCMC(
-            SGHMCSplit(known),
-            num_warmup=300,
-            num_samples=800,
-            num_chains=4,
-            chain_method="vectorized",
-            progress_bar=False,
-        )
-        mcmc.run(random.key(0), *given, batch_size=100)
+            given.append(on_host(rows, UNEVEN))
+        mcmc = fit_known_noise(*given)
         assert_posterior(mcmc.get_samples(group_by_chain=True)["beta"], mean, sd)
         assert "beta" in str(bias_report(mcmc, full_data=True))
         rows = np.array([5, 150, 2000, 2999])

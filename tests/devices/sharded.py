@@ -270,10 +270,23 @@ def run(arguments, num_chains):
     return mcmc
 
 
-def check_the_posterior_is_that_of_all_rows():
-    """A conjugate regression with known noise, on very uneven shards."""
-    X, y, _ = table(3000)
-    counts = (100, 1700, 400, 800)
+UNEVEN = (100, 1700, 400, 800)
+
+
+def uneven_regression():
+    """Rows for very uneven shards, and the posterior's exact mean and sd with known noise.
+
+    The small shard's rows say something else: with equal shares the answer is another one.
+    """
+    X, y, _ = table(sum(UNEVEN))
+    y[: UNEVEN[0]] += 3.0 * X[: UNEVEN[0], 0]
+    precision = np.eye(DIM) + X.T.astype(float) @ X
+    mean, sd = np.linalg.solve(precision, X.T @ y), np.sqrt(np.diag(np.linalg.inv(precision)))
+    return X, y, mean, sd
+
+
+def fit_known_noise(*arguments):
+    """A run of that regression, with all that a warm-up does."""
 
     def known(X, y, batch_size=None):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
@@ -281,10 +294,6 @@ def check_the_posterior_is_that_of_all_rows():
             x = numpyro.subsample(X, event_dim=1)
             numpyro.sample("y", dist.Normal(x @ beta, 1), obs=numpyro.subsample(y, event_dim=0))
 
-    # The small shard's rows say something else: with equal shares the answer is another one.
-    y[:100] += 3.0 * X[:100, 0]
-    precision = np.eye(DIM) + X.T.astype(float) @ X
-    mean, sd = np.linalg.solve(precision, X.T @ y), np.sqrt(np.diag(np.linalg.inv(precision)))
     mcmc = MCMC(
         SGHMCSplit(known),
         num_warmup=300,
@@ -293,7 +302,13 @@ def check_the_posterior_is_that_of_all_rows():
         chain_method="vectorized",
         progress_bar=False,
     )
-    mcmc.run(random.key(0), spread(X, counts), spread(y, counts), batch_size=100)
+    mcmc.run(random.key(0), *arguments, batch_size=100)
+    return mcmc
+
+
+def check_the_posterior_is_that_of_all_rows():
+    X, y, mean, sd = uneven_regression()
+    mcmc = fit_known_noise(spread(X, UNEVEN), spread(y, UNEVEN))
     assert_posterior(mcmc.get_samples(group_by_chain=True)["beta"], mean, sd)
 
 
