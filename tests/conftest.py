@@ -52,7 +52,7 @@ def x64():
 def no_warm_up(monkeypatch):
     """Stop where the checks have passed."""
 
-    def reached(context, starts):
+    def reached(context, starts, further):
         raise Reached
 
     monkeypatch.setattr("numpyro_sgmcmc.warmup.global_warmup.find_modes", reached)

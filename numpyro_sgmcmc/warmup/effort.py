@@ -18,7 +18,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
-_PRIOR_STARTS, _FIT_ON = 12, 512  # with gradients of so few rows more starts cost little
+_PRIOR_STARTS, _FEW_ROWS = 12, 512  # with gradients of so few rows more starts cost little
 _FEW_OF_ALL = 2_048  # likewise of a model without a subsampled plate, which cannot take fewer
 _FEW_COORDINATES = 200  # in more, fits on few rows end too far from where they lead
 _FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
@@ -32,7 +32,7 @@ class Effort:
     """
     - **starts** - starts of the fit by volume, by the initialisation strategy.
     - **prior_starts** - the same drawn from the prior.
-    - **fit_rows** - of a minibatch, on which all are fitted; None for all of them.
+    - **few_rows** - of a minibatch, on which these are fitted; None for all, with the others.
     - **fit_steps** - its steps.
     - **chains** - pilot chains.
     - **windows** - their steps in one window after the other, at most.
@@ -47,7 +47,7 @@ class Effort:
 
     starts: int = 4
     prior_starts: int = 0
-    fit_rows: int | None = None
+    few_rows: int | None = None
     fit_steps: int = 4_000
     chains: int = 16
     windows: tuple[int, ...] = (400, 800, 1_600, 1_600, 1_600, 1_600)
@@ -62,12 +62,13 @@ class Effort:
     @property
     def gradients(self) -> int:
         """Of the fit and the pilot chains, which are most of the work, at most."""
-        return self.fit_steps * self.together + sum(self.windows) * (self.chains + 1)
+        starts = self.starts + self.prior_starts
+        return self.fit_steps * starts + sum(self.windows) * (self.chains + 1)
 
     @property
     def together(self) -> int:
-        """Starts of both kinds."""
-        return self.starts + self.prior_starts
+        """Starts that are fitted on whole minibatches."""
+        return self.starts + (0 if self.few_rows else self.prior_starts)
 
     @classmethod
     def of(cls, target: Target, arguments: Arguments) -> Effort:
@@ -78,12 +79,11 @@ class Effort:
         effort = cls()
         if target.start_by_prior is None:
             pass  # the strategy alone says where to start
-        elif rows <= (_FIT_ON if target.plates else _FEW_OF_ALL):
+        elif rows <= (_FEW_ROWS if target.plates else _FEW_OF_ALL):
             effort = cls(prior_starts=_PRIOR_STARTS)
         elif _may_fit_on_fewer(target, arguments):
-            effort = cls(prior_starts=_PRIOR_STARTS, fit_rows=_FIT_ON)
-        a_step = (effort.fit_rows or rows) * effort.together
-        fitting = _FIT_ROWS // a_step // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
+            effort = cls(prior_starts=_PRIOR_STARTS, few_rows=_FEW_ROWS)
+        fitting = _FIT_ROWS // (rows * effort.together) // _FIT_STEPS_A_CALL * _FIT_STEPS_A_CALL
         steps = int(np.clip(fitting, _FEWEST_FIT_STEPS, effort.fit_steps))
         done = np.cumsum(effort.windows) * (effort.chains + 1) * rows
         num = max(_FEWEST_WINDOWS, int((done <= _PILOT_ROWS).sum()))
@@ -111,7 +111,7 @@ def _little(target: Target) -> Effort:
 
 
 def _may_fit_on_fewer(target: Target, arguments: Arguments) -> bool:
-    """Whether a fit may take fewer rows than a minibatch has."""
+    """Whether fits from further starts may take fewer rows than a minibatch has."""
     is_in_memory = target.shards is None and not arguments.hosts
     return is_in_memory and len(target.plates) == 1 and target.dim <= _FEW_COORDINATES
 

@@ -73,7 +73,7 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     if context.leaves_nothing_to_find:
         return as_given(context, context.finite_starts(starts, 1)[0])
     _compile_ahead(context)
-    first, others = find_modes(context, _first_starts(context, starts))
+    first, others = find_modes(context, *_first_starts(context, starts))
     context.progress.begin("gradient noise")
     are_visited, findings = context.settings.chains_in_modes, []
     if (everywhere := in_units_of_the_prior(context, first)) is not None:
@@ -94,7 +94,11 @@ def _compile_ahead(context: Context) -> None:
     """Begin to compile what the first stages run, while starts are looked for."""
     settings, effort, target = context.settings, context.effort, context.target
     num_starts = 1 if settings.has_start else effort.together
-    variational.prepare(target, context.arguments, num_starts, effort.fit_steps, effort.fit_rows)
+    variational.prepare(target, context.arguments, num_starts, effort.fit_steps)
+    if effort.few_rows and not settings.has_start:
+        variational.prepare(
+            target, context.arguments, effort.prior_starts, effort.fit_steps, effort.few_rows
+        )
     matrix = settings.inverse_mass_matrix
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
     pilot.prepare(target, context.arguments, is_dense, effort.chains, effort.windows[0])
@@ -102,24 +106,29 @@ def _compile_ahead(context: Context) -> None:
         context.rows.prepare_hessian()
 
 
-def _first_starts(context: Context, starts: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Finite starts: the user's alone, or by the initialisation strategy and from the prior."""
+def _first_starts(
+    context: Context, starts: Iterable[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Finite starts: the user's alone, or by the initialisation strategy, and from the prior."""
     if context.settings.has_start:
-        return context.finite_starts(starts, 1)
-    found = context.finite_starts(starts, context.effort.starts)
+        return context.finite_starts(starts, 1), []
+    found, by_prior = context.finite_starts(starts, context.effort.starts), []
     if num := context.effort.prior_starts:
-        found += [q for q in likely_by_prior(context.rows, num) if context.rows.is_finite(q)]
-    return found
+        by_prior = [q for q in likely_by_prior(context.rows, num) if context.rows.is_finite(q)]
+    return found, by_prior
 
 
-def find_modes(context: Context, starts: list[np.ndarray]) -> tuple[Mode, list[Mode]]:
+def find_modes(
+    context: Context, starts: list[np.ndarray], further: list[np.ndarray]
+) -> tuple[Mode, list[Mode]]:
     """Where most of the posterior is, and other modes of comparable mass.
 
     :param starts: first positions; the fit that is best is gone on with.
+    :param further: others, whose fits may take fewer rows.
     """
     context.progress.expect(context.effort.gradients)
     context.progress.begin("start by volume")
-    fits = _fits(context, starts)
+    fits = _fits(context, starts, further)
     if _may_hold(context):
         found = decisive_rows(context.target, context.arguments, fits[0].normal, context.rng)
         context.hold(found)
@@ -250,22 +259,28 @@ def _is_barred(context: Context, mode: Mode, others: Sequence[Mode]) -> bool:
     return all(is_barred(context.rows.potentials(line)) for line in lines)
 
 
-def _fits(context: Context, starts: list[np.ndarray]) -> list[Fit]:
+def _fits(context: Context, starts: list[np.ndarray], further: list[np.ndarray]) -> list[Fit]:
     """The normals to which the starts lead, that with the largest evidence bound first."""
 
-    def draw_rows(shape: tuple[int, ...]) -> Indices:
-        rows = context.draw_rows(shape, IID())
-        return {name: some[..., : context.effort.fit_rows] for name, some in rows.items()}
+    def lead(starts: list[np.ndarray], few_rows: int | None) -> list[MeanField]:
+        def draw_rows(shape: tuple[int, ...]) -> Indices:
+            rows = context.draw_rows(shape, IID())
+            return {name: some[..., :few_rows] for name, some in rows.items()}
 
-    fits = variational.fit(
-        context.target,
-        context.arguments,
-        np.stack(starts),
-        draw_rows,
-        context.effort.fit_steps,
-        context.rng,
-        context.progress,
-    )
+        return variational.fit(
+            context.target,
+            context.arguments,
+            np.stack(starts),
+            draw_rows,
+            context.effort.fit_steps,
+            context.rng,
+            context.progress,
+        )
+
+    if context.effort.few_rows and further:
+        fits = lead(starts, None) + lead(further, context.effort.few_rows)
+    else:
+        fits = lead(starts + further, None)
     noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
     noise = np.concatenate([noise, -noise])
     found = []

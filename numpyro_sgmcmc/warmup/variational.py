@@ -103,16 +103,20 @@ def _calls(num_steps: int, num_starts: int, dim: int) -> tuple[int, int]:
 
 
 def prepare(
-    target: Target, arguments: Arguments, num_starts: int, num_steps: int, fit_rows: int | None
+    target: Target,
+    arguments: Arguments,
+    num_starts: int,
+    num_steps: int,
+    few_rows: int | None = None,
 ) -> None:
     """Begin to compile a :func:`fit` from so many starts.
 
-    :param fit_rows: rows of a minibatch on which it is fitted; None for all of them.
+    :param few_rows: rows of a minibatch on which it is fitted; None for all.
     """
     num_calls, a_call = _calls(num_steps, num_starts, target.dim)
     means = jax.ShapeDtypeStruct((num_starts, target.dim), target.dtype)
     rows = {
-        p.name: jax.ShapeDtypeStruct((a_call, fit_rows or p.subsample_size), np.int32)
+        p.name: jax.ShapeDtypeStruct((a_call, few_rows or p.subsample_size), np.int32)
         for p in target.plates
     }
     compile_ahead(
