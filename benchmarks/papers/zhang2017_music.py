@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -36,7 +35,7 @@ import output
 from jax import Array, lax
 from jax.nn import softplus
 from zhang2017_data import Split, chorales, made_up_music
-from zhang2017_runs import Sampler, Task, all_runs, draw, header, on_grid, row_of, tell
+from zhang2017_runs import Sampler, Task, all_runs, header, on_grid, row_of, tell
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGNHT
 
@@ -169,11 +168,6 @@ def main() -> None:
         f"{len(data.y_test)} to test on, {size.units} units, {size.runs} runs (* the paper's h)"
     )
     tell(found, SAMPLERS, caption, has_classes=False)
-    if not asked.quick:
-        figure, ax = plt.subplots(figsize=(6.5, 4.4), layout="constrained")
-        draw(ax, found)
-        ax.set(ylabel="negative log likelihood of a quarter")
-        output.save(figure, "zhang2017_music")
 
 
 if __name__ == "__main__":

@@ -164,12 +164,6 @@ def all_runs(
     return found
 
 
-def best_of(runs: Runs) -> float:
-    """The step size with the least mean of the last scores, of those at which none diverged."""
-    sound = {h: r for h, r in runs.items() if not any(x.diverging.any() for x in r)} or runs
-    return min(sound, key=lambda h: np.mean([r.nll[-1] for r in sound[h]]))
-
-
 def row_of(runs: Sequence[Scores], has_classes: bool) -> list[str]:
     """The last scores, and those by the passes so far; means over runs and standard errors."""
     passes = len(runs[0].nll)
@@ -200,14 +194,3 @@ def tell(
             is_printed = name in samplers and h == samplers[name].printed
             rows.append((name, f"{h:g}" + " *" * is_printed, *row_of(of_seeds, has_classes)))
     output.print_table(caption, ("sampler", "h", *header(passes, has_classes)), rows)
-
-
-def draw(ax: Any, found: Mapping[str, Runs]) -> None:
-    """NLL by passes, each sampler at its best step size."""
-    for k, (name, runs) in enumerate(found.items()):
-        h = best_of(runs)
-        nll = np.mean([r.nll for r in runs[h]], 0)
-        style = {"color": "black", "ls": ":"} if name == "Adam" else {"color": f"C{k}"}
-        ax.plot(1 + np.arange(len(nll)), nll, label=f"{name}, {h:g}", **style)
-    ax.set(xscale="log", yscale="log", xlabel="passes over the data")
-    ax.legend(fontsize=7, frameon=False)

@@ -131,7 +131,6 @@ def test_classes_are_told_apart():
     name = "SGMGT-D, a = 1"
     sampler = classes.SAMPLERS[name]._replace(step_sizes=(1e-7, 0.05))
     found = runs.all_runs({name: sampler}, task, 10, 0.05)
-    assert runs.best_of(found[name]) == 0.05
     for idle in found[name][1e-7]:
         assert abs(idle.nll[-1] - math.log(3)) < 0.2
     for run in (*found[name][0.05], *found["Adam"][0.05]):
