@@ -48,6 +48,7 @@ from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import read_function, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
+from numpyro_sgmcmc.warmup.forget import forget_programs_if_many
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 
 __all__ = ["SGMCMCKernel"]
@@ -255,6 +256,8 @@ class SGMCMCKernel(Shown, MCMCKernel):
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
             refuse_other_numbers(arguments, self._model)
+        if not is_traced(rng_key):
+            forget_programs_if_many()
         is_batch = is_one_per_chain(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with eagerly(rng_key), plain_failures(arguments.hosts):
