@@ -117,7 +117,13 @@ def test_misspelt_options_are_named(data, kernel, name):
         right = data.draw(st.sampled_from(sorted(known)))
         k = data.draw(st.integers(0, len(right) - 1))
         name = right[:k] + right[k + 1 :]
-    known |= {"scheme", "dense_mass", "inverse_mass_matrix", "options", "self"}  # Python's own: self
+    known |= {
+        "scheme",
+        "dense_mass",
+        "inverse_mass_matrix",
+        "options",
+        "self",
+    }  # Python's own: self
     if name and name not in known:
         refusal(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
 
