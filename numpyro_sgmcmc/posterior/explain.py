@@ -47,8 +47,16 @@ def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Ar
         )
     if missing:
         found += f"Among the arguments, not all is finite in {', '.join(missing)}."
-    default = "Try other init_params, or another init_strategy such as init_to_median."
-    return found.strip() or default
+    if found:
+        return found.strip()
+    way_out = "ry other init_params, or another init_strategy such as init_to_median."
+    if not model.plates:
+        return f"T{way_out}"
+    return (
+        "On all rows at once every site's log density is finite: if the model divides by something "
+        "of the minibatch's own rows, such as their standard deviation, it may be zero there; "
+        f"compute it before the run. Else t{way_out}"
+    )
 
 
 def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments) -> dict[str, str]:
