@@ -14,7 +14,6 @@ from jax import random
 from numpyro_sgmcmc.posterior.estimators import Plain
 from numpyro_sgmcmc.warmup.ahead import quickly_compiled
 from numpyro_sgmcmc.warmup.context import Context
-from numpyro_sgmcmc.warmup.effort import MANY_DIM
 from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.pilot import run_pilot
@@ -49,7 +48,7 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
     settings, target = context.settings, context.target
     is_free = settings.inverse_mass_matrix is None and not settings.is_by_site
     is_plain = settings.gradient in (None, Plain()) and not settings.noise_compensation
-    if first.r_hat < _NOWHERE or not (is_free and is_plain) or target.dim > MANY_DIM:
+    if first.r_hat < _NOWHERE or not (is_free and is_plain):
         return None
     sds = _prior_sds(context)
     if sds is None or np.median(first.whitening.sds / sds) < _FREE:
