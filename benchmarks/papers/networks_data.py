@@ -20,7 +20,11 @@ import numpy as np
 import zhang2017_data
 
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
-FILES = [f"{part}-{what}-ubyte.gz" for part in ("train", "t10k") for what in ("images-idx3", "labels-idx1")]
+FILES = [
+    f"{part}-{what}-ubyte.gz"
+    for part in ("train", "t10k")
+    for what in ("images-idx3", "labels-idx1")
+]
 SIDE = 28
 
 
@@ -49,8 +53,15 @@ class Data(NamedTuple):
 
 
 def table(name: str, seed: int) -> Data:
-    """A random split of Boston, Concrete or Diabetes, standardised by the rows to learn from."""
-    if name == "Diabetes":
+    """A random split of Boston, Concrete, Diabetes or a made-up one, standardised by the rows to
+    learn from.
+    """
+    if name == "Made up":
+        rng = np.random.default_rng(0)
+        x = rng.uniform(-2, 2, (200, 2))
+        y = np.sin(2 * x[:, 0]) * x[:, 1] + 0.3 * rng.standard_normal(200)
+        rows = franzese2021_data.Table(x, y, 150, 1.0)
+    elif name == "Diabetes":
         from sklearn.datasets import load_diabetes
 
         x, y = load_diabetes(return_X_y=True)
@@ -70,7 +81,9 @@ def fashion(num: int | None = None, num_test: int | None = None) -> Data:
     """
     folder = _folder()
     x, y, x_test, y_test = (read(folder / name) for name in FILES)
-    x, x_test = (v.reshape(len(v), -1)[:n] / np.float32(255) for v, n in ((x, num), (x_test, num_test)))
+    x, x_test = (
+        v.reshape(len(v), -1)[:n] / np.float32(255) for v, n in ((x, num), (x_test, num_test))
+    )
     digits = zhang2017_data.all_digits()[0] / np.float32(255)
     center = x.mean(0)
     unit = (x - center).std()
@@ -103,10 +116,12 @@ def _folder() -> Path:
     with tempfile.TemporaryDirectory() as place:
         try:
             for command in ("apt-get download dataset-fashion-mnist", "dpkg-deb -x *.deb ."):
-                subprocess.run(command, shell=True, check=True, capture_output=True, cwd=place, timeout=300)
+                subprocess.run(
+                    command, shell=True, check=True, capture_output=True, cwd=place, timeout=300
+                )
         except subprocess.SubprocessError:
             raise SystemExit(
-                "Fashion-MNIST comes with Debian: `apt-get download dataset-fashion-mnist` must work, "
+                "Fashion-MNIST comes by `apt-get download dataset-fashion-mnist`, which must work, "
                 f"or its four files lie in {kept}."
             ) from None
         for name in FILES:

@@ -1,4 +1,4 @@
-"""What is used beside sampling: Adam, ensembles, dropout, the Laplace approximation of a last layer.
+"""What is used beside sampling: Adam, ensembles, dropout, Laplace's approximation.
 
 All are tuned on held-out rows. Then they learn from all rows, with the settings found.
 """
@@ -77,7 +77,10 @@ def _train(
         (weights, state), (rows, key) = carry, xs
         slopes = jax.grad(loss)(weights, rows, key if drops else None)
         updates, state = optimizer.update(slopes, state)
-        return (optax.apply_updates(weights, jax.tree.map(lambda u: -rate * u, updates)), state), None
+        return (
+            optax.apply_updates(weights, jax.tree.map(lambda u: -rate * u, updates)),
+            state,
+        ), None
 
     def epoch(carry: Any, key: Array) -> tuple[Any, None]:
         order_key, drop_key = random.split(key)
@@ -118,18 +121,16 @@ def dropout(task: Task, data: Data, how: Training, seed: int) -> Predict:
 
 
 def last_layer_laplace(
-    task: Task, data: Data, weights: Weights, seed: int, precision: float, sd: float = 1.0
+    task: Task, weights: Weights, matrix: np.ndarray, seed: int, precision: float
 ) -> Predict:
-    """A normal about a network's last layer, by its Gauss-Newton matrix (Daxberger et al. 2021).
+    """A normal about a network's last layer (Daxberger et al. 2021).
 
     :param weights: the network's.
+    :param matrix: see :func:`gauss_newton`.
     :param precision: of the prior.
-    :param sd: of a number about the network's.
     """
     last = task.last(weights)
-    factor = np.linalg.cholesky(
-        _gauss_newton(task, data, weights) / sd**2 + precision * np.eye(last.size)
-    )
+    factor = np.linalg.cholesky(matrix + precision * np.eye(last.size))
     noise = np.random.default_rng(seed).standard_normal((last.size, _MASKS))
     # Class by class, as the matrix is.
     away = np.linalg.solve(factor.T, noise).T.reshape(_MASKS, last.shape[1], -1)
@@ -138,11 +139,14 @@ def last_layer_laplace(
     return lambda x: jnp.einsum("nu,muk->mnk", features(x), layers)
 
 
-def _gauss_newton(task: Task, data: Data, weights: Weights) -> np.ndarray:
-    """Of the last layer, output by output, shape ``(k (units + 1), k (units + 1))``."""
+def gauss_newton(task: Task, data: Data, weights: Weights, sd: float = 1.0) -> np.ndarray:
+    """Of the last layer, output by output, shape ``(k (units + 1), k (units + 1))``.
+
+    :param sd: of a number about the network's.
+    """
     z = task.features(weights, jnp.asarray(data.x))
     if not task.has_classes:
-        return np.asarray(z.T @ z, np.float64)
+        return np.asarray(z.T @ z, np.float64) / sd**2
     p = jax.nn.softmax(z @ task.last(weights))
     k, width = p.shape[1], z.shape[1]
     matrix = np.zeros((k, width, k, width))
@@ -195,15 +199,21 @@ def tune(task: Task, data: Data, method: Callable, among: Sequence[Training], se
     return Tuned(how, sd)
 
 
-def tune_laplace(task: Task, data: Data, how: Training, seed: int) -> tuple[float, float, float | None]:
-    """The prior's precision, the sd of numbers in the matrix, and that of what is predicted."""
+def laplace(task: Task, data: Data, how: Training, seed: int) -> tuple[Predict, float | None]:
+    """A network with a normal about its last layer; the prior's precision held-out rows choose.
+
+    :return: also the sd of a number about what is predicted.
+    """
     held_out = data.held_out(seed=seed)
     weights = train(task, held_out, how, seed)
     mean = partial(task.outputs, jax.tree.map(lambda w: w[None], weights))
     inner = best_sd(task, mean, held_out)[1] or 1.0
+    matrix = gauss_newton(task, held_out, weights, inner)
     found = []
     for precision in _PRECISIONS:
-        predict = last_layer_laplace(task, held_out, weights, seed, precision, inner)
+        predict = last_layer_laplace(task, weights, matrix, seed, precision)
         found.append((*best_sd(task, predict, held_out), precision))
     _, sd, precision = min(found, key=lambda one: one[0])
-    return precision, inner, sd
+    weights = train(task, data, how, seed)
+    matrix = gauss_newton(task, data, weights, inner)
+    return last_layer_laplace(task, weights, matrix, seed, precision), sd

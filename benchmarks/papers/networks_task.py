@@ -45,7 +45,9 @@ class Task(NamedTuple):
         with numpyro.handlers.seed(rng_seed=key):
             return sample_weights(self.sizes)
 
-    def features(self, weights: Weights, x: Array, key: Array | None = None, dropout: float = 0.0) -> Array:
+    def features(
+        self, weights: Weights, x: Array, key: Array | None = None, dropout: float = 0.0
+    ) -> Array:
         """The last layer's inputs, one for its bias included, shape ``(n, units + 1)``.
 
         :param key: of which units drop out; None for none.
@@ -65,11 +67,15 @@ class Task(NamedTuple):
         layer = len(self.sizes) - 2
         return jnp.concatenate([weights[f"w{layer}"], weights[f"b{layer}"][None]])
 
-    def network(self, weights: Weights, x: Array, key: Array | None = None, dropout: float = 0.0) -> Array:
+    def network(
+        self, weights: Weights, x: Array, key: Array | None = None, dropout: float = 0.0
+    ) -> Array:
         """Shape ``(n, outputs)``; see :meth:`features`."""
         return self.features(weights, x, key, dropout) @ self.last(weights)
 
-    def loss(self, weights: Weights, x: Array, y: Array, key: Array | None, dropout: float) -> Array:
+    def loss(
+        self, weights: Weights, x: Array, y: Array, key: Array | None, dropout: float
+    ) -> Array:
         """Mean over rows: negative log probability of the class, or half the squared error."""
         f = self.network(weights, x, key, dropout)
         if self.has_classes:
@@ -165,7 +171,7 @@ def entropy(p: np.ndarray) -> np.ndarray:
 
 
 def area(inside: np.ndarray, outside: np.ndarray) -> float:
-    """Under the receiver's operating curve: how often a number outside is larger than one inside."""
+    """Under the receiver's operating curve: how often one outside is larger than one inside."""
     ranks = rankdata(np.concatenate([inside, outside]))[len(inside) :]
     num = len(outside)
     return float((ranks.sum() - num * (num + 1) / 2) / (num * len(inside)))

@@ -45,7 +45,7 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
     :return: None where they agree, where the prior says little of the posterior's width or plain
         gradients are too noisy, and where the user has said what coordinates or gradients to take.
     """
-    settings, target = context.settings, context.target
+    settings = context.settings
     is_free = settings.inverse_mass_matrix is None and not settings.is_by_site
     is_plain = settings.gradient in (None, Plain()) and not settings.noise_compensation
     if first.r_hat < _NOWHERE or not (is_free and is_plain):
