@@ -28,7 +28,7 @@ from networks_rivals import Training, Tuned, dropout, ensemble, laplace, score, 
 from networks_task import Scores, Task
 from standard_errors import mean
 
-from numpyro_sgmcmc import SGLD, SGNHT, SGHMCSplit, schedules
+from numpyro_sgmcmc import SGNHT, SGHMCSplit, schedules
 
 
 class Size(NamedTuple):
@@ -57,7 +57,7 @@ _OWN = Run(SGHMCSplit, 1000, 4, 10, 10, 0.002, 60, _IMAGE_START)
 _CYCLES = schedules.Cyclical(0.004, 600, final=0.1)
 
 TABLES = Size(
-    seeds=3,
+    seeds=2,
     epochs=200,
     batch=32,
     decay=0.1,
@@ -67,7 +67,6 @@ TABLES = Size(
     runs={
         "SGHMCSplit, no arguments": Run(SGHMCSplit, 100, 4, 100, 100),
         "SGNHT, no arguments": Run(SGNHT, 100, 4, 100, 100),
-        "SGLD, no arguments": Run(SGLD, 100, 4, 100, 100),
         "SGHMCSplit, steps of 0.003": Run(SGHMCSplit, 100, 4, 100, 100, 0.003, 60, _TABLE_START),
     },
 )
