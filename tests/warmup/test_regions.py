@@ -15,6 +15,7 @@ from numpyro_sgmcmc.diagnostics import kolmogorov_distance
 from numpyro_sgmcmc.posterior.targets import target_of
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
+from numpyro_sgmcmc.warmup import regions
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.regions import _HOT, _heat, in_units_of_the_prior
@@ -82,6 +83,23 @@ def test_a_network_has_the_priors_units():
 def test_what_is_known_or_given_stays(options):
     """Chains that agree, a posterior that knows more than the prior, what the user says."""
     assert changed(network, **options)[1] is None
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_of_very_many_coordinates_r_hat_says_little(monkeypatch, is_known):
+    """There control variates must fail, too: about a line's mode they do not."""
+    monkeypatch.setattr(regions, "MANY_DIM", 1)
+
+    def line(X, y, batch_size=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(X[i] @ w, 3.0), obs=y[i])
+
+    context = context_of(line if is_known else network, 50)
+    dim = context.target.dim
+    whitening = context.whitening_at(np.zeros(dim), np.full(dim, 0.5))
+    first = Mode(whitening, RNG.standard_normal((4, dim)), False, 3.0)
+    assert (in_units_of_the_prior(context, first) is None) == is_known
 
 
 @pytest.mark.parametrize(("batch_size", "is_hot"), [(200, False), (50, True)])

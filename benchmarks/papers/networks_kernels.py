@@ -1,0 +1,110 @@
+"""The kernels on a task: with no arguments, and with steps of one's own from optimised starts."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import random
+from networks_data import Data
+from networks_rivals import Training, train
+from networks_task import Scores, Task, of_classes, of_numbers
+from numpyro.infer import MCMC
+
+from numpyro_sgmcmc import schedules
+
+
+class Run(NamedTuple):
+    """
+    - **kernel** - its class.
+    - **batch** - rows of a minibatch.
+    - **chains** - each with a start of its own.
+    - **warmup** - draws that are left out.
+    - **draws** - of each chain.
+    - **step_size** - a number or a schedule; None for a kernel with no arguments.
+    - **num_steps** - from one draw to the next, where a step size is given.
+    - **start** - how Adam goes on from a draw of the prior to a chain's start; None for a kernel
+      with no arguments.
+    - **temperature** - of the likelihood.
+    - **gain** - of the prior, where it is not the task's.
+    """
+
+    kernel: Callable
+    batch: int
+    chains: int
+    warmup: int
+    draws: int
+    step_size: Any = None
+    num_steps: int = 60
+    start: Training | None = None
+    temperature: float = 1.0
+    gain: float | None = None
+
+    def of(self, task: Task) -> Task:
+        """The task with the run's likelihood and prior."""
+        gain = task.gain if self.gain is None else self.gain
+        return task._replace(temperature=self.temperature, gain=gain)
+
+
+def sample(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
+    """Draws of all chains by site, without those of cycles that explore."""
+    task = run.of(task)
+    given: dict[str, Any] = {}
+    if run.step_size is not None:
+        given = {
+            "step_size": run.step_size,
+            "num_steps": run.num_steps,
+            "adapt_mass_matrix": False,
+            "gradient": "plain",
+            "minibatch": "epoch",
+        }
+    mcmc = MCMC(
+        run.kernel(task.model, **given),
+        num_warmup=run.warmup,
+        num_samples=run.draws,
+        num_chains=run.chains,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    with warnings.catch_warnings():
+        # That there is no single region, and what larger minibatches would save.
+        warnings.simplefilter("ignore", UserWarning)
+        mcmc.run(
+            random.key(seed),
+            jnp.asarray(data.x),
+            jnp.asarray(data.y),
+            batch_size=min(run.batch, len(data.y)),
+            extra_fields=("weight",),
+            init_params=None if run.start is None else starts(task, data, run, seed),
+        )
+    draws = mcmc.get_samples(group_by_chain=True)
+    if isinstance(run.step_size, schedules.Cyclical):
+        weight = mcmc.get_extra_fields(group_by_chain=True)["weight"]
+        draws, _ = schedules.without_exploration(draws, weight)
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in draws.items()}
+
+
+def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
+    """Where Adam comes to from draws of the prior, unconstrained, one for each chain."""
+    assert run.start is not None
+    found = [train(task, data, run.start, 1000 + 100 * seed + c) for c in range(run.chains)]
+    each: dict[str, Any] = jax.tree.map(lambda *w: jnp.stack(w), *found)
+    if not task.has_classes:
+        each["sd"] = jnp.full(run.chains, math.log(0.5))
+    return each if run.chains > 1 else jax.tree.map(lambda w: w[0], each)
+
+
+def score(task: Task, draws: dict[str, Any], data: Data) -> Scores:
+    """Of what the draws predict together."""
+    weights = {name: w for name, w in draws.items() if name != "sd"}
+    outputs = partial(task.outputs, weights)
+    if not task.has_classes:
+        return of_numbers(outputs(data.x_test), np.asarray(draws["sd"]), data)
+    others = None if data.x_other is None else outputs(data.x_other)
+    return of_classes(outputs(data.x_test), data, others)
