@@ -23,7 +23,11 @@ PAGES = {
     "index.md": {},
     "understand/how-it-works.md": {},
     "start.md": {"50_000": "2_000", "500, num_samples=1000": "20, num_samples=100"},
-    "large-data.md": {"200_000": "4_000", "=1000)": "=100)", "=1000, num_chains": "=100, num_chains"},
+    "large-data.md": {
+        "200_000": "4_000",
+        "=1000)": "=100)",
+        "=1000, num_chains": "=100, num_chains",
+    },
     "howto/from-nuts.md": {},
     "howto/from-others.md": {"20_000": "4_000"},
     "howto/biased.md": {},
