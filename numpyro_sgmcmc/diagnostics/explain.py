@@ -243,8 +243,9 @@ def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
         given = ", the most that are taken"
     time = adaptation.relaxation_time
     return (
-        f"{num:,} a draw{given}; a draw is forgotten in a time of {time:.2g}, that "
-        f"is {max(1, round(time / adaptation.step_size)):,} steps."
+        f"{num:,} a draw{given}. Positions {max(1, round(time / adaptation.step_size)):,} steps "
+        f"apart are about independent: a normal with sds of one, which the whitened posterior is "
+        f"about, is forgotten in a time of {time:.2g}, and a step takes {adaptation.step_size:.3g}."
     )
 
 
