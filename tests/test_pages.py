@@ -31,7 +31,11 @@ PAGES = {
     "howto/from-nuts.md": {},
     "howto/from-others.md": {"20_000": "4_000"},
     "howto/biased.md": {},
-    "howto/many-groups.md": {"2_000, 60_000": "40, 4_000", "batch_size=2_000": "batch_size=400"},
+    "howto/many-groups.md": {
+        "2_000, 60_000": "40, 4_000",
+        "batch_size=2_000": "batch_size=400",
+        "last_state, 3000": "last_state, 300",
+    },
     "howto/save-and-load.md": {"20_000": "4_000"},
     "howto/predict.md": {},
     "howto/compare.md": {"10_000": "3_000"},

@@ -65,7 +65,7 @@ class CheckpointedMCMC(MCMC):
 
     .. code-block:: python
 
-        mcmc = CheckpointedMCMC(kernel, num_warmup=1000, num_samples=10000, checkpoint="my-run")
+        mcmc = CheckpointedMCMC(kernel, num_warmup=1000, num_samples=10000, checkpoint="run")
         if mcmc.has_checkpoint:
             mcmc.resume(X, y, batch_size=256)
         else:

@@ -244,8 +244,8 @@ def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     time = adaptation.relaxation_time
     return (
         f"{num:,} a draw{given}. Positions {max(1, round(time / adaptation.step_size)):,} steps "
-        f"apart are about independent: a normal with sds of one, which the whitened posterior is "
-        f"about, is forgotten in a time of {time:.2g}, and a step takes {adaptation.step_size:.3g}."
+        f"apart are about independent: in whitened units, where posterior sds are about one, the "
+        f"SDE forgets its past in a time of {time:.2g}, and a step is {adaptation.step_size:.3g}."
     )
 
 
