@@ -42,6 +42,12 @@ def shifted_normal(z):
     return (jnp.square(p - jnp.sin(q)) / metric(q) + jnp.log(metric(q))).sum() / 2
 
 
+def heavy_tailed_in_a_metric(z):
+    """Right, but not quadratic: nothing is told of it."""
+    q, p = half(z)
+    return (jnp.sqrt(1.0 + jnp.square(p) / metric(q)) + jnp.log(metric(q)) / 2).sum()
+
+
 def without_determinant(z):
     q, p = half(z)
     return (jnp.square(p) / metric(q)).sum() / 2
@@ -89,7 +95,9 @@ def test_energies_that_move_the_marginal_are_refused(looked_at, hamiltonian, aux
         looked_at(hamiltonian, auxiliary)
 
 
-@pytest.mark.parametrize("hamiltonian", [normal, heavy_tailed, shifted_normal])
+@pytest.mark.parametrize(
+    "hamiltonian", [normal, heavy_tailed, shifted_normal, heavy_tailed_in_a_metric]
+)
 def test_others_are_not(hamiltonian):
     at_init(hamiltonian, some)
     assert at_check(hamiltonian, some).max() < 1e-8
