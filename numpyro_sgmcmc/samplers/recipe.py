@@ -56,7 +56,7 @@ class RecipeKernel(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` where D is
         not positive semi-definite, Q not skew, one of the wrong shape, or where h changes with the
         position. The last is told of energies that are a sum of a function of the position and one
-        of the auxiliary variables, or quadratic in these.
+        of the auxiliary variables, or quadratic in these (100 at most).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 
