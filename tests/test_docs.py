@@ -41,6 +41,15 @@ def test_reading_lists_are_as_short_as_they_say():
     assert (len(step), len(warm_up), len(report)) == (9, 13, 7)
 
 
+def test_code_fits_its_box():
+    """A box of the site is 90 characters wide on a desktop; what is longer must be scrolled."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = {p: re.findall(r"^```python\n(.*?)^```", p.read_text(), re.M | re.S) for p in pages}
+    lines = [(p.name, line) for p in pages for line in "".join(code[p]).splitlines()]
+    assert len(lines) > 400
+    assert [(page, line) for page, line in lines if len(line) > 90] == []
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.filterwarnings("ignore:Pilot chains find no single region")

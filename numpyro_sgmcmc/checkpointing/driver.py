@@ -29,7 +29,7 @@ from numpyro_sgmcmc.checkpointing.refusals import refuse_environment, refuse_fol
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
 from numpyro_sgmcmc.checkpointing.stops import Stops
 from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
-from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch
+from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch, tell_where
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
@@ -65,7 +65,7 @@ class CheckpointedMCMC(MCMC):
 
     .. code-block:: python
 
-        mcmc = CheckpointedMCMC(kernel, num_warmup=1000, num_samples=10000, checkpoint="my-run")
+        mcmc = CheckpointedMCMC(kernel, num_warmup=1000, num_samples=10000, checkpoint="run")
         if mcmc.has_checkpoint:
             mcmc.resume(X, y, batch_size=256)
         else:
@@ -183,10 +183,9 @@ class CheckpointedMCMC(MCMC):
         self._continue(chains)
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
-        """Continue the run in the folder, or read it if it is complete.
+        """Continue the run in the folder, or read it if it is complete; a line says from where.
 
-        :param args: the model's positional arguments, the same as in :meth:`run`: data are not
-            kept.
+        :param args: the model's positional arguments, as in :meth:`run`: data are not kept.
         :param kwargs: its keyword arguments.
         :raises FileNotFoundError: where the folder holds no run that could be continued.
         :raises ValueError: where kernel, settings, model, data or versions are not those of the
@@ -211,6 +210,7 @@ class CheckpointedMCMC(MCMC):
         z = jax.tree.map(lambda x: x[0], state.z) if self.num_chains > 1 else state.z
         self.sampler.restore(reached.tree["adaptation"], self.num_warmup, z, args, kwargs)
         self._reach(reached)
+        tell_where(self._processes, self._folder, reached, self._num_draws, self._stops.last)
         self._continue(chains)
 
     def running_mean(self, group_by_chain: bool = False) -> Any:

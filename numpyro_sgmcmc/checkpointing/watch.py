@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,12 +17,30 @@ from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc.chain.state import SGMCMCState
 from numpyro_sgmcmc.checkpointing.processes import Processes
+from numpyro_sgmcmc.checkpointing.store import Checkpoint
 from numpyro_sgmcmc.diagnostics.estimates import configurational_temperature
 
-__all__ = ["Interrupt", "Pace", "Watch"]
+__all__ = ["Interrupt", "Pace", "Watch", "tell_where"]
 
 _FEW = 8  # coordinates whose effective draws are shown
 _LOOK_SECONDS = 0.5
+
+
+def tell_where(
+    processes: Processes, folder: Path, reached: Checkpoint, num_draws: int, last: int
+) -> None:
+    """Where a resumed run goes on, in a line beside the progress bar, which may be off.
+
+    :param processes: those that share the run; the first one says it.
+    :param reached: the checkpoint.
+    :param num_draws: draws of a chain in the whole run.
+    :param last: iterations of the whole run.
+    """
+    if not processes.is_first:
+        return
+    on = f"going on after iteration {reached.iterations} of {last}"
+    rest = "the run is complete" if reached.iterations == last else on
+    print(f"'{folder}': {reached.draws} of {num_draws} draws a chain; {rest}.", file=sys.stderr)
 
 
 class Interrupt:

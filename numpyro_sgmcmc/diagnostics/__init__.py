@@ -19,13 +19,14 @@ from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias
 from numpyro_sgmcmc.diagnostics.speed_plot import plot_speed
 from numpyro_sgmcmc.diagnostics.summary import print_summary
-from numpyro_sgmcmc.diagnostics.to_arviz import LooEstimate, loo, to_arviz
+from numpyro_sgmcmc.diagnostics.to_arviz import LooDifference, LooEstimate, loo, to_arviz
 from numpyro_sgmcmc.diagnostics.warmup_plot import plot_warmup
 
 __all__ = [
     "BiasReport",
     "Explanation",
     "FunctionSummary",
+    "LooDifference",
     "LooEstimate",
     "PredictiveSummary",
     "Refinement",

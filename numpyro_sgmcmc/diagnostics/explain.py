@@ -249,8 +249,10 @@ def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
         given = ", the most that are taken"
     time = adaptation.relaxation_time
     return (
-        f"{num:,} a draw{given}; a draw is forgotten in a time of {time:.2g}, that "
-        f"is {max(1, round(time / adaptation.step_size)):,} steps.{_of_friction(kernel, time)}"
+        f"{num:,} a draw{given}. Positions {max(1, round(time / adaptation.step_size)):,} steps "
+        f"apart are about independent: in whitened units, where posterior sds are about one, the "
+        f"SDE forgets its past in a time of {time:.2g}, and a step is {adaptation.step_size:.3g}."
+        f"{_of_friction(kernel, time)}"
     )
 
 

@@ -22,7 +22,8 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.dynamics import Dynamics, Recipe
+from numpyro_sgmcmc.dynamics.recipe_checks import refuse_bad_recipe
 
 __all__ = ["SDE", "check_invariance", "expectation", "fokker_planck_residual", "small_step_limit"]
 
@@ -53,6 +54,9 @@ def check_invariance(
     curvatures) of about one: the limit is read from steps of 0.003 to 0.024, in which rates of 50
     leave errors of 1e-4. What a sampler draws afresh, now and then, is not checked.
 
+    A :class:`~numpyro_sgmcmc.dynamics.Recipe` has its drift made of D, Q and h, and is right where
+    these are: they are looked at first, as when a run begins, and refused in a sentence.
+
     :param dynamics: the SDE, for example a :class:`~numpyro_sgmcmc.dynamics.Recipe`.
     :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
         is neither Gaussian nor separable.
@@ -63,7 +67,8 @@ def check_invariance(
     :param states: flat states to check at, position first, shape ``(m, n)``. Default: five random
         ones. Give some where the dynamic is smooth if it has kinks.
     :return: absolute residuals, shape ``(m,)``.
-    :raises ValueError: for an unknown scheme, or where the residual is not finite.
+    :raises ValueError: for an unknown scheme, a recipe's functions that
+        :class:`~numpyro_sgmcmc.RecipeKernel` refuses, or where the residual is not finite.
     """
     if not isinstance(dynamics, Dynamics):
         raise Refusal(
@@ -74,6 +79,8 @@ def check_invariance(
     if potential is not None:
         checks.function("potential", potential)
     with jax.enable_x64(True):
+        if isinstance(dynamics, Recipe):
+            refuse_bad_recipe(dynamics, dim)
         fn = _quartic if potential is None else potential
         state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
         flat, unravel = ravel_pytree(state)

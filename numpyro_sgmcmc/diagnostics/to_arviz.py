@@ -14,7 +14,8 @@ log likelihood of row i in the middle of the posterior. With
 
 is unbiased, with variance :math:`N^2(1 - m/N)\,s_e^2/m`: the difference estimator of Magnusson,
 Andersen, Jonasson and Vehtari (2020), *Leave-one-out cross-validation for Bayesian model comparison
-in large data*.
+in large data*. The difference of two models at the same rows is estimated in the same way, with
+:math:`e_i` the difference of theirs.
 """
 
 from __future__ import annotations
@@ -34,13 +35,35 @@ from numpyro_sgmcmc.diagnostics.at_rows import checked_rows, the_plate
 from numpyro_sgmcmc.diagnostics.likelihood import log_likelihoods
 from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
 
-__all__ = ["LooEstimate", "loo", "to_arviz"]
+__all__ = ["LooDifference", "LooEstimate", "loo", "to_arviz"]
 
 _LARGE_K = 0.7
 
 
-class LooEstimate(NamedTuple):
+class LooDifference(NamedTuple):
+    """How much better one model predicts than another: ``loo(one) - loo(another)``.
+
+    - **elpd** - difference of the expected log pointwise predictive densities of all rows.
+    - **se** - its standard error for rows as of a population, from the differences row by row.
+    - **subsampling_se** - its standard error because not all rows were looked at.
     """
+
+    elpd: float
+    se: float
+    subsampling_se: float
+
+    def __str__(self) -> str:
+        return (
+            f"elpd difference  {self.elpd:.1f}\n"
+            f"se               {self.se:.1f}, and {self.subsampling_se:.2g} because not all rows "
+            "were looked at"
+        )
+
+
+class LooEstimate(NamedTuple):
+    """The estimate of one model. Of two at the same rows the difference is one minus the other, a
+    :class:`LooDifference`.
+
     - **elpd** - expected log pointwise predictive density of all rows, each left out.
     - **se** - its standard error for rows as of a population, as ArviZ has it.
     - **subsampling_se** - its standard error because not all rows were looked at.
@@ -48,6 +71,9 @@ class LooEstimate(NamedTuple):
     - **pareto_k** - of the rows looked at, shape ``(m,)``: a row's part is not to be trusted above
       0.7.
     - **rows** - which they are, shape ``(m,)``.
+    - **elpd_i** - their parts of the density, shape ``(m,)``.
+    - **middle_i** - their log likelihoods in the middle of the posterior, shape ``(m,)``.
+    - **num_rows** - number of all rows, N.
     """
 
     elpd: float
@@ -56,6 +82,28 @@ class LooEstimate(NamedTuple):
     p_loo: float
     pareto_k: np.ndarray
     rows: np.ndarray
+    elpd_i: np.ndarray
+    middle_i: np.ndarray
+    num_rows: int
+
+    def __sub__(self, other: LooEstimate) -> LooDifference:
+        """How much better this model predicts, where both have looked at the same rows.
+
+        :raises ValueError: for estimates at other rows.
+        """
+        if not isinstance(other, LooEstimate):
+            return NotImplemented
+        if self.num_rows != other.num_rows or not np.array_equal(self.rows, other.rows):
+            raise Refusal(
+                "These estimates have looked at different rows: give `loo` the same `num_rows` and "
+                "`seed`, for runs on the same rows in the same order."
+            )
+        elpd = self.elpd_i - other.elpd_i
+        return LooDifference(
+            elpd=self.elpd - other.elpd,
+            se=_population_se(elpd, self.num_rows),
+            subsampling_se=_subsampling_se(elpd - self.middle_i + other.middle_i, self.num_rows),
+        )
 
     def __str__(self) -> str:
         bad = int((self.pareto_k > _LARGE_K).sum())
@@ -101,7 +149,9 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
 def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     """Leave-one-out cross-validation by Pareto-smoothed importance sampling at some of the rows.
 
-    Costs one pass over the data and the log likelihoods of all draws at ``num_rows`` rows.
+    Costs one pass over the data and the log likelihoods of all draws at ``num_rows`` rows. For two
+    models, ``loo(one) - loo(another)`` with the same ``num_rows`` and ``seed`` is the difference of
+    all rows, with its standard errors.
 
     :param mcmc: a run of one of this package's kernels on a model with one subsampled plate, inside
         of which one site is observed, with one value a row.
@@ -127,18 +177,30 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     elpd, pareto_k = _left_out(data)
     middle = _in_the_middle(mcmc)
     everywhere = log_likelihoods(mcmc, middle, np.arange(num))[0][names[0]].reshape(-1)
-    gain = elpd - everywhere[rows].astype(np.float64)
+    middle_i = everywhere[rows].astype(np.float64)
     given_all = np.logaddexp.reduce(np.asarray(of_draws, np.float64).reshape(-1, len(rows)), axis=0)
     lpd = given_all - np.log(of_draws.shape[0] * of_draws.shape[1])
-    of_sample = np.sqrt((1.0 - len(rows) / num) / len(rows))
     return LooEstimate(
-        elpd=float(everywhere.sum(dtype=np.float64) + num * gain.mean()),
-        se=float(np.sqrt(num) * elpd.std()),
-        subsampling_se=float(num * of_sample * gain.std()),
+        elpd=float(everywhere.sum(dtype=np.float64) + num * (elpd - middle_i).mean()),
+        se=_population_se(elpd, num),
+        subsampling_se=_subsampling_se(elpd - middle_i, num),
         p_loo=float(num * (lpd - elpd).mean()),
         pareto_k=pareto_k,
         rows=rows,
+        elpd_i=elpd,
+        middle_i=middle_i,
+        num_rows=num,
     )
+
+
+def _population_se(of_rows: np.ndarray, num: int) -> float:
+    """Of a sum over all rows, as if they were drawn from a population."""
+    return float(np.sqrt(num) * of_rows.std())
+
+
+def _subsampling_se(of_rows: np.ndarray, num: int) -> float:
+    """Of a sum over all rows made up from some, drawn without replacement."""
+    return float(num * np.sqrt((1.0 - len(of_rows) / num) / len(of_rows)) * of_rows.std())
 
 
 def _draws(arviz: Any, mcmc: MCMC) -> Any:

@@ -37,7 +37,12 @@ class Dynamics:
     Everything is in whitened coordinates: unit mass, posterior covariance about the identity.
     A state is a NamedTuple of arrays whose first field is the position. Subclasses are frozen
     dataclasses: they are compiled into the step. Their fields' defaults are the settings at which
-    the schemes' step sizes are known to suit.
+    the schemes' step sizes are known to suit; at others a Gaussian is simulated to find one.
+
+    A subclass has a ``State``, :attr:`flows`, :attr:`schemes`, :meth:`draw` (or an :meth:`init`),
+    :meth:`relaxation_time`, :meth:`noise_inflation` and :meth:`stiffness`, and :meth:`energy` where
+    there are auxiliary variables, for
+    :func:`~numpyro_sgmcmc.diagnostics.check_invariance`. The rest has defaults.
     """
 
     State: ClassVar[type]

@@ -23,11 +23,13 @@ GradientFn: TypeAlias = Callable[[Array], Array]
 
 
 class Flow(NamedTuple):
-    """
-    - **run** - ``(state, time, gradient, noise) -> state``, the identity for time zero; ``noise``
-      has shape ``(draws, d)`` and standard normal entries.
-    - **gradients** - gradient evaluations.
-    - **draws** - standard normal vectors.
+    """One part of an SDE, followed for a time.
+
+    - **run** - ``(state, time, gradient, noise) -> state``, the identity for time zero.
+      ``gradient`` maps a position of shape ``(d,)`` to the minibatch's gradient of U there, and
+      ``noise`` has shape ``(draws, d)`` and standard normal entries.
+    - **gradients** - gradient evaluations. Default 0.
+    - **draws** - standard normal vectors. Default 0.
     """
 
     run: Callable[[Any, Any, GradientFn, Array], Any]
@@ -36,10 +38,11 @@ class Flow(NamedTuple):
 
 
 class Part(NamedTuple):
-    """
+    """Where a flow stands in a scheme.
+
     - **flow** - a flow's name.
-    - **fraction** - fraction of the step for which it runs.
-    - **every** - it runs at every so many steps only, and for the time of that many.
+    - **fraction** - fraction of the step for which it runs. Default 1.
+    - **every** - it runs at every so many steps only, and for the time of that many. Default 1.
     """
 
     flow: str
@@ -48,13 +51,14 @@ class Part(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """
+    """An integrator: flows one after the other.
+
     - **parts** - the flows, one after the other.
     - **order** - weak order: expectations are wrong by O(step_size ** order).
     - **step_size** - the largest that suits a whitened Gaussian and an exact gradient, at the
       default settings of the SDE: its sds are within 5 % up to a curvature of 3.5.
     - **reads_end** - whether the step's first gradient is taken at the position where the step
-      ends; otherwise it is at, or about, the one where it starts.
+      ends; otherwise it is at, or about, the one where it starts. Default False.
     """
 
     parts: tuple[Part, ...]

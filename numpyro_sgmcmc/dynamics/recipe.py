@@ -48,7 +48,8 @@ class Recipe(Dynamics):
     :param diffusion: D: maps z of shape ``(n,)`` to its diagonal ``(n,)`` or a matrix ``(n, n)``.
     :param curl: Q: maps z to a skew matrix of shape ``(n, n)``.
     :param hamiltonian: h: maps z to the energy besides the posterior's.
-    :param draw_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values.
+    :param draw_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values;
+        ``auxiliary`` of :class:`~numpyro_sgmcmc.RecipeKernel`.
     """
 
     diffusion: Callable[[Array], Array]

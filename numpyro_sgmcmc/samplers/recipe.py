@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Unpack
 
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, random
+from jax import Array
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal, typical_positions
 from numpyro_sgmcmc.dynamics import Recipe
+from numpyro_sgmcmc.dynamics.recipe_checks import refuse_bad_recipe
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
@@ -21,44 +20,6 @@ __all__ = ["RecipeKernel"]
 
 def _no_auxiliary(rng_key: Array, dim: int) -> Array:
     return jnp.zeros(0)
-
-
-def _refuse_bad_values(dynamics: Recipe, z: Array, dim: int) -> None:
-    """Refuse functions whose values at ``z`` have wrong shapes, or make no diffusion."""
-    n = z.size
-    if n > dynamics.step("euler").draws * dim:
-        raise Refusal(
-            f"`auxiliary` returns {n - dim} entries for {dim} coordinates, more in proportion "
-            "than for one: let their number grow at most in proportion to the coordinates'."
-        )
-    energy = checks.returned("hamiltonian", dynamics.hamiltonian, z).shape
-    if energy != ():
-        raise Refusal(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
-    diffusion = checks.returned("diffusion", dynamics.diffusion, z)
-    curl = checks.returned("curl", dynamics.curl, z)
-    if diffusion.shape not in ((n,), (n, n)):
-        raise Refusal(
-            f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
-            f"position and {n - dim} by `auxiliary`): return shape ({n},) or ({n}, {n})."
-        )
-    if curl.shape != (n, n):
-        raise Refusal(
-            f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
-            f"position and {n - dim} by `auxiliary`): return shape ({n}, {n})."
-        )
-    if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
-        raise Refusal("`diffusion` and `curl` must be finite, but are not everywhere.")
-    full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
-    slack = 1e-5 * max(1.0, np.abs(full).max())
-    if not np.allclose(full, full.T, atol=slack):
-        raise Refusal("`diffusion` must be symmetric, but is not at a typical position.")
-    if np.linalg.eigvalsh(full).min() < -slack:
-        raise Refusal(
-            "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
-            "position."
-        )
-    if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
-        raise Refusal("`curl` must be skew-symmetric everywhere, but is not at a typical position.")
 
 
 class RecipeKernel(SGMCMCKernel):
@@ -84,13 +45,18 @@ class RecipeKernel(SGMCMCKernel):
     :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
         diagonal.
     :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
-    :param hamiltonian: h: maps z to the energy besides the posterior's, a scalar.
-    :param auxiliary: ``(rng_key, d) -> (n - d,)``, first values of the auxiliary variables.
-        Default: none.
+    :param hamiltonian: h: maps z to the energy besides the posterior's, a scalar. The integral of
+        :math:`e^{-h}` over the auxiliary variables must be the same at every position, as it is
+        where h reads these alone; without any, h is constant.
+    :param auxiliary: ``(rng_key, d) -> (n - d,)``, first values of the auxiliary variables;
+        :class:`~numpyro_sgmcmc.dynamics.Recipe` has it as ``draw_auxiliary``. Default: there are
+        none.
     :param str scheme: ``"euler"``.
     :param options: keywords shared by all kernels.
     :raises ValueError: for an option that is unknown or out of range, and at ``init`` where D is
-        not positive semi-definite, Q not skew, or one of the wrong shape.
+        not positive semi-definite, Q not skew, one of the wrong shape, or where h changes with the
+        position. The last is told of energies that are a sum of a function of the position and one
+        of the auxiliary variables, or quadratic in these (100 at most).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 
@@ -142,14 +108,4 @@ class RecipeKernel(SGMCMCKernel):
     def _refuse_bad_functions(self, target: Target) -> None:
         dynamics = self._dynamics
         assert isinstance(dynamics, Recipe)
-        dim, origin = target.dim, jnp.zeros(target.dim)
-        for q in (origin, *typical_positions(origin)):
-            drawn = checks.returned(
-                "auxiliary", lambda key: dynamics.draw_auxiliary(key, dim), random.key(0)
-            )
-            if drawn.ndim != 1:
-                raise Refusal(
-                    f"`auxiliary` returns shape {drawn.shape}, but must return a flat array."
-                )
-            state = dynamics.init(q, random.key(0))
-            _refuse_bad_values(dynamics, jnp.concatenate(state), dim)
+        refuse_bad_recipe(dynamics, target.dim)

@@ -107,6 +107,16 @@ def test_progress(whole, copy, capsys, monkeypatch):
     assert_same_bits(mcmc, whole[1])
 
 
+def test_a_resumed_run_says_where_it_is(whole, copy, capsys):
+    """With no progress bar too: at the end, and with a segment of two draws left to do."""
+    resume(copy)
+    assert capsys.readouterr().err == f"'{copy}': 6 of 6 draws a chain; the run is complete.\n"
+    (newest(copy) / "checkpoint.json").unlink()
+    resume(copy)
+    line = f"'{copy}': 4 of 6 draws a chain; going on after iteration 15 of 19.\n"
+    assert capsys.readouterr().err == line
+
+
 # The parts
 
 

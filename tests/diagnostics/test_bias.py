@@ -293,6 +293,32 @@ def test_summary_ends_with_a_line_on_bias(noisy, good, capsys):
     assert "Gradient noise explains it" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("sites", "exclude_deterministic", "shown"),
+    [
+        (["rate"], True, ["rate"]),
+        ("contrast", True, ["contrast"]),
+        (["~beta"], True, ["rate"]),
+        (["~beta"], False, ["contrast", "rate"]),
+    ],
+)
+def test_summary_of_some_sites(good, capsys, sites, exclude_deterministic, shown):
+    good.print_summary(exclude_deterministic=False)
+    rows = capsys.readouterr().out.splitlines()
+    print_summary(good, exclude_deterministic=exclude_deterministic, sites=sites)
+    found = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in found[2:-3]] == shown
+    assert {" ".join(x.split()) for x in found[2:-3]} <= {" ".join(x.split()) for x in rows}
+    assert found[-2:] == [rows[-1], bias_report(good).line]
+    assert len(found) == len(shown) + 5
+
+
+@pytest.mark.parametrize("sites", [["foo"], ["~foo"], ["beta", "~rate"], [], 3, [3]])
+def test_sites_that_are_none_are_refused(good, sites):
+    with pytest.raises(ValueError, match="`sites`"):
+        print_summary(good, sites=sites)
+
+
 def test_report_lands_in_the_arviz_object(noisy):
     data = az.from_numpyro(noisy)
     report = bias_report(noisy)

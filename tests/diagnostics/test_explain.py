@@ -60,6 +60,7 @@ def test_numbers_are_the_warm_ups():
     assert f"{BATCH} of the {len(DATA[-1]):,} rows" in told["Run"]
     assert told["Step size"].startswith(f"{found.step_size:.3g}")
     assert told["Steps"].startswith(f"{found.num_steps} a draw")
+    assert told["Steps"].endswith(f"and a step is {found.step_size:.3g}.")
     assert f"R-hat {found.weighed.r_hat:.2f}" in told["Start"]
     sds = np.sqrt(np.diagonal(np.asarray(found.whitening.inverse_mass_matrix)))
     assert f"from {sds.min():.3g} (" in told["Whitening"]

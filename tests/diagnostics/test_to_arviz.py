@@ -129,6 +129,31 @@ def test_leave_one_out(mcmc):
     assert len(str(some[0]).splitlines()) == 4
 
 
+def shift(X, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+
+def test_differences_of_two_models(mcmc):
+    """By all rows those of ArviZ's parts; by some within the error, as large as the scatter."""
+    other = fit(shift, X, Y)
+    every = loo(mcmc, N) - loo(other, N)
+    name = "loo_i" if az.__version__ < "1" else "elpd_i"
+    parts = [np.asarray(_their_loo(m)[name]).ravel() for m in (mcmc, other)]
+    assert every.elpd == pytest.approx((parts[0] - parts[1]).sum(), abs=0.02)
+    assert every.se == pytest.approx(np.sqrt(N) * (parts[0] - parts[1]).std(), rel=0.01)
+    assert every.subsampling_se == 0.0
+    some = [loo(mcmc, 40, seed) - loo(other, 40, seed) for seed in range(12)]
+    errors = np.array([(s.elpd - every.elpd) / s.subsampling_se for s in some])
+    assert 0.4 < np.sqrt(np.mean(errors**2)) < 2.0
+    assert f"elpd difference  {some[0].elpd:.1f}" in str(some[0])
+    with pytest.raises(ValueError, match="different rows"):
+        loo(mcmc, 40, 1) - loo(other, 40, 2)
+    with pytest.raises(TypeError):
+        loo(mcmc, 40) - 1.0
+
+
 @pytest.mark.slow
 def test_rows_with_latent_sites_of_their_own():
     def means(X, y, batch_size=None):
