@@ -86,6 +86,7 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
 	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
 	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
+	$(bin)/python examples/item_response.py --output docs/gallery/item-response.png
 	$(bin)/python examples/on_disk.py --output docs/gallery/on-disk.png
 	$(bin)/python examples/wrong_run.py --output docs/gallery/wrong-run.png
 	$(bin)/python examples/wells.py --output docs/gallery/wells.gif
@@ -101,6 +102,7 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/kernel_cost.py
 	$(bin)/python benchmarks/moments_cost.py
 	$(bin)/python benchmarks/memory.py
+	$(bin)/python benchmarks/leaks.py
 	$(bin)/python benchmarks/sharding.py
 
 # Writes 24 GB to the folder for temporary files, or to the one that TMPDIR names.

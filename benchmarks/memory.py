@@ -4,6 +4,10 @@ Peak resident memory of a whole process that makes N rows of D float32 columns a
 ``MCMC(SGHMCSplit(model))`` on them with default arguments and reads the draws, over the bytes of
 the data. Each chain method runs in a process of its own; a process that only makes the data
 stands beside them. Target: under 2.5 at N = 1e7, D = 20.
+
+A second table has numbers of draws by numbers of rows, in memory and by ``CheckpointedMCMC``, which
+writes the draws to disk and looks at their means alone; a third the same with 200 columns and four
+chains, where draws weigh more than rows.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import resource
 import subprocess
 import sys
+import tempfile
 import warnings
 
 import jax
@@ -20,24 +25,33 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from numpyro.infer import MCMC
 from timing import print_header, print_row
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
 
 WIDTHS = (12, 8, 8, 10, 10)
+MANY = (8, 8, 8, 9, 10, 8, 8)
 
 
-def run(num_rows: int, chain_method: str, num_chains: int) -> None:
+def run(num_rows: int, dim: int, how: str, num_chains: int, num_draws: int) -> None:
     """Make the data, sample, and print the data's bytes and the process's peak."""
     warnings.simplefilter("ignore")
-    data = jax.block_until_ready(make_data(random.key(0), num_rows, DIM))
-    if chain_method != "none":
-        mcmc = MCMC(
-            SGHMCSplit(logistic),
-            num_warmup=100,
-            num_samples=100,
-            num_chains=num_chains,
-            chain_method=chain_method,
-            progress_bar=False,
-        )
+    data = jax.block_until_ready(make_data(random.key(0), num_rows, dim))
+    settings = {
+        "num_warmup": 100,
+        "num_samples": num_draws,
+        "num_chains": num_chains,
+        "chain_method": "sequential" if how == "sequential" else "vectorized",
+        "progress_bar": False,
+    }
+    if how == "disk":
+        with tempfile.TemporaryDirectory() as folder:
+            every = max(100, num_draws // 100)
+            mcmc = CheckpointedMCMC(
+                SGHMCSplit(logistic), checkpoint=folder, checkpoint_every=every, **settings
+            )
+            mcmc.run(random.key(1), *data, batch_size=BATCH_SIZE)
+            mcmc.running_mean()
+    elif how != "none":
+        mcmc = MCMC(SGHMCSplit(logistic), **settings)
         mcmc.run(random.key(1), *data, batch_size=BATCH_SIZE)
         mcmc.get_samples()["beta"].block_until_ready()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
@@ -46,32 +60,57 @@ def run(num_rows: int, chain_method: str, num_chains: int) -> None:
     print(sum(x.nbytes for x in data), peak)
 
 
+def measured(num_rows: int, dim: int, how: str, chains: int, draws: int) -> tuple[int, int]:
+    """Bytes of the data and of the peak, in a process of its own."""
+    command = [sys.executable, __file__, "--num-rows", str(num_rows), "--child", how]
+    command += ["--dim", str(dim), "--chains", str(chains), "--draws", str(draws)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    data, peak = (int(word) for word in out.split()[-2:])
+    return data, peak
+
+
+def table_of_chains(num_rows: int, chains: list[int]) -> None:
+    print_header(f"Peak resident memory, N = {num_rows:.0e}, D = {DIM}, B = {BATCH_SIZE}")
+    print_row(["chains", "", "data MB", "peak MB", "peak/data"], WIDTHS)
+    for how, number in [("none", 0), ("sequential", 1), *(("vectorized", n) for n in chains)]:
+        data, peak = measured(num_rows, DIM, how, number, 100)
+        cells = [how, number or "", f"{data / 1e6:.0f}", f"{peak / 1e6:.0f}", f"{peak / data:.2f}"]
+        print_row(cells, WIDTHS)
+
+
+def table_of_draws(rows: list[int], dim: int, chains: int, draws: list[int]) -> None:
+    shape = f"D = {dim}, B = {BATCH_SIZE}, chains: {chains}"
+    print_header(f"Peak resident memory by rows and draws, {shape}")
+    print_row(["rows", "draws", "data MB", "draws MB", "data only", "MCMC", "on disk"], MANY)
+    for num_rows in rows:
+        data, alone = measured(num_rows, dim, "none", chains, 0)
+        for number in draws:
+            peaks = [measured(num_rows, dim, how, chains, number)[1] for how in ("memory", "disk")]
+            sizes = [data, 4 * dim * chains * number, alone, *peaks]
+            print_row(
+                [f"{num_rows:.0e}", f"{number:.0e}", *(f"{x / 1e6:.0f}" for x in sizes)], MANY
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--num-rows", type=float, default=1e7)
+    parser.add_argument("--num-rows", type=float, nargs="+", default=[1e5, 1e6, 1e7])
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--draws", type=float, nargs="+", default=[1e3, 1e4, 1e5])
+    parser.add_argument("--dim", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("chains", "draws", "many"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    num_rows = int(args.num_rows)
+    rows, draws = [int(n) for n in args.num_rows], [int(n) for n in args.draws]
     if args.child:
-        run(num_rows, args.child, args.chains[0])
+        run(rows[0], args.dim, args.child, args.chains[0], draws[0])
         return
-    print_header(f"Peak resident memory, N = {args.num_rows:.0e}, D = {DIM}, B = {BATCH_SIZE}")
-    print_row(["chains", "", "data MB", "peak MB", "peak/data"], WIDTHS)
-    cases = [("none", 0), ("sequential", 1), *(("vectorized", n) for n in args.chains)]
-    for method, chains in cases:
-        command = [sys.executable, __file__, "--num-rows", str(num_rows)]
-        command += ["--chains", str(chains), "--child", method]
-        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        data, peak = (int(word) for word in out.split()[-2:])
-        cells = [
-            method,
-            chains or "",
-            f"{data / 1e6:.0f}",
-            f"{peak / 1e6:.0f}",
-            f"{peak / data:.2f}",
-        ]
-        print_row(cells, WIDTHS)
+    if args.only in (None, "chains"):
+        table_of_chains(max(rows), args.chains)
+    if args.only in (None, "draws"):
+        table_of_draws(rows, DIM, 1, draws)
+    if args.only in (None, "many"):
+        table_of_draws(rows[:1], 200, 4, draws)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,15 @@ class Child:
         if not errors:
             print(text)  # of which there must be none
             return "ended without a sentence"
-        return errors[-1] if len(errors[-1]) <= WIDTHS[2] else errors[-1][: WIDTHS[2] - 3] + "..."
+        if own := [line for line in errors if "could not be written" in line]:
+            return self._short(own[-1])  # threads of Orbax's may say more as the process ends
+        if not any(word in errors[-1] for word in ("HostArray", "mmap")):
+            print(text)
+        return self._short(errors[-1])
+
+    def _short(self, line: str) -> str:
+        line = line.replace(str(self.folder), "FOLDER")  # alike in all runs
+        return line if len(line) <= WIDTHS[2] else line[: WIDTHS[2] - 3] + "..."
 
 
 def run_disturbed(

@@ -22,6 +22,7 @@ GALLERY = {  # what makes it quick, and a word of what it prints
     "wrong_run": (["--rows", "5000"], "Gradient noise explains it"),
     "wells": (["--steps", "200"], "crossings"),
     "network": (["--rows", "2000"], "R-hat"),
+    "item_response": (["--quick"], "answers of 60 persons"),
     "topics": (["--quick", "--draws", "4"], "peak memory"),
 }
 

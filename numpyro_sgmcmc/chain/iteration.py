@@ -137,11 +137,16 @@ def _temperatures(plan: ChainPlan, state: SGMCMCState, sums: Sums, end: Moving) 
     """
     if not plan.adaptation.moment_source.every:
         return None
+    temperatures = sums.temperatures
+    if (centre := state.adapt_state.centre) is not None:
+        # Positions are told from the iteration's start, which they depend on: not from a fixed one.
+        w = state.adapt_state.whitening
+        temperatures += w.unstretch(w.whiten(w.anchor - centre)) * sums.gradient / sums.weight
     if plan.adaptation.has_region:
-        return sums.temperatures
+        return temperatures
     kinetic = plan.locate(state.adapt_state.whitening).temperature(end.dynamics)
     kinetic = jnp.where(jnp.isnan(kinetic), 1.0, kinetic)  # there are none
-    return jnp.append(sums.temperatures, kinetic)
+    return jnp.append(temperatures, kinetic)
 
 
 def _check_step(

@@ -30,12 +30,15 @@ class AdaptState(NamedTuple):
       :class:`~numpyro_sgmcmc.dynamics.compensation.GradientNoise`; None unless it is compensated.
     - **blocks** - how the mass matrix is shown, a
       :class:`~numpyro_sgmcmc.chain.mass_blocks.MassBlocks`; None for a potential function.
+    - **centre** - the first anchor, where other blocks of Gibbs make it move, shape ``(d,)``; None
+      where it stays.
     """
 
     step_size: Array
     whitening: Whitening
     gradient_noise: GradientNoise | None = None
     blocks: MassBlocks | None = None
+    centre: Array | None = None
 
     @property
     def inverse_mass_matrix(self) -> Any:

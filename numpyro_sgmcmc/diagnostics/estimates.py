@@ -55,6 +55,11 @@ class Witness(NamedTuple):
         """With some coordinates told by another witness, who knows these alone."""
         return Witness(*(_replaced(a, where, b) for a, b in zip(self, by, strict=True)))
 
+    def moved(self, by: Estimate) -> Witness:
+        """With means that are off by so much more, of which it knows nothing."""
+        shift = Estimate(self.shift.value + by.value, np.hypot(self.shift.error, by.error))
+        return self._replace(shift=shift)
+
 
 class Estimates(NamedTuple):
     r"""

@@ -13,6 +13,7 @@ from numpyro_sgmcmc.diagnostics.coordinates import away_from_first, coordinates_
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, Witness, estimate
 from numpyro_sgmcmc.diagnostics.necks import Neck, necks
+from numpyro_sgmcmc.diagnostics.noise_shift import moved_by_noise
 from numpyro_sgmcmc.diagnostics.tails import Bend
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.whitening import Whitening
@@ -30,6 +31,7 @@ class Evidence(NamedTuple):
     - **heavy** - coordinates with heavy tails, shape ``(k,)``.
     - **necks** - ends of coordinates that are too narrow for the step.
     - **num_looked_at** - draws at which gradients were taken.
+    - **by_noise** - of the shifts, what the gradient's noise is predicted to do, shape ``(d,)``.
     """
 
     witnesses: tuple[Witness, ...]
@@ -37,6 +39,7 @@ class Evidence(NamedTuple):
     heavy: np.ndarray
     necks: tuple[Neck, ...]
     num_looked_at: int
+    by_noise: np.ndarray = np.zeros(0)
 
     @classmethod
     def of(
@@ -65,22 +68,23 @@ class Evidence(NamedTuple):
         # One chain's halves that differ do not tell of modes, but of too few draws: so does ESS.
         several = np.fmax(dependence.r_hat, r_hat) if len(draws) > 1 else r_hat
         dependence = dependence._replace(r_hat=several)
-        looked_at = look_at(mcmc, kernel, draws)
+        by_noise = moved_by_noise(mcmc, kernel, draws)
+        looked_at, first = look_at(mcmc, kernel, draws), first.moved(by_noise)
         if looked_at is None and exact is not None:
             first = first.replaced(bend.where, _of_tails(exact.moved(away), bend))
-            return cls((first,), dependence, bend.where, (), 0)
+            return cls((first,), dependence, bend.where, (), 0, by_noise.value)
         if looked_at is None:
             unknown = Estimate(np.zeros(len(bend.where)), np.full(len(bend.where), np.inf))
             first = first.replaced(bend.where, Witness(unknown, unknown))
-            return cls((first,), dependence, bend.where, (), 0)
+            return cls((first,), dependence, bend.where, (), 0, by_noise.value)
         looked_at = looked_at.moved(away)
         of_tails = _of_tails(looked_at if exact is None else exact.moved(away), bend)
-        second = _at_draws(looked_at, coordinates[0])
+        second = _at_draws(looked_at, coordinates[0]).moved(by_noise)
         witnesses = (w.replaced(bend.where, of_tails) for w in (first, second))
         step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
         narrow = _necks(looked_at, kernel.dynamics, step_size)
         num = looked_at.positions[..., 0].size
-        return cls(tuple(witnesses), dependence, bend.where, narrow, num)
+        return cls(tuple(witnesses), dependence, bend.where, narrow, num, by_noise.value)
 
     @classmethod
     def of_draws(cls, draws: np.ndarray, own: Witness, exact: LookedAt) -> Evidence:

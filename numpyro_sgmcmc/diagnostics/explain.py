@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.dependence import shown_r_hat
 from numpyro_sgmcmc.diagnostics.runs import coordinate_names, needs_data
+from numpyro_sgmcmc.dynamics import Underdamped
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.warmup import Adaptation
@@ -21,8 +22,11 @@ from numpyro_sgmcmc.warmup.weighed import Weighed
 
 __all__ = ["Explanation", "explain", "warm_run"]
 
+_AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
+
 _WIDTH, _INDENT = 88, 14
 _SHORTER = 0.99  # of the step size before: less is no reason
+_SLOW = 3.0  # times as long as by default: worth a word
 _ESTIMATORS = {
     "plain": "plain",
     "control_variate": "control variates",
@@ -142,6 +146,8 @@ def _start(adaptation: Adaptation, weighed: Weighed | None) -> str:
         return f"Pilot chains found no single region ({agree}): in units of the prior's sds."
     modes = len(adaptation.other_modes)
     others = f" {modes + 1} modes, in which chains start in turn." * bool(modes)
+    if weighed.r_hat > _AGREE:
+        return f"Where pilot chains came to, which did not quite agree ({agree}).{others}"
     return f"In the posterior's midst, where pilot chains came to ({agree}).{others}"
 
 
@@ -244,7 +250,22 @@ def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     time = adaptation.relaxation_time
     return (
         f"{num:,} a draw{given}; a draw is forgotten in a time of {time:.2g}, that "
-        f"is {max(1, round(time / adaptation.step_size)):,} steps."
+        f"is {max(1, round(time / adaptation.step_size)):,} steps.{_of_friction(kernel, time)}"
+    )
+
+
+def _of_friction(kernel: SGMCMCKernel, time: float) -> str:
+    """What an unusual friction does to the time in which a draw is forgotten."""
+    dynamics = kernel.dynamics
+    if not isinstance(dynamics, Underdamped) or dynamics.friction == Underdamped.friction:
+        return ""
+    usual = replace(dynamics, friction=Underdamped.friction)
+    times = time / usual.relaxation_time(kernel.adaptation.step_size)
+    if times < _SLOW:
+        return ""
+    return (
+        f" That is {times:,.0f} times as long as with the default friction of {usual.friction}: "
+        f"yours is {dynamics.friction:g}."
     )
 
 

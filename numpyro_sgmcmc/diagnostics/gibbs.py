@@ -17,13 +17,11 @@ how draws have come about. Where a site is discrete they are those given it.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import MCMC, Gibbs
-from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays
@@ -33,10 +31,9 @@ from numpyro_sgmcmc.diagnostics.report import BiasReport
 from numpyro_sgmcmc.diagnostics.runs import evenly, names_of_coordinates, unconstrained
 from numpyro_sgmcmc.diagnostics.site_bias import SMALL_R_HAT
 from numpyro_sgmcmc.posterior.read import read
-from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.compiled import full_gradients
-from numpyro_sgmcmc.samplers.reading import read_model
+from numpyro_sgmcmc.samplers.gibbs_block import joint_target
 from numpyro_sgmcmc.warmup.findings import Finding
 
 __all__ = ["report_of_gibbs"]
@@ -58,7 +55,9 @@ def report_of_gibbs(mcmc: MCMC, num_draws: int) -> BiasReport:
             f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
         )
     given = {name: samples[name] for name in discrete}
-    target = _joint_target(kernel, {name: x[0, 0] for name, x in given.items()}, arguments)
+    assert kernel._model is not None
+    one = {name: x[0, 0] for name, x in given.items()}
+    target = joint_target(kernel._model, one, arguments, kernel.options)
     if not target.dim:
         raise Refusal("All sites are discrete: there is nothing for `bias_report` to tell.")
     draws = np.asarray(unconstrained(mcmc, target, kernel._model, given), np.float64)
@@ -100,15 +99,6 @@ def _blocks(mcmc: MCMC) -> list[tuple[SGMCMCKernel, Any]]:
     return [(kernels[k], mcmc.last_state.block_states[k]) for k in where]
 
 
-def _joint_target(kernel: SGMCMCKernel, given: dict[str, Any], arguments: Arguments) -> Target:
-    """The posterior of all other sites given values of some."""
-    assert kernel._model is not None
-    kwargs = {**arguments.kwargs, GIBBS_SITES_KWARG: given}
-    with warnings.catch_warnings():  # which the run has given
-        warnings.simplefilter("ignore", UserWarning)
-        return read_model(kernel._model, Arguments(arguments.args, kwargs), kernel.options)
-
-
 def _discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
     """Names of the discrete latent sites, which have no gradient.
 
@@ -136,7 +126,7 @@ def _divergences(kernel: SGMCMCKernel, state: Any) -> int:
 
 
 def _findings(blocks: list[tuple[SGMCMCKernel, Any]]) -> list[Finding]:
-    """What the blocks' warm-ups have found, the others at draws from their prior."""
+    """What the blocks' warm-ups have found, the others at likely values."""
     found = [f for kernel, _ in blocks if kernel.has_data for f in kernel.adaptation.findings]
     return list(dict.fromkeys(found))
 

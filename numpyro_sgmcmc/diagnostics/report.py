@@ -190,8 +190,10 @@ class BiasReport:
             widens = f"more than {100 * FAR:,.0f} %"
         noise = (
             f"Gradient noise: variance {self.noise_variance:.3g} in the noisiest whitened "
-            f"coordinate, which widens sds by {widens}."
+            f"coordinate, which widens sds by {widens}"
         )
+        moved = float(np.abs(self.evidence.by_noise).max(initial=0.0))
+        noise += f" and moves means by at most {moved:.2f} sds." if moved >= 0.005 else "."
         if np.isnan(self.noise_variance):
             reason = ", because the warm-up had nothing to look for" * (not self.notes)
             noise = f"Gradient noise: not measured{reason}."

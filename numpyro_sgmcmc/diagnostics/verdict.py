@@ -46,7 +46,8 @@ def verdict_of(report: BiasReport) -> str:
             "means and sds together those of no posterior."
             if any(finding.kind == "visited" for finding in report.findings)
             else "and what the report says of them means little: run longer; chains that still "
-            "disagree then are in different modes."
+            "disagree then are in different modes, or turn back before a neck, such as a scale "
+            "near zero."
         )
         r_hat = shown_r_hat(worst.r_hat)
         said.append(f"Chains disagree on {_names(apart)} (R-hat up to {r_hat}), {meaning}")
@@ -100,7 +101,15 @@ def _of_unclear(report: BiasReport, unclear: list[SiteBias]) -> list[str]:
         )
     narrow = _sites_with_necks(report)
     if rest := [s for s in unclear if s not in few + unsettled and s.site not in narrow]:
-        said.append(f"The error bars of {_names(rest)} are too wide to tell: more draws would.")
+        widens = ""
+        if report.noise_inflation > SD_TOLERANCE:
+            widens = (
+                f" Gradient noise is predicted to widen sds by up to "
+                f"{100 * report.noise_inflation:.0f} %: a larger subsample_size or a shorter "
+                "step_size would spare that."
+            )
+        told = f"The error bars of {_names(rest)} are too wide to tell: more draws would."
+        said.append(told + widens)
     return said
 
 
@@ -167,6 +176,11 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
             f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
             "halves the excess."
         )
+    if _is_moved_by_noise(report, biased):
+        return (
+            "Gradient noise explains it, which widens all that these have to do with, and no "
+            f"gradient shows it: double the subsample_size, or {halve}; either about halves it."
+        )
     if report.clip_gradient is not None and excess > SD_TOLERANCE:
         return (
             f"Gradients are cut to a norm of {report.clip_gradient:g}, which widens sds where it "
@@ -188,6 +202,19 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
         f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
         f"falls to about 1/{2**report.order}."
     )
+
+
+def _is_moved_by_noise(report: BiasReport, biased: list[SiteBias]) -> bool:
+    """Whether noise is predicted to have moved the means at least half as far as they are off."""
+    moved = report.evidence.by_noise
+    if not len(moved) or report.is_of_functions:
+        return False
+    off = [s for s in biased if abs(s.mean_shift) > MEAN_TOLERANCE]
+    by_site = {s.site: 0.0 for s in off}
+    for (site, _), by_noise in zip(report.names, np.abs(moved), strict=True):
+        if site in by_site:
+            by_site[site] = max(by_site[site], float(by_noise))
+    return bool(off) and all(by_site[s.site] > 0.5 * abs(s.mean_shift) for s in off)
 
 
 def _is_chance(report: BiasReport, biased: list[SiteBias]) -> bool:

@@ -12,6 +12,7 @@ from numpyro.distributions import constraints
 from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
+from numpyro_sgmcmc.posterior.locals.draws import redraw
 from numpyro_sgmcmc.posterior.locals.sites import insert_locals
 from numpyro_sgmcmc.posterior.on_rows import ModelOnRows
 
@@ -27,23 +28,39 @@ def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Ar
     :param position: a flat position.
     """
     culprits = _not_finite_sites(model, position, arguments)
+    local = model.locals or model.redrawn
+    if drawn := [s.name for s in local.drawn if s.name in culprits] if local else []:
+        return (
+            f"`gibbs_fn` draws values of '{drawn[0]}' at which its own density is not finite "
+            f"({culprits[drawn[0]]}), such as a share of exactly 0: keep them off the boundary of "
+            "its support, for example by jnp.clip."
+        )
     arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(stated)]
     missing = [f"{n} ({bad} of its values)" for n, bad in arrays if bad]
     found = ""
     if culprits:
+        listed = ", ".join(f"'{name}' ({told})" for name, told in culprits.items())
         found = (
-            f"Log density or gradient is not finite at site {', '.join(culprits)}: look there for "
+            f"Log density or gradient is not finite at site {listed}: look there for "
             "missing values, data outside the distribution's support, parameters out of range, or "
             "overflow. "
         )
     if missing:
         found += f"Among the arguments, not all is finite in {', '.join(missing)}."
-    default = "Try other init_params, or another init_strategy such as init_to_median."
-    return found.strip() or default
+    if found:
+        return found.strip()
+    way_out = "ry other init_params, or another init_strategy such as init_to_median."
+    if not model.plates:
+        return f"T{way_out}"
+    return (
+        "On all rows at once every site's log density is finite: if the model divides by something "
+        "of the minibatch's own rows, such as their standard deviation, it may be zero there; "
+        f"compute it before the run. Else t{way_out}"
+    )
 
 
-def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments) -> list[str]:
-    """Names of the sites, each with the number of its values that are not finite."""
+def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments) -> dict[str, str]:
+    """What is wrong by the sites' names, such as how many values are not finite."""
     is_elsewhere = bool(arguments.hosts or arguments.sharded)
     most = _MOST_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
     rows = {p.name: jnp.arange(min(p.size, most)) for p in model.plates}
@@ -54,16 +71,20 @@ def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments)
     )
     if model.locals is not None:
         values = values | model.locals.constrain(own)
+    if (local := model.redrawn) is not None:
+        assert model.rng_key is not None
+        own_rows = rows[local.plate.name]
+        values |= redraw(model.chosen(rows), local, values, own_rows, arguments, model.rng_key)
     args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
-    culprits = []
+    culprits = {}
     with numpyro.validation_enabled(False):  # it would stop at the first bad value
         for name, site in trace(substitute(run, data=values)).get_trace(*args, **kwargs).items():
             if site["type"] != "sample":
                 continue
             if bad := _num_bad(site):
-                culprits.append(f"'{name}' ({bad[0]} of {bad[1]} values)")
+                culprits[name] = f"{bad[0]} of {bad[1]} values"
             elif wrong := _wrong_parameters(site["fn"]):
-                culprits.append(f"'{name}' ({wrong})")
+                culprits[name] = wrong
     return culprits
 
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Unpack
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.flatten_util import ravel_pytree
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 
@@ -27,7 +26,7 @@ from numpyro_sgmcmc.data.host import plain_failures
 from numpyro_sgmcmc.data.progress import stages_shown
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.handlers import ConditionedModel, FullDataModel
-from numpyro_sgmcmc.posterior.locals.sites import collected_sites, with_locals
+from numpyro_sgmcmc.posterior.locals.sites import collected_sites
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.compatibility import (
@@ -35,6 +34,7 @@ from numpyro_sgmcmc.samplers.compatibility import (
     refuse_dropped_locals_in_block,
 )
 from numpyro_sgmcmc.samplers.compiled import full_gradients, with_held
+from numpyro_sgmcmc.samplers.gibbs_block import anchored_here, at_likely_values
 from numpyro_sgmcmc.samplers.help import Shown, show_shared_keywords
 from numpyro_sgmcmc.samplers.init_cache import InitCache
 from numpyro_sgmcmc.samplers.inputs import (
@@ -48,6 +48,7 @@ from numpyro_sgmcmc.samplers.options import KernelOptions, Options
 from numpyro_sgmcmc.samplers.reading import read_function, read_model, values_of_one_chain
 from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
 from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
+from numpyro_sgmcmc.warmup.forget import forget_programs_if_many
 from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
 
 __all__ = ["SGMCMCKernel"]
@@ -230,19 +231,7 @@ class SGMCMCKernel(Shown, MCMCKernel):
         if not self.adaptation.estimator.has_anchor:
             return state
         arguments = self._cache.held.hold(Arguments(model_args, model_kwargs)).read()
-        if state.locals is not None:
-            arguments = with_locals(arguments, state.locals.values)
-        anchor = ravel_pytree(self.target.globals_among(state.z))[0].astype(self.target.dtype)
-        whitening = state.adapt_state.whitening._replace(
-            anchor=anchor, gradient=self.target.full_gradient(anchor, arguments)
-        )
-        if whitening.hessian is not None:
-            hessian = self.target.full_expansion(anchor, arguments)[2]
-            whitening = whitening._replace(hessian=hessian)
-        return state._replace(
-            dynamics=state.dynamics._replace(position=jnp.zeros_like(anchor)),
-            adapt_state=state.adapt_state._replace(whitening=whitening),
-        )
+        return anchored_here(self.target, state, arguments)
 
     def init(
         self,
@@ -267,6 +256,8 @@ class SGMCMCKernel(Shown, MCMCKernel):
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
             refuse_other_numbers(arguments, self._model)
+        if not is_traced(rng_key):
+            forget_programs_if_many()
         is_batch = is_one_per_chain(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
         with eagerly(rng_key), plain_failures(arguments.hosts):
@@ -276,6 +267,7 @@ class SGMCMCKernel(Shown, MCMCKernel):
             if is_block:
                 refuse_dropped_locals_in_block(target, self._options)
                 init_params = None  # Gibbs gives draws from the prior, constrained
+                concrete = self._at_likely_values(concrete)
             num_chains = len(rng_key) if is_batch else None
             init_params = accepted_start(init_params, target, concrete, num_chains)
             if target.dim:
@@ -353,6 +345,12 @@ class SGMCMCKernel(Shown, MCMCKernel):
         if form not in targets:
             targets[form] = read_model(self._model, arguments, self._options)
         return targets[form]
+
+    def _at_likely_values(self, arguments: Arguments) -> Arguments:
+        """Those of a block of Gibbs with likely values of the other blocks' sites."""
+        assert self._model is not None
+        settings = self._options, self._dynamics, self._scheme
+        return at_likely_values(self._model, arguments, *settings, self._cache.record)
 
     def _adapt(
         self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool

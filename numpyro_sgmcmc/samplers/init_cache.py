@@ -34,14 +34,20 @@ class AdaptationRecord(NamedTuple):
 
     def holds_for(self, target: Target, arguments: Arguments) -> bool:
         """Whether this posterior, with these very arrays, unchanged, is the one adapted to."""
-        now, then = arguments.arrays, self.arguments.arrays
         return (
             self.target is target
-            and len(now) == len(then)
-            and all(a is b for a, b in zip(now, then, strict=True))
-            and self.arguments.signature == arguments.signature
+            and _are_same(arguments, self.arguments)
             and self.checksums == arguments.checksums
         )
+
+    def holds_with_likely_values(self, arguments: Arguments) -> bool:
+        """Whether a block of Gibbs has adapted to these very arrays, unchanged, and to values of
+        other sites found for them.
+        """
+        values = self.arguments.kwargs[GIBBS_SITES_KWARG]
+        kept = {name: values[name] for name in arguments.kwargs[GIBBS_SITES_KWARG]}
+        then = Arguments(self.arguments.args, {**self.arguments.kwargs, GIBBS_SITES_KWARG: kept})
+        return _are_same(arguments, then) and self.checksums == self.arguments.checksums
 
     def refuse_other_data(self, arguments: Arguments) -> None:
         """Control variates with another data set's gradient lead to a wrong posterior, silently.
@@ -63,6 +69,13 @@ class AdaptationRecord(NamedTuple):
             "The data are not those that the warm-up adapted to, whose gradient the control "
             "variates hold: call `mcmc.run` with a new MCMC object, or use gradient='plain'."
         )
+
+
+def _are_same(a: Arguments, b: Arguments) -> bool:
+    """Whether all that is no array is equal, and the arrays are the very same."""
+    return a.signature == b.signature and all(
+        x is y for x, y in zip(a.arrays, b.arrays, strict=True)
+    )
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -76,7 +76,8 @@ class MetricKernel(SGMCMCKernel):
         scheme: str,
         **options: Unpack[KernelOptions],
     ) -> None:
-        if inverse_metric != "potential" and not callable(inverse_metric):
+        is_named = isinstance(inverse_metric, str) and inverse_metric == "potential"
+        if not (is_named or callable(inverse_metric)):
             raise Refusal(
                 f"`inverse_metric` is {inverse_metric!r}, but must be 'potential' or a function "
                 "of the unconstrained values."

@@ -70,6 +70,7 @@ class SHMC(SGMCMCKernel):
     ) -> None:
         checks.positive("friction", friction)
         checks.positive_int("num_leapfrog", num_leapfrog)
+        checks.one_of("scheme", scheme, self.schemes)
         if num_leapfrog > 1 and scheme != "lie_trotter":
             raise Refusal(
                 f"`num_leapfrog` is for scheme='lie_trotter', but the scheme is {scheme!r}."

@@ -15,7 +15,7 @@ from numpyro_sgmcmc.warmup.findings import Finding
 from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
 from numpyro_sgmcmc.warmup.settings import Adaptation, Settings, nothing_to_adapt
 
-__all__ = ["NO_NOISE", "Adaptation", "Finding", "Noise", "Settings", "adapt"]
+__all__ = ["NO_NOISE", "Adaptation", "Finding", "Noise", "Settings", "adapt", "fitted_position"]
 
 
 def adapt(
@@ -43,3 +43,20 @@ def adapt(
     with np.errstate(all="ignore"):
         warmup = global_warmup if target.locals is None else local_warmup
         return warmup.warm_up(Context(target, arguments, settings, progress or Stages()), starts)
+
+
+def fitted_position(
+    target: Target,
+    arguments: Arguments,
+    settings: Settings,
+    starts: Iterable[np.ndarray],
+    progress: Stages,
+) -> np.ndarray:
+    """Where most of the posterior is by the start by volume alone, shape ``(d,)``.
+
+    :param target: the posterior, without local sites.
+    :raises RuntimeError: where no start is finite.
+    """
+    with np.errstate(all="ignore"):
+        context = Context(target, arguments, settings, progress)
+        return global_warmup.fitted_position(context, starts)

@@ -42,9 +42,9 @@ def tell_of_sorted_rows(times: float) -> None:
     :param times: how much noisier blocks are.
     """
     notify(
-        f"Blocks of consecutive rows are {times:.1f} times as noisy as random rows: the rows are "
-        "sorted by something that matters. Random rows are used instead, which cost more a step; "
-        "to spare that, shuffle the data once: i = numpy.random.permutation(len(y)); "
+        f"Blocks of consecutive rows seem {times:.1f} times as noisy as random rows, as if these "
+        "were sorted by something that matters. Random rows are used instead, which cost more a "
+        "step; to spare that, shuffle the data once: i = numpy.random.permutation(len(y)); "
         "X, y = X[i], y[i]."
     )
 
@@ -206,12 +206,12 @@ def is_thermostat_at_work(context: Context, noise: Noise, step_size: float) -> b
 
 def _warn_of_sds(context: Context, limits: Limits, inflation: float) -> None:
     """Say that the target cannot be met, by how much, and what would meet it."""
-    settings = context.settings
+    excess, allowed = float(np.sqrt(1 + inflation) - 1), context.settings.target_bias
+    warning = ": do not trust them" if excess > 2.0 * allowed else ""
     notify(
         f"The minibatch gradient is so noisy that posterior sds are predicted to be "
-        f"{100 * (np.sqrt(1 + inflation) - 1):.0f} % too wide, where target_bias allows "
-        f"{100 * settings.target_bias:.2g} %, at {MAX_NUM_STEPS} steps a draw: do not trust them. "
-        f"Use {_larger(context, _better(context, limits))}."
+        f"{100 * excess:.2g} % too wide, where target_bias allows {100 * allowed:.2g} %, at "
+        f"{MAX_NUM_STEPS} steps a draw{warning}. Use {_larger(context, _better(context, limits))}."
     )
 
 

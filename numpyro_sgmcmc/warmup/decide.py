@@ -220,7 +220,7 @@ def _shifts(
     """How far noise and the step's own error are predicted to move the posterior's means."""
     settings, rng, probes = context.settings, context.rng, context.effort.probes
     is_unknown = context.target.locals is not None or not settings.has_region
-    if settings.step_size is not None or is_unknown:
+    if is_unknown:
         return Shifts.none()
     by_noise = np.zeros(context.target.dim)
     if not settings.noise_compensation:
@@ -241,8 +241,10 @@ def _shifts(
 
 
 def _until_means_stay(context: Context, limits: Limits, step_size: float) -> float:
-    """The step size, shortened where the posterior's means would be too far off."""
+    """The step size, shortened where the posterior's means would be too far off; not the user's."""
     settings = context.settings
+    if settings.step_size is not None:
+        return step_size
     shortest = settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     allowed = SHIFT_SHARE * settings.target_bias
     return limits.shifts.longest(step_size, min(step_size, shortest), allowed, times=1.0)

@@ -20,13 +20,16 @@ from numpyro_sgmcmc.dynamics import Dynamics
 
 __all__ = ["kick_excess"]
 
+_STANDS_STILL = 1.0 - 1e-6  # a state of which a step leaves so much: rounding hides what it does
+
 
 @lru_cache(maxsize=64)
 def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
     """Relative excess of a unit variance where gradients are taken, with exact ones.
 
     :param scheme: name of the integrator.
-    :return: the mean over a step's gradients; zero for an SDE of which no linear form is known.
+    :return: the mean over a step's gradients; zero for an SDE of which no linear form is known, and
+        for a step that changes next to nothing.
     """
     linear = dynamics.linearised
     if linear is None or scheme not in linear.schemes:
@@ -53,6 +56,8 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
     ends, places = jax.jit(jax.vmap(response, out_axes=1))(inputs)
     moved, at = np.asarray(ends, float), np.asarray(places, float)
     a, b = moved[:, :size], moved[:, size:]
+    if np.abs(np.linalg.eigvals(a)).max() > _STANDS_STILL:
+        return 0.0
     covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
     covariance = covariance.reshape(size, size)
     if dynamics.has_thermostat:

@@ -54,7 +54,7 @@ from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["find_modes", "warm_up"]
+__all__ = ["find_modes", "fitted_position", "warm_up"]
 
 _BOUND_DRAWS = 8
 _MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
@@ -88,6 +88,13 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
         notify(finding.sentence)
     adaptation = decide(context, first, others if are_visited else ())
     return adaptation._replace(findings=tuple(findings), decisive=context.rows.decisive)
+
+
+def fitted_position(context: Context, starts: Iterable[np.ndarray]) -> np.ndarray:
+    """Mean of the normal with the largest evidence bound."""
+    context.progress.begin("start by volume")
+    mean: np.ndarray = _fits(context, *_first_starts(context, starts))[0].normal.mean
+    return mean
 
 
 def _compile_ahead(context: Context) -> None:

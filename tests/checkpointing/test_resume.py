@@ -57,8 +57,8 @@ def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
 def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
     write, kills = store.Store.write, 0
 
-    def write_and_die(self, checkpoint):
-        written = write(self, checkpoint)
+    def write_and_die(self, checkpoint, is_writer):
+        written = write(self, checkpoint, is_writer)
         if checkpoint.iterations < 19:
             raise KeyboardInterrupt  # which no handler takes for a full disk
         return written

@@ -14,6 +14,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.handlers import condition
 from numpyro.infer import DiscreteGibbs, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned, discrete_latent_sites
 
@@ -22,6 +23,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from tests.contract.kernels import (
     KERNELS,
     assert_posterior,
+    ignore_donation,
     moments,
     quietly,
 )
@@ -122,6 +124,62 @@ def test_kernel_without_a_model_is_refused():
     kernel = SGHMCSplit(potential_fn=lambda z: jnp.sum(jnp.square(z)))
     with pytest.raises(ValueError, match="potential function"):
         Gibbs([(kernel, None)])
+
+
+# --- Wide priors --------------------------------------------------------------------------------
+
+
+def line(x: Any, y: Any, batch_size: int | None = None) -> None:
+    """A regression whose priors say next to nothing."""
+    k = numpyro.sample("k", dist.Categorical(jnp.asarray(WEIGHTS)))
+    scale = numpyro.sample("scale", dist.HalfCauchy(25))
+    slope = numpyro.sample("slope", dist.Normal(0, 100))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(k + slope * x[i], scale), obs=y[i])
+
+
+def line_data() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(500)
+    return x.astype(np.float32), (2 + 3 * x + 0.5 * rng.standard_normal(500)).astype(np.float32)
+
+
+def line_given_two(x: Any, y: Any, batch_size: int | None = None) -> None:
+    condition(line, {"k": jnp.asarray(2)})(x, y, batch_size)
+
+
+@ignore_donation
+def test_blocks_with_wide_priors_take_whole_steps():
+    """Each adapts where the other's site is likely, and its check of the step leaves it alone."""
+    scale, slope = SGHMCSplit(line_given_two), SGHMCSplit(line_given_two)
+    gibbs = Gibbs([(scale, ["scale"]), (slope, ["slope"])])
+    mcmc = quietly(gibbs, num_warmup=100, num_samples=500, num_chains=4, chain_method=jax.vmap)
+    x, y = line_data()
+    mcmc.run(jax.random.key(0), x, y, batch_size=50)
+    for state in mcmc.last_state.block_states:
+        np.testing.assert_allclose(state.adapt_state.step_size, 0.3, rtol=1e-6)
+    draws = mcmc.get_samples(group_by_chain=True)
+    x, residual = x.astype(np.float64), y - 2.0
+    mean = x @ residual / (x @ x)
+    sigma = np.sqrt(np.square(residual - mean * x).sum() / (len(x) - 1))
+    assert_posterior(draws["slope"], mean, sigma / np.sqrt(x @ x))
+    assert_posterior(draws["scale"], sigma, sigma / np.sqrt(2 * len(x)))
+
+
+def test_a_block_adapts_once_for_chains_that_start_elsewhere():
+    """Values of sites that a gradient moves are the same whatever their draws from the prior."""
+    kernel = SGHMCSplit(line).wrap_model(conditioned)
+    x, y = line_data()
+    k, found = jnp.asarray(2), []
+    for scale in (40.0, 0.01):
+        given = {"k": k, "scale": jnp.asarray(scale)}
+        kwargs = {"batch_size": 50, GIBBS_SITES_KWARG: given}
+        kernel.init(jax.random.key(0), 10, None, (x, y), kwargs)
+        found.append(kernel.adaptation)
+    assert found[0] is found[1]
+    values = kernel._cache.record.arguments.kwargs[GIBBS_SITES_KWARG]
+    assert values["k"] is k
+    assert 0.4 < values["scale"] < 0.6
 
 
 # --- Latent sites inside the subsampled plate ---------------------------------------------------

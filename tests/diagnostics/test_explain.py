@@ -89,6 +89,12 @@ def test_what_limits_the_step_is_named():
     assert told == "0.3, the longest that suits the scheme: nothing asks for less."
 
 
+def test_an_unusual_friction_is_named():
+    assert "friction" not in page(run(friction=1.5))["Steps"]
+    told = page(run(friction=30.0, step_size=0.01, num_steps=4))["Steps"]
+    assert told.endswith("20 times as long as with the default friction of 1.5: yours is 30.")
+
+
 def test_what_was_found_is_told():
     changes = {
         "decisive": (("rows", (3, 5)),),

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
 
@@ -44,6 +46,20 @@ def test_array_of_another_length_is_named():
 def test_missing_values_name_the_site(bad):
     with pytest.raises(RuntimeError, match=r"site 'y' \(1 of 1000 values\)"):
         run(*bad)
+
+
+def test_a_minibatch_s_own_spread_that_is_zero_is_thought_of():
+    """Some minibatches hold none of the few rows in which a column differs."""
+
+    def standardised(X, y, batch):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch) as i:
+            x = (X[i] - X[i].mean(0)) / X[i].std(0)
+            numpyro.sample("y", dist.Normal(x @ b, 1), obs=y[i])
+
+    rare = X.at[:, 0].set(jnp.arange(len(X)) < 3)
+    with pytest.raises(RuntimeError, match="the minibatch's own rows, such as their standard"):
+        SGHMCSplit(standardised).init(jax.random.key(0), 2, None, (rare, Y, 50), {})
 
 
 @pytest.mark.filterwarnings("ignore:Out-of-support values")

@@ -96,6 +96,15 @@ def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
         refusal(lambda: kernel(by_index, **{option: value}), f"`{option}`")
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_arrays_of_words_are_named(kernel):
+    """They compare as arrays, which have no truth value or that of the word they hold."""
+    for option in options_of(kernel):
+        for words in (["auto", "plain"], "auto", "potential", *kernel.schemes):
+            value = np.array(words)
+            refusal(lambda o=option, v=value: kernel(by_index, **{o: v}), f"`{option}`")
+
+
 @few(100)
 @given(
     data=st.data(),
@@ -108,7 +117,14 @@ def test_misspelt_options_are_named(data, kernel, name):
         right = data.draw(st.sampled_from(sorted(known)))
         k = data.draw(st.integers(0, len(right) - 1))
         name = right[:k] + right[k + 1 :]
-    if name and name not in known | {"scheme", "dense_mass", "inverse_mass_matrix", "options"}:
+    known |= {
+        "scheme",
+        "dense_mass",
+        "inverse_mass_matrix",
+        "options",
+        "self",
+    }  # Python's own: self
+    if name and name not in known:
         refusal(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
 
 

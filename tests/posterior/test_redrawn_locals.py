@@ -208,6 +208,19 @@ def test_values_that_a_simplex_bounds(sweeps):
     assert (words[1:] != words[:-1]).all()
 
 
+def test_draws_on_the_boundary_name_the_site():
+    """A share of exactly zero has no density, and no other start would help."""
+
+    def draw_one(rng_key, gibbs_sites, hmc_sites, rows):
+        return {"shares": jax.nn.one_hot(random.randint(rng_key, (len(rows),), 0, 3), 3)}
+
+    kernel = SGHMCSplit(
+        topics, gibbs_fn=draw_one, gibbs_sites=["shares"], gibbs_sweeps=1, **given(np.full(12, 0.1))
+    )
+    with pytest.raises(RuntimeError, match=r"`gibbs_fn` draws values of 'shares'.*exactly 0: keep"):
+        kernel.init(random.key(0), 2, None, (documents(),), {"batch_size": 8})
+
+
 @pytest.mark.slow
 def test_a_run_can_be_stored(tmp_path):
     settings = given([0.1, 0.1], step_size=0.01)

@@ -84,3 +84,9 @@ def test_step_sizes_at_which_means_stay():
     assert found == pytest.approx(np.sqrt(0.06 / 50), rel=0.04)
     assert shifts.longest(0.3, 0.1, 0.06, times=1.0) == 0.1
     assert shifts.longest(0.02, 0.001, 0.06, times=1.0) == 0.02
+
+
+def test_a_step_that_moves_nothing_has_no_excess():
+    """A friction that ends all momentum within a step leaves positions to rounding."""
+    for friction in (100.0, 1e3, 1e4):
+        assert kick_excess(Underdamped(friction), "symmetric", 0.3) == 0.0

@@ -1,0 +1,99 @@
+"""What a process keeps of runs that are over.
+
+A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a kernel of its own, on the
+same model function or on a new one each (a closure, as a loop over models makes them), and of
+``CheckpointedMCMC``; NUTS stands beside them. Resident memory, JAX's live compiled programs and
+arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth and
+so on; each series in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import random
+from logistic_regression import logistic, make_data
+from numpyro.infer import MCMC, NUTS
+from timing import print_header, print_row
+
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
+from numpyro_sgmcmc.posterior.targets import _targets
+
+SERIES = ("same model", "new models", "checkpointed", "NUTS, same", "NUTS, new")
+WIDTHS = (14, 6, 8, 10, 8, 9, 10)
+SETTINGS = {"num_warmup": 50, "num_samples": 50, "progress_bar": False}
+ROWS, DIM, BATCH = 2_000, 5, 50
+
+
+def another_model() -> Callable:
+    """A new function each time, which is the same model."""
+
+    def model(X: Any, y: Any, batch_size: int | None = None) -> None:
+        logistic(X, y, batch_size)
+
+    return model
+
+
+def fit(series: str, number: int, scratch: Path) -> None:
+    model = another_model() if "new" in series else logistic
+    data, key = make_data(random.key(0), ROWS, DIM), random.key(number)
+    if "NUTS" in series:
+        mcmc = MCMC(NUTS(model), **SETTINGS)
+        mcmc.run(key, *data)
+    elif series == "checkpointed":
+        mcmc = CheckpointedMCMC(
+            SGHMCSplit(model), checkpoint=scratch / str(number), checkpoint_every=50, **SETTINGS
+        )
+        mcmc.run(key, *data, batch_size=BATCH)
+    else:
+        mcmc = MCMC(SGHMCSplit(model), **SETTINGS)
+        mcmc.run(key, *data, batch_size=BATCH)
+    jax.block_until_ready(mcmc.get_samples())
+
+
+def held() -> tuple[str, int, int, int, int]:
+    """Resident megabytes, programs, arrays, targets and mappings."""
+    gc.collect()
+    resident = 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+    programs = len(jax.devices()[0].client.live_executables())
+    mappings = Path("/proc/self/maps").read_text().count("\n")
+    return f"{resident / 1e6:.0f}", programs, len(jax.live_arrays()), len(_targets), mappings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--series", nargs="+", choices=SERIES, default=SERIES)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        warnings.simplefilter("ignore")
+        with tempfile.TemporaryDirectory() as scratch:
+            for number in range(given.runs):
+                fit(given.child, number, Path(scratch))
+                if number == 0 or (number + 1) % 10 == 0:
+                    print("held", number + 1, *held(), flush=True)
+        return
+    print_header(f"What a process keeps of {given.runs} runs")
+    print_row(["series", "runs", "MB", "programs", "arrays", "targets", "mappings"], WIDTHS)
+    for series in given.series:
+        command = [sys.executable, __file__, "--runs", str(given.runs), "--child", series]
+        out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        for line in out.stdout.splitlines():
+            if line.startswith("held "):
+                print_row([series, *line.split()[1:]], WIDTHS)
+        if out.returncode:
+            print_row([series, f"ended: {out.returncode}", *[""] * 5], WIDTHS)
+
+
+if __name__ == "__main__":
+    main()
