@@ -13,7 +13,7 @@ import pytest
 from numpyro.infer.util import log_density
 from scipy.stats import norm
 
-from numpyro_sgmcmc import SGHMCSplit, schedules
+from numpyro_sgmcmc import SGHMCSplit
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "papers"))
@@ -135,13 +135,12 @@ def test_bytes_of_images_are_read(tmp_path):
     np.testing.assert_array_equal(data.read(tmp_path / "images.gz"), images)
 
 
-@pytest.mark.parametrize("step_size", [0.02, schedules.Cyclical(0.04, 50)], ids=["steps", "cycles"])
-def test_chains_tell_classes_apart(step_size):
+def test_chains_tell_classes_apart():
     """From optimised starts, and much better than chance."""
     start = rivals.Training(10, 20, 0.03, 1.0)
-    run = kernels.Run(SGHMCSplit, 20, 2, 0, 20, step_size, 5, start)
+    run = kernels.Run(SGHMCSplit, 20, 2, 0, 20, 0.02, 5, start)
     draws = kernels.sample(CLASSES, MADE_UP, run, 0)
-    assert len(draws["b0"]) == (40 if isinstance(step_size, float) else 20)
+    assert len(draws["b0"]) == 40
     found = kernels.score(CLASSES, draws, MADE_UP)
     assert found.nll < 0.5
     assert found.inside < found.outside + 0.5
