@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ class Run(NamedTuple):
     - **start** - how Adam goes on from a draw of the prior to a chain's start; None for a kernel
       with no arguments.
     - **temperature** - of the posterior, prior and likelihood.
+    - **gain** - of the prior, where it is not the task's.
     """
 
     kernel: Callable
@@ -41,10 +42,17 @@ class Run(NamedTuple):
     num_steps: int = 60
     start: Training | None = None
     temperature: float = 1.0
+    gain: float | None = None
 
     def of(self, task: Task) -> Task:
-        """The task at the run's temperature."""
-        return task._replace(temperature=self.temperature)
+        """The task with the run's temperature and prior."""
+        return _with(task, self.temperature, task.gain if self.gain is None else self.gain)
+
+
+@cache
+def _with(task: Task, temperature: float, gain: float) -> Task:
+    # One object for all splits: programs are compiled anew for each object's model.
+    return task._replace(temperature=temperature, gain=gain)
 
 
 def sample(
@@ -52,9 +60,9 @@ def sample(
 ) -> dict[str, Any]:
     """Draws of all chains by site.
 
+    :param task: the run's, see :meth:`Run.of`.
     :param begun: where :func:`starts` has come to; None to call it.
     """
-    task = run.of(task)
     if run.start is not None and begun is None:
         begun = starts(task, data, run, seed)
     given: dict[str, Any] = {}
@@ -101,18 +109,19 @@ def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
 def tune(task: Task, data: Data, among: Sequence[Run]) -> Run:
     """The run that does best on held-out rows, a tenth of those to learn from.
 
-    :param among: those with the same start begin at the same networks.
+    :param among: those with the same start and prior begin at the same networks.
     """
     if len(among) == 1:
         return among[0]
     held_out = data.held_out()
-    begun: dict[Training | None, Any] = {}
+    begun: dict[Any, Any] = {}
     found = []
     for run in among:
-        if run.start not in begun:
-            begun[run.start] = starts(task, held_out, run, 0)
-        draws = sample(task, held_out, run, 0, begun[run.start])
-        nll = score(run.of(task), draws, held_out).nll
+        own, start = run.of(task), (run.start, run.gain)
+        if run.start and start not in begun:
+            begun[start] = starts(own, held_out, run, 0)
+        draws = sample(own, held_out, run, 0, begun.get(start))
+        nll = score(own, draws, held_out).nll
         print(f"held out: NLL {nll:.4f}, {run[1:]}", flush=True)
         found.append(nll if math.isfinite(nll) else math.inf)
     return among[int(np.argmin(found))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +95,12 @@ class Task(NamedTuple):
 
     def outputs(self, draws: Weights, x: Any) -> Array:
         """Of each draw's network, shape ``(draws, n, outputs)``."""
-        return jax.jit(lambda draws, x: lax.map(lambda w: self.network(w, x), draws))(draws, x)
+        return _outputs(self, draws, x)
+
+
+@partial(jax.jit, static_argnums=0)
+def _outputs(task: Task, draws: Weights, x: Any) -> Array:
+    return lax.map(lambda weights: task.network(weights, x), draws)
 
 
 class Scores(NamedTuple):
