@@ -68,7 +68,7 @@ TABLES = Size(
         ),
     },
 )
-# As many passes in all as the ensemble has: 16 of Adam and 4 of the chain, five times.
+# As many passes in all as the ensemble has: 16 of Adam and 4 of the chain, or 18 and 2, five times.
 _ENDS = tuple(Training(16, 128, 0.01, decay) for decay in (0.3, 1.0))
 _COLD = ((0.1, 0.0005), (0.03, 0.0003), (0.01, 0.00015))
 IMAGES = Size(
@@ -80,10 +80,13 @@ IMAGES = Size(
     decays=(0.1, 0.3, 1.0, 3.0),
     drops=(0.02, 0.05, 0.15),
     runs={
-        "SGHMCSplit, cold": tuple(
-            Run(SGHMCSplit, 1000, 5, 3, 9, step, 20, start, temperature)
-            for start in _ENDS
-            for temperature, step in _COLD
+        "SGHMCSplit, cold": (
+            *(
+                Run(SGHMCSplit, 1000, 5, 3, 9, step, 20, start, temperature)
+                for start in _ENDS
+                for temperature, step in _COLD
+            ),
+            Run(SGHMCSplit, 1000, 5, 1, 5, 0.0003, 20, Training(18, 128, 0.01, 0.3), 0.03),
         ),
         "SGHMCSplit, T = 1": tuple(
             Run(SGHMCSplit, 1000, 5, 5, 10, step, 60, Training(5, 128, 0.01, 1.0))
