@@ -149,17 +149,17 @@ def test_chains_tell_classes_apart():
 
 def test_the_run_is_chosen_on_held_out_rows(monkeypatch):
     """And not on the rows to test on, whose classes are wrong here."""
-    learnt = rivals.train(CLASSES, MADE_UP, rivals.Training(10, 20, 0.03, 1.0), 0)
-    found = {0.5: CLASSES.from_prior(jax.random.key(0)), 1.0: learnt}
-    monkeypatch.setattr(kernels, "starts", lambda *_: None)
+    how = rivals.Training(10, 20, 0.03, 1.0)
+    right, wrong = MADE_UP, MADE_UP._replace(y=(MADE_UP.y + 1) % 3)
+    found = {t: rivals.train(CLASSES, rows, how, 0) for t, rows in ((0.5, wrong), (1.0, right))}
     monkeypatch.setattr(
         kernels,
         "sample",
         lambda task, *_: {name: w[None] for name, w in found[task.temperature].items()},
     )
     runs = [kernels.Run(SGHMCSplit, 20, 1, 0, 1, temperature=t) for t in found]
-    wrong = MADE_UP._replace(y_test=(MADE_UP.y_test + 1) % 3)
-    assert kernels.tune(CLASSES, wrong, runs) == runs[1]
+    misleading = MADE_UP._replace(y_test=(MADE_UP.y_test + 1) % 3)
+    assert kernels.tune(CLASSES, misleading, runs) == runs[1]
 
 
 def test_a_small_part_of_everything(monkeypatch, capsys):
