@@ -4,17 +4,17 @@ Regressions on tables (one hidden layer), and Fashion-MNIST on 784-128-10 units 
 with digits as what the network has never seen. Beside the kernels: Adam to the posterior's mode and
 with a decay of its own, a deep ensemble, dropout in prediction, and a Laplace approximation of the
 last layer. Rates, decays and dropout are chosen on a tenth of the rows to learn from, as is the sd
-of a number where the method has none.
+of a number where the method has none; and so are the kernels' steps and temperature.
 
     python benchmarks/papers/networks.py              # both
     python benchmarks/papers/networks.py --only images
-    python benchmarks/papers/networks.py --full       # more splits, seeds and passes (an hour)
+    python benchmarks/papers/networks.py --full       # more splits and seeds (an hour)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from networks_rivals import Training, Tuned, dropout, ensemble, laplace, score, 
 from networks_task import Scores, Task
 from standard_errors import mean
 
-from numpyro_sgmcmc import SGNHT, SGHMCSplit, schedules
+from numpyro_sgmcmc import SGHMCSplit
 
 
 class Size(NamedTuple):
@@ -38,7 +38,7 @@ class Size(NamedTuple):
     - **batch** - its minibatches.
     - **decay** - like the prior's pull; of numbers for a noise of sd 0.3.
     - **rates**, **decays**, **drops** - among which held-out rows choose.
-    - **runs** - the kernels', by name.
+    - **runs** - the kernels', by name; where there are several, held-out rows choose.
     """
 
     seeds: int
@@ -48,55 +48,54 @@ class Size(NamedTuple):
     rates: tuple[float, ...]
     decays: tuple[float, ...]
     drops: tuple[float, ...]
-    runs: Mapping[str, Run]
+    runs: Mapping[str, Sequence[Run]]
 
 
-_TABLE_START = Training(100, 32, 0.01, 0.1)
-_IMAGE_START = Training(5, 128, 0.01, 1.0)
-_OWN = Run(SGHMCSplit, 1000, 4, 10, 10, 0.002, 60, _IMAGE_START)
-_CYCLES = schedules.Cyclical(0.004, 600, final=0.1)
-
+# With no arguments the warm-up takes minutes on these: it follows chains in one mode after another.
 TABLES = Size(
-    seeds=2,
+    seeds=5,
     epochs=200,
     batch=32,
     decay=0.1,
-    rates=(0.003, 0.01, 0.03),
-    decays=(0.03, 0.1, 0.3, 1.0),
-    drops=(0.02, 0.05, 0.1),
+    rates=(0.003, 0.01, 0.03, 0.1, 0.3),
+    decays=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    drops=(0.02, 0.05, 0.1, 0.2),
     runs={
-        "SGHMCSplit, no arguments": Run(SGHMCSplit, 100, 4, 100, 100),
-        "SGNHT, no arguments": Run(SGNHT, 100, 4, 100, 100),
-        "SGHMCSplit, steps of 0.003": Run(SGHMCSplit, 100, 4, 100, 100, 0.003, 60, _TABLE_START),
+        "SGHMCSplit, T = 1": tuple(
+            Run(SGHMCSplit, 100, 4, 100, 100, step, 60, Training(100, 32, 0.01, 0.1), gain=gain)
+            for gain in (1.0, 2.0, 4.0)
+            for step in (0.001, 0.003)
+        ),
     },
 )
+# As many passes in all as the ensemble has: 16 of Adam and 4 of the chain, or 18 and 2, five times.
+_ENDS = tuple(Training(16, 128, 0.01, decay) for decay in (0.3, 1.0))
+_COLD = ((0.1, 0.0005), (0.03, 0.0003), (0.01, 0.00015))
 IMAGES = Size(
     seeds=1,
     epochs=20,
     batch=128,
     decay=1.0,
-    rates=(0.003, 0.01),
-    decays=(0.1, 0.3, 1.0),
-    drops=(0.05, 0.15),
+    rates=(0.003, 0.01, 0.03),
+    decays=(0.1, 0.3, 1.0, 3.0),
+    drops=(0.02, 0.05, 0.15),
     runs={
-        "SGHMCSplit, no arguments": Run(SGHMCSplit, 1000, 4, 1, 3),
-        "SGHMCSplit, steps of 0.002": _OWN,
-        "the same, cycles from 0.004": _OWN._replace(step_size=_CYCLES, warmup=0, draws=20),
-        "steps of 0.0013, likelihood at T = 0.3": _OWN._replace(
-            step_size=0.0013, temperature=0.3, gain=1.4
+        "SGHMCSplit, cold": (
+            *(
+                Run(SGHMCSplit, 1000, 5, 3, 9, step, 20, start, temperature)
+                for start in _ENDS
+                for temperature, step in _COLD
+            ),
+            Run(SGHMCSplit, 1000, 5, 1, 5, 0.0003, 20, Training(18, 128, 0.01, 0.3), 0.03),
         ),
+        "SGHMCSplit, T = 1": tuple(
+            Run(SGHMCSplit, 1000, 5, 5, 10, step, 60, Training(5, 128, 0.01, 1.0))
+            for step in (0.001, 0.002)
+        ),
+        "SGHMCSplit, no arguments": (Run(SGHMCSplit, 1000, 4, 1, 3),),
     },
 )
-FULL = {
-    "tables": TABLES._replace(seeds=10),
-    "images": IMAGES._replace(
-        seeds=3,
-        runs={
-            name: run._replace(warmup=2 * run.warmup, draws=3 * run.draws)
-            for name, run in IMAGES.runs.items()
-        },
-    ),
-}
+FULL = {"tables": TABLES._replace(seeds=10), "images": IMAGES._replace(seeds=3)}
 
 
 class Found(NamedTuple):
@@ -122,7 +121,7 @@ def measure(task: Task, load: Callable[[int], Data], size: Size) -> dict[str, li
     for seed in range(size.seeds):
         data = load(seed)
         settings = settings or _tuned(task, data, size)
-        for name, score_of in _methods(task, data, size, settings, seed).items():
+        for name, score_of in _methods(task, data, settings, seed).items():
             one = timed(score_of)
             found.setdefault(name, []).append(one)
             print(
@@ -132,16 +131,17 @@ def measure(task: Task, load: Callable[[int], Data], size: Size) -> dict[str, li
 
 
 def _methods(
-    task: Task, data: Data, size: Size, settings: Mapping[str, Any], seed: int
+    task: Task, data: Data, settings: Mapping[str, Any], seed: int
 ) -> dict[str, Callable[[], Scores]]:
     """What gives the scores of each, by name."""
+    rivals, runs = settings["rivals"], settings["runs"]
     methods: dict[str, Callable[[], Scores]] = {
         name: partial(_by_rival, task, data, method, tuned, seed)
-        for name, (method, tuned) in settings.items()
+        for name, (method, tuned) in rivals.items()
     }
-    how = settings["Adam, decay tuned"][1].how
+    how = rivals["Adam, decay tuned"][1].how
     methods["Laplace, last layer"] = partial(_by_laplace, task, data, how, seed)
-    for name, run in size.runs.items():
+    for name, run in runs.items():
         methods[name] = partial(_by_kernel, task, data, run, seed)
     return methods
 
@@ -156,13 +156,12 @@ def _by_laplace(task: Task, data: Data, how: Training, seed: int) -> Scores:
 
 
 def _by_kernel(task: Task, data: Data, run: Run, seed: int) -> Scores:
-    return networks_kernels.score(
-        run.of(task), networks_kernels.sample(task, data, run, seed), data
-    )
+    task = run.of(task)
+    return networks_kernels.score(task, networks_kernels.sample(task, data, run, seed), data)
 
 
 def _tuned(task: Task, data: Data, size: Size) -> dict[str, Any]:
-    """The rivals that are trained, each with what held-out rows have chosen."""
+    """Rivals that are trained, and the kernels' runs, with what held-out rows have chosen."""
     began = time.process_time()
     first = [Training(size.epochs, size.batch, rate, size.decay) for rate in size.rates]
     mode = tune(task, data, single, first, 0)
@@ -178,8 +177,12 @@ def _tuned(task: Task, data: Data, size: Size) -> dict[str, Any]:
     }
     for name, (_, tuned) in found.items():
         print(f"{name}: {tuned}")
-    print(f"tuning: {time.process_time() - began:.0f} s of CPU", flush=True)
-    return found
+    print(f"tuning of the rivals: {time.process_time() - began:.0f} s of CPU", flush=True)
+    began = time.process_time()
+    runs = {name: networks_kernels.tune(task, data, among) for name, among in size.runs.items()}
+    print(*runs.items(), sep="\n")
+    print(f"tuning of the kernels: {time.process_time() - began:.0f} s of CPU", flush=True)
+    return {"rivals": found, "runs": runs}
 
 
 def _pair(task: Task, data: Data, how: Training, seed: int) -> Any:
@@ -235,13 +238,15 @@ def images(data: Data, sizes: tuple[int, ...], size: Size, name: str) -> None:
 def quick(size: Size) -> Size:
     """A small part of it."""
     start = Training(5, 20, 0.03, 0.3)
-    own = Run(SGHMCSplit, 20, 2, 10, 10, 0.02, 5, start)
-    runs = {
-        "SGHMCSplit, steps of 0.02": own,
-        "cycles": own._replace(step_size=schedules.Cyclical(0.04, 50)),
-    }
+    own = tuple(Run(SGHMCSplit, 20, 2, 5, 5, 0.02, 5, start, t) for t in (1.0, 0.3))
     return size._replace(
-        epochs=5, batch=20, rates=(0.03,), decays=(0.1, 0.3), drops=(0.1,), seeds=2, runs=runs
+        epochs=5,
+        batch=20,
+        rates=(0.03,),
+        decays=(0.1, 0.3),
+        drops=(0.1,),
+        seeds=2,
+        runs={"SGHMCSplit, T chosen": own},
     )
 
 
@@ -250,7 +255,8 @@ def main() -> None:
     output.print_title("Networks beside Adam, ensembles, dropout and Laplace")
     if asked.quick:
         regressions(quick(TABLES), 5, ("Made up",))
-        images(networks_data.made_up(200), (2, 8, 3), quick(IMAGES), "Made up")
+        size = quick(IMAGES)._replace(seeds=1)
+        images(networks_data.made_up(200), (2, 8, 3), size, "Made up")
         return
     if asked.only != "images":
         names = ("Boston", "Concrete", "Diabetes") if asked.full else ("Boston", "Concrete")

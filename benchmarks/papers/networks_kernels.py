@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,6 @@ from networks_rivals import Training, train
 from networks_task import Scores, Task, of_classes, of_numbers
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc import schedules
-
 
 class Run(NamedTuple):
     """
@@ -27,11 +25,11 @@ class Run(NamedTuple):
     - **chains** - each with a start of its own.
     - **warmup** - draws that are left out.
     - **draws** - of each chain.
-    - **step_size** - a number or a schedule; None for a kernel with no arguments.
+    - **step_size** - None for a kernel with no arguments.
     - **num_steps** - from one draw to the next, where a step size is given.
     - **start** - how Adam goes on from a draw of the prior to a chain's start; None for a kernel
       with no arguments.
-    - **temperature** - of the likelihood.
+    - **temperature** - of the posterior, prior and likelihood.
     - **gain** - of the prior, where it is not the task's.
     """
 
@@ -40,21 +38,33 @@ class Run(NamedTuple):
     chains: int
     warmup: int
     draws: int
-    step_size: Any = None
+    step_size: float | None = None
     num_steps: int = 60
     start: Training | None = None
     temperature: float = 1.0
     gain: float | None = None
 
     def of(self, task: Task) -> Task:
-        """The task with the run's likelihood and prior."""
-        gain = task.gain if self.gain is None else self.gain
-        return task._replace(temperature=self.temperature, gain=gain)
+        """The task with the run's temperature and prior."""
+        return _with(task, self.temperature, task.gain if self.gain is None else self.gain)
 
 
-def sample(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
-    """Draws of all chains by site, without those of cycles that explore."""
-    task = run.of(task)
+@cache
+def _with(task: Task, temperature: float, gain: float) -> Task:
+    # One object for all splits: programs are compiled anew for each object's model.
+    return task._replace(temperature=temperature, gain=gain)
+
+
+def sample(
+    task: Task, data: Data, run: Run, seed: int, begun: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Draws of all chains by site.
+
+    :param task: the run's, see :meth:`Run.of`.
+    :param begun: where :func:`starts` has come to; None to call it.
+    """
+    if run.start is not None and begun is None:
+        begun = starts(task, data, run, seed)
     given: dict[str, Any] = {}
     if run.step_size is not None:
         given = {
@@ -80,14 +90,10 @@ def sample(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
             jnp.asarray(data.x),
             jnp.asarray(data.y),
             batch_size=min(run.batch, len(data.y)),
-            extra_fields=("weight",),
-            init_params=None if run.start is None else starts(task, data, run, seed),
+            init_params=begun,
         )
-    draws = mcmc.get_samples(group_by_chain=True)
-    if isinstance(run.step_size, schedules.Cyclical):
-        weight = mcmc.get_extra_fields(group_by_chain=True)["weight"]
-        draws, _ = schedules.without_exploration(draws, weight)
-    return {name: x.reshape(-1, *x.shape[2:]) for name, x in draws.items()}
+    draws: dict[str, Any] = mcmc.get_samples()
+    return draws
 
 
 def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
@@ -98,6 +104,27 @@ def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
     if not task.has_classes:
         each["sd"] = jnp.full(run.chains, math.log(0.5))
     return each if run.chains > 1 else jax.tree.map(lambda w: w[0], each)
+
+
+def tune(task: Task, data: Data, among: Sequence[Run]) -> Run:
+    """The run that does best on held-out rows, a tenth of those to learn from.
+
+    :param among: those with the same start and prior begin at the same networks.
+    """
+    if len(among) == 1:
+        return among[0]
+    held_out = data.held_out()
+    begun: dict[Any, Any] = {}
+    found = []
+    for run in among:
+        own, start = run.of(task), (run.start, run.gain)
+        if run.start and start not in begun:
+            begun[start] = starts(own, held_out, run, 0)
+        draws = sample(own, held_out, run, 0, begun.get(start))
+        nll = score(own, draws, held_out).nll
+        print(f"held out: NLL {nll:.4f}, {run[1:]}", flush=True)
+        found.append(nll if math.isfinite(nll) else math.inf)
+    return among[int(np.argmin(found))]
 
 
 def score(task: Task, draws: dict[str, Any], data: Data) -> Scores:

@@ -112,12 +112,12 @@ def dropout(task: Task, data: Data, how: Training, seed: int) -> Predict:
     """One network, of which units drop out in prediction as well (Gal and Ghahramani 2016)."""
     weights = train(task, data, how, seed)
     keys = random.split(random.key(seed), _MASKS)
+    return lambda x: _masked(task, weights, x, keys, how.dropout)
 
-    @jax.jit
-    def predict(x: Any) -> Array:
-        return lax.map(lambda key: task.network(weights, x, key, how.dropout), keys)
 
-    return predict
+@partial(jax.jit, static_argnums=0)
+def _masked(task: Task, weights: Weights, x: Array, keys: Array, dropout: Array) -> Array:
+    return lax.map(lambda key: task.network(weights, x, key, dropout), keys)
 
 
 def last_layer_laplace(
@@ -135,8 +135,7 @@ def last_layer_laplace(
     # Class by class, as the matrix is.
     away = np.linalg.solve(factor.T, noise).T.reshape(_MASKS, last.shape[1], -1)
     layers = jnp.asarray(np.asarray(last) + away.transpose(0, 2, 1), last.dtype)
-    features = jax.jit(lambda x: task.features(weights, x))
-    return lambda x: jnp.einsum("nu,muk->mnk", features(x), layers)
+    return lambda x: jnp.einsum("nu,muk->mnk", task.features(weights, x), layers)
 
 
 def gauss_newton(task: Task, data: Data, weights: Weights, sd: float = 1.0) -> np.ndarray:
@@ -150,10 +149,9 @@ def gauss_newton(task: Task, data: Data, weights: Weights, sd: float = 1.0) -> n
     p = jax.nn.softmax(z @ task.last(weights))
     k, width = p.shape[1], z.shape[1]
     matrix = np.zeros((k, width, k, width))
-    block = jax.jit(lambda share: z.T @ (share[:, None] * z))
     for i, j in itertools.combinations_with_replacement(range(k), 2):
         own = p[:, i] * ((i == j) - p[:, j])
-        matrix[i, :, j] = matrix[j, :, i] = np.asarray(block(own))
+        matrix[i, :, j] = matrix[j, :, i] = np.asarray(z.T @ (own[:, None] * z))
     return matrix.reshape(k * width, k * width)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ class Task(NamedTuple):
     - **sizes** - units of each layer, inputs first.
     - **gain** - the prior's sd of a unit's output for inputs of size one.
     - **has_classes** - whether outputs are logits of classes, or else the mean of a normal number.
-    - **temperature** - of the likelihood.
+    - **temperature** - of the posterior, prior and likelihood.
     """
 
     sizes: tuple[int, ...]
@@ -84,17 +85,22 @@ class Task(NamedTuple):
 
     def model(self, x: Array, y: Array, batch_size: int | None = None) -> None:
         """For a kernel. A number's sd is half normal before the data."""
-        weights = sample_weights(self.sizes)
-        sd = None if self.has_classes else numpyro.sample("sd", dist.HalfNormal(1.0))
-        scale = numpyro.handlers.scale(scale=1.0 / self.temperature)
-        with scale, numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
-            f = self.network(weights, x[i])
-            law = dist.Categorical(logits=f) if sd is None else dist.Normal(f[:, 0], sd)
-            numpyro.sample("y", law, obs=y[i])
+        with numpyro.handlers.scale(scale=1.0 / self.temperature):
+            weights = sample_weights(self.sizes)
+            sd = None if self.has_classes else numpyro.sample("sd", dist.HalfNormal(1.0))
+            with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+                f = self.network(weights, x[i])
+                law = dist.Categorical(logits=f) if sd is None else dist.Normal(f[:, 0], sd)
+                numpyro.sample("y", law, obs=y[i])
 
     def outputs(self, draws: Weights, x: Any) -> Array:
         """Of each draw's network, shape ``(draws, n, outputs)``."""
-        return jax.jit(lambda draws, x: lax.map(lambda w: self.network(w, x), draws))(draws, x)
+        return _outputs(self, draws, x)
+
+
+@partial(jax.jit, static_argnums=0)
+def _outputs(task: Task, draws: Weights, x: Any) -> Array:
+    return lax.map(lambda weights: task.network(weights, x), draws)
 
 
 class Scores(NamedTuple):
