@@ -54,7 +54,7 @@ from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["find_modes", "fitted_position", "warm_up"]
+__all__ = ["find_mode", "fitted_position", "other_modes", "warm_up"]
 
 _BOUND_DRAWS = 8
 _MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
@@ -73,11 +73,13 @@ def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
     if context.leaves_nothing_to_find:
         return as_given(context, context.finite_starts(starts, 1)[0])
     _compile_ahead(context)
-    first, others = find_modes(context, *_first_starts(context, starts))
+    first, fits = find_mode(context, *_first_starts(context, starts))
+    everywhere = in_units_of_the_prior(context, first)
+    others = [] if everywhere else other_modes(context, first, fits)  # of no region there are none
     context.progress.begin("gradient noise")
     are_visited, findings = context.settings.chains_in_modes, []
-    if (everywhere := in_units_of_the_prior(context, first)) is not None:
-        first, others = everywhere, []
+    if everywhere:
+        first = everywhere
         findings.append(NO_REGION)
         context.fix(replace(context.settings, gradient=Plain(), has_region=False))
     if others:
@@ -125,13 +127,14 @@ def _first_starts(
     return found, by_prior
 
 
-def find_modes(
+def find_mode(
     context: Context, starts: list[np.ndarray], further: list[np.ndarray]
-) -> tuple[Mode, list[Mode]]:
-    """Where most of the posterior is, and other modes of comparable mass.
+) -> tuple[Mode, list[Fit]]:
+    """Where most of the posterior is.
 
     :param starts: first positions; the fit that is best is gone on with.
     :param further: others, whose fits may take fewer rows.
+    :return: also the fits, that one first.
     """
     context.progress.expect(context.effort.gradients)
     context.progress.begin("start by volume")
@@ -144,8 +147,7 @@ def find_modes(
         whitening = context.whitening_at(starts[0], whitening.factor)
     context.refuse_infinite_gradient(whitening)
     q = _spread_starts(context, whitening, fits[0].normal)
-    first = _settled(context, whitening, q, context.effort.windows)
-    return first, _other_modes(context, first, fits)
+    return _settled(context, whitening, q, context.effort.windows), fits
 
 
 def _may_hold(context: Context) -> bool:
@@ -226,7 +228,7 @@ def _settled(
     return mode
 
 
-def _other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
+def other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
     """Other modes of comparable mass that the fits have found.
 
     :param first: where the pilot chains have ended.

@@ -28,7 +28,7 @@ def nothing_is_looked_for(monkeypatch):
     def refuse(*args):
         raise LookedFor
 
-    monkeypatch.setattr(global_warmup, "find_modes", refuse)
+    monkeypatch.setattr(global_warmup, "find_mode", refuse)
 
 
 def init(init_params=None, **options):
