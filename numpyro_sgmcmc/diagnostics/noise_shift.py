@@ -35,10 +35,8 @@ def moved_by_noise(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> Estim
     """
     target, arguments = kernel.target, Arguments(mcmc._args, mcmc._kwargs)
     nothing = Estimate(np.zeros(target.dim), np.zeros(target.dim))
-    adaptation, coordinates = (
-        kernel.adaptation_to(arguments),
-        coordinates_of_chains(mcmc.last_state),
-    )
+    adaptation = kernel.adaptation_to(arguments)
+    coordinates = coordinates_of_chains(mcmc.last_state)
     if adaptation is None or not _can_be_told(kernel, adaptation):
         return nothing
     if away_from_first(coordinates).any():  # chains in several modes

@@ -40,12 +40,14 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
         height = 1.4 + 0.22 * min(len(names), _MOST_LABELS)
         _, axes = pyplot.subplots(1, 2, sharey=True, figsize=(8.0, height), layout="constrained")
     rows = np.arange(len(names))
+    shift, inflation = report.evidence.witnesses[0]  # as in the table
     panels = (
-        (report.estimates.shift, 1.0, 0.1, "mean shift / posterior sd"),
-        (report.estimates.inflation, 100.0, 0.05, "sd inflation / %"),
+        (shift, 1.0, 0.1, "mean shift / posterior sd"),
+        (inflation, 100.0, 0.05, "sd inflation / %"),
     )
     for ax, (found, unit, tolerance, label) in zip(axes, panels, strict=True):
-        value, slack = unit * found.value, 2.0 * unit * np.nan_to_num(found.error)
+        value = unit * np.where(np.isinf(found.error), np.nan, found.value)  # where unknown, none
+        slack = 2.0 * unit * np.nan_to_num(found.error, posinf=0.0)
         is_off = np.abs(value) - slack > unit * tolerance
         ax.axvspan(-unit * tolerance, unit * tolerance, color="0.92", zorder=0)
         ax.axvline(0.0, color="0.6", linewidth=0.8, zorder=1)

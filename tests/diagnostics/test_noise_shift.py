@@ -4,6 +4,7 @@ from functools import cache
 
 import jax
 import jax.numpy as jnp
+import matplotlib as mpl
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
@@ -11,6 +12,9 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import plot_bias
+
+mpl.use("Agg")
 
 GROUPS, ROWS, BATCH = 300, 12_000, 100
 group = np.random.default_rng(0).integers(0, GROUPS, ROWS)
@@ -60,6 +64,8 @@ def test_a_scale_that_noise_moves_is_not_fine():
     assert row.mean_shift == pytest.approx(true, abs=0.3 * true)
     assert "Gradient noise explains it" in report.verdict
     assert "and moves means by at most" in str(report)
+    shown = [line.get_xdata() for line in plot_bias(report)[0].lines]
+    assert any(np.isclose(x, row.mean_shift).any() for x in shown)
 
 
 def test_little_noise_moves_nothing_far():
