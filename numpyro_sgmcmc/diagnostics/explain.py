@@ -18,11 +18,9 @@ from numpyro_sgmcmc.posterior.whitening import Whitening
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.warmup import Adaptation
 from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS
-from numpyro_sgmcmc.warmup.weighed import Weighed
+from numpyro_sgmcmc.warmup.weighed import AGREE, Weighed
 
 __all__ = ["Explanation", "explain", "warm_run"]
-
-_AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 
 _WIDTH, _INDENT = 88, 14
 _SHORTER = 0.99  # of the step size before: less is no reason
@@ -146,7 +144,7 @@ def _start(adaptation: Adaptation, weighed: Weighed | None) -> str:
         return f"Pilot chains found no single region ({agree}): in units of the prior's sds."
     modes = len(adaptation.other_modes)
     others = f" {modes + 1} modes, in which chains start in turn." * bool(modes)
-    if weighed.r_hat > _AGREE:
+    if weighed.r_hat > AGREE:
         return f"Where pilot chains came to, which did not quite agree ({agree}).{others}"
     return f"In the posterior's midst, where pilot chains came to ({agree}).{others}"
 

@@ -53,6 +53,7 @@ from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.starts import likely_by_prior
 from numpyro_sgmcmc.warmup.step_size import choose_step_size
 from numpyro_sgmcmc.warmup.variational import MeanField
+from numpyro_sgmcmc.warmup.weighed import AGREE
 
 __all__ = ["find_mode", "fitted_position", "other_modes", "warm_up"]
 
@@ -60,7 +61,6 @@ _BOUND_DRAWS = 8
 _MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
 _BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
 _LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
-_AGREE = 1.1  # R-hat of pilot chains that have forgotten their starts
 _SMALL_SHIFT = 0.5
 _FEW_POSITIONS = 4  # at which pilot chains look for the largest curvature
 
@@ -335,7 +335,7 @@ def _have_settled(draws: np.ndarray) -> bool:
     :param draws: whitened draws, shape ``(chains, draws, d)``.
     """
     away = np.abs(draws.mean((0, 1))).max()
-    return bool(_r_hat(draws) < _AGREE and away < _SMALL_SHIFT)
+    return bool(_r_hat(draws) < AGREE and away < _SMALL_SHIFT)
 
 
 def _r_hat(draws: np.ndarray) -> float:

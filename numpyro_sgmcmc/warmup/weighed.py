@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 from numpyro_sgmcmc.warmup.noise import NoiseOfRows
 
-__all__ = ["Weighed"]
+__all__ = ["AGREE", "Weighed"]
+
+
+AGREE = 1.1
+"""R-hat of pilot chains that have forgotten their starts."""
 
 
 class Weighed(NamedTuple):
