@@ -47,7 +47,7 @@ def hidden_changes(
     parts = list(_parts(target, min(_MOST_PARTS, lines // _FEWEST_LINES)))
     positions = whitening.position(q[: 2 * (lines // len(parts))])
     ends = list(zip(positions[::2], positions[1::2], strict=False))
-    some, found = list(rows.standing_for_all(_ROWS)), {}
+    some, found = min(list(rows.standing_for_all(_ROWS)), rows.some, key=len), {}
     for names, where in parts:
         hidden, total, known = np.sum([_along(rows, some, a, b, where) for a, b in ends], axis=0)
         if hidden > max(_HIDDEN, _SHARE * max(total, known)):

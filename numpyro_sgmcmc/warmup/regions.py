@@ -78,15 +78,17 @@ def _is_known_about(context: Context, mode: Mode) -> bool:
 def _heat(context: Context, mode: Mode) -> float:
     """By how much plain gradients heat the positions in short steps, as an excess of temperature.
 
-    In a funnel, and with few rows of many, no step that gets anywhere is short enough.
+    In a funnel, and with few rows of many, no step that gets anywhere is short enough. Where
+    gradients cost much there are fewer steps, and longer ones that bring in as much noise.
     """
+    num_steps = min(_TRIAL_STEPS, context.effort.windows[0])
     draws = run_pilot(
         context.rows.step_target,
         context.arguments,
         mode.whitening.cast(context.target.dtype),
         mode.q,
-        _SHORT_STEP,
-        _TRIAL_STEPS,
+        _SHORT_STEP * (_TRIAL_STEPS / num_steps) ** 0.5,
+        num_steps,
         context.rng,
         Plain(),
         context.progress,

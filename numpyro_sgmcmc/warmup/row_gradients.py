@@ -33,6 +33,7 @@ __all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
 _SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
 _SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
 _MOST_SLOTS = 128
+_SLOTS_OF_MANY = 4  # of very many coordinates: with more, XLA multiplies matrices more slowly
 _ROWS_TOGETHER = 2**20  # of minibatches whose slots are filled at once
 _FEWEST_ROWS = 64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
 _TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
@@ -269,7 +270,7 @@ class RowGradients:
         batch = _rows_each(rows) or rows_a_gradient(self.target, self.arguments)
         fitting = min(_SLOT_NUMBERS // self.target.dim, _SLOT_ROWS // batch)
         if self.target.dim > MANY_DIM:
-            fitting = 1  # XLA multiplies many matrices at once several times as slowly
+            fitting = min(fitting, _SLOTS_OF_MANY)
         return int(np.clip(fitting, 1, _MOST_SLOTS))
 
     def on_some(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -372,8 +373,10 @@ class RowGradients:
             of, at = np.divmod(np.arange(len(some) * num), num)
             weights = np.array([m.weight for m in some])[of]
             for part, u, g in self._at(self.target, positions, rows, at, of):
-                np.add.at(values, at[part], weights[part] * u)
-                np.add.at(gradients, at[part], weights[part, None] * g)
+                places, which = np.unique(at[part], return_inverse=True)
+                shares = weights[part] * (np.arange(len(places))[:, None] == which)
+                values[places] += shares @ u
+                gradients[places] += shares @ g
         return values, gradients
 
 
