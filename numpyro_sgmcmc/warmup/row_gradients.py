@@ -373,11 +373,18 @@ class RowGradients:
             of, at = np.divmod(np.arange(len(some) * num), num)
             weights = np.array([m.weight for m in some])[of]
             for part, u, g in self._at(self.target, positions, rows, at, of):
-                places, which = np.unique(at[part], return_inverse=True)
-                shares = weights[part] * (np.arange(len(places))[:, None] == which)
-                values[places] += shares @ u
-                gradients[places] += shares @ g
+                _add_at(values, at[part], weights[part] * u)
+                _add_at(gradients, at[part], weights[part, None] * g)
         return values, gradients
+
+
+def _add_at(totals: np.ndarray, at: np.ndarray, terms: np.ndarray) -> None:
+    """Add each term to the total at its place."""
+    if terms[0].size > MANY_DIM:  # where ``np.add.at`` takes as long as a gradient
+        for place, term in zip(at, terms, strict=True):
+            totals[place] += term
+    else:
+        np.add.at(totals, at, terms)
 
 
 def _rows_each(rows: Indices) -> int:

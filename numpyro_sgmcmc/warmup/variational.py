@@ -53,11 +53,11 @@ def _optimizer(num_steps: int) -> optax.GradientTransformation:
     return optax.apply_if_finite(optax.adam(schedule), max_consecutive_errors=num_steps)
 
 
-@partial(jax.jit, static_argnames="num_steps")
-def _start(means: Array, num_steps: int) -> Any:
+def _start(means: np.ndarray, num_steps: int) -> Any:
     """All starts' parameters, and the optimizer's state for each."""
-    params = means, jnp.full_like(means, np.log(_FIRST_SD))
-    return params, jax.vmap(_optimizer(num_steps).init)(params)
+    params = means, np.full_like(means, np.log(_FIRST_SD))
+    state = _optimizer(num_steps).init(tuple(x[0] for x in params))  # no program: starts are alike
+    return params, jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], len(means), 0), state)
 
 
 @partial(jax.jit, static_argnames=("target", "num_steps"))
@@ -123,7 +123,7 @@ def prepare(
         _advance,
         target,
         arguments,
-        jax.eval_shape(partial(_start, num_steps=num_calls * a_call), means),
+        _start(np.zeros(means.shape, means.dtype), num_calls * a_call),
         rows,
         jax.ShapeDtypeStruct((a_call, *means.shape), target.dtype),
         random.split(random.key(0), a_call) if target.is_randomized else None,

@@ -106,6 +106,15 @@ def test_gradient_everywhere():
     assert not row_gradients(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
 
 
+def test_gradient_everywhere_of_many_coordinates(monkeypatch):
+    """Fewer slots a call, and the same sum."""
+    monkeypatch.setattr(row_gradients_module, "MANY_DIM", 0)
+    y, rows, _ = waiting(num=403)
+    positions = np.array([[0.3], [-0.2], [0.1]])
+    _, found = rows.mean(positions, minibatches_of(rows.groups))
+    np.testing.assert_allclose(found, np.exp(positions) * y.sum() - len(y), rtol=1e-10)
+
+
 def test_gradients_on_all_rows_by_way_of_the_anchor():
     y, rows, whitening = waiting()
     positions = whitening.position(np.linspace(-2, 2, 5)[:, None])
