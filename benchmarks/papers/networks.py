@@ -51,7 +51,6 @@ class Size(NamedTuple):
     runs: Mapping[str, Sequence[Run]]
 
 
-# With no arguments the warm-up takes minutes on these: it follows chains in one mode after another.
 TABLES = Size(
     seeds=5,
     epochs=200,
@@ -65,6 +64,9 @@ TABLES = Size(
             Run(SGHMCSplit, 100, 4, 100, 100, step, 60, Training(100, 32, 0.01, 0.1), gain=gain)
             for gain in (1.0, 2.0, 4.0)
             for step in (0.001, 0.003)
+        ),
+        "SGHMCSplit, no arguments": tuple(
+            Run(SGHMCSplit, 100, 4, 400, 100, gain=gain) for gain in (1.0, 2.0)
         ),
     },
 )
