@@ -157,6 +157,8 @@ def _whitening(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     options = kernel.options
     is_given = options.inverse_mass_matrix is not None or not options.adapt_mass_matrix
     whence = "as given" if is_given else "from draws and gradients of pilot chains"
+    if not adaptation.has_region:
+        whence = "from draws of the prior"
     if adaptation.locals is not None and not is_given:
         whence = "from the curvature, given the values of rows"
     if whitening.is_dense:
@@ -246,6 +248,12 @@ def _steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     if not given and num == MAX_NUM_STEPS:
         given = ", the most that are taken"
     time = adaptation.relaxation_time
+    if not adaptation.has_region:
+        return (
+            f"{num:,} a draw{given}. In units of the prior's sds a step is "
+            f"{adaptation.step_size:.3g}, and under the prior alone the SDE forgets its past in a "
+            f"time of {time:.2g}: with data it may take longer.{_of_friction(kernel, time)}"
+        )
     return (
         f"{num:,} a draw{given}. Positions {max(1, round(time / adaptation.step_size)):,} steps "
         f"apart are about independent: in whitened units, where posterior sds are about one, the "
@@ -270,7 +278,7 @@ def _of_friction(kernel: SGMCMCKernel, time: float) -> str:
 
 
 def _predicted(adaptation: Adaptation, weighed: Weighed | None) -> str:
-    if weighed is None:
+    if weighed is None or not adaptation.has_region:  # else what noise does is not foretold
         return ""
     sds = 100.0 * (np.sqrt(1.0 + max(weighed.excess, 0.0)) - 1.0)
     means = f", means {weighed.shift:.2g} sds off at most" if weighed.shift > 0.0 else ""

@@ -59,7 +59,7 @@ def in_units_of_the_prior(context: Context, first: Mode) -> Mode | None:
     if sds is None or np.median(first.whitening.sds / sds) < _FREE:
         return None
     whitening = first.whitening._replace(factor=sds, stretch=None)
-    found = Mode(whitening, whitening.whiten(first.draws - whitening.anchor))
+    found = first._replace(whitening=whitening, q=whitening.whiten(first.draws - whitening.anchor))
     return found if _heat(context, found) < _HOT else None
 
 

@@ -147,6 +147,15 @@ def test_chains_tell_classes_apart():
     assert found.inside < found.outside + 0.5
 
 
+def test_with_no_arguments_the_warm_up_finds_start_and_steps():
+    """And chains come to the line, whose rows have an sd of 0.3, or 0.6 in the table's units."""
+    rows = line()
+    draws = kernels.sample(LINE, rows, kernels.Run(SGHMCSplit, 20, 2, 20, 100), 0)
+    assert len(draws["sd"]) == 200
+    assert float(draws["sd"].mean()) == pytest.approx(0.3, abs=0.15)
+    assert kernels.score(LINE, draws, rows).error < 0.8
+
+
 def test_the_run_is_chosen_on_held_out_rows(monkeypatch):
     """And not on the rows to test on, whose classes are wrong here."""
     how = rivals.Training(10, 20, 0.03, 1.0)

@@ -108,6 +108,9 @@ def test_what_was_found_is_told():
     assert told["Minibatches"].endswith("in every one: 2 of 'rows'.")
     assert told["Warnings"] == "There is another mode."
     assert "no single region" in told["Start"]
+    assert "from draws of the prior" in told["Whitening"]
+    assert "independent" not in told["Steps"]
+    assert "Predicted" not in told
     assert told["Chains"].startswith("2 of 2 ran hotter than predicted")
 
 
