@@ -39,6 +39,12 @@ def warn_of_given_step(
     step_size, allowed = settings.step_size, settings.target_bias
     if step_size is None or not (settings.is_step_fixed and settings.has_region):
         return
+    if settings.noise_compensation:  # of which it is told where that cannot be
+        inflation = 0.0
+    elif inflation > _CLEARLY * allowed and dynamics.has_thermostat and not dynamics.linearised:
+        # It takes away a part that no formula tells.
+        heard = _simulated(context, dynamics, step_size, limits.noise.variance)
+        inflation = min(inflation, heard)
     own = _own_excess(context, limits, dynamics, step_size)
     by_noise = _share_left(dynamics, limits, step_size, inflation) * limits.shifts.by_noise
     shifts = limits.shifts._replace(by_noise=by_noise)
@@ -71,8 +77,16 @@ def _own_excess(context: Context, limits: Limits, dynamics: Dynamics, step_size:
     exact = None if dynamics.has_thermostat else draw_excess(dynamics, scheme, step_size, curvature)
     if exact is not None:
         return exact
-    at_unit = step_size * dynamics.stiffness(curvature)
-    sd, error = simulated_excess(dynamics, scheme, at_unit, 0.0, context.target.dim)
+    return _simulated(context, dynamics, step_size * dynamics.stiffness(curvature), 0.0)
+
+
+def _simulated(context: Context, dynamics: Dynamics, step_size: float, variance: float) -> float:
+    """Relative excess of variance that simulated chains have, if it is clear; infinite where lost.
+
+    :param variance: of the gradient's noise.
+    """
+    scheme, dim = context.settings.scheme, context.target.dim
+    sd, error = simulated_excess(dynamics, scheme, step_size, variance, dim)
     if not math.isfinite(sd):
         return math.inf
     return 0.0 if abs(sd) < 2.0 * error else (1.0 + sd) ** 2 - 1.0

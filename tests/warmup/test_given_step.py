@@ -74,6 +74,14 @@ def test_a_step_that_is_too_long_for_the_scheme(kernel, step_size, wrong):
     assert said(kernel=kernel, step_size=0.03)[0] == []
 
 
+def test_a_thermostat_takes_noise_away():
+    """Of SGMGT simulated chains tell how much: untouched, sds would be 28 % too wide."""
+    for kernel in (SGNHT, SGMGT):
+        assert said(kernel=kernel, gradient="plain", step_size=0.02)[0] == []
+    (sentence,), _ = said(kernel=SGMGT, gradient="plain", step_size=0.3)
+    assert "too wide" in sentence
+
+
 def test_friction_that_ends_all_momentum_in_a_step():
     (sentence,), _ = said(friction=40.0, step_size=1.0)
     assert "leave chains where they are: it ends all momentum at friction 40." in sentence
