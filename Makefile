@@ -102,6 +102,7 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/kernel_cost.py
 	$(bin)/python benchmarks/moments_cost.py
 	$(bin)/python benchmarks/memory.py
+	$(bin)/python benchmarks/many_weights.py
 	$(bin)/python benchmarks/leaks.py
 	$(bin)/python benchmarks/sharding.py
 

@@ -18,16 +18,23 @@ import results
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
-def interleaved(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, np.ndarray]:
-    """Seconds of each run, ``repeats`` times in turn, so that a busy machine slows all alike."""
+def interleaved(
+    runs: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, np.ndarray]:
+    """Seconds of each run, ``repeats`` times in turn, so that a busy machine slows all alike.
+
+    :param clock: that of the wall, or ``time.process_time``.
+    """
     for run in runs.values():
         jax.block_until_ready(run())
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: np.array(s) for name, s in seconds.items()}
 
 

@@ -18,9 +18,7 @@ from numpyro_sgmcmc.data.stand_ins import IndexedArray
 __all__ = ["Block", "Upcoming", "block_length", "empty_block", "key_words"]
 
 
-_BLOCK_BYTES = 2**22
-
-
+_BLOCK_BYTES = 2**23
 _LONGEST_BLOCK = 64
 
 
@@ -95,7 +93,7 @@ def empty_block(
 def block_length(
     lookups: tuple[IndexedArray, ...], rows: Mapping[str, Any], num_chains: int
 ) -> int:
-    """Iterations a block, from 1 to 64, so that those of all chains stay near 4 MB.
+    """Iterations a block, from 1 to 64, so that those of all chains stay near 8 MB.
 
     :param rows: shape and type of the rows of one iteration of one chain, by plate.
     :param num_chains: chains that read together.

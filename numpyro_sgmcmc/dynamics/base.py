@@ -24,10 +24,12 @@ def damped_oscillation(friction: float, time: np.ndarray) -> np.ndarray:
     :param time: lags, of any shape.
     """
     decay = friction / 2.0
-    # At critical friction the two rates meet, and sin(wt) / w becomes t.
-    frequency = np.sqrt(complex(1.0 - decay**2)) or 1e-8
-    turned = np.cos(frequency * time) + decay * np.sin(frequency * time) / frequency
-    return np.exp(-decay * time) * turned.real
+    # Where the two rates meet, at critical friction, they are held apart. Their product is one, by
+    # which the slow one is exact at any friction. Neither exponential overflows.
+    fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
+    slow = 1.0 / fast
+    turned = fast * np.exp(-slow * time) - slow * np.exp(-fast * time)
+    return (turned / (fast - slow)).real
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def warmup_settings(
         "scheme": scheme,
         "locate": locate,
         "step_size": _fixed_step_size(options, dynamics.schemes[scheme].step_size),
+        "is_step_fixed": not callable(options.step_size) and options.traced_step_size is None,
         "gradient": ESTIMATORS.get(options.gradient),
         "minibatch": MINIBATCH_SCHEMES.get(options.minibatch),
         "inverse_mass_matrix": matrix,

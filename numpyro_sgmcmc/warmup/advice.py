@@ -26,6 +26,7 @@ __all__ = [
     "Limits",
     "Shifts",
     "is_thermostat_at_work",
+    "larger_sizes",
     "tell_of_sorted_rows",
     "warn",
 ]
@@ -117,7 +118,7 @@ class _Draw(NamedTuple):
 def _draw(context: Context, limits: Limits, times: float) -> _Draw:
     """What a draw takes with minibatches so many times as large, at most all rows."""
     settings, dynamics = context.settings, context.settings.dynamics
-    sizes = {p.name: _times(p.subsample_size, times, p.most) for p in context.target.plates}
+    sizes = _sizes(context, times)
     is_independent = settings.minibatch is not None and settings.minibatch.is_independent
     is_all = all(sizes[p.name] == p.size for p in context.target.plates) and not is_independent
     of_estimator, noise = limits.estimator.cost, limits.noise
@@ -145,6 +146,24 @@ def _times(number: int, times: float, most: int) -> int:
     """To two significant digits, upwards."""
     unit = 10 ** max(0, math.floor(math.log10(number * times)) - 1)
     return min(most, math.ceil(number * times / unit) * unit)
+
+
+def _sizes(context: Context, times: float) -> dict[str, int]:
+    """Rows of minibatches so many times as large, by plate; at most all."""
+    return {p.name: _times(p.subsample_size, times, p.most) for p in context.target.plates}
+
+
+def _named(context: Context, sizes: dict[str, int]) -> str:
+    """Rows of a minibatch by plate, in words."""
+    return " and ".join(
+        f"of '{p.name}' {'all' if sizes[p.name] == p.size else 'about'} {sizes[p.name]}"
+        for p in context.target.plates
+    )
+
+
+def larger_sizes(context: Context, times: float) -> str:
+    """Rows of minibatches so many times as large, in words."""
+    return _named(context, _sizes(context, times))
 
 
 def _better(context: Context, limits: Limits) -> _Draw:
@@ -261,11 +280,8 @@ def _advise_of_integrator(context: Context, limits: Limits, step_size: float) ->
 
 def _larger(context: Context, draw: _Draw) -> str:
     """A larger minibatch and its steps, in words; or what spares it."""
-    settings, plates, dynamics = context.settings, context.target.plates, context.settings.dynamics
-    sizes = " and ".join(
-        f"of '{p.name}' {'all' if draw.sizes[p.name] == p.size else 'about'} {draw.sizes[p.name]}"
-        for p in plates
-    )
+    settings, dynamics = context.settings, context.settings.dynamics
+    sizes = _named(context, draw.sizes)
     cures = [f"a larger subsample_size ({sizes}: {draw.num_steps} steps a draw)"]
     if settings.gradient is not None and not settings.gradient.has_anchor:
         cures.append("gradient='auto'")

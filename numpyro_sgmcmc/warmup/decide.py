@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.checks import notify
 from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES, Blocks, Epoch, MinibatchScheme
+from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.compensation import GradientNoise
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
@@ -23,6 +25,7 @@ from numpyro_sgmcmc.warmup.advice import (
 )
 from numpyro_sgmcmc.warmup.context import Choice, Context
 from numpyro_sgmcmc.warmup.discretisation import kick_excess
+from numpyro_sgmcmc.warmup.given_step import warn_of_given_step
 from numpyro_sgmcmc.warmup.measure import shift_by_noise, shift_by_spread
 from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.moment_source import (
@@ -100,6 +103,9 @@ def _decide(context: Context, whitening: Whitening, q: np.ndarray) -> Adaptation
     relaxation_time = dynamics.relaxation_time(float(step_size), own.variance)
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     warn(context, limits, scheme, float(step_size), num_steps, inflation)
+    located = settings.locate(whitening.cast(target.dtype))
+    suitable = partial(_suitable, context, limits, located, by_noise)
+    warn_of_given_step(context, limits, located, float(inflation), suitable)
     cast = context.with_hessian(whitening, estimator).cast(target.dtype)
     gradient_noise = None
     if settings.noise_compensation and target.plates:
@@ -195,18 +201,26 @@ def _step_size(
     context: Context, whitening: Whitening, noise: Noise, step_size: float, inflation: float
 ) -> tuple[float, float]:
     """The user's step size, or the one found, shortened where the SDE's settings are unusual."""
-    settings, target = context.settings, context.target
+    settings = context.settings
     if settings.step_size is not None:
         given = settings.step_size, settings.noise_compensation
         return settings.step_size, excess_by_noise(settings.dynamics, noise, *given)
-    located = settings.locate(whitening.cast(target.dtype))
-    if located.has_default_settings:
-        return step_size, inflation
-    heard = 0.0 if settings.noise_compensation else noise.mean
-    step_size, excess = shorten_until_right(
-        located, settings.scheme, step_size, target.dim, settings.target_bias, heard
-    )
+    located = settings.locate(whitening.cast(context.target.dtype))
+    step_size, excess = _shortened(context, located, noise, step_size)
     return step_size, max(inflation, np.square(1.0 + excess) - 1.0)
+
+
+def _shortened(
+    context: Context, located: Dynamics, noise: Noise, step_size: float
+) -> tuple[float, float]:
+    """The step size where the SDE's settings are unusual, and the error of sds left at it."""
+    settings = context.settings
+    if located.has_default_settings:
+        return step_size, 0.0
+    heard = 0.0 if settings.noise_compensation else noise.mean
+    return shorten_until_right(
+        located, settings.scheme, step_size, context.target.dim, settings.target_bias, heard
+    )
 
 
 def _shifts(
@@ -242,9 +256,20 @@ def _shifts(
 
 def _until_means_stay(context: Context, limits: Limits, step_size: float) -> float:
     """The step size, shortened where the posterior's means would be too far off; not the user's."""
-    settings = context.settings
-    if settings.step_size is not None:
+    if context.settings.step_size is not None:
         return step_size
+    return _longest(context, limits, step_size)
+
+
+def _suitable(context: Context, limits: Limits, located: Dynamics, by_noise: float) -> float:
+    """The step size that is chosen where none is given."""
+    step_size, _ = _shortened(context, located, limits.noise, by_noise)
+    return _longest(context, limits, step_size)
+
+
+def _longest(context: Context, limits: Limits, step_size: float) -> float:
+    """The longest step size up to this one at which the posterior's means stay."""
+    settings = context.settings
     shortest = settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     allowed = SHIFT_SHARE * settings.target_bias
     return limits.shifts.longest(step_size, min(step_size, shortest), allowed, times=1.0)

@@ -7,6 +7,7 @@ effects share follows what spread these have at the kicks.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import jax
@@ -18,9 +19,14 @@ from jax.interpreters.ad import JVPTracer
 
 from numpyro_sgmcmc.dynamics import Dynamics
 
-__all__ = ["kick_excess"]
+__all__ = ["draw_excess", "kick_excess"]
 
 _STANDS_STILL = 1.0 - 1e-6  # a state of which a step leaves so much: rounding hides what it does
+_SLOW = 1.0 - 1e-5  # the same where a variance is to be right
+_FORGETS = 1e-4  # share that the SDE forgets in a step, of which more than 1e-5 should be seen
+
+Linear = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""A step on a normal: the factors of state and entries in it, and in where gradients are taken."""
 
 
 @lru_cache(maxsize=64)
@@ -31,11 +37,45 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
     :return: the mean over a step's gradients; zero for an SDE of which no linear form is known, and
         for a step that changes next to nothing.
     """
+    linear = _linear(dynamics, scheme, step_size, 1.0)
+    if linear is None or abs(_slowest(linear)) > _STANDS_STILL:
+        return 0.0
+    covariance, at = _covariance(dynamics, linear), linear[2]
+    size = len(covariance)
+    variances = ((at[:, :size] @ covariance) * at[:, :size]).sum(1) + np.square(at[:, size:]).sum(1)
+    return float(variances.mean() - 1.0)
+
+
+@lru_cache(maxsize=64)
+def draw_excess(
+    dynamics: Dynamics, scheme: str, step_size: float, curvature: float = 1.0
+) -> float | None:
+    """Relative excess of a normal's variance that draws have, with exact gradients.
+
+    :param scheme: name of the integrator.
+    :param curvature: of the normal's potential.
+    :return: infinite for a step that is not stable, -1 for one that friction brings to a stand, and
+        None for an SDE of which no linear form is known.
+    """
+    linear = _linear(dynamics, scheme, step_size, curvature)
+    if linear is None:
+        return None
+    slowest = _slowest(linear)
+    if abs(slowest) > _SLOW and abs(slowest - 1.0) > 1.0 - _SLOW:
+        return math.inf
+    if abs(slowest) > _SLOW:
+        forgotten = -math.expm1(-2.0 * step_size / dynamics.relaxation_time(step_size))
+        return -1.0 if forgotten > _FORGETS else 0.0
+    return float(curvature * _covariance(dynamics, linear)[0, 0] - 1.0)
+
+
+def _linear(dynamics: Dynamics, scheme: str, step_size: float, curvature: float) -> Linear | None:
+    """The step on a normal of some curvature; None for an SDE of which no linear form is known."""
     linear = dynamics.linearised
     if linear is None or scheme not in linear.schemes:
-        return 0.0
+        return None
     if any(part.every > 1 for part in linear.schemes[scheme].parts):
-        return 0.0
+        return None
     step = linear.step(scheme)
     zero, unravel = ravel_pytree(linear.init(jnp.zeros(1), jax.random.key(0)))
     size = zero.size
@@ -47,21 +87,32 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
         def gradient(q: Array) -> Array:
             if not isinstance(q, JVPTracer):  # of a derivative
                 places.append(q)
-            return q
+            return curvature * q
 
         end = step(state, step_size, gradient, noise)
         return ravel_pytree(end)[0], jnp.concatenate(places)
 
     inputs = np.eye(size + step.draws, dtype=zero.dtype)
     ends, places = jax.jit(jax.vmap(response, out_axes=1))(inputs)
-    moved, at = np.asarray(ends, float), np.asarray(places, float)
-    a, b = moved[:, :size], moved[:, size:]
-    if np.abs(np.linalg.eigvals(a)).max() > _STANDS_STILL:
-        return 0.0
+    moved = np.asarray(ends, float)
+    return moved[:, :size], moved[:, size:], np.asarray(places, float)
+
+
+def _slowest(linear: Linear) -> complex:
+    """By what a step multiplies the slowest part of a state; infinite where numbers end."""
+    a, b, _ = linear
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return math.inf
+    return complex(max(np.linalg.eigvals(a), key=abs))
+
+
+def _covariance(dynamics: Dynamics, linear: Linear) -> np.ndarray:
+    """Of the stationary state."""
+    a, b, _ = linear
+    size = len(a)
     covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
     covariance = covariance.reshape(size, size)
     if dynamics.has_thermostat:
         # It cools or heats until momenta have the unit variance that the step alone denies them.
         covariance = covariance / covariance[1, 1]
-    variances = ((at[:, :size] @ covariance) * at[:, :size]).sum(1) + np.square(at[:, size:]).sum(1)
-    return float(variances.mean() - 1.0)
+    return covariance

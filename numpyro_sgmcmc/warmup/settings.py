@@ -30,6 +30,7 @@ class Settings:
     - **scheme** - name of the integrator.
     - **locate** - the SDE for given coordinates.
     - **step_size** - the user's step size, or None to choose it.
+    - **is_step_fixed** - whether that is the one of all steps: no schedule, and not traced.
     - **num_steps** - the user's steps an iteration, or None to choose.
     - **gradient** - the user's estimator, or None to choose it.
     - **minibatch** - the user's way to visit the rows, or None to choose it.
@@ -49,6 +50,7 @@ class Settings:
     scheme: str
     locate: Callable[[Whitening], Dynamics]
     step_size: float | None
+    is_step_fixed: bool
     num_steps: int | None
     gradient: Estimator | None
     minibatch: MinibatchScheme | None

@@ -21,6 +21,8 @@ __all__ = [
     "choose_step_size",
     "excess_by_noise",
     "shorten_until_right",
+    "simulated_excess",
+    "stiff_curvature",
     "stiff_step_size",
 ]
 
@@ -35,7 +37,12 @@ def stiff_step_size(dynamics: Dynamics, largest: float, curvature: float) -> flo
     :param largest: that which suits a whitened Gaussian.
     """
     largest = min(largest, dynamics.longest_step_size)
-    return largest / dynamics.stiffness(max(1.0, curvature / _FREE_CURVATURE))
+    return largest / dynamics.stiffness(stiff_curvature(curvature))
+
+
+def stiff_curvature(curvature: float) -> float:
+    """What counts of the largest whitened curvature: up to 3.5 it is like a whitened Gaussian's."""
+    return max(1.0, curvature / _FREE_CURVATURE)
 
 
 def choose_step_size(
@@ -114,7 +121,7 @@ def _simulate(
     return sd, variances.std() / math.sqrt(num_chains) / (2.0 * jnp.maximum(sd, 1e-30))
 
 
-def _excess(
+def simulated_excess(
     dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
 ) -> tuple[float, float]:
     """Relative error of the sd that simulated chains have, and its standard error."""
@@ -146,7 +153,7 @@ def shorten_until_right(
     :return: the step size, and the relative error of the sd that is left at it.
     :raises ValueError: where no step size is short enough for an exact gradient.
     """
-    excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
+    excess, error = simulated_excess(dynamics, scheme, step_size, 0.0, dim)
     shortest = 0.6**20 * step_size
     while not abs(excess) <= target_bias + 2.0 * error:
         # Chains that no step moves, no shorter one will move.
@@ -156,15 +163,15 @@ def shorten_until_right(
                 "is: is the diffusion zero, or are friction, mass or metric extreme?"
             )
         step_size *= 0.6
-        excess, error = _excess(dynamics, scheme, step_size, 0.0, dim)
+        excess, error = simulated_excess(dynamics, scheme, step_size, 0.0, dim)
     if variance <= 0.0:
         return step_size, excess
-    excess, error = _excess(dynamics, scheme, step_size, variance, dim)
+    excess, error = simulated_excess(dynamics, scheme, step_size, variance, dim)
     while not abs(excess) <= target_bias + 2.0 * error:
         if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
             break
         step_size *= 0.6
-        excess, error = _excess(dynamics, scheme, step_size, variance, dim)
+        excess, error = simulated_excess(dynamics, scheme, step_size, variance, dim)
     return step_size, excess
 
 

@@ -48,6 +48,17 @@ def test_a_bad_source_is_named_before_sampling(answer, message):
     assert type(caught.value) is RuntimeError
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_what_is_not_finite_is_found_and_large_numbers_are_not(wrong, dtype):
+    """Squares of large numbers are beyond the type, as those of infinite ones."""
+    values = np.full((5, 3), np.finfo(dtype).max, dtype)
+    np.testing.assert_array_equal(HostArray(values).read(np.arange(5)), values)
+    values[3, 1] = wrong
+    with pytest.raises(RuntimeError, match="missing or infinite values, for example in row 3"):
+        HostArray(values).read(np.arange(5))
+
+
 @pytest.mark.parametrize("reads", [1, 5, 20])
 def test_a_bad_source_is_named_whenever_it_fails(reads):
     def fails_in_time(array, rows):

@@ -121,6 +121,18 @@ def test_discrete_sites_are_taken_as_given(switched, capsys):
     assert "Bias: means off by at most" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("sites", "shown", "left_out"),
+    [(["k"], "k", "rate"), ("rate", "rate", "k"), (["~k"], "rate", "k"), (["~rate"], "k", "rate")],
+)
+def test_a_summary_of_some_sites(switched, capsys, sites, shown, left_out):
+    print_summary(switched, sites=sites)
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert shown in rows
+    assert left_out not in rows
+    assert "Bias:" in rows
+
+
 def test_noise_beside_a_discrete_block_is_flagged():
     kernel = SGHMCSplit(switching, step_size=0.3, gradient="plain", minibatch="iid", num_steps=10)
     report = bias_report(switched_run(kernel))

@@ -1,5 +1,7 @@
 """Means that noise moves and no gradient shows: the report tells of them."""
 
+import re
+import warnings
 from functools import cache
 
 import jax
@@ -43,10 +45,14 @@ def exact_log_scale():
 
 @cache
 def run(**settings):
+    """The run, its report, and what is said before sampling."""
     mcmc = MCMC(SGHMCSplit(model, **settings), num_warmup=200, num_samples=1000, num_chains=4,
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
-    mcmc.run(jax.random.key(0), jnp.asarray(group), jnp.asarray(y, jnp.float32), batch_size=BATCH)
-    return mcmc, bias_report(mcmc)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        mcmc.run(jax.random.key(0), jnp.asarray(group), jnp.asarray(y, jnp.float32),
+                 batch_size=BATCH)  # fmt: skip
+    return mcmc, bias_report(mcmc), [str(w.message) for w in said if w.category is UserWarning]
 
 
 def told_and_true(mcmc, report):
@@ -57,8 +63,10 @@ def told_and_true(mcmc, report):
 
 
 def test_a_scale_that_noise_moves_is_not_fine():
-    mcmc, report = run(step_size=0.2)
+    mcmc, report, (sentence,) = run(step_size=0.2)
     row, true = told_and_true(mcmc, report)
+    told = float(re.search(r"means up to (\S+) posterior sds off", sentence)[1])
+    assert told == pytest.approx(true, abs=0.3 * true)
     assert true > 0.4
     assert row.verdict == "biased"
     assert row.mean_shift == pytest.approx(true, abs=0.3 * true)
@@ -69,7 +77,8 @@ def test_a_scale_that_noise_moves_is_not_fine():
 
 
 def test_little_noise_moves_nothing_far():
-    mcmc, report = run(step_size=0.06)
+    mcmc, report, said = run(step_size=0.06)
+    assert said == []
     row, true = told_and_true(mcmc, report)
     assert row.mean_shift == pytest.approx(true, abs=0.1)
     assert report.is_fine

@@ -15,6 +15,7 @@ from numpyro_sgmcmc.diagnostics import compare_with_finer, ess_per_gradient
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 DATA = survey_data()
+pytestmark = pytest.mark.filterwarnings("ignore:step_size=0.4 is predicted")
 
 
 def run(num_chains=2, **settings):

@@ -7,7 +7,8 @@ import pytest
 
 from numpyro_sgmcmc.dynamics import MonomialGamma, NoseHoover, Overdamped, Underdamped
 from numpyro_sgmcmc.warmup.advice import Shifts
-from numpyro_sgmcmc.warmup.discretisation import kick_excess
+from numpyro_sgmcmc.warmup.discretisation import draw_excess, kick_excess
+from numpyro_sgmcmc.warmup.step_size import simulated_excess
 
 
 @pytest.mark.parametrize("step_size", [0.01, 0.05, 0.2])
@@ -90,3 +91,51 @@ def test_a_step_that_moves_nothing_has_no_excess():
     """A friction that ends all momentum within a step leaves positions to rounding."""
     for friction in (100.0, 1e3, 1e4):
         assert kick_excess(Underdamped(friction), "symmetric", 0.3) == 0.0
+
+
+# --- The variance that draws have --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [1.0, 4.0])
+def test_draws_of_euler_on_the_overdamped_equation(curvature):
+    found = draw_excess(Overdamped(), "euler", 0.2, curvature)
+    assert found == pytest.approx(1 / (1 - 0.2 * curvature / 2) - 1, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "scheme", "step_size"),
+    [
+        (Underdamped(), "symmetric", 1.5),
+        (Underdamped(), "euler", 0.5),
+        (Underdamped(), "mt3", 1.5),
+        (Underdamped(40.0), "symmetric", 0.1),
+        (Underdamped(keeps_gradient=True), "obabo", 1.0),
+        (Underdamped(keeps_gradient=True), "baoab", 1.5),
+    ],
+)
+def test_draws_have_the_variance_of_simulated_chains(dynamics, scheme, step_size):
+    sd, error = simulated_excess(dynamics, scheme, step_size, 0.0, 20)
+    found = draw_excess(dynamics, scheme, step_size)
+    assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "longest"), [("euler", 1.0), ("lie_trotter", 2.0), ("baoab", 2.0)]
+)
+def test_steps_that_are_not_stable(scheme, longest):
+    dynamics = Underdamped(keeps_gradient=scheme == "baoab")
+    assert abs(draw_excess(dynamics, scheme, 0.95 * longest)) < np.inf
+    for step_size in (longest, 1.1 * longest, 1e3, 1e30):
+        assert draw_excess(dynamics, scheme, step_size) == np.inf
+    assert draw_excess(dynamics, scheme, 0.8 * longest, 4.0) == np.inf
+
+
+def test_a_step_in_which_friction_ends_all_momentum():
+    for friction in (35.0, 100.0, 1e3):
+        assert draw_excess(Underdamped(friction), "symmetric", 1.0) == pytest.approx(-1, abs=1e-3)
+
+
+@pytest.mark.parametrize("step_size", [1e-9, 1e-6, 1e-5, 1e-4, 1e-3])
+def test_rounding_in_short_steps_is_no_excess(step_size):
+    for dynamics in (Underdamped(), Underdamped(40.0), Overdamped()):
+        assert abs(draw_excess(dynamics, "euler", step_size)) < 0.01
