@@ -38,6 +38,7 @@ from numpyro_sgmcmc.diagnostics.runs import (
     needs_data,
     unconstrained_draws,
 )
+from numpyro_sgmcmc.dynamics import Dynamics, Recipe
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["bias_report"]
@@ -197,7 +198,15 @@ def _report(
         num_independent=max(1.0, min(independent, num_draws)),
         full_data=full_data,
         is_of_functions=is_of_functions,
+        has_own_scheme=_is_own(kernel.dynamics),
         clip_gradient=kernel.options.clip_gradient,
+    )
+
+
+def _is_own(dynamics: Dynamics) -> bool:
+    """Whether the user has written the SDE, or what it is made of."""
+    return isinstance(dynamics, Recipe) or not type(dynamics).__module__.startswith(
+        "numpyro_sgmcmc."
     )
 
 

@@ -31,11 +31,13 @@ class Neck(NamedTuple):
     - **coordinate** - its place in the flat position.
     - **side** - ``"low"`` or ``"high"``: the end that is narrow.
     - **mass** - about the posterior's mass beyond what a chain can enter, from 0 to 1.
+    - **is_everywhere** - whether the step is too long in the posterior's midst as well.
     """
 
     coordinate: int
     side: str
     mass: float
+    is_everywhere: bool = False
 
     @property
     def is_clear(self) -> bool:
@@ -62,12 +64,14 @@ def necks(
     x = (positions[:, moving] - positions[:, moving].mean(0)) / sd[moving]
     g = gradients[:, moving] * sd[moving]
     trend = _correlations(x[looked_at], narrowness)
+    is_everywhere = bool(np.median(narrowness) > np.log(_TOO_NARROW))
     found = []
     for k in np.argsort(-np.abs(trend))[:_MOST_LOOKED_AT]:
         sign = 1.0 if trend[k] > 0.0 else -1.0
         mass = _mass_beyond(sign * x[:, k], sign * g[:, k], looked_at, narrowness)
         if mass > _MISSED:
-            found.append(Neck(int(moving[k]), "high" if sign > 0.0 else "low", mass))
+            side = "high" if sign > 0.0 else "low"
+            found.append(Neck(int(moving[k]), side, mass, is_everywhere))
     return found
 
 

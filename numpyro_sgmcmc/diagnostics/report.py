@@ -44,6 +44,7 @@ class BiasReport:
     :param full_data: whether the gradients were those on all rows.
     :param is_of_functions: whether it is on values of functions of the draws, each as a site, in
         place of the parameters.
+    :param has_own_scheme: whether SDE or scheme are the user's and not the package's.
     :param clip_gradient: to which norm the run has cut its gradients, or None.
     :param notes: what else there is to know of how it was told.
     """
@@ -61,6 +62,7 @@ class BiasReport:
     num_independent: float
     full_data: bool
     is_of_functions: bool = False
+    has_own_scheme: bool = False
     clip_gradient: float | None = None
     notes: tuple[str, ...] = ()
 

@@ -25,6 +25,7 @@ FAR = 100.0
 
 _CHANCE = 3.0  # standard errors that the number of draws may explain
 _MOST_SENTENCES = 3
+_MANY_TIMES = 5.0  # by which noise is too large: nobody halves so often
 
 
 def verdict_of(report: BiasReport) -> str:
@@ -122,6 +123,11 @@ def _of_neck(report: BiasReport, site: str) -> str:
     found = [n for n in report.evidence.necks if report.names[n.coordinate][0] == site]
     worst = max(found, key=lambda n: n.mass)
     name = report.names[worst.coordinate][1]
+    if worst.is_everywhere:  # no neck need be there
+        return (
+            f"The step is too long for most of the posterior, and chains turn back at the "
+            f"{worst.side} end of `{name}`: take a shorter step_size."
+        )
     # A scale near zero pinches what it scales; a large one, what is drawn before it is scaled.
     form = "If it is a scale, write what it scales in "
     if worst.side == "low":
@@ -172,10 +178,7 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
     # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
     excess = max(s.sd_inflation for s in biased)
     if excess > SD_TOLERANCE and report.noise_inflation > 0.5 * excess:
-        return (
-            f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
-            "halves the excess."
-        )
+        return _cure_of_noise(excess, halve)
     if _is_moved_by_noise(report, biased):
         return (
             "Gradient noise explains it, which widens all that these have to do with, and no "
@@ -198,9 +201,32 @@ def _cure(report: BiasReport, biased: list[SiteBias]) -> str:
             f"Either the step or the gradient's noise, which was not measured: {halve}, or double "
             "the subsample_size."
         )
+    own = (
+        " If it does not, the scheme, which is not one of the package's, is wrong: "
+        "diagnostics.check_invariance tells without sampling."
+    )
     return (
         f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
-        f"falls to about 1/{2**report.order}."
+        f"falls to about 1/{2**report.order}." + own * report.has_own_scheme
+    )
+
+
+def _cure_of_noise(excess: float, halve: str) -> str:
+    """What to change where noise widens sds, which adds to the variance in proportion.
+
+    :param excess: of the sds.
+    """
+    times = (np.square(1.0 + excess) - 1.0) / (np.square(1.0 + SD_TOLERANCE) - 1.0)
+    if times < _MANY_TIMES:
+        return (
+            f"Gradient noise explains it: double the subsample_size, or {halve}; either about "
+            "halves the excess."
+        )
+    few = float(f"{times:.1g}")
+    return (
+        "Gradient noise explains it: leave out `step_size` and `gradient` if they are yours, or "
+        f"take a subsample_size some {few:,.0f} times as large or a step size as much smaller; "
+        "the excess of the variance falls in proportion."
     )
 
 

@@ -2,6 +2,7 @@
 
 import html
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import arviz as az
@@ -24,9 +25,10 @@ from numpyro_sgmcmc import (
     diagnostics,
     print_summary,
 )
+from numpyro_sgmcmc.diagnostics.bias import _is_own
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.diagnostics.site_bias import SiteBias, judge
-from numpyro_sgmcmc.diagnostics.verdict import sentence
+from numpyro_sgmcmc.diagnostics.verdict import _cure_of_noise, sentence
 from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
@@ -187,6 +189,25 @@ def test_verdict_names_site_size_cause_and_cure(noisy):
     assert steps.is_flagged
     assert "it is the step" in steps.verdict
     assert "1/4" in steps.verdict
+    assert not steps.has_own_scheme
+    assert "check_invariance" not in steps.verdict
+    assert "check_invariance" in replace(steps, has_own_scheme=True).verdict
+
+
+def test_what_the_user_has_written_is_known():
+    class Own(Underdamped):
+        pass
+
+    assert _is_own(Own())
+    assert not _is_own(Underdamped())
+
+
+def test_nobody_is_told_to_halve_ten_times():
+    """To bring sds from nine times theirs within 5 % the variance's excess of 80 must be 0.1."""
+    few, many = (_cure_of_noise(excess, "halve the step size") for excess in (0.2, 8.0))
+    assert "either about halves" in few
+    assert "halve" not in many
+    assert "subsample_size some 800 times as large" in many
 
 
 def test_what_cannot_be_measured_is_said_in_words():

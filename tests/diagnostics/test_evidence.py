@@ -1,6 +1,7 @@
 """What draws tell besides the moments: gradients where they are, tails, necks, dependence."""
 
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from numpyro_sgmcmc.diagnostics.estimates import estimate
 from numpyro_sgmcmc.diagnostics.evidence import sums_of
 from numpyro_sgmcmc.diagnostics.necks import necks
 from numpyro_sgmcmc.diagnostics.tails import Bend
+from numpyro_sgmcmc.diagnostics.verdict import _of_neck
 from numpyro_sgmcmc.posterior.whitening import Whitening
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
@@ -83,6 +85,12 @@ def funnel_draws(sd, lowest):
     return np.stack([v, x], 1), g, looked_at, STEP**2 * np.exp(-v[looked_at])
 
 
+def of_neck(neck):
+    """What is said of it, where it is the only coordinate's."""
+    report = SimpleNamespace(evidence=SimpleNamespace(necks=[neck]), names=[("v", "v")])
+    return _of_neck(report, "v")
+
+
 def test_a_neck_that_draws_have_not_entered_is_seen():
     found = necks(*funnel_draws(3.0, -2.5))
     assert [(n.coordinate, n.side) for n in found] == [(0, "low")]
@@ -95,6 +103,16 @@ def test_a_funnel_that_draws_fill_has_no_neck():
     assert not necks(positions, g, looked_at, 1e-4 * curvature)  # a step that is short enough
     assert not necks(positions, g, looked_at, np.full_like(curvature, 0.2))
     assert not necks(positions, g, looked_at, np.full_like(curvature, np.nan))
+
+
+def test_a_step_that_is_too_long_in_the_midst_is_told_from_a_neck():
+    positions, g, looked_at, curvature = funnel_draws(0.3, -np.inf)
+    assert all(not n.is_everywhere for n in necks(*funnel_draws(3.0, -2.5)))
+    found = necks(positions, g, looked_at, 3.0 * curvature / np.median(curvature))
+    assert [(n.coordinate, n.is_everywhere) for n in found] == [(0, True)]
+    assert "too long for most of the posterior" in of_neck(found[0])
+    assert "LocScaleReparam(0)" not in of_neck(found[0])
+    assert "LocScaleReparam(0)" in of_neck(found[0]._replace(is_everywhere=False))
 
 
 def groups(group, y, batch_size=None):
