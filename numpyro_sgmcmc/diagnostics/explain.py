@@ -282,7 +282,7 @@ def _predicted(adaptation: Adaptation, weighed: Weighed | None) -> str:
         return ""
     sds = 100.0 * (np.sqrt(1.0 + max(weighed.excess, 0.0)) - 1.0)
     means = f", means {weighed.shift:.2g} sds off at most" if weighed.shift > 0.0 else ""
-    return f"Sds {sds:.1f} % too wide at most{means}."
+    return f"By the gradient's noise sds {sds:.1f} % too wide at most{means}."
 
 
 def _chains(mcmc: MCMC, adaptation: Adaptation) -> str:
@@ -292,8 +292,8 @@ def _chains(mcmc: MCMC, adaptation: Adaptation) -> str:
     told = []
     if adaptation.allowed_excess is not None and shorter:
         told.append(
-            f"{shorter} of {len(steps)} ran hotter than predicted, or diverged, and shortened "
-            f"their step, to {steps.min():.3g} at least."
+            f"{shorter} of {len(steps)} ran hotter or colder than predicted, or diverged, and "
+            f"shortened their step, to {steps.min():.3g} at least."
         )
     extra = mcmc.get_extra_fields()
     if "diverging" in extra:

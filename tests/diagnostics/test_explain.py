@@ -111,7 +111,7 @@ def test_what_was_found_is_told():
     assert "from draws of the prior" in told["Whitening"]
     assert "independent" not in told["Steps"]
     assert "Predicted" not in told
-    assert told["Chains"].startswith("2 of 2 ran hotter than predicted")
+    assert told["Chains"].startswith("2 of 2 ran hotter or colder than predicted")
 
 
 def test_values_of_rows():
