@@ -35,6 +35,7 @@ SHIFT_SHARE = 1.2  # of the target: how far noise may move a mean, in sds
 _CLEARLY_LESS = 2 / 3  # of the work: worth a word
 _FEW_STEPS = 50  # no word where a draw takes no more
 _LARGER = 2.0 ** np.arange(1, 21)
+_ROWS_A_STEP = 100  # whose gradients cost about what a step does besides
 
 
 def tell_of_sorted_rows(times: float) -> None:
@@ -105,7 +106,8 @@ class _Draw(NamedTuple):
     """
     - **sizes** - rows of a minibatch, by plate.
     - **num_steps** - steps a draw.
-    - **work** - gradients of single rows a draw, those of an estimator by their cost.
+    - **work** - gradients of single rows, those of an estimator by their cost, from one draw to one
+      that is about independent, which may be further than a draw's steps.
     - **is_right** - whether noise stays within the target.
     """
 
@@ -137,9 +139,11 @@ def _draw(context: Context, limits: Limits, times: float) -> _Draw:
     times = math.inf if is_all else times
     allowed = SHIFT_SHARE * bias
     shorter = limits.shifts.longest(step_size, shortest, allowed, times)
-    num_steps = choose_num_steps(dynamics.relaxation_time(shorter, noise.variance), shorter)
+    time = dynamics.relaxation_time(shorter, noise.variance)
+    num_steps, needed = choose_num_steps(time, shorter), max(1.0, time / shorter)
     is_right = inflation <= bias and limits.shifts.at(shorter, times) <= allowed
-    return _Draw(sizes, num_steps, num_steps * sum(sizes.values()) * of_estimator, is_right)
+    work = needed * (_ROWS_A_STEP + sum(sizes.values()) * of_estimator)
+    return _Draw(sizes, num_steps, work, is_right)
 
 
 def _times(number: int, times: float, most: int) -> int:
@@ -247,7 +251,7 @@ def _advise(context: Context, limits: Limits, num_steps: int) -> None:
     """Say where the same posterior is to be had for clearly less work."""
     better = _better(context, limits)
     rows = sum(p.subsample_size for p in context.target.plates)
-    work = num_steps * rows * limits.estimator.cost
+    work = num_steps * (_ROWS_A_STEP + rows * limits.estimator.cost)
     if better.work > _CLEARLY_LESS * work or not better.is_right:
         return
     notify(
