@@ -68,7 +68,13 @@ def warn_of_given_step(
 
 
 def _own_excess(context: Context, limits: Limits, dynamics: Dynamics, step_size: float) -> float:
-    """Relative excess of variance by the step's own error; infinite where it is not stable."""
+    """Relative excess of variance by the step's own error; infinite where it is not stable.
+
+    Zero where no linear form of the SDE is known, as where it changes with the position: its
+    functions have yet to be checked.
+    """
+    if dynamics.linearised is None and not dynamics.has_thermostat:
+        return 0.0
     curvature, scheme = stiff_curvature(limits.curvature), context.settings.scheme
     is_short = step_size <= stiff_step_size(dynamics, limits.longest, limits.curvature)
     if is_short and dynamics.has_default_settings:
