@@ -214,9 +214,7 @@ class HostArray(RowArray):
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         if not jnp.issubdtype(self._dtype, jnp.floating):
             return
-        if (
-            values.dtype.char in "fd"
-        ):  # one pass, and no array of its own; what overflows is looked at
+        if values.dtype.char in "fd":  # one pass first, without an array of its own
             flat = values.reshape(-1)
             with np.errstate(over="ignore", invalid="ignore"):
                 if np.isfinite(np.dot(flat, flat)):

@@ -1,101 +1,30 @@
 """The bias that a run reports is the bias that it has."""
 
-import html
-import warnings
-from dataclasses import replace
-from functools import cache
-
-import arviz as az
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
 import numpy as np
 import pytest
-from numpyro.diagnostics import gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import (
-    SGHMC,
     SGLD,
     SGNHT,
-    SGRLD,
     SHMC,
     SGHMCSplit,
     bias_report,
     diagnostics,
-    print_summary,
 )
-from numpyro_sgmcmc.diagnostics.bias import _is_own
-from numpyro_sgmcmc.diagnostics.estimates import Estimate
-from numpyro_sgmcmc.diagnostics.site_bias import SiteBias, judge
-from numpyro_sgmcmc.diagnostics.verdict import _cure_of_noise, sentence
 from numpyro_sgmcmc.dynamics import Underdamped
 from tests.contract.kernels import (
     BATCH,
     KERNELS,
     quietly,
     survey,
-    survey_data,
     survey_posterior,
 )
+from tests.diagnostics.survey_runs import DATA, QUICK, SETTINGS, run, run_with, true_bias
 from tests.dynamics.orders import stationary_covariance
-
-mpl.use("Agg")
-
-
 from tests.quick import quick_if
-
-DATA = survey_data()
-
-
-def run(kernel, num_samples=1000, num_chains=4, **options):
-    settings = {"num_samples": num_samples, "num_chains": num_chains, **options}
-    mcmc = quietly(kernel, num_warmup=100, chain_method="vectorized", **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH)
-    return mcmc
-
-
-SETTINGS = {
-    "default": {},
-    "plain, independent rows": {"gradient": "plain", "minibatch": "iid", "step_size": 0.3},
-    "plain, an epoch's rows": {"gradient": "plain", "minibatch": "epoch", "step_size": 0.3},
-    "long steps": {"step_size": 0.6},
-}
-QUICK = {"default", "plain, independent rows"}  # whose runs other tests share
-
-
-@cache
-def run_with(kernel_class, label):
-    """A run of 1,000 draws, made once."""
-    settings = dict(SETTINGS[label])
-    if kernel_class in (SGLD, SGRLD, SGHMC) and "step_size" in settings:
-        settings["step_size"] /= 3.0
-    return run(kernel_class(survey, **settings))
-
-
-def true_bias(mcmc):
-    """Shift and inflation of a run on the survey, whose posterior is known."""
-    posterior = survey_posterior(DATA)
-    samples = mcmc.get_samples()
-    found = {}
-    for site in ("beta", "rate"):
-        draws = np.asarray(samples[site], np.float64)
-        mean, sd = posterior[site]
-        found[site] = (draws.mean(0) - mean) / sd, draws.std(0) / sd - 1.0
-    return found
-
-
-@pytest.fixture
-def noisy():
-    return run_with(SGHMCSplit, "plain, independent rows")
-
-
-@pytest.fixture
-def good():
-    return run_with(SGHMCSplit, "default")
-
 
 # --- The numbers --------------------------------------------------------------------------------
 
@@ -174,197 +103,6 @@ def test_kinetic_temperature_is_another_number():
     report = bias_report(overdamped)
     assert np.isnan(report.estimates.kinetic.value)
     assert "kinetic" not in str(report)
-
-
-# --- The words ----------------------------------------------------------------------------------
-
-
-def test_verdict_names_site_size_cause_and_cure(noisy):
-    report = bias_report(noisy)
-    assert report.is_flagged
-    assert {s.verdict for s in report.sites} == {"biased"}
-    for part in ("Sds of `beta`", "% too wide", "Gradient noise", "subsample_size", "step size"):
-        assert part in report.verdict
-    steps = bias_report(run(SHMC(survey, scheme="symmetric", step_size=1.4, num_steps=4)))
-    assert steps.is_flagged
-    assert "it is the step" in steps.verdict
-    assert "1/4" in steps.verdict
-    assert not steps.has_own_scheme
-    assert "check_invariance" not in steps.verdict
-    assert "check_invariance" in replace(steps, has_own_scheme=True).verdict
-
-
-def test_what_the_user_has_written_is_known():
-    class Own(Underdamped):
-        pass
-
-    assert _is_own(Own())
-    assert not _is_own(Underdamped())
-
-
-def test_nobody_is_told_to_halve_ten_times():
-    """To bring sds from nine times theirs within 5 % the variance's excess of 80 must be 0.1."""
-    few, many = (_cure_of_noise(excess, "halve the step size") for excess in (0.2, 8.0))
-    assert "either about halves" in few
-    assert "halve" not in many
-    assert "subsample_size some 800 times as large" in many
-
-
-def test_what_cannot_be_measured_is_said_in_words():
-    lost = SiteBias("tau", 1, 3.0, 0.1, np.nan, np.nan, 1.0, 500.0, "biased")
-    said = sentence(lost)
-    assert said.startswith("Sds of `tau` are too far off to be measured and means of `tau`")
-    assert "nan" not in said
-    gone = SiteBias("tau", 1, -7e5, 4e5, 0.3, 0.1, 1.0, 500.0, "biased")
-    assert sentence(gone).endswith("means of `tau` are more than 100 sds off.")
-
-
-def test_few_dependent_draws_are_told_from_long_steps():
-    kernel = SGHMCSplit(survey, step_size=0.1, num_steps=1)
-    report = bias_report(run(kernel, num_samples=100, num_chains=1))
-    assert "biased" in {s.verdict for s in report.sites}
-    assert "independent ones at most) may explain it: draw more" in report.verdict
-    assert "step" not in report.verdict
-
-
-def test_noise_is_named_before_chance():
-    """Noise that widens sds, and few draws: more draws would not cure it."""
-    settings = {"gradient": "plain", "minibatch": "iid", "step_size": 0.3}
-    report = bias_report(run(SGHMCSplit(survey, **settings), num_samples=60))
-    assert report.noise_inflation > 0.15
-    assert "draw more" not in report.verdict
-
-
-def test_fine_needs_error_bars_that_rule_the_rest_out():
-    judged = [
-        judge(Estimate(np.array([value]), np.array([error])), np.array([0]), 2.0, 0.05, 0.15)
-        for value, error in ((0.02, 0.01), (0.1, 0.04), (0.1, 0.02), (0.02, 0.09))
-    ]
-    assert judged == ["fine", "unclear", "biased", "unclear"]
-
-
-def test_chains_in_different_modes_are_seen():
-    """Two narrow modes, each sampled perfectly: the moments alone say that all is well."""
-
-    def potential(q):
-        return -jnp.logaddexp(-jnp.square(q - 5.0).sum() / 2, -jnp.square(q + 5.0).sum() / 2)
-
-    kernel = SGHMCSplit(potential_fn=potential, inverse_mass_matrix=np.ones(1), step_size=0.3)
-    mcmc = quietly(kernel, num_samples=1000, num_chains=4, chain_method="vectorized")
-    mcmc.run(jax.random.key(0), init_params=jnp.array([[-5.0], [5.0], [-5.0], [5.0]]))
-    report = bias_report(mcmc)
-    assert report.is_flagged
-    assert {s.verdict for s in report.sites} == {"apart"}
-    assert report.verdict.startswith("Chains disagree on `z` (R-hat up to ")
-    draws = np.asarray(mcmc.get_samples(group_by_chain=True))
-    np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.05)
-
-
-def test_nothing_is_flagged_where_nothing_is_wrong(good):
-    report = bias_report(good)
-    assert not report.is_flagged
-    assert report.verdict.startswith("Means and sds are right within the error bars: R-hat is at ")
-    assert f"effective sample size is {report.ess.min():.0f}, and gradients at " in report.verdict
-    assert report.line.startswith("Bias: means off by at most 0.")
-
-
-def test_few_draws_are_unclear_and_not_fine():
-    dependent = run(SGHMCSplit(survey, num_steps=1), num_samples=30, num_chains=1)
-    assert not bias_report(dependent).is_fine
-    report = bias_report(run(SGHMCSplit(survey), num_samples=30, num_chains=1))
-    assert not report.is_fine
-    assert "unclear" in {s.verdict for s in report.sites}
-    assert "too few to tell: draw more" in report.verdict
-
-
-def test_report_prints_and_converts(noisy):
-    report = bias_report(noisy)
-    lines = str(report).splitlines()
-    assert lines[0].split() == [
-        "site",
-        "size",
-        "mean",
-        "shift",
-        "sd",
-        "inflation",
-        "R-hat",
-        "ESS",
-        "verdict",
-    ]
-    assert lines[1].split()[:2] == ["beta", "2"]
-    assert max(map(len, lines[:3])) < 80
-    page = report._repr_html_()
-    assert page.count("<tr>") == 3
-    assert html.escape(report.verdict) in page
-    table = report.to_dataframe()
-    assert list(table.index) == ["beta", "rate"]
-    assert table.loc["beta", "verdict"] == "biased"
-    each = report.to_dataframe(coordinates=True)
-    assert list(each.index) == ["beta[0]", "beta[1]", "rate"]
-    np.testing.assert_allclose(each["sd_inflation"], report.estimates.inflation.value)
-
-
-def test_summary_ends_with_a_line_on_bias(noisy, good, capsys):
-    print_summary(good)
-    right = capsys.readouterr().out.splitlines()
-    good.print_summary()
-    assert capsys.readouterr().out.splitlines() == right[:-1]
-    assert right[-1] == bias_report(good).line
-    print_summary(noisy)
-    assert "Gradient noise explains it" in capsys.readouterr().out.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("sites", "exclude_deterministic", "shown"),
-    [
-        (["rate"], True, ["rate"]),
-        ("contrast", True, ["contrast"]),
-        (["~beta"], True, ["rate"]),
-        (["~beta"], False, ["contrast", "rate"]),
-    ],
-)
-def test_summary_of_some_sites(good, capsys, sites, exclude_deterministic, shown):
-    good.print_summary(exclude_deterministic=False)
-    rows = capsys.readouterr().out.splitlines()
-    print_summary(good, exclude_deterministic=exclude_deterministic, sites=sites)
-    found = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in found[2:-3]] == shown
-    assert {" ".join(x.split()) for x in found[2:-3]} <= {" ".join(x.split()) for x in rows}
-    assert found[-2:] == [rows[-1], bias_report(good).line]
-    assert len(found) == len(shown) + 5
-
-
-@pytest.mark.parametrize("sites", [["foo"], ["~foo"], ["beta", "~rate"], [], 3, [3]])
-def test_sites_that_are_none_are_refused(good, sites):
-    with pytest.raises(ValueError, match="`sites`"):
-        print_summary(good, sites=sites)
-
-
-def test_report_lands_in_the_arviz_object(noisy):
-    data = az.from_numpyro(noisy)
-    report = bias_report(noisy)
-    report.add_to(data)
-    group = data["bias_report"]
-    assert group.attrs["verdict"] == report.verdict
-    assert list(group["coordinate"].values) == ["beta[0]", "beta[1]", "rate"]
-
-
-def test_plot_shows_every_coordinate(noisy):
-    left, right = diagnostics.plot_bias(noisy)
-    assert [t.get_text() for t in left.get_yticklabels()] == ["beta[0]", "beta[1]", "rate"]
-    assert "posterior sd" in left.get_xlabel()
-    shown = sorted(x for line in right.lines for x in line.get_xdata() if line.get_marker() == "o")
-    expected = sorted(100 * bias_report(noisy).estimates.inflation.value)
-    np.testing.assert_allclose(shown, expected)
-    mpl.pyplot.close("all")
-
-
-@pytest.mark.slow
-def test_a_schedule_is_reported_on():
-    kernel = SGHMCSplit(
-        survey, step_size=lambda count: jnp.where(count < 5000, 0.3, 0.2), num_steps=10
-    )
-    assert not bias_report(run(kernel)).is_flagged
 
 
 # --- Calibrated draws ---------------------------------------------------------------------------

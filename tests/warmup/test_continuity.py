@@ -8,9 +8,14 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.warmup.continuity import beyond_slopes
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.warmup.continuity import beyond_slopes, hidden_changes
+from numpyro_sgmcmc.warmup.row_gradients import RowGradients
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 
@@ -50,6 +55,24 @@ def test_what_the_gradient_does_not_know_is_measured(fn, share):
     slopes = np.asarray(jax.vmap(jax.grad(fn))(x), np.float64) * (PLACES[1] - PLACES[0])
     hidden, total, _ = beyond_slopes(values, slopes, np.finfo(np.float32).eps)
     assert hidden > share * total
+
+
+def test_where_gradients_cost_much_few_rows_are_looked_at():
+    """As many as stand for all elsewhere in such a warm-up."""
+
+    def model(y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+    y = np.random.default_rng(0).standard_normal(5_000)
+    arguments = Arguments((jnp.asarray(y, jnp.float32),), {"batch_size": 100})
+    target, asked = target_of(model, arguments, init_to_uniform), []
+    for num, expected in ((400, 4), (20_000, 22)):  # of 2,048 rows the last 48 take two
+        rows = RowGradients(target, arguments, num)
+        rows.mean = lambda line, some: asked.append(len(some)) or (line[:, 0], 0 * line)
+        hidden_changes(rows, Whitening(np.zeros(1), np.ones(1)), np.array([[0.0], [1.0]]), 2)
+        assert asked.pop() == expected
 
 
 @jax.custom_jvp

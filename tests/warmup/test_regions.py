@@ -1,5 +1,7 @@
 """Posteriors without a single region: networks' weights take the prior's units."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,8 +105,9 @@ def test_of_very_many_coordinates_r_hat_says_little(monkeypatch, is_known):
     assert (in_units_of_the_prior(context, first) is None) == is_known
 
 
+@pytest.mark.parametrize("num_steps", [400, 100])
 @pytest.mark.parametrize(("batch_size", "is_hot"), [(200, False), (50, True)])
-def test_noise_heats_draws_of_the_posterior(batch_size, is_hot):
+def test_noise_heats_draws_of_the_posterior(batch_size, is_hot, num_steps):
     """In steps of 0.001 noise of fifty rows of 200 adds four times a line's temperature."""
 
     def line(X, y, batch_size=None):
@@ -116,6 +119,7 @@ def test_noise_heats_draws_of_the_posterior(batch_size, is_hot):
     covariance = np.linalg.inv(np.eye(2) + x.T @ x / 0.09)
     draws = RNG.multivariate_normal(covariance @ x.T @ y / 0.09, covariance, 64)
     context = context_of(line, batch_size)
+    context.effort = replace(context.effort, windows=(num_steps,))
     mode = Mode(Whitening(np.zeros(2), np.ones(2), np.zeros(2)), draws)
     assert (_heat(context, mode) > _HOT) == is_hot
 
