@@ -11,8 +11,10 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGMGT, SGNHT, SGHMCSplit
+from tests.quick import quick_if
 
-SIZE, BATCH, SEEDS = 2_000, 20, range(3)
+SIZE, BATCH = 2_000, 20
+SEEDS = [quick_if(seed == 0, seed) for seed in range(3)]
 
 
 def model(X, y, batch_size=None):
@@ -87,7 +89,6 @@ def test_friction_that_ends_all_momentum_in_a_step():
     assert "leave chains where they are: it ends all momentum at friction 40." in sentence
     step_size = float(re.search(r"Use about (\S+),", sentence)[1])
     assert said(friction=40.0, step_size=step_size)[0] == []
-    assert said(friction=40.0)[0] == []
 
 
 def test_nothing_is_said_of_a_schedule():
