@@ -93,7 +93,8 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/network.py --output docs/gallery/network.png
 	$(bin)/python examples/topics.py --output docs/gallery/topics.png
 
-# Each table also goes into benchmarks/results, one file for each Python, with day and versions.
+# Each table also goes into benchmarks/results, one file for each Python, with day and versions, and
+# from there into the site's pages.
 benchmarks: export BENCHMARK_RESULTS = benchmarks/results
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
@@ -105,6 +106,7 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/many_weights.py
 	$(bin)/python benchmarks/leaks.py
 	$(bin)/python benchmarks/sharding.py
+	$(bin)/python benchmarks/pages.py
 
 # Writes 24 GB to the folder for temporary files, or to the one that TMPDIR names.
 disk: $(VENV)/.installed-benchmarks

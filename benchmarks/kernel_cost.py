@@ -109,7 +109,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     data = make_data(random.key(0), int(args.num_rows), DIM)
-    print_header(f"Cost of a step over the bare loop's, N = {args.num_rows:.0e}, B = {BATCH_SIZE}")
+    rows = f"N = {int(args.num_rows):,}, B = {BATCH_SIZE}"
+    print_header(f"Every kernel's step over the bare loop's, {rows}")
     print_row(["kernel", "scheme", "plain", "control variates"], WIDTHS)
     for name, scheme, kernel_class, settings in variants():
         if not name.startswith(args.only):

@@ -3,8 +3,8 @@
 A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a kernel of its own, on the
 same model function or on a new one each (a closure, as a loop over models makes them), and of
 ``CheckpointedMCMC``; NUTS stands beside them. Resident memory, JAX's live compiled programs and
-arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth and
-so on; each series in a process of its own.
+arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth, half
+of them and all; each series in a process of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             for number in range(given.runs):
                 fit(given.child, number, Path(scratch))
-                if number == 0 or (number + 1) % 10 == 0:
+                if number + 1 in (1, 10, given.runs // 2, given.runs):
                     print("held", number + 1, *held(), flush=True)
         return
     print_header(f"What a process keeps of {given.runs} runs")

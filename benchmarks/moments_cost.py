@@ -25,7 +25,7 @@ from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Plain
 from numpyro_sgmcmc.warmup.moment_source import MomentSource, own_gradients
 
 NUM_STEPS = 10
-WIDTHS = (8, 8, 8, 16, 12, 8, 8)
+WIDTHS = (10, 8, 8, 16, 12, 8, 8)
 
 
 def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
@@ -65,10 +65,10 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
             loops = {k: loop(n, moment_source=s, **chosen) for k, s in sources.items()}
             times = interleaved(loops, repeats)
             base = times.pop("without")
-            micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} us"
+            micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} µs"
             ratios = [f"{np.median(t / base):.2f}" for t in times.values()]
             print_row(
-                [f"{num_rows:.0e}", f"{dim:.0e}", minibatch, estimator, micros, *ratios], WIDTHS
+                [f"{num_rows:,}", f"{dim:,}", minibatch, estimator, micros, *ratios], WIDTHS
             )
 
 

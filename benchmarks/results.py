@@ -2,7 +2,7 @@
 
 Where the environment variable BENCHMARK_RESULTS names a folder, a script's tables go into its
 ``python-3.13.json`` (by the Python that ran it), in place of the same tables of an earlier run.
-``docs/measured.md`` is made from these files, and ``benchmarks/compare.py`` compares two.
+``benchmarks/pages.py`` puts them into the site's pages, and ``benchmarks/compare.py`` compares two.
 """
 
 from __future__ import annotations
@@ -74,17 +74,3 @@ def read(path: Path) -> list[Table]:
     """The tables of a file."""
     tables: list[Table] = json.loads(path.read_text())
     return tables
-
-
-def markdown(tables: Iterable[Table]) -> str:
-    """The tables as text for a page, with what they were measured on."""
-    parts = []
-    for table in tables:
-        versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
-        head, *rows = table["rows"]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-        parts.append(
-            f"### {table['title']}\n\n`benchmarks/{table['benchmark']}.py`, {table['day']}; "
-            f"{versions}; {table['machine']}.\n\n" + "\n".join(lines)
-        )
-    return "\n\n".join(parts)

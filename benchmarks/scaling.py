@@ -30,7 +30,7 @@ from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
 
-WIDTHS = (8, 12, 10, 10, 10, 12, 12)
+WIDTHS = (11, 12, 10, 10, 10, 12, 12)
 
 
 class Result(NamedTuple):
@@ -105,7 +105,7 @@ def report(num_rows: int, name: str, result: Result, mean: np.ndarray, sd: np.nd
     numbers = [f"{result.warmup:.1f} s", f"{result.sampling:.2f} s", f"{result.ess:.0f}"]
     error = float((np.abs(result.draws.mean((0, 1)) - mean) / sd).max())
     rate = f"{result.ess / result.sampling:,.0f}"
-    print_row([f"{num_rows:.0e}", name, *numbers, rate, f"{error:.3f} sd"], WIDTHS)
+    print_row([f"{num_rows:,}", name, *numbers, rate, f"{error:.3f} sd"], WIDTHS)
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def main() -> None:
     from logistic_regression import DIM
     from timing import print_header, print_row
 
-    print_header(f"Rows spread over devices; D = {DIM}, N = {args.num_rows:.0e}, {CHAINS} chains")
+    print_header(f"Rows spread over devices; D = {DIM}, N = {args.num_rows:,}, {CHAINS} chains")
     print_row(["rows on", "B", "µs a step", "ratio", "a sum alone"], WIDTHS)
     bare: dict[str, float] = {}
     for name, processes, devices in (

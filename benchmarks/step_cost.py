@@ -41,7 +41,7 @@ from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
 from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
 
 NUM_STEPS = 10
-WIDTHS = (8, 8, 10, 9, 8, 8, 8, 8, 8, 8)
+WIDTHS = (11, 8, 10, 9, 8, 8, 8, 8, 8, 8)
 
 
 def gradient(theta: Array, X: Array, y: Array, rows: Array) -> Array:
@@ -118,8 +118,8 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
     micros = np.median(base) / n / NUM_STEPS * 1e6
     ratios = [f"{np.median(t / base):.2f}" for t in times.values()]
     fastest = [f"{t.min() / base.min():.2f}" for t in times.values()]
-    print_row([f"{num_rows:.0e}", f"{dim:.0e}", f"{micros:.1f} us", *ratios], WIDTHS)
-    print_row([f"{num_rows:.0e}", f"{dim:.0e}", "fastest", *fastest], WIDTHS)
+    print_row([f"{num_rows:,}", f"{dim:,}", f"{micros:.1f} µs", *ratios], WIDTHS)
+    print_row([f"{num_rows:,}", f"{dim:,}", "fastest", *fastest], WIDTHS)
 
 
 def main() -> None:

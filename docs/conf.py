@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent), str(HERE / "_ext"), str(HERE.parent / "benchmarks")]
+sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import results  # noqa: E402
 
 import numpyro_sgmcmc  # noqa: E402
 
@@ -74,21 +73,9 @@ def _with_files(app, docname, source):
         text = (HERE.parent / FILES[docname]).read_text()
         app.env.note_dependency(str(HERE.parent / FILES[docname]))
         text = text.replace("](docs/", "](")
-    if docname == "measured":
-        text += _measured(app)
     for page, file in FILES.items():
         text = re.sub(rf"\]\((?:\.\./)?{re.escape(file)}", f"]({page}.md", text)
     source[0] = text
-
-
-def _measured(app):
-    """The tables that `make benchmarks` has kept, by Python."""
-    parts = []
-    for path in sorted((HERE.parent / "benchmarks" / "results").glob("*.json")):
-        app.env.note_dependency(str(path))
-        version = path.stem.removeprefix("python-")
-        parts.append(f"\n## Python {version}\n\n{results.markdown(results.read(path))}\n")
-    return "".join(parts)
 
 
 def setup(app):

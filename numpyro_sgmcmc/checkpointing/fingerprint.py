@@ -156,10 +156,10 @@ def fingerprint(
     for name, array in arguments.named_arrays(model):
         found[f"data {name}"] = describe(array)
     spread = [x.array for x in arguments.sharded if x.is_on_host]
-    for place, host in enumerate(arguments.hosts):
+    for name, host in arguments.named_hosts(model):
         text = f"{host.dtype}{host.shape} {host.checksum():08x}"
-        # By its place: the file may have moved.
-        found[f"HostArray number {place + 1}"] = _of_all(text) if host in spread else text
+        # By the argument and not the array's own name: the file may have moved.
+        found[f"HostArray {name}"] = _of_all(text) if host in spread else text
     others = arguments.map_hosts(lambda host: "rows on the host").map_sharded(_without_host)
     for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
         if not is_array(x):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -169,22 +169,31 @@ class Arguments:
 
     def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
         """The arrays with the names that they have in the model's signature."""
+        return [(name, x) for name, x in self._named(model) if is_array(x)]
+
+    def named_hosts(self, model: Callable) -> list[tuple[str, HostArray]]:
+        """As :attr:`hosts`, with such names."""
+        parts = ((n, x.array if _is_sharded(x) else x) for n, x in self._named(model, _is_row_array))
+        return [(name, x) for name, x in parts if _is_host(x)]
+
+    def _named(
+        self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """All arguments' leaves with the names that they have in the model's signature."""
         try:
             names = list(inspect.signature(model).parameters)
         except (TypeError, ValueError):
             names = []
-        named = []
-        for path, leaf in jax.tree_util.tree_flatten_with_path((self.args, self.kwargs))[0]:
-            if is_array(leaf):
-                part = path[1]
-                if isinstance(part, jax.tree_util.SequenceKey):
-                    name = names[part.idx] if part.idx < len(names) else f"argument {part.idx}"
-                else:
-                    name = str(getattr(part, "key", part))
-                # What a ShardedArray holds goes by its name.
-                inside = [p for p in path[2:] if not isinstance(p, jax.tree_util.FlattenedIndexKey)]
-                named.append((f"`{name}{jax.tree_util.keystr(tuple(inside))}`", leaf))
-        return named
+        arguments = self.args, self.kwargs
+        for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf)[0]:
+            part = path[1]
+            if isinstance(part, jax.tree_util.SequenceKey):
+                name = names[part.idx] if part.idx < len(names) else f"argument {part.idx}"
+            else:
+                name = str(getattr(part, "key", part))
+            # What a ShardedArray holds goes by its name.
+            inside = [p for p in path[2:] if not isinstance(p, jax.tree_util.FlattenedIndexKey)]
+            yield f"`{name}{jax.tree_util.keystr(tuple(inside))}`", leaf
 
     def tree_flatten(self) -> tuple[list[Any], Hashable]:
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))

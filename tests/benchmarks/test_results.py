@@ -60,9 +60,55 @@ def test_tables_are_kept_and_those_of_later_runs_take_their_place(benchmarks, tm
     found = [c for c in compare.changes(*files, more_than=0.1) if c.table == "Widths of things"]
     ratios = [(c.row, c.column, round(c.ratio, 2)) for c in found[: len(found) // 2]]
     assert ratios == [("a x", "µs", 2.0), ("a x", "share", 1.2), ("b y", "share", 0.5)]
-    page = results.markdown(files[0])
-    assert "| a | x | 1,200 us | 5 % |" in page
-    assert files[0][0]["day"] in page
+
+
+def table(python, rows, benchmark="things", title="Widths of things"):
+    """What a benchmark has kept."""
+    return {
+        "benchmark": benchmark,
+        "title": title,
+        "day": "2026-01-01",
+        "versions": {"Python": python, "JAX": "1.0"},
+        "machine": "2 cores, cpu",
+        "rows": [["thing", "", "µs", "share"], *rows],
+    }
+
+
+def test_a_page_has_the_tables_that_it_names(benchmarks):
+    import pages
+
+    measured = [
+        [table("3.11", OLD), table("3.13", NEW)],
+        [table("3.11", OLD, title="Other things"), table("3.13", NEW[:2], title="Other things")],
+        [table("3.13", [["c", "z", "7", "8"]], "others")],
+    ]
+    page = "A\n<!-- measured: {} -->\nstale\n<!-- end -->\nB <!-- end -->\n"
+
+    one = pages.with_tables(page.format("things 1"), measured)
+    assert one.startswith("A\n<!-- measured: things 1 -->\nWidths of things: Python 3.11, JAX 1.0 (")
+    assert one.endswith("\n<!-- end -->\nB <!-- end -->\n")
+    assert "| a | x | 10 us / 20 us | 5 % / 6 % |\n" in one, "two Pythons' numbers"
+    assert "stale" not in one
+    assert "Other" not in one
+    assert pages.with_tables(one, measured) == one
+
+    both = pages.with_tables(page.format("things"), measured)
+    assert both.count("| thing |") == 3, "tables with other rows stand one after the other"
+    listed = pages.with_tables(page.format("all"), measured)
+    assert listed.count("| `benchmarks/others.py` | Python 3.13, JAX 1.0 (2 cores, cpu; 2026-") == 1
+    for unknown in ("nothing", "things 3"):
+        with pytest.raises(KeyError, match="has kept no table"):
+            pages.with_tables(page.format(unknown), measured)
+
+
+def test_the_pages_have_what_was_kept(benchmarks):
+    import pages
+
+    measured = pages.kept()
+    for page in pages.PAGES:
+        text = page.read_text()
+        assert "<!-- measured: " in text
+        assert pages.with_tables(text, measured) == text, f"python benchmarks/pages.py, for {page}"
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path):

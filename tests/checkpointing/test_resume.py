@@ -142,7 +142,7 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
     moved.resume(*[HostArray(x, name="elsewhere") for x in DATA], batch_size=40)
     others = [HostArray(x.copy()) for x in DATA]
     others[0]._source[7] += 1
-    with pytest.raises(ValueError, match=r"HostArray number 1 was"):
+    with pytest.raises(ValueError, match=r"HostArray `X` was"):
         mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
 
 

@@ -179,7 +179,7 @@ def check_rows_on_hosts_give_the_same_draws():
     mcmc = resume(folder, on_hosts(DATA))
     np.testing.assert_array_equal(mcmc.get_samples(True)["beta"], expected)
     assert "beta" in str(bias_report(mcmc, full_data=True))
-    with pytest.raises(ValueError, match=r"HostArray number 1 was .* of all processes"):
+    with pytest.raises(ValueError, match=r"HostArray `X` was .* of all processes"):
         resume(folder, on_hosts(rows(shift=1.0)))
 
 

@@ -1,0 +1,99 @@
+"""Put the tables that the benchmarks have kept into the pages: ``python benchmarks/pages.py``.
+
+A page says where its tables go by two lines, of which what is between them is replaced:
+
+    <!-- measured: step_cost -->
+    <!-- end -->
+
+The tables of one script stand there, one after the other, or, by ``<!-- measured: memory 2 -->``,
+one of them; by ``<!-- measured: all -->`` a list of all tables, with the day and the versions of
+each. What two Pythons found of the same rows is one table, in whose cells the first stands before
+the second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from results import Table, key, read
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "scaling", "trust", "measured")]
+_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_LABELS = 2  # cells that say what a row is of
+
+
+def kept() -> list[list[Table]]:
+    """What was measured: for each table those of the Pythons that have it, the oldest first."""
+    found: dict[tuple[str, str], list[Table]] = {}
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for table in read(path):
+            found.setdefault(key(table), []).append(table)
+    return list(found.values())
+
+
+def with_tables(page: str, measured: Sequence[list[Table]]) -> str:
+    """The text of a page with its tables.
+
+    :raises KeyError: where a script that the page names has kept no table.
+    """
+
+    def place(match: re.Match[str]) -> str:
+        begin, name, number, end = match.groups()
+        if name == "all":
+            return f"{begin}{_list(measured)}\n{end}"
+        those = [tables for tables in measured if tables[0]["benchmark"] == name]
+        if number:
+            those = those[int(number) - 1 : int(number)]
+        if not those:
+            raise KeyError(f"benchmarks/{name}.py has kept no table {number or ''}".rstrip())
+        tables = "\n\n".join(map(_shown, those))
+        return f"{begin}{tables}\n{end}"
+
+    return _PLACE.sub(place, page)
+
+
+def _shown(tables: Sequence[Table]) -> str:
+    """A table as each Python found it: one, where the rows are of the same things."""
+    labels = [[row[:_LABELS] for row in table["rows"]] for table in tables]
+    if any(other != labels[0] for other in labels):
+        return "\n\n".join(_shown([table]) for table in tables)
+    beside = zip(*(table["rows"] for table in tables), strict=True)
+    rows = [[_cell(cells) for cells in zip(*row, strict=True)] for row in beside]
+    return f"{tables[0]['title']}: {' / '.join(map(_when, tables))}.\n\n{_markdown(rows)}"
+
+
+def _cell(found: Sequence[str]) -> str:
+    return found[0] if len(set(found)) == 1 else " / ".join(found)
+
+
+def _when(table: Table) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
+    return f"{versions} ({table['machine']}; {table['day']})"
+
+
+def _list(measured: Iterable[Sequence[Table]]) -> str:
+    """Every table with what it was measured on."""
+    rows = [["table", "script", "measured"]]
+    for tables in measured:
+        script = f"`benchmarks/{tables[0]['benchmark']}.py`"
+        rows.append([tables[0]["title"], script, "<br>".join(map(_when, tables))])
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *others = rows
+    lines = (head, ["---"] * len(head), *others)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    measured = kept()
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text(), measured))
+
+
+if __name__ == "__main__":
+    main()
