@@ -87,9 +87,7 @@ def table_of_draws(rows: list[int], dim: int, chains: int, draws: list[int]) -> 
         for number in draws:
             peaks = [measured(num_rows, dim, how, chains, number)[1] for how in ("memory", "disk")]
             sizes = [data, 4 * dim * chains * number, alone, *peaks]
-            print_row(
-                [f"{num_rows:,}", f"{number:,}", *(f"{x / 1e6:.0f}" for x in sizes)], MANY
-            )
+            print_row([f"{num_rows:,}", f"{number:,}", *(f"{x / 1e6:.0f}" for x in sizes)], MANY)
 
 
 def main() -> None:

@@ -67,9 +67,7 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
             base = times.pop("without")
             micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} µs"
             ratios = [f"{np.median(t / base):.2f}" for t in times.values()]
-            print_row(
-                [f"{num_rows:,}", f"{dim:,}", minibatch, estimator, micros, *ratios], WIDTHS
-            )
+            print_row([f"{num_rows:,}", f"{dim:,}", minibatch, estimator, micros, *ratios], WIDTHS)
 
 
 def main() -> None:

@@ -173,7 +173,8 @@ class Arguments:
 
     def named_hosts(self, model: Callable) -> list[tuple[str, HostArray]]:
         """As :attr:`hosts`, with such names."""
-        parts = ((n, x.array if _is_sharded(x) else x) for n, x in self._named(model, _is_row_array))
+        named = self._named(model, _is_row_array)
+        parts = ((name, x.array if _is_sharded(x) else x) for name, x in named)
         return [(name, x) for name, x in parts if _is_host(x)]
 
     def _named(
