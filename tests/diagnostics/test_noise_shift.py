@@ -18,6 +18,8 @@ from numpyro_sgmcmc.diagnostics import plot_bias
 
 mpl.use("Agg")
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 GROUPS, ROWS, BATCH = 300, 12_000, 100
 group = np.random.default_rng(0).integers(0, GROUPS, ROWS)
 y = (0.3 * np.random.default_rng(1).standard_normal(GROUPS))[group]

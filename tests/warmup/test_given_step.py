@@ -13,6 +13,8 @@ import pytest
 from numpyro_sgmcmc import SGHMC, SGLD, SGMGT, SGNHT, SGHMCSplit
 from tests.quick import quick_if
 
+pytestmark = pytest.mark.usefixtures("optimised")
+
 SIZE, BATCH = 2_000, 20
 SEEDS = [quick_if(seed == 0, seed) for seed in range(3)]
 
