@@ -52,7 +52,7 @@ class Size(NamedTuple):
 
 
 TABLES = Size(
-    seeds=5,
+    seeds=3,
     epochs=200,
     batch=32,
     decay=0.1,
