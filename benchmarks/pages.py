@@ -66,7 +66,13 @@ def _shown(tables: Sequence[Table]) -> str:
 
 
 def _cell(found: Sequence[str]) -> str:
-    return found[0] if len(set(found)) == 1 else " / ".join(found)
+    """Numbers side by side; a unit that they share stands once."""
+    if len(set(found)) == 1:
+        return found[0]
+    units = {cell.partition(" ")[2] for cell in found}
+    if len(units) == 1:
+        found = [*(cell.partition(" ")[0] for cell in found[:-1]), found[-1]]
+    return " / ".join(found)
 
 
 def _when(table: Table) -> str:

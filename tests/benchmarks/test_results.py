@@ -87,7 +87,7 @@ def test_a_page_has_the_tables_that_it_names(benchmarks):
     one = pages.with_tables(page.format("things 1"), measured)
     assert one.startswith("A\n<!-- measured: things 1 -->\nWidths of things: Python 3.11, JAX 1.0")
     assert one.endswith("\n<!-- end -->\nB <!-- end -->\n")
-    assert "| a | x | 10 us / 20 us | 5 % / 6 % |\n" in one, "two Pythons' numbers"
+    assert "| a | x | 10 / 20 us | 5 / 6 % |\n" in one, "two Pythons' numbers"
     assert "stale" not in one
     assert "Other" not in one
     assert pages.with_tables(one, measured) == one
