@@ -13,6 +13,7 @@ the second.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,17 +77,21 @@ def _cell(found: Sequence[str]) -> str:
 
 
 def _when(table: Table) -> str:
+    return f"{_where(table)} ({table['day']})"
+
+
+def _where(table: Table) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
-    return f"{versions} ({table['machine']}; {table['day']})"
+    return f"{versions}, {table['machine']}"
 
 
 def _list(measured: Iterable[Sequence[Table]]) -> str:
-    """Every table with what it was measured on."""
-    rows = [["table", "script", "measured"]]
-    for tables in measured:
-        script = f"`benchmarks/{tables[0]['benchmark']}.py`"
-        rows.append([tables[0]["title"], script, "<br>".join(map(_when, tables))])
-    return _markdown(rows)
+    """Every table with its day, by what it was measured on."""
+    found: dict[str, list[list[str]]] = {}
+    for table in itertools.chain(*measured):
+        row = [table["title"], f"`{table['benchmark']}.py`", table["day"]]
+        found.setdefault(_where(table), [["table", "script", "day"]]).append(row)
+    return "\n\n".join(f"{where}:\n\n{_markdown(rows)}" for where, rows in found.items())
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
