@@ -89,7 +89,8 @@ def _list(measured: Iterable[Sequence[Table]]) -> str:
     """Every table with its day, by what it was measured on."""
     found: dict[str, list[list[str]]] = {}
     for table in itertools.chain(*measured):
-        row = [table["title"], f"`{table['benchmark']}.py`", table["day"]]
+        day = table["day"].replace("-", "\N{NON-BREAKING HYPHEN}")
+        row = [table["title"], f"`{table['benchmark']}.py`", day]
         found.setdefault(_where(table), [["table", "script", "day"]]).append(row)
     return "\n\n".join(f"{where}:\n\n{_markdown(rows)}" for where, rows in found.items())
 
