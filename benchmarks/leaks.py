@@ -4,7 +4,7 @@ A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a kerne
 same model function or on a new one each (a closure, as a loop over models makes them), and of
 ``CheckpointedMCMC``; NUTS stands beside them. Resident memory, JAX's live compiled programs and
 arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth, half
-of them and all; each series in a process of its own.
+of them and all; it looks after every tenth. Each series is in a process of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             for number in range(given.runs):
                 fit(given.child, number, Path(scratch))
-                if number + 1 in (1, 10, given.runs // 2, given.runs):
+                if number == 0 or (number + 1) % 10 == 0:
                     print("held", number + 1, *held(), flush=True)
         return
     print_header(f"What a process keeps of {given.runs} runs")
@@ -88,9 +88,10 @@ def main() -> None:
     for series in given.series:
         command = [sys.executable, __file__, "--runs", str(given.runs), "--child", series]
         out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        for line in out.stdout.splitlines():
-            if line.startswith("held "):
-                print_row([series, *line.split()[1:]], WIDTHS)
+        looks = [line.split()[1:] for line in out.stdout.splitlines() if line.startswith("held ")]
+        for runs, *numbers in looks:
+            if int(runs) in (1, 10, given.runs // 2, given.runs):
+                print_row([series, runs, *numbers], WIDTHS)
         if out.returncode:
             print_row([series, f"ended: {out.returncode}", *[""] * 5], WIDTHS)
 

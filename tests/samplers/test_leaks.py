@@ -57,7 +57,6 @@ def test_kernels_on_one_model_leave_nothing():
     assert programs[-1] == programs[1]
 
 
-@pytest.mark.slow
 def test_new_models_are_gone_with_their_programs():
     jax.clear_caches()
     gc.collect()
