@@ -6,17 +6,21 @@ For a vector field :math:`\varphi` that grows slowly, and with whitened coordina
 
     E_\pi[\varphi\cdot g] = E_\pi[\operatorname{div}\varphi].
 
-The field :math:`\nabla f` tells how far the mean of f is off: the difference of its two sides,
-:math:`E_p[-Lf]` with L the generator of the overdamped SDE, is that shift times the rate at which
-f is forgotten, for which :math:`E|\nabla f|^2/\operatorname{Var}f` is taken. The field
-:math:`(f - E f)\nabla f` tells how much too wide f is spread: the ratio of its two sides, for draws
-of :math:`\pi^{1/T}` T whatever f, is taken for the square of the sds' ratio. Both are exact where f
-is linear and the posterior a Gaussian that is white in these coordinates, whatever the chain's
-covariance. Of a square the shift is exact too, and half of the sd's excess is told. Where the rate
-is far above 1, f goes along directions that are narrower than their coordinates, as in a network's
-weights, and what is wrong in the narrowest counts most: the excess of a network's predictions has
-been told as 23 % where 5 % was true. Neither minds that parameters may be
-exchanged without a change of f. Laplacians are taken along one random direction a draw.
+Of :math:`\varphi = S\nabla f` the difference of the two sides, :math:`E_p[-Lf]` with L the
+generator of an overdamped SDE, tells how far the mean of f is off: it is that shift times the rate
+at which f is forgotten, for which :math:`E[\varphi\cdot\nabla f]/\operatorname{Var}f` is taken. Of
+:math:`(f - E f)\varphi` they tell how fast that SDE would narrow the spread of f:
+
+.. math::
+
+    E_p[(f - E_p f)(\varphi\cdot g - \operatorname{div}\varphi)]\,/\,E_p[\varphi\cdot\nabla f]
+
+is one for the posterior's draws, and taken for the square of the sds' ratio. S is the identity, or
+where the posterior is not white in these coordinates a local covariance
+(:mod:`~numpyro_sgmcmc.diagnostics.field`). Both are exact where f is linear and the posterior a
+Gaussian that is white in these coordinates, whatever the chain's covariance. Of a square the shift
+is exact too, and half of the sd's excess is told. Neither minds that parameters may be exchanged
+without a change of f. Divergences are taken along one random direction a draw.
 
 Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*.
 """
@@ -37,6 +41,7 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, jackknife
+from numpyro_sgmcmc.diagnostics.field import Field
 from numpyro_sgmcmc.diagnostics.functions import Functions
 from numpyro_sgmcmc.posterior.whitening import Whitening
 
@@ -45,6 +50,7 @@ __all__ = ["FunctionBias", "bias_of_functions", "differentiable"]
 _NUM_BATCHES = 16
 _NUM_TERMS = 4
 _SEED = 0
+_NARROWEST = 0.01  # of the variances' ratio: where many times too hot, it may be said to be less
 
 
 class FunctionBias(NamedTuple):
@@ -124,7 +130,10 @@ def bias_of_functions(
         "gradient": jnp.asarray(looked_at.gradients, dtype),
     }
     at["direction"] = random.rademacher(random.key(_SEED), at["position"].shape, dtype)
-    terms = partial(_terms, functions, coordinates, constrain)
+    field, inner = Field.of(functions, form, at, coordinates, constrain)
+    if inner is not None:
+        at["inner"] = inner
+    terms = partial(_terms, functions, field)
     stein = Functions(terms, functions.rows, width=coordinates.anchor.size)
     sums = _by_name(stein, at, _sums)
     shift, inflation, variance = _estimates(sums)
@@ -155,32 +164,30 @@ def _dependence(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def _terms(
-    functions: Functions,
-    coordinates: Whitening,
-    constrain: Callable[[Array], dict[str, Array]],
-    at: dict[str, Array],
-    *rows: Array,
+    functions: Functions, field: Field, at: dict[str, Array], *rows: Array
 ) -> dict[str, Array]:
-    r"""At one draw, of each value: f, :math:`\nabla f\cdot g`, :math:`|\nabla f|^2` and the trace
-    of its Hessian about, along the last axis; whitened.
+    r"""At one draw, of each value: f, :math:`\varphi\cdot g`, :math:`\varphi\cdot\nabla f` and the
+    divergence of :math:`\varphi` about, along the last axis; whitened.
     """
-    direction, g = coordinates.push(at["direction"]), coordinates.pull(at["gradient"])
+    direction, g = at["direction"], field.coordinates.pull(at["gradient"])
 
     def at_rows(*some: Array) -> dict[str, Array]:
-        def gradient(q: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-            value = lambda q: functions.named(None, constrain(q), some)  # noqa: E731
-            return jax.jacrev(value)(q), value(q)
+        value = lambda q: functions.named(None, field.constrain(q), some)  # noqa: E731
 
-        a, turned, value = jax.jvp(gradient, (at["position"],), (direction,), has_aux=True)
+        def along(q: Array) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]]]:
+            white = jax.tree.map(field.coordinates.pull, jax.jacrev(value)(q))
+            own = field.at(q, at.get("inner"))
+            return jax.tree.map(own, white), (white, value(q))
 
-        def of_one(value: Array, a: Array, turned: Array) -> Array:
-            white = coordinates.pull(a.reshape(-1, a.shape[-1]))
-            work, square = white @ g, jnp.square(white).sum(-1)
-            trace = turned.reshape(white.shape) @ direction
-            together = jnp.stack([value.reshape(-1), work, square, trace], -1)
-            return together.reshape(*value.shape, _NUM_TERMS)
+        phi, turned, (white, found) = jax.jvp(
+            along, (at["position"],), (field.coordinates.push(direction),), has_aux=True
+        )
 
-        return jax.tree.map(of_one, value, a, turned)
+        def of_one(value: Array, phi: Array, white: Array, turned: Array) -> Array:
+            each = [value, phi @ g, (phi * white).sum(-1), turned @ direction]
+            return jnp.stack(each, -1)
+
+        return jax.tree.map(of_one, found, phi, white, turned)
 
     if not rows:
         return at_rows()
@@ -214,7 +221,7 @@ def _estimates(sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
         f, w, s, t, ff, fw, ft = np.stack(rest) / num
         variance = ff - f * f
         with np.errstate(divide="ignore", invalid="ignore"):
-            widening = np.sqrt((fw - f * w) / (s + ft - f * t))
+            widening = np.sqrt(np.maximum((fw - f * w - (ft - f * t)) / s, _NARROWEST))
             posterior = variance / np.square(widening)
             rate = s / posterior
             shift = (w - t) / (rate * np.sqrt(posterior))
