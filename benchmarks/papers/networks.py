@@ -70,8 +70,7 @@ TABLES = Size(
     },
 )
 # As many passes in all as the ensemble has: 16 of Adam and 4 of the chain, or 18 and 2, five times.
-_ENDS = tuple(Training(16, 128, 0.01, decay) for decay in (0.3, 1.0))
-_COLD = ((0.1, 0.0005), (0.03, 0.0003), (0.01, 0.00015))
+_COLD = ((0.3, 0.1, 0.0005), (0.3, 0.03, 0.0003), (0.3, 0.01, 0.00015), (1.0, 0.03, 0.0003))
 IMAGES = Size(
     seeds=1,
     epochs=20,
@@ -83,9 +82,10 @@ IMAGES = Size(
     runs={
         "SGHMCSplit, cold": (
             *(
-                Run(SGHMCSplit, 1000, 5, 3, 9, step, 20, start, temperature)
-                for start in _ENDS
-                for temperature, step in _COLD
+                Run(
+                    SGHMCSplit, 1000, 5, 3, 9, step, 20, Training(16, 128, 0.01, decay), temperature
+                )
+                for decay, temperature, step in _COLD
             ),
             Run(SGHMCSplit, 1000, 5, 1, 5, 0.0003, 20, Training(18, 128, 0.01, 0.3), 0.03),
         ),
