@@ -62,7 +62,8 @@ def bias_report(
 
     With a function of the draws, such as a network's predictions, the report is on its values in
     place of the parameters, from the gradients at draws alone. It is exact where these are linear
-    in a Gaussian's parameters and rough elsewhere: of a square half of the sd's excess is told::
+    in a Gaussian's parameters, white in the run's coordinates, and rough elsewhere: of a square
+    half of the sd's excess is told::
 
         def mean(draw, X):
             return X @ draw["beta"]

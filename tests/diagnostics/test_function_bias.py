@@ -6,7 +6,7 @@ import pytest
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import bias_report
-from numpyro_sgmcmc.diagnostics import calibrated_samples, field
+from numpyro_sgmcmc.diagnostics import calibrated_samples, stein_field
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
 from numpyro_sgmcmc.diagnostics.function_bias import bias_of_functions
 from numpyro_sgmcmc.diagnostics.functions import Functions
@@ -89,7 +89,7 @@ def test_what_is_hot_where_a_posterior_is_narrow_counts_as_little_as_it_does(
 ):
     """With the gradient as field the sds are said to be 24 % too wide in the mean; 10 % is true."""
     if is_planted:
-        monkeypatch.setattr(field, "_NARROW", np.inf)
+        monkeypatch.setattr(stein_field, "_NARROW", np.inf)
     rows, q, gradients, true = hot_where_narrow()
     white = Whitening(np.zeros(6), np.ones(6)).cast(jnp.float32)
     at, draws = LookedAt.of(q, gradients), {"q": jnp.asarray(q, jnp.float32)}

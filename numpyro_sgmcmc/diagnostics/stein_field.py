@@ -11,9 +11,9 @@ a network's weights in units of their priors, it is weighed by a local covarianc
 with B the whitened gradients of some of the functions' values at this draw, each over its sd. They
 span the directions that data hold tight where the functions are what data were observed of, as a
 network's predictions are, wherever these directions turn to. With c the curvature along them is
-what the gradients at draws say; a thirtieth of it is taken, which leaves little of the gradient's
-exaggeration and half the scatter of the whole. Where that curvature is below two, c is zero and the
-field the gradient.
+what the gradients at draws say; a thirtieth of it is taken: with less of it the estimates
+exaggerate more, with more of it they scatter more. Where that curvature is below two, c is zero and
+the field the gradient.
 """
 
 from __future__ import annotations
