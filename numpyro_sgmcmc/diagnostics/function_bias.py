@@ -17,9 +17,9 @@ at which f is forgotten, for which :math:`E[\varphi\cdot\nabla f]/\operatorname{
 
 is one for the posterior's draws, and taken for the square of the sds' ratio. S is the identity, or
 where the posterior is not white in these coordinates a local covariance
-(:mod:`~numpyro_sgmcmc.diagnostics.stein_field`). Both are exact where f is linear and the posterior a
-Gaussian that is white in these coordinates, whatever the chain's covariance. Of a square the shift
-is exact too, and half of the sd's excess is told. Neither minds that parameters may be exchanged
+(:mod:`~numpyro_sgmcmc.diagnostics.stein_field`). Both are exact where f is linear and the posterior
+a Gaussian that is white in these coordinates, whatever the chain's covariance. Of a square the
+shift is exact too, and half of the sd's excess is told. Neither minds that parameters may be exchanged
 without a change of f. Divergences are taken along one random direction a draw.
 
 Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*.
@@ -41,8 +41,8 @@ from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
 from numpyro_sgmcmc.diagnostics.dependence import Dependence
 from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, jackknife
-from numpyro_sgmcmc.diagnostics.stein_field import Field
 from numpyro_sgmcmc.diagnostics.functions import Functions
+from numpyro_sgmcmc.diagnostics.stein_field import Field
 from numpyro_sgmcmc.posterior.whitening import Whitening
 
 __all__ = ["FunctionBias", "bias_of_functions", "differentiable"]
