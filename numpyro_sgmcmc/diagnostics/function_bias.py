@@ -19,8 +19,8 @@ is one for the posterior's draws, and taken for the square of the sds' ratio. S 
 where the posterior is not white in these coordinates a local covariance
 (:mod:`~numpyro_sgmcmc.diagnostics.stein_field`). Both are exact where f is linear and the posterior
 a Gaussian that is white in these coordinates, whatever the chain's covariance. Of a square the
-shift is exact too, and half of the sd's excess is told. Neither minds that parameters may be exchanged
-without a change of f. Divergences are taken along one random direction a draw.
+shift is exact too, and half of the sd's excess is told. Neither minds that parameters may be
+exchanged without a change of f. Divergences are taken along one random direction a draw.
 
 Reference: Gorham and Mackey (2015), *Measuring sample quality with Stein's method*.
 """
