@@ -15,13 +15,14 @@ from numpyro_sgmcmc.chain.moments import Moments
 from numpyro_sgmcmc.chain.plan import ChainPlan
 from numpyro_sgmcmc.chain.read_ahead import with_empty_block
 from numpyro_sgmcmc.chain.state import AdaptState, SGMCMCState
-from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.data.minibatch import start_stream
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.locals.moves import LocalState, sweep
 from numpyro_sgmcmc.posterior.locals.sites import with_locals
 from numpyro_sgmcmc.posterior.target import Target
 from numpyro_sgmcmc.posterior.whitening import stacked
+from numpyro_sgmcmc.warmup.ahead import quickly_compiled
 from numpyro_sgmcmc.warmup.step_control import StepControl
 
 __all__ = ["start_chains"]
@@ -47,7 +48,7 @@ def start_chains(
     is_batch = rng_key.ndim == (1 if is_typed else 2)
     num_chains = len(rng_key) if is_batch else 1
     start = partial(
-        _start_chain,
+        _start_in_program if is_traced(rng_key) else _start_at_once,
         num_steps=jnp.asarray(adaptation.num_steps),
         num_temperatures=target.dim + (not adaptation.has_region),
         arguments=arguments if adaptation.is_given else None,
@@ -93,7 +94,6 @@ def _any_number(rng_key: Array) -> Array:
     return random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
 
 
-@partial(jax.jit, static_argnames=("target", "dynamics", "num_temperatures"))
 def _start_chain(
     rng_key: Array,
     init_params: Any,
@@ -136,6 +136,11 @@ def _start_chain(
         adapt_state=adapt_state,
         rng_key=rng_key,
     )
+
+
+_STATIC = ("target", "dynamics", "num_temperatures")
+_start_in_program = jax.jit(_start_chain, static_argnames=_STATIC)
+_start_at_once = quickly_compiled(_start_chain, static_argnames=_STATIC)
 
 
 @partial(jax.jit, static_argnames=("target", "num_moves"))

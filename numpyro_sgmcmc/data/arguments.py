@@ -9,6 +9,7 @@ compiles anew.
 from __future__ import annotations
 
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -31,7 +32,8 @@ __all__ = [
     "refuse_other_numbers",
 ]
 
-_HOLD_BYTES = 2**25
+_HOLD_BYTES = 2**27  # of all arrays together
+_SMALL_BYTES = 2**20
 
 
 def is_array(x: Any) -> bool:
@@ -218,9 +220,11 @@ class Arguments:
 class HeldArrays:
     """Large arrays in references, one for each, as a compiled step should see them.
 
-    NumPyro compiles a kernel with the data as constants. XLA copies a large constant many times
-    over (800 MB cost 5 s and up to 17 GB), so large arrays are held in references, which it takes
-    as buffers. To read one outside a compiled function is to copy it.
+    NumPyro compiles a kernel with the data as constants, which XLA copies: 800 MB cost 5 to 9 s and
+    1.6 GB. So arrays that are large together are held in references, which it takes as buffers.
+    But of a function with references JAX makes committed arrays, of which there were none at the
+    first call, so that NumPyro's loop with a progress bar compiles it twice: less is cheaper as a
+    constant. To read a reference outside a compiled function is to copy it.
     """
 
     def __init__(self) -> None:
@@ -233,19 +237,22 @@ class HeldArrays:
         """
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
-        return arguments.map_arrays(self._reference)
+        num_bytes = sum(x.nbytes for x in arguments.arrays if not isinstance(x, jax.core.Tracer))
+        least = _SMALL_BYTES if num_bytes >= _HOLD_BYTES else math.inf
+        return arguments.map_arrays(lambda x: self._reference(x, least))
 
     def keep_only(self, arguments: Arguments) -> None:
         """Let go of all arrays but those of ``arguments``."""
         present = {id(x) for x in arguments.arrays}
         self._held = {k: held for k, held in self._held.items() if k in present}
 
-    def _reference(self, x: Any) -> Any:
+    def _reference(self, x: Any, least: float) -> Any:
+        """A reference to an array of so many bytes or more; a smaller one as it is."""
         if isinstance(x, jax.core.Tracer) or not is_array(x):
             return jnp.asarray(x)
         # What lies on other processes' devices cannot be a constant.
         is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-        if x.nbytes < _HOLD_BYTES and not is_spread:
+        if x.nbytes < least and not is_spread:
             return jnp.asarray(x)
         held = self._held.get(id(x))
         if held is None or held[0] is not x:

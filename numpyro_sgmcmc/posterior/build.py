@@ -72,6 +72,7 @@ def build(facts: Facts) -> Target:
         constrain=model.constrain,
         postprocess=postprocess,
         start=start,
+        start_radius=radius,
         start_by_prior=None if radius is None else draw_start,
         explain=partial(explain, model, facts.model),
         sites=model.sites,
@@ -84,9 +85,11 @@ def build(facts: Facts) -> Target:
 
 def _shown_deterministics(facts: Facts, model: ModelOnRows) -> set[str]:
     """The deterministic sites that draws have; a warning names those that they have not."""
+    names = {n for n, s in facts.statements.items() if s.kind == "deterministic"}
+    if not names:
+        return set()
     zeros = model.unravel(jnp.zeros(model.dim, model.dtype))
     shown = row_free_deterministics(facts, lambda i, a: model.values(zeros, i, a), model.first_rows)
-    names = {n for n, s in facts.statements.items() if s.kind == "deterministic"}
     if dropped := sorted(names - shown):
         notify(
             f"The deterministic sites {dropped} have one value a row of a subsampled plate and are "

@@ -59,6 +59,7 @@ class Target:
     - **constrain** - ``(z, arguments) -> constrained sites``, without a model run where possible.
     - **postprocess** - the same with the deterministic sites that do not vary with the rows.
     - **start** - ``(rng_key, arguments) -> position`` by the initialisation strategy.
+    - **start_radius** - of this strategy where all coordinates are uniform in ``(-r, r)``, or None.
     - **explain** - ``(position, arguments) -> sentence`` naming the sites that are not finite.
     - **sites** - the latent sites in the order of their coordinates; None without a model.
     - **draw_prior** - ``(position, indices, arguments, rng_key) -> values`` of the sites inside the
@@ -85,6 +86,7 @@ class Target:
     start: Callable[[Array, Arguments], Array]
     explain: Callable[[Array, Arguments], str]
     sites: tuple[Site, ...] | None
+    start_radius: float | None = None
     draw_prior: Callable[[Array, Indices, Arguments, Array], Any] | None = None
     lookups: tuple[IndexedArray, ...] = ()
     shards: Shards | None = None
@@ -332,6 +334,7 @@ def function_target(
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     flat, unravel = ravel_pytree(zeros)
     _refuse_no_potential(potential_fn, zeros)
+    radius = 2.0  # as NumPyro's
 
     return Target(
         plates=(),
@@ -343,7 +346,8 @@ def function_target(
         potential_of_sites=lambda z, indices, arguments, key: potential_fn(z),
         constrain=lambda z, arguments: z,
         postprocess=lambda z, arguments: z,
-        start=lambda key, arguments: random.uniform(key, flat.shape, flat.dtype, -2.0, 2.0),
+        start=lambda key, arguments: random.uniform(key, flat.shape, flat.dtype, -radius, radius),
+        start_radius=radius,
         explain=lambda q, arguments: "Give `init_params` at which `potential_fn` is finite.",
         sites=None,
         is_forward=is_forward,

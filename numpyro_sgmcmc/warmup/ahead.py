@@ -6,7 +6,7 @@ takes no Python to compile, so that a thread can.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -34,6 +34,7 @@ def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
     _compiler().submit(fn.lower(*args, **static).compile)
 
 
-def quickly_compiled(fn: Callable) -> Any:
+def quickly_compiled(fn: Callable, static_argnames: Sequence[str] = ()) -> Any:
     """Jitted, of a function whose few runs cost nothing beside its compilation."""
-    return jax.jit(fn, compiler_options={"xla_backend_optimization_level": 0})
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn, static_argnames=static_argnames, compiler_options=options)

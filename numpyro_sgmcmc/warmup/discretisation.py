@@ -77,7 +77,8 @@ def _linear(dynamics: Dynamics, scheme: str, step_size: float, curvature: float)
     if any(part.every > 1 for part in linear.schemes[scheme].parts):
         return None
     step = linear.step(scheme)
-    zero, unravel = ravel_pytree(linear.init(jnp.zeros(1), jax.random.key(0)))
+    form = jax.eval_shape(linear.init, jnp.zeros(1), jax.random.key(0))
+    zero, unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), form))
     size = zero.size
 
     def response(entries: Array) -> tuple[Array, Array]:

@@ -19,6 +19,7 @@ __all__ = ["MANY_DIM", "Effort", "rows_a_gradient"]
 MANY_DIM = 20_000
 _FIT_ROWS = 2**27  # rows at which gradients are taken for the fit, all starts together
 _PRIOR_STARTS, _FEW_ROWS = 12, 512  # with gradients of so few rows more starts cost little
+_FEW_OF_MINIBATCH = 1_024  # less than the program for fewer rows would take to be compiled
 _FEW_OF_ALL = 2_048  # likewise of a model without a subsampled plate, which cannot take fewer
 _FEW_COORDINATES = 200  # in more, fits on few rows end too far from where they lead
 _FEWEST_FIT_STEPS, _FIT_STEPS_A_CALL = 1_000, 250
@@ -79,7 +80,7 @@ class Effort:
         effort = cls()
         if target.start_by_prior is None:
             pass  # the strategy alone says where to start
-        elif rows <= (_FEW_ROWS if target.plates else _FEW_OF_ALL):
+        elif rows <= (_FEW_OF_MINIBATCH if target.plates else _FEW_OF_ALL):
             effort = cls(prior_starts=_PRIOR_STARTS)
         elif _may_fit_on_fewer(target, arguments):
             effort = cls(prior_starts=_PRIOR_STARTS, few_rows=_FEW_ROWS)

@@ -177,11 +177,11 @@ def _settled(
     whitening: Whitening,
     q: np.ndarray,
     windows: Sequence[int],
-    known: Sequence[np.ndarray] = (),
+    known: Sequence[Mode] = (),
 ) -> Mode:
     """Where pilot chains come to, a window at a time, until they agree.
 
-    :param known: draws about modes, among which chains that have come there need go no further.
+    :param known: modes of which chains that have come there need go no further.
     """
     chains, shorter = len(q), 1.0
     mode = Mode(whitening, q, r_hat=np.inf)
@@ -206,18 +206,18 @@ def _settled(
             continue
         found = draws[alive].astype(np.float64)
         if known:
-            stays = have_stayed(mode.whitening.position(found[:, -1]), known)
+            at_end = mode.whitening.position(found[:, -1])
+            stays = have_stayed(at_end, [other.draws for other in known])
             found = found[stays] if stays.sum() > 1 else found
         ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
         ends = mode.whitening.position(ends)
-        is_settled, moved = _have_settled(found), None
-        if is_of_its_own := all(len(are_apart(ends, some)) for some in known):
-            moved = follow(context, mode.whitening, found, noise, is_settled)
         trail = (*mode.trail, mode.whitening.position(np.median(found.mean(1), axis=0)))
-        mode = mode._replace(is_settled=is_settled, r_hat=_r_hat(found), trail=trail)
-        if not is_of_its_own:
-            return mode._replace(q=mode.whitening.whiten(ends - mode.whitening.anchor))
+        mode = mode._replace(is_settled=_have_settled(found), r_hat=_r_hat(found), trail=trail)
+        if not _is_of_its_own(context, mode, ends, known):
+            q = mode.whitening.whiten(ends - mode.whitening.anchor)
+            return mode._replace(q=q, is_of_its_own=False)
+        moved = follow(context, mode.whitening, found, noise, mode.is_settled)
         if moved is None:
             shorter *= 2.0
             mode = mode._replace(is_settled=False)
@@ -234,11 +234,11 @@ def other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
     :param first: where the pilot chains have ended.
     :param fits: the first is the one that they have gone on with.
     """
-    known = [first.draws]
-    found: list[Mode] = []
-    unsure = np.abs(fits[0].normal.mean - known[0].mean(0))  # how far from its mode a fit may end
+    known = [first]
+    # How far from its mode a fit may end.
+    unsure = np.abs(fits[0].normal.mean - first.draws.mean(0))
     for fit in possible(fits):
-        if any(is_near(fit, some, unsure) for some in known):
+        if any(is_near(fit, other.draws, unsure) for other in known):
             continue
         there = _about(context, fit.normal)
         if not there.is_finite():
@@ -246,14 +246,24 @@ def other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
         starts = _spread_starts(context, there, fit.normal)
         windows = context.effort.windows[:_MODE_WINDOWS]
         mode = _settled(context, there, starts, windows, known)
-        is_apart = all(len(are_apart(mode.draws, some)) for some in known)
-        is_coming = any(is_on_its_way(mode, some) for some in known)
-        if is_apart and not is_coming and _is_barred(context, mode, [first, *found]):
-            less = _log_mass(context, first.whitening) - _log_mass(context, mode.whitening)
-            if less < COMPARABLE:
-                found.append(mode._replace(nats=less))
-                known.append(mode.draws)
-    return found
+        is_coming = any(is_on_its_way(mode, other.draws) for other in known)
+        if not mode.is_of_its_own or is_coming:
+            continue
+        if not mode.is_settled and not _is_barred(context, mode, known):
+            continue
+        less = _log_mass(context, first.whitening) - _log_mass(context, mode.whitening)
+        if less < COMPARABLE:
+            known.append(mode._replace(nats=less))
+    return known[1:]
+
+
+def _is_of_its_own(context: Context, mode: Mode, ends: np.ndarray, others: Sequence[Mode]) -> bool:
+    """Whether pilot chains are apart from all others, and once they have settled barred as well.
+
+    :param ends: their last positions, shape ``(n, d)``.
+    """
+    are_all_apart = all(len(are_apart(ends, other.draws)) for other in others)
+    return are_all_apart and not (mode.is_settled and not _is_barred(context, mode, others))
 
 
 def _log_mass(context: Context, whitening: Whitening) -> float:

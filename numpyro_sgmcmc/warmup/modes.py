@@ -64,6 +64,7 @@ class Mode(NamedTuple):
     - **r_hat** - of theirs, the largest of any coordinate.
     - **trail** - where they have been, window by window, the median one; each of shape ``(d,)``.
     - **nats** - by how much the logarithm of its mass is smaller than that of the chains' mode.
+    - **is_of_its_own** - whether its pilot chains have not come to where others are.
     """
 
     whitening: Whitening
@@ -72,6 +73,7 @@ class Mode(NamedTuple):
     r_hat: float = 1.0
     trail: tuple[np.ndarray, ...] = ()
     nats: float = 0.0
+    is_of_its_own: bool = True
 
     @property
     def draws(self) -> np.ndarray:

@@ -66,8 +66,12 @@ def first_positions(
         first = jax.tree.map(lambda x: x[0], init_params) if is_batch else init_params
         yield np.asarray(ravel_pytree(first)[0])
     start = quickly_compiled(target.start)
-    for seed in range(_STARTS):
-        yield np.asarray(start(random.key(SEED * _STARTS + seed), arguments))
+    for seed in range(SEED * _STARTS, (SEED + 1) * _STARTS):
+        if (radius := target.start_radius) is not None:  # no program need be compiled
+            uniform = np.random.default_rng(seed).uniform(-radius, radius, target.dim)
+            yield uniform.astype(target.dtype)
+        else:
+            yield np.asarray(start(random.key(seed), arguments))
 
 
 def likely_by_prior(rows: RowGradients, num: int) -> Iterator[np.ndarray]:

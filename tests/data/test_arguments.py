@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays, is_array
+from numpyro_sgmcmc.data import arguments as arguments_module
+from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, as_jax_arrays, is_array
 
 X, y = np.ones((4, 2), np.float32), np.arange(4)
 
@@ -193,3 +194,26 @@ def test_arguments_pass_through_transformations():
     shapes = jax.eval_shape(lambda a: a, arguments)
     assert shapes.args[0].shape == X.shape
     assert shapes.args[1] == 2
+
+
+def held(*arrays):
+    """Which of these are held in references."""
+    return [isinstance(x, jax.Ref) for x in HeldArrays().hold(Arguments(arrays, None)).args]
+
+
+def test_only_arrays_that_are_large_together_are_held(monkeypatch):
+    monkeypatch.setattr(arguments_module, "_HOLD_BYTES", 2_000)
+    monkeypatch.setattr(arguments_module, "_SMALL_BYTES", 500)
+    large, small = np.ones(300, np.float32), np.ones(100, np.float32)
+    assert held(large) == [False]
+    assert held(large, small, large) == [True, False, True]
+    assert held(*[small] * 6) == [False] * 6
+
+
+def test_a_held_array_is_one_reference_with_its_values(monkeypatch):
+    monkeypatch.setattr(arguments_module, "_HOLD_BYTES", 0)
+    monkeypatch.setattr(arguments_module, "_SMALL_BYTES", 0)
+    keeper = HeldArrays()
+    first, second = (keeper.hold(Arguments((X, y), {"z": X})) for _ in range(2))
+    assert first.args[0] is second.args[0] is first.kwargs["z"]
+    np.testing.assert_array_equal(jax.jit(lambda: first.read().args[0])(), X)

@@ -65,8 +65,31 @@ def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
 
 def test_starts_by_the_prior_on_fewer_rows_are_compiled_once(compiled):
     mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2)
-    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=600)
+    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=1_100)
     assert compiled["jit__advance"] == 3  # of two fits and the pilot chains
+
+
+def test_up_to_a_thousand_rows_there_is_one_fit(compiled):
+    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2)
+    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=1_000)
+    assert compiled["jit__advance"] == 2  # and of the pilot chains
+
+
+def test_uniform_starts_are_not_compiled(compiled):
+    quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2).run(
+        random.key(0), X, Y, batch_size=50
+    )
+    assert "jit_start" not in compiled
+
+
+def test_a_progress_bar_costs_no_second_compilation_of_the_chains(compiled):
+    """Of a function that reads references JAX makes other arrays than it is first called with."""
+    several = {"num_chains": 2, "chain_method": "vectorized"}
+    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2, **several)
+    mcmc.progress_bar = True  # NumPyro shows none in parallel tests
+    rows = 700_000  # 11 MB
+    mcmc.run(random.key(0), np.resize(X, (rows, 3)), np.resize(Y, rows), batch_size=50)
+    assert compiled["jit__body_fn"] == 1
 
 
 def test_a_call_takes_what_was_compiled_ahead(compiled):
