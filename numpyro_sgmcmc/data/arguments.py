@@ -32,7 +32,7 @@ __all__ = [
     "refuse_other_numbers",
 ]
 
-_HOLD_BYTES = 2**27  # of all arrays together
+_HOLD_BYTES = 2**25  # of all arrays together
 _SMALL_BYTES = 2**20
 
 
@@ -220,11 +220,11 @@ class Arguments:
 class HeldArrays:
     """Large arrays in references, one for each, as a compiled step should see them.
 
-    NumPyro compiles a kernel with the data as constants, which XLA copies: 800 MB cost 5 to 9 s and
-    1.6 GB. So arrays that are large together are held in references, which it takes as buffers.
-    But of a function with references JAX makes committed arrays, of which there were none at the
-    first call, so that NumPyro's loop with a progress bar compiles it twice: less is cheaper as a
-    constant. To read a reference outside a compiled function is to copy it.
+    NumPyro compiles a kernel with the data as constants. XLA copies these (800 MB cost 5 to 9 s and
+    1.6 GB), and a cache of programs keeps them, so arrays that are large together are held in
+    references, which XLA takes as buffers. It has a price: what such a program returns is committed
+    to a device, as its first arguments are not, so that NumPyro's loop with a progress bar has it
+    compiled twice. To read a reference outside a compiled function is to copy it.
     """
 
     def __init__(self) -> None:

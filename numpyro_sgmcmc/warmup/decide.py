@@ -328,7 +328,8 @@ def _moment_source(
     variances = {e: noise[e].mean for e in kept}
     if context.estimators == (Plain(),) and not context.target.is_randomized:
         without_hessian = tuple(e for e in ESTIMATORS.values() if not e.needs_hessian)
-        found = context.noise(whitening, q, without_hessian).of(at.scheme)
+        kind = MINIBATCH_SCHEMES["blocks" if at.scheme.is_consecutive else "iid"]
+        found = context.noise_of(whitening, q, without_hessian, kind)
         variances = {e: n.mean for e, n in found.items()}
     apart = choose_source(variances, estimator, is_independent, num_steps)
     return apart or own_gradients(dim, num_steps)

@@ -9,6 +9,7 @@ float64. It is compiled once for a model, whatever the number of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice, product
@@ -35,6 +36,7 @@ _SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
 _MOST_SLOTS = 128
 _SLOTS_OF_MANY = 4  # of very many coordinates: with more, XLA multiplies matrices more slowly
 _ROWS_TOGETHER = 2**20  # of minibatches whose slots are filled at once
+_ROWS_MADE = 2**16  # numbers of rows that Python makes at once
 _FEWEST_ROWS = 64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
 _TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
 _MINIBATCHES_A_CALL = 32  # whose Hessians are added up in the model's type; the rest is in float64
@@ -83,21 +85,22 @@ def minibatches_of(
     first = {p.name: _first(p, rows) for group in groups for p in group}
     for group in groups:
         for some in _together(group, rows):
-            chosen = {p.name: w.rows[p.name] for p, w in zip(group, some, strict=True)}
-            weight = float(np.prod([w.weight for w in some]))
-            yield WeightedRows({**first, **chosen}, weight)
+            yield WeightedRows({**first, **some.rows}, some.weight)
     if len(groups) > 1:
         # Each group is summed with the others held at their first rows.
         yield WeightedRows(first, 1.0 - len(groups))
 
 
-def _together(group: Sequence[Plate], rows: Indices | None) -> Iterator[tuple[WeightedRows, ...]]:
+def _together(group: Sequence[Plate], rows: Indices | None) -> Iterator[WeightedRows]:
     """Minibatches of plates that meet at a site, each with each; of one alone as they come, since
     all of them have as many numbers as there are rows.
     """
     if len(group) == 1:
-        return ((some,) for some in _of_plate(group[0], rows))
-    return product(*(list(_of_plate(p, rows)) for p in group))
+        yield from _of_plate(group[0], rows)
+        return
+    for several in product(*(list(_of_plate(p, rows)) for p in group)):
+        chosen = {p.name: some.rows[p.name] for p, some in zip(group, several, strict=True)}
+        yield WeightedRows(chosen, math.prod(some.weight for some in several))
 
 
 def _first(plate: Plate, rows: Indices | None) -> np.ndarray:
@@ -116,12 +119,14 @@ def _of_plate(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
         return found if rows is None else np.asarray(rows[plate.name])[found]
 
     whole, rest = divmod(size, batch)
-    for k in range(whole):
-        yield WeightedRows({plate.name: take(k * batch, (k + 1) * batch)}, batch / size)
+    weight, many = batch / size, max(1, _ROWS_MADE // batch)
+    for k in range(0, whole, many):
+        for some in take(k * batch, min(k + many, whole) * batch).reshape(-1, batch):
+            yield WeightedRows({plate.name: some}, weight)
     if rest:
         copies = np.repeat(take(0, 1), batch)
         last = np.concatenate([take(whole * batch, size), copies[rest:]])
-        yield WeightedRows({plate.name: last}, batch / size)
+        yield WeightedRows({plate.name: last}, weight)
         yield WeightedRows({plate.name: copies}, -(batch - rest) / size)
 
 
