@@ -6,11 +6,13 @@ them, and the plate's own scale (rows / chosen rows) makes the minibatch potenti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpyro
+import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import validation_enabled
 from numpyro.handlers import seed, substitute, trace
@@ -30,6 +32,7 @@ __all__ = [
     "key_watch",
     "prior_draws",
     "prior_trace",
+    "skip_checks",
 ]
 
 _WHOLE_BYTES = 2**30
@@ -86,6 +89,36 @@ def _subsample_elsewhere(msg: Any) -> None:
             msg["value"] = data[plate._indices]
             msg["type"] = "subsampled"  # so that the plate does not do it again
             return
+
+
+class skip_checks(Messenger):
+    """Handler that leaves out NumPyro's checks whether values of some sites lie in their support.
+
+    Those that come from unconstrained space do, but for rounding; the checks are a sixth of what a
+    hierarchy's gradient takes to be compiled.
+
+    :param names: the sites.
+    """
+
+    def __init__(self, fn: Any, names: frozenset[str]) -> None:
+        self.names = names
+        super().__init__(fn)
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and msg["name"] in self.names:
+            msg["fn"] = _unchecked(msg["fn"])
+
+
+def _unchecked(fn: Any) -> Any:
+    """A distribution, and all that it is made of, without checks of values."""
+    if not isinstance(fn, dist.Distribution):
+        return fn
+    fn = copy.copy(fn)
+    fn._validate_args = False
+    for name, part in vars(fn).items():
+        if isinstance(part, dist.Distribution):
+            setattr(fn, name, _unchecked(part))
+    return fn
 
 
 class key_watch(Messenger):

@@ -17,7 +17,7 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
 
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.plates import Indices, Plate
-from numpyro_sgmcmc.posterior.handlers import choose_rows, key_watch
+from numpyro_sgmcmc.posterior.handlers import choose_rows, key_watch, skip_checks
 from numpyro_sgmcmc.posterior.locals.draws import redraw
 from numpyro_sgmcmc.posterior.locals.sites import LocalSites, insert_locals
 from numpyro_sgmcmc.posterior.target import Site
@@ -94,6 +94,7 @@ class ModelOnRows:
             self.locals, self.chosen(indices, rng_key, weights), z, indices, arguments
         )
         run = substitute(run, data=drawn) if drawn else run
+        run = skip_checks(run, frozenset(z))
         return potential_energy(run, arguments.args, arguments.kwargs, z)
 
     def row_potentials(self, z: Any, indices: Indices, arguments: Arguments) -> Array:
