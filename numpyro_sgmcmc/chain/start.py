@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -49,20 +50,18 @@ def start_chains(
     num_chains = len(rng_key) if is_batch else 1
     start = partial(
         _start_in_program if is_traced(rng_key) else _start_at_once,
+        is_batch=is_batch,
         num_steps=jnp.asarray(adaptation.num_steps),
         num_temperatures=target.dim + (not adaptation.has_region),
         arguments=arguments if adaptation.is_given else None,
         target=target,
         dynamics=dynamics,
     )
-    if is_batch and adaptation.other_modes:
-        each = _of_chains(plan, np.arange(num_chains))
-        state = jax.vmap(start)(rng_key, init_params, each)
-    elif is_batch:
-        state = jax.vmap(start, (0, 0, None))(rng_key, init_params, _of_chains(plan, 0))
+    if not adaptation.other_modes:
+        number: Any = 0
     else:
-        number = _any_number(rng_key) if adaptation.other_modes else 0
-        state = start(rng_key, init_params, _of_chains(plan, number))
+        number = np.arange(num_chains) if is_batch else _any_number(rng_key)
+    state = start(rng_key, init_params, _of_chains(plan, number))
     room = partial(with_empty_block, plan, num_chains=num_chains)
     state = (jax.vmap(room) if is_batch else room)(state)
     if target.locals is not None:
@@ -92,6 +91,19 @@ def _of_chains(plan: ChainPlan, chains: Any) -> AdaptState:
 def _any_number(rng_key: Array) -> Array:
     """Of a chain that does not know its own; by a key that is none of its start's four."""
     return random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
+
+
+def _start(
+    rng_key: Array, init_params: Any, adapt_state: AdaptState, *, is_batch: bool, **shared: Any
+) -> SGMCMCState:
+    """The first state of a chain, or of several in one program.
+
+    :param adapt_state: of all of them, or of each.
+    """
+    start: Callable[..., SGMCMCState] = partial(_start_chain, **shared)
+    if is_batch:
+        start = jax.vmap(start, (0, 0, 0 if adapt_state.step_size.ndim else None))
+    return start(rng_key, init_params, adapt_state)
 
 
 def _start_chain(
@@ -138,9 +150,9 @@ def _start_chain(
     )
 
 
-_STATIC = ("target", "dynamics", "num_temperatures")
-_start_in_program = jax.jit(_start_chain, static_argnames=_STATIC)
-_start_at_once = quickly_compiled(_start_chain, static_argnames=_STATIC)
+_STATIC = ("is_batch", "target", "dynamics", "num_temperatures")
+_start_in_program = jax.jit(_start, static_argnames=_STATIC)
+_start_at_once = quickly_compiled(_start, static_argnames=_STATIC)
 
 
 @partial(jax.jit, static_argnames=("target", "num_moves"))

@@ -78,11 +78,11 @@ def _linear(dynamics: Dynamics, scheme: str, step_size: float, curvature: float)
         return None
     step = linear.step(scheme)
     form = jax.eval_shape(linear.init, jnp.zeros(1), jax.random.key(0))
-    zero, unravel = ravel_pytree(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), form))
-    size = zero.size
+    size = sum(math.prod(x.shape) for x in jax.tree.leaves(form))
 
     def response(entries: Array) -> tuple[Array, Array]:
         """The state after a step, and where it asked for gradients."""
+        _, unravel = ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form))
         state, noise, places = unravel(entries[:size]), entries[size:, None], []
 
         def gradient(q: Array) -> Array:
@@ -93,7 +93,7 @@ def _linear(dynamics: Dynamics, scheme: str, step_size: float, curvature: float)
         end = step(state, step_size, gradient, noise)
         return ravel_pytree(end)[0], jnp.concatenate(places)
 
-    inputs = np.eye(size + step.draws, dtype=zero.dtype)
+    inputs = np.eye(size + step.draws, dtype=jnp.result_type(float))
     ends, places = jax.jit(jax.vmap(response, out_axes=1))(inputs)
     moved = np.asarray(ends, float)
     return moved[:, :size], moved[:, size:], np.asarray(places, float)

@@ -24,7 +24,7 @@ from numpyro_sgmcmc.data.minibatch import IID
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
 from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup import pilot, variational
+from numpyro_sgmcmc.warmup import leverage, pilot, variational
 from numpyro_sgmcmc.warmup.context import Context
 from numpyro_sgmcmc.warmup.continuity import hidden_changes
 from numpyro_sgmcmc.warmup.coupling import coupled_rows
@@ -32,7 +32,6 @@ from numpyro_sgmcmc.warmup.decide import decide
 from numpyro_sgmcmc.warmup.factors import root
 from numpyro_sgmcmc.warmup.follow import follow
 from numpyro_sgmcmc.warmup.given import as_given
-from numpyro_sgmcmc.warmup.leverage import decisive_rows
 from numpyro_sgmcmc.warmup.modes import (
     COMPARABLE,
     Fit,
@@ -111,6 +110,8 @@ def _compile_ahead(context: Context) -> None:
     matrix = settings.inverse_mass_matrix
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
     pilot.prepare(target, context.arguments, is_dense, effort.chains, effort.windows[0])
+    if _may_hold(context):
+        leverage.prepare(target, context.arguments)
     if any(e.needs_hessian for e in context.estimators):
         context.rows.prepare_hessian()
 
@@ -140,8 +141,8 @@ def find_mode(
     context.progress.begin("start by volume")
     fits = _fits(context, starts, further)
     if _may_hold(context):
-        found = decisive_rows(context.target, context.arguments, fits[0].normal, context.rng)
-        context.hold(found)
+        about = fits[0].normal
+        context.hold(leverage.decisive_rows(context.target, context.arguments, about, context.rng))
     whitening = _about(context, fits[0].normal)
     if not whitening.is_finite():
         whitening = context.whitening_at(starts[0], whitening.factor)

@@ -28,10 +28,11 @@ from jax import Array
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.posterior.target import Decisive, Target
+from numpyro_sgmcmc.warmup.ahead import compile_ahead
 from numpyro_sgmcmc.warmup.effort import MANY_DIM
 from numpyro_sgmcmc.warmup.variational import MeanField
 
-__all__ = ["bends", "decisive_rows", "most_decisive"]
+__all__ = ["bends", "decisive_rows", "most_decisive", "prepare"]
 
 _PAIRS = 6  # of positions at which each row is looked at
 _ROWS = 8_192  # looked at in one go
@@ -50,19 +51,34 @@ def decisive_rows(
 
     :param fit: where the posterior is, about.
     """
-    is_plain = len(target.plates) == 1 and target.potentials_of_rows is not None
-    elsewhere = arguments.hosts or arguments.sharded or target.shards is not None
-    if not is_plain or elsewhere or target.is_randomized or target.locals is not None:
+    if not _are_looked_for(target, arguments):
         return ()
     plate = target.plates[0]
-    if target.dim > MANY_DIM or plate.subsample_size >= plate.size:
-        return ()
     found = bends(target, arguments, fit, rng)
     num = most_decisive(found, plate.subsample_size)
     if not num:
         return ()
     rows = np.sort(np.argsort(-found, kind="stable")[:num])
     return ((plate.name, tuple(int(row) for row in rows)),)
+
+
+def prepare(target: Target, arguments: Arguments) -> None:
+    """Begin to compile :func:`decisive_rows`."""
+    if not _are_looked_for(target, arguments):
+        return
+    plate = target.plates[0]
+    positions = jax.ShapeDtypeStruct((2 * _PAIRS + 1, target.dim), target.dtype)
+    rows = {plate.name: jax.ShapeDtypeStruct((min(_ROWS, plate.size),), np.int32)}
+    compile_ahead(_bends, target, arguments, positions, rows)
+
+
+def _are_looked_for(target: Target, arguments: Arguments) -> bool:
+    """Whether a pass tells what rows decide."""
+    is_plain = len(target.plates) == 1 and target.potentials_of_rows is not None
+    elsewhere = arguments.hosts or arguments.sharded or target.shards is not None
+    if not is_plain or elsewhere or target.is_randomized or target.locals is not None:
+        return False
+    return target.dim <= MANY_DIM and target.plates[0].subsample_size < target.plates[0].size
 
 
 def bends(
