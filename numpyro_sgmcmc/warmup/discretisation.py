@@ -8,6 +8,7 @@ effects share follows what spread these have at the kicks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import jax
@@ -48,17 +49,22 @@ def kick_excess(dynamics: Dynamics, scheme: str, step_size: float) -> float:
 
 @lru_cache(maxsize=64)
 def draw_excess(
-    dynamics: Dynamics, scheme: str, step_size: float, curvature: float = 1.0
+    dynamics: Dynamics,
+    scheme: str,
+    step_size: float,
+    curvature: float = 1.0,
+    variance: float = 0.0,
 ) -> float | None:
-    """Relative excess of a normal's variance that draws have, with exact gradients.
+    """Relative excess of a normal's variance that draws have.
 
     :param scheme: name of the integrator.
     :param curvature: of the normal's potential.
+    :param variance: of the gradient's noise, a new one each step.
     :return: infinite for a step that is not stable, -1 for one that friction brings to a stand, and
-        None for an SDE of which no linear form is known.
+        None for an SDE of which no linear form is known, as with a thermostat, which noise changes.
     """
-    linear = _linear(dynamics, scheme, step_size, curvature)
-    if linear is None:
+    linear = _linear(dynamics, scheme, step_size, curvature, variance)
+    if linear is None or (variance > 0.0 and dynamics.has_thermostat):
         return None
     slowest = _slowest(linear)
     if abs(slowest) > _SLOW and abs(slowest - 1.0) > 1.0 - _SLOW:
@@ -69,34 +75,50 @@ def draw_excess(
     return float(curvature * _covariance(dynamics, linear)[0, 0] - 1.0)
 
 
-def _linear(dynamics: Dynamics, scheme: str, step_size: float, curvature: float) -> Linear | None:
-    """The step on a normal of some curvature; None for an SDE of which no linear form is known."""
+def _linear(
+    dynamics: Dynamics, scheme: str, step_size: float, curvature: float, variance: float = 0.0
+) -> Linear | None:
+    """The step on a normal of some curvature; None for an SDE of which no linear form is known.
+
+    :param variance: of the gradient's noise, the last entry.
+    """
     linear = dynamics.linearised
     if linear is None or scheme not in linear.schemes:
         return None
     if any(part.every > 1 for part in linear.schemes[scheme].parts):
         return None
+    size, respond = _response(linear, scheme)
+    found = respond(step_size, curvature, math.sqrt(variance))
+    ends, places = (np.asarray(x, float) for x in found)
+    return ends[:, :size], ends[:, size:], places
+
+
+@lru_cache(maxsize=64)
+def _response(linear: Dynamics, scheme: str) -> tuple[int, Callable]:
+    """Numbers in a state of one coordinate, and ``(step_size, curvature, sd) -> the factors``."""
     step = linear.step(scheme)
     form = jax.eval_shape(linear.init, jnp.zeros(1), jax.random.key(0))
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(form))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), form)
 
-    def response(entries: Array) -> tuple[Array, Array]:
-        """The state after a step, and where it asked for gradients."""
-        _, unravel = ravel_pytree(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), form))
-        state, noise, places = unravel(entries[:size]), entries[size:, None], []
+    @jax.jit
+    def respond(step_size: Array, curvature: Array, sd: Array) -> tuple[Array, Array]:
+        def response(entries: Array) -> tuple[Array, Array]:
+            """The state after a step, and where it asked for gradients."""
+            _, unravel = ravel_pytree(zeros)
+            state, noise, places = unravel(entries[:size]), entries[size:-1, None], []
 
-        def gradient(q: Array) -> Array:
-            if not isinstance(q, JVPTracer):  # of a derivative
-                places.append(q)
-            return curvature * q
+            def gradient(q: Array) -> Array:
+                if not isinstance(q, JVPTracer):  # of a derivative
+                    places.append(q)
+                return curvature * q + sd * entries[-1]
 
-        end = step(state, step_size, gradient, noise)
-        return ravel_pytree(end)[0], jnp.concatenate(places)
+            end = step(state, step_size, gradient, noise)
+            return ravel_pytree(end)[0], jnp.concatenate(places)
 
-    inputs = np.eye(size + step.draws, dtype=jnp.result_type(float))
-    ends, places = jax.jit(jax.vmap(response, out_axes=1))(inputs)
-    moved = np.asarray(ends, float)
-    return moved[:, :size], moved[:, size:], np.asarray(places, float)
+        return jax.vmap(response, out_axes=1)(jnp.eye(size + step.draws + 1))
+
+    return size, respond
 
 
 def _slowest(linear: Linear) -> complex:

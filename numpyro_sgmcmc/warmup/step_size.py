@@ -13,6 +13,7 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.checks import Refusal
 from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.warmup.discretisation import draw_excess
 from numpyro_sgmcmc.warmup.noise import Noise
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
 MAX_NUM_STEPS = 500
 _FREE_CURVATURE = 3.5
 _UNCERTAIN = 0.03  # relative error of the covariance that is compensated
+_SHORTER, _SHORTER_OF_KNOWN = 0.6, 0.9  # steps at a time, where that is simulated and where known
+_SHORTEST = 0.6**20
 
 
 def stiff_step_size(dynamics: Dynamics, largest: float, curvature: float) -> float:
@@ -140,11 +143,11 @@ def shorten_until_right(
     target_bias: float,
     variance: float = 0.0,
 ) -> tuple[float, float]:
-    """A step size at which the scheme has a standard normal right, simulated.
+    """A step size at which the scheme has a standard normal right.
 
     The largest step sizes suit the kernels' default settings. A large friction, a small mass or a
-    steep metric needs shorter ones, with an exact gradient and with a noisy one, and simulated
-    chains tell how much.
+    steep metric needs shorter ones, with an exact gradient and with a noisy one. How much is known
+    where the step is linear, and otherwise told by simulated chains.
 
     :param step_size: where to begin.
     :param dim: number of coordinates.
@@ -153,26 +156,40 @@ def shorten_until_right(
     :return: the step size, and the relative error of the sd that is left at it.
     :raises ValueError: where no step size is short enough for an exact gradient.
     """
-    excess, error = simulated_excess(dynamics, scheme, step_size, 0.0, dim)
-    shortest = 0.6**20 * step_size
+    of_step = partial(_sd_excess, dynamics, scheme, dim=dim)
+    is_known = draw_excess(dynamics, scheme, step_size, variance=variance) is not None
+    shorter = _SHORTER_OF_KNOWN if is_known else _SHORTER
+    excess, error = of_step(step_size, 0.0)
+    shortest = _SHORTEST * step_size
     while not abs(excess) <= target_bias + 2.0 * error:
-        # Chains that no step moves, no shorter one will move.
-        if excess == -1.0 or step_size < shortest:
+        # Simulated chains that no step moves, no shorter one will move.
+        is_stuck = excess == -1.0 and draw_excess(dynamics, scheme, step_size) is None
+        if is_stuck or step_size < shortest:
             raise Refusal(
                 "With these settings of the kernel no step size leaves a standard normal as it "
                 "is: is the diffusion zero, or are friction, mass or metric extreme?"
             )
-        step_size *= 0.6
-        excess, error = simulated_excess(dynamics, scheme, step_size, 0.0, dim)
+        step_size *= shorter
+        excess, error = of_step(step_size, 0.0)
     if variance <= 0.0:
         return step_size, excess
-    excess, error = simulated_excess(dynamics, scheme, step_size, variance, dim)
+    excess, error = of_step(step_size, variance)
     while not abs(excess) <= target_bias + 2.0 * error:
         if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
             break
-        step_size *= 0.6
-        excess, error = simulated_excess(dynamics, scheme, step_size, variance, dim)
+        step_size *= shorter
+        excess, error = of_step(step_size, variance)
     return step_size, excess
+
+
+def _sd_excess(
+    dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
+) -> tuple[float, float]:
+    """Relative error of the sd of draws, and its own standard error: zero where it is known."""
+    exact = draw_excess(dynamics, scheme, step_size, variance=variance)
+    if exact is None:
+        return simulated_excess(dynamics, scheme, step_size, variance, dim)
+    return math.sqrt(max(0.0, 1.0 + exact)) - 1.0, 0.0
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:

@@ -8,7 +8,7 @@ import pytest
 from numpyro_sgmcmc.dynamics import MonomialGamma, NoseHoover, Overdamped, Underdamped
 from numpyro_sgmcmc.warmup.advice import Shifts
 from numpyro_sgmcmc.warmup.discretisation import draw_excess, kick_excess
-from numpyro_sgmcmc.warmup.step_size import simulated_excess
+from numpyro_sgmcmc.warmup.step_size import shorten_until_right, simulated_excess
 
 
 @pytest.mark.parametrize("step_size", [0.01, 0.05, 0.2])
@@ -117,6 +117,41 @@ def test_draws_have_the_variance_of_simulated_chains(dynamics, scheme, step_size
     sd, error = simulated_excess(dynamics, scheme, step_size, 0.0, 20)
     found = draw_excess(dynamics, scheme, step_size)
     assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "scheme", "step_size"),
+    [
+        (Underdamped(), "symmetric", 0.3),
+        (Underdamped(), "mt3", 0.8),
+        (Underdamped(5.0), "symmetric", 0.2),
+        (Underdamped(keeps_gradient=True), "baoab", 0.8),
+        (Overdamped(), "euler", 0.1),
+    ],
+)
+def test_draws_have_the_variance_of_chains_with_noisy_gradients(dynamics, scheme, step_size):
+    sd, error = simulated_excess(dynamics, scheme, step_size, 2.0, 20)
+    found = draw_excess(dynamics, scheme, step_size, variance=2.0)
+    assert found > draw_excess(dynamics, scheme, step_size) + 0.01
+    assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
+
+
+def test_what_a_thermostat_makes_of_noise_is_not_known():
+    assert draw_excess(NoseHoover(), "symmetric", 0.2) is not None
+    assert draw_excess(NoseHoover(), "symmetric", 0.2, variance=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("friction", "variance", "longest"), [(0.1, 0.0, 0.3), (3.0, 0.0, 0.3), (10.0, 0.0, 0.2)]
+)
+def test_steps_of_unusual_frictions_are_as_long_as_they_may_be(friction, variance, longest):
+    """By the exact variance: of slow chains a simulation had seen too little."""
+    dynamics = Underdamped(friction)
+    step_size, excess = shorten_until_right(dynamics, "symmetric", 0.3, 20, 0.02, variance)
+    assert abs(excess) <= 0.02
+    assert step_size <= longest
+    if step_size < 0.3:
+        assert np.sqrt(1 + draw_excess(dynamics, "symmetric", step_size / 0.9)) - 1 < -0.02
 
 
 @pytest.mark.parametrize(
