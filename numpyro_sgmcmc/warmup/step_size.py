@@ -32,6 +32,7 @@ _FREE_CURVATURE = 3.5
 _UNCERTAIN = 0.03  # relative error of the covariance that is compensated
 _SHORTER, _SHORTER_OF_KNOWN = 0.6, 0.9  # steps at a time, where that is simulated and where known
 _SHORTEST = 0.6**20
+_SHARE_OF_KNOWN = 0.5  # of the target: an error that is known comes on top of all that are not
 
 
 def stiff_step_size(dynamics: Dynamics, largest: float, curvature: float) -> float:
@@ -159,9 +160,10 @@ def shorten_until_right(
     of_step = partial(_sd_excess, dynamics, scheme, dim=dim)
     is_known = draw_excess(dynamics, scheme, step_size, variance=variance) is not None
     shorter = _SHORTER_OF_KNOWN if is_known else _SHORTER
+    allowed = _SHARE_OF_KNOWN * target_bias if is_known else target_bias
     excess, error = of_step(step_size, 0.0)
     shortest = _SHORTEST * step_size
-    while not abs(excess) <= target_bias + 2.0 * error:
+    while not abs(excess) <= allowed + 2.0 * error:
         # Simulated chains that no step moves, no shorter one will move.
         is_stuck = excess == -1.0 and draw_excess(dynamics, scheme, step_size) is None
         if is_stuck or step_size < shortest:
@@ -174,7 +176,7 @@ def shorten_until_right(
     if variance <= 0.0:
         return step_size, excess
     excess, error = of_step(step_size, variance)
-    while not abs(excess) <= target_bias + 2.0 * error:
+    while not abs(excess) <= allowed + 2.0 * error:
         if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
             break
         step_size *= shorter

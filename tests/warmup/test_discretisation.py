@@ -147,7 +147,7 @@ def test_what_a_thermostat_makes_of_noise_is_not_known():
 def test_steps_of_unusual_frictions_are_as_long_as_they_may_be(friction, variance, longest):
     """By the exact variance: of slow chains a simulation had seen too little."""
     dynamics = Underdamped(friction)
-    step_size, excess = shorten_until_right(dynamics, "symmetric", 0.3, 20, 0.02, variance)
+    step_size, excess = shorten_until_right(dynamics, "symmetric", 0.3, 20, 0.04, variance)
     assert abs(excess) <= 0.02
     assert step_size <= longest
     if step_size < 0.3:
