@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOLD_BYTES = 2**25  # of all arrays together
-_SMALL_BYTES = 2**20
+_SMALL_BYTES = 2**20  # of an array that is a constant all the same
 
 
 def is_array(x: Any) -> bool:

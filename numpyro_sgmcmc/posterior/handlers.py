@@ -94,8 +94,8 @@ def _subsample_elsewhere(msg: Any) -> None:
 class skip_checks(Messenger):
     """Handler that leaves out NumPyro's checks whether values of some sites lie in their support.
 
-    Those that come from unconstrained space do, but for rounding; the checks are a sixth of what a
-    hierarchy's gradient takes to be compiled.
+    Those that come from unconstrained space do, but for rounding; the checks are a sixth of the
+    operations of a hierarchy's gradient.
 
     :param names: the sites.
     """

@@ -61,14 +61,17 @@ def draw_excess(
     :param curvature: of the normal's potential.
     :param variance: of the gradient's noise, a new one each step.
     :return: infinite for a step that is not stable, -1 for one that friction brings to a stand, and
-        None for an SDE of which no linear form is known, as with a thermostat, which noise changes.
+        None for an SDE of which no linear form is known, for a thermostat, which is not linear, and
+        for noise where a step forgets too little to be told from rounding.
     """
     linear = _linear(dynamics, scheme, step_size, curvature, variance)
-    if linear is None or (variance > 0.0 and dynamics.has_thermostat):
+    if linear is None or dynamics.has_thermostat:
         return None
     slowest = _slowest(linear)
     if abs(slowest) > _SLOW and abs(slowest - 1.0) > 1.0 - _SLOW:
         return math.inf
+    if abs(slowest) > _SLOW and variance > 0.0:
+        return None
     if abs(slowest) > _SLOW:
         forgotten = -math.expm1(-2.0 * step_size / dynamics.relaxation_time(step_size))
         return -1.0 if forgotten > _FORGETS else 0.0

@@ -79,8 +79,7 @@ def _own_excess(context: Context, limits: Limits, dynamics: Dynamics, step_size:
     is_short = step_size <= stiff_step_size(dynamics, limits.longest, limits.curvature)
     if is_short and dynamics.has_default_settings:
         return 0.0
-    # A thermostat is not linear.
-    exact = None if dynamics.has_thermostat else draw_excess(dynamics, scheme, step_size, curvature)
+    exact = draw_excess(dynamics, scheme, step_size, curvature)
     if exact is not None:
         return exact
     return _simulated(context, dynamics, step_size * dynamics.stiffness(curvature), 0.0)

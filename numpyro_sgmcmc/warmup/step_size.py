@@ -158,14 +158,14 @@ def shorten_until_right(
     :raises ValueError: where no step size is short enough for an exact gradient.
     """
     of_step = partial(_sd_excess, dynamics, scheme, dim=dim)
-    is_known = draw_excess(dynamics, scheme, step_size, variance=variance) is not None
+    is_known = _known_excess(dynamics, scheme, step_size, variance) is not None
     shorter = _SHORTER_OF_KNOWN if is_known else _SHORTER
     allowed = _SHARE_OF_KNOWN * target_bias if is_known else target_bias
     excess, error = of_step(step_size, 0.0)
     shortest = _SHORTEST * step_size
     while not abs(excess) <= allowed + 2.0 * error:
         # Simulated chains that no step moves, no shorter one will move.
-        is_stuck = excess == -1.0 and draw_excess(dynamics, scheme, step_size) is None
+        is_stuck = excess == -1.0 and _known_excess(dynamics, scheme, step_size, 0.0) is None
         if is_stuck or step_size < shortest:
             raise Refusal(
                 "With these settings of the kernel no step size leaves a standard normal as it "
@@ -188,10 +188,22 @@ def _sd_excess(
     dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
 ) -> tuple[float, float]:
     """Relative error of the sd of draws, and its own standard error: zero where it is known."""
-    exact = draw_excess(dynamics, scheme, step_size, variance=variance)
-    if exact is None:
+    known = _known_excess(dynamics, scheme, step_size, variance)
+    if known is None:
         return simulated_excess(dynamics, scheme, step_size, variance, dim)
-    return math.sqrt(max(0.0, 1.0 + exact)) - 1.0, 0.0
+    return known, 0.0
+
+
+def _known_excess(
+    dynamics: Dynamics, scheme: str, step_size: float, variance: float
+) -> float | None:
+    """Relative error of the sd of draws where it is known; not of steps that are not stable, or so
+    nearly frictionless that rounding does not tell them from such.
+    """
+    exact = draw_excess(dynamics, scheme, step_size, variance=variance)
+    if exact is None or math.isinf(exact):
+        return None
+    return math.sqrt(max(0.0, 1.0 + exact)) - 1.0
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:

@@ -85,8 +85,8 @@ def _advance(
             (mean, log_sd), state = carry
             deviation = jnp.exp(log_sd) * noise
             gradient = target.honest_gradient(mean + deviation, rows, arguments, key)
-            # Where there is no density there is no way to go; the next minibatch may know one. (A
-            # third of the time of `optax.apply_if_finite`, which under `vmap` copies all it has.)
+            # Where there is no density there is no way to go; the next minibatch may know one.
+            # (`optax.apply_if_finite` is slower: under `vmap` it copies all it has.)
             is_finite = jnp.isfinite(gradient)
             slopes = (
                 jnp.where(is_finite, gradient, 0.0),

@@ -61,6 +61,7 @@ def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
     mcmc.run(random.key(0), *args, **kwargs)
     assert compiled["jit__advance"] == 2  # of the fit and of the pilot chains
     assert compiled["jit__hessian_products"] <= 1
+    assert compiled["jit__bends"] <= 1
 
 
 def test_starts_by_the_prior_on_fewer_rows_are_compiled_once(compiled):

@@ -136,9 +136,22 @@ def test_draws_have_the_variance_of_chains_with_noisy_gradients(dynamics, scheme
     assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
 
 
-def test_what_a_thermostat_makes_of_noise_is_not_known():
-    assert draw_excess(NoseHoover(), "symmetric", 0.2) is not None
+def test_what_a_thermostat_does_to_draws_is_not_known():
+    assert draw_excess(NoseHoover(), "symmetric", 0.2) is None
     assert draw_excess(NoseHoover(), "symmetric", 0.2, variance=1.0) is None
+
+
+def test_noise_that_a_step_hardly_forgets_is_not_called_harmless():
+    """There rounding decides: without noise nothing is wrong, with it nobody knows."""
+    assert draw_excess(Overdamped(), "euler", 1e-6) == 0.0
+    assert draw_excess(Overdamped(), "euler", 1e-6, variance=1.0) is None
+
+
+def test_a_friction_next_to_none_is_not_refused():
+    """Rounding does not tell its steps from those that are not stable; simulated chains do."""
+    step_size, excess = shorten_until_right(Underdamped(1e-6), "symmetric", 0.3, 20, 0.05)
+    assert step_size == 0.3
+    assert abs(excess) < 0.05
 
 
 @pytest.mark.parametrize(
