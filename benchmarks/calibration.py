@@ -137,7 +137,7 @@ def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> Ranks:
     draws = mcmc.get_samples(group_by_chain=True)
     kept = {name: np.asarray(draws[name])[:, 39::40] for name in problem.sites}
     ranks = {name: (kept[name] < truth[name]).sum((0, 1)).ravel() for name in problem.sites}
-    return ranks, bias_report(mcmc).is_fine
+    return ranks, bias_report(mcmc).is_ok
 
 
 def read_ranks(file: Path | None) -> dict[tuple[str, int], Ranks]:

@@ -30,7 +30,7 @@ from numpyro_sgmcmc import (
     SGHMCSplit,
     SGLaplaceHMC,
 )
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
 
 WIDTHS = (24, 12, 8, 17)
 
@@ -51,23 +51,23 @@ RECIPE = {
 def variants() -> Iterator[tuple[str, str, type, dict[str, Any]]]:
     """Kernel, scheme, class and settings of each row."""
     for kernel in (SGHMCSplit, SGHMC, SGLD, SHMC):
-        for scheme in kernel.schemes:
-            yield kernel.__name__, scheme, kernel, {"scheme": scheme}
+        for scheme in kernel.integrators:
+            yield kernel.__name__, scheme, kernel, {"integrator": scheme}
     yield "SGHMCSplit, compensated", "symmetric", SGHMCSplit, {"noise_compensation": True}
-    for scheme in SGNHT.schemes:
-        yield "SGNHT", scheme, SGNHT, {"scheme": scheme}
-        yield "SGNHT, shared", scheme, SGNHT, {"scheme": scheme, "per_coordinate": False}
-    for scheme in SGMGT.schemes:
+    for scheme in SGNHT.integrators:
+        yield "SGNHT", scheme, SGNHT, {"integrator": scheme}
+        yield "SGNHT, shared", scheme, SGNHT, {"integrator": scheme, "per_coordinate": False}
+    for scheme in SGMGT.integrators:
         for a in (0.5, 1.0, 2.0):
-            yield f"SGMGT, a = {a:g}", scheme, SGMGT, {"scheme": scheme, "a": a}
+            yield f"SGMGT, a = {a:g}", scheme, SGMGT, {"integrator": scheme, "a": a}
     yield "SGMGT, a = 1, D", "symmetric", SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1}
-    for scheme in SGLaplaceHMC.schemes:
-        yield "SGLaplaceHMC", scheme, SGLaplaceHMC, {"scheme": scheme}
+    for scheme in SGLaplaceHMC.integrators:
+        yield "SGLaplaceHMC", scheme, SGLaplaceHMC, {"integrator": scheme}
     for kernel in (SGRLD, SGRHMC):
-        for scheme in kernel.schemes:
-            yield f"{kernel.__name__}, potential", scheme, kernel, {"scheme": scheme}
+        for scheme in kernel.integrators:
+            yield f"{kernel.__name__}, potential", scheme, kernel, {"integrator": scheme}
             for name, metric in METRICS.items():
-                settings = {"scheme": scheme, "inverse_metric": metric}
+                settings = {"integrator": scheme, "inverse_metric": metric}
                 yield f"{kernel.__name__}, {name}", scheme, kernel, settings
     yield "RecipeKernel", "euler", RecipeKernel, RECIPE
 
@@ -81,15 +81,15 @@ def loops_of(
         logistic,
         num_steps=NUM_STEPS,
         step_size=0.01,
-        minibatch="iid",
+        subsampling="iid",
         inverse_mass_matrix=4.0 / len(data[1]) * np.eye(dim, dtype=np.float32),
         **settings,
     )
     state = kernel.init(random.key(1), 0, None, data, batch)
 
     def loop(estimator: str) -> Callable[[], Any]:
-        chosen = kernel.adaptation._replace(estimator=ESTIMATORS[estimator])
-        variant = kernel.ready_variant(adaptation=chosen)  # adapted once for both
+        chosen = kernel.adaptation._replace(estimator=GRADIENT_ESTIMATORS[estimator])
+        variant = kernel.copy_with(adaptation=chosen)  # adapted once for both
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)
@@ -97,7 +97,7 @@ def loops_of(
         compiled = jit(lambda state: lax.fori_loop(0, num_iterations, iterate, state))
         return lambda: compiled(state)
 
-    return {estimator: loop(estimator) for estimator in ("plain", "control_variate")}
+    return {estimator: loop(estimator) for estimator in ("minibatch", "control_variate")}
 
 
 def main() -> None:

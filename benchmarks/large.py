@@ -81,7 +81,7 @@ def compare(name: str, batch_size: int, seed: int) -> list[str]:
     sd_error = np.sqrt(0.5 / ess_sd + 0.5 / ess_sd_right)
     beyond = (np.abs(shift) > 0.1 + 3 * error) | (np.abs(inflation) > 0.1 + 3 * sd_error)
     r_hat = max(np.max(split_gelman_rubin(np.asarray(x, np.float64))) for x in draws.values())
-    verdicts = {s.verdict for s in bias_report(mcmc).sites}
+    verdicts = {s.diagnosis for s in bias_report(mcmc).sites}
     cells: dict[str, Any] = {
         "problem": name,
         "d": len(mean),

@@ -26,7 +26,7 @@ from numpyro.infer import MCMC, NUTS
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
-from numpyro_sgmcmc.posterior.targets import _targets
+from numpyro_sgmcmc.posterior.targets import _potential_cache
 
 SERIES = ("same model", "new models", "checkpointed", "NUTS, same", "NUTS, new")
 WIDTHS = (14, 6, 8, 10, 8, 9, 10)
@@ -66,7 +66,13 @@ def held() -> tuple[str, int, int, int, int]:
     resident = 4096 * int(Path("/proc/self/statm").read_text().split()[1])
     programs = len(jax.devices()[0].client.live_executables())
     mappings = Path("/proc/self/maps").read_text().count("\n")
-    return f"{resident / 1e6:.0f}", programs, len(jax.live_arrays()), len(_targets), mappings
+    return (
+        f"{resident / 1e6:.0f}",
+        programs,
+        len(jax.live_arrays()),
+        len(_potential_cache),
+        mappings,
+    )
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from numpyro_sgmcmc import open_draws
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store
+from numpyro_sgmcmc.checkpointing.store import Checkpoint, CheckpointStore
 
 
 def report(what: str, began: float) -> None:
@@ -41,7 +41,7 @@ def write(folder: Path, parameters: int, draws: int) -> None:
         shape = (1, min(segment, draws - start), parameters)
         values = {"z": {"w": rng.standard_normal(shape, np.float32)}}
         blocks.append([start, start + shape[1], disk.write(values, start)])
-    Store(folder).write(Checkpoint(draws, draws, blocks, {}, np.zeros(1)))
+    CheckpointStore(folder).write(Checkpoint(draws, draws, blocks, {}, np.zeros(1)))
     report("written", began)
 
 

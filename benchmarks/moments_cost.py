@@ -20,9 +20,9 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Plain
-from numpyro_sgmcmc.warmup.moment_source import MomentSource, own_gradients
+from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, MinibatchGradient
+from numpyro_sgmcmc.warmup.moment_source import MonitorGradients, choose_step_gradients
 
 NUM_STEPS = 10
 WIDTHS = (10, 8, 8, 16, 12, 8, 8)
@@ -35,11 +35,11 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
     options: dict[str, Any] = {"num_steps": NUM_STEPS, "step_size": 0.1}
     if dim > 1000:
         options["inverse_mass_matrix"] = np.full(dim, 4.0 / num_rows, np.float32)
-    kernel = SGHMCSplit(logistic, gradient="control_variate", **options)
+    kernel = SGHMCSplit(logistic, gradient_estimator="control_variate", **options)
     state = kernel.init(random.key(1), 0, None, data, batch)
 
     def loop(num_iterations: int, **chosen: Any) -> Callable[[], Any]:
-        variant = kernel.ready_variant(adaptation=kernel.adaptation._replace(**chosen))
+        variant = kernel.copy_with(adaptation=kernel.adaptation._replace(**chosen))
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, data, batch)
@@ -48,18 +48,19 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
         return lambda: compiled(state)
 
     sources = {
-        "without": MomentSource(0),
-        "own": own_gradients(dim, NUM_STEPS),
-        "apart": MomentSource(NUM_STEPS, Plain()),
+        "without": MonitorGradients(0),
+        "own": choose_step_gradients(dim, NUM_STEPS),
+        "apart": MonitorGradients(NUM_STEPS, MinibatchGradient()),
     }
-    for minibatch in ("blocks", "iid"):
-        for estimator in ("plain", "control_variate"):
+    for minibatch in ("contiguous", "iid"):
+        for estimator in ("minibatch", "control_variate"):
             chosen = {
-                "minibatch": MINIBATCH_SCHEMES[minibatch],
-                "estimator": ESTIMATORS[estimator],
+                "minibatch": SUBSAMPLINGS[minibatch],
+                "estimator": GRADIENT_ESTIMATORS[estimator],
             }
             guess = (
-                interleaved({"": loop(2, moment_source=MomentSource(0), **chosen)}, 5)[""].min() / 2
+                interleaved({"": loop(2, moment_source=MonitorGradients(0), **chosen)}, 5)[""].min()
+                / 2
             )
             n = max(2, int(seconds / guess))
             loops = {k: loop(n, moment_source=s, **chosen) for k, s in sources.items()}

@@ -143,7 +143,7 @@ def measure(
     seconds = {}
     commands = {"plain": ["--plain"], "whole": ["--child", str(scratch / "whole")]}
     if not with_plain:
-        del commands["plain"]
+        del commands["minibatch"]
     for name, extra in commands.items():
         began = time.perf_counter()
         command = [sys.executable, __file__, "--samples", str(samples), *extra]

@@ -30,7 +30,7 @@ import optax
 from numpyro.infer import MCMC, DiscreteGibbs, Gibbs
 
 import numpyro_sgmcmc as sg
-from numpyro_sgmcmc.diagnostics import calibrated_samples, compare_with_finer
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples, compare_with_finer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.contract.kernels import KERNELS
@@ -134,13 +134,17 @@ def cases() -> dict[str, Callable[[], Any]]:
         return lambda: run(sg.SGHMCSplit(model, **options), *args, **given)
 
     RUN = ("batch_size", "num_chains", "chain_method", "thinning", "init_params", "extra_fields")
-    for gradient in ("plain", "control_variate", "second_order_control_variate"):
-        for minibatch in ("iid", "epoch", "blocks"):
+    for gradient in ("minibatch", "control_variate", "second_order_control_variate"):
+        for minibatch in ("iid", "shuffled", "contiguous"):
             name = f"gradient={gradient}, minibatch={minibatch}"
-            found[name] = split(gradient=gradient, minibatch=minibatch)
-    found["noise compensation"] = split(noise_compensation=True, gradient="plain")
+            found[name] = split(gradient_estimator=gradient, subsampling=minibatch)
+    found["noise compensation"] = split(noise_compensation=True, gradient_estimator="minibatch")
     found["noise compensation, diagonal"] = split(
-        noise_compensation=True, gradient="plain", dense_mass=False, step_size=0.05, num_steps=7
+        noise_compensation=True,
+        gradient_estimator="minibatch",
+        dense_mass=False,
+        step_size=0.05,
+        num_steps=7,
     )
     found["schedule"] = split(step_size=optax.exponential_decay(0.3, 100, 0.9), num_steps=6)
     found["one chain, raw"] = split(num_chains=1)
@@ -166,10 +170,10 @@ def cases() -> dict[str, Callable[[], Any]]:
     )
     for scheme in ("baoab", "obabo", "mt3", "lie_trotter", "symmetric", "euler"):
         found[f"SHMC {scheme}"] = lambda s=scheme: run(
-            sg.SHMC(logistic, scheme=s), *LOGISTIC, batch_size=50
+            sg.SHMC(logistic, integrator=s), *LOGISTIC, batch_size=50
         )
     found["lie_trotter, three leapfrogs"] = lambda: run(
-        sg.SHMC(logistic, scheme="lie_trotter", num_leapfrog=3), *LOGISTIC, batch_size=50
+        sg.SHMC(logistic, integrator="lie_trotter", num_leapfrog=3), *LOGISTIC, batch_size=50
     )
     found["SGMGT, noisy, resampled"] = lambda: run(
         sg.SGMGT(
@@ -179,7 +183,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         batch_size=50,
     )
     found["SGNHT, one thermostat, plain"] = lambda: run(
-        sg.SGNHT(logistic, per_coordinate=False, gradient="plain"), *LOGISTIC, batch_size=50
+        sg.SGNHT(logistic, per_coordinate=False, gradient_estimator="minibatch"),
+        *LOGISTIC,
+        batch_size=50,
     )
     found["SGRHMC, own metric"] = lambda: run(
         sg.SGRHMC(
@@ -193,7 +199,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         sg.SGHMCSplit(hierarchies.normal_means), means, batch_size=40
     )
     found["local sites, plain, collected"] = lambda: run(
-        sg.SGHMCSplit(hierarchies.normal_means, gradient="plain", collect_locals=True),
+        sg.SGHMCSplit(
+            hierarchies.normal_means, gradient_estimator="minibatch", collect_local_sites=True
+        ),
         means,
         batch_size=40,
     )
@@ -245,14 +253,14 @@ def cases() -> dict[str, Callable[[], Any]]:
 
     def finer() -> Any:
         mcmc = run(sg.SGHMCSplit(logistic), *LOGISTIC, batch_size=50)
-        return compare_with_finer(mcmc, jax.random.key(3)).finer
+        return compare_with_finer(mcmc, jax.random.key(3)).finer_run
 
     found["finer run"] = finer
 
     def calibrated() -> Any:
         mcmc = run(sg.SGHMCSplit(logistic), *LOGISTIC, batch_size=50)
         report = sg.bias_report(mcmc, full_data=True, num_draws=40)
-        mcmc.calibrated = calibrated_samples(mcmc, report)
+        mcmc.calibrated = bias_corrected_samples(mcmc, report)
         mcmc.likelihoods = sg.log_likelihood(mcmc)
         return mcmc
 
@@ -279,7 +287,11 @@ def bits(mcmc: Any) -> dict[str, np.ndarray]:
         parts |= {n: getattr(state, n) for n in (*names, "moments", "step_control")}
         parts |= {n: getattr(state.adapt_state, n) for n in ADAPTED}
         if state.locals is not None:
-            parts["locals"] = (state.locals.values, state.locals.scale, state.locals.acceptance)
+            parts["locals"] = (
+                state.locals.values,
+                state.locals.scale,
+                state.locals.mean_accept_prob,
+            )
     for name in ("calibrated", "likelihoods"):
         parts[name] = getattr(mcmc, name, None)
     found = {}

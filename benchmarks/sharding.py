@@ -57,7 +57,7 @@ def worker(args: argparse.Namespace) -> None:
     found: dict[str, Any] = {"steps": {}}
     for batch_size in args.batches:
         kernel = SGHMCSplit(
-            logistic, step_size=0.3, num_steps=NUM_STEPS, gradient="control_variate"
+            logistic, step_size=0.3, num_steps=NUM_STEPS, gradient_estimator="control_variate"
         )
         keywords = {"batch_size": batch_size}
         state = kernel.init(random.split(random.key(1), CHAINS), 0, None, data, keywords)

@@ -37,8 +37,8 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
+from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
 
 NUM_STEPS = 10
 WIDTHS = (11, 8, 10, 9, 8, 8, 8, 8, 8, 8)
@@ -86,9 +86,9 @@ def kernel_loops(X: Array, y: Array, num_iterations: int) -> dict[str, Callable[
 
     def loop(estimator: str, minibatch: str) -> Callable[[], Any]:
         chosen = kernel.adaptation._replace(
-            estimator=ESTIMATORS[estimator], minibatch=MINIBATCH_SCHEMES[minibatch]
+            estimator=GRADIENT_ESTIMATORS[estimator], subsampling=SUBSAMPLINGS[minibatch]
         )
-        variant = kernel.ready_variant(adaptation=chosen)  # adapted once for all
+        variant = kernel.copy_with(adaptation=chosen)  # adapted once for all
 
         def iterate(_: int, state: Any) -> Any:
             return variant.sample(state, (X, y), {"batch_size": BATCH_SIZE})
@@ -98,8 +98,8 @@ def kernel_loops(X: Array, y: Array, num_iterations: int) -> dict[str, Callable[
 
     return {
         f"{minibatch} {estimator}": loop(estimator, minibatch)
-        for estimator in ("plain", "control_variate")
-        for minibatch in ("iid", "epoch", "blocks")
+        for estimator in ("minibatch", "control_variate")
+        for minibatch in ("iid", "shuffled", "contiguous")
     }
 
 
@@ -132,7 +132,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     print_header(f"Cost of a step over the bare loop's, B = {BATCH_SIZE}")
-    kinds = ["iid", "epoch", "blocks"]
+    kinds = ["iid", "shuffled", "contiguous"]
     with_anchor = [f"cv {kind}" for kind in kinds]  # control variates
     print_row(["N", "D", "bare step", "10 ahead", *kinds, *with_anchor], WIDTHS)
     for num_rows in args.num_rows:

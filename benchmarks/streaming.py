@@ -60,8 +60,12 @@ def open_table(folder: Path) -> tuple[np.memmap, np.memmap]:
 
 def make_loop(data: tuple, batch_size: int, minibatch: str, num: int) -> Callable[[], Any]:
     """Iterations of four warm chains, compiled once."""
-    given: dict[str, Any] = {"gradient": "control_variate", "step_size": 0.2, "num_steps": STEPS}
-    kernel = SGHMCSplit(logistic, minibatch=minibatch, **given)
+    given: dict[str, Any] = {
+        "gradient_estimator": "control_variate",
+        "step_size": 0.2,
+        "num_steps": STEPS,
+    }
+    kernel = SGHMCSplit(logistic, subsampling=minibatch, **given)
     kwargs = {"batch_size": batch_size}
     keys = random.split(random.key(1), 4)
     state = kernel.init(keys, 0, None, data, kwargs)
@@ -81,7 +85,9 @@ def compare_speed(num_rows: int, repeats: int) -> None:
         on_disk = tuple(
             HostArray(a, name=n) for a, n in zip(open_table(Path(folder)), "Xy", strict=True)
         )
-        for batch_size, minibatch in [(b, m) for m in ("blocks", "epoch") for b in (100, 1000)]:
+        for batch_size, minibatch in [
+            (b, m) for m in ("contiguous", "shuffled") for b in (100, 1000)
+        ]:
             num = 200_000 // batch_size
             runs = {
                 name: make_loop(data, batch_size, minibatch, num)

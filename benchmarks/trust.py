@@ -39,10 +39,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "step 3 times": {"factor": 3.0},
     "step 6 times": {"factor": 6.0},
-    "plain, h = 0.1": {"gradient": "plain", "step_size": 0.1},
-    "plain, iid, h = 0.03": {"gradient": "plain", "minibatch": "iid", "step_size": 0.03},
+    "plain, h = 0.1": {"gradient_estimator": "minibatch", "step_size": 0.1},
+    "plain, iid, h = 0.03": {
+        "gradient_estimator": "minibatch",
+        "subsampling": "iid",
+        "step_size": 0.03,
+    },
     "five rows": {"batch_size": 5},
-    "five rows, plain": {"batch_size": 5, "gradient": "plain", "step_size": 0.03},
+    "five rows, plain": {"batch_size": 5, "gradient_estimator": "minibatch", "step_size": 0.03},
     "no whitening": {"adapt_mass_matrix": False, "factor": 3.0},
 }
 RIVALS = ("SVI normal", "SVI multivariate", "HMCECS", "BlackJAX sghmc", "BlackJAX sgnht")
@@ -106,7 +110,7 @@ def write_outcome(file: Path, cell: Cell, outcome: Outcome) -> None:
 def make(kernel: str, model: Callable, **options: Any) -> Any:
     """A kernel by its name in the table."""
     name, *scheme = kernel.split()
-    extra = {"scheme": scheme[0]} if scheme else {}
+    extra = {"integrator": scheme[0]} if scheme else {}
     return getattr(numpyro_sgmcmc, name)(model, **extra, **options)
 
 
@@ -165,7 +169,7 @@ def evaluate(
     draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
     outcome = compare(draws, args, reference)
     report = bias_report(mcmc)
-    said = report.estimates.inflation
+    said = report.stein_estimates.sd_inflation
     return outcome._replace(
         seconds=seconds, said=said.value, said_error=said.error, is_flagged=report.is_flagged
     )

@@ -41,7 +41,7 @@ from verdict_references import normal_scores, read
 from verdict_shapes import Built
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
+from numpyro_sgmcmc.diagnostics.runs import get_unconstrained_draws
 from numpyro_sgmcmc.warmup import starts
 
 MEAN_TOLERANCE, SD_TOLERANCE = 0.3, 0.2
@@ -159,7 +159,7 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
     """Four chains with no arguments, judged, and what the library says of them."""
     model, args = built
     kernel = SGHMCSplit(model)
-    starts.SEED = seed  # else all seeds would have one warm-up
+    starts.WARMUP_SEED = seed  # else all seeds would have one warm-up
     options = {"num_warmup": 300, "num_samples": 1000, **problem.options}
     mcmc = MCMC(kernel, **options, num_chains=4, chain_method="vectorized", progress_bar=False)
     start = time.perf_counter()
@@ -168,12 +168,12 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
         warnings.simplefilter("always", UserWarning)
         try:
             mcmc.run(jax.random.key(seed), *args, batch_size=problem.batch_size)
-            outcome = judge(np.asarray(unconstrained_draws(mcmc, kernel)), reference)
+            outcome = judge(np.asarray(get_unconstrained_draws(mcmc, kernel)), reference)
             report = bias_report(mcmc)
             outcome = outcome._replace(
-                verdicts=tuple(sorted({s.verdict for s in report.sites})),
-                sentence=report.verdict,
-                is_fine=report.is_fine,
+                verdicts=tuple(sorted({s.diagnosis for s in report.sites})),
+                sentence=report.diagnosis,
+                is_fine=report.is_ok,
                 is_flagged=report.is_flagged,
             )
         except (ValueError, RuntimeError) as error:  # the library's refusals, and NumPyro's

@@ -234,7 +234,7 @@ def main() -> None:
     ):
         print(az.summary(data))
     print(f"\nSGHMCSplit: {speed(mcmc, seconds)}.")
-    print(f"{bias_report(mcmc).line}.")
+    print(f"{bias_report(mcmc).summary_line}.")
 
     save(data, x, late, levels, options.output)
     print(f"Plots and draws are in {options.output}/.")

@@ -90,7 +90,7 @@ def main() -> None:
     data = (scaled(hour).astype(np.float32), winter.astype(np.float32), lateness.astype(np.int32))
     mcmc.run(jax.random.key(0), *map(jnp.asarray, data), batch_size=1_000)
     mcmc.print_summary()
-    print(bias_report(mcmc).line)
+    print(bias_report(mcmc).summary_line)
 
     hours = np.unique(hour[~winter])
     observed = np.array(

@@ -95,7 +95,7 @@ def main() -> None:
     predicted, left_out, of_rows = {}, {}, []
     for name, has_tails in (("normal", False), ("Student t", True)):
         mcmc = fit(distance, made_up, has_tails)
-        print(f"{name}: {bias_report(mcmc).line}")
+        print(f"{name}: {bias_report(mcmc).summary_line}")
         mcmc.print_summary()
         left_out[name] = loo(mcmc, num_rows=1_000)
         print(f"{left_out[name]}\n")

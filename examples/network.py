@@ -83,8 +83,8 @@ def fit(x, late) -> MCMC:
         step_size=0.005,
         num_steps=200,
         adapt_mass_matrix=False,
-        gradient="plain",
-        minibatch="epoch",
+        gradient_estimator="minibatch",
+        subsampling="shuffled",
         init_strategy=init_to_sample,
     )
     mcmc = MCMC(kernel, num_warmup=100, num_samples=400, num_chains=4,

@@ -83,7 +83,7 @@ def fit(folder, where):
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
     mcmc.run(jax.random.key(0), *data, batch_size=1_000)
     mcmc.print_summary()
-    print(bias_report(mcmc).line)
+    print(bias_report(mcmc).summary_line)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(f"At most {most * (1 if sys.platform == 'darwin' else 1024) / 1e6:,.0f} MB of memory")
     np.savez(folder / f"{where}.npz", **mcmc.get_samples())

@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
 
     given = {"num_steps": 1, "adapt_mass_matrix": False, "adapt_step_size": False,
-             "gradient": "plain", "minibatch": "iid"}  # fmt: skip
+             "gradient_estimator": "minibatch", "subsampling": "iid"}  # fmt: skip
     kernels = {
         "SGLD, h = 0.004": SGLD(model, step_size=0.004, **given),
         "SGNHT, h = 0.13": SGNHT(model, friction=10.0, step_size=0.13, **given),

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.diagnostics import plot_bias, plot_speed
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-WRONG = {"gradient": "plain", "step_size": 0.1}
+WRONG = {"gradient_estimator": "minibatch", "step_size": 0.1}
 BATCH_SIZE = 100
 
 

@@ -8,12 +8,12 @@ from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
 from numpyro_sgmcmc.diagnostics import (
     bias_report,
-    explain,
     log_likelihood,
     loo,
     posterior_predictive,
     print_summary,
     to_arviz,
+    warmup_report,
 )
 from numpyro_sgmcmc.samplers import *  # noqa: F403
 
@@ -22,13 +22,13 @@ __all__ = [
     "HostArray",
     "ShardedArray",
     "bias_report",
-    "explain",
     "log_likelihood",
     "loo",
     "open_draws",
     "posterior_predictive",
     "print_summary",
     "to_arviz",
+    "warmup_report",
 ]
 __all__ += samplers.__all__
 __version__ = "0.1.0"

@@ -130,7 +130,7 @@ TOLD = {  # what a page says, and whether it came out so
     ),
     "howto/biased.md": lambda page: (
         page["bias_report"](page["wrong"]).is_flagged
-        and page["bias_report"](page["right"]).is_fine
+        and page["bias_report"](page["right"]).is_ok
         and page["finer"].is_visible
     ),
     "howto/compare.md": lambda page: (

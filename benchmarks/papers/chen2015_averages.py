@@ -19,7 +19,7 @@ from jax import Array, lax, random
 from lanes import in_lanes, over_lanes
 from linear_steps import Affine, Jacobians, after, jacobians
 
-from numpyro_sgmcmc.dynamics import Dynamics, Overdamped, Underdamped
+from numpyro_sgmcmc.dynamics import Dynamics, OverdampedLangevin, UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
 
 NUM_ROWS, BATCH_SIZE = 1000, 10
@@ -42,10 +42,10 @@ class Sampler(NamedTuple):
     scheme: str
 
 
-SGHMC = Sampler(Underdamped(FRICTION), "symmetric")
-EULER = Sampler(Underdamped(FRICTION), "euler")
-EXPLICIT = Sampler(Underdamped(FRICTION), "explicit_euler")
-SGLD = Sampler(Overdamped(), "euler")
+SGHMC = Sampler(UnderdampedLangevin(FRICTION), "symmetric")
+EULER = Sampler(UnderdampedLangevin(FRICTION), "euler")
+EXPLICIT = Sampler(UnderdampedLangevin(FRICTION), "explicit_euler")
+SGLD = Sampler(OverdampedLangevin(), "euler")
 
 
 class Steps(NamedTuple):
@@ -98,7 +98,7 @@ def simulate(
     start: float = START,
 ) -> Averages:
     """Weighted averages up to each stop, of independent runs; lanes share their noise."""
-    dynamics, step = sampler.dynamics, sampler.dynamics.step(sampler.scheme)
+    dynamics, step = sampler.dynamics, sampler.dynamics.make_step(sampler.scheme)
     key, start_key, momentum_key, order_key = random.split(rng_key, 4)
     offset = random.normal(start_key, (runs, 1)) * start / np.sqrt(PRECISION)
     states = jax.vmap(dynamics.init)(MEAN + offset, random.split(momentum_key, runs))
@@ -113,7 +113,7 @@ def simulate(
     def one(l: Array, carry: Any) -> Any:
         states, batches, squares, offsets, weights = carry
         noise_key, batch_key = random.split(random.fold_in(key, l))
-        noise = random.normal(noise_key, (runs, step.draws, 1))
+        noise = random.normal(noise_key, (runs, step.num_noise, 1))
         if order == "epoch":
             batches, (batch,) = next_batches(batches, NUM_BATCHES, 1)
         else:

@@ -24,7 +24,7 @@ from chen2015_averages import (
 from chen2015_curves import Curve, Jackknifed, bias_of, end_slope, estimate, mse_of, pick
 from jax import Array, random
 
-from numpyro_sgmcmc.samplers.schedules import best_exponent
+from numpyro_sgmcmc.samplers.schedules import optimal_decay_exponent
 
 ALPHAS = (0.1, 1 / 5, 1 / 3, 1 / 2, 0.7)
 PREFACTORS = {"decreasing": 0.045, "fixed": 0.033}
@@ -143,7 +143,7 @@ def print_best(long: Rates) -> None:
         slopes = [end_slope(c.x, c.exact) for c in curves]
         ends = [abs(c.exact[-1]) for c in curves]
         best = [f"{ALPHAS[int(np.argmin(values))]:.2f}" for values in (slopes, ends)]
-        paper = best_exponent(2, criterion.lower())
+        paper = optimal_decay_exponent(2, criterion.lower())
         rows.append((criterion, order, kind, *best, f"{paper:.2f}"))
     last = next(iter(long.values()))[0].x[-1]
     output.print_table(
@@ -173,7 +173,7 @@ def figures_3_and_6(quick: bool) -> None:
     for order in ("full",) if quick else ("full", "iid"):
         for criterion in ("MSE",) if quick else ("bias", "MSE"):
             for name, (sampler, K) in COMPARED.items():
-                alpha = best_exponent(K, criterion.lower())
+                alpha = optimal_decay_exponent(K, criterion.lower())
                 prefactor = best_prefactor(sampler, order, alpha)
                 setting = sampler, order, "fixed", prefactor, (alpha,)
                 which = ("bias", "MSE").index(criterion)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 from jax import Array, random
 
-from numpyro_sgmcmc.data.minibatch import Epoch, StreamState
+from numpyro_sgmcmc.data.minibatch import ShuffledSubsampling, StreamState
 
 
 def first_epoch(rng_key: Array, num_batches: int, runs: int) -> StreamState:
     """The orders before the first step."""
-    return jax.vmap(StreamState.start)(random.split(rng_key, runs))
+    return jax.vmap(StreamState.init)(random.split(rng_key, runs))
 
 
 def next_batches(
@@ -19,6 +19,6 @@ def next_batches(
     """The orders after so many steps, and the minibatches of these, shape ``(num_steps, runs)``."""
     unused = random.key(0)
     orders, batches = jax.vmap(
-        lambda state: Epoch().draw(state, unused, num_steps, num_batches, 1)
+        lambda state: ShuffledSubsampling().sample_indices(state, unused, num_steps, num_batches, 1)
     )(orders)
     return orders, batches[..., 0].T

@@ -16,14 +16,14 @@ from epochs import first_epoch
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import Epoch
-from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.data.minibatch import ShuffledSubsampling
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
+from numpyro_sgmcmc.posterior.target import Potential
 
 
 @partial(jax.jit, static_argnames=("target", "scheme", "num_leapfrog", "num_draws"))
 def _draws(
-    target: Target,
+    target: Potential,
     arguments: Arguments,
     scheme: str,
     num_leapfrog: int | None,
@@ -34,21 +34,23 @@ def _draws(
     friction: Array,
     num_steps: Array,
 ) -> Array:
-    dynamics = Underdamped(friction, num_leapfrog=num_leapfrog)
-    step = dynamics.step(scheme)
+    dynamics = UnderdampedLangevin(friction, num_leapfrog=num_leapfrog)
+    step = dynamics.make_step(scheme)
     init_key, order_key, noise_key = random.split(key, 3)
 
     def one_step(state: Any, order: Any, noise: Array, count: Array) -> tuple[Any, Any]:
         rows = {}
         for plate in target.plates:  # one, or none where a minibatch is all rows
-            order, found = Epoch().draw(order, noise_key, 1, plate.size, plate.subsample_size)
+            order, found = ShuffledSubsampling().sample_indices(
+                order, noise_key, 1, plate.size, plate.subsample_size
+            )
             rows[plate.name] = found[0]
         gradient = partial(target.gradient, indices=rows, arguments=arguments)
         return step(state, h, gradient, noise, count), order
 
     def body(count: Array, carry: Any) -> Any:
         state, orders = carry
-        shape = (len(starts), step.draws, starts.shape[1])
+        shape = (len(starts), step.num_noise, starts.shape[1])
         noise = random.normal(random.fold_in(noise_key, count), shape, starts.dtype)
         return jax.vmap(one_step, (0, 0, 0, None))(state, orders, noise, count)
 
@@ -64,7 +66,7 @@ def _draws(
 
 
 def draws(
-    target: Target,
+    target: Potential,
     arguments: Arguments,
     scheme: str,
     key: Array,

@@ -12,14 +12,14 @@ from franzese2021_regression import BATCHES, FRICTION, FULL, Regression, errors_
 from linear_steps import Affine, epoch, fixed_point, linearized
 from standard_errors import fit_slope
 
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
 
 def leapfrog_cycle(
     problem: Regression, h: float, num_leapfrog: int, batches: Any
 ) -> tuple[list[Affine], list[Affine]]:
     """Lie-Trotter steps on each minibatch: those without and those with a refreshment."""
-    dynamics = Underdamped(FRICTION, num_leapfrog)
+    dynamics = UnderdampedLangevin(FRICTION, num_leapfrog)
     quadratics = [problem.quadratic(rows) for rows in batches]
     return tuple(  # type: ignore[return-value]
         [linearized(dynamics, "lie_trotter", h, *each, count) for each in quadratics]

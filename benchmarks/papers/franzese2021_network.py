@@ -26,8 +26,8 @@ from standard_errors import Mean
 from numpyro_sgmcmc import SHMC
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics import kolmogorov_distance, predictive_summary
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.targets import get_model_potential
 
 SIZES, VARIANCE, BATCH = (13, 50, 1), 0.2, 32
 SCHEMES = ("leapfrog", "lie_trotter", "symmetric", "mt3")
@@ -113,11 +113,11 @@ class Oracle:
         """Of as many draws of the one run, and its sd from one choice of them to the other."""
         return Mean(self.own.mean(), self.own.std())
 
-    def target(self, batch_size: int) -> tuple[Target, Arguments]:
+    def target(self, batch_size: int) -> tuple[Potential, Arguments]:
         arguments = Arguments((self.data.x, self.data.y), {"batch_size": batch_size})
-        return target_of(self.model, arguments, init_to_sample), arguments
+        return get_model_potential(self.model, arguments, init_to_sample), arguments
 
-    def starts(self, target: Target, chains: int) -> Array:
+    def starts(self, target: Potential, chains: int) -> Array:
         """Draws of the first run, as far apart as there is room."""
         every = len(next(iter(self.runs[0].values()))[0]) // chains
         some = {name: w[0, ::every][:chains] for name, w in self.runs[0].items()}
@@ -149,7 +149,7 @@ def curve(
     keys = random.split(random.key(seed), size.chains)
     starts = oracle.starts(target, size.chains)
     if from_prior:
-        starts = jax.vmap(lambda key: target.start(key, arguments))(keys)
+        starts = jax.vmap(lambda key: target.sample_init_position(key, arguments))(keys)
     found = []
     for h in step_sizes:
         weights = draws(
@@ -173,8 +173,8 @@ def curve(
 def explore(oracle: Oracle, size: Size) -> dict[tuple[str, str], Curves]:
     """Curves by what varies and by minibatch."""
     varied: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-        "scheme": [(s, {"scheme": s}) for s in SCHEMES],
-        "length": [(n, {"scheme": "lie_trotter", "num_leapfrog": n}) for n in LENGTHS],
+        "scheme": [(s, {"integrator": s}) for s in SCHEMES],
+        "length": [(n, {"integrator": "lie_trotter", "num_leapfrog": n}) for n in LENGTHS],
         "friction": [(c, {"friction": c, "from_prior": True}) for c in FRICTIONS],
     }
     num_rows = len(oracle.data.y)
@@ -192,7 +192,7 @@ def explore(oracle: Oracle, size: Size) -> dict[tuple[str, str], Curves]:
 
 
 HEADS = {
-    "scheme": "Figure 8, C = 5. The paper: minibatches tie all schemes, and order shows on all "
+    "integrator": "Figure 8, C = 5. The paper: minibatches tie all schemes, and order shows on all "
     "rows in long steps",
     "length": "Figure 9, Lie-Trotter, steps between refreshments. The paper: one is safe",
     "friction": "Figure 10, leapfrog, chains from the prior. The paper: 5 to 10 do, not sensitive",
@@ -217,7 +217,7 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
     figure, axes = plt.subplots(
         2, 3, figsize=(11, 6.2), sharex=True, sharey=True, layout="constrained"
     )
-    titles = {"scheme": "scheme", "length": "Lie-Trotter, $N_l$", "friction": "leapfrog, C"}
+    titles = {"integrator": "scheme", "length": "Lie-Trotter, $N_l$", "friction": "leapfrog, C"}
     for (what, name), curves in found.items():
         ax = axes[int(name == "all rows"), list(titles).index(what)]
         colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.92, len(curves)))
@@ -263,8 +263,8 @@ def library(oracle: Oracle, size: Size, h: float = 0.01) -> None:
         step_size=h,
         num_steps=round(size.apart / h),
         adapt_mass_matrix=False,
-        gradient="plain",
-        minibatch="epoch",
+        gradient_estimator="minibatch",
+        subsampling="shuffled",
         init_strategy=init_to_sample,
     )
     mcmc = MCMC(

@@ -15,14 +15,14 @@ from linear_steps import Affine, linearized, permuted, with_replacement
 from scipy.special import ndtr
 from standard_errors import fit_slope
 
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
 FRICTION = 5.0
 NOISE_VARIANCE = 0.1
 NUM_FEATURES, NUM_ROWS, BATCH_SIZE, NUM_TEST = 256, 40, 8, 200
 BATCHES = np.arange(NUM_ROWS).reshape(-1, BATCH_SIZE)
 FULL = BATCHES.reshape(1, -1)
-DYNAMICS = Underdamped(FRICTION)
+DYNAMICS = UnderdampedLangevin(FRICTION)
 ORDERS = {"leapfrog": 1, "lie_trotter": 2, "symmetric": 2, "mt3": 3}
 WAYS = ("full batch", "permuted, ends", "permuted, all steps", "with replacement")
 

@@ -89,8 +89,8 @@ def run(name: str, model: Callable, data: Split, size: Size, seed: int) -> dict[
         step_size=size.step_size,
         num_steps=size.num_steps,
         adapt_mass_matrix=False,
-        gradient="plain",
-        minibatch="blocks",
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
         init_strategy=init_to_sample,
     )
     mcmc = MCMC(kernel, num_warmup=size.burn_in, num_samples=size.draws, progress_bar=False)

@@ -19,7 +19,7 @@ from scipy.special import ndtr
 from scipy.stats import ks_1samp
 from standard_errors import fit_slope, mean
 
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
 TOY_DRAWS = 100_000
 TOY_FRICTION, TOY_VARIANCE = 2.0, 1.0 / (1.0 / 0.5 + 2.0 / 2.0)
@@ -46,7 +46,7 @@ def exact_step(h: float, offset: float) -> Affine:
 def toy_steps(scheme: str, h: float, offsets: Sequence[float]) -> list[Affine]:
     if scheme == "exact":
         return [exact_step(h, o) for o in offsets]
-    dynamics, hessian = Underdamped(TOY_FRICTION), np.array([[1.0 / TOY_VARIANCE]])
+    dynamics, hessian = UnderdampedLangevin(TOY_FRICTION), np.array([[1.0 / TOY_VARIANCE]])
     return [linearized(dynamics, scheme, h, hessian, -hessian[0] * o) for o in offsets]
 
 

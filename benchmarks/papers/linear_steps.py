@@ -45,17 +45,17 @@ def jacobians(dynamics: Dynamics, scheme: str, h: Any, hessian: Any, count: Any 
 
     :param count: steps before this one, for parts that do not run at every step.
     """
-    step, zero = dynamics.step(scheme), jnp.zeros(len(hessian))
+    step, zero = dynamics.make_step(scheme), jnp.zeros(len(hessian))
     state, unravel = ravel_pytree(dynamics.init(zero, random.key(0)))
 
     def move(z: Array, slope: Array, noise: Array) -> Array:
         def gradient(q: Array) -> Array:
             return hessian @ q + slope
 
-        noise = noise.reshape(step.draws, zero.size)
+        noise = noise.reshape(step.num_noise, zero.size)
         return ravel_pytree(step(unravel(z), h, gradient, noise, count))[0]
 
-    origin = jnp.zeros_like(state), zero, jnp.zeros(step.draws * zero.size)
+    origin = jnp.zeros_like(state), zero, jnp.zeros(step.num_noise * zero.size)
     return Jacobians(*jax.jacfwd(move, (0, 1, 2))(*origin))
 
 

@@ -97,7 +97,7 @@ def invariance(
     found = {}
     for name in samplers:
         make, scheme = INVARIANCE[name]
-        make = partial(make, scheme=scheme)
+        make = partial(make, integrator=scheme)
         found[name] = long_runs(target, make, step_sizes, num_chains, num_steps)
     limit = f"{1000 * naive_limit(target):.2f}"
     output.print_table(
@@ -117,7 +117,7 @@ def vanishing_metric(step_sizes: Sequence[float], num_chains: int, num_steps: in
     target = line("θ⁴ - 2θ²", double_well, 1.0)
     rows = []
     for scheme in ("explicit_euler", "symmetric"):
-        make = partial(gsgrhmc, scheme=scheme)
+        make = partial(gsgrhmc, integrator=scheme)
         runs = long_runs(target, make, step_sizes, num_chains, num_steps)
         rows.append((scheme, *(f"{100 * r.diverged:.3g} %" for r in runs)))
     output.print_table(
@@ -136,7 +136,7 @@ def minibatch_metrics(
     biased = binned_divergence(same_row_density(target.potential), edges)
     rows = []
     for source in ("all rows", "another row", "the same row"):
-        make = partial(with_minibatches, scheme="symmetric", source=source)
+        make = partial(with_minibatches, integrator="symmetric", source=source)
         runs = long_runs(target, make, step_sizes, num_chains, num_steps)
         theory = f"{1000 * biased:.2f}" if source == "the same row" else "0"
         rows.append((source, *map(scientific, runs), theory))
@@ -163,7 +163,9 @@ def exploration(
         has_friction = make in (sghmc, gsgrhmc)
         used = frictions if has_friction else frictions[:1]
         settings = np.array([SHARED, *((h, friction) for friction in used for h in step_sizes)])
-        found[name] = s = speed(target, partial(make, scheme=scheme), settings, lengths, num_runs)
+        found[name] = s = speed(
+            target, partial(make, integrator=scheme), settings, lengths, num_runs
+        )
         # n independent draws have a mean KL of about (bins - 1) / 2n.
         per_draw = Mean(*(2 * lengths[-1] / (target.num_bins - 1) * np.array(s.best[-1])))
         rows.append(

@@ -12,7 +12,12 @@ import numpy as np
 from jax import Array, random
 from ma2015_targets import GRID
 
-from numpyro_sgmcmc.dynamics import Overdamped, Riemannian, RiemannianLangevin, Underdamped
+from numpyro_sgmcmc.dynamics import (
+    OverdampedLangevin,
+    RiemannianOverdampedLangevin,
+    RiemannianUnderdampedLangevin,
+    UnderdampedLangevin,
+)
 
 D, C = 1.5, 0.5
 SLOPES = 0.9 * np.array([1.0, -1.0] * 500)
@@ -34,19 +39,25 @@ def exactly(potential: Callable, dynamics: Any, scheme: str) -> Sampler:
 
 
 def sgld(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, Overdamped(), scheme)
+    return exactly(potential, OverdampedLangevin(), scheme)
 
 
 def sgrld(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, RiemannianLangevin(partial(inverse_metric, potential)), scheme)
+    return exactly(
+        potential, RiemannianOverdampedLangevin(partial(inverse_metric, potential)), scheme
+    )
 
 
 def sghmc(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, Underdamped(friction), scheme)
+    return exactly(potential, UnderdampedLangevin(friction), scheme)
 
 
 def gsgrhmc(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, Riemannian(partial(inverse_metric, potential), friction), scheme)
+    return exactly(
+        potential,
+        RiemannianUnderdampedLangevin(partial(inverse_metric, potential), friction),
+        scheme,
+    )
 
 
 def naive_potential(potential: Callable, q: Array) -> Array:
@@ -59,9 +70,9 @@ def naive(potential: Callable, friction: Any, scheme: str) -> Sampler:
 
     That divergence is S times the gradient of log S, so a gradient with log S in it cancels it.
     """
-    dynamics = Riemannian(partial(inverse_metric, potential), friction)
+    dynamics = RiemannianUnderdampedLangevin(partial(inverse_metric, potential), friction)
     gradient = jax.grad(partial(naive_potential, potential))
-    return lambda key: (dynamics, dynamics.step(scheme), gradient)
+    return lambda key: (dynamics, dynamics.make_step(scheme), gradient)
 
 
 def with_minibatches(potential: Callable, friction: Any, scheme: str, source: str) -> Sampler:
@@ -84,8 +95,8 @@ def with_minibatches(potential: Callable, friction: Any, scheme: str, source: st
             "the same row": on_row(row),
             "another row": on_row(other),
         }[source]
-        dynamics = Riemannian(partial(inverse_metric, in_metric), friction)
-        return dynamics, dynamics.step(scheme), jax.grad(on_row(row))
+        dynamics = RiemannianUnderdampedLangevin(partial(inverse_metric, in_metric), friction)
+        return dynamics, dynamics.make_step(scheme), jax.grad(on_row(row))
 
     return sampler
 

@@ -71,8 +71,8 @@ def sample(
             "step_size": run.step_size,
             "num_steps": run.num_steps,
             "adapt_mass_matrix": False,
-            "gradient": "plain",
-            "minibatch": "epoch",
+            "gradient_estimator": "minibatch",
+            "subsampling": "shuffled",
         }
     mcmc = MCMC(
         run.kernel(task.model, **given),

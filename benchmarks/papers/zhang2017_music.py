@@ -139,8 +139,8 @@ def as_printed(task: Task, passes: int) -> None:
     rows = []
     for name, sampler in SAMPLERS.items():
         began = time.process_time()
-        options = {**sampler.options, "clip_gradient": largest}
-        own = sampler._replace(step_sizes=(sampler.printed,), options=options)
+        options = {**sampler.options, "max_grad_norm": largest}
+        own = sampler._replace(step_size_limits=(sampler.printed,), options=options)
         (runs,) = on_grid(own, task, passes, DECAY).values()
         rows.append((name, f"{sampler.printed:g}", *row_of(runs, has_classes=False)))
         print(f"{name}, as printed: {time.process_time() - began:.0f} s CPU", flush=True)

@@ -121,7 +121,7 @@ def run_laplacian(
     :param compensates: whether less noise is injected for that of the gradient, equation (27).
     """
     dynamics = MonomialGammaLangevin(Kinetics(1.0, 1.0, SOFTENING), FRICTION)
-    step = dynamics.step("symmetric")
+    step = dynamics.make_step("symmetric")
     scale = np.sqrt(1.0 - h * data.noise / 2 / FRICTION) if compensates else 1.0
 
     def chain(key: Array) -> Array:
@@ -132,7 +132,7 @@ def run_laplacian(
             gradient = jax.grad(
                 lambda q: batch_potential(data, draw_rows(row_key, BATCH_SIZE))(q[0])
             )
-            noise = scale * random.normal(noise_key, (step.draws, 1))
+            noise = scale * random.normal(noise_key, (step.num_noise, 1))
             return step(state, h, gradient, noise), None
 
         def iterate(state: Any, key: Array) -> tuple[Any, Array]:
@@ -153,7 +153,7 @@ def model(x: Array, y: Array) -> None:
 
 def run_kernel(key: Array, data: Regression, gradient: str, runs: int, num: int) -> Array:
     """The package's kernel, which chooses mass, step size and steps itself."""
-    kernel = SGLaplaceHMC(model, gradient=gradient, minibatch="iid")
+    kernel = SGLaplaceHMC(model, gradient_estimator=gradient, subsampling="iid")
     mcmc = MCMC(
         kernel,
         num_warmup=100,

@@ -104,8 +104,8 @@ def on_grid(sampler: Sampler, task: Task, passes: int, decay: float = 1.0) -> Ru
         task.model,
         step_size=sampler.printed,
         num_steps=task.steps_a_pass,
-        gradient="plain",
-        minibatch="epoch",
+        gradient_estimator="minibatch",
+        subsampling="shuffled",
         adapt_mass_matrix=False,
         **sampler.options,
     )

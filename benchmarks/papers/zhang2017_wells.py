@@ -14,7 +14,7 @@ from jax import Array, lax, random
 from lanes import in_lanes, over_lanes
 from standard_errors import Mean, mean
 
-from numpyro_sgmcmc.dynamics import Dynamics, MonomialGamma, NoseHoover
+from numpyro_sgmcmc.dynamics import Dynamics, MonomialGammaThermostat, NoseHooverThermostat
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 
 COEFFICIENTS = np.array([-0.47, -0.83, -0.71, -0.02, 0.24, 0.01, 0.27, -0.37, 0.87, -0.37])
@@ -82,10 +82,10 @@ KINETICS = {
 
 def samplers(sigma_p: float) -> dict[str, Dynamics]:
     def thermostat(name: str, noise: float = 0.0) -> Dynamics:
-        return MonomialGamma(KINETICS[name], sigma_p, 1.0, noise, noise, PERIOD, PERIOD)
+        return MonomialGammaThermostat(KINETICS[name], sigma_p, 1.0, noise, noise, PERIOD, PERIOD)
 
     return {
-        "SGNHT": NoseHoover(sigma_p),
+        "SGNHT": NoseHooverThermostat(sigma_p),
         **{name: thermostat(name) for name in KINETICS},
         **{f"{name}, D": thermostat(name, 0.1) for name in ("a = 1", "a = 2")},
     }
@@ -114,7 +114,7 @@ def explore(
     blocks: int,
 ) -> Visits:
     """Independent runs in blocks of :data:`PERIOD` steps; lanes of step sizes share their noise."""
-    step = dynamics.step("symmetric")
+    step = dynamics.make_step("symmetric")
     slope = jax.grad(lambda theta: potential(theta).sum())
     lanes = len(step_sizes)
     start_key, key = random.split(rng_key)
@@ -130,7 +130,7 @@ def explore(
 
     def one(carry: Any, key: Array) -> tuple[Any, None]:
         states, counts, well, crossings, seen = carry
-        noise = random.normal(key, (runs, step.draws + 1, 1))
+        noise = random.normal(key, (runs, step.num_noise + 1, 1))
         states = move_all(states, step_sizes, noise[:, 0], noise[:, 1:])
         theta = states.position[..., 0]
         width = EDGES[1] - EDGES[0]
@@ -144,8 +144,10 @@ def explore(
     def block(carry: Any, key: Array) -> tuple[Any, Array]:
         states, *rest = carry
         draw_key, key = random.split(key)
-        for k, field in enumerate(dynamics.resampling):
-            fresh = dynamics.draw(field, random.fold_in(draw_key, k), (runs, 1), jnp.float32)
+        for k, field in enumerate(dynamics.resampling_periods):
+            fresh = dynamics.sample_auxiliary(
+                field, random.fold_in(draw_key, k), (runs, 1), jnp.float32
+            )
             states = states._replace(**{field: jnp.broadcast_to(fresh, (lanes, runs, 1))})
         carry, _ = lax.scan(one, (states, *rest), random.split(key, PERIOD))
         return carry, lax.population_count(carry[-1])

@@ -20,7 +20,7 @@ from scipy.stats import gaussian_kde
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import plot_warmup
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -39,8 +39,8 @@ STYLE = {**style, "savefig.dpi": 150}
 
 def stationary_sd(scheme: str, step_size: float, noise_variance: float = 0.0) -> float:
     """Sd of the position to which the steps of a scheme lead on a standard normal."""
-    dynamics = Underdamped(1.5)
-    step = dynamics.step(scheme)
+    dynamics = UnderdampedLangevin(1.5)
+    step = dynamics.make_step(scheme)
     start = dynamics.init(jnp.zeros(1), jax.random.key(0))
 
     def one(position, momentum, noise):
@@ -49,7 +49,7 @@ def stationary_sd(scheme: str, step_size: float, noise_variance: float = 0.0) ->
         state = step(state, step_size, lambda q: q + offset, noise[:-1])
         return jnp.concatenate([state.position, state.momentum])
 
-    at = jnp.zeros(1), jnp.zeros(1), jnp.zeros((step.draws + 1, 1))
+    at = jnp.zeros(1), jnp.zeros(1), jnp.zeros((step.num_noise + 1, 1))
     of_position, of_momentum, of_noise = jax.jacobian(one, argnums=(0, 1, 2))(*at)
     a = np.concatenate([of_position, of_momentum], 1).astype(float)
     b = np.asarray(of_noise, float).reshape(2, -1)
@@ -171,7 +171,7 @@ def draw_runs() -> None:
     right = run(num_samples=4000)
     plot_warmup(right)
     plt.savefig(FOLDER / "warmup.png")
-    wrong = run(gradient="plain", step_size=0.1)
+    wrong = run(gradient_estimator="minibatch", step_size=0.1)
     draws = np.asarray(wrong.get_samples(group_by_chain=True)["beta"][..., 0])
     truth = np.asarray(right.get_samples()["beta"])
     figure, (left, ax) = plt.subplots(
@@ -202,8 +202,8 @@ def draw_runs() -> None:
     for gradient, colour in (("plain", ORANGE), ("control_variate", BLUE)):
         true, told, error = [], [], []
         for step_size in (h for g, h in settings if g == gradient):
-            mcmc = run(gradient=gradient, step_size=step_size)
-            estimate = bias_report(mcmc).estimates.inflation
+            mcmc = run(gradient_estimator=gradient, step_size=step_size)
+            estimate = bias_report(mcmc).stein_estimates.sd_inflation
             sds = np.asarray(mcmc.get_samples()["beta"]).std(0)
             true += list(100 * (sds / truth.std(0) - 1))
             told += list(100 * estimate.value)

@@ -13,16 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_sgmcmc.data.stand_ins import IndexedArray
+from numpyro_sgmcmc.data.stand_ins import RowLookup
 
-__all__ = ["Block", "Upcoming", "block_length", "empty_block", "key_words"]
+__all__ = [
+    "PrefetchBuffer",
+    "PrefetchCursor",
+    "compute_buffer_length",
+    "create_prefetch_buffer",
+    "get_key_data",
+]
 
 
-_BLOCK_BYTES = 2**23
-_LONGEST_BLOCK = 64
+_MAX_PREFETCH_BUFFER_BYTES = 2**23
+_MAX_PREFETCHED_ITERATIONS = 64
 
 
-class Upcoming(NamedTuple):
+class PrefetchCursor(NamedTuple):
     """Where the drawing of a chain's rows has come to, ahead of the chain.
 
     - **rng_key** - key of the first iteration whose rows are not drawn yet.
@@ -33,70 +39,83 @@ class Upcoming(NamedTuple):
     streams: dict[str, Any]
 
 
-class Block(NamedTuple):
+class PrefetchBuffer(NamedTuple):
     """Rows read for the next iterations of a chain.
 
-    - **values** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
-    - **rows** - which rows these are, by plate, shape ``(iterations, num_steps, subsample_size)``.
-    - **next_rows** - the rows of as many iterations after them, which are being read.
-    - **upcoming** - from where the rows after those are drawn.
-    - **used** - iterations used.
-    - **key** - words of the random key of the iteration that comes next: with another one, the
+    - **row_arrays** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
+    - **indices** - which rows these are, by plate, shape ``(iterations, num_steps, subsample_size)``.
+    - **next_indices** - the rows of as many iterations after them, which are being read.
+    - **cursor** - from where the rows after those are drawn.
+    - **num_used** - iterations used.
+    - **next_key_data** - words of the random key of the iteration that comes next: with another one, the
       rows that have been read are not those that it draws.
     """
 
-    values: tuple[Array, ...]
-    rows: dict[str, Array]
-    next_rows: dict[str, Array]
-    upcoming: Upcoming
-    used: Array
-    key: Array
+    row_arrays: tuple[Array, ...]
+    indices: dict[str, Array]
+    next_indices: dict[str, Array]
+    cursor: PrefetchCursor
+    num_used: Array
+    next_key_data: Array
 
-    def at(self, iteration: Array, step: Array) -> tuple[dict[str, Array], tuple[Array, ...]]:
+    def slice_step(
+        self, buffer_index: Array, step: Array
+    ) -> tuple[dict[str, Array], tuple[Array, ...]]:
         """The rows of one step and the values there.
 
         Copied for this step alone and with one index for all chains, which is as fast as memory.
 
-        :param iteration: number of the iteration in the block.
+        :param buffer_index: number of the iteration in the block.
         :param step: step in the iteration.
         """
 
         def one(x: Array) -> Array:
             flat = x.reshape(-1, *x.shape[2:])
-            return lax.dynamic_index_in_dim(flat, iteration * x.shape[1] + step, keepdims=False)
+            return lax.dynamic_index_in_dim(flat, buffer_index * x.shape[1] + step, keepdims=False)
 
-        return {p: one(x) for p, x in self.rows.items()}, tuple(one(x) for x in self.values)
+        return {p: one(x) for p, x in self.indices.items()}, tuple(one(x) for x in self.row_arrays)
 
 
-def key_words(rng_key: Array) -> Array:
+def get_key_data(rng_key: Array) -> Array:
     """The integers of a typed or a raw key."""
     is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(rng_key) if is_typed else rng_key
 
 
-def empty_block(
-    lookups: tuple[IndexedArray, ...], rows: Mapping[str, Any], num_chains: int, upcoming: Upcoming
-) -> Block:
+def create_prefetch_buffer(
+    lookups: tuple[RowLookup, ...],
+    index_structs: Mapping[str, Any],
+    num_chains: int,
+    cursor: PrefetchCursor,
+) -> PrefetchBuffer:
     """A chain's block before anything is read, used up.
 
-    :param rows: shape and type of the rows of one iteration of one chain, by plate.
+    :param index_structs: shape and type of the rows of one iteration of one chain, by plate.
     :param num_chains: chains that read together.
-    :param upcoming: the chain's key and streams.
+    :param cursor: the chain's key and streams.
     """
-    length = block_length(lookups, rows, num_chains)
-    values = tuple(jnp.zeros((length, *rows[p].shape, *a.shape[1:]), a.dtype) for a, p in lookups)
-    empty = {p: jnp.zeros((length, *x.shape), x.dtype) for p, x in rows.items()}
-    key = ~key_words(upcoming.rng_key)  # no iteration's: nothing is drawn yet
-    return Block(values, empty, empty, upcoming, jnp.asarray(length), key)
+    length = compute_buffer_length(lookups, index_structs, num_chains)
+    values = tuple(
+        jnp.zeros((length, *index_structs[p].shape, *a.shape[1:]), a.dtype) for a, p in lookups
+    )
+    empty = {p: jnp.zeros((length, *x.shape), x.dtype) for p, x in index_structs.items()}
+    key = ~get_key_data(cursor.rng_key)  # no iteration's: nothing is drawn yet
+    return PrefetchBuffer(values, empty, empty, cursor, jnp.asarray(length), key)
 
 
-def block_length(
-    lookups: tuple[IndexedArray, ...], rows: Mapping[str, Any], num_chains: int
+def compute_buffer_length(
+    lookups: tuple[RowLookup, ...], index_structs: Mapping[str, Any], num_chains: int
 ) -> int:
     """Iterations a block, from 1 to 64, so that those of all chains stay near 8 MB.
 
-    :param rows: shape and type of the rows of one iteration of one chain, by plate.
+    :param index_structs: shape and type of the rows of one iteration of one chain, by plate.
     :param num_chains: chains that read together.
     """
-    sizes = (rows[p].size * max(a.row_size, 1) * a.dtype.itemsize for a, p in lookups)
-    return max(1, min(_LONGEST_BLOCK, _BLOCK_BYTES // max(num_chains * sum(sizes), 1)))
+    sizes = (index_structs[p].size * max(a.row_size, 1) * a.dtype.itemsize for a, p in lookups)
+    return max(
+        1,
+        min(
+            _MAX_PREFETCHED_ITERATIONS,
+            _MAX_PREFETCH_BUFFER_BYTES // max(num_chains * sum(sizes), 1),
+        ),
+    )

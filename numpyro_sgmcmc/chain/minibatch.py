@@ -7,57 +7,57 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_sgmcmc.chain.block import Block
+from numpyro_sgmcmc.chain.block import PrefetchBuffer
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.stand_ins import IndexedArray, with_rows_read
+from numpyro_sgmcmc.data.stand_ins import RowLookup, with_prefetched_rows
 
-__all__ = ["Minibatch", "RowSource", "RowsInMemory", "RowsReadAhead"]
+__all__ = ["InMemoryMinibatchSource", "Minibatch", "MinibatchSource", "PrefetchedMinibatchSource"]
 
 
 class Minibatch(NamedTuple):
     """
-    - **rows** - row indices by plate.
+    - **indices** - row indices by plate.
     - **arguments** - the model's arguments, as it sees them for these rows.
     """
 
-    rows: dict[str, Array]
+    indices: dict[str, Array]
     arguments: Arguments
 
 
-class RowSource(Protocol):
+class MinibatchSource(Protocol):
     """Where the rows of an iteration's steps come from."""
 
-    def scanned(self) -> Any:
+    def get_scan_inputs(self) -> Any:
         """What the loop over steps takes apart, a leading axis of steps."""
         ...
 
-    def minibatch(self, step: Any) -> Minibatch:
+    def get_minibatch(self, scan_input: Any) -> Minibatch:
         """The minibatch of the step that got this part."""
         ...
 
 
-class RowsInMemory:
+class InMemoryMinibatchSource:
     """Rows that the compiled step looks up itself.
 
-    :param rows: indices by plate, ``(num_steps, subsample_size)``.
+    :param indices: indices by plate, ``(num_steps, subsample_size)``.
     :param arguments: the model's arguments.
     """
 
-    def __init__(self, rows: dict[str, Array], arguments: Arguments) -> None:
-        self._rows, self._arguments = rows, arguments
+    def __init__(self, indices: dict[str, Array], arguments: Arguments) -> None:
+        self._indices, self._arguments = indices, arguments
 
-    def scanned(self) -> Any:
-        return self._rows
+    def get_scan_inputs(self) -> Any:
+        return self._indices
 
-    def minibatch(self, step: Any) -> Minibatch:
-        return Minibatch(step, self._arguments)
+    def get_minibatch(self, scan_input: Any) -> Minibatch:
+        return Minibatch(scan_input, self._arguments)
 
 
-class RowsReadAhead:
+class PrefetchedMinibatchSource:
     """Rows that have been read from the host, a block of iterations at a time.
 
-    :param block: the block.
-    :param iteration: the iteration's number in the block, the same for all chains.
+    :param buffer: the block.
+    :param buffer_index: the iteration's number in the block, the same for all chains.
     :param num_steps: steps of an iteration.
     :param lookups: the arrays that have been read, by plate.
     :param arguments: the model's arguments.
@@ -65,18 +65,18 @@ class RowsReadAhead:
 
     def __init__(
         self,
-        block: Block,
-        iteration: Array,
+        buffer: PrefetchBuffer,
+        buffer_index: Array,
         num_steps: int,
-        lookups: tuple[IndexedArray, ...],
+        lookups: tuple[RowLookup, ...],
         arguments: Arguments,
     ) -> None:
-        self._block, self._iteration, self._num_steps = block, iteration, num_steps
+        self._buffer, self._buffer_index, self._num_steps = buffer, buffer_index, num_steps
         self._lookups, self._arguments = lookups, arguments
 
-    def scanned(self) -> Any:
+    def get_scan_inputs(self) -> Any:
         return jnp.arange(self._num_steps)
 
-    def minibatch(self, step: Any) -> Minibatch:
-        rows, values = self._block.at(self._iteration, step)
-        return Minibatch(rows, with_rows_read(self._arguments, self._lookups, rows, values))
+    def get_minibatch(self, scan_input: Any) -> Minibatch:
+        rows, values = self._buffer.slice_step(self._buffer_index, scan_input)
+        return Minibatch(rows, with_prefetched_rows(self._arguments, self._lookups, rows, values))

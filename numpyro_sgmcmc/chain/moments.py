@@ -19,104 +19,118 @@ from jax import Array, lax
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
 
-__all__ = ["FULL_MAX_DIM", "FirstGradient", "Moments", "Sums", "batch_of"]
+__all__ = [
+    "FULL_MOMENTS_MAX_DIM",
+    "FirstGradientRecorder",
+    "Moments",
+    "RunningSums",
+    "compute_batch_index",
+]
 
-FULL_MAX_DIM = 64
+FULL_MOMENTS_MAX_DIM = 64
 """Up to so many coordinates the moments are matrices."""
 
-_BATCHES, _FEW_BATCHES = 16, 8
-_MANY_DIM = 10_000
+_NUM_MOMENT_BATCHES, _NUM_MOMENT_BATCHES_HIGH_DIM = 16, 8
+_MOMENTS_HIGH_DIM = 10_000
 
 
-class Sums(NamedTuple):
+class RunningSums(NamedTuple):
     """Weighted sums over readings. A product of vectors is a matrix up to 64 coordinates.
 
     - **weight** - sum of the weights.
     - **position** - of whitened positions, shape ``(d,)``.
     - **gradient** - of whitened gradients, shape ``(d,)``.
-    - **stein** - of positions times gradients, shape ``(d, d)`` or ``(d,)``.
-    - **spread** - of positions times positions, of the same shape.
-    - **temperature** - of kinetic temperatures.
+    - **position_gradient** - of positions times gradients, shape ``(d, d)`` or ``(d,)``.
+    - **position_position** - of positions times positions, of the same shape.
+    - **kinetic_temperature** - of kinetic temperatures.
     """
 
     weight: Array
     position: Array
     gradient: Array
-    stein: Array
-    spread: Array
-    temperature: Array
+    position_gradient: Array
+    position_position: Array
+    kinetic_temperature: Array
 
     @classmethod
-    def zeros(cls, dim: int, dtype: Any) -> Sums:
+    def zeros(cls, dim: int, dtype: Any) -> RunningSums:
         """Sums of nothing."""
-        square = jnp.zeros((dim, dim) if dim <= FULL_MAX_DIM else (dim,), dtype)
+        square = jnp.zeros((dim, dim) if dim <= FULL_MOMENTS_MAX_DIM else (dim,), dtype)
         vector, scalar = jnp.zeros(dim, dtype), jnp.zeros((), dtype)
         return cls(scalar, vector, vector, square, square, scalar)
 
-    def add(self, position: Array, gradient: Array) -> Sums:
+    def add(self, position: Array, gradient: Array) -> RunningSums:
         """With one reading more, of weight one."""
         return self._replace(
             weight=self.weight + 1.0,
             position=self.position + position,
             gradient=self.gradient + gradient,
-            stein=self.stein + self.product(position, gradient),
+            position_gradient=self.position_gradient + self.compute_product(position, gradient),
         )
 
     @property
-    def temperatures(self) -> Array:
+    def configurational_temperatures(self) -> Array:
         """Mean product of position and gradient in each coordinate, shape ``(d,)``."""
-        stein = jnp.diagonal(self.stein) if self.stein.ndim == 2 else self.stein
+        stein = (
+            jnp.diagonal(self.position_gradient)
+            if self.position_gradient.ndim == 2
+            else self.position_gradient
+        )
         return stein / self.weight
 
-    def finished(self, position: Array, temperature: Any, weight: Array) -> Sums:
+    def finalize_iteration(
+        self, position: Array, kinetic_temperature: Any, weight: Array
+    ) -> RunningSums:
         """The iteration's means times its weight, with what is read once an iteration."""
         share = weight / self.weight
         return jax.tree.map(
             lambda x: x * share,
             self._replace(
-                spread=self.weight * self.product(position, position),
-                temperature=self.weight * temperature,
+                position_position=self.weight * self.compute_product(position, position),
+                kinetic_temperature=self.weight * kinetic_temperature,
             ),
         )
 
-    def product(self, a: Array, b: Array) -> Array:
+    def compute_product(self, a: Array, b: Array) -> Array:
         """The product of two vectors in the shape of the second moments."""
-        return jnp.outer(a, b) if self.stein.ndim == 2 else a * b
+        return jnp.outer(a, b) if self.position_gradient.ndim == 2 else a * b
 
 
 class Moments(NamedTuple):
     """
     - **batches** - :class:`Sums` with a leading axis of batches.
-    - **iterations** - iterations so far, warm-up not counted.
+    - **num_iterations** - iterations so far, warm-up not counted.
     """
 
-    batches: Sums
-    iterations: Array
+    batches: RunningSums
+    num_iterations: Array
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> Moments:
         """Moments of a chain that has not begun."""
-        num = _BATCHES if dim <= _MANY_DIM else _FEW_BATCHES
-        empty = jax.tree.map(lambda x: jnp.zeros((num, *x.shape), x.dtype), Sums.zeros(dim, dtype))
+        num = _NUM_MOMENT_BATCHES if dim <= _MOMENTS_HIGH_DIM else _NUM_MOMENT_BATCHES_HIGH_DIM
+        empty = jax.tree.map(
+            lambda x: jnp.zeros((num, *x.shape), x.dtype), RunningSums.zeros(dim, dtype)
+        )
         return cls(empty, jnp.array(0))
 
-    def add(self, sums: Sums, is_sampling: Array, is_good: Array) -> Moments:
+    def add(self, sums: RunningSums, is_sampling: Array, is_valid: Array) -> Moments:
         """With one iteration more.
 
         :param sums: the iteration's.
         :param is_sampling: False in warm-up, which does not count.
-        :param is_good: False where the sums are to be left out.
+        :param is_valid: False where the sums are to be left out.
         """
-        place = batch_of(self.iterations, len(self.batches.weight))
+        place = compute_batch_index(self.num_iterations, len(self.batches.weight))
 
         def put(batches: Array, x: Array) -> Array:
-            return batches.at[place].add(jnp.where(is_good, x, jnp.zeros_like(x)))
+            return batches.at[place].add(jnp.where(is_valid, x, jnp.zeros_like(x)))
 
         batches = jax.tree.map(put, self.batches, sums)
-        return Moments(batches, self.iterations + is_sampling)
+        return Moments(batches, self.num_iterations + is_sampling)
 
 
-def batch_of(iteration: Array, num_batches: int) -> Array:
+def compute_batch_index(iteration: Array, num_batches: int) -> Array:
     """The batch that an iteration belongs to, so that batches grow with the run, untouched.
 
     A quarter of the batches hold one iteration each, the next quarter two, then four, and so on,
@@ -128,24 +142,24 @@ def batch_of(iteration: Array, num_batches: int) -> Array:
     return (quarter * octave + ((iteration - first) >> octave)) % num_batches
 
 
-class FirstGradient:
+class FirstGradientRecorder:
     """A gradient function that remembers what it was first asked for and said.
 
-    :param gradient: maps a position to a gradient.
+    :param gradient_fn: maps a position to a gradient.
     """
 
-    def __init__(self, gradient: GradientFn) -> None:
-        self._gradient = gradient
-        self._first: Array | None = None
+    def __init__(self, gradient_fn: GradientFn) -> None:
+        self._gradient_fn = gradient_fn
+        self._first_gradient: Array | None = None
 
     def __call__(self, q: Array) -> Array:
-        g = self._gradient(q)
-        if self._first is None:
-            self._first = g
+        g = self._gradient_fn(q)
+        if self._first_gradient is None:
+            self._first_gradient = g
         return g
 
     @property
-    def first(self) -> Array:
+    def first_gradient(self) -> Array:
         """The first gradient, once there is one."""
-        assert self._first is not None
-        return self._first
+        assert self._first_gradient is not None
+        return self._first_gradient

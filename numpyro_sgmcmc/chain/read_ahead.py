@@ -8,42 +8,51 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_sgmcmc.chain.block import Block, Upcoming, empty_block, key_words
-from numpyro_sgmcmc.chain.plan import ChainPlan, Keys, draw_rows
+from numpyro_sgmcmc.chain.block import (
+    PrefetchBuffer,
+    PrefetchCursor,
+    create_prefetch_buffer,
+    get_key_data,
+)
+from numpyro_sgmcmc.chain.plan import ChainConfig, Keys, sample_iteration_indices
 from numpyro_sgmcmc.chain.state import SGMCMCState
-from numpyro_sgmcmc.data.stand_ins import read_block
+from numpyro_sgmcmc.data.stand_ins import read_lookups
 
-__all__ = ["with_empty_block", "with_rows_ahead"]
+__all__ = ["attach_prefetch_buffer", "refill_prefetch_buffer"]
 
 
-def _rows_ahead(
-    plan: ChainPlan, upcoming: Upcoming, length: int
-) -> tuple[Upcoming, dict[str, Array]]:
+def _sample_upcoming_indices(
+    config: ChainConfig, cursor: PrefetchCursor, num_iterations: int
+) -> tuple[PrefetchCursor, dict[str, Array]]:
     """The rows of a chain's next iterations, shape ``(length, num_steps, subsample_size)``."""
 
-    def one(upcoming: Upcoming, _: None) -> tuple[Upcoming, dict[str, Array]]:
-        keys = Keys.of(upcoming.rng_key)
-        streams, rows = draw_rows(plan, upcoming.streams, keys.rows)
-        return Upcoming(keys.following, streams), rows
+    def one(upcoming: PrefetchCursor, _: None) -> tuple[PrefetchCursor, dict[str, Array]]:
+        keys = Keys.split(upcoming.rng_key)
+        streams, rows = sample_iteration_indices(config, upcoming.streams, keys.indices)
+        return PrefetchCursor(keys.next_key, streams), rows
 
-    return lax.scan(one, upcoming, None, length)
+    return lax.scan(one, cursor, None, num_iterations)
 
 
-def with_empty_block(plan: ChainPlan, state: SGMCMCState, num_chains: int) -> SGMCMCState:
+def attach_prefetch_buffer(config: ChainConfig, state: SGMCMCState, num_chains: int) -> SGMCMCState:
     """A chain's first state, with room for the rows that are read ahead.
 
     :param num_chains: chains that read together.
     """
-    lookups = plan.target.lookups
+    lookups = config.potential.host_lookups
     if not lookups:
         return state
-    rows = jax.eval_shape(lambda s: draw_rows(plan, s.streams, s.rng_key)[1], state)
-    upcoming = Upcoming(state.rng_key, state.streams)
-    return state._replace(block=empty_block(lookups, rows, num_chains, upcoming))
+    rows = jax.eval_shape(
+        lambda s: sample_iteration_indices(config, s.streams, s.rng_key)[1], state
+    )
+    upcoming = PrefetchCursor(state.rng_key, state.streams)
+    return state._replace(
+        prefetch_buffer=create_prefetch_buffer(lookups, rows, num_chains, upcoming)
+    )
 
 
-def with_rows_ahead(
-    plan: ChainPlan, state: SGMCMCState, chain_axis: str | None = None
+def refill_prefetch_buffer(
+    config: ChainConfig, state: SGMCMCState, chain_axis: str | None = None
 ) -> SGMCMCState:
     """The state of one chain or of many, with rows read ahead for its next iteration.
 
@@ -51,28 +60,28 @@ def with_rows_ahead(
 
     :param chain_axis: the mesh axis over which chains are spread, if they are.
     """
-    if state.block is None:
+    if state.prefetch_buffer is None:
         return state
-    lookups, block = plan.target.lookups, state.block
-    is_batch = block.used.ndim == 1
-    length = block.values[0].shape[int(is_batch)]
-    ahead = partial(_rows_ahead, plan, length=length)
+    lookups, block = config.potential.host_lookups, state.prefetch_buffer
+    is_batch = block.num_used.ndim == 1
+    length = block.row_arrays[0].shape[int(is_batch)]
+    ahead = partial(_sample_upcoming_indices, config, num_iterations=length)
     # One chain after the other: the loop under `vmap` would put them innermost, and the rows would
     # be turned round at every iteration.
     draw = partial(lax.map, ahead) if is_batch else ahead
-    is_other_key = (block.key != key_words(state.rng_key)).any()
+    is_other_key = (block.next_key_data != get_key_data(state.rng_key)).any()
 
-    def read(state: SGMCMCState) -> Block:
+    def read(state: SGMCMCState) -> PrefetchBuffer:
         # Rows are drawn once: those that were to come are now due, unless the key has changed.
         upcoming, now = lax.cond(
             is_other_key,
-            lambda: draw(Upcoming(state.rng_key, state.streams)),
-            lambda: (block.upcoming, block.next_rows),
+            lambda: draw(PrefetchCursor(state.rng_key, state.streams)),
+            lambda: (block.cursor, block.next_indices),
         )
         upcoming, next_rows = draw(upcoming)
-        values = read_block(lookups, now, next_rows, chain_axis)
-        used, key = jnp.zeros_like(block.used), key_words(state.rng_key)
-        return Block(values, now, next_rows, upcoming, used, key)
+        values = read_lookups(lookups, now, next_rows, chain_axis)
+        used, key = jnp.zeros_like(block.num_used), get_key_data(state.rng_key)
+        return PrefetchBuffer(values, now, next_rows, upcoming, used, key)
 
-    is_due = (block.used >= length).any() | is_other_key
-    return state._replace(block=lax.cond(is_due, read, lambda s: s.block, state))
+    is_due = (block.num_used >= length).any() | is_other_key
+    return state._replace(prefetch_buffer=lax.cond(is_due, read, lambda s: s.block, state))

@@ -13,100 +13,104 @@ from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.chain.moments import Moments
-from numpyro_sgmcmc.chain.plan import ChainPlan
-from numpyro_sgmcmc.chain.read_ahead import with_empty_block
+from numpyro_sgmcmc.chain.plan import ChainConfig
+from numpyro_sgmcmc.chain.read_ahead import attach_prefetch_buffer
 from numpyro_sgmcmc.chain.state import AdaptState, SGMCMCState
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
-from numpyro_sgmcmc.data.minibatch import start_stream
+from numpyro_sgmcmc.data.minibatch import init_stream
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.locals.moves import LocalState, sweep
-from numpyro_sgmcmc.posterior.locals.sites import with_locals
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import stacked
-from numpyro_sgmcmc.warmup.ahead import quickly_compiled
-from numpyro_sgmcmc.warmup.step_control import StepControl
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState, sweep_local_values
+from numpyro_sgmcmc.posterior.locals.sites import with_local_values
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import stack_preconditioners
+from numpyro_sgmcmc.warmup.ahead import jit_low_optimization
+from numpyro_sgmcmc.warmup.step_control import StepSizeMonitor
 
-__all__ = ["start_chains"]
+__all__ = ["init_chains"]
 
-_SPREAD = 2.0  # of the starts, in posterior sds: chains that agree have come there by themselves
-_FIRST_MOVES = 20  # of the local values, before the first step
-_FIRST_DRAWS = 1  # where these come from `gibbs_fn`, and nothing but it is known
+_INIT_DISPERSION_SD = (
+    2.0  # of the starts, in posterior sds: chains that agree have come there by themselves
+)
+_NUM_INIT_LOCAL_UPDATES = 20  # of the local values, before the first step
+_NUM_INIT_GIBBS_UPDATES = 1  # where these come from `gibbs_fn`, and nothing but it is known
 
 
-def start_chains(
-    plan: ChainPlan, dynamics: Dynamics, rng_key: Array, init_params: Any, arguments: Arguments
+def init_chains(
+    config: ChainConfig, dynamics: Dynamics, rng_key: Array, init_params: Any, arguments: Arguments
 ) -> SGMCMCState:
     """The first state of a chain, batched where the key is.
 
-    :param plan: what does not change from iteration to iteration.
+    :param config: what does not change from iteration to iteration.
     :param dynamics: the SDE, for the first values of its auxiliary variables.
     :param rng_key: one key, or one a chain.
     :param init_params: unconstrained values at which the chains start, or None.
     :param arguments: the model's arguments, concrete.
     """
-    adaptation, target = plan.adaptation, plan.target
+    adaptation, target = config.adaptation, config.potential
     is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     is_batch = rng_key.ndim == (1 if is_typed else 2)
     num_chains = len(rng_key) if is_batch else 1
     start = partial(
-        _start_in_program if is_traced(rng_key) else _start_at_once,
+        _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit,
         is_batch=is_batch,
         num_steps=jnp.asarray(adaptation.num_steps),
-        num_temperatures=target.dim + (not adaptation.has_region),
-        arguments=arguments if adaptation.is_given else None,
+        num_temperatures=target.dim + (not adaptation.has_dominant_mode),
+        arguments=arguments if adaptation.uses_init_strategy else None,
         target=target,
         dynamics=dynamics,
     )
-    if not adaptation.other_modes:
+    if not adaptation.other_mode_preconditioners:
         number: Any = 0
     else:
-        number = np.arange(num_chains) if is_batch else _any_number(rng_key)
-    state = start(rng_key, init_params, _of_chains(plan, number))
-    room = partial(with_empty_block, plan, num_chains=num_chains)
+        number = np.arange(num_chains) if is_batch else _sample_chain_index(rng_key)
+    state = start(rng_key, init_params, _init_adapt_state(config, number))
+    room = partial(attach_prefetch_buffer, config, num_chains=num_chains)
     state = (jax.vmap(room) if is_batch else room)(state)
-    if target.locals is not None:
-        state = _with_locals(plan, state, arguments, init_params is not None)
+    if target.local_latents is not None:
+        state = _init_locals(config, state, arguments, init_params is not None)
     return state
 
 
-def _of_chains(plan: ChainPlan, chains: Any) -> AdaptState:
+def _init_adapt_state(config: ChainConfig, chain_indices: Any) -> AdaptState:
     """Where chains are told to be: the modes in turn, where the warm-up gives several.
 
-    :param chains: their numbers, of any shape.
+    :param chain_indices: their numbers, of any shape.
     """
-    adaptation = plan.adaptation
-    dtype = adaptation.whitening.anchor.dtype
-    whitening, others = adaptation.whitening, adaptation.other_modes
+    adaptation = config.adaptation
+    dtype = adaptation.preconditioner.center.dtype
+    whitening, others = adaptation.preconditioner, adaptation.other_mode_preconditioners
     if others:
-        modes = stacked([whitening, *others])
-        whitening = jax.tree.map(lambda x: x[chains % (1 + len(others))], modes)
-    step_size = jnp.full(np.shape(chains), adaptation.step_size, dtype)
-    if plan.traced_step_size is not None:
+        modes = stack_preconditioners([whitening, *others])
+        whitening = jax.tree.map(lambda x: x[chain_indices % (1 + len(others))], modes)
+    step_size = jnp.full(np.shape(chain_indices), adaptation.step_size, dtype)
+    if config.traced_step_size is not None:
         # One that is not positive makes every iteration diverge.
-        given = plan.traced_step_size.astype(dtype)
+        given = config.traced_step_size.astype(dtype)
         step_size = jnp.where(given > 0.0, given, jnp.nan) * jnp.ones_like(step_size)
-    return AdaptState(step_size, whitening, adaptation.gradient_noise, plan.blocks)
+    return AdaptState(
+        step_size, whitening, adaptation.gradient_noise_covariance, config.mass_matrix_blocks
+    )
 
 
-def _any_number(rng_key: Array) -> Array:
+def _sample_chain_index(rng_key: Array) -> Array:
     """Of a chain that does not know its own; by a key that is none of its start's four."""
     return random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
 
 
-def _start(
+def _init_states(
     rng_key: Array, init_params: Any, adapt_state: AdaptState, *, is_batch: bool, **shared: Any
 ) -> SGMCMCState:
     """The first state of a chain, or of several in one program.
 
     :param adapt_state: of all of them, or of each.
     """
-    start: Callable[..., SGMCMCState] = partial(_start_chain, **shared)
+    start: Callable[..., SGMCMCState] = partial(_init_chain, **shared)
     if is_batch:
         start = jax.vmap(start, (0, 0, 0 if adapt_state.step_size.ndim else None))
     return start(rng_key, init_params, adapt_state)
 
 
-def _start_chain(
+def _init_chain(
     rng_key: Array,
     init_params: Any,
     adapt_state: AdaptState,
@@ -114,7 +118,7 @@ def _start_chain(
     num_steps: Array,
     num_temperatures: int,
     arguments: Arguments | None,
-    target: Target,
+    potential: Potential,
     dynamics: Dynamics,
 ) -> SGMCMCState:
     """A chain's first state: over-dispersed about the anchor, or where the user says.
@@ -122,57 +126,60 @@ def _start_chain(
     :param num_temperatures: how many the chain watches.
     :param arguments: the model's, where the initialisation strategy decides; else None.
     """
-    whitening = adapt_state.whitening
+    whitening = adapt_state.preconditioner
     rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
     if init_params is None and arguments is not None:
-        flat = target.start(position_key, arguments).astype(target.dtype)
-        q = whitening.whiten(flat - whitening.anchor)
+        flat = potential.sample_init_position(position_key, arguments).astype(potential.dtype)
+        q = whitening.solve(flat - whitening.center)
     elif init_params is None:
-        q = _SPREAD * random.normal(position_key, (target.dim,), target.dtype)
+        q = _INIT_DISPERSION_SD * random.normal(position_key, (potential.dim,), potential.dtype)
     else:
-        flat = ravel_pytree(init_params)[0].astype(target.dtype)
-        q = whitening.whiten(flat - whitening.anchor)
-    stream_keys = random.split(stream_key, len(target.plates))
+        flat = ravel_pytree(init_params)[0].astype(potential.dtype)
+        q = whitening.solve(flat - whitening.center)
+    stream_keys = random.split(stream_key, len(potential.plates))
     return SGMCMCState(
         i=jnp.array(0),
-        z=target.unravel(whitening.position(q)),
-        dynamics=dynamics.init(q, state_key),
+        z=potential.unravel(whitening.to_position(q)),
+        dynamics_state=dynamics.init(q, state_key),
         streams={
-            p.name: start_stream(p, key) for p, key in zip(target.plates, stream_keys, strict=True)
+            p.name: init_stream(p, key)
+            for p, key in zip(potential.plates, stream_keys, strict=True)
         },
         num_steps=num_steps,
         weight=jnp.zeros_like(adapt_state.step_size),
         diverging=jnp.array(False),
-        moments=Moments.zeros(target.dim, target.dtype),
-        step_control=StepControl.zeros(num_temperatures, target.dtype),
+        moments=Moments.zeros(potential.dim, potential.dtype),
+        step_size_monitor=StepSizeMonitor.zeros(num_temperatures, potential.dtype),
         adapt_state=adapt_state,
         rng_key=rng_key,
     )
 
 
-_STATIC = ("is_batch", "target", "dynamics", "num_temperatures")
-_start_in_program = jax.jit(_start, static_argnames=_STATIC)
-_start_at_once = quickly_compiled(_start, static_argnames=_STATIC)
+_INIT_STATIC_ARGNAMES = ("is_batch", "target", "dynamics", "num_temperatures")
+_init_states_jit = jax.jit(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
+_init_states_low_opt_jit = jit_low_optimization(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
 
 
-@partial(jax.jit, static_argnames=("target", "num_moves"))
-def _swept(
-    target: Target,
-    theta: Array,
-    state: LocalState,
+@partial(jax.jit, static_argnames=("potential", "num_updates"))
+def _burn_in_locals(
+    potential: Potential,
+    global_position: Array,
+    local_state: LocalLatentsState,
     arguments: Arguments,
-    anchor: Array,
-    key: Array,
-    num_moves: int,
-) -> tuple[LocalState, Array]:
+    reference: Array,
+    rng_key: Array,
+    num_updates: int,
+) -> tuple[LocalLatentsState, Array]:
     """Local values moved until they suit the globals, and the gradient at the anchor for them."""
-    values, acceptance = sweep(target, theta, state, arguments, key, num_moves)
-    gradient = target.full_gradient(anchor, with_locals(arguments, values))
-    return LocalState(values, state.scale, acceptance.mean()), gradient
+    values, acceptance = sweep_local_values(
+        potential, global_position, local_state, arguments, rng_key, num_updates
+    )
+    gradient = potential.full_gradient(reference, with_local_values(arguments, values))
+    return LocalLatentsState(values, local_state.scale, acceptance.mean()), gradient
 
 
-def _with_locals(
-    plan: ChainPlan, state: SGMCMCState, arguments: Arguments, has_start: bool
+def _init_locals(
+    config: ChainConfig, state: SGMCMCState, arguments: Arguments, has_init_params: bool
 ) -> SGMCMCState:
     """A first state with local values, or that of several chains.
 
@@ -181,36 +188,46 @@ def _with_locals(
     they suit the globals: where they know much of these, chains would else start where the pilot
     ended.
 
-    :param has_start: whether the globals' start is the user's.
+    :param has_init_params: whether the globals' start is the user's.
     """
-    target, found, is_given = plan.target, plan.adaptation.locals, plan.adaptation.is_given
-    local = target.locals
+    target, found, is_given = (
+        config.potential,
+        config.adaptation.local_init,
+        config.adaptation.uses_init_strategy,
+    )
+    local = target.local_latents
     assert found is not None
     assert local is not None
-    num_moves = _FIRST_MOVES if local.moved or not is_given else _FIRST_DRAWS
+    num_moves = (
+        _NUM_INIT_LOCAL_UPDATES if local.hmc_sites or not is_given else _NUM_INIT_GIBBS_UPDATES
+    )
 
     def one(state: SGMCMCState) -> SGMCMCState:
         pilot_key, spread_key, move_key, following = random.split(state.rng_key, 4)
-        whitening, dynamics = state.adapt_state.whitening, state.dynamics
-        if not (has_start or is_given):
-            noise = _SPREAD * random.normal(spread_key, (target.dim,), target.dtype)
-            q = found.spread @ noise if found.spread.ndim == 2 else found.spread * noise
+        whitening, dynamics = state.adapt_state.preconditioner, state.dynamics_state
+        if not (has_init_params or is_given):
+            noise = _INIT_DISPERSION_SD * random.normal(spread_key, (target.dim,), target.dtype)
+            q = (
+                found.covariance_factor @ noise
+                if found.covariance_factor.ndim == 2
+                else found.covariance_factor * noise
+            )
             dynamics = dynamics._replace(position=q)
-        theta = whitening.position(dynamics.position)
+        theta = whitening.to_position(dynamics.position)
         pilot = random.randint(pilot_key, (), 0, len(jax.tree.leaves(found.values)[0]))
         values = jax.tree.map(lambda x: x[pilot], found.values)
-        first = LocalState(values, found.scale, jnp.ones((), target.dtype))
-        own, gradient = _swept(
-            target, theta, first, arguments, whitening.anchor, move_key, num_moves
+        first = LocalLatentsState(values, found.scale, jnp.ones((), target.dtype))
+        own, gradient = _burn_in_locals(
+            target, theta, first, arguments, whitening.center, move_key, num_moves
         )
         z: Any = target.unravel(theta)
-        of_rows = local.unconstrained(own.values)
+        of_rows = local.to_unconstrained_sites(own.values)
         return state._replace(
-            z={**z, **{name: of_rows[name] for name in plan.collected}},
-            dynamics=dynamics,
-            adapt_state=state.adapt_state.with_anchor_gradient(gradient),
+            z={**z, **{name: of_rows[name] for name in config.collected_local_sites}},
+            dynamics_state=dynamics,
+            adapt_state=state.adapt_state.with_reference_gradient(gradient),
             rng_key=following,
-            locals=own,
+            local_state=own,
         )
 
     return jax.vmap(one)(state) if state.i.ndim else one(state)

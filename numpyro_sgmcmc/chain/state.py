@@ -6,93 +6,95 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from numpyro_sgmcmc.chain.block import Block
-from numpyro_sgmcmc.chain.mass_blocks import MassBlocks, square_root_of_inverse
+from numpyro_sgmcmc.chain.block import PrefetchBuffer
+from numpyro_sgmcmc.chain.mass_blocks import MassMatrixBlocks, compute_mass_matrix_sqrt
 from numpyro_sgmcmc.chain.moments import Moments
 from numpyro_sgmcmc.data.minibatch import StreamState
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.posterior.locals.moves import LocalState
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.step_control import StepControl
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.step_control import StepSizeMonitor
 
-__all__ = ["AdaptState", "Moving", "SGMCMCState"]
+__all__ = ["AdaptState", "SGMCMCState", "StepCarry"]
 
 
 class AdaptState(NamedTuple):
     """
     - **step_size** - step size of the iteration's last step, in whitened units; a chain whose
       warm-up finds it too long makes it shorter.
-    - **whitening** - the whitened coordinates, with the gradient on all rows at their origin and,
+    - **preconditioner** - the whitened coordinates, with the gradient on all rows at their origin and,
       where the estimator needs it, the Hessian, a
       :class:`~numpyro_sgmcmc.posterior.whitening.Whitening`. Where the model has local sites the
       gradient is that for their present values.
-    - **gradient_noise** - covariance of the whitened gradient's noise, a
+    - **gradient_noise_covariance** - covariance of the whitened gradient's noise, a
       :class:`~numpyro_sgmcmc.dynamics.compensation.GradientNoise`; None unless it is compensated.
-    - **blocks** - how the mass matrix is shown, a
+    - **mass_matrix_blocks** - how the mass matrix is shown, a
       :class:`~numpyro_sgmcmc.chain.mass_blocks.MassBlocks`; None for a potential function.
-    - **centre** - the first anchor, where other blocks of Gibbs make it move, shape ``(d,)``; None
+    - **initial_center** - the first anchor, where other blocks of Gibbs make it move, shape ``(d,)``; None
       where it stays.
     """
 
     step_size: Array
-    whitening: Whitening
-    gradient_noise: GradientNoise | None = None
-    blocks: MassBlocks | None = None
-    centre: Array | None = None
+    preconditioner: Preconditioner
+    gradient_noise_covariance: GradientNoiseCovariance | None = None
+    mass_matrix_blocks: MassMatrixBlocks | None = None
+    initial_center: Array | None = None
 
     @property
     def inverse_mass_matrix(self) -> Any:
         """About the posterior covariance, as NumPyro shows it: a dict of arrays ``(k,)`` or
         ``(k, k)`` by tuples of site names; for a potential function one array.
         """
-        return self._matrices[0]
+        return self._mass_matrices[0]
 
     @property
     def mass_matrix_sqrt(self) -> Any:
         """S, lower triangular, with ``S S^T`` the mass matrix, in the same form."""
-        return self._matrices[1]
+        return self._mass_matrices[1]
 
     @property
     def mass_matrix_sqrt_inv(self) -> Any:
         """The inverse of S, in the same form."""
-        return self._matrices[2]
+        return self._mass_matrices[2]
 
     @property
-    def _matrices(self) -> tuple[Any, Any, Any]:
+    def _mass_matrices(self) -> tuple[Any, Any, Any]:
         """The three above."""
-        matrix, is_dense = self.whitening.inverse_mass_matrix, self.whitening.is_dense
-        if self.blocks is None:
-            return matrix, *square_root_of_inverse(matrix, is_dense)
-        found = self.blocks.of(matrix, is_dense)
+        matrix, is_dense = self.preconditioner.inverse_mass_matrix, self.preconditioner.is_dense
+        if self.mass_matrix_blocks is None:
+            return matrix, *compute_mass_matrix_sqrt(matrix, is_dense)
+        found = self.mass_matrix_blocks.extract(matrix, is_dense)
         no_chains = self.step_size.ndim
-        roots = {k: square_root_of_inverse(x, x.ndim > 1 + no_chains) for k, x in found.items()}
+        roots = {k: compute_mass_matrix_sqrt(x, x.ndim > 1 + no_chains) for k, x in found.items()}
         return found, {k: s for k, (s, _) in roots.items()}, {k: r for k, (_, r) in roots.items()}
 
     @property
-    def anchor(self) -> Array:
+    def center(self) -> Array:
         """Origin of the whitened coordinates and of the control variates, shape ``(d,)``."""
-        return self.whitening.anchor
+        return self.preconditioner.center
 
     @property
-    def anchor_gradient(self) -> Array:
+    def reference_gradient(self) -> Array:
         """Gradient on all rows at the anchor, shape ``(d,)``."""
-        return self.whitening.gradient
+        return self.preconditioner.reference_gradient
 
     @property
-    def anchor_hessian(self) -> Array | None:
+    def reference_hessian(self) -> Array | None:
         """Hessian on all rows at the anchor, shape ``(d, d)``; None unless it is needed."""
-        return self.whitening.hessian
+        return self.preconditioner.reference_hessian
 
-    def with_anchor_gradient(self, gradient: Array) -> AdaptState:
+    def with_reference_gradient(self, gradient: Array) -> AdaptState:
         """With another gradient at the anchor: that for other local values."""
-        return self._replace(whitening=self.whitening._replace(gradient=gradient))
+        return self._replace(
+            preconditioner=self.preconditioner._replace(reference_gradient=gradient)
+        )
 
 
 class SGMCMCState(NamedTuple):
     """
     - **i** - iteration, warm-up counted in.
     - **z** - dict of the unconstrained values of the latent sites.
-    - **dynamics** - state of the dynamic in whitened coordinates: position, momentum, ...
+    - **dynamics_state** - state of the dynamic in whitened coordinates: position, momentum, ...
     - **streams** - state of the minibatch stream of each subsampled plate.
     - **num_steps** - stochastic-gradient steps of the iteration.
     - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
@@ -102,45 +104,45 @@ class SGMCMCState(NamedTuple):
       failure in a row.
     - **adapt_state** - an :class:`AdaptState`.
     - **moments** - what tells the chain's bias, :class:`~numpyro_sgmcmc.chain.moments.Moments`.
-    - **step_control** - what the warm-up's check of the step size has seen since the last one, a
+    - **step_size_monitor** - what the warm-up's check of the step size has seen since the last one, a
       :class:`~numpyro_sgmcmc.warmup.step_control.StepControl`.
     - **rng_key** - random key of the next iteration.
-    - **block** - rows read ahead, a :class:`~numpyro_sgmcmc.chain.block.Block`; None where all data
+    - **prefetch_buffer** - rows read ahead, a :class:`~numpyro_sgmcmc.chain.block.Block`; None where all data
       are in memory.
-    - **locals** - values of the latent sites inside the subsampled plate for all rows, a
+    - **local_state** - values of the latent sites inside the subsampled plate for all rows, a
       :class:`~numpyro_sgmcmc.posterior.locals.LocalState`; None where there are none.
     """
 
     i: Array
     z: Any
-    dynamics: Any
+    dynamics_state: Any
     streams: dict[str, StreamState]
     num_steps: Array
     weight: Array
     diverging: Array
     adapt_state: AdaptState
     moments: Moments
-    step_control: StepControl
+    step_size_monitor: StepSizeMonitor
     rng_key: Array
-    block: Block | None = None
-    locals: LocalState | None = None
+    prefetch_buffer: PrefetchBuffer | None = None
+    local_state: LocalLatentsState | None = None
 
 
-class Moving(NamedTuple):
+class StepCarry(NamedTuple):
     """What a step moves.
 
-    - **dynamics** - state of the dynamic.
-    - **locals** - local values of all rows; None where there are none.
-    - **anchor_gradient** - gradient on all rows at the anchor for these local values; None where
+    - **dynamics_state** - state of the dynamic.
+    - **local_state** - local values of all rows; None where there are none.
+    - **reference_gradient** - gradient on all rows at the anchor for these local values; None where
       there are none, for it then stays and is no part of the loop.
     """
 
-    dynamics: Any
-    locals: LocalState | None = None
-    anchor_gradient: Array | None = None
+    dynamics_state: Any
+    local_state: LocalLatentsState | None = None
+    reference_gradient: Array | None = None
 
-    def whitening(self, whitening: Whitening) -> Whitening:
+    def refresh_preconditioner(self, preconditioner: Preconditioner) -> Preconditioner:
         """The coordinates, with the gradient at their origin for the present local values."""
-        if self.anchor_gradient is None:
-            return whitening
-        return whitening._replace(gradient=self.anchor_gradient)
+        if self.reference_gradient is None:
+            return preconditioner
+        return preconditioner._replace(reference_gradient=self.reference_gradient)

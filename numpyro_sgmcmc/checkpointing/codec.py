@@ -18,7 +18,7 @@ from jax import Array, random
 __all__ = ["decode", "encode"]
 
 
-def _is_key(x: Any) -> bool:
+def _is_prng_key(x: Any) -> bool:
     return isinstance(x, Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -31,7 +31,7 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     """
     if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):
         return tree
-    if _is_key(tree):
+    if _is_prng_key(tree):
         arrays.append(np.asarray(random.key_data(tree)))
         return {"key": len(arrays) - 1, "impl": str(random.key_impl(tree))}
     if isinstance(tree, Array):
@@ -57,29 +57,29 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
     raise TypeError(f"A {type(tree).__name__} cannot be kept in a checkpoint.")
 
 
-def _type(kind: str) -> type:
+def _resolve_type(qualified_name: str) -> type:
     """A type of a module that is loaded already: reading a checkpoint imports nothing."""
-    module, name = kind.split(":")
+    module, name = qualified_name.split(":")
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
     if not isinstance(found, type):
-        raise ValueError(f"{kind} is no type.")
+        raise ValueError(f"{qualified_name} is no type.")
     return found
 
 
-def _named_tuple(kind: str) -> type:
-    found = _type(kind)
+def _resolve_named_tuple(qualified_name: str) -> type:
+    found = _resolve_type(qualified_name)
     if not (issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise ValueError(f"{kind} is no named tuple.")
+        raise ValueError(f"{qualified_name} is no named tuple.")
     return found
 
 
-def _dataclass(kind: str) -> type:
+def _resolve_dataclass(qualified_name: str) -> type:
     """An estimator's, a minibatch scheme's, that of the mass matrix's blocks."""
-    found = _type(kind)
+    found = _resolve_type(qualified_name)
     if not is_dataclass(found):
-        raise ValueError(f"{kind} is no dataclass.")
+        raise ValueError(f"{qualified_name} is no dataclass.")
     return found
 
 
@@ -97,10 +97,10 @@ def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarra
         case {"scalar": place}:
             return arrays[place][()]
         case {"type": kind, "fields": parts}:
-            return _named_tuple(kind)(**{n: decode(x, arrays) for n, x in parts.items()})
+            return _resolve_named_tuple(kind)(**{n: decode(x, arrays) for n, x in parts.items()})
         case {"object": kind}:
             values = structure.get("values", {})
-            return _dataclass(kind)(**{n: decode(x, arrays) for n, x in values.items()})
+            return _resolve_dataclass(kind)(**{n: decode(x, arrays) for n, x in values.items()})
         case {"list": items}:
             return [decode(x, arrays) for x in items]
         case {"tuple": items}:

@@ -13,18 +13,18 @@ import numpy as np
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import decode
-from numpyro_sgmcmc.checkpointing.store import checksum, newest_header
+from numpyro_sgmcmc.checkpointing.store import compute_checksum, read_latest_header
 
 __all__ = ["DrawsOnDisk", "open_draws"]
 
-_CHUNK_BYTES = 2**24
+_MAX_CHUNK_BYTES = 2**24
 
 
-def _zarr() -> Any:
-    return checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+def _import_zarr() -> Any:
+    return checks.import_optional("zarr", "`CheckpointedMCMC`", "checkpoint")
 
 
-def _named_leaves(draws: dict[str, Any], sample_field: str) -> Iterator[tuple[str, Any]]:
+def _iter_named_arrays(draws: dict[str, Any], sample_field: str) -> Iterator[tuple[str, Any]]:
     """The arrays with their places in the group: sites by name, fields by field and path."""
     for field, tree in draws.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -36,13 +36,17 @@ def _named_leaves(draws: dict[str, Any], sample_field: str) -> Iterator[tuple[st
                 yield f"sample_stats/{quote(name, safe='')}", leaf
 
 
-def _chunk(shape: tuple[int, ...], itemsize: int, room: int) -> tuple[int, ...]:
+def _compute_chunk_shape(
+    shape: tuple[int, ...], itemsize: int, draws_per_chunk: int
+) -> tuple[int, ...]:
     """One chain and one segment, cut along the site's own axes where that is much."""
     inner = list(shape[2:])
-    while inner and max(inner) > 1 and room * np.prod(inner) * itemsize > _CHUNK_BYTES:
+    while (
+        inner and max(inner) > 1 and draws_per_chunk * np.prod(inner) * itemsize > _MAX_CHUNK_BYTES
+    ):
         longest = inner.index(max(inner))
         inner[longest] = -(-inner[longest] // 2)
-    return (1, room, *inner)
+    return (1, draws_per_chunk, *inner)
 
 
 class DrawsOnDisk:
@@ -53,7 +57,7 @@ class DrawsOnDisk:
     """
 
     def __init__(self, folder: Path, sample_field: str) -> None:
-        self._path, self._sample_field = folder / "draws.zarr", sample_field
+        self._zarr_path, self._sample_field = folder / "draws.zarr", sample_field
 
     def create(self, draws: dict[str, Any], num_draws: int) -> None:
         """Make room for a run's draws; takes none on disk yet.
@@ -61,16 +65,16 @@ class DrawsOnDisk:
         :param draws: those of a segment, leaves of shape ``(chains, room, ...)``.
         :param num_draws: draws of a chain in the whole run.
         """
-        zarr = _zarr()
-        root = zarr.open_group(str(self._path), mode="w", zarr_format=3)
+        zarr = _import_zarr()
+        root = zarr.open_group(str(self._zarr_path), mode="w", zarr_format=3)
         for group in ("posterior", "sample_stats"):
             root.create_group(group)
-        for name, x in _named_leaves(draws, self._sample_field):
+        for name, x in _iter_named_arrays(draws, self._sample_field):
             inner = [f"{unquote(name.split('/')[1])}_dim_{k}" for k in range(len(x.shape) - 2)]
             root.create_array(
                 name,
                 shape=(x.shape[0], num_draws, *x.shape[2:]),
-                chunks=_chunk(x.shape, x.dtype.itemsize, x.shape[1]),
+                chunks=_compute_chunk_shape(x.shape, x.dtype.itemsize, x.shape[1]),
                 dtype=x.dtype,
                 # What is missing shows, and what is damaged cannot be decompressed.
                 fill_value=np.nan if x.dtype.kind == "f" else None,
@@ -78,31 +82,31 @@ class DrawsOnDisk:
                 dimension_names=("chain", "draw", *inner),
             )
 
-    def checksum(self, draws: dict[str, Any]) -> int:
+    def compute_checksum(self, draws: dict[str, Any]) -> int:
         """Of draws, as :meth:`read` compares it."""
-        return checksum(x for _, x in _named_leaves(draws, self._sample_field))
+        return compute_checksum(x for _, x in _iter_named_arrays(draws, self._sample_field))
 
-    def write(self, draws: dict[str, Any], start: int) -> None:
-        """Write draws from ``start`` on over whatever is there."""
-        root = _zarr().open_group(str(self._path), mode="r+")
-        for name, x in _named_leaves(draws, self._sample_field):
-            root[name][:, start : start + x.shape[1]] = x
+    def write(self, draws: dict[str, Any], first_draw: int) -> None:
+        """Write draws from ``first_draw`` on over whatever is there."""
+        root = _import_zarr().open_group(str(self._zarr_path), mode="r+")
+        for name, x in _iter_named_arrays(draws, self._sample_field):
+            root[name][:, first_draw : first_draw + x.shape[1]] = x
 
-    def read(self, layout: Any, blocks: list[list[int]]) -> dict[str, Any]:
+    def read(self, layout: Any, draw_blocks: list[list[int]]) -> dict[str, Any]:
         """The draws in some blocks, which follow each other.
 
         :param layout: the structure of the draws, as a checkpoint's header has it.
-        :param blocks: of a :class:`~numpyro_sgmcmc.checkpointing.store.Checkpoint`.
+        :param draw_blocks: of a :class:`~numpyro_sgmcmc.checkpointing.store.Checkpoint`.
         :raises RuntimeError: naming the first block that is damaged.
         """
         like = decode(layout, defaultdict(lambda: np.zeros(0)))
-        names = [name for name, _ in _named_leaves(like, self._sample_field)]
+        names = [name for name, _ in _iter_named_arrays(like, self._sample_field)]
         parts: list[list[np.ndarray]] = []
-        for start, stop, crc in blocks:
+        for start, stop, crc in draw_blocks:
             try:
-                root = _zarr().open_group(str(self._path), mode="r")
+                root = _import_zarr().open_group(str(self._zarr_path), mode="r")
                 arrays = [np.asarray(root[name][:, start:stop]) for name in names]
-                reason = "its checksum is another" if checksum(arrays) != crc else None
+                reason = "its checksum is another" if compute_checksum(arrays) != crc else None
             except ImportError:
                 raise
             # Whatever a damaged file makes its reader raise.
@@ -110,7 +114,7 @@ class DrawsOnDisk:
                 reason = " ".join(str(error).split())[:200]
             if reason:
                 raise RuntimeError(
-                    f"Draws {start} to {stop} in '{self._path}' are damaged ({reason}); "
+                    f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({reason}); "
                     "`open_draws` reads the others."
                 )
             parts.append(arrays)
@@ -128,12 +132,12 @@ def open_draws(folder: str | Path) -> Any:
         (unless draws were not kept) and ``sample_stats``; dimensions ``(chain, draw, ...)``.
     :raises FileNotFoundError: where the folder holds no run.
     """
-    _zarr()
-    arviz = checks.needs("arviz", "`open_draws`", "arviz")
+    _import_zarr()
+    arviz = checks.import_optional("arviz", "`open_draws`", "arviz")
     import xarray  # ArviZ brings it
 
     folder = Path(folder)
-    num_draws = newest_header(folder)["draws"]
+    num_draws = read_latest_header(folder)["draws"]
     groups = {}
     for group in ("posterior", "sample_stats"):
         found = xarray.open_zarr(

@@ -22,21 +22,35 @@ from numpyro.util import is_prng_key
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.fingerprint import describe, fingerprint, refuse_other_run, short
-from numpyro_sgmcmc.checkpointing.loop import Chains, kept_and_removed, with_chains
-from numpyro_sgmcmc.checkpointing.processes import ALONE, processes_of
-from numpyro_sgmcmc.checkpointing.refusals import refuse_environment, refuse_folder, refuse_settings
+from numpyro_sgmcmc.checkpointing.fingerprint import (
+    check_same_run,
+    compute_fingerprint,
+    describe,
+    shorten_text,
+)
+from numpyro_sgmcmc.checkpointing.loop import ChainRunner, add_chain_axis, parse_collected_fields
+from numpyro_sgmcmc.checkpointing.processes import SINGLE_PROCESS, get_process_group
+from numpyro_sgmcmc.checkpointing.refusals import (
+    check_checkpoint_settings,
+    check_dependencies,
+    check_run_folder,
+)
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
-from numpyro_sgmcmc.checkpointing.stops import Stops
-from numpyro_sgmcmc.checkpointing.store import Checkpoint, Store, safely
-from numpyro_sgmcmc.checkpointing.watch import Interrupt, Pace, Watch, tell_where
-from numpyro_sgmcmc.checks import notify
+from numpyro_sgmcmc.checkpointing.stops import CheckpointSchedule
+from numpyro_sgmcmc.checkpointing.store import Checkpoint, CheckpointStore, report_write_failure
+from numpyro_sgmcmc.checkpointing.watch import (
+    ChunkSizer,
+    ProgressBar,
+    SigintHandler,
+    print_resume_position,
+)
+from numpyro_sgmcmc.checks import warn_user
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
 __all__ = ["CheckpointedMCMC"]
 
-_SEGMENTS = 20
+_DEFAULT_NUM_SEGMENTS = 20
 
 
 class CheckpointedMCMC(MCMC):
@@ -87,8 +101,10 @@ class CheckpointedMCMC(MCMC):
         chain_method: str | Callable = "parallel",
         progress_bar: bool = True,
     ) -> None:
-        refuse_settings(sampler, num_samples, thinning, checkpoint, checkpoint_every, keep_draws)
-        self._draws_read: dict[str, Any] | None = None
+        check_checkpoint_settings(
+            sampler, num_samples, thinning, checkpoint, checkpoint_every, keep_draws
+        )
+        self._cached_draws: dict[str, Any] | None = None
         super().__init__(
             sampler,
             num_warmup=num_warmup,
@@ -102,19 +118,23 @@ class CheckpointedMCMC(MCMC):
         self._keep_draws = bool(keep_draws)
         self._folder = Path(checkpoint)
         self._num_draws = num_samples // thinning
-        self._every = min(checkpoint_every or -(-self._num_draws // _SEGMENTS), self._num_draws)
+        self._draws_per_segment = min(
+            checkpoint_every or -(-self._num_draws // _DEFAULT_NUM_SEGMENTS), self._num_draws
+        )
         # As NumPyro does: what thinning leaves over is dropped before the first draw.
         before_draws = num_warmup + num_samples % thinning
-        self._stops = Stops(self._every * thinning, before_draws, self._num_draws * thinning)
-        self._store = Store(self._folder)
-        self._disk = DrawsOnDisk(self._folder, self._sample_field)
-        self._reached: Checkpoint | None = None
-        self._processes = ALONE
+        self._checkpoint_schedule = CheckpointSchedule(
+            self._draws_per_segment * thinning, before_draws, self._num_draws * thinning
+        )
+        self._checkpoint_store = CheckpointStore(self._folder)
+        self._draws_on_disk = DrawsOnDisk(self._folder, self._sample_field)
+        self._current_checkpoint: Checkpoint | None = None
+        self._process_group = SINGLE_PROCESS
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether the folder holds a run that :meth:`resume` can continue."""
-        return self._store.has_checkpoint
+        return self._checkpoint_store.has_checkpoint
 
     def run(
         self,
@@ -133,21 +153,23 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where a checkpoint cannot be written, for example on a full disk, or
             another process uses the folder.
         """
-        with self._in_folder("run", args, kwargs):
-            self._begin(rng_key, args, kwargs, tuple(extra_fields), init_params)
+        with self._lock_run_folder("run", args, kwargs):
+            self._start_run(rng_key, args, kwargs, tuple(extra_fields), init_params)
 
     @contextmanager
-    def _in_folder(self, call: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    def _lock_run_folder(
+        self, method_name: str, args: tuple, kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         """Hold the folder, with all processes that share the run."""
-        refuse_environment()
-        self._processes = processes_of(Arguments(args, kwargs))
-        self._processes.refuse_unlike("call", f"`{call}`")
-        with self._processes.together():
-            refuse_folder(self._folder, call == "resume" and not self.has_checkpoint)
-        with self._processes.holding(self._folder):
+        check_dependencies()
+        self._process_group = get_process_group(Arguments(args, kwargs))
+        self._process_group.check_equal("call", f"`{method_name}`")
+        with self._process_group.fail_together():
+            check_run_folder(self._folder, method_name == "resume" and not self.has_checkpoint)
+        with self._process_group.lock_shared_folder(self._folder):
             yield
 
-    def _begin(
+    def _start_run(
         self,
         rng_key: Array,
         args: tuple,
@@ -155,32 +177,36 @@ class CheckpointedMCMC(MCMC):
         extra_fields: tuple[str, ...],
         init_params: Any,
     ) -> None:
-        with self._processes.together():
-            self._store.refuse_begun()
-            checks.one_key_or_more(rng_key)
-        found = self._fingerprint(args, kwargs)
-        self._processes.refuse_unlike("key", describe(rng_key))
+        with self._process_group.fail_together():
+            self._checkpoint_store.check_no_run()
+            checks.check_rng_keys(rng_key)
+        found = self._compute_fingerprint(args, kwargs)
+        self._process_group.check_equal("key", describe(rng_key))
         if self.num_chains > 1 and is_prng_key(rng_key):
             rng_key = random.split(rng_key, self.num_chains)
         init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
-        chains = self._chains(extra_fields, args, kwargs)
-        state = self._processes.on_host(chains.start(rng_key, self.num_warmup, init_params))
-        room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.room(state))
-        room = with_chains(room, self.num_chains)
-        stored = self._stored(room)
+        chains = self._create_chain_runner(extra_fields, args, kwargs)
+        state = self._process_group.to_host(
+            chains.init_states(rng_key, self.num_warmup, init_params)
+        )
+        room = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), chains.eval_draw_shapes(state))
+        room = add_chain_axis(room, self.num_chains)
+        stored = self._select_stored_fields(room)
         layout = encode(jax.tree.map(lambda x: np.empty((0,), x.dtype), stored), [])
         header = {"fingerprint": found, "extra_fields": list(extra_fields), "layout": layout}
         tree = {
             "state": state,
             # Where local values began is of no use any more; where they are is in the state.
-            "adaptation": self._processes.on_host(self.sampler.adaptation._replace(locals=None)),
+            "adaptation": self._process_group.to_host(
+                self.sampler.adaptation._replace(locals=None)
+            ),
             "running": RunningMoments.zeros(room[self._sample_field])._asdict(),
         }
-        with self._writing(None) as is_writer:
+        with self._guard_writing(None) as is_writer:
             if is_writer:
-                self._disk.create(stored, self._num_draws)
-        self._keep(Checkpoint(0, 0, [], header, tree))
-        self._continue(chains)
+                self._draws_on_disk.create(stored, self._num_draws)
+        self._save_checkpoint(Checkpoint(0, 0, [], header, tree))
+        self._run_remaining_segments(chains)
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
         """Continue the run in the folder, or read it if it is complete; a line says from where.
@@ -193,25 +219,31 @@ class CheckpointedMCMC(MCMC):
         :raises RuntimeError: where no checkpoint can be read, or none can be written, or another
             process uses the folder.
         """
-        with self._in_folder("resume", args, kwargs):
-            self._go_on(args, kwargs)
+        with self._lock_run_folder("resume", args, kwargs):
+            self._resume_run(args, kwargs)
 
-    def _go_on(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        with self._processes.together():
-            self._store.refuse_other_format()
-        now = self._fingerprint(args, kwargs)
-        with self._processes.together():
-            if (stored := self._store.fingerprint) is not None:
-                refuse_other_run(stored, now, self._folder, args)
-            reached = self._store.newest(self._check_last_block)
-        self._processes.refuse_unlike(f"checkpoint in '{self._folder}'", reached.label)
-        chains = self._chains(tuple(reached.header["extra_fields"]), args, kwargs)
+    def _resume_run(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        with self._process_group.fail_together():
+            self._checkpoint_store.check_format_version()
+        now = self._compute_fingerprint(args, kwargs)
+        with self._process_group.fail_together():
+            if (stored := self._checkpoint_store.latest_fingerprint) is not None:
+                check_same_run(stored, now, self._folder, args)
+            reached = self._checkpoint_store.read_latest(self._check_last_draw_block)
+        self._process_group.check_equal(f"checkpoint in '{self._folder}'", reached.label)
+        chains = self._create_chain_runner(tuple(reached.header["extra_fields"]), args, kwargs)
         state = reached.tree["state"]
         z = jax.tree.map(lambda x: x[0], state.z) if self.num_chains > 1 else state.z
         self.sampler.restore(reached.tree["adaptation"], self.num_warmup, z, args, kwargs)
-        self._reach(reached)
-        tell_where(self._processes, self._folder, reached, self._num_draws, self._stops.last)
-        self._continue(chains)
+        self._set_current_checkpoint(reached)
+        print_resume_position(
+            self._process_group,
+            self._folder,
+            reached,
+            self._num_draws,
+            self._checkpoint_schedule.num_iterations,
+        )
+        self._run_remaining_segments(chains)
 
     def running_mean(self, group_by_chain: bool = False) -> Any:
         """Mean of the draws so far, weighted where the step size is a schedule; float64.
@@ -220,21 +252,29 @@ class CheckpointedMCMC(MCMC):
             not that of all chains together. Default False.
         :return: a dict by site, of constrained values.
         """
-        running = self._running
-        return running.chain_moments()[0] if group_by_chain else running.pooled()[0]
+        running = self._running_moments
+        return (
+            running.compute_chain_moments()[0]
+            if group_by_chain
+            else running.compute_pooled_moments()[0]
+        )
 
     def running_variance(self, group_by_chain: bool = False) -> Any:
         """Variance of the draws so far, as :func:`numpy.var` has it; see :meth:`running_mean`."""
-        running = self._running
-        return running.chain_moments()[1] if group_by_chain else running.pooled()[1]
+        running = self._running_moments
+        return (
+            running.compute_chain_moments()[1]
+            if group_by_chain
+            else running.compute_pooled_moments()[1]
+        )
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
         """The draws so far, read from disk at the first call; :func:`open_draws` reads lazily."""
-        self._check_kept("get_samples")
+        self._check_draws_kept("get_samples")
         return super().get_samples(group_by_chain)
 
     def print_summary(self, prob: float = 0.9, exclude_deterministic: bool = True) -> None:
-        self._check_kept("print_summary")
+        self._check_draws_kept("print_summary")
         super().print_summary(prob, exclude_deterministic)
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
@@ -254,48 +294,52 @@ class CheckpointedMCMC(MCMC):
 
     @property
     def _states(self) -> dict[str, Any] | None:
-        reached = self._reached if hasattr(self, "_reached") else None
-        if reached is None or reached.draws == 0:
+        reached = self._current_checkpoint if hasattr(self, "_current_checkpoint") else None
+        if reached is None or reached.num_draws == 0:
             return None
-        if self._draws_read is None:
-            draws = self._disk.read(reached.header["layout"], reached.blocks)
-            self._draws_read = jax.tree.map(jnp.asarray, draws)
-        return self._draws_read
+        if self._cached_draws is None:
+            draws = self._draws_on_disk.read(reached.header["layout"], reached.draw_blocks)
+            self._cached_draws = jax.tree.map(jnp.asarray, draws)
+        return self._cached_draws
 
     @_states.setter
     def _states(self, states: dict[str, Any] | None) -> None:
-        self._draws_read = states
+        self._cached_draws = states
 
     @property
-    def _running(self) -> RunningMoments:
-        if self._reached is None or self._reached.draws == 0:
+    def _running_moments(self) -> RunningMoments:
+        if self._current_checkpoint is None or self._current_checkpoint.num_draws == 0:
             raise RuntimeError("There are no draws yet: call `run` or `resume` first.")
-        return RunningMoments(**self._reached.tree["running"])
+        return RunningMoments(**self._current_checkpoint.tree["running"])
 
-    def _check_kept(self, wanted_by: str) -> None:
+    def _check_draws_kept(self, caller: str) -> None:
         if not self._keep_draws:
             raise RuntimeError(
-                f"`{wanted_by}` needs the draws, which `keep_draws=False` does not keep; "
+                f"`{caller}` needs the draws, which `keep_draws=False` does not keep; "
                 "`running_mean` and `running_variance` are there."
             )
-        if self._reached is not None and self._reached.draws == 0:
-            raise RuntimeError(f"There are no draws yet for `{wanted_by}`: call `resume`.")
+        if self._current_checkpoint is not None and self._current_checkpoint.num_draws == 0:
+            raise RuntimeError(f"There are no draws yet for `{caller}`: call `resume`.")
 
-    def _fingerprint(self, args: tuple, kwargs: dict) -> dict[str, str]:
+    def _compute_fingerprint(self, args: tuple, kwargs: dict) -> dict[str, str]:
         names = ("num_warmup", "num_samples", "num_chains", "thinning", "chain_method")
         settings = {n: getattr(self, n) for n in (*names, "postprocess_fn")}
-        settings |= {"checkpoint_every": self._every, "keep_draws": self._keep_draws}
-        settings["number of processes"] = self._processes.num
-        found = fingerprint(self.sampler, settings, args, kwargs)
-        self._processes.refuse_unlike_each({name: short(text) for name, text in found.items()})
+        settings |= {"checkpoint_every": self._draws_per_segment, "keep_draws": self._keep_draws}
+        settings["number of processes"] = self._process_group.num_processes
+        found = compute_fingerprint(self.sampler, settings, args, kwargs)
+        self._process_group.check_all_equal(
+            {name: shorten_text(text) for name, text in found.items()}
+        )
         return found
 
-    def _chains(self, extra_fields: tuple[str, ...], args: tuple, kwargs: dict) -> Chains:
+    def _create_chain_runner(
+        self, extra_fields: tuple[str, ...], args: tuple, kwargs: dict
+    ) -> ChainRunner:
         self._args, self._kwargs = args, kwargs
-        names = (self._sample_field, *self._default_fields, *extra_fields, *self._hidden)
-        fields, removed = kept_and_removed(names, self._sample_field)
+        names = (self._sample_field, *self._default_fields, *extra_fields, *self._auxiliary_fields)
+        fields, removed = parse_collected_fields(names, self._sample_field)
         self._extra_fields = extra_fields
-        return Chains(
+        return ChainRunner(
             self.sampler,
             self.num_chains,
             self.chain_method,
@@ -303,98 +347,119 @@ class CheckpointedMCMC(MCMC):
             removed,
             self.postprocess_fn,
             self.thinning,
-            self._every,
+            self._draws_per_segment,
             args,
             kwargs,
         )
 
     @property
-    def _hidden(self) -> tuple[str, ...]:
+    def _auxiliary_fields(self) -> tuple[str, ...]:
         """Fields that the running moments need, asked for or not."""
         return ("weight",) if callable(self.sampler.options.step_size) else ()
 
-    def _stored(self, draws: dict[str, Any]) -> dict[str, Any]:
+    def _select_stored_fields(self, draws: dict[str, Any]) -> dict[str, Any]:
         """What of the draws goes to disk."""
-        dropped = set(self._hidden) - set(self._extra_fields)
+        dropped = set(self._auxiliary_fields) - set(self._extra_fields)
         if not self._keep_draws:
             dropped.add(self._sample_field)
         return {k: v for k, v in draws.items() if k not in dropped}
 
-    def _reach(self, checkpoint: Checkpoint) -> None:
+    def _set_current_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Be at a checkpoint, for everything that can be asked of this object."""
-        self._reached = checkpoint
+        self._current_checkpoint = checkpoint
         self._last_state = checkpoint.tree["state"]
         self._states = None
         self._states_flat = None
 
-    def _keep(self, checkpoint: Checkpoint) -> None:
+    def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and go on from what was written."""
-        with self._writing(self._reached) as is_writer:
-            tree = self._store.write(checkpoint, is_writer)
-        self._reach(checkpoint._replace(tree=tree))
+        with self._guard_writing(self._current_checkpoint) as is_writer:
+            tree = self._checkpoint_store.write(checkpoint, is_writer)
+        self._set_current_checkpoint(checkpoint._replace(tree=tree))
 
     @contextmanager
-    def _writing(self, reached: Checkpoint | None) -> Iterator[bool]:
+    def _guard_writing(self, last_checkpoint: Checkpoint | None) -> Iterator[bool]:
         """All processes come to the end of this when one has written."""
-        with self._processes.together(), safely(self._folder, reached.draws if reached else 0):
-            yield self._processes.is_first
+        with (
+            self._process_group.fail_together(),
+            report_write_failure(self._folder, last_checkpoint.num_draws if last_checkpoint else 0),
+        ):
+            yield self._process_group.is_primary
 
-    def _check_last_block(self, header: dict[str, Any]) -> None:
+    def _check_last_draw_block(self, header: dict[str, Any]) -> None:
         if header["blocks"]:
-            self._disk.read(header["layout"], header["blocks"][-1:])
+            self._draws_on_disk.read(header["layout"], header["blocks"][-1:])
 
-    def _continue(self, chains: Chains) -> None:
+    def _run_remaining_segments(self, chain_runner: ChainRunner) -> None:
         """Segment after segment until the run is complete or is to stop."""
-        assert self._reached is not None
-        last = self._stops.last
-        is_shown = self.progress_bar and self._processes.is_first
+        assert self._current_checkpoint is not None
+        last = self._checkpoint_schedule.num_iterations
+        is_shown = self.progress_bar and self._process_group.is_primary
         drawn = is_shown and self._keep_draws and self._states
         sites = drawn[self._sample_field] if drawn else None
-        done, pace = self._reached.iterations, Pace(self._processes)
+        done, pace = self._current_checkpoint.num_iterations, ChunkSizer(self._process_group)
         with (
-            Interrupt(self._processes) as interrupt,
-            Watch(is_shown, last, self.num_warmup, done, sites) as watch,
+            SigintHandler(self._process_group) as interrupt,
+            ProgressBar(is_shown, last, self.num_warmup, done, sites) as watch,
         ):
-            while self._reached.iterations < last and not interrupt.look():
-                self._run_segment(chains, interrupt, pace, watch)
-        if self._reached.iterations < last:
-            notify(
-                f"Stopped by Ctrl-C after {self._reached.draws} of {self._num_draws} draws a chain "
-                f"(iteration {self._reached.iterations} of {last}), which are kept in "
+            while self._current_checkpoint.num_iterations < last and not interrupt.poll():
+                self._run_segment(chain_runner, interrupt, pace, watch)
+        if self._current_checkpoint.num_iterations < last:
+            warn_user(
+                f"Stopped by Ctrl-C after {self._current_checkpoint.num_draws} of {self._num_draws} draws a chain "
+                f"(iteration {self._current_checkpoint.num_iterations} of {last}), which are kept in "
                 f"'{self._folder}' and can be used as they are; `resume` continues the run."
             )
 
-    def _run_segment(self, chains: Chains, interrupt: Interrupt, pace: Pace, watch: Watch) -> None:
+    def _run_segment(
+        self,
+        chain_runner: ChainRunner,
+        sigint_handler: SigintHandler,
+        chunk_sizer: ChunkSizer,
+        progress_bar: ProgressBar,
+    ) -> None:
         """To the next checkpoint, or to one at once if the user wants to stop."""
-        before = self._reached
+        before = self._current_checkpoint
         assert before is not None
-        done = before.iterations
-        stop, is_warmup = self._stops.next(done), done < self._stops.before_draws
-        segment = chains.segment(before.tree["state"], done - stop if is_warmup else 0)
+        done = before.num_iterations
+        stop, is_warmup = (
+            self._checkpoint_schedule.next_stop(done),
+            done < self._checkpoint_schedule.num_discarded_iterations,
+        )
+        segment = chain_runner.create_segment(before.tree["state"], done - stop if is_warmup else 0)
         unit = 1 if is_warmup else self.thinning
-        while done < stop and not interrupt.is_asked:
+        while done < stop and not sigint_handler.is_stop_requested:
             most = stop - done
-            iterations = pace.next(unit, most) if chains.is_stoppable else most
-            segment = chains.advance(segment, iterations)
-            pace.done(iterations)
-            interrupt.look()
+            iterations = (
+                chunk_sizer.next_chunk(unit, most) if chain_runner.can_vary_num_iterations else most
+            )
+            segment = chain_runner.run_iterations(segment, iterations)
+            chunk_sizer.record(iterations)
+            sigint_handler.poll()
             done += iterations
-            watch.show(segment.state)
-            watch.step(iterations)
-        segment = self._processes.on_host(segment)
+            progress_bar.show_state(segment.state)
+            progress_bar.advance(iterations)
+        segment = self._process_group.to_host(segment)
         tree = {**before.tree, "state": segment.state}
-        num = 0 if is_warmup else (done - before.iterations) // self.thinning
-        blocks = before.blocks
+        num = 0 if is_warmup else (done - before.num_iterations) // self.thinning
+        blocks = before.draw_blocks
         if num:
             draws = jax.tree.map(np.asarray, segment.draws)
-            draws = jax.tree.map(lambda x: x[:, :num], with_chains(draws, self.num_chains))
-            sites, stored = draws[self._sample_field], self._stored(draws)
-            weights = draws["weight"] if self._hidden else np.ones((self.num_chains, num))
+            draws = jax.tree.map(lambda x: x[:, :num], add_chain_axis(draws, self.num_chains))
+            sites, stored = draws[self._sample_field], self._select_stored_fields(draws)
+            weights = draws["weight"] if self._auxiliary_fields else np.ones((self.num_chains, num))
             tree["running"] = RunningMoments(**tree["running"]).add(sites, weights)._asdict()
-            with self._writing(before) as is_writer:
+            with self._guard_writing(before) as is_writer:
                 if is_writer:
-                    self._disk.write(stored, before.draws)
-            blocks = [*blocks, [before.draws, before.draws + num, self._disk.checksum(stored)]]
-            watch.add_draws(sites)
-            watch.show(segment.state)
-        self._keep(Checkpoint(done, before.draws + num, blocks, before.header, tree))
+                    self._draws_on_disk.write(stored, before.num_draws)
+            blocks = [
+                *blocks,
+                [
+                    before.num_draws,
+                    before.num_draws + num,
+                    self._draws_on_disk.compute_checksum(stored),
+                ],
+            ]
+            progress_bar.add_draws(sites)
+            progress_bar.show_state(segment.state)
+        self._save_checkpoint(Checkpoint(done, before.num_draws + num, blocks, before.header, tree))

@@ -13,13 +13,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["locked"]
+__all__ = ["lock_folder"]
 
-_NAME = "lock"
+_LOCK_FILENAME = "lock"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the folder, which is made if need be, against every other run.
 
     The system lets go of the lock when its process ends, whatever ends it. A file system that
@@ -33,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
         raise RuntimeError(
             f"'{folder}' cannot be made: {error.strerror}. Give `checkpoint` another folder."
         ) from None
-    with open(folder / _NAME, "a+") as file:
+    with open(folder / _LOCK_FILENAME, "a+") as file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,71 +19,71 @@ import numpy as np
 from jax import Array, random
 from jax.experimental import multihost_utils
 
-from numpyro_sgmcmc.checkpointing.lock import locked
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checkpointing.lock import lock_folder
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
 
-__all__ = ["ALONE", "Processes", "processes_of"]
+__all__ = ["SINGLE_PROCESS", "ProcessGroup", "get_process_group"]
 
-_MOST_BYTES = 1024
-_SHARED = "shared"
+_MAX_MESSAGE_BYTES = 1024
+_SHARED_TOKEN_FILENAME = "shared"
 
 
-class Processes(NamedTuple):
+class ProcessGroup(NamedTuple):
     """
-    - **num** - how many share the run.
-    - **place** - this one's number among them.
+    - **num_processes** - how many share the run.
+    - **process_index** - this one's number among them.
     """
 
-    num: int
-    place: int
+    num_processes: int
+    process_index: int
 
     @property
-    def is_first(self) -> bool:
+    def is_primary(self) -> bool:
         """Whether this is the process that writes."""
-        return self.place == 0
+        return self.process_index == 0
 
-    def gathered(self, value: Any) -> np.ndarray:
+    def allgather(self, value: Any) -> np.ndarray:
         """A number, or an array of one shape, of each process: shape ``(num, ...)``."""
         value = np.asarray(value)
-        if self.num == 1:
+        if self.num_processes == 1:
             return value[None]
         return np.asarray(multihost_utils.process_allgather(value))
 
-    def texts(self, text: str) -> list[str]:
+    def allgather_text(self, text: str) -> list[str]:
         """A text of each process, cut to some hundred letters."""
-        if self.num == 1:
+        if self.num_processes == 1:
             return [text]
-        told = np.zeros(_MOST_BYTES, np.uint8)
-        own = np.frombuffer(text.encode()[:_MOST_BYTES], np.uint8)
+        told = np.zeros(_MAX_MESSAGE_BYTES, np.uint8)
+        own = np.frombuffer(text.encode()[:_MAX_MESSAGE_BYTES], np.uint8)
         told[: len(own)] = own
-        return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in self.gathered(told)]
+        return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in self.allgather(told)]
 
-    def refuse_unlike(self, what: str, text: str) -> None:
+    def check_equal(self, description: str, text: str) -> None:
         """Refuse what is not the same in all processes.
 
         :raises ValueError: with what the first has and what another one.
         """
-        texts = self.texts(text)
+        texts = self.allgather_text(text)
         for place, other in enumerate(texts):
             if other != texts[0]:
-                raise Refusal(
-                    f"All processes must have the same {what}, but of {self.num} the first has "
+                raise InvalidArgumentError(
+                    f"All processes must have the same {description}, but of {self.num_processes} the first has "
                     f"{texts[0] or 'none'} and number {place} has {other or 'none'}."
                 )
 
-    def refuse_unlike_each(self, texts: dict[str, str]) -> None:
+    def check_all_equal(self, texts: dict[str, str]) -> None:
         """Refuse the first of many things by name that is not the same in all processes.
 
         :raises ValueError: naming it.
         """
-        if self.num > 1:
-            self.refuse_unlike("settings and arguments", ", ".join(texts))
+        if self.num_processes > 1:
+            self.check_equal("settings and arguments", ", ".join(texts))
             for what, text in texts.items():
-                self.refuse_unlike(what, text)
+                self.check_equal(what, text)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def fail_together(self) -> Iterator[None]:
         """What fails in one process fails in all of them, once all have come to the end of this.
 
         What is done within must not wait for other processes.
@@ -95,70 +95,72 @@ class Processes(NamedTuple):
             yield
         except Exception as error:
             failure = error
-        told = self.texts(f"{type(failure).__name__}: {failure}" if failure else "")
+        told = self.allgather_text(f"{type(failure).__name__}: {failure}" if failure else "")
         if failure is not None:
             raise failure
         for place, text in enumerate(told):
             if text:
-                raise RuntimeError(f"Process {place} of {self.num} failed. {text}")
+                raise RuntimeError(f"Process {place} of {self.num_processes} failed. {text}")
 
     @contextmanager
-    def holding(self, folder: Path) -> Iterator[None]:
+    def lock_shared_folder(self, folder: Path) -> Iterator[None]:
         """Hold a folder that all of them see, against every other run.
 
         :raises RuntimeError: where another run holds it, or a process sees another folder.
         """
-        token = self.texts(secrets.token_hex(8))[0]
+        token = self.allgather_text(secrets.token_hex(8))[0]
         with ExitStack() as held:
-            with self.together():
-                if self.is_first:
-                    held.enter_context(locked(folder))
-                    if self.num > 1:
-                        (folder / _SHARED).write_text(token)
-            with self.together():
-                if self.num > 1 and not _holds(folder / _SHARED, token):
+            with self.fail_together():
+                if self.is_primary:
+                    held.enter_context(lock_folder(folder))
+                    if self.num_processes > 1:
+                        (folder / _SHARED_TOKEN_FILENAME).write_text(token)
+            with self.fail_together():
+                if self.num_processes > 1 and not _file_contains(
+                    folder / _SHARED_TOKEN_FILENAME, token
+                ):
                     raise RuntimeError(
                         f"'{folder}' is not the folder that process 0 has under this name: give "
                         "`checkpoint` one on a file system that all processes share."
                     )
             yield
 
-    def on_host(self, tree: Any) -> Any:
+    def to_host(self, tree: Any) -> Any:
         """A pytree with arrays that this process can read for itself."""
-        return tree if self.num == 1 else jax.tree.map(_readable, tree)
+        return tree if self.num_processes == 1 else jax.tree.map(_to_addressable, tree)
 
 
-ALONE = Processes(1, 0)
+SINGLE_PROCESS = ProcessGroup(1, 0)
 
 
-def processes_of(arguments: Arguments) -> Processes:
+def get_process_group(arguments: Arguments) -> ProcessGroup:
     """The processes that share the rows.
 
     :raises ValueError: where there are several, and share none.
     """
     if jax.process_count() == 1:
-        return ALONE
-    devices = {d for x in arguments.sharded for d in x.shards.mesh.devices.flat}
+        return SINGLE_PROCESS
+    devices = {d for x in arguments.sharded_arrays for d in x.shards.mesh.devices.flat}
     if len({d.process_index for d in devices}) < 2:
-        raise Refusal(
+        raise InvalidArgumentError(
             "The processes share no rows, so that each runs chains of its own: start them without "
             "jax.distributed.initialize, each with a `checkpoint` of its own, or spread the rows "
             "over all of them by ShardedArray."
         )
-    return Processes(jax.process_count(), jax.process_index())
+    return ProcessGroup(jax.process_count(), jax.process_index())
 
 
-def _holds(path: Path, text: str) -> bool:
+def _file_contains(path: Path, text: str) -> bool:
     try:
         return path.read_text() == text
     except OSError:
         return False
 
 
-def _readable(x: Any) -> Any:
+def _to_addressable(x: Any) -> Any:
     if not isinstance(x, Array) or x.is_fully_addressable:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return random.wrap_key_data(_readable(random.key_data(x)), impl=random.key_impl(x))
+        return random.wrap_key_data(_to_addressable(random.key_data(x)), impl=random.key_impl(x))
     whole = x if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
     return jnp.asarray(np.asarray(whole))

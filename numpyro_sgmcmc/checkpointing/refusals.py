@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 
-__all__ = ["refuse_environment", "refuse_folder", "refuse_settings"]
+__all__ = ["check_checkpoint_settings", "check_dependencies", "check_run_folder"]
 
 
-def refuse_settings(
+def check_checkpoint_settings(
     sampler: Any,
     num_samples: Any,
     thinning: Any,
@@ -26,39 +26,43 @@ def refuse_settings(
     :raises ValueError: naming the argument.
     """
     if not isinstance(sampler, SGMCMCKernel):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`CheckpointedMCMC` is for the kernels of numpyro_sgmcmc, whose state holds all "
             f"that a run goes on from, but `sampler` is a {type(sampler).__name__}."
         )
-    checks.is_bool("keep_draws", keep_draws)
+    checks.check_bool("keep_draws", keep_draws)
     if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
-        raise Refusal(f"`checkpoint` is {checkpoint!r}, but must be the path of a folder.")
-    checks.positive_int("num_samples", num_samples)
-    checks.positive_int("thinning", thinning)
+        raise InvalidArgumentError(
+            f"`checkpoint` is {checkpoint!r}, but must be the path of a folder."
+        )
+    checks.check_positive_int("num_samples", num_samples)
+    checks.check_positive_int("thinning", thinning)
     if num_samples < thinning:
-        raise Refusal(f"`thinning` is {thinning}, which leaves none of {num_samples} samples.")
+        raise InvalidArgumentError(
+            f"`thinning` is {thinning}, which leaves none of {num_samples} samples."
+        )
     if checkpoint_every is not None:
-        checks.positive_int("checkpoint_every", checkpoint_every)
+        checks.check_positive_int("checkpoint_every", checkpoint_every)
 
 
-def refuse_folder(folder: Path, is_missed: bool) -> None:
+def check_run_folder(folder: Path, is_run_missing: bool) -> None:
     """Refuse a file where the run's folder should be, and a folder without a run.
 
-    :param is_missed: whether there is no run, but should be.
+    :param is_run_missing: whether there is no run, but should be.
     :raises OSError: naming the folder.
     """
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(
             f"`checkpoint` is '{folder}', a file: give it the path of a folder."
         )
-    if is_missed:
+    if is_run_missing:
         raise FileNotFoundError(f"'{folder}' holds no run that could be continued: call `run`.")
 
 
-def refuse_environment() -> None:
+def check_dependencies() -> None:
     """Refuse missing packages.
 
     :raises ImportError: saying what to install.
     """
-    checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-    checks.needs("zarr", "`CheckpointedMCMC`", "checkpoint")
+    checks.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+    checks.import_optional("zarr", "`CheckpointedMCMC`", "checkpoint")

@@ -18,12 +18,12 @@ class RunningMoments(NamedTuple):
     """
     - **weight** - sum of the draws' weights, shape ``(chains,)``.
     - **mean** - weighted means, a pytree of arrays of shape ``(chains, ...)``.
-    - **square** - weighted sums of squared deviations from the mean, of the same shapes.
+    - **m2** - weighted sums of squared deviations from the mean, of the same shapes.
     """
 
     weight: np.ndarray
     mean: Any
-    square: Any
+    m2: Any
 
     @classmethod
     def zeros(cls, draws: Any) -> RunningMoments:
@@ -53,27 +53,27 @@ class RunningMoments(NamedTuple):
             return mean, square
 
         leaves, structure = jax.tree.flatten(draws)
-        before = zip(jax.tree.leaves(self.mean), jax.tree.leaves(self.square), leaves, strict=True)
+        before = zip(jax.tree.leaves(self.mean), jax.tree.leaves(self.m2), leaves, strict=True)
         # Deviations of 10^20 are squared too; that is the draws' doing and seen in the result.
         with np.errstate(over="ignore", invalid="ignore"):
             pairs = [follow(m, s, np.asarray(x, np.float64)) for m, s, x in before]
         mean = jax.tree.unflatten(structure, [m for m, _ in pairs])
         return RunningMoments(total, mean, jax.tree.unflatten(structure, [s for _, s in pairs]))
 
-    def chain_moments(self) -> tuple[Any, Any]:
+    def compute_chain_moments(self) -> tuple[Any, Any]:
         """Means and variances of each chain, leaves of shape ``(chains, ...)``."""
-        variance = jax.tree.map(lambda s: s / self._column(s), self.square)
+        variance = jax.tree.map(lambda s: s / self._broadcast_weight(s), self.m2)
         return self.mean, variance
 
-    def pooled(self) -> tuple[Any, Any]:
+    def compute_pooled_moments(self) -> tuple[Any, Any]:
         """Mean and variance of the draws of all chains together, leaves of shape ``(...)``."""
         total = self.weight.sum()
-        mean = jax.tree.map(lambda m: (m * self._column(m)).sum(0) / total, self.mean)
+        mean = jax.tree.map(lambda m: (m * self._broadcast_weight(m)).sum(0) / total, self.mean)
 
         def variance(s: np.ndarray, m: np.ndarray, centre: np.ndarray) -> np.ndarray:
-            return (s + self._column(m) * (m - centre) ** 2).sum(0) / total
+            return (s + self._broadcast_weight(m) * (m - centre) ** 2).sum(0) / total
 
-        return mean, jax.tree.map(variance, self.square, self.mean, mean)
+        return mean, jax.tree.map(variance, self.m2, self.mean, mean)
 
-    def _column(self, x: np.ndarray) -> np.ndarray:
+    def _broadcast_weight(self, x: np.ndarray) -> np.ndarray:
         return self.weight.reshape((-1,) + (1,) * (x.ndim - 1))

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Stops"]
+__all__ = ["CheckpointSchedule"]
 
 
-class Stops(NamedTuple):
+class CheckpointSchedule(NamedTuple):
     """
-    - **every** - iterations from stop to stop.
-    - **before_draws** - iterations before the first draw: warm-up, and what thinning leaves over.
-    - **drawing** - iterations after that.
+    - **iterations_per_segment** - iterations from stop to stop.
+    - **num_discarded_iterations** - iterations before the first draw: warm-up, and what thinning leaves over.
+    - **num_sampling_iterations** - iterations after that.
     """
 
-    every: int
-    before_draws: int
-    drawing: int
+    iterations_per_segment: int
+    num_discarded_iterations: int
+    num_sampling_iterations: int
 
     @property
-    def last(self) -> int:
+    def num_iterations(self) -> int:
         """The iteration at which the run is complete."""
-        return self.before_draws + self.drawing
+        return self.num_discarded_iterations + self.num_sampling_iterations
 
-    def next(self, done: int) -> int:
-        """The next stop after ``done`` iterations: a multiple, so that chunks on disk are whole."""
-        if done < self.before_draws:
-            return min(self.before_draws, (done // self.every + 1) * self.every)
-        since = done - self.before_draws
-        return min(self.last, self.before_draws + (since // self.every + 1) * self.every)
+    def next_stop(self, num_done: int) -> int:
+        """The next stop after ``num_done`` iterations: a multiple, so that chunks on disk are whole."""
+        if num_done < self.num_discarded_iterations:
+            return min(
+                self.num_discarded_iterations,
+                (num_done // self.iterations_per_segment + 1) * self.iterations_per_segment,
+            )
+        since = num_done - self.num_discarded_iterations
+        return min(
+            self.num_iterations,
+            self.num_discarded_iterations
+            + (since // self.iterations_per_segment + 1) * self.iterations_per_segment,
+        )

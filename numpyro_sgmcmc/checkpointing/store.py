@@ -21,20 +21,26 @@ import numpy as np
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
-from numpyro_sgmcmc.checks import Refusal, notify
+from numpyro_sgmcmc.checks import InvalidArgumentError, warn_user
 
-__all__ = ["Checkpoint", "Store", "checksum", "newest_header", "safely"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "compute_checksum",
+    "read_latest_header",
+    "report_write_failure",
+]
 
-_HEADER = "checkpoint.json"
-_FORMAT = 5
+_HEADER_FILENAME = "checkpoint.json"
+_FORMAT_VERSION = 5
 """Of what continues a run; draws on disk have been the same since format 1."""
 
 
 class Checkpoint(NamedTuple):
     """
-    - **iterations** - complete iterations, warm-up counted in.
-    - **draws** - complete draws of a chain.
-    - **blocks** - first and last draw (exclusive) of each block on disk, and its checksum.
+    - **num_iterations** - complete iterations, warm-up counted in.
+    - **num_draws** - complete draws of a chain.
+    - **draw_blocks** - first and last draw (exclusive) of each block on disk, and its checksum.
     - **header** - what else is JSON: fingerprint, settings, structure of the draws.
     - **tree** - what continues the run.
     """
@@ -43,16 +49,16 @@ class Checkpoint(NamedTuple):
     def label(self) -> str:
         """Tells it from others."""
         arrays = zlib.crc32(json.dumps(self.header["arrays"]).encode())
-        return f"that of iteration {self.iterations} ({arrays:08x})"
+        return f"that of iteration {self.num_iterations} ({arrays:08x})"
 
-    iterations: int
-    draws: int
-    blocks: list[list[int]]
+    num_iterations: int
+    num_draws: int
+    draw_blocks: list[list[int]]
     header: dict[str, Any]
     tree: Any
 
 
-def checksum(arrays: Any) -> int:
+def compute_checksum(arrays: Any) -> int:
     """Of the values of some arrays, in order."""
     total = 0
     for x in arrays:
@@ -60,8 +66,8 @@ def checksum(arrays: Any) -> int:
     return total
 
 
-def _checkpointer() -> Any:
-    ocp = checks.needs("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+def _create_checkpointer() -> Any:
+    ocp = checks.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
     if jax.process_count() == 1:
         return ocp.StandardCheckpointer()
     # One of several processes, which does not wait for the others to write or to read.
@@ -82,24 +88,24 @@ def _write_atomically(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def _steps(folder: Path) -> list[Path]:
+def _list_checkpoint_folders(folder: Path) -> list[Path]:
     """The folders of complete checkpoints, newest first."""
-    found = folder.glob(f"checkpoints/*/{_HEADER}")
+    found = folder.glob(f"checkpoints/*/{_HEADER_FILENAME}")
     return sorted((f.parent for f in found), key=lambda p: p.name, reverse=True)
 
 
-def _read_header(step: Path) -> dict[str, Any]:
-    header = json.loads((step / _HEADER).read_text())
+def _read_header(checkpoint_folder: Path) -> dict[str, Any]:
+    header = json.loads((checkpoint_folder / _HEADER_FILENAME).read_text())
     header["format"], header["draws"]
     return header
 
 
-def newest_header(folder: Path) -> dict[str, Any]:
+def read_latest_header(folder: Path) -> dict[str, Any]:
     """What the newest readable checkpoint says of itself, whatever its format.
 
     :raises FileNotFoundError: where there is none.
     """
-    for step in _steps(folder):
+    for step in _list_checkpoint_folders(folder):
         try:
             return _read_header(step)
         except (ValueError, KeyError, OSError):
@@ -108,10 +114,10 @@ def newest_header(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def safely(folder: Path, draws: int) -> Iterator[None]:
+def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
     """Turn whatever goes wrong while writing into one sentence on what is safe.
 
-    :param draws: draws of a chain in the last checkpoint.
+    :param num_draws: draws of a chain in the last checkpoint.
     """
     try:
         yield
@@ -121,13 +127,13 @@ def safely(folder: Path, draws: int) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise RuntimeError(
-            f"A checkpoint could not be written to '{folder}' ({reason}): {draws} draws a chain "
+            f"A checkpoint could not be written to '{folder}' ({reason}): {num_draws} draws a chain "
             "are safe there and can be read by `open_draws`; once there is room, `resume` "
             "continues the run."
         ) from error
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints of one run, of which the last two are kept.
 
     :param folder: the run's folder.
@@ -135,12 +141,12 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._last: Path | None = None
+        self._latest_folder: Path | None = None
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run could be continued."""
-        return bool(_steps(self._folder))
+        return bool(_list_checkpoint_folders(self._folder))
 
     def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Any:
         """Keep a checkpoint, and of those before only the last.
@@ -151,38 +157,40 @@ class Store:
         arrays: list[np.ndarray] = []
         structure = encode(checkpoint.tree, arrays)
         if is_writer:
-            self._write(checkpoint, structure, arrays)
+            self._write_files(checkpoint, structure, arrays)
         return decode(structure, arrays)
 
-    def _write(self, checkpoint: Checkpoint, structure: Any, arrays: list[np.ndarray]) -> None:
-        step = self._folder / "checkpoints" / f"{checkpoint.iterations:012d}"
+    def _write_files(
+        self, checkpoint: Checkpoint, structure: Any, arrays: list[np.ndarray]
+    ) -> None:
+        step = self._folder / "checkpoints" / f"{checkpoint.num_iterations:012d}"
         if step.exists():
-            _remove(step)
+            _remove_checkpoint(step)
         step.mkdir(parents=True)
-        with _checkpointer() as checkpointer:
+        with _create_checkpointer() as checkpointer:
             # Orbax keeps no empty arrays; their shape says everything.
             filled = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
             checkpointer.save((step / "state").absolute(), filled)
             checkpointer.wait_until_finished()
         header = {
             **checkpoint.header,
-            "format": _FORMAT,
-            "iterations": checkpoint.iterations,
-            "draws": checkpoint.draws,
-            "blocks": checkpoint.blocks,
+            "format": _FORMAT_VERSION,
+            "iterations": checkpoint.num_iterations,
+            "draws": checkpoint.num_draws,
+            "blocks": checkpoint.draw_blocks,
             "structure": structure,
-            "arrays": [[list(x.shape), x.dtype.name, checksum([x])] for x in arrays],
+            "arrays": [[list(x.shape), x.dtype.name, compute_checksum([x])] for x in arrays],
         }
-        _write_atomically(step / _HEADER, json.dumps(header))
+        _write_atomically(step / _HEADER_FILENAME, json.dumps(header))
         for other in (self._folder / "checkpoints").iterdir():
-            if other not in (step, self._last):
-                _remove(other)
-        self._last = step
+            if other not in (step, self._latest_folder):
+                _remove_checkpoint(other)
+        self._latest_folder = step
 
-    def headers(self) -> list[tuple[Path, dict[str, Any] | Exception]]:
+    def read_headers(self) -> list[tuple[Path, dict[str, Any] | Exception]]:
         """The checkpoints, newest first, each with its header or with what is wrong with it."""
         found: list[tuple[Path, dict[str, Any] | Exception]] = []
-        for step in _steps(self._folder):
+        for step in _list_checkpoint_folders(self._folder):
             try:
                 found.append((step, _read_header(step)))
             except (ValueError, KeyError, OSError) as error:
@@ -190,12 +198,14 @@ class Store:
         return found
 
     @property
-    def fingerprint(self) -> dict[str, str] | None:
+    def latest_fingerprint(self) -> dict[str, str] | None:
         """That of the run, as the newest readable checkpoint has it; None where there is none."""
-        readable = (h["fingerprint"] for _, h in self.headers() if not isinstance(h, Exception))
+        readable = (
+            h["fingerprint"] for _, h in self.read_headers() if not isinstance(h, Exception)
+        )
         return next(readable, None)
 
-    def refuse_begun(self) -> None:
+    def check_no_run(self) -> None:
         """Refuse to begin a run where there is one.
 
         :raises FileExistsError: naming the folder.
@@ -206,32 +216,32 @@ class Store:
                 "`checkpoint` another folder."
             )
 
-    def refuse_other_format(self) -> None:
+    def check_format_version(self) -> None:
         """Refuse to continue a run that another version of the package has stored.
 
         :raises ValueError: naming both formats, with the way out.
         """
-        for _, header in self.headers():
+        for _, header in self.read_headers():
             if isinstance(header, Exception):
                 continue
             found = header["format"]
-            if found == _FORMAT:
+            if found == _FORMAT_VERSION:
                 return
-            age = "an older" if found < _FORMAT else "a newer"
-            raise Refusal(
+            age = "an older" if found < _FORMAT_VERSION else "a newer"
+            raise InvalidArgumentError(
                 f"The run in '{self._folder}' was stored in {age} format ({found}) than this "
-                f"version of numpyro_sgmcmc continues ({_FORMAT}): continue it with the version "
+                f"version of numpyro_sgmcmc continues ({_FORMAT_VERSION}): continue it with the version "
                 "that began it, or run in another folder. Its draws can be read by `open_draws`."
             )
 
-    def newest(self, check_draws: Any) -> Checkpoint:
+    def read_latest(self, check_draws: Any) -> Checkpoint:
         """The newest checkpoint that is whole, with a warning where that is not the last one.
 
         :param check_draws: called with a header; raises where the last draws on disk are damaged.
         :raises RuntimeError: where none is whole.
         """
         wrong: list[str] = []
-        for step, header in self.headers():
+        for step, header in self.read_headers():
             try:
                 if isinstance(header, Exception):
                     raise header
@@ -243,11 +253,11 @@ class Store:
                 wrong.append(f"that of iteration {int(step.name)} is damaged ({reason})")
                 continue
             if wrong:
-                notify(
+                warn_user(
                     f"Of the checkpoints in '{self._folder}' {' and '.join(wrong)}: the run goes "
                     f"on from the one before, of iteration {header['iterations']}."
                 )
-            self._last = step
+            self._latest_folder = step
             return Checkpoint(header["iterations"], header["draws"], header["blocks"], header, tree)
         raise RuntimeError(
             f"No checkpoint in '{self._folder}' can be read: {' and '.join(wrong)}. Draws on disk "
@@ -255,21 +265,21 @@ class Store:
         )
 
 
-def _read_tree(step: Path, header: dict[str, Any]) -> Any:
+def _read_tree(checkpoint_folder: Path, header: dict[str, Any]) -> Any:
     stored = [(tuple(shape), np.dtype(dtype), crc) for shape, dtype, crc in header["arrays"]]
     arrays = [np.zeros(shape, dtype) for shape, dtype, _ in stored]
     target = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
-    with _checkpointer() as checkpointer:
-        found = checkpointer.restore((step / "state").absolute(), target)
+    with _create_checkpointer() as checkpointer:
+        found = checkpointer.restore((checkpoint_folder / "state").absolute(), target)
     for name, x in found.items():
         arrays[int(name)] = np.asarray(x)
     for x, (shape, dtype, crc) in zip(arrays, stored, strict=True):
-        if x.shape != shape or x.dtype != dtype or checksum([x]) != crc:
+        if x.shape != shape or x.dtype != dtype or compute_checksum([x]) != crc:
             raise ValueError("an array is not the one that was written")
     return decode(header["structure"], arrays)
 
 
-def _remove(step: Path) -> None:
+def _remove_checkpoint(checkpoint_folder: Path) -> None:
     """Remove a checkpoint, which is none from the first moment on."""
-    (step / _HEADER).unlink(missing_ok=True)
-    shutil.rmtree(step, ignore_errors=True)
+    (checkpoint_folder / _HEADER_FILENAME).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint_folder, ignore_errors=True)

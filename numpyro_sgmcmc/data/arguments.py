@@ -18,22 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.host import HostArray
 from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
 
 __all__ = [
     "Arguments",
-    "ByIdentity",
-    "HeldArrays",
+    "DeviceArrayCache",
+    "IdentityKey",
     "as_jax_arrays",
+    "check_jax_representable",
     "is_array",
     "is_traced",
-    "refuse_other_numbers",
 ]
 
-_HOLD_BYTES = 2**25  # of all arrays together
-_SMALL_BYTES = 2**20  # of an array that is a constant all the same
+_MIN_TOTAL_CACHE_BYTES = 2**25  # of all arrays together
+_MIN_CACHED_ARRAY_BYTES = 2**20  # of an array that is a constant all the same
 
 
 def is_array(x: Any) -> bool:
@@ -48,19 +48,19 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def _is_host(x: Any) -> bool:
+def _is_host_array(x: Any) -> bool:
     return isinstance(x, HostArray)
 
 
-def _is_sharded(x: Any) -> bool:
+def _is_sharded_array(x: Any) -> bool:
     return isinstance(x, ShardedArray)
 
 
 def _is_row_array(x: Any) -> bool:
-    return _is_host(x) or _is_sharded(x)
+    return _is_host_array(x) or _is_sharded_array(x)
 
 
-def _is_leaf(x: Any) -> bool:
+def _is_array_or_ref(x: Any) -> bool:
     return isinstance(x, jax.Ref) or is_array(x)
 
 
@@ -69,25 +69,25 @@ def as_jax_arrays(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
 
 
-class ByIdentity:
+class IdentityKey:
     """A value hashed and compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and self.value is other.value
+        return isinstance(other, IdentityKey) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
-def _static(x: Any) -> Hashable:
+def _static_key(x: Any) -> Hashable:
     """``x`` as a part of a pytree's structure; its type counts, so that 1 and True differ."""
     try:
         hash(x)
     except TypeError:
-        return ByIdentity(x)
+        return IdentityKey(x)
     return (type(x), x)
 
 
@@ -101,7 +101,7 @@ class Arguments:
 
     def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
         given = tuple(args), dict(kwargs or {})
-        self.args, self.kwargs = jax.tree.map(as_sharded, given, is_leaf=_is_sharded)
+        self.args, self.kwargs = jax.tree.map(as_sharded, given, is_leaf=_is_sharded_array)
 
     @property
     def arrays(self) -> list[jax.Array | np.ndarray]:
@@ -123,14 +123,14 @@ class Arguments:
             else None
             for x in self.arrays
         )
-        return (*own, *(host.checksum() for host in self.hosts))
+        return (*own, *(host.checksum() for host in self.host_arrays))
 
     @property
     def is_concrete(self) -> bool:
         """Whether no array is being traced."""
         return not is_traced(self.arrays)
 
-    def read(self) -> Arguments:
+    def dereference(self) -> Arguments:
         """These arguments with the arrays that references hold in place of the references."""
         args, kwargs = jax.tree.map(
             lambda x: x[...] if isinstance(x, jax.Ref) else x, (self.args, self.kwargs)
@@ -143,43 +143,47 @@ class Arguments:
         return Arguments(args, kwargs)
 
     @property
-    def hosts(self) -> list[HostArray]:
+    def host_arrays(self) -> list[HostArray]:
         """The arrays whose rows are read when they are needed; of spread ones this host's part."""
         leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
-        parts = (x.array if _is_sharded(x) else x for x in leaves)
-        return [x for x in parts if _is_host(x)]
+        parts = (x.array if _is_sharded_array(x) else x for x in leaves)
+        return [x for x in parts if _is_host_array(x)]
 
-    def map_hosts(self, fn: Callable[[HostArray], Any]) -> Arguments:
+    def map_host_arrays(self, fn: Callable[[HostArray], Any]) -> Arguments:
         """These arguments with ``fn`` applied to each array whose rows are read when needed."""
         args, kwargs = jax.tree.map(
-            lambda x: fn(x) if _is_host(x) else x, (self.args, self.kwargs), is_leaf=_is_host
+            lambda x: fn(x) if _is_host_array(x) else x,
+            (self.args, self.kwargs),
+            is_leaf=_is_host_array,
         )
         return Arguments(args, kwargs)
 
     @property
-    def sharded(self) -> list[ShardedArray]:
+    def sharded_arrays(self) -> list[ShardedArray]:
         """The arrays whose rows are spread over devices."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded)
-        return [x for x in leaves if _is_sharded(x)]
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded_array)
+        return [x for x in leaves if _is_sharded_array(x)]
 
-    def map_sharded(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
+    def map_sharded_arrays(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
         """These arguments with ``fn`` applied to each array whose rows are spread over devices."""
         args, kwargs = jax.tree.map(
-            lambda x: fn(x) if _is_sharded(x) else x, (self.args, self.kwargs), is_leaf=_is_sharded
+            lambda x: fn(x) if _is_sharded_array(x) else x,
+            (self.args, self.kwargs),
+            is_leaf=_is_sharded_array,
         )
         return Arguments(args, kwargs)
 
     def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
         """The arrays with the names that they have in the model's signature."""
-        return [(name, x) for name, x in self._named(model) if is_array(x)]
+        return [(name, x) for name, x in self._named_leaves(model) if is_array(x)]
 
-    def named_hosts(self, model: Callable) -> list[tuple[str, HostArray]]:
+    def named_host_arrays(self, model: Callable) -> list[tuple[str, HostArray]]:
         """As :attr:`hosts`, with such names."""
-        named = self._named(model, _is_row_array)
-        parts = ((name, x.array if _is_sharded(x) else x) for name, x in named)
-        return [(name, x) for name, x in parts if _is_host(x)]
+        named = self._named_leaves(model, _is_row_array)
+        parts = ((name, x.array if _is_sharded_array(x) else x) for name, x in named)
+        return [(name, x) for name, x in parts if _is_host_array(x)]
 
-    def _named(
+    def _named_leaves(
         self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
     ) -> Iterator[tuple[str, Any]]:
         """All arguments' leaves with the names that they have in the model's signature."""
@@ -200,8 +204,8 @@ class Arguments:
 
     def tree_flatten(self) -> tuple[list[Any], Hashable]:
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))
-        arrays = [x for x in leaves if _is_leaf(x)]
-        static = tuple(None if _is_leaf(x) else _static(x) for x in leaves)
+        arrays = [x for x in leaves if _is_array_or_ref(x)]
+        static = tuple(None if _is_array_or_ref(x) else _static_key(x) for x in leaves)
         return arrays, (structure, static)
 
     @classmethod
@@ -213,11 +217,11 @@ class Arguments:
             if entry is None:
                 leaves.append(next(arrays))
             else:
-                leaves.append(entry.value if isinstance(entry, ByIdentity) else entry[1])
+                leaves.append(entry.value if isinstance(entry, IdentityKey) else entry[1])
         return cls(*jax.tree.unflatten(structure, leaves))
 
 
-class HeldArrays:
+class DeviceArrayCache:
     """Large arrays in references, one for each, as a compiled step should see them.
 
     NumPyro compiles a kernel with the data as constants. XLA copies these (800 MB cost 5 to 9 s and
@@ -228,9 +232,9 @@ class HeldArrays:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._refs: dict[int, tuple[Any, Any]] = {}
 
-    def hold(self, arguments: Arguments) -> Arguments:
+    def cache_arrays(self, arguments: Arguments) -> Arguments:
         """The arguments with their large arrays in references.
 
         ``pmap`` knows no references and gets constants.
@@ -238,43 +242,45 @@ class HeldArrays:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
         num_bytes = sum(x.nbytes for x in arguments.arrays if not isinstance(x, jax.core.Tracer))
-        least = _SMALL_BYTES if num_bytes >= _HOLD_BYTES else math.inf
-        return arguments.map_arrays(lambda x: self._reference(x, least))
+        least = _MIN_CACHED_ARRAY_BYTES if num_bytes >= _MIN_TOTAL_CACHE_BYTES else math.inf
+        return arguments.map_arrays(lambda x: self._get_ref(x, least))
 
     def keep_only(self, arguments: Arguments) -> None:
         """Let go of all arrays but those of ``arguments``."""
         present = {id(x) for x in arguments.arrays}
-        self._held = {k: held for k, held in self._held.items() if k in present}
+        self._refs = {k: held for k, held in self._refs.items() if k in present}
 
-    def _reference(self, x: Any, least: float) -> Any:
+    def _get_ref(self, x: Any, min_bytes: float) -> Any:
         """A reference to an array of so many bytes or more; a smaller one as it is."""
         if isinstance(x, jax.core.Tracer) or not is_array(x):
             return jnp.asarray(x)
         # What lies on other processes' devices cannot be a constant.
         is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-        if x.nbytes < least and not is_spread:
+        if x.nbytes < min_bytes and not is_spread:
             return jnp.asarray(x)
-        held = self._held.get(id(x))
+        held = self._refs.get(id(x))
         if held is None or held[0] is not x:
             with jax.ensure_compile_time_eval():
-                self._held[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
+                self._refs[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
         return held[1]
 
 
-def refuse_other_numbers(arguments: Arguments, model: Callable) -> None:
+def check_jax_representable(arguments: Arguments, model: Callable) -> None:
     """Refuse NumPy arrays that JAX cannot hold, or would hold with other values."""
     for name, x in arguments.named_arrays(model):
         if not isinstance(x, np.ndarray):
             continue
         if np.ma.is_masked(x):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"{name} is a masked array, of which JAX would use the values behind the mask: "
                 "leave these rows out, or pass them to handlers.mask."
             )
         if isinstance(x, np.ma.MaskedArray):
-            raise Refusal(f"{name} is a masked array, which JAX does not take: pass its data.")
+            raise InvalidArgumentError(
+                f"{name} is a masked array, which JAX does not take: pass its data."
+            )
         if not x.dtype.isnative or x.dtype.name in ("longdouble", "float128", "complex256"):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"{name} has type {x.dtype.str}, which JAX does not have: pass it as another, for "
                 "example by .astype(np.float32)."
             )
@@ -282,7 +288,7 @@ def refuse_other_numbers(arguments: Arguments, model: Callable) -> None:
         if x.dtype.kind in "iu" and held != x.dtype and x.size:
             low, high, limits = x.min(), x.max(), np.iinfo(held)
             if low < limits.min or high > limits.max:
-                raise Refusal(
+                raise InvalidArgumentError(
                     f"{name} has integers from {low} to {high}, which {held} cannot hold: switch "
                     "on jax_enable_x64, or pass floats."
                 )

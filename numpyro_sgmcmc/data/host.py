@@ -16,22 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.rows import RowArray
 
-__all__ = ["HostArray", "counting", "plain_failures"]
+__all__ = ["HostArray", "count_reads", "unwrap_callback_errors"]
 
-_AHEAD = 8
-_RELEASE_BYTES = 2**29
-_MOST_JUMPS = 256
-_FAULT_BYTES = 2**16  # what most systems map at a page fault
-_SHORTEST_RUN = 16
-_CHECKED_BYTES, _CHECKED_ROWS = 2**25, 512
-_PLAIN = (np.ndarray, np.memmap)
+_MAX_PREFETCHES_PER_READER = 8
+_MAX_RESIDENT_MMAP_BYTES = 2**29
+_MAX_JUMPS_PER_READ = 256
+_PAGE_FAULT_BYTES = 2**16  # what most systems map at a page fault
+_MIN_RUN_ROWS = 16
+_MAX_FULL_CHECKSUM_BYTES, _NUM_CHECKSUM_ROWS = 2**25, 512
+_NUMPY_ARRAY_TYPES = (np.ndarray, np.memmap)
 
 
 @cache
-def _reader() -> ThreadPoolExecutor:
+def _prefetch_executor() -> ThreadPoolExecutor:
     """One thread that reads ahead for all arrays: disks and h5py like one reader best."""
     return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
 
@@ -67,42 +67,46 @@ class HostArray(RowArray):
                [0., 1.]], dtype=float32)
     """
 
-    _why_not_whole = "is never in memory as a whole"
+    _no_whole_array_reason = "is never in memory as a whole"
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
         if hasattr(source, "iloc"):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"HostArray reads rows by their places, but a {type(source).__name__} gives "
                 "them by its labels: pass its to_numpy()."
             )
         try:
             shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
         except (AttributeError, TypeError):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"HostArray needs a source with a shape and a dtype, but got "
                 f"{type(source).__name__}."
             ) from None
         if isinstance(source, HostArray):
-            raise Refusal(f"{source!r} is a HostArray already.")
-        self._check_form(shape, dtype)
+            raise InvalidArgumentError(f"{source!r} is a HostArray already.")
+        self._check_shape_and_dtype(shape, dtype)
         self._source = source
         # A memory map copies some of its own attributes at every indexing.
-        self._rows = np.asarray(source) if type(source) in _PLAIN else source
+        self._backing_array = np.asarray(source) if type(source) in _NUMPY_ARRAY_TYPES else source
         self._dtype = dtype.newbyteorder("=")
         self.shape = shape
-        self.name = name or _name_of(source)
-        self._sort = type(source).__module__.startswith("h5py") if sort is None else sort
-        self._ahead: list[tuple[np.ndarray, Future]] = []
+        self.name = name or _source_name(source)
+        self._needs_sorted_indices = (
+            type(source).__module__.startswith("h5py") if sort is None else sort
+        )
+        self._prefetches: list[tuple[np.ndarray, Future]] = []
         self._lock = Lock()  # each device asks on a thread of its own
-        self.readers = 1
+        self.num_readers = 1
         found = getattr(source, "_mmap", None)
-        self._map = found if isinstance(found, mmap.mmap) else None
-        self._map_bytes = self._map.size() if self._map else 0
-        self._mapped, self._resident_before = 0, _resident_file_bytes() or 0
-        self._by_slices = hasattr(source, "chunks")
+        self._mmap = found if isinstance(found, mmap.mmap) else None
+        self._mmap_bytes = self._mmap.size() if self._mmap else 0
+        self._bytes_since_release, self._baseline_resident_bytes = 0, _resident_file_bytes() or 0
+        self._is_chunked = hasattr(source, "chunks")
         self._on_read: Callable[[int], None] | None = None
-        self.failure: RuntimeError | None = None
-        self.untold: RuntimeError | None = None  # a failure that no compiled function has raised
+        self.read_error: RuntimeError | None = None
+        self.pending_error: RuntimeError | None = (
+            None  # a failure that no compiled function has raised
+        )
 
     is_on_host = True
 
@@ -114,104 +118,116 @@ class HostArray(RowArray):
     def __repr__(self) -> str:
         return f"HostArray('{self.name}', shape={self.shape}, dtype={self.dtype})"
 
-    def _rows_at(self, rows: Any) -> jax.Array:
+    def _get_rows(self, indices: Any) -> jax.Array:
         """Rows, read now, or where they are being traced, when the compiled function runs."""
-        if not isinstance(rows, jax.core.Tracer):
-            return jnp.asarray(self.read(np.asarray(rows)))
-        form = jax.ShapeDtypeStruct((*rows.shape, *self.shape[1:]), self.dtype)
-        return jax.pure_callback(self.read, form, rows, vmap_method="broadcast_all")
+        if not isinstance(indices, jax.core.Tracer):
+            return jnp.asarray(self.read(np.asarray(indices)))
+        form = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
+        return jax.pure_callback(self.read, form, indices, vmap_method="broadcast_all")
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_source": self._rows, "_ahead": [], "_on_read": None, "_map": None}
+        own: dict[str, Any] = {
+            "_source": self._backing_array,
+            "_ahead": [],
+            "_on_read": None,
+            "_map": None,
+        }
         return {**self.__dict__, **own, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
 
-    def read(self, rows: Any) -> np.ndarray:
+    def read(self, indices: Any) -> np.ndarray:
         """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
 
-        :param rows: integer array of any shape.
+        :param indices: integer array of any shape.
         :raises RuntimeError: naming source and rows, where the source fails, gives something else
             than these rows, or numbers that are not finite.
         """
-        rows = np.asarray(rows)
+        indices = np.asarray(indices)
         try:
-            values = self._read(rows.ravel())
+            values = self._read_flat(indices.ravel())
         except RuntimeError as error:
-            self.failure = error
+            self.read_error = error
             raise
         if self._on_read is not None:
-            self._on_read(rows.size)
-        return values.reshape(*rows.shape, *self.shape[1:])
+            self._on_read(indices.size)
+        return values.reshape(*indices.shape, *self.shape[1:])
 
-    def _read(self, rows: np.ndarray) -> np.ndarray:
+    def _read_flat(self, indices: np.ndarray) -> np.ndarray:
         num = len(self)
-        first, last = (rows.min(), rows.max()) if rows.size else (0, 0)
+        first, last = (indices.min(), indices.max()) if indices.size else (0, 0)
         if not -num <= first <= last < num:
-            outside = rows[(rows < -num) | (rows >= num)]
-            raise RuntimeError(f"{self!r} has no {_span(outside[:5])}.")
+            outside = indices[(indices < -num) | (indices >= num)]
+            raise RuntimeError(f"{self!r} has no {_describe_rows(outside[:5])}.")
         if first < 0:
-            rows = np.where(rows < 0, rows + num, rows)
+            indices = np.where(indices < 0, indices + num, indices)
         try:
-            values = self._take(rows)
+            values = self._read_from_source(indices)
         except Exception as error:
             raise RuntimeError(
-                f"{self!r} could not read {_span(rows)}: {type(error).__name__}: {error}"
+                f"{self!r} could not read {_describe_rows(indices)}: {type(error).__name__}: {error}"
             ) from error
-        expected = (rows.size, *self.shape[1:])
+        expected = (indices.size, *self.shape[1:])
         if values.shape != expected:
             raise RuntimeError(
-                f"{self!r} gave shape {values.shape} for {_span(rows)}, where {expected} was "
+                f"{self!r} gave shape {values.shape} for {_describe_rows(indices)}, where {expected} was "
                 "expected."
             )
         if not np.can_cast(values.dtype, self._dtype, "same_kind"):
             raise RuntimeError(
-                f"{self!r} gave type {values.dtype} for {_span(rows)}, where {self._dtype} was "
+                f"{self!r} gave type {values.dtype} for {_describe_rows(indices)}, where {self._dtype} was "
                 "expected."
             )
-        if self._dtype.kind in "iu" and self.dtype != self._dtype and rows.size:
+        if self._dtype.kind in "iu" and self.dtype != self._dtype and indices.size:
             limits = np.iinfo(self.dtype)
             if values.size and (values.min() < limits.min or values.max() > limits.max):
                 raise RuntimeError(
-                    f"{self!r} holds integers that {self.dtype} cannot, in {_span(rows)}: switch "
+                    f"{self!r} holds integers that {self.dtype} cannot, in {_describe_rows(indices)}: switch "
                     "on jax_enable_x64, or give it floats."
                 )
         # As the device will have them: what a shorter type cannot hold is infinite there.
         with np.errstate(over="ignore"):
             values = values.astype(self.dtype, copy=False)
-        self._check_finite(values, rows)
+        self._check_finite(values, indices)
         return values
 
-    def _take(self, rows: np.ndarray) -> np.ndarray:
+    def _read_from_source(self, indices: np.ndarray) -> np.ndarray:
         """The source's rows; long runs of consecutive ones as slices, where those are cheaper."""
-        if self._map is not None and (size := self._map.size()) < self._map_bytes:
+        if self._mmap is not None and (size := self._mmap.size()) < self._mmap_bytes:
             # To touch a page that a file no longer has ends the process, without a word.
-            raise OSError(f"its file had {self._map_bytes} bytes, and now has {size}")
-        if type(self._rows) is np.ndarray:
-            if self._map is None or self._rows.nbytes <= _RELEASE_BYTES:
-                return self._rows.take(rows, 0)
+            raise OSError(f"its file had {self._mmap_bytes} bytes, and now has {size}")
+        if type(self._backing_array) is np.ndarray:
+            if self._mmap is None or self._backing_array.nbytes <= _MAX_RESIDENT_MMAP_BYTES:
+                return self._backing_array.take(indices, 0)
             # A jump to another place may bring much with it, so that there are few between looks.
-            jumps = np.flatnonzero(np.diff(rows) != 1)[_MOST_JUMPS - 1 :: _MOST_JUMPS] + 1
+            jumps = (
+                np.flatnonzero(np.diff(indices) != 1)[
+                    _MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ
+                ]
+                + 1
+            )
             parts = []
-            for part in np.split(rows, jumps):
-                parts.append(self._rows.take(part, 0))
-                self._release(parts[-1].nbytes)
+            for part in np.split(indices, jumps):
+                parts.append(self._backing_array.take(part, 0))
+                self._release_pages(parts[-1].nbytes)
             return parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if self._by_slices:
-            ends = np.flatnonzero(np.diff(rows) != 1) + 1
-            if rows.size >= _SHORTEST_RUN * (len(ends) + 1):
-                found = np.empty((rows.size, *self.shape[1:]), self._dtype)
-                for start, end in zip([0, *ends], [*ends, rows.size], strict=True):
-                    first = int(rows[start])
-                    found[start:end] = _unmasked(self._rows[first : first + end - start])
+        if self._is_chunked:
+            ends = np.flatnonzero(np.diff(indices) != 1) + 1
+            if indices.size >= _MIN_RUN_ROWS * (len(ends) + 1):
+                found = np.empty((indices.size, *self.shape[1:]), self._dtype)
+                for start, end in zip([0, *ends], [*ends, indices.size], strict=True):
+                    first = int(indices[start])
+                    found[start:end] = _check_unmasked(
+                        self._backing_array[first : first + end - start]
+                    )
                 return found
-        if self._sort:
-            distinct, where = np.unique(rows, return_inverse=True)
-            return _unmasked(self._rows[distinct])[where]
-        return _unmasked(self._rows[rows])
+        if self._needs_sorted_indices:
+            distinct, where = np.unique(indices, return_inverse=True)
+            return _check_unmasked(self._backing_array[distinct])[where]
+        return _check_unmasked(self._backing_array[indices])
 
-    def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
+    def _check_finite(self, values: np.ndarray, indices: np.ndarray) -> None:
         if not jnp.issubdtype(self._dtype, jnp.floating):
             return
         if values.dtype.char in "fd":  # one pass first, without an array of its own
@@ -221,69 +237,72 @@ class HostArray(RowArray):
                     return
         is_finite = np.isfinite(values)
         if not is_finite.all():
-            bad = rows[~is_finite.reshape(len(rows), -1).all(1)]
+            bad = indices[~is_finite.reshape(len(indices), -1).all(1)]
             raise RuntimeError(
-                f"{self!r} holds missing or infinite values, for example in {_span(bad[:5])}. "
+                f"{self!r} holds missing or infinite values, for example in {_describe_rows(bad[:5])}. "
                 "Clean the source first."
             )
 
     def checksum(self) -> int:
         """Of all values, or of 512 rows of a source above 32 MB: whether it is the same data."""
-        every = len(self) * max(self.row_size, 1) * self._dtype.itemsize <= _CHECKED_BYTES
-        num = len(self) if every else _CHECKED_ROWS
+        every = len(self) * max(self.row_size, 1) * self._dtype.itemsize <= _MAX_FULL_CHECKSUM_BYTES
+        num = len(self) if every else _NUM_CHECKSUM_ROWS
         rows = np.linspace(0, len(self) - 1, num).astype(np.int64)
         return zlib.crc32(np.ascontiguousarray(self.read(rows)).data)
 
-    def _release(self, num_bytes: int) -> None:
+    def _release_pages(self, num_bytes: int) -> None:
         """Let go of a memory map's pages: the system would keep them as this process's memory."""
-        assert self._map is not None
+        assert self._mmap is not None
         resident = _resident_file_bytes()
         if resident is None:
-            self._mapped += num_bytes + _MOST_JUMPS * _FAULT_BYTES
+            self._bytes_since_release += num_bytes + _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
         else:
-            self._resident_before = min(self._resident_before, resident)
-            self._mapped = resident - self._resident_before
-        if self._mapped > _RELEASE_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-            self._mapped, self._resident_before = 0, _resident_file_bytes() or 0
+            self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
+            self._bytes_since_release = resident - self._baseline_resident_bytes
+        if self._bytes_since_release > _MAX_RESIDENT_MMAP_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self._mmap.madvise(mmap.MADV_DONTNEED)
+            self._bytes_since_release, self._baseline_resident_bytes = (
+                0,
+                _resident_file_bytes() or 0,
+            )
 
-    def start_reading(self, rows: np.ndarray) -> None:
+    def prefetch(self, indices: np.ndarray) -> None:
         """Read rows ahead, on the reader's thread."""
         with self._lock:
-            if self._place_ahead(rows) is None:
-                self._ahead.append((rows, _reader().submit(self.read, rows)))
-                del self._ahead[: -_AHEAD * self.readers]
+            if self._find_prefetch(indices) is None:
+                self._prefetches.append((indices, _prefetch_executor().submit(self.read, indices)))
+                del self._prefetches[: -_MAX_PREFETCHES_PER_READER * self.num_readers]
 
-    def forget(self) -> None:
+    def clear_prefetched(self) -> None:
         """Drop what has been read ahead: the source may change from run to run."""
-        self._ahead.clear()
-        self.untold = None
+        self._prefetches.clear()
+        self.pending_error = None
 
-    def finish_reading(self, rows: np.ndarray) -> np.ndarray:
+    def read_prefetched(self, indices: np.ndarray) -> np.ndarray:
         """Rows read ahead, or now if they were not."""
         with self._lock:
-            place = self._place_ahead(rows)
-            ahead = None if place is None else self._ahead.pop(place)[1]
+            place = self._find_prefetch(indices)
+            ahead = None if place is None else self._prefetches.pop(place)[1]
         if ahead is None:
-            return self.read(rows)
+            return self.read(indices)
         try:
             return ahead.result()
         except RuntimeError as error:
-            self.failure = error
+            self.read_error = error
             raise
 
-    def _place_ahead(self, rows: np.ndarray) -> int | None:
-        first = rows.flat[:1]
-        for place, (ahead, _) in enumerate(self._ahead):
+    def _find_prefetch(self, indices: np.ndarray) -> int | None:
+        first = indices.flat[:1]
+        for place, (ahead, _) in enumerate(self._prefetches):
             # The first tells most of them apart.
-            if ahead.flat[:1] == first and np.array_equal(ahead, rows):
+            if ahead.flat[:1] == first and np.array_equal(ahead, indices):
                 return place
         return None
 
 
 @contextmanager
-def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[None]:
-    """Call ``told`` with the number of rows of the array that have been read since, at each read.
+def count_reads(array: HostArray | None, callback: Callable[[int], None]) -> Iterator[None]:
+    """Call ``callback`` with the number of rows of the array that have been read since, at each read.
 
     :param array: the array; None for none.
     """
@@ -295,7 +314,7 @@ def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[N
     def add(rows: int) -> None:
         nonlocal total
         total += rows
-        told(total)
+        callback(total)
 
     before, array._on_read = array._on_read, add
     try:
@@ -305,13 +324,13 @@ def counting(array: HostArray | None, told: Callable[[int], None]) -> Iterator[N
 
 
 @contextmanager
-def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
+def unwrap_callback_errors(arrays: Sequence[HostArray]) -> Iterator[None]:
     """Raise a source's failure as it was, not as what a compiled function makes of it."""
     for array in arrays:
-        array.failure = array.untold = None
+        array.read_error = array.pending_error = None
 
     def is_news(record: logging.LogRecord) -> bool:
-        return all(array.failure is None for array in arrays)
+        return all(array.read_error is None for array in arrays)
 
     # Where JAX logs a callback's traceback.
     logger = logging.getLogger(jax.pure_callback.__module__)
@@ -320,14 +339,14 @@ def plain_failures(arrays: Sequence[HostArray]) -> Iterator[None]:
         yield
     except Exception:  # JAX has several types for it: another at the first call than later
         for array in arrays:
-            if array.failure is not None:
-                raise array.failure from None
+            if array.read_error is not None:
+                raise array.read_error from None
         raise
     finally:
         logger.removeFilter(is_news)
     for array in arrays:
-        if array.untold is not None:
-            raise array.untold
+        if array.pending_error is not None:
+            raise array.pending_error
 
 
 def _resident_file_bytes() -> int | None:
@@ -342,23 +361,23 @@ def _resident_file_bytes() -> int | None:
         return None
 
 
-def _unmasked(values: Any) -> np.ndarray:
+def _check_unmasked(values: Any) -> np.ndarray:
     """An array, unless some of its values are missing by a mask, which NumPy would drop."""
     if np.ma.is_masked(values):
-        raise Refusal("some values are masked")
+        raise InvalidArgumentError("some values are masked")
     return np.asarray(values)
 
 
-def _span(rows: np.ndarray) -> str:
+def _describe_rows(indices: np.ndarray) -> str:
     """A few row numbers in words."""
-    if rows.size == 1:
-        return f"row {rows[0]}"
-    if rows.size <= 5:
-        return "rows " + ", ".join(map(str, rows))
-    return f"{rows.size} rows between {rows.min()} and {rows.max()}"
+    if indices.size == 1:
+        return f"row {indices[0]}"
+    if indices.size <= 5:
+        return "rows " + ", ".join(map(str, indices))
+    return f"{indices.size} rows between {indices.min()} and {indices.max()}"
 
 
-def _name_of(source: Any) -> str:
+def _source_name(source: Any) -> str:
     """The source's file, with the place in it, as far as it tells."""
     parts = []
     for found in (getattr(source, "file", None), source, getattr(source, "store", None)):

@@ -25,9 +25,9 @@ class Plate(NamedTuple):
     - **subsample_size** - rows in a minibatch.
     - **shards** - where its rows are spread over devices, each of which has the same part of a
       minibatch; else None.
-    - **first** - the first of its rows: not 0 where these are one device's part.
-    - **bound** - the most rows that it may have, where ``size`` is known only when it runs.
-    - **decisive** - rows that are in every minibatch, in rising order; the others are drawn for
+    - **row_offset** - the first of its rows: not 0 where these are one device's part.
+    - **max_size** - the most rows that it may have, where ``size`` is known only when it runs.
+    - **included_rows** - rows that are in every minibatch, in rising order; the others are drawn for
       what room is left.
     """
 
@@ -35,79 +35,90 @@ class Plate(NamedTuple):
     size: int
     subsample_size: int
     shards: Shards | None = None
-    first: Any = 0
-    bound: int = 0
-    decisive: tuple[int, ...] = ()
+    row_offset: Any = 0
+    max_size: int = 0
+    included_rows: tuple[int, ...] = ()
 
     @property
-    def part(self) -> int:
+    def subsample_size_per_shard(self) -> int:
         """Rows of a minibatch on one device."""
-        return self.subsample_size // (1 if self.shards is None else len(self.shards.counts))
+        return self.subsample_size // (
+            1 if self.shards is None else len(self.shards.rows_per_shard)
+        )
 
     @property
-    def strata(self) -> tuple[np.ndarray, np.ndarray]:
+    def shard_offsets_and_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """First row and number of rows of each shard, shape ``(num_shards, 1)``."""
         if self.shards is None:
             return np.array([[0]]), np.array([[self.size]])
-        return self.shards.firsts[:, None], np.array(self.shards.counts)[:, None]
+        return self.shards.row_offsets[:, None], np.array(self.shards.rows_per_shard)[:, None]
 
     @property
-    def drawn(self) -> Plate:
+    def random_part(self) -> Plate:
         """The rows that are drawn, of which there are as many as are not decisive."""
-        num = len(self.decisive)
+        num = len(self.included_rows)
         size, part = self.size - num, self.subsample_size - num
-        return self._replace(size=size, subsample_size=part, decisive=())
+        return self._replace(size=size, subsample_size=part, included_rows=())
 
     @property
-    def weights(self) -> np.ndarray | None:
+    def row_weights(self) -> np.ndarray | None:
         """What a minibatch's rows weigh beside (rows / chosen rows) each, so that the likelihood
         stays unbiased; None where all weigh the same.
         """
-        if not self.decisive:
+        if not self.included_rows:
             return None
-        num, drawn = len(self.decisive), self.drawn
+        num, drawn = len(self.included_rows), self.random_part
         each = [1.0] * num + [drawn.size / drawn.subsample_size] * drawn.subsample_size
         return np.array(each) * (self.subsample_size / self.size)
 
-    def with_decisive(self, drawn: Any) -> Any:
+    def add_included_rows(self, random_indices: Any) -> Any:
         """Minibatches of all rows from the places of those that are drawn.
 
-        :param drawn: places among the rows that are not decisive, shape ``(..., room)``, NumPy's or
+        :param random_indices: places among the rows that are not decisive, shape ``(..., room)``, NumPy's or
             JAX's.
         :return: the decisive rows before these rows, shape ``(..., subsample_size)``.
         """
-        if not self.decisive:
-            return drawn
-        xp: Any = np if isinstance(drawn, np.ndarray) else jnp
-        first = xp.asarray(self.decisive, drawn.dtype)
+        if not self.included_rows:
+            return random_indices
+        xp: Any = np if isinstance(random_indices, np.ndarray) else jnp
+        first = xp.asarray(self.included_rows, random_indices.dtype)
         # A place is as many rows further on as there are decisive ones before it.
-        ahead = xp.asarray(np.array(self.decisive) - np.arange(len(self.decisive)))
-        rows = drawn + xp.searchsorted(ahead, drawn, side="right").astype(drawn.dtype)
-        first = xp.broadcast_to(first, (*drawn.shape[:-1], len(self.decisive)))
+        ahead = xp.asarray(np.array(self.included_rows) - np.arange(len(self.included_rows)))
+        rows = random_indices + xp.searchsorted(ahead, random_indices, side="right").astype(
+            random_indices.dtype
+        )
+        first = xp.broadcast_to(first, (*random_indices.shape[:-1], len(self.included_rows)))
         return xp.concatenate([first, rows], -1)
 
     @property
-    def per_epoch(self) -> int:
+    def batches_per_epoch(self) -> int:
         """Minibatches in an epoch; in that of the largest shard."""
-        if self.decisive:
-            return self.drawn.per_epoch
-        return -(-int(self.strata[1].max()) // self.part)
+        if self.included_rows:
+            return self.random_part.batches_per_epoch
+        return -(-int(self.shard_offsets_and_sizes[1].max()) // self.subsample_size_per_shard)
 
     @property
-    def most(self) -> int:
+    def max_subsample_size(self) -> int:
         """The largest ``subsample_size`` that it can have."""
         if self.shards is None:
             return self.size
-        return len(self.shards.counts) * min(self.shards.counts)
+        return len(self.shards.rows_per_shard) * min(self.shards.rows_per_shard)
 
-    def spread_over(self, shards: Shards) -> Plate:
+    def with_shards(self, shards: Shards) -> Plate:
         """With rows spread over devices, each of which has as many rows of a minibatch."""
-        num = len(shards.counts)
+        num = len(shards.rows_per_shard)
         part = -(-self.subsample_size // num)
         return self._replace(subsample_size=num * part, shards=shards)
 
-    def of_shard(self, first: Any, count: Any) -> Plate:
+    def for_shard(self, row_offset: Any, num_rows: Any) -> Plate:
         """The part of one device, if its rows are spread over devices."""
         if self.shards is None:
             return self
-        return Plate(self.name, count, self.part, None, first, self.shards.longest)
+        return Plate(
+            self.name,
+            num_rows,
+            self.subsample_size_per_shard,
+            None,
+            row_offset,
+            self.shards.max_rows_per_shard,
+        )

@@ -10,22 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 
-__all__ = ["RowArray", "RowsOnly", "narrowed"]
+__all__ = ["RowArray", "RowIndexError", "index_trailing_axes"]
 
-_MOST_ROWS = 2**31 - 1
+_MAX_INT32_ROWS = 2**31 - 1
 
 
-class RowsOnly(TypeError):
+class RowIndexError(TypeError):
     """What is said where an array is used otherwise than by its rows.
 
     :param array: the array.
-    :param sentence: goes on from its name.
+    :param reason: goes on from its name.
     """
 
-    def __init__(self, array: Any, sentence: str) -> None:
-        super().__init__(f"{array!r} {sentence}")
+    def __init__(self, array: Any, reason: str) -> None:
+        super().__init__(f"{array!r} {reason}")
         self.array = array
 
 
@@ -35,7 +35,7 @@ class RowArray:
     Subclasses have ``shape`` and ``dtype``, and find rows in :meth:`_rows_at`.
     """
 
-    _why_not_whole: ClassVar[str]
+    _no_whole_array_reason: ClassVar[str]
     """Why the whole array cannot be had, in words that go on from its name."""
 
     shape: Any
@@ -60,9 +60,9 @@ class RowArray:
         return self.shape[0]
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RowsOnly(
+        raise RowIndexError(
             self,
-            f"{self._why_not_whole}: index it by the indices of its plate, or pass it through "
+            f"{self._no_whole_array_reason}: index it by the indices of its plate, or pass it through "
             "numpyro.subsample.",
         )
 
@@ -81,44 +81,50 @@ class RowArray:
             rows = np.arange(*rows.indices(len(self)))
         is_none = rows is None or rows is Ellipsis
         if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
-            raise RowsOnly(
+            raise RowIndexError(
                 self,
                 "is indexed by rows: by the indices of its plate, an integer array or a slice.",
             )
-        found = self._rows_at(rows)
-        return found[:, *rest] if is_slice else narrowed(found, jnp.shape(rows), rest)
+        found = self._get_rows(rows)
+        return found[:, *rest] if is_slice else index_trailing_axes(found, jnp.shape(rows), rest)
 
-    def _rows_at(self, rows: Any) -> jax.Array:
+    def _get_rows(self, indices: Any) -> jax.Array:
         """The rows of these numbers, shape ``(*rows.shape, *shape[1:])``."""
         raise NotImplementedError
 
     @classmethod
-    def _check_form(cls, shape: tuple[int, ...], dtype: Any) -> None:
+    def _check_shape_and_dtype(cls, shape: tuple[int, ...], dtype: Any) -> None:
         """Refuse what has no rows, other types than numbers, and more rows than indices name."""
         if not shape or shape[0] < 1:
-            raise Refusal(f"{cls.__name__} needs an array with rows, but got shape {shape}.")
+            raise InvalidArgumentError(
+                f"{cls.__name__} needs an array with rows, but got shape {shape}."
+            )
         if np.dtype(dtype).kind not in "biuf" and "bfloat" not in str(dtype):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"{cls.__name__} needs integers, floats or booleans, but got dtype {dtype}."
             )
-        cls._check_number(shape[0])
+        cls._check_num_rows(shape[0])
 
     @classmethod
-    def _check_number(cls, num_rows: int) -> None:
-        if num_rows > _MOST_ROWS:
-            raise Refusal(
+    def _check_num_rows(cls, num_rows: int) -> None:
+        if num_rows > _MAX_INT32_ROWS:
+            raise InvalidArgumentError(
                 f"{cls.__name__} has {num_rows} rows, but indices of rows are 32-bit integers: at "
-                f"most {_MOST_ROWS}. Split the table."
+                f"most {_MAX_INT32_ROWS}. Split the table."
             )
 
 
-def narrowed(found: jax.Array, shape: tuple[int, ...], rest: Sequence[Any]) -> jax.Array:
-    """``array[rows, *rest]`` from ``found``, which is ``array[rows]``, for rows of a shape.
+def index_trailing_axes(
+    row_values: jax.Array, indices_shape: tuple[int, ...], trailing_index: Sequence[Any]
+) -> jax.Array:
+    """``array[rows, *rest]`` from ``row_values``, which is ``array[rows]``, for rows of a shape.
 
-    Arrays in ``rest`` are broadcast with the rows, as in ``array[rows, columns]``.
+    Arrays in ``trailing_index`` are broadcast with the rows, as in ``array[rows, columns]``.
     """
-    if not rest:
-        return found
-    size = math.prod(shape)
-    places = jnp.arange(size).reshape(shape)
-    return found.reshape(size, *found.shape[len(shape) :])[(places, *rest)]
+    if not trailing_index:
+        return row_values
+    size = math.prod(indices_shape)
+    places = jnp.arange(size).reshape(indices_shape)
+    return row_values.reshape(size, *row_values.shape[len(indices_shape) :])[
+        (places, *trailing_index)
+    ]

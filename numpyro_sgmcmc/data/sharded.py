@@ -13,13 +13,18 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.calls import call_host
 from numpyro_sgmcmc.data.host import HostArray
-from numpyro_sgmcmc.data.rows import RowArray, narrowed
-from numpyro_sgmcmc.data.shards import Shards, agree, own_devices, split
+from numpyro_sgmcmc.data.rows import RowArray, index_trailing_axes
+from numpyro_sgmcmc.data.shards import (
+    Shards,
+    allgather_rows_per_shard,
+    local_devices_by_shard,
+    split_rows,
+)
 
-__all__ = ["LocalRows", "ReadRows", "ShardedArray", "as_sharded"]
+__all__ = ["DeviceShardView", "HostShardView", "ShardedArray", "as_sharded"]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -58,7 +63,7 @@ class ShardedArray(RowArray):
                [0., 1.]], dtype=float32)
     """
 
-    _why_not_whole = "is on no device as a whole"
+    _no_whole_array_reason = "is on no device as a whole"
 
     def __init__(
         self,
@@ -70,8 +75,10 @@ class ShardedArray(RowArray):
         name: str = "ShardedArray",
     ) -> None:
         if not hasattr(rows, "shape"):
-            raise Refusal(f"ShardedArray needs an array with rows, but got {type(rows).__name__}.")
-        self._check_form(tuple(rows.shape), rows.dtype)
+            raise InvalidArgumentError(
+                f"ShardedArray needs an array with rows, but got {type(rows).__name__}."
+            )
+        self._check_shape_and_dtype(tuple(rows.shape), rows.dtype)
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("rows",))
         # Without types on its axes: explicit ones would be asked for at every operation of a model.
@@ -79,36 +86,40 @@ class ShardedArray(RowArray):
         axis = mesh.axis_names[0] if axis is None else axis
         unknown = set((axis,) if isinstance(axis, str) else axis) - set(mesh.axis_names)
         if unknown:
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`axis` names {sorted(unknown)}, but the mesh has the axes "
                 f"{list(mesh.axis_names)}."
             )
-        own = own_devices(mesh, axis)
+        own = local_devices_by_shard(mesh, axis)
         if not own:
-            raise Refusal("None of this process's devices is in the mesh.")
-        sizes = split(len(rows), len(own), counts)
-        shards = Shards(mesh, axis, agree(rows, dict(zip(own, sizes, strict=True)), mesh, axis))
-        self._check_number(shards.size)
+            raise InvalidArgumentError("None of this process's devices is in the mesh.")
+        sizes = split_rows(len(rows), len(own), counts)
+        shards = Shards(
+            mesh,
+            axis,
+            allgather_rows_per_shard(rows, dict(zip(own, sizes, strict=True)), mesh, axis),
+        )
+        self._check_num_rows(shards.size)
         self.array: Any
         self.shards, self.name = shards, name
         if isinstance(rows, HostArray):
-            rows.readers = max(rows.readers, sum(map(len, own.values())))
+            rows.num_readers = max(rows.num_readers, sum(map(len, own.values())))
             self.array = rows
             return
         pieces, start = [], 0
         for devices, count in zip(own.values(), sizes, strict=True):
             piece = np.asarray(rows[start : start + count])
-            piece = _as_held(piece)
-            missing = shards.longest - count
+            piece = _as_device_dtype(piece)
+            missing = shards.max_rows_per_shard - count
             padded = np.pad(piece, [(0, missing)] + [(0, 0)] * (piece.ndim - 1), mode="edge")
             pieces += [jax.device_put(padded, device) for device in devices]
             start += count
-        shape = (len(shards.counts) * shards.longest, *rows.shape[1:])
-        sharding = NamedSharding(mesh, shards.rows_spec)
+        shape = (len(shards.rows_per_shard) * shards.max_rows_per_shard, *rows.shape[1:])
+        sharding = NamedSharding(mesh, shards.partition_spec)
         self.array = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     @classmethod
-    def of(cls, array: Any, shards: Shards, name: str) -> ShardedArray:
+    def from_padded_array(cls, array: Any, shards: Shards, name: str) -> ShardedArray:
         """From an array that is spread already, every shard padded to the longest."""
         made = object.__new__(cls)
         made.array, made.shards, made.name = array, shards, name
@@ -132,58 +143,58 @@ class ShardedArray(RowArray):
     def __repr__(self) -> str:
         return (
             f"ShardedArray('{self.name}', shape={self.shape}, dtype={self.dtype}, "
-            f"shards={len(self.shards.counts)})"
+            f"shards={len(self.shards.rows_per_shard)})"
         )
 
-    def _rows_at(self, rows: Any) -> Array:
+    def _get_rows(self, indices: Any) -> Array:
         """Rows from wherever they are, for all devices: not for use in a step."""
         if not self.is_on_host:
-            return _gather(self.array, self.shards, jnp.asarray(rows))
-        rows = jnp.where(rows < 0, rows + self.shards.size, rows)
-        if jax.process_count() == 1 and not isinstance(rows, jax.core.Tracer):
-            return jnp.asarray(self.read(np.asarray(rows)))
+            return _gather_rows(self.array, self.shards, jnp.asarray(indices))
+        indices = jnp.where(indices < 0, indices + self.shards.size, indices)
+        if jax.process_count() == 1 and not isinstance(indices, jax.core.Tracer):
+            return jnp.asarray(self.read(np.asarray(indices)))
 
         def own(rows: Array, first: Any, count: Any) -> Array:
-            found = ReadRows(self, first, count)[rows]
+            found = HostShardView(self, first, count)[rows]
             is_own = (rows >= first) & (rows < first + count)
             return jnp.where(is_own.reshape(*rows.shape, *[1] * (found.ndim - rows.ndim)), found, 0)
 
-        of_rows = partial(self.shards.total, own)
-        if isinstance(rows, jax.core.Tracer):
-            return of_rows(rows).astype(self.dtype)
-        return jax.jit(of_rows)(np.asarray(rows)).astype(self.dtype)
+        of_rows = partial(self.shards.sum_over_shards, own)
+        if isinstance(indices, jax.core.Tracer):
+            return of_rows(indices).astype(self.dtype)
+        return jax.jit(of_rows)(np.asarray(indices)).astype(self.dtype)
 
-    def read(self, rows: np.ndarray) -> np.ndarray:
+    def read(self, indices: np.ndarray) -> np.ndarray:
         """Rows that this process has, from its host, by their numbers among all."""
-        return self.array.read(self._own(rows))
+        return self.array.read(self._local_indices(indices))
 
-    def read_quietly(self, rows: np.ndarray) -> np.ndarray:
+    def read_deferring_errors(self, indices: np.ndarray) -> np.ndarray:
         """The same, or no numbers where the source fails: the other devices would wait for ever for
         one that has raised an error. The array keeps it, to be raised when they are done.
         """
         try:
-            if self.array.untold is None:
-                return self.read(rows)
+            if self.array.pending_error is None:
+                return self.read(indices)
         except RuntimeError as error:
-            self.array.untold = error
+            self.array.pending_error = error
         none = np.nan if self.dtype.kind == "f" else 0
-        return np.full((*np.shape(rows), *self.shape[1:]), none, self.dtype)
+        return np.full((*np.shape(indices), *self.shape[1:]), none, self.dtype)
 
-    def start_reading(self, rows: np.ndarray) -> None:
+    def prefetch(self, indices: np.ndarray) -> None:
         """As :meth:`HostArray.start_reading`, by their numbers among all."""
-        self.array.start_reading(self._own(rows))
+        self.array.prefetch(self._local_indices(indices))
 
-    def finish_reading(self, rows: np.ndarray) -> np.ndarray:
+    def read_prefetched(self, indices: np.ndarray) -> np.ndarray:
         """As :meth:`HostArray.finish_reading`, by their numbers among all."""
-        if self.array.untold is not None:
-            raise self.array.untold
-        return self.array.finish_reading(self._own(rows))
+        if self.array.pending_error is not None:
+            raise self.array.pending_error
+        return self.array.read_prefetched(self._local_indices(indices))
 
-    def _own(self, rows: np.ndarray) -> np.ndarray:
+    def _local_indices(self, indices: np.ndarray) -> np.ndarray:
         """Numbers among this process's rows from those among all."""
-        firsts, before = _own_firsts(self.shards)
-        place = np.searchsorted(firsts, rows, side="right") - 1
-        return rows - firsts[place] + before[place]
+        firsts, before = _local_shard_offsets(self.shards)
+        place = np.searchsorted(firsts, indices, side="right") - 1
+        return indices - firsts[place] + before[place]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ShardedArray) or self.shards != other.shards:
@@ -205,65 +216,67 @@ class ShardedArray(RowArray):
         cls, aux: tuple[Shards, str, HostArray | None], children: Any
     ) -> ShardedArray:
         shards, name, host = aux
-        return cls.of(children[0] if host is None else host, shards, name)
+        return cls.from_padded_array(children[0] if host is None else host, shards, name)
 
 
-class LocalRows:
+class DeviceShardView:
     """What a model sees in place of a :class:`ShardedArray` on one device.
 
-    :param whole: the array that it stands for.
-    :param rows: the device's rows.
-    :param first: the number of the first of them among all rows.
+    :param global_array: the array that it stands for.
+    :param local_array: the device's rows.
+    :param row_offset: the number of the first of them among all rows.
     """
 
-    def __init__(self, whole: ShardedArray, rows: Array, first: Array) -> None:
-        self.whole, self.rows, self.first = whole, rows, first
+    def __init__(self, global_array: ShardedArray, local_array: Array, row_offset: Array) -> None:
+        self.global_array, self.local_array, self.row_offset = global_array, local_array, row_offset
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.whole, name)
+        return getattr(self.global_array, name)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.global_array)
 
     def __getitem__(self, index: Any) -> Array:
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        return self.rows[(rows - self.first, *rest)]
+        return self.local_array[(rows - self.row_offset, *rest)]
 
 
-class ReadRows(LocalRows):
+class HostShardView(DeviceShardView):
     """The same where the device's rows are on its host: they are read when the program runs.
 
-    :param whole: the array that it stands for.
-    :param first: the number of the device's first row among all.
-    :param count: how many it has; what lies beyond is its last row.
+    :param global_array: the array that it stands for.
+    :param row_offset: the number of the device's first row among all.
+    :param num_rows: how many it has; what lies beyond is its last row.
     """
 
-    def __init__(self, whole: ShardedArray, first: Any, count: Any) -> None:
-        self.whole, self.first, self.count = whole, first, count
+    def __init__(self, global_array: ShardedArray, row_offset: Any, num_rows: Any) -> None:
+        self.global_array, self.row_offset, self.num_rows = global_array, row_offset, num_rows
 
     def __getitem__(self, index: Any) -> Array:
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        rows = jnp.clip(rows, self.first, self.first + self.count - 1)
-        form = jax.ShapeDtypeStruct((*rows.shape, *self.whole.shape[1:]), self.whole.dtype)
-        found = call_host(self.whole.read_quietly, form, rows)
-        return narrowed(found, rows.shape, rest)
+        rows = jnp.clip(rows, self.row_offset, self.row_offset + self.num_rows - 1)
+        form = jax.ShapeDtypeStruct(
+            (*rows.shape, *self.global_array.shape[1:]), self.global_array.dtype
+        )
+        found = call_host(self.global_array.read_deferring_errors, form, rows)
+        return index_trailing_axes(found, rows.shape, rest)
 
 
 @cache
-def _own_firsts(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
+def _local_shard_offsets(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
     """First row of each of this process's shards, among all rows and among its own."""
-    places = list(own_devices(shards.mesh, shards.axis))
-    counts = np.array(shards.counts)[places]
-    return shards.firsts[places], np.cumsum(counts) - counts
+    places = list(local_devices_by_shard(shards.mesh, shards.axis))
+    counts = np.array(shards.rows_per_shard)[places]
+    return shards.row_offsets[places], np.cumsum(counts) - counts
 
 
-def _as_held(x: np.ndarray) -> np.ndarray:
+def _as_device_dtype(x: np.ndarray) -> np.ndarray:
     """In the type that a device holds; refused where that cannot hold its integers."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("="))
     if x.dtype.kind in "iu" and dtype != x.dtype:
         limits = np.iinfo(dtype)
         if x.min() < limits.min or x.max() > limits.max:
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"ShardedArray holds integers that {dtype} cannot: switch on jax_enable_x64, or "
                 "give it floats."
             )
@@ -286,23 +299,25 @@ def as_sharded(x: Any) -> Any:
     if num == 1 or any(other is not None for other in sharding.spec[1:]):
         return x
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"An array of shape {x.shape} is spread over a mesh with explicit axes, which models "
             "do not know of: pass ShardedArray(rows, mesh), or make the mesh with "
             "jax.sharding.Mesh(devices, names)."
         )
     shards = Shards(mesh, axis, (x.shape[0] // num,) * num)
-    return ShardedArray.of(x, shards, f"array of shape {x.shape}")
+    return ShardedArray.from_padded_array(x, shards, f"array of shape {x.shape}")
 
 
-def _gather(array: Any, shards: Shards, rows: Array) -> Array:
+def _gather_rows(array: Any, shards: Shards, indices: Array) -> Array:
     """Rows by their numbers among all, on every device."""
-    rows = jnp.where(rows < 0, rows + shards.size, rows)
-    if not shards.is_even:
-        ends = jnp.asarray(np.cumsum(shards.counts), jnp.int32)
-        shard = jnp.searchsorted(ends, rows, side="right")
-        rows = rows - jnp.asarray(shards.firsts)[shard] + shard * shards.longest
-    if any(isinstance(x, jax.core.Tracer) for x in (array, rows)):
-        return array[rows]
+    indices = jnp.where(indices < 0, indices + shards.size, indices)
+    if not shards.is_balanced:
+        ends = jnp.asarray(np.cumsum(shards.rows_per_shard), jnp.int32)
+        shard = jnp.searchsorted(ends, indices, side="right")
+        indices = (
+            indices - jnp.asarray(shards.row_offsets)[shard] + shard * shards.max_rows_per_shard
+        )
+    if any(isinstance(x, jax.core.Tracer) for x in (array, indices)):
+        return array[indices]
     everywhere = NamedSharding(shards.mesh, PartitionSpec())
-    return jax.jit(lambda a, i: a[i], out_shardings=everywhere)(array, np.asarray(rows))
+    return jax.jit(lambda a, i: a[i], out_shardings=everywhere)(array, np.asarray(indices))

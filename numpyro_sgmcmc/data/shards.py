@@ -24,9 +24,9 @@ from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 
-__all__ = ["Shards", "agree", "own_devices", "split"]
+__all__ = ["Shards", "allgather_rows_per_shard", "local_devices_by_shard", "split_rows"]
 
 
 class Shards(NamedTuple):
@@ -34,32 +34,32 @@ class Shards(NamedTuple):
 
     - **mesh** - the devices.
     - **axis** - the mesh axis (or axes) over which rows are spread.
-    - **counts** - rows of each shard, in order.
+    - **rows_per_shard** - rows of each shard, in order.
     """
 
     mesh: Mesh
     axis: str | tuple[str, ...]
-    counts: tuple[int, ...]
+    rows_per_shard: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Number of rows."""
-        return sum(self.counts)
+        return sum(self.rows_per_shard)
 
     @property
-    def longest(self) -> int:
+    def max_rows_per_shard(self) -> int:
         """Rows of the largest shard; the others are padded to it."""
-        return max(self.counts)
+        return max(self.rows_per_shard)
 
     @property
-    def is_even(self) -> bool:
+    def is_balanced(self) -> bool:
         """Whether all shards have the same number of rows."""
-        return min(self.counts) == self.longest
+        return min(self.rows_per_shard) == self.max_rows_per_shard
 
     @property
-    def firsts(self) -> np.ndarray:
+    def row_offsets(self) -> np.ndarray:
         """The first row of each shard."""
-        return np.cumsum((0, *self.counts[:-1]), dtype=np.int64).astype(np.int32)
+        return np.cumsum((0, *self.rows_per_shard[:-1]), dtype=np.int64).astype(np.int32)
 
     @property
     def chain_axis(self) -> str | None:
@@ -69,46 +69,46 @@ class Shards(NamedTuple):
         return others[0] if len(others) == 1 else None
 
     @property
-    def rows_spec(self) -> PartitionSpec:
+    def partition_spec(self) -> PartitionSpec:
         """First axis spread over the shards."""
         return PartitionSpec(self.axis)
 
-    def spread(self, rows: Array) -> Array:
+    def shard_indices(self, indices: Array) -> Array:
         """Row indices of shape ``(..., num_shards * n)``, each shard's part where it is needed."""
-        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (rows.ndim - 1), self.axis)
-        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, spec))
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (indices.ndim - 1), self.axis)
+        return lax.with_sharding_constraint(indices, NamedSharding(self.mesh, spec))
 
-    def average(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
+    def mean_over_shards(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
         """The mean of a function's values on the shards, weighted by their numbers of rows.
 
         :param fn: ``(operands, first, count) -> pytree`` of a shard's part of the operands, its
             first row, and its number of rows (an int where all have the same).
         :param operands: pytree of arrays spread over the shards along their first axis.
         """
-        counts = jnp.asarray(self.counts, jnp.int32)
+        counts = jnp.asarray(self.rows_per_shard, jnp.int32)
 
         def weighted(operands: Any, first: Any, count: Any) -> Any:
             value = fn(operands, first, count)
             share = counts[lax.axis_index(self.axis)] / self.size
             return jax.tree.map(lambda x: share.astype(x.dtype) * x, value)
 
-        return self._sum(weighted, operands, self.rows_spec)
+        return self._psum_over_shards(weighted, operands, self.partition_spec)
 
-    def total(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
+    def sum_over_shards(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
         """The sum of a function's values on the shards, as for :meth:`average`.
 
         :param operands: pytree of arrays that every shard gets as a whole.
         """
-        return self._sum(fn, operands, PartitionSpec())
+        return self._psum_over_shards(fn, operands, PartitionSpec())
 
-    def _sum(
+    def _psum_over_shards(
         self, fn: Callable[[Any, Any, Any], Any], operands: Any, in_spec: PartitionSpec
     ) -> Any:
-        firsts, counts = jnp.asarray(self.firsts), jnp.asarray(self.counts, jnp.int32)
+        firsts, counts = jnp.asarray(self.row_offsets), jnp.asarray(self.rows_per_shard, jnp.int32)
 
         def local(operands: Any) -> Any:
             shard = lax.axis_index(self.axis)
-            count = self.longest if self.is_even else counts[shard]
+            count = self.max_rows_per_shard if self.is_balanced else counts[shard]
             return lax.psum(fn(operands, firsts[shard], count), self.axis)
 
         return jax.shard_map(
@@ -116,7 +116,7 @@ class Shards(NamedTuple):
         )(operands)
 
 
-def own_devices(mesh: Mesh, axis: str | tuple[str, ...]) -> dict[int, list[Any]]:
+def local_devices_by_shard(mesh: Mesh, axis: str | tuple[str, ...]) -> dict[int, list[Any]]:
     """This process's devices by their place along the axis."""
     names = (axis,) if isinstance(axis, str) else axis
     places = [mesh.axis_names.index(name) for name in names]
@@ -129,44 +129,44 @@ def own_devices(mesh: Mesh, axis: str | tuple[str, ...]) -> dict[int, list[Any]]
     return dict(sorted(own.items()))
 
 
-def split(num_rows: int, num_parts: int, counts: Sequence[int] | None) -> list[int]:
+def split_rows(num_rows: int, num_shards: int, counts: Sequence[int] | None) -> list[int]:
     """Rows of each part."""
     if counts is None:
-        each, rest = divmod(num_rows, num_parts)
-        counts = [each + (part < rest) for part in range(num_parts)]
-    elif len(counts) != num_parts or sum(counts) != num_rows:
-        raise Refusal(
-            f"`counts` is {list(counts)}, but must give the rows of {num_parts} devices, "
+        each, rest = divmod(num_rows, num_shards)
+        counts = [each + (part < rest) for part in range(num_shards)]
+    elif len(counts) != num_shards or sum(counts) != num_rows:
+        raise InvalidArgumentError(
+            f"`counts` is {list(counts)}, but must give the rows of {num_shards} devices, "
             f"{num_rows} in all."
         )
     if min(counts) < 1:
-        raise Refusal(
-            f"ShardedArray has {num_rows} rows for {num_parts} devices, but every device needs "
+        raise InvalidArgumentError(
+            f"ShardedArray has {num_rows} rows for {num_shards} devices, but every device needs "
             "one at least: use a mesh of fewer devices."
         )
     return [int(n) for n in counts]
 
 
-def agree(
-    rows: Any, own: dict[int, int], mesh: Mesh, axis: str | tuple[str, ...]
+def allgather_rows_per_shard(
+    rows: Any, local_rows_per_shard: dict[int, int], mesh: Mesh, axis: str | tuple[str, ...]
 ) -> tuple[int, ...]:
     """Rows of every shard, which processes tell each other."""
     names = (axis,) if isinstance(axis, str) else axis
     counts = np.zeros(math.prod(mesh.shape[name] for name in names), np.int32)
-    counts[list(own)] = list(own.values())
+    counts[list(local_rows_per_shard)] = list(local_rows_per_shard.values())
     if jax.process_count() == 1:
         return tuple(int(n) for n in counts)
     form = zlib.crc32(repr((tuple(rows.shape[1:]), np.dtype(rows.dtype).str)).encode())
     told = np.asarray(multihost_utils.process_allgather(counts))
     forms = np.asarray(multihost_utils.process_allgather(np.uint32(form)))
     if len(set(forms.tolist())) > 1:
-        raise Refusal(
+        raise InvalidArgumentError(
             f"The processes give rows of different shapes or types; here they are "
             f"{tuple(rows.shape[1:])}, {rows.dtype}."
         )
     agreed = told.max(0)
     if ((told != 0) & (told != agreed)).any():
-        raise Refusal(
+        raise InvalidArgumentError(
             "Processes that share a place along the rows' axis give different numbers of rows."
         )
     return tuple(int(n) for n in agreed)

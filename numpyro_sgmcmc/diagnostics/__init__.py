@@ -1,10 +1,10 @@
 """What can be known of a sampler's bias."""
 
 from numpyro_sgmcmc.diagnostics.bias import bias_report
-from numpyro_sgmcmc.diagnostics.calibration import calibrated_samples
+from numpyro_sgmcmc.diagnostics.calibration import bias_corrected_samples
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.efficiency import ess_per_gradient
-from numpyro_sgmcmc.diagnostics.explain import Explanation, explain
+from numpyro_sgmcmc.diagnostics.explain import WarmupReport, warmup_report
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.likelihood import log_likelihood
 from numpyro_sgmcmc.diagnostics.plots import plot_bias
@@ -24,19 +24,18 @@ from numpyro_sgmcmc.diagnostics.warmup_plot import plot_warmup
 
 __all__ = [
     "BiasReport",
-    "Explanation",
     "FunctionSummary",
     "LooDifference",
     "LooEstimate",
     "PredictiveSummary",
     "Refinement",
     "SiteBias",
+    "WarmupReport",
+    "bias_corrected_samples",
     "bias_report",
-    "calibrated_samples",
     "check_invariance",
     "compare_with_finer",
     "ess_per_gradient",
-    "explain",
     "kolmogorov_distance",
     "log_likelihood",
     "loo",
@@ -48,4 +47,5 @@ __all__ = [
     "print_summary",
     "stein_discrepancy",
     "to_arviz",
+    "warmup_report",
 ]

@@ -14,42 +14,49 @@ import jax
 import numpy as np
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import IID
-from numpyro_sgmcmc.diagnostics.coordinates import coordinates_of_chains
-from numpyro_sgmcmc.diagnostics.runs import unconstrained_draws
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.data.minibatch import IIDSubsampling
+from numpyro_sgmcmc.diagnostics.coordinates import get_chain_preconditioners
+from numpyro_sgmcmc.diagnostics.runs import get_unconstrained_draws
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
-from numpyro_sgmcmc.warmup.effort import MANY_DIM, rows_a_gradient
-from numpyro_sgmcmc.warmup.noise import draw_rows
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows, minibatches_of
+from numpyro_sgmcmc.warmup.effort import HIGH_DIM, count_rows_per_gradient
+from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
+from numpyro_sgmcmc.warmup.row_gradients import (
+    BatchedGradients,
+    WeightedMinibatch,
+    iter_weighted_minibatches,
+)
 
-__all__ = ["LookedAt", "draws_of", "look_at"]
+__all__ = ["GradientsAtDraws", "compute_gradients_at_draws", "get_unconstrained_draws_or_none"]
 
-_NUMBERS = 2**27  # in all draws together, at most
-_MOST_FINE = 0.99  # of the draws
-_MOST_DRAWS, _FEWEST_DRAWS = 1_024, 64
-_ROWS, _PAIRS = 2**24, 2**15  # rows, and minibatches, at which gradients are taken, at most
-_CURVED_DRAWS, _CURVED_ROUNDS, _CURVED_LENGTH = 128, 3, 0.01
+_MAX_ARRAY_ENTRIES = 2**27  # in all draws together, at most
+_MIN_FINITE_FRACTION = 0.99  # of the draws
+_MAX_GRADIENT_DRAWS, _MIN_GRADIENT_DRAWS = 1_024, 64
+_MAX_GRADIENT_ROWS, _MAX_GRADIENT_BATCHES = (
+    2**24,
+    2**15,
+)  # rows, and minibatches, at which gradients are taken, at most
+_NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS, _CURVATURE_DIFFERENCE_STEP = 128, 3, 0.01
 
 
-class LookedAt(NamedTuple):
+class GradientsAtDraws(NamedTuple):
     """
     - **positions** - draws, by chain and in their order, shape ``(chains, n, d)``.
     - **gradients** - estimates of the potential's gradient there, unbiased and independent of
       each other given the draws.
-    - **curved** - draws, of all chains one after the other, whose curvature is known; ``(k,)``.
-    - **curvature** - there, the largest whitened one, shape ``(k,)``.
+    - **curvature_indices** - draws, of all chains one after the other, whose curvature is known; ``(k,)``.
+    - **max_curvature** - there, the largest whitened one, shape ``(k,)``.
     """
 
     positions: np.ndarray
     gradients: np.ndarray
-    curved: np.ndarray
-    curvature: np.ndarray
+    curvature_indices: np.ndarray
+    max_curvature: np.ndarray
 
     @classmethod
-    def of(cls, positions: Any, gradients: Any) -> LookedAt:
+    def from_arrays(cls, positions: Any, gradients: Any) -> GradientsAtDraws:
         """Without curvature.
 
         :param positions: shape ``(chains, n, d)``.
@@ -60,12 +67,12 @@ class LookedAt(NamedTuple):
         )
         return cls(at, found, np.zeros(0, int), np.zeros(0))
 
-    def moved(self, away: np.ndarray) -> LookedAt:
+    def subtract_offsets(self, offsets: np.ndarray) -> GradientsAtDraws:
         """With each chain's positions less this, shape ``(chains, 1, d)``."""
-        return self._replace(positions=self.positions - away)
+        return self._replace(positions=self.positions - offsets)
 
 
-def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
+def get_unconstrained_draws_or_none(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
     """All draws as flat unconstrained positions, ``(chains, draws, d)``; float64.
 
     :return: None where they were not kept, are too many to be gone through again, or are not
@@ -74,16 +81,16 @@ def draws_of(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
     chains = mcmc.num_chains
     num = int(np.size(mcmc.get_extra_fields().get("diverging", 0)))
     dim = sum(np.size(x) for x in jax.tree.leaves(mcmc.last_state.z)) // chains
-    if not kernel.has_data or kernel.has_schedule or num * dim > _NUMBERS:
+    if not kernel.has_potential or kernel.has_schedule or num * dim > _MAX_ARRAY_ENTRIES:
         return None
     try:
-        found = np.asarray(unconstrained_draws(mcmc, kernel), np.float64)
-    except (Refusal, RuntimeError):  # sites, or all draws, that were not kept
+        found = np.asarray(get_unconstrained_draws(mcmc, kernel), np.float64)
+    except (InvalidArgumentError, RuntimeError):  # sites, or all draws, that were not kept
         return None
-    return _held_over(found)
+    return _forward_fill_nonfinite(found)
 
 
-def _held_over(draws: np.ndarray) -> np.ndarray | None:
+def _forward_fill_nonfinite(draws: np.ndarray) -> np.ndarray | None:
     """Draws at the very edge of a support, of which float32 knows no place, as those before them.
 
     :param draws: shape ``(chains, draws, d)``.
@@ -92,121 +99,136 @@ def _held_over(draws: np.ndarray) -> np.ndarray | None:
     fine = np.isfinite(draws).all(-1)
     if fine.all():
         return draws
-    if fine.mean() < _MOST_FINE or not fine[:, 0].all():
+    if fine.mean() < _MIN_FINITE_FRACTION or not fine[:, 0].all():
         return None
     places = np.where(fine, np.arange(draws.shape[1]), 0)
     places = np.maximum.accumulate(places, axis=1)
     return np.take_along_axis(draws, places[..., None], axis=1)
 
 
-def look_at(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> LookedAt | None:
+def compute_gradients_at_draws(
+    mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray
+) -> GradientsAtDraws | None:
     """Gradients at some of the draws on some of the rows.
 
     :param draws: all of them, shape ``(chains, draws, d)``.
     :return: None where there is no cheap way: for rows elsewhere than in memory, a randomised
         likelihood, and very many parameters.
     """
-    target, arguments = kernel.target, Arguments(mcmc._args, mcmc._kwargs)
-    elsewhere = arguments.hosts or arguments.sharded
-    if elsewhere or target.is_randomized or target.dim > MANY_DIM:
+    target, arguments = kernel.potential, Arguments(mcmc._args, mcmc._kwargs)
+    elsewhere = arguments.host_arrays or arguments.sharded_arrays
+    if elsewhere or target.is_stochastic or target.dim > HIGH_DIM:
         return None
-    adaptation = kernel.adaptation_to(arguments)
-    decisive = () if adaptation is None else adaptation.decisive
-    rows = RowGradients(target, arguments, decisive=decisive)
-    coordinates = coordinates_of_chains(mcmc.last_state)
-    batch = rows_a_gradient(target, rows.arguments)
-    num = int(np.clip(_ROWS // (2 * batch), _FEWEST_DRAWS, _MOST_DRAWS))
-    positions = _evenly(draws, num)
+    adaptation = kernel.get_cached_adaptation(arguments)
+    decisive = () if adaptation is None else adaptation.included_rows
+    rows = BatchedGradients(target, arguments, included_rows=decisive)
+    coordinates = get_chain_preconditioners(mcmc.last_state)
+    batch = count_rows_per_gradient(target, rows.arguments)
+    num = int(np.clip(_MAX_GRADIENT_ROWS // (2 * batch), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS))
+    positions = _thin_draws_evenly(draws, num)
     flat = positions.reshape(-1, target.dim)
     of_chain = np.repeat(np.arange(len(positions)), positions.shape[1])
-    gradients = _gradients(rows, coordinates, flat, of_chain).reshape(positions.shape)
-    curved = np.unique(np.linspace(0, len(flat) - 1, _CURVED_DRAWS).astype(int))
+    gradients = _estimate_gradients(rows, coordinates, flat, of_chain).reshape(positions.shape)
+    curved = np.unique(np.linspace(0, len(flat) - 1, _NUM_CURVATURE_DRAWS).astype(int))
     start = gradients.reshape(flat.shape)[curved]
     curvature = np.zeros(len(curved))
-    for alike in _alike(coordinates):
+    for alike in _group_chains_by_center(coordinates):
         some = np.isin(of_chain[curved], alike)
         there = coordinates[alike[0]]
-        curvature[some] = _largest_curvature(rows, there, flat[curved][some], start[some])
-    return LookedAt(positions, gradients, curved, curvature)
+        curvature[some] = _compute_max_curvature(rows, there, flat[curved][some], start[some])
+    return GradientsAtDraws(positions, gradients, curved, curvature)
 
 
-def _evenly(draws: np.ndarray, num: int) -> np.ndarray:
+def _thin_draws_evenly(draws: np.ndarray, num_draws: int) -> np.ndarray:
     """About so many of the draws, as many of each chain.
 
     :param draws: shape ``(chains, draws, d)``.
     """
-    each = min(draws.shape[1], max(2, num // len(draws)))
+    each = min(draws.shape[1], max(2, num_draws // len(draws)))
     return draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)]
 
 
-def _alike(coordinates: Sequence[Whitening]) -> list[list[int]]:
+def _group_chains_by_center(preconditioners: Sequence[Preconditioner]) -> list[list[int]]:
     """The chains that run in the same coordinates."""
     by_anchor: dict[bytes, list[int]] = {}
-    for chain, whitening in enumerate(coordinates):
-        by_anchor.setdefault(whitening.anchor.tobytes(), []).append(chain)
+    for chain, whitening in enumerate(preconditioners):
+        by_anchor.setdefault(whitening.center.tobytes(), []).append(chain)
     return list(by_anchor.values())
 
 
-def _gradients(
-    rows: RowGradients,
-    coordinates: Sequence[Whitening],
+def _estimate_gradients(
+    batched_gradients: BatchedGradients,
+    preconditioners: Sequence[Preconditioner],
     positions: np.ndarray,
-    of_chain: np.ndarray,
+    chain_index: np.ndarray,
 ) -> np.ndarray:
     """Unbiased gradients by control variates, each on rows of its own; exact where rows are few.
 
-    :param coordinates: of each chain.
+    :param preconditioners: of each chain.
     :param positions: shape ``(n, d)``.
-    :param of_chain: the chain of each.
+    :param chain_index: the chain of each.
     """
-    target = rows.target
+    target = batched_gradients.potential
     batch = sum(p.subsample_size for p in target.plates)
     if not batch:
-        return rows.on_some(positions)[1]
+        return batched_gradients.evaluate_on_subset(positions)[1]
     num = len(positions)
-    most = min(_PAIRS, _NUMBERS // target.dim, _ROWS // batch)
+    most = min(_MAX_GRADIENT_BATCHES, _MAX_ARRAY_ENTRIES // target.dim, _MAX_GRADIENT_ROWS // batch)
     each = max(1, most // (2 * num))
-    all_rows = list(minibatches_of(rows.groups)) if _passes(rows) <= 2 * each else []
+    all_rows = (
+        list(iter_weighted_minibatches(batched_gradients.plate_groups))
+        if _count_batches_per_epoch(batched_gradients) <= 2 * each
+        else []
+    )
     if all_rows:
-        return rows.mean(positions, all_rows)[1]
+        return batched_gradients.weighted_mean(positions, all_rows)[1]
     rng = np.random.default_rng(0)
-    drawn = draw_rows(rows.step_target, rng, (num * each,), IID())
+    drawn = sample_minibatch_indices(
+        batched_gradients.step_potential, rng, (num * each,), IIDSubsampling()
+    )
     # At each draw and, with the same rows, at the anchor.
-    both = np.concatenate([positions, [w.anchor for w in coordinates]])
+    both = np.concatenate([positions, [w.center for w in preconditioners]])
     of, is_anchor = np.divmod(np.arange(2 * num * each), 2)
     draw, sign = of // each, 1 - 2 * is_anchor
-    at = np.where(is_anchor, num + of_chain[draw], draw)
-    found = _at_anchors(rows, coordinates)[of_chain]
-    for part, _, gradients in rows.of_steps(both, drawn, at, of):
+    at = np.where(is_anchor, num + chain_index[draw], draw)
+    found = _compute_center_gradients(batched_gradients, preconditioners)[chain_index]
+    for part, _, gradients in batched_gradients.evaluate_step_minibatches(both, drawn, at, of):
         np.add.at(found, draw[part], sign[part, None] / each * gradients)
     return found
 
 
-def _at_anchors(rows: RowGradients, coordinates: Sequence[Whitening]) -> np.ndarray:
+def _compute_center_gradients(
+    batched_gradients: BatchedGradients, preconditioners: Sequence[Preconditioner]
+) -> np.ndarray:
     """The gradient on all rows at each chain's anchor, shape ``(chains, d)``."""
-    found = np.stack([w.gradient for w in coordinates])
-    for alike in _alike(coordinates):
+    found = np.stack([w.reference_gradient for w in preconditioners])
+    for alike in _group_chains_by_center(preconditioners):
         if not found[alike[0]].any():  # nobody has asked for it
-            found[alike] = rows.everywhere(coordinates[alike[0]].anchor)
+            found[alike] = batched_gradients.full_gradient(preconditioners[alike[0]].center)
     return found
 
 
-def _passes(rows: RowGradients) -> int:
+def _count_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
     """Minibatches in a pass over all rows, about."""
-    return sum(p.per_epoch for p in rows.target.plates)
+    return sum(p.batches_per_epoch for p in batched_gradients.potential.plates)
 
 
-def _largest_curvature(
-    rows: RowGradients, whitening: Whitening, positions: np.ndarray, start: np.ndarray
+def _compute_max_curvature(
+    batched_gradients: BatchedGradients,
+    preconditioner: Preconditioner,
+    positions: np.ndarray,
+    initial_directions: np.ndarray,
 ) -> np.ndarray:
     """Largest whitened curvature at each position, by power iterations from its gradient."""
-    some: list[WeightedRows] = rows.some
-    base = rows.mean(positions, some)[1]
-    v = whitening.pull(start)
+    some: list[WeightedMinibatch] = batched_gradients.subset_minibatches
+    base = batched_gradients.weighted_mean(positions, some)[1]
+    v = preconditioner.apply_transpose(initial_directions)
     length = np.zeros(len(v))
-    for _ in range(_CURVED_ROUNDS):
+    for _ in range(_NUM_CURVATURE_ITERATIONS):
         v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
-        moved = rows.mean(positions + _CURVED_LENGTH * whitening.push(v), some)[1]
-        v = whitening.pull(moved - base) / _CURVED_LENGTH
+        moved = batched_gradients.weighted_mean(
+            positions + _CURVATURE_DIFFERENCE_STEP * preconditioner.apply(v), some
+        )[1]
+        v = preconditioner.apply_transpose(moved - base) / _CURVATURE_DIFFERENCE_STEP
         length = np.linalg.norm(v, axis=1)
     return length

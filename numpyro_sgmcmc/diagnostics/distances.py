@@ -16,11 +16,11 @@ import numpy as np
 from jax import Array, lax
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 
-__all__ = ["KolmogorovDistance", "kolmogorov_distance", "stein_discrepancy", "two_samples"]
+__all__ = ["KolmogorovDistance", "compute_ks_statistic", "kolmogorov_distance", "stein_discrepancy"]
 
-_CHUNK = 512
+_STEIN_BLOCK_SIZE_DRAWS = 512
 
 
 def stein_discrepancy(
@@ -47,47 +47,52 @@ def stein_discrepancy(
         negative; the squared discrepancy is returned). Default False: the discrepancy.
     :raises ValueError: for draws or scores that are not finite, or of different shapes.
     """
-    draws, scores = checks.real_array("draws", draws), checks.real_array("scores", scores)
+    draws, scores = (
+        checks.validate_real_array("draws", draws),
+        checks.validate_real_array("scores", scores),
+    )
     x, s = (jnp.asarray(a, float) for a in (draws, scores))
     if x.shape != s.shape or x.ndim != 2 or not x.size:
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`draws` and `scores` must have one shape (n, d), but have {x.shape} and {s.shape}."
         )
     for name, a in (("draws", x), ("scores", s)):
         if not bool(jnp.isfinite(a).all()):
-            raise Refusal(f"`{name}` are not finite: leave out the diverging iterations.")
-    checks.one_of("kernel", kernel, tuple(_RADIAL))
-    checks.positive("length", length)
-    checks.is_bool("unbiased", unbiased)
+            raise InvalidArgumentError(
+                f"`{name}` are not finite: leave out the diverging iterations."
+            )
+    checks.check_choice("kernel", kernel, tuple(_RADIAL_KERNELS))
+    checks.check_positive("length", length)
+    checks.check_bool("unbiased", unbiased)
     if unbiased and len(x) < 2:
-        raise Refusal("`unbiased` needs two draws at least.")
-    total, own = _stein_sums(x - x.mean(0), s, jnp.asarray(length, x.dtype), kernel)
+        raise InvalidArgumentError("`unbiased` needs two draws at least.")
+    total, own = _sum_stein_kernel(x - x.mean(0), s, jnp.asarray(length, x.dtype), kernel)
     n = len(x)
     if unbiased:
         return float((total - own) / (n * (n - 1)))
     return float(jnp.sqrt(jnp.maximum(total, 0.0)) / n)
 
 
-def _imq(u: Array, length: Array) -> tuple[Array, Array, Array]:
-    base = length**2 + u
+def _imq_kernel(squared_distance: Array, length: Array) -> tuple[Array, Array, Array]:
+    base = length**2 + squared_distance
     return base**-0.5, -0.5 * base**-1.5, 0.75 * base**-2.5
 
 
-def _gaussian(u: Array, length: Array) -> tuple[Array, Array, Array]:
+def _gaussian_kernel(squared_distance: Array, length: Array) -> tuple[Array, Array, Array]:
     rate = 0.5 / length**2
-    k = jnp.exp(-rate * u)
+    k = jnp.exp(-rate * squared_distance)
     return k, -rate * k, rate**2 * k
 
 
-_RADIAL = {"imq": _imq, "gaussian": _gaussian}
+_RADIAL_KERNELS = {"imq": _imq_kernel, "gaussian": _gaussian_kernel}
 """Kernels as functions of the squared distance, with their first two derivatives."""
 
 
 @partial(jax.jit, static_argnames="kernel")
-def _stein_sums(x: Array, s: Array, length: Array, kernel: str) -> tuple[Array, Array]:
+def _sum_stein_kernel(x: Array, s: Array, length: Array, kernel: str) -> tuple[Array, Array]:
     """The Stein kernel added up over all pairs, and over the pairs of each draw with itself."""
     n, d = x.shape
-    chunk = min(n, _CHUNK)
+    chunk = min(n, _STEIN_BLOCK_SIZE_DRAWS)
     padded = -(-n // chunk) * chunk
     pad = [(0, padded - n), (0, 0)]
     blocks = (
@@ -100,13 +105,13 @@ def _stein_sums(x: Array, s: Array, length: Array, kernel: str) -> tuple[Array, 
     def pairs(block: tuple[Array, Array, Array]) -> Array:
         y, t, is_real = block
         u = jnp.maximum(jnp.square(y).sum(1)[:, None] + squares - 2.0 * y @ x.T, 0.0)
-        k, slope, bend = _RADIAL[kernel](u, length)
+        k, slope, bend = _RADIAL_KERNELS[kernel](u, length)
         # (y - x) . (t - s), of the two terms with one derivative.
         along = (y * t).sum(1)[:, None] - y @ s.T - t @ x.T + slopes
         values = k * (t @ s.T) - 2.0 * slope * along - 2.0 * d * slope - 4.0 * u * bend
         return jnp.where(is_real[:, None], values, 0.0).sum()
 
-    k, slope, _ = _RADIAL[kernel](jnp.zeros((), x.dtype), length)
+    k, slope, _ = _RADIAL_KERNELS[kernel](jnp.zeros((), x.dtype), length)
     own = k * jnp.square(s).sum() - 2.0 * d * slope * n
     return lax.map(pairs, blocks).sum(), own
 
@@ -134,28 +139,32 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     :return: distances of shape ``(...)``.
     :raises ValueError: for shapes that do not match, fewer than two draws, or values not finite.
     """
-    a = checks.real_array("draws", draws).astype(np.float64)
-    b = checks.real_array("reference", reference).astype(np.float64)
+    a = checks.validate_real_array("draws", draws).astype(np.float64)
+    b = checks.validate_real_array("reference", reference).astype(np.float64)
     if a.ndim < 1 or a.shape[1:] != b.shape[1:] or len(a) < 2 or len(b) < 2:
-        raise Refusal(
+        raise InvalidArgumentError(
             "`draws` and `reference` must have two draws or more along the first axis and the same "
             f"other axes, but their shapes are {a.shape} and {b.shape}."
         )
     for name, x in (("draws", a), ("reference", b)):
         if not np.isfinite(x).all():
-            raise Refusal(f"`{name}` are not finite: leave out the diverging iterations.")
+            raise InvalidArgumentError(
+                f"`{name}` are not finite: leave out the diverging iterations."
+            )
     half = len(b) // 2
-    return KolmogorovDistance(two_samples(a, b), two_samples(b[:half], b[half:]))
+    return KolmogorovDistance(compute_ks_statistic(a, b), compute_ks_statistic(b[:half], b[half:]))
 
 
-def two_samples(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def compute_ks_statistic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Kolmogorov distance between two samples, ``(n, ...)`` and ``(m, ...)``, of each marginal."""
     shape = a.shape[1:]
     columns = zip(a.reshape(len(a), -1).T, b.reshape(len(b), -1).T, strict=True)
-    return np.array([_largest_gap(np.sort(x), np.sort(y)) for x, y in columns]).reshape(shape)
+    return np.array(
+        [_compute_max_cdf_difference(np.sort(x), np.sort(y)) for x, y in columns]
+    ).reshape(shape)
 
 
-def _largest_gap(x: np.ndarray, y: np.ndarray) -> float:
+def _compute_max_cdf_difference(x: np.ndarray, y: np.ndarray) -> float:
     both = np.concatenate([x, y])
     below_x, below_y = (np.searchsorted(s, both, side="right") / len(s) for s in (x, y))
     return float(np.abs(below_x - below_y).max())

@@ -9,7 +9,7 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.diagnostics.runs import finished_run, needs_data
+from numpyro_sgmcmc.diagnostics.runs import check_finished_run, check_has_data
 
 __all__ = ["ess_per_gradient"]
 
@@ -25,13 +25,13 @@ def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
     :return: for each latent site an array of its shape, of effective sample sizes over gradients.
     :raises ValueError: for a run of another kernel, or before a run.
     """
-    kernel = finished_run(mcmc, "ess_per_gradient")
-    needs_data(kernel, "ess_per_gradient")
+    kernel = check_finished_run(mcmc, "ess_per_gradient")
+    check_has_data(kernel, "ess_per_gradient")
     num_steps = int(np.max(mcmc.last_state.num_steps))
-    a_step = kernel.dynamics.step(kernel.scheme).gradients
+    a_step = kernel.dynamics.make_step(kernel.integrator).num_gradients
     gradients = mcmc.num_chains * mcmc.num_samples * num_steps * a_step
     samples: Any = mcmc.get_samples(group_by_chain=True)
-    target = kernel.target
+    target = kernel.potential
     if target.sites is None:
         samples = samples if isinstance(samples, dict) else {"z": samples}
     else:

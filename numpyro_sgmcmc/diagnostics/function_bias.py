@@ -37,150 +37,156 @@ import numpy as np
 from jax import Array, random
 from numpyro.infer import Predictive
 
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
-from numpyro_sgmcmc.diagnostics.dependence import Dependence
-from numpyro_sgmcmc.diagnostics.estimates import Estimate, Estimates, jackknife
-from numpyro_sgmcmc.diagnostics.functions import Functions
-from numpyro_sgmcmc.diagnostics.stein_field import Field
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.diagnostics.at_draws import GradientsAtDraws
+from numpyro_sgmcmc.diagnostics.dependence import ConvergenceStats
+from numpyro_sgmcmc.diagnostics.estimates import Estimate, SteinEstimates, jackknife
+from numpyro_sgmcmc.diagnostics.functions import DrawFunctions
+from numpyro_sgmcmc.diagnostics.stein_field import SteinField
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
-__all__ = ["FunctionBias", "bias_of_functions", "differentiable"]
+__all__ = ["FunctionBias", "check_differentiable", "estimate_function_bias"]
 
-_NUM_BATCHES = 16
-_NUM_TERMS = 4
-_SEED = 0
-_NARROWEST = 0.01  # of the variances' ratio: where many times too hot, it may be said to be less
+_NUM_JACKKNIFE_BATCHES = 16
+_NUM_STEIN_TERMS = 4
+_PROBE_SEED = 0
+_MIN_VARIANCE_RATIO = (
+    0.01  # of the variances' ratio: where many times too hot, it may be said to be less
+)
 
 
 class FunctionBias(NamedTuple):
     """
     - **names** - of functions, and of each of their values; ``k`` in all.
-    - **shift** - chains' means less the posterior's, in posterior sds, shape ``(k,)``.
-    - **inflation** - chains' sds over the posterior's, minus one, shape ``(k,)``.
+    - **mean_bias** - chains' means less the posterior's, in posterior sds, shape ``(k,)``.
+    - **sd_inflation** - chains' sds over the posterior's, minus one, shape ``(k,)``.
     - **variance** - chains' variances, shape ``(k,)``.
-    - **dependence** - of all draws.
-    - **num_looked_at** - draws at which gradients were taken.
+    - **convergence** - of all draws.
+    - **num_gradient_draws** - draws at which gradients were taken.
     """
 
     names: list[tuple[str, str]]
-    shift: Estimate
-    inflation: Estimate
+    mean_bias: Estimate
+    sd_inflation: Estimate
     variance: np.ndarray
-    dependence: Dependence
-    num_looked_at: int
+    convergence: ConvergenceStats
+    num_gradient_draws: int
 
-    def in_place_of(self, own: Estimates) -> Estimates:
+    def to_estimates(self, run_estimates: SteinEstimates) -> SteinEstimates:
         """Estimates of these, with the temperatures of the run's own."""
-        by_chance = np.stack([self.dependence.ess, 2.0 * self.dependence.ess]) ** -0.5
-        return own._replace(
-            shift=self.shift,
-            inflation=self.inflation,
-            covariance=self.variance,
-            posterior=self.variance / np.square(1.0 + self.inflation.value),
-            chance=by_chance,
+        by_chance = np.stack([self.convergence.ess, 2.0 * self.convergence.ess]) ** -0.5
+        return run_estimates._replace(
+            mean_bias=self.mean_bias,
+            sd_inflation=self.sd_inflation,
+            chain_covariance=self.variance,
+            posterior_covariance=self.variance / np.square(1.0 + self.sd_inflation.value),
+            mcse=by_chance,
         )
 
 
-def differentiable(fn: Any, rows: tuple[Any, ...], draws: Mapping[str, Array]) -> Functions:
+def check_differentiable(
+    fn: Any, row_arrays: tuple[Any, ...], draws: Mapping[str, Array]
+) -> DrawFunctions:
     """What a user has passed, if its bias can be told.
 
     :raises ValueError: for what is no function of a draw, and results that are not real.
     """
     if isinstance(fn, Predictive):
-        raise Refusal(
+        raise InvalidArgumentError(
             "`fn` is a Predictive, but bias is told of functions of a draw that have a gradient, "
             "such as the mean about which it draws."
         )
-    functions = Functions.of(fn, rows)
-    for name, x in functions.form(draws).items():
+    functions = DrawFunctions.from_fn(fn, row_arrays)
+    for name, x in functions.eval_shape(draws).items():
         if not jnp.issubdtype(x.dtype, np.floating):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`fn` returns type {x.dtype} as '{name}', but bias is told of real numbers, by "
                 "their gradients: return a probability in place of what it decides."
             )
     return functions
 
 
-def bias_of_functions(
-    functions: Functions,
+def estimate_function_bias(
+    functions: DrawFunctions,
     draws: Mapping[str, Array],
-    looked_at: LookedAt,
-    coordinates: Whitening,
-    constrain: Callable[[Array], dict[str, Array]],
+    gradients_at_draws: GradientsAtDraws,
+    preconditioner: Preconditioner,
+    constrain_fn: Callable[[Array], dict[str, Array]],
 ) -> FunctionBias:
     """Of each value, from gradients at some of the draws.
 
     :param draws: all of them by site, axes of chains and draws first.
-    :param looked_at: some of them, and the gradients there.
-    :param coordinates: whitened ones.
-    :param constrain: maps a flat position to a draw.
+    :param gradients_at_draws: some of them, and the gradients there.
+    :param preconditioner: whitened ones.
+    :param constrain_fn: maps a flat position to a draw.
     :raises ValueError: where a value is not finite.
     """
-    form = functions.form(draws)
+    form = functions.eval_shape(draws)
     names = [
         (name, name + ("[{}]".format(",".join(map(str, i))) if i else ""))
         for name, x in form.items()
         for i in np.ndindex(x.shape)
     ]
-    dependence = _by_name(functions, draws, _dependence)
-    dtype = coordinates.anchor.dtype
+    dependence = _reduce_values_by_function(functions, draws, _compute_convergence)
+    dtype = preconditioner.center.dtype
     at = {
-        "position": jnp.asarray(looked_at.positions, dtype),
-        "gradient": jnp.asarray(looked_at.gradients, dtype),
+        "position": jnp.asarray(gradients_at_draws.positions, dtype),
+        "gradient": jnp.asarray(gradients_at_draws.gradients, dtype),
     }
-    at["direction"] = random.rademacher(random.key(_SEED), at["position"].shape, dtype)
-    field, inner = Field.of(functions, form, at, coordinates, constrain)
+    at["direction"] = random.rademacher(random.key(_PROBE_SEED), at["position"].shape, dtype)
+    field, inner = SteinField.from_draws(functions, form, at, preconditioner, constrain_fn)
     if inner is not None:
         at["inner"] = inner
-    terms = partial(_terms, functions, field)
-    stein = Functions(terms, functions.rows, width=coordinates.anchor.size)
-    sums = _by_name(stein, at, _sums)
-    shift, inflation, variance = _estimates(sums)
-    num = looked_at.positions[..., 0].size
-    return FunctionBias(names, shift, inflation, variance, Dependence(*dependence), num)
+    terms = partial(_compute_stein_terms, functions, field)
+    stein = DrawFunctions(
+        terms, functions.row_arrays, elements_per_result=preconditioner.center.size
+    )
+    sums = _reduce_values_by_function(stein, at, _sum_terms_by_batch)
+    shift, inflation, variance = _estimate_bias_from_sums(sums)
+    num = gradients_at_draws.positions[..., 0].size
+    return FunctionBias(names, shift, inflation, variance, ConvergenceStats(*dependence), num)
 
 
-def _by_name(
-    functions: Functions,
+def _reduce_values_by_function(
+    functions: DrawFunctions,
     draws: Mapping[str, Array],
-    reduce: Callable[[str, np.ndarray], np.ndarray],
+    reduce_fn: Callable[[str, np.ndarray], np.ndarray],
 ) -> np.ndarray:
     """What is made of the values, one function after the other; the last axis is theirs.
 
-    :param reduce: takes a name and values of shape ``(chains, draws, ...)``.
+    :param reduce_fn: takes a name and values of shape ``(chains, draws, ...)``.
     """
     found: dict[str, list[np.ndarray]] = {}
-    for _, (values,) in functions.by_chunks([draws], random.key(_SEED)):
+    for _, (values,) in functions.iterate_chunks([draws], random.key(_PROBE_SEED)):
         for name, x in values.items():
-            found.setdefault(name, []).append(reduce(name, x.astype(np.float64)))
+            found.setdefault(name, []).append(reduce_fn(name, x.astype(np.float64)))
     return np.concatenate([x for parts in found.values() for x in parts], axis=-1)
 
 
-def _dependence(name: str, values: np.ndarray) -> np.ndarray:
+def _compute_convergence(name: str, values: np.ndarray) -> np.ndarray:
     if not np.isfinite(values).all():
-        raise Refusal(f"`{name}` is not finite at some of the draws.")
-    return np.stack(Dependence.of(values.reshape(*values.shape[:2], -1)))
+        raise InvalidArgumentError(f"`{name}` is not finite at some of the draws.")
+    return np.stack(ConvergenceStats.from_draws(values.reshape(*values.shape[:2], -1)))
 
 
-def _terms(
-    functions: Functions, field: Field, at: dict[str, Array], *rows: Array
+def _compute_stein_terms(
+    functions: DrawFunctions, field: SteinField, point: dict[str, Array], *row_arrays: Array
 ) -> dict[str, Array]:
     r"""At one draw, of each value: f, :math:`\varphi\cdot g`, :math:`\varphi\cdot\nabla f` and the
     divergence of :math:`\varphi` about, along the last axis; whitened.
     """
-    direction, g = at["direction"], field.coordinates.pull(at["gradient"])
+    direction, g = point["direction"], field.preconditioner.apply_transpose(point["gradient"])
 
     def at_rows(*some: Array) -> dict[str, Array]:
-        value = lambda q: functions.named(None, field.constrain(q), some)  # noqa: E731
+        value = lambda q: functions.evaluate_draw(None, field.constrain_fn(q), some)  # noqa: E731
 
         def along(q: Array) -> tuple[dict[str, Array], tuple[dict[str, Array], dict[str, Array]]]:
-            white = jax.tree.map(field.coordinates.pull, jax.jacrev(value)(q))
-            own = field.at(q, at.get("inner"))
+            white = jax.tree.map(field.preconditioner.apply_transpose, jax.jacrev(value)(q))
+            own = field.make_metric_operator(q, point.get("inner"))
             return jax.tree.map(own, white), (white, value(q))
 
         phi, turned, (white, found) = jax.jvp(
-            along, (at["position"],), (field.coordinates.push(direction),), has_aux=True
+            along, (point["position"],), (field.preconditioner.apply(direction),), has_aux=True
         )
 
         def of_one(value: Array, phi: Array, white: Array, turned: Array) -> Array:
@@ -189,31 +195,35 @@ def _terms(
 
         return jax.tree.map(of_one, found, phi, white, turned)
 
-    if not rows:
+    if not row_arrays:
         return at_rows()
     # Results belong to one row each: the gradient of one asks for no other row.
-    one = jax.vmap(lambda *row: at_rows(*(x[None] for x in row)))(*rows)
+    one = jax.vmap(lambda *row: at_rows(*(x[None] for x in row)))(*row_arrays)
     return jax.tree.map(lambda x: x[:, 0], one)
 
 
-def _sums(name: str, terms: np.ndarray) -> np.ndarray:
+def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     """Over batches of the draws by time, of each chain; shape ``(batches, 8, k)``, the number of
     draws first.
     """
     chains, num = terms.shape[:2]
-    value, work, square, trace = np.moveaxis(terms, -1, 0).reshape(_NUM_TERMS, chains, num, -1)
+    value, work, square, trace = np.moveaxis(terms, -1, 0).reshape(
+        _NUM_STEIN_TERMS, chains, num, -1
+    )
     value = value - value.mean((0, 1))
     each = [np.ones_like(value), value, work, square, trace]
     each += [value * value, value * work, value * trace]
-    starts = np.unique(np.linspace(0, num, min(_NUM_BATCHES, num), endpoint=False).astype(int))
+    starts = np.unique(
+        np.linspace(0, num, min(_NUM_JACKKNIFE_BATCHES, num), endpoint=False).astype(int)
+    )
     found = np.add.reduceat(np.stack(each), starts, axis=2)
     return np.moveaxis(found, 0, 2).reshape(-1, len(each), found.shape[-1])
 
 
-def _estimates(sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
+def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
     """Shift, inflation and variance; errors by the jackknife.
 
-    :param sums: shape ``(batches, 8, k)``.
+    :param batch_sums: shape ``(batches, 8, k)``.
     """
 
     def statistic(total: np.ndarray) -> np.ndarray:
@@ -221,16 +231,18 @@ def _estimates(sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
         f, w, s, t, ff, fw, ft = np.stack(rest) / num
         variance = ff - f * f
         with np.errstate(divide="ignore", invalid="ignore"):
-            widening = np.sqrt(np.maximum((fw - f * w - (ft - f * t)) / s, _NARROWEST))
+            widening = np.sqrt(np.maximum((fw - f * w - (ft - f * t)) / s, _MIN_VARIANCE_RATIO))
             posterior = variance / np.square(widening)
             rate = s / posterior
             shift = (w - t) / (rate * np.sqrt(posterior))
         found = np.stack([shift, widening - 1.0, variance])
         return np.where((variance > 0.0) | (s > 0.0), found, 0.0)  # the same at all draws
 
-    total = sums.sum(0)
+    total = batch_sums.sum(0)
     found = jackknife(
-        statistic(total), [statistic(total - x) for x in sums], sums[:, 0, 0] / total[0, 0]
+        statistic(total),
+        [statistic(total - x) for x in batch_sums],
+        batch_sums[:, 0, 0] / total[0, 0],
     )
     (shift, inflation, variance), errors = found
     return Estimate(shift, errors[0]), Estimate(inflation, errors[1]), variance

@@ -21,11 +21,17 @@ from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.dynamics import Dynamics, Recipe
-from numpyro_sgmcmc.dynamics.recipe_checks import refuse_bad_recipe
+from numpyro_sgmcmc.dynamics.recipe_checks import check_recipe
 
-__all__ = ["SDE", "check_invariance", "expectation", "fokker_planck_residual", "small_step_limit"]
+__all__ = [
+    "SDE",
+    "check_invariance",
+    "fokker_planck_residual",
+    "make_step_expectation",
+    "small_step_limit",
+]
 
 
 class SDE(NamedTuple):
@@ -43,7 +49,7 @@ def check_invariance(
     dynamics: Dynamics,
     potential: Callable[[Array], Array] | None = None,
     *,
-    scheme: str | None = None,
+    integrator: str | None = None,
     dim: int = 1,
     states: np.ndarray | None = None,
 ) -> np.ndarray:
@@ -60,7 +66,7 @@ def check_invariance(
     :param dynamics: the SDE, for example a :class:`~numpyro_sgmcmc.dynamics.Recipe`.
     :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
         is neither Gaussian nor separable.
-    :param scheme: the scheme whose steps are read. Default: the dynamic's first.
+    :param integrator: the scheme whose steps are read. Default: the dynamic's first.
     :param dim: number of coordinates. One (default) does not see how coordinates act on each
         other, or that they differ: take 2 where they do. The cost grows as 4 to the power of the
         number of normal entries a step takes.
@@ -71,54 +77,56 @@ def check_invariance(
         :class:`~numpyro_sgmcmc.RecipeKernel` refuses, or where the residual is not finite.
     """
     if not isinstance(dynamics, Dynamics):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
             "kernel's `dynamics`."
         )
-    checks.positive_int("dim", dim)
+    checks.check_positive_int("dim", dim)
     if potential is not None:
-        checks.function("potential", potential)
+        checks.check_callable("potential", potential)
     with jax.enable_x64(True):
         if isinstance(dynamics, Recipe):
-            refuse_bad_recipe(dynamics, dim)
-        fn = _quartic if potential is None else potential
-        state = _without_kept_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
+            check_recipe(dynamics, dim)
+        fn = _quartic_potential if potential is None else potential
+        state = _drop_cached_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
         flat, unravel = ravel_pytree(state)
         if (shape := jax.eval_shape(fn, jnp.zeros(dim)).shape) != ():
-            raise Refusal(f"`potential` returns shape {shape}, but must return a scalar.")
-        scheme = scheme or next(iter(dynamics.schemes))
-        checks.one_of("scheme", scheme, tuple(dynamics.schemes))
-        step = dynamics.step(scheme)
+            raise InvalidArgumentError(
+                f"`potential` returns shape {shape}, but must return a scalar."
+            )
+        integrator = integrator or next(iter(dynamics.integrators))
+        checks.check_choice("integrator", integrator, tuple(dynamics.integrators))
+        step = dynamics.make_step(integrator)
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Array) -> Any:
-            if getattr(dynamics, "keeps_gradient", False):
+            if getattr(dynamics, "is_fsal", False):
                 state = state._replace(gradient=gradient(state.position))
-            return _without_kept_gradient(step(state, h, gradient, noise))
+            return _drop_cached_gradient(step(state, h, gradient, noise))
 
         def log_density(z: Array) -> Array:
             state = unravel(z)
             return -fn(state.position) - dynamics.energy(state)
 
-        sde = small_step_limit(closed, state, step.draws, jax.grad(fn))
+        sde = small_step_limit(closed, state, step.num_noise, jax.grad(fn))
         if states is None:
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
-        states = checks.real_array("states", states)
+        states = checks.validate_real_array("states", states)
         if states.shape != (len(states) if states.ndim else 0, flat.size):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "
                 "position and the other variables."
             )
         at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
         found = np.abs(at(jnp.asarray(states)))
         if not np.isfinite(found).all():
-            raise Refusal(
+            raise InvalidArgumentError(
                 "The residual is not finite: the step has no derivatives at these states. Give "
                 "others, or a diffusion as its diagonal, where eigenvalues do not coincide."
             )
         return found
 
 
-def small_step_limit(step: Callable, state: Any, num_draws: int, gradient: Callable) -> SDE:
+def small_step_limit(step: Callable, state: Any, num_noise: int, gradient: Callable) -> SDE:
     """The SDE that a step follows, read off the step as the step size goes to zero.
 
     The mean and the second moment of a step's displacement are analytic in the step size; a
@@ -126,10 +134,10 @@ def small_step_limit(step: Callable, state: Any, num_draws: int, gradient: Calla
 
     :param step: ``(state, step_size, gradient, noise) -> state``.
     :param state: any state.
-    :param num_draws: standard normal vectors that the step takes.
+    :param num_noise: standard normal vectors that the step takes.
     :param gradient: gradient of the potential.
     """
-    expect = expectation(step, state, num_draws, gradient, num_nodes=4)
+    expect = make_step_expectation(step, state, num_noise, gradient, num_nodes=4)
     sizes = 0.003 * np.arange(1, 9)
     others = [sizes[sizes != h] for h in sizes]
     weights = np.array([np.prod(o / (o - h)) for o, h in zip(others, sizes, strict=True)])
@@ -159,15 +167,15 @@ def fokker_planck_residual(sde: SDE, log_density: Callable, z: Array) -> Array:
     return -jnp.trace(jax.jacfwd(flux)(z))
 
 
-def expectation(
-    step: Callable, state: Any, num_draws: int, gradient: Callable, num_nodes: int
+def make_step_expectation(
+    step: Callable, state: Any, num_noise: int, gradient: Callable, num_nodes: int
 ) -> Callable:
     """``(fn, z, step_size) -> E[fn(z')]`` for the flat state z' that a step from z reaches.
 
     By Gauss-Hermite quadrature over the step's noise.
     """
     unravel = ravel_pytree(state)[1]
-    points, weights = _noise_quadrature(num_draws, state.position.size, num_nodes)
+    points, weights = _gauss_hermite_rule(num_noise, state.position.size, num_nodes)
 
     def expect(fn: Callable, z: Array, step_size: Any) -> Array:
         def one(noise: Array) -> Array:
@@ -178,20 +186,20 @@ def expectation(
     return expect
 
 
-def _noise_quadrature(num_draws: int, dim: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def _gauss_hermite_rule(num_noise: int, dim: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Gauss-Hermite points, shape ``(m, num_draws, dim)``, and their weights, which add up to 1."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    count = num_draws * dim
+    count = num_noise * dim
     points = np.array(list(itertools.product(nodes, repeat=count)))
     products = np.array(list(itertools.product(weights / weights.sum(), repeat=count)))
-    return points.reshape(-1, num_draws, dim), products.prod(1)
+    return points.reshape(-1, num_noise, dim), products.prod(1)
 
 
-def _without_kept_gradient(state: Any) -> Any:
+def _drop_cached_gradient(state: Any) -> Any:
     """A kept gradient is a function of the position, and no variable of the SDE."""
     return state._replace(gradient=None) if hasattr(state, "gradient") else state
 
 
-def _quartic(q: Array) -> Array:
+def _quartic_potential(q: Array) -> Array:
     along = jnp.cos(jnp.arange(q.size)) @ q
     return jnp.square(q).sum() / 2.0 + 0.1 * along**3 + along**4 / 24.0

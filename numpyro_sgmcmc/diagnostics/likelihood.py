@@ -8,10 +8,14 @@ import numpy as np
 from jax import Array
 from numpyro.infer import MCMC
 
-from numpyro_sgmcmc.diagnostics.at_rows import at_rows, checked_rows, the_plate
-from numpyro_sgmcmc.diagnostics.runs import finished_run
+from numpyro_sgmcmc.diagnostics.at_rows import (
+    evaluate_plate_sites,
+    get_subsampled_plate,
+    validate_row_indices,
+)
+from numpyro_sgmcmc.diagnostics.runs import check_finished_run
 
-__all__ = ["log_likelihood", "log_likelihoods"]
+__all__ = ["evaluate_log_likelihood", "log_likelihood"]
 
 
 def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
@@ -29,19 +33,19 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, rows that are not there, or draws that were not kept.
     """
-    kernel = finished_run(mcmc, "log_likelihood", tells_bias=False)
-    plate = the_plate(kernel, "log_likelihood")
-    rows = checked_rows(np.arange(plate.size) if rows is None else rows, plate)
-    return log_likelihoods(mcmc, mcmc.get_samples(group_by_chain=True), rows)[0]
+    kernel = check_finished_run(mcmc, "log_likelihood", uses_moments=False)
+    plate = get_subsampled_plate(kernel, "log_likelihood")
+    rows = validate_row_indices(np.arange(plate.size) if rows is None else rows, plate)
+    return evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), rows)[0]
 
 
-def log_likelihoods(
-    mcmc: MCMC, samples: dict[str, Any], rows: np.ndarray
+def evaluate_log_likelihood(
+    mcmc: MCMC, samples: dict[str, Any], indices: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Those of such draws at such rows, and the rows' axes (:func:`at_rows`)."""
-    return at_rows(mcmc, samples, rows, "log likelihood", _of_site)
+    return evaluate_plate_sites(mcmc, samples, indices, "log likelihood", _read_log_likelihood)
 
 
-def _of_site(site: dict[str, Any]) -> Array | None:
+def _read_log_likelihood(site: dict[str, Any]) -> Array | None:
     is_data = site["type"] == "sample" and site["is_observed"]
     return site["fn"].log_prob(site["value"]) if is_data else None

@@ -16,97 +16,111 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Neck", "necks"]
+__all__ = ["FunnelNeck", "find_funnel_necks"]
 
-_TOO_NARROW = 2.0  # h^2 lambda at which chains turn back; a step is unstable at four
-_MISSED, _CLEARLY = 0.012, 0.03  # mass beyond that may move a mean; that does
-_TREND = 0.5  # correlation of the curvature's logarithm with the coordinate
-_MOST_LOOKED_AT = 32
-_FURTHEST = 4.0  # sds from there
-_BODY, _TAIL = 0.7, 0.8  # quantiles: the force is that beyond the one, mass is beyond the other
+_MAX_REACHED_SCALED_CURVATURE = (
+    2.0  # h^2 lambda at which chains turn back; a step is unstable at four
+)
+_MIN_REPORTED_MASS, _MIN_SIGNIFICANT_MASS = (
+    0.012,
+    0.03,
+)  # mass beyond that may move a mean; that does
+_MIN_CURVATURE_CORRELATION = 0.5  # correlation of the curvature's logarithm with the coordinate
+_MAX_NECK_CANDIDATES = 32
+_MAX_EXTRAPOLATION_SD = 4.0  # sds from there
+_FORCE_QUANTILE, _TAIL_QUANTILE = (
+    0.7,
+    0.8,
+)  # quantiles: the force is that beyond the one, mass is beyond the other
 
 
-class Neck(NamedTuple):
+class FunnelNeck(NamedTuple):
     """
     - **coordinate** - its place in the flat position.
     - **side** - ``"low"`` or ``"high"``: the end that is narrow.
-    - **mass** - about the posterior's mass beyond what a chain can enter, from 0 to 1.
-    - **is_everywhere** - whether the step is too long in the posterior's midst as well.
+    - **missed_mass** - about the posterior's mass beyond what a chain can enter, from 0 to 1.
+    - **is_step_too_large_in_bulk** - whether the step is too long in the posterior's midst as well.
     """
 
     coordinate: int
     side: str
-    mass: float
-    is_everywhere: bool = False
+    missed_mass: float
+    is_step_too_large_in_bulk: bool = False
 
     @property
-    def is_clear(self) -> bool:
+    def is_significant(self) -> bool:
         """Whether so much is missed that means and sds must be off."""
-        return self.mass > _CLEARLY
+        return self.missed_mass > _MIN_SIGNIFICANT_MASS
 
 
-def necks(
-    positions: np.ndarray, gradients: np.ndarray, looked_at: np.ndarray, curvature: np.ndarray
-) -> list[Neck]:
+def find_funnel_necks(
+    positions: np.ndarray,
+    gradients: np.ndarray,
+    curvature_indices: np.ndarray,
+    scaled_curvature: np.ndarray,
+) -> list[FunnelNeck]:
     """Those that hold more mass than can be let pass.
 
     :param positions: draws, shape ``(n, d)``, in any units of each coordinate.
     :param gradients: gradients there, in these units.
-    :param looked_at: the draws at which the curvature is known, shape ``(k,)``.
-    :param curvature: there, the largest one times the squared step size.
+    :param curvature_indices: the draws at which the curvature is known, shape ``(k,)``.
+    :param scaled_curvature: there, the largest one times the squared step size.
     """
-    fine = np.isfinite(curvature) & (curvature > 0.0)
-    looked_at, narrowness = looked_at[fine], np.log(curvature[fine])
-    if len(looked_at) < 2 or narrowness.std() == 0.0:
+    fine = np.isfinite(scaled_curvature) & (scaled_curvature > 0.0)
+    curvature_indices, narrowness = curvature_indices[fine], np.log(scaled_curvature[fine])
+    if len(curvature_indices) < 2 or narrowness.std() == 0.0:
         return []
     sd = positions.std(0)
     moving = np.flatnonzero(sd > 0.0)
     x = (positions[:, moving] - positions[:, moving].mean(0)) / sd[moving]
     g = gradients[:, moving] * sd[moving]
-    trend = _correlations(x[looked_at], narrowness)
-    is_everywhere = bool(np.median(narrowness) > np.log(_TOO_NARROW))
+    trend = _correlate_columns(x[curvature_indices], narrowness)
+    is_everywhere = bool(np.median(narrowness) > np.log(_MAX_REACHED_SCALED_CURVATURE))
     found = []
-    for k in np.argsort(-np.abs(trend))[:_MOST_LOOKED_AT]:
+    for k in np.argsort(-np.abs(trend))[:_MAX_NECK_CANDIDATES]:
         sign = 1.0 if trend[k] > 0.0 else -1.0
-        mass = _mass_beyond(sign * x[:, k], sign * g[:, k], looked_at, narrowness)
-        if mass > _MISSED:
+        mass = _estimate_missed_mass(sign * x[:, k], sign * g[:, k], curvature_indices, narrowness)
+        if mass > _MIN_REPORTED_MASS:
             side = "high" if sign > 0.0 else "low"
-            found.append(Neck(int(moving[k]), side, mass, is_everywhere))
+            found.append(FunnelNeck(int(moving[k]), side, mass, is_everywhere))
     return found
 
 
-def _mass_beyond(
-    x: np.ndarray, force: np.ndarray, looked_at: np.ndarray, narrowness: np.ndarray
+def _estimate_missed_mass(
+    x: np.ndarray,
+    force: np.ndarray,
+    curvature_indices: np.ndarray,
+    log_scaled_curvature: np.ndarray,
 ) -> float:
     """About the mass where the step is too long, at the coordinate's upper end.
 
     :param x: the coordinate in units of its sd, shape ``(n,)``.
     :param force: the potential's derivative by it.
-    :param looked_at: where the curvature is known, shape ``(k,)``.
-    :param narrowness: logarithm of the curvature there, times the squared step size.
+    :param curvature_indices: where the curvature is known, shape ``(k,)``.
+    :param log_scaled_curvature: logarithm of the curvature there, times the squared step size.
     """
-    upper = x[looked_at] > np.median(x)
-    at, of = x[looked_at][upper], narrowness[upper]
+    upper = x[curvature_indices] > np.median(x)
+    at, of = x[curvature_indices][upper], log_scaled_curvature[upper]
     if len(at) < 8 or np.std(at) == 0.0 or np.std(of) == 0.0:
         return 0.0
-    if np.corrcoef(at, of)[0, 1] < _TREND:
+    if np.corrcoef(at, of)[0, 1] < _MIN_CURVATURE_CORRELATION:
         return 0.0
     slope, level = np.polyfit(at, of, 1)
-    end = (np.log(_TOO_NARROW) - level) / slope
-    tail = np.quantile(x, _TAIL)
+    end = (np.log(_MAX_REACHED_SCALED_CURVATURE) - level) / slope
+    tail = np.quantile(x, _TAIL_QUANTILE)
     if end <= tail:
-        return 1.0 - _TAIL
-    if end > tail + _FURTHEST:
+        return 1.0 - _TAIL_QUANTILE
+    if end > tail + _MAX_EXTRAPOLATION_SD:
         return 0.0  # neither trend nor force can be trusted so far away
-    against, growth = _force(x, force, tail)
+    against, growth = _fit_tail_force(x, force, tail)
     length = end - tail
-    return float((1.0 - _TAIL) * np.exp(-(against + growth * length / 2.0) * length))
+    return float((1.0 - _TAIL_QUANTILE) * np.exp(-(against + growth * length / 2.0) * length))
 
 
-def _force(x: np.ndarray, force: np.ndarray, at: float) -> tuple[float, float]:
+def _fit_tail_force(x: np.ndarray, force: np.ndarray, location: float) -> tuple[float, float]:
     """The mean force at a place of the upper end, and its growth there as far as that is clear."""
-    upper = x >= np.quantile(x, _BODY)
-    x, force = x[upper] - at, force[upper]
+    upper = x >= np.quantile(x, _FORCE_QUANTILE)
+    x, force = x[upper] - location, force[upper]
     spread = np.square(x - x.mean()).sum()
     if spread == 0.0:
         return max(0.0, force.mean()), 0.0
@@ -116,7 +130,7 @@ def _force(x: np.ndarray, force: np.ndarray, at: float) -> tuple[float, float]:
     return max(0.0, force.mean() - growth * x.mean()), growth
 
 
-def _correlations(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _correlate_columns(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Of each column of x with y."""
     x, y = x - x.mean(0), y - y.mean()
     scale = np.sqrt(np.square(x).sum(0) * np.square(y).sum())

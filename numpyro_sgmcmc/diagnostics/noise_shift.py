@@ -12,64 +12,72 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.coordinates import away_from_first, coordinates_of_chains
+from numpyro_sgmcmc.diagnostics.coordinates import compute_center_offsets, get_chain_preconditioners
 from numpyro_sgmcmc.diagnostics.estimates import Estimate
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
-from numpyro_sgmcmc.warmup.effort import MANY_DIM, Effort
-from numpyro_sgmcmc.warmup.measure import shift_by_noise
-from numpyro_sgmcmc.warmup.noise import Noise
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+from numpyro_sgmcmc.warmup.effort import HIGH_DIM, WarmupBudget
+from numpyro_sgmcmc.warmup.measure import predict_mean_bias_from_noise
+from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
 from numpyro_sgmcmc.warmup.settings import Adaptation
 
-__all__ = ["moved_by_noise"]
+__all__ = ["predict_noise_mean_bias"]
 
-_POSITIONS = 8
-_ROUGH = 0.25  # of what is predicted to first order: its error
+_NUM_NOISE_BIAS_POSITIONS = 8
+_NOISE_BIAS_RELATIVE_ERROR = 0.25  # of what is predicted to first order: its error
 
 
-def moved_by_noise(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> Estimate:
+def predict_noise_mean_bias(mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray) -> Estimate:
     """How far noise is predicted to have moved each mean, in posterior sds; zeros where unknown.
 
     :param draws: all of them, shape ``(chains, draws, d)``.
     """
-    target, arguments = kernel.target, Arguments(mcmc._args, mcmc._kwargs)
+    target, arguments = kernel.potential, Arguments(mcmc._args, mcmc._kwargs)
     nothing = Estimate(np.zeros(target.dim), np.zeros(target.dim))
-    adaptation = kernel.adaptation_to(arguments)
-    coordinates = coordinates_of_chains(mcmc.last_state)
-    if adaptation is None or not _can_be_told(kernel, adaptation):
+    adaptation = kernel.get_cached_adaptation(arguments)
+    coordinates = get_chain_preconditioners(mcmc.last_state)
+    if adaptation is None or not _is_noise_bias_predictable(kernel, adaptation):
         return nothing
-    if away_from_first(coordinates).any():  # chains in several modes
+    if compute_center_offsets(coordinates).any():  # chains in several modes
         return nothing
     step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
-    rows = RowGradients(target, arguments, decisive=adaptation.decisive)
+    rows = BatchedGradients(target, arguments, included_rows=adaptation.included_rows)
     flat = draws.reshape(-1, target.dim)
-    some = flat[np.linspace(0, len(flat) - 1, _POSITIONS).astype(int)]
+    some = flat[np.linspace(0, len(flat) - 1, _NUM_NOISE_BIAS_POSITIONS).astype(int)]
     whitening = coordinates[0]
-    moved = shift_by_noise(
+    moved = predict_mean_bias_from_noise(
         rows,
         whitening,
-        whitening.whiten(some - whitening.anchor),
+        whitening.solve(some - whitening.center),
         adaptation.estimator,
-        adaptation.minibatch,
-        _excess(adaptation.noise, kernel.dynamics, step_size),
-        Effort.probes,
+        adaptation.subsampling,
+        _predict_unit_variance_inflation(adaptation.noise_stats, kernel.dynamics, step_size),
+        WarmupBudget.num_bias_probes,
         np.random.default_rng(0),
     )
-    return Estimate(moved, _ROUGH * np.abs(moved))
+    return Estimate(moved, _NOISE_BIAS_RELATIVE_ERROR * np.abs(moved))
 
 
-def _can_be_told(kernel: SGMCMCKernel, adaptation: Adaptation) -> bool:
+def _is_noise_bias_predictable(kernel: SGMCMCKernel, adaptation: Adaptation) -> bool:
     """Whether noise is heard, and whitened coordinates are those of a single region."""
-    target, options = kernel.target, kernel.options
-    is_heard = bool(target.plates) and not (options.noise_compensation or target.is_randomized)
+    target, options = kernel.potential, kernel.options
+    is_heard = bool(target.plates) and not (options.noise_compensation or target.is_stochastic)
     is_learnt = options.adapt_mass_matrix and options.inverse_mass_matrix is None
-    is_whitened = adaptation.weighed is not None and adaptation.has_region and is_learnt
-    return is_heard and is_whitened and target.dim <= MANY_DIM
+    is_whitened = adaptation.trace is not None and adaptation.has_dominant_mode and is_learnt
+    return is_heard and is_whitened and target.dim <= HIGH_DIM
 
 
-def _excess(noise: Noise, dynamics: Dynamics, step_size: float) -> float:
+def _predict_unit_variance_inflation(
+    noise_stats: GradientNoiseStats, dynamics: Dynamics, step_size: float
+) -> float:
     """Of a unit variance, that noise of variance one makes, less what an epoch cancels."""
-    excess = dynamics.noise_inflation(1.0, step_size, noise.varying)
-    by_all = dynamics.noise_inflation(noise.variance, step_size, noise.varying)
-    return excess * noise.inflation(dynamics, step_size) / by_all if by_all > 0.0 else 0.0
+    excess = dynamics.variance_inflation(1.0, step_size, noise_stats.position_dependent_fraction)
+    by_all = dynamics.variance_inflation(
+        noise_stats.variance, step_size, noise_stats.position_dependent_fraction
+    )
+    return (
+        excess * noise_stats.predict_variance_inflation(dynamics, step_size) / by_all
+        if by_all > 0.0
+        else 0.0
+    )

@@ -19,16 +19,16 @@ from jax import Array, random
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.diagnostics.dependence import Dependence
-from numpyro_sgmcmc.diagnostics.distances import two_samples
-from numpyro_sgmcmc.diagnostics.functions import Functions, draws_by_site
-from numpyro_sgmcmc.diagnostics.tables import html_table
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.diagnostics.dependence import ConvergenceStats
+from numpyro_sgmcmc.diagnostics.distances import compute_ks_statistic
+from numpyro_sgmcmc.diagnostics.functions import DrawFunctions, get_draws_by_site
+from numpyro_sgmcmc.diagnostics.tables import format_html_table
 
 __all__ = ["FunctionSummary", "PredictiveSummary", "predictive_summary"]
 
-_NOTES = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
-_MEAN_OF_KOLMOGOROV = np.sqrt(np.pi / 2.0) * np.log(2.0)  # of his distribution
+_TABLE_NOTE = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
+_KOLMOGOROV_MEAN = np.sqrt(np.pi / 2.0) * np.log(2.0)  # of his distribution
 
 
 class FunctionSummary(NamedTuple):
@@ -38,21 +38,21 @@ class FunctionSummary(NamedTuple):
     - **sd** - posterior standard deviation.
     - **r_hat** - split R-hat; NaN for chains of less than 50 draws.
     - **ess** - effective sample size; NaN for what is the same at all draws.
-    - **between** - Kolmogorov distance between a chain and all others, from 0 to 1, the mean over
+    - **between_chain_distance** - Kolmogorov distance between a chain and all others, from 0 to 1, the mean over
       the chains; of one chain, between its halves.
-    - **by_chance** - what **between** is, about, where chains agree and draws are as many.
-    - **distance** - Kolmogorov distance to the reference; NaN without one.
-    - **reference_between** - the reference's own **between**; NaN without one.
+    - **expected_distance** - what **between_chain_distance** is, about, where chains agree and draws are as many.
+    - **distance_to_reference** - Kolmogorov distance to the reference; NaN without one.
+    - **reference_between_chain_distance** - the reference's own **between_chain_distance**; NaN without one.
     """
 
     mean: np.ndarray
     sd: np.ndarray
     r_hat: np.ndarray
     ess: np.ndarray
-    between: np.ndarray
-    by_chance: np.ndarray
-    distance: np.ndarray
-    reference_between: np.ndarray
+    between_chain_distance: np.ndarray
+    expected_distance: np.ndarray
+    distance_to_reference: np.ndarray
+    reference_between_chain_distance: np.ndarray
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +69,7 @@ class PredictiveSummary:
     def __getitem__(self, name: str) -> FunctionSummary:
         return self.functions[name]
 
-    def _rows(self) -> list[list[str]]:
+    def _make_table_cells(self) -> list[list[str]]:
         """The table's cells, its header first."""
         columns = ["function", "size", "R-hat", "ESS", "between chains", "by chance"]
         if self.has_reference:
@@ -79,28 +79,31 @@ class PredictiveSummary:
             row = [
                 name,
                 str(f.mean.size),
-                _cell(np.nanmax, f.r_hat, "{:.3f}"),
-                _cell(np.nanmin, f.ess, "{:.0f}"),
-                _cell(np.mean, f.between, "{:.3f}"),
-                _cell(np.nanmean, f.by_chance, "{:.3f}"),
+                _format_cell(np.nanmax, f.r_hat, "{:.3f}"),
+                _format_cell(np.nanmin, f.ess, "{:.0f}"),
+                _format_cell(np.mean, f.between_chain_distance, "{:.3f}"),
+                _format_cell(np.nanmean, f.expected_distance, "{:.3f}"),
             ]
             if self.has_reference:
-                row += [f"{f.distance.mean():.3f}", f"{f.reference_between.mean():.3f}"]
+                row += [
+                    f"{f.distance_to_reference.mean():.3f}",
+                    f"{f.reference_between_chain_distance.mean():.3f}",
+                ]
             rows.append(row)
         return rows
 
     def __str__(self) -> str:
-        rows = self._rows()
+        rows = self._make_table_cells()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
             first, *others = zip(row, widths, strict=True)
             lines.append("  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]))
-        return "\n".join([*lines, "", _NOTES])
+        return "\n".join([*lines, "", _TABLE_NOTE])
 
     def _repr_html_(self) -> str:
-        header, *rows = self._rows()
-        return html_table(header, rows, [_NOTES])
+        header, *rows = self._make_table_cells()
+        return format_html_table(header, rows, [_TABLE_NOTE])
 
     __repr__ = __str__
 
@@ -108,7 +111,7 @@ class PredictiveSummary:
         """The summary as an :class:`xarray.Dataset`: variables such as ``mean`` with a leading axis
         ``statistic``, by function.
         """
-        xarray = checks.needs("xarray", "PredictiveSummary.to_dataset", "arviz")
+        xarray = checks.import_optional("xarray", "PredictiveSummary.to_dataset", "arviz")
         found = {}
         for name, f in self.functions.items():
             axes = [f"{name}_dim_{k}" for k in range(f.mean.ndim)]
@@ -116,9 +119,9 @@ class PredictiveSummary:
         return xarray.Dataset(found, coords={"statistic": list(FunctionSummary._fields)})
 
 
-def _cell(worst: Callable[[np.ndarray], Any], x: np.ndarray, form: str) -> str:
+def _format_cell(reduce_fn: Callable[[np.ndarray], Any], values: np.ndarray, template: str) -> str:
     """One number for an array, or none where it holds none."""
-    return "-" if np.isnan(x).all() else form.format(worst(x))
+    return "-" if np.isnan(values).all() else template.format(reduce_fn(values))
 
 
 def predictive_summary(
@@ -153,33 +156,35 @@ def predictive_summary(
         of different lengths, or results that are no numbers, are not finite, or lack the rows'
         axis.
     """
-    runs = [draws_by_site(mcmc, "mcmc")]
+    runs = [get_draws_by_site(mcmc, "mcmc")]
     if reference is not None:
-        runs.append(draws_by_site(reference, "reference"))
-    functions = Functions.of(fn, rows)
+        runs.append(get_draws_by_site(reference, "reference"))
+    functions = DrawFunctions.from_fn(fn, rows)
     rng_key = random.key(0) if rng_key is None else rng_key
-    checks.one_key(rng_key)
+    checks.check_rng_key(rng_key)
     found = {
         name: FunctionSummary(*(np.full(x.shape, np.nan) for _ in FunctionSummary._fields))
-        for name, x in functions.form(runs[0]).items()
+        for name, x in functions.eval_shape(runs[0]).items()
     }
-    for where, values in functions.by_chunks(runs, rng_key):
+    for where, values in functions.iterate_chunks(runs, rng_key):
         for name, into in found.items():
-            for whole, part in zip(into, _summary(name, [v[name] for v in values]), strict=True):
+            for whole, part in zip(
+                into, _summarize_function(name, [v[name] for v in values]), strict=True
+            ):
                 whole[where] = part
     return PredictiveSummary(found, has_reference=reference is not None)
 
 
-def _summary(name: str, values: list[np.ndarray]) -> FunctionSummary:
+def _summarize_function(name: str, values: list[np.ndarray]) -> FunctionSummary:
     """That of some places.
 
     :param values: of the run, and of the reference if there is one; ``(chains, draws, ...)``.
     """
     for x in values:
         if not np.isfinite(x).all():
-            raise Refusal(f"`{name}` is not finite at some of the draws.")
+            raise InvalidArgumentError(f"`{name}` is not finite at some of the draws.")
     x = values[0].astype(np.float64)
-    dependence = Dependence.of(x.reshape(*x.shape[:2], -1))
+    dependence = ConvergenceStats.from_draws(x.reshape(*x.shape[:2], -1))
     ess = dependence.ess.reshape(x.shape[2:])
     missing = np.full(x.shape[2:], np.nan)
     chains = max(2, len(x))
@@ -188,27 +193,31 @@ def _summary(name: str, values: list[np.ndarray]) -> FunctionSummary:
         sd=x.std((0, 1)),
         r_hat=dependence.r_hat.reshape(x.shape[2:]),
         ess=ess,
-        between=_between(x),
-        by_chance=_MEAN_OF_KOLMOGOROV * np.sqrt((chains + chains / (chains - 1)) / ess),
-        distance=missing,
-        reference_between=missing,
+        between_chain_distance=_compute_between_chain_distance(x),
+        expected_distance=_KOLMOGOROV_MEAN * np.sqrt((chains + chains / (chains - 1)) / ess),
+        distance_to_reference=missing,
+        reference_between_chain_distance=missing,
     )
     if len(values) == 1:
         return summary
     trusted = values[1].astype(np.float64)
     pooled = (v.reshape(-1, *v.shape[2:]) for v in (x, trusted))
-    return summary._replace(distance=two_samples(*pooled), reference_between=_between(trusted))
+    return summary._replace(
+        distance_to_reference=compute_ks_statistic(*pooled),
+        reference_between_chain_distance=_compute_between_chain_distance(trusted),
+    )
 
 
-def _between(x: np.ndarray) -> np.ndarray:
+def _compute_between_chain_distance(values: np.ndarray) -> np.ndarray:
     """Kolmogorov distance between a chain and all others, the mean over the chains.
 
-    :param x: shape ``(chains, draws, ...)``.
+    :param values: shape ``(chains, draws, ...)``.
     """
-    if len(x) == 1:
-        half = x.shape[1] // 2
-        return two_samples(x[0, :half], x[0, half:])
+    if len(values) == 1:
+        half = values.shape[1] // 2
+        return compute_ks_statistic(values[0, :half], values[0, half:])
     found = [
-        two_samples(x[k], np.delete(x, k, axis=0).reshape(-1, *x.shape[2:])) for k in range(len(x))
+        compute_ks_statistic(values[k], np.delete(values, k, axis=0).reshape(-1, *values.shape[2:]))
+        for k in range(len(values))
     ]
     return np.asarray(np.mean(found, axis=0))

@@ -12,8 +12,12 @@ from numpyro.handlers import uncondition
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.diagnostics.at_rows import at_rows, checked_rows, the_plate
-from numpyro_sgmcmc.diagnostics.runs import finished_run
+from numpyro_sgmcmc.diagnostics.at_rows import (
+    evaluate_plate_sites,
+    get_subsampled_plate,
+    validate_row_indices,
+)
+from numpyro_sgmcmc.diagnostics.runs import check_finished_run
 
 __all__ = ["posterior_predictive"]
 
@@ -37,20 +41,22 @@ def posterior_predictive(
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, rows that are not there, or draws that were not kept.
     """
-    kernel = finished_run(mcmc, "posterior_predictive", tells_bias=False)
-    checks.one_key(rng_key)
-    plate = the_plate(kernel, "posterior_predictive")
-    rows = checked_rows(np.arange(plate.size) if rows is None else rows, plate)
+    kernel = check_finished_run(mcmc, "posterior_predictive", uses_moments=False)
+    checks.check_rng_key(rng_key)
+    plate = get_subsampled_plate(kernel, "posterior_predictive")
+    rows = validate_row_indices(np.arange(plate.size) if rows is None else rows, plate)
     samples = mcmc.get_samples(group_by_chain=True)
     if num_draws is not None:
-        checks.positive_int("num_draws", num_draws)
+        checks.check_positive_int("num_draws", num_draws)
         all_draws = jax.tree.leaves(samples)[0].shape[1]
         places = np.linspace(0, all_draws - 1, min(num_draws, all_draws)).astype(int)
         samples = {name: x[:, places] for name, x in samples.items()}
-    return at_rows(mcmc, samples, rows, "predictive", _of_site, uncondition, rng_key)[0]
+    return evaluate_plate_sites(
+        mcmc, samples, rows, "predictive", _read_replicated_value, uncondition, rng_key
+    )[0]
 
 
-def _of_site(site: dict[str, Any]) -> Array | None:
+def _read_replicated_value(site: dict[str, Any]) -> Array | None:
     if site["type"] == "deterministic":
         return site["value"]
     is_data = site["type"] == "sample" and site["infer"].get("was_observed")

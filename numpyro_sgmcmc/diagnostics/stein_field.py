@@ -27,105 +27,116 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.diagnostics.functions import Functions
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.diagnostics.functions import DrawFunctions
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
-__all__ = ["Field"]
+__all__ = ["SteinField"]
 
-_MOST = 64  # values whose gradients make the metric
-_NARROW = 2.0  # curvature beyond which coordinates are not white
-_SHARE = 0.03
+_MAX_METRIC_VALUES = 64  # values whose gradients make the metric
+_MIN_CURVATURE_RATIO = 2.0  # curvature beyond which coordinates are not white
+_METRIC_CURVATURE_FRACTION = 0.03
 
 
-class Field(NamedTuple):
+class SteinField(NamedTuple):
     """
-    - **coordinates** - whitened ones.
-    - **constrain** - maps a flat position to a draw.
-    - **values** - maps a flat position to values of the functions, shape ``(k,)``.
+    - **preconditioner** - whitened ones.
+    - **constrain_fn** - maps a flat position to a draw.
+    - **values_fn** - maps a flat position to values of the functions, shape ``(k,)``.
     - **weights** - :math:`c` over each value's variance, shape ``(k,)``.
     """
 
-    coordinates: Whitening
-    constrain: Callable[[Array], dict[str, Array]]
-    values: Callable[[Array], Array]
+    preconditioner: Preconditioner
+    constrain_fn: Callable[[Array], dict[str, Array]]
+    values_fn: Callable[[Array], Array]
     weights: Any
 
     @classmethod
-    def of(
+    def from_draws(
         cls,
-        functions: Functions,
-        form: Mapping[str, Any],
-        at: Mapping[str, Array],
-        coordinates: Whitening,
-        constrain: Callable[[Array], dict[str, Array]],
-    ) -> tuple[Field, Array | None]:
+        functions: DrawFunctions,
+        result_shapes: Mapping[str, Any],
+        points: Mapping[str, Array],
+        preconditioner: Preconditioner,
+        constrain_fn: Callable[[Array], dict[str, Array]],
+    ) -> tuple[SteinField, Array | None]:
         r"""Measured at draws.
 
-        :param form: shapes of the results on all rows.
-        :param at: positions and gradients, axes of chains and draws first.
+        :param result_shapes: shapes of the results on all rows.
+        :param points: positions and gradients, axes of chains and draws first.
         :return: besides :math:`(I + c\,BB^\top)^{-1}` at each draw, shape ``(chains, draws, k,
             k)``; None where the field is the gradient.
         """
-        values = _some_of(functions, form, constrain)
-        measure = Functions(
-            partial(_moments, values, coordinates), (), width=coordinates.anchor.size
+        values = _make_value_subset_fn(functions, result_shapes, constrain_fn)
+        measure = DrawFunctions(
+            partial(_compute_gradient_products, values, preconditioner),
+            (),
+            elements_per_result=preconditioner.center.size,
         )
-        _, (found,) = next(measure.by_chunks([at], random.key(0)))
+        _, (found,) = next(measure.iterate_chunks([points], random.key(0)))
         value, work, products = (found[k].astype(np.float64) for k in ("value", "work", "products"))
         variance = value.var((0, 1))
         over = np.divide(1.0, variance, out=np.zeros_like(variance), where=variance > 0.0)
         length = np.diagonal(products, axis1=-2, axis2=-1).mean((0, 1)) @ over
         curved = np.square(work).mean((0, 1)) @ over
-        if not curved > _NARROW * length:
-            return cls(coordinates, constrain, values, over), None
+        if not curved > _MIN_CURVATURE_RATIO * length:
+            return cls(preconditioner, constrain_fn, values, over), None
         c = (curved - length) / (over @ np.square(products).mean((0, 1)) @ over)
-        dtype = coordinates.anchor.dtype
-        weights = _SHARE * c * over
+        dtype = preconditioner.center.dtype
+        weights = _METRIC_CURVATURE_FRACTION * c * over
         root = np.sqrt(weights)
         # Here, and not where it is used: batches of inverses in compiled code can wait for each
         # other for ever, each on a thread that the other's need.
         inner = np.linalg.inv(np.eye(len(root)) + root[:, None] * products * root)
-        field = cls(coordinates, constrain, values, jnp.asarray(weights, dtype))
+        field = cls(preconditioner, constrain_fn, values, jnp.asarray(weights, dtype))
         return field, jnp.asarray(inner, dtype)
 
-    def at(self, position: Array, inner: Array | None) -> Callable[[Array], Array]:
+    def make_metric_operator(
+        self, position: Array, capacitance_inverse: Array | None
+    ) -> Callable[[Array], Array]:
         """The map of whitened vectors, each a row, by S at this position.
 
-        :param inner: the inverse there, of which the derivative is not asked for.
+        :param capacitance_inverse: the inverse there, of which the derivative is not asked for.
         """
-        if inner is None:
+        if capacitance_inverse is None:
             return lambda white: white
-        b = self.coordinates.pull(jax.jacrev(self.values)(position))
+        b = self.preconditioner.apply_transpose(jax.jacrev(self.values_fn)(position))
         b *= jnp.sqrt(self.weights)[:, None]
         # Newton's step leaves an inverse as it is, and has the derivative of one.
-        inner = 2.0 * inner - inner @ (inner + b @ (b.T @ inner))
-        return lambda white: white - (white @ b.T) @ inner @ b
+        capacitance_inverse = 2.0 * capacitance_inverse - capacitance_inverse @ (
+            capacitance_inverse + b @ (b.T @ capacitance_inverse)
+        )
+        return lambda white: white - (white @ b.T) @ capacitance_inverse @ b
 
 
-def _some_of(
-    functions: Functions, form: Mapping[str, Any], constrain: Callable[[Array], dict[str, Array]]
+def _make_value_subset_fn(
+    functions: DrawFunctions,
+    result_shapes: Mapping[str, Any],
+    constrain_fn: Callable[[Array], dict[str, Array]],
 ) -> Callable[[Array], Array]:
     """A few of the values, evenly."""
-    a_row = sum(int(np.prod(x.shape[1:])) for x in form.values())
-    rows = tuple(x[_evenly(len(x), max(1, _MOST // a_row))] for x in functions.rows)
+    a_row = sum(int(np.prod(x.shape[1:])) for x in result_shapes.values())
+    rows = tuple(
+        x[_evenly_spaced_indices(len(x), max(1, _MAX_METRIC_VALUES // a_row))]
+        for x in functions.row_arrays
+    )
 
     def values(q: Array) -> Array:
-        found = functions.named(None, constrain(q), rows)
+        found = functions.evaluate_draw(None, constrain_fn(q), rows)
         flat = jnp.concatenate([x.reshape(-1) for x in found.values()])
-        return flat[_evenly(flat.size, _MOST)]
+        return flat[_evenly_spaced_indices(flat.size, _MAX_METRIC_VALUES)]
 
     return values
 
 
-def _evenly(num: int, most: int) -> np.ndarray:
-    return np.unique(np.linspace(0, num - 1, min(num, most)).astype(int))
+def _evenly_spaced_indices(num: int, max_count: int) -> np.ndarray:
+    return np.unique(np.linspace(0, num - 1, min(num, max_count)).astype(int))
 
 
-def _moments(
-    values: Callable[[Array], Array], coordinates: Whitening, at: Mapping[str, Array]
+def _compute_gradient_products(
+    values_fn: Callable[[Array], Array], preconditioner: Preconditioner, point: Mapping[str, Array]
 ) -> dict[str, Array]:
     """At one draw: values, their gradients' products with the posterior's, and with each other."""
-    q = at["position"]
-    white = coordinates.pull(jax.jacrev(values)(q))
-    work = white @ coordinates.pull(at["gradient"])
-    return {"value": values(q), "work": work, "products": white @ white.T}
+    q = point["position"]
+    white = preconditioner.apply_transpose(jax.jacrev(values_fn)(q))
+    work = white @ preconditioner.apply_transpose(point["gradient"])
+    return {"value": values_fn(q), "work": work, "products": white @ white.T}

@@ -11,7 +11,7 @@ from numpyro import diagnostics
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.diagnostics.bias import bias_report
 
 __all__ = ["print_summary"]
@@ -35,32 +35,36 @@ def print_summary(
         there.
     """
     report = bias_report(mcmc)
-    checks.between("prob", prob, 0.0, 1.0)
+    checks.check_in_interval("prob", prob, 0.0, 1.0)
     if sites is None:
         mcmc.print_summary(prob, exclude_deterministic)
     else:
-        diagnostics.print_summary(_chosen(mcmc, sites, exclude_deterministic), prob)
+        diagnostics.print_summary(_select_site_draws(mcmc, sites, exclude_deterministic), prob)
         if (diverging := mcmc.get_extra_fields().get("diverging")) is not None:
             print(f"Number of divergences: {np.sum(diverging)}")
-    print(report.line)
-    if not report.is_fine:
-        print(report.verdict)
+    print(report.summary_line)
+    if not report.is_ok:
+        print(report.diagnosis)
 
 
-def _chosen(mcmc: MCMC, sites: Sequence[str], exclude_deterministic: bool) -> dict[str, Any]:
+def _select_site_draws(
+    mcmc: MCMC, sites: Sequence[str], exclude_deterministic: bool
+) -> dict[str, Any]:
     """Draws of the sites asked for, by chain."""
     draws = mcmc.get_samples(group_by_chain=True)
     named = [sites] if isinstance(sites, str) else sites
     if not (isinstance(named, (list, tuple)) and all(isinstance(name, str) for name in named)):
-        raise Refusal(f"`sites` is {sites!r}, but must be a list of sites' names.")
+        raise InvalidArgumentError(f"`sites` is {sites!r}, but must be a list of sites' names.")
     there = list(draws) if isinstance(draws, dict) else []
     if unknown := [name for name in named if name.removeprefix("~") not in there]:
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`sites` has {', '.join(map(repr, unknown))}, but the run has draws of "
             f"{', '.join(map(repr, there)) or 'no sites with names'}."
         )
     if len({name.startswith("~") for name in named}) != 1:
-        raise Refusal("`sites` must name sites to show, or, with ~ before each, to leave out.")
+        raise InvalidArgumentError(
+            "`sites` must name sites to show, or, with ~ before each, to leave out."
+        )
     if not named[0].startswith("~"):
         return {name: draws[name] for name in named}
     latent = attrgetter(mcmc.sampler.sample_field)(mcmc.last_state)

@@ -12,52 +12,52 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Bend"]
+__all__ = ["TailTransform"]
 
-_HEAVY = 1.3  # sd over that of a normal with the same quantiles at 5 and 95 %
-_NORMAL_WIDTH = 3.29  # between these, in its sds
-_QUARTILES = 1.349
+_MIN_HEAVY_TAIL_SD_RATIO = 1.3  # sd over that of a normal with the same quantiles at 5 and 95 %
+_NORMAL_90_PERCENT_WIDTH_SD = 3.29  # between these, in its sds
+_NORMAL_INTERQUARTILE_RANGE_SD = 1.349
 
 
-class Bend(NamedTuple):
+class TailTransform(NamedTuple):
     """
-    - **where** - the coordinates with heavy tails, shape ``(k,)``.
+    - **coordinates** - the coordinates with heavy tails, shape ``(k,)``.
     - **center** - c: their medians.
     - **scale** - s: sds of normals with their quartiles.
     """
 
-    where: np.ndarray
+    coordinates: np.ndarray
     center: np.ndarray
     scale: np.ndarray
 
     @classmethod
-    def of(cls, draws: np.ndarray) -> Bend:
+    def fit(cls, draws: np.ndarray) -> TailTransform:
         """That of the coordinates with heavy tails.
 
         :param draws: shape ``(n, d)``.
         """
         low, first, middle, third, high = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
-        heavy = draws.std(0) > _HEAVY * (high - low) / _NORMAL_WIDTH
+        heavy = draws.std(0) > _MIN_HEAVY_TAIL_SD_RATIO * (high - low) / _NORMAL_90_PERCENT_WIDTH_SD
         where = np.flatnonzero(heavy & (third > first))  # stuck chains have none
-        scale = (third - first) / _QUARTILES
+        scale = (third - first) / _NORMAL_INTERQUARTILE_RANGE_SD
         return cls(where, middle[where], scale[where])
 
-    def straight(self, x: np.ndarray) -> np.ndarray:
+    def transform(self, positions: np.ndarray) -> np.ndarray:
         """The coordinates with heavy tails as y.
 
-        :param x: positions, shape ``(..., d)``.
+        :param positions: positions, shape ``(..., d)``.
         :return: shape ``(..., k)``.
         """
-        return np.arcsinh((x[..., self.where] - self.center) / self.scale)
+        return np.arcsinh((positions[..., self.coordinates] - self.center) / self.scale)
 
-    def gradient(self, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    def transform_gradient(self, positions: np.ndarray, gradients: np.ndarray) -> np.ndarray:
         r"""The potential's gradient by y: that by x times :math:`dx/dy`, less that of its
         logarithm.
 
-        :param x: positions, shape ``(..., d)``.
-        :param g: gradients by them.
+        :param positions: positions, shape ``(..., d)``.
+        :param gradients: gradients by them.
         :return: shape ``(..., k)``.
         """
-        sine = (x[..., self.where] - self.center) / self.scale
+        sine = (positions[..., self.coordinates] - self.center) / self.scale
         cosine = np.sqrt(1.0 + np.square(sine))
-        return g[..., self.where] * self.scale * cosine - sine / cosine
+        return gradients[..., self.coordinates] * self.scale * cosine - sine / cosine

@@ -29,15 +29,15 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics.at_rows import checked_rows, the_plate
-from numpyro_sgmcmc.diagnostics.likelihood import log_likelihoods
-from numpyro_sgmcmc.diagnostics.runs import finished_run, unconstrained_draws
+from numpyro_sgmcmc.diagnostics.at_rows import get_subsampled_plate, validate_row_indices
+from numpyro_sgmcmc.diagnostics.likelihood import evaluate_log_likelihood
+from numpyro_sgmcmc.diagnostics.runs import check_finished_run, get_unconstrained_draws
 
 __all__ = ["LooDifference", "LooEstimate", "loo", "to_arviz"]
 
-_LARGE_K = 0.7
+_MAX_RELIABLE_PARETO_K = 0.7
 
 
 class LooDifference(NamedTuple):
@@ -70,9 +70,9 @@ class LooEstimate(NamedTuple):
     - **p_loo** - effective number of parameters.
     - **pareto_k** - of the rows looked at, shape ``(m,)``: a row's part is not to be trusted above
       0.7.
-    - **rows** - which they are, shape ``(m,)``.
+    - **indices** - which they are, shape ``(m,)``.
     - **elpd_i** - their parts of the density, shape ``(m,)``.
-    - **middle_i** - their log likelihoods in the middle of the posterior, shape ``(m,)``.
+    - **plpd_i** - their log likelihoods in the middle of the posterior, shape ``(m,)``.
     - **num_rows** - number of all rows, N.
     """
 
@@ -81,9 +81,9 @@ class LooEstimate(NamedTuple):
     subsampling_se: float
     p_loo: float
     pareto_k: np.ndarray
-    rows: np.ndarray
+    indices: np.ndarray
     elpd_i: np.ndarray
-    middle_i: np.ndarray
+    plpd_i: np.ndarray
     num_rows: int
 
     def __sub__(self, other: LooEstimate) -> LooDifference:
@@ -93,26 +93,28 @@ class LooEstimate(NamedTuple):
         """
         if not isinstance(other, LooEstimate):
             return NotImplemented
-        if self.num_rows != other.num_rows or not np.array_equal(self.rows, other.rows):
-            raise Refusal(
+        if self.num_rows != other.num_rows or not np.array_equal(self.indices, other.indices):
+            raise InvalidArgumentError(
                 "These estimates have looked at different rows: give `loo` the same `num_rows` and "
                 "`seed`, for runs on the same rows in the same order."
             )
         elpd = self.elpd_i - other.elpd_i
         return LooDifference(
             elpd=self.elpd - other.elpd,
-            se=_population_se(elpd, self.num_rows),
-            subsampling_se=_subsampling_se(elpd - self.middle_i + other.middle_i, self.num_rows),
+            se=_compute_population_se(elpd, self.num_rows),
+            subsampling_se=_compute_subsampling_se(
+                elpd - self.plpd_i + other.plpd_i, self.num_rows
+            ),
         )
 
     def __str__(self) -> str:
-        bad = int((self.pareto_k > _LARGE_K).sum())
+        bad = int((self.pareto_k > _MAX_RELIABLE_PARETO_K).sum())
         return (
             f"elpd   {self.elpd:.1f}\n"
-            f"se     {self.se:.1f}, and {self.subsampling_se:.1f} because {len(self.rows):,} rows "
+            f"se     {self.se:.1f}, and {self.subsampling_se:.1f} because {len(self.indices):,} rows "
             "were looked at\n"
             f"p_loo  {self.p_loo:.1f}\n"
-            f"k      at most {self.pareto_k.max():.2f}; above {_LARGE_K:g}, and not to be trusted, "
+            f"k      at most {self.pareto_k.max():.2f}; above {_MAX_RELIABLE_PARETO_K:g}, and not to be trusted, "
             f"for {bad} of these rows"
         )
 
@@ -133,16 +135,20 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     :raises ValueError: for a run of another kernel or before a run, and rows that are not there.
     :raises ImportError: without ArviZ.
     """
-    kernel = finished_run(mcmc, "to_arviz", tells_bias=False)
+    kernel = check_finished_run(mcmc, "to_arviz", uses_moments=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
-        arviz = checks.needs("arviz", "`to_arviz`", "arviz")
-    data = _draws(arviz, mcmc)
+        arviz = checks.import_optional("arviz", "`to_arviz`", "arviz")
+    data = _convert_draws(arviz, mcmc)
     if log_likelihood is False:
         return data
-    rows = _chosen(kernel, log_likelihood, seed)
-    found, axes = log_likelihoods(mcmc, mcmc.get_samples(group_by_chain=True), rows)
-    _add(data, "log_likelihood", _dataset(found, axes, kernel.target.plates[0].name, rows))
+    rows = _select_row_indices(kernel, log_likelihood, seed)
+    found, axes = evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), rows)
+    _add_group(
+        data,
+        "log_likelihood",
+        _make_log_likelihood_dataset(found, axes, kernel.potential.plates[0].name, rows),
+    )
     return data
 
 
@@ -160,61 +166,63 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     :raises ValueError: for a run of another kernel or before a run, and for another model.
     :raises ImportError: without ArviZ.
     """
-    kernel = finished_run(mcmc, "loo", tells_bias=False)
-    checks.positive_int("num_rows", num_rows)
-    num = the_plate(kernel, "loo").size
+    kernel = check_finished_run(mcmc, "loo", uses_moments=False)
+    checks.check_positive_int("num_rows", num_rows)
+    num = get_subsampled_plate(kernel, "loo").size
     data = to_arviz(mcmc, min(num_rows, num), seed)
     log_likelihood = data["log_likelihood"]
     names = list(log_likelihood.data_vars)
     if len(names) != 1 or log_likelihood[names[0]].ndim != 3:
-        raise Refusal(
+        raise InvalidArgumentError(
             "`loo` needs one observed site inside the subsampled plate, with one value a row, but "
             f"the model has {', '.join(map(repr, names)) or 'none'}: sum the log likelihoods that "
             "`to_arviz` gives of a row, and pass them to az.loo."
         )
     of_draws = log_likelihood[names[0]]
     rows = np.asarray(of_draws.coords[of_draws.dims[-1]])
-    elpd, pareto_k = _left_out(data)
-    middle = _in_the_middle(mcmc)
-    everywhere = log_likelihoods(mcmc, middle, np.arange(num))[0][names[0]].reshape(-1)
+    elpd, pareto_k = _compute_pointwise_loo(data)
+    middle = _compute_posterior_mean_draw(mcmc)
+    everywhere = evaluate_log_likelihood(mcmc, middle, np.arange(num))[0][names[0]].reshape(-1)
     middle_i = everywhere[rows].astype(np.float64)
     given_all = np.logaddexp.reduce(np.asarray(of_draws, np.float64).reshape(-1, len(rows)), axis=0)
     lpd = given_all - np.log(of_draws.shape[0] * of_draws.shape[1])
     return LooEstimate(
         elpd=float(everywhere.sum(dtype=np.float64) + num * (elpd - middle_i).mean()),
-        se=_population_se(elpd, num),
-        subsampling_se=_subsampling_se(elpd - middle_i, num),
+        se=_compute_population_se(elpd, num),
+        subsampling_se=_compute_subsampling_se(elpd - middle_i, num),
         p_loo=float(num * (lpd - elpd).mean()),
         pareto_k=pareto_k,
-        rows=rows,
+        indices=rows,
         elpd_i=elpd,
-        middle_i=middle_i,
+        plpd_i=middle_i,
         num_rows=num,
     )
 
 
-def _population_se(of_rows: np.ndarray, num: int) -> float:
+def _compute_population_se(pointwise: np.ndarray, num_rows: int) -> float:
     """Of a sum over all rows, as if they were drawn from a population."""
-    return float(np.sqrt(num) * of_rows.std())
+    return float(np.sqrt(num_rows) * pointwise.std())
 
 
-def _subsampling_se(of_rows: np.ndarray, num: int) -> float:
+def _compute_subsampling_se(pointwise: np.ndarray, num_rows: int) -> float:
     """Of a sum over all rows made up from some, drawn without replacement."""
-    return float(num * np.sqrt((1.0 - len(of_rows) / num) / len(of_rows)) * of_rows.std())
+    return float(
+        num_rows * np.sqrt((1.0 - len(pointwise) / num_rows) / len(pointwise)) * pointwise.std()
+    )
 
 
-def _draws(arviz: Any, mcmc: MCMC) -> Any:
+def _convert_draws(arviz: Any, mcmc: MCMC) -> Any:
     """An ArviZ object without log likelihoods; without observed data where they are on the host."""
-    if not Arguments(mcmc._args, mcmc._kwargs).hosts:
+    if not Arguments(mcmc._args, mcmc._kwargs).host_arrays:
         return arviz.from_numpyro(mcmc, log_likelihood=False)
     draws = mcmc.get_samples(group_by_chain=True)
     fields = {k: x for k, x in mcmc.get_extra_fields(group_by_chain=True).items() if _is_array(x)}
     groups = {"posterior": draws, "sample_stats": fields}
     groups = {k: jax.tree.map(np.asarray, x) for k, x in groups.items()}
-    return arviz.from_dict(**groups) if _is_old(arviz) else arviz.from_dict(groups)
+    return arviz.from_dict(**groups) if _is_arviz_0x(arviz) else arviz.from_dict(groups)
 
 
-def _is_old(arviz: Any) -> bool:
+def _is_arviz_0x(arviz: Any) -> bool:
     return bool(arviz.__version__.startswith("0."))
 
 
@@ -222,34 +230,38 @@ def _is_array(x: Any) -> bool:
     return not isinstance(x, (dict, tuple))
 
 
-def _chosen(kernel: Any, rows: Any, seed: int) -> np.ndarray:
+def _select_row_indices(kernel: Any, selection: Any, seed: int) -> np.ndarray:
     """The rows' numbers: all, so many at random, or those given."""
-    plate = the_plate(kernel, "to_arviz")
-    if rows is True:
+    plate = get_subsampled_plate(kernel, "to_arviz")
+    if selection is True:
         return np.arange(plate.size)
-    if np.ndim(rows):
-        return checked_rows(rows, plate)
-    checks.positive_int("log_likelihood", rows)
-    if rows > plate.size:
-        raise Refusal(f"`log_likelihood` asks for {rows} rows, but there are {plate.size}.")
-    return np.sort(np.random.default_rng(seed).choice(plate.size, rows, replace=False))
+    if np.ndim(selection):
+        return validate_row_indices(selection, plate)
+    checks.check_positive_int("log_likelihood", selection)
+    if selection > plate.size:
+        raise InvalidArgumentError(
+            f"`log_likelihood` asks for {selection} rows, but there are {plate.size}."
+        )
+    return np.sort(np.random.default_rng(seed).choice(plate.size, selection, replace=False))
 
 
-def _dataset(found: dict[str, np.ndarray], axes: dict[str, int], plate: str, rows: Any) -> Any:
+def _make_log_likelihood_dataset(
+    log_lik_by_site: dict[str, np.ndarray], axes: dict[str, int], plate_name: str, indices: Any
+) -> Any:
     """Log likelihoods by site, with the rows' numbers as the plate's coordinate."""
     import xarray  # ArviZ brings it
 
     arrays = {}
-    for name, x in found.items():
+    for name, x in log_lik_by_site.items():
         dims = [f"{name}_dim_{k}" for k in range(x.ndim - 2)]
-        dims[axes[name]] = plate
+        dims[axes[name]] = plate_name
         arrays[name] = (("chain", "draw", *dims), x)
-    chains, draws = next(iter(found.values())).shape[:2]
-    coords = {"chain": np.arange(chains), "draw": np.arange(draws), plate: rows}
+    chains, draws = next(iter(log_lik_by_site.values())).shape[:2]
+    coords = {"chain": np.arange(chains), "draw": np.arange(draws), plate_name: indices}
     return xarray.Dataset(arrays, coords=coords)
 
 
-def _add(data: Any, group: str, dataset: Any) -> None:
+def _add_group(data: Any, group: str, dataset: Any) -> None:
     """Put a group into an ArviZ object of either major version."""
     if hasattr(data, "add_groups"):
         data.add_groups({group: dataset})
@@ -257,20 +269,20 @@ def _add(data: Any, group: str, dataset: Any) -> None:
         data[group] = type(data)(dataset)
 
 
-def _left_out(data: Any) -> tuple[np.ndarray, np.ndarray]:
+def _compute_pointwise_loo(data: Any) -> tuple[np.ndarray, np.ndarray]:
     """ArviZ's pointwise elpd, and its Pareto k."""
     import arviz
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # large k are told by their numbers
         found = arviz.loo(data, pointwise=True)
-    elpd = found["loo_i"] if _is_old(arviz) else found.elpd_i
+    elpd = found["loo_i"] if _is_arviz_0x(arviz) else found.elpd_i
     return np.asarray(elpd, np.float64).ravel(), np.asarray(found.pareto_k, np.float64).ravel()
 
 
-def _in_the_middle(mcmc: MCMC) -> dict[str, Any]:
+def _compute_posterior_mean_draw(mcmc: MCMC) -> dict[str, Any]:
     """The mean of the unconstrained draws as one draw of one chain."""
     kernel = mcmc.sampler
-    middle = unconstrained_draws(mcmc, kernel).mean((0, 1))
-    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.target.unravel(middle))
+    middle = get_unconstrained_draws(mcmc, kernel).mean((0, 1))
+    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(middle))
     return {name: jnp.asarray(x)[None, None] for name, x in sites.items()}

@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.dynamics.integrators import Flow, Scheme, Step, compose
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
+from numpyro_sgmcmc.dynamics.integrators import Flow, Integrator, Step, compose
 
-__all__ = ["Dynamics", "damped_oscillation"]
+__all__ = ["Dynamics", "damped_oscillator_autocorrelation"]
 
 
-def damped_oscillation(friction: float, time: np.ndarray) -> np.ndarray:
+def damped_oscillator_autocorrelation(friction: float, lag: np.ndarray) -> np.ndarray:
     """Autocorrelation of a unit oscillator's position under friction and white noise.
 
     :param friction: friction, not negative.
-    :param time: lags, of any shape.
+    :param lag: lags, of any shape.
     """
     decay = friction / 2.0
     # Where the two rates meet, at critical friction, they are held apart. Their product is one, by
     # which the slow one is exact at any friction. Neither exponential overflows.
     fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
     slow = 1.0 / fast
-    turned = fast * np.exp(-slow * time) - slow * np.exp(-fast * time)
+    turned = fast * np.exp(-slow * lag) - slow * np.exp(-fast * lag)
     return (turned / (fast - slow)).real
 
 
@@ -53,7 +53,7 @@ class Dynamics:
     has_thermostat: ClassVar[bool] = False
     """Whether its friction adapts to the momenta's temperature."""
 
-    is_uniform: ClassVar[bool] = True
+    has_constant_metric: ClassVar[bool] = True
     """Whether a step is as long everywhere: with a metric it is not."""
 
     @property
@@ -62,12 +62,12 @@ class Dynamics:
         return all(getattr(self, field.name) == field.default for field in fields(self))
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         """The schemes that this SDE has, by name."""
         raise NotImplementedError
 
     @property
-    def linearised(self) -> Dynamics | None:
+    def linear_approximation(self) -> Dynamics | None:
         """About the same SDE, with steps that are linear on a normal; None if there is none."""
         return None
 
@@ -77,18 +77,20 @@ class Dynamics:
         raise NotImplementedError
 
     @property
-    def resampling(self) -> Mapping[str, int]:
+    def resampling_periods(self) -> Mapping[str, int]:
         """Auxiliary variables that are drawn afresh, with the number of steps between draws."""
         return {}
 
-    def step(self, scheme: str) -> Step:
+    def make_step(self, integrator: str) -> Step:
         """The step of one of the schemes."""
-        return compose(self.flows, self.schemes[scheme])
+        return compose(self.flows, self.integrators[integrator])
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
         """Draws of an auxiliary variable from its stationary law.
 
-        :param field: name of the variable.
+        :param name: name of the variable.
         :param shape: the position's shape, with any number of axes before it.
         """
         raise NotImplementedError
@@ -97,7 +99,7 @@ class Dynamics:
         """Minus the log stationary density of the auxiliary variables, up to a constant."""
         return jnp.zeros(())
 
-    def temperature(self, state: Any) -> Array:
+    def kinetic_temperature(self, state: Any) -> Array:
         r"""Kinetic temperature, the mean over coordinates of :math:`p\,\partial_p K`.
 
         One on average for an exact sampler; NaN without momenta.
@@ -109,7 +111,7 @@ class Dynamics:
         names = self.State._fields[1:]  # type: ignore[attr-defined]
         keys = random.split(rng_key, max(1, len(names)))
         drawn = (
-            self.draw(n, k, position.shape, position.dtype)
+            self.sample_auxiliary(n, k, position.shape, position.dtype)
             for n, k in zip(names, keys, strict=False)
         )
         return self.State(position, *drawn)
@@ -118,44 +120,44 @@ class Dynamics:
         """Time between about independent draws of a whitened Gaussian."""
         raise NotImplementedError
 
-    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
+    def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
         """Autocorrelation of the position on a whitened Gaussian.
 
-        :param time: lags, of any shape.
+        :param lag: lags, of any shape.
         :param step_size: step size.
         """
-        return np.exp(-2.0 * time / self.relaxation_time(step_size))
+        return np.exp(-2.0 * lag / self.relaxation_time(step_size))
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         """Predicted relative excess of a unit posterior variance.
 
         :param gradient_variance: variance of the gradient's estimate, a coordinate.
         :param step_size: step size.
-        :param varying: share of the noise that differs over the posterior, from 0 to 1, which
+        :param position_dependent_fraction: share of the noise that differs over the posterior, from 0 to 1, which
             no thermostat can take away.
         """
         raise NotImplementedError
 
-    def compensate(
-        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    def compensate_gradient_noise(
+        self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
         """The step's normal entries, less what the gradient's own noise brings.
 
         :param state: the state before the step.
-        :param noise: standard normal entries, shape ``(draws, d)``.
+        :param normals: standard normal entries, shape ``(draws, d)``.
         :param step_size: step size.
-        :param gradient_noise: covariance of the gradient's noise.
+        :param noise_covariance: covariance of the gradient's noise.
         """
-        return gradient_noise.take_from(noise, self.noise_share(step_size))
+        return noise_covariance.subtract_from(normals, self.gradient_noise_fraction(step_size))
 
-    def noise_share(self, step_size: Any) -> float:
+    def gradient_noise_fraction(self, step_size: Any) -> float:
         """What part of the injected variance a gradient's variance of one brings."""
-        return self.noise_inflation(1.0, step_size)
+        return self.variance_inflation(1.0, step_size)
 
     @property
-    def longest_step_size(self) -> float:
+    def max_step_size(self) -> float:
         """A bound on step sizes that has other reasons than bias and stability."""
         return math.inf
 

@@ -13,39 +13,39 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["GradientNoise"]
+__all__ = ["GradientNoiseCovariance"]
 
 
-class GradientNoise(NamedTuple):
+class GradientNoiseCovariance(NamedTuple):
     """Covariance of the whitened gradient's noise, by its eigenvalues.
 
-    - **values** - eigenvalues, or variances where the covariance is taken as diagonal, ``(d,)``.
-    - **vectors** - eigenvectors as columns, shape ``(d, d)``; None for a diagonal.
+    - **eigenvalues** - eigenvalues, or variances where the covariance is taken as diagonal, ``(d,)``.
+    - **eigenvectors** - eigenvectors as columns, shape ``(d, d)``; None for a diagonal.
     """
 
-    values: Array
-    vectors: Array | None = None
+    eigenvalues: Array
+    eigenvectors: Array | None = None
 
     @classmethod
-    def of(cls, covariance: Array) -> GradientNoise:
+    def from_covariance(cls, covariance: Array) -> GradientNoiseCovariance:
         """From a matrix of shape ``(d, d)``, or the diagonal of one, ``(d,)``."""
         return cls(covariance) if covariance.ndim == 1 else cls(*jnp.linalg.eigh(covariance))
 
     @property
     def covariance(self) -> Array:
         """The covariance, ``(d, d)`` or ``(d,)``."""
-        if self.vectors is None:
-            return self.values
-        return (self.vectors * self.values) @ self.vectors.T
+        if self.eigenvectors is None:
+            return self.eigenvalues
+        return (self.eigenvectors * self.eigenvalues) @ self.eigenvectors.T
 
-    def take_from(self, noise: Array, share: Any) -> Array:
+    def subtract_from(self, normals: Array, fraction: Any) -> Array:
         """Normal entries of covariance one, made to have ``1 - share * covariance``.
 
-        :param noise: shape ``(..., d)``.
-        :param share: what part of the injected variance a unit of this covariance is.
+        :param normals: shape ``(..., d)``.
+        :param fraction: what part of the injected variance a unit of this covariance is.
         :return: the same shape; zero in directions where the difference is negative.
         """
-        scale = jnp.sqrt(jnp.maximum(1.0 - share * self.values, 0.0))
-        if self.vectors is None:
-            return scale * noise
-        return ((noise @ self.vectors) * scale) @ self.vectors.T
+        scale = jnp.sqrt(jnp.maximum(1.0 - fraction * self.eigenvalues, 0.0))
+        if self.eigenvectors is None:
+            return scale * normals
+        return ((normals @ self.eigenvectors) * scale) @ self.eigenvectors.T

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-__all__ = ["LAPLACE", "Kinetics"]
+__all__ = ["LAPLACE_KINETICS", "Kinetics"]
 
-_LARGEST_EXPONENTIAL = 40.0
-_GRID = 8192
-_SMALLEST_G = 1e-4
+_MAX_TABLE_EXPONENTIAL = 40.0
+_QUANTILE_TABLE_SIZE = 8192
+_MIN_SOFTENED_G = 1e-4
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Kinetics:
         g, c = self._g(p), self.softening
         x, w = np.polynomial.laguerre.laggauss(64)
         weights = w * np.exp(x)  # of which neither factor is a float32
-        tail = _missing(self.a, c * g[..., None] + x) @ weights
-        start = _missing(self.a, x) @ weights
+        tail = _one_minus_tanh_power(self.a, c * g[..., None] + x) @ weights
+        start = _one_minus_tanh_power(self.a, x) @ weights
         return g + (tail - start) / c
 
     def velocity(self, p: Array) -> Array:
@@ -80,32 +80,32 @@ class Kinetics:
         if self.is_gaussian:
             return jnp.full_like(p, 2.0 / self.mass)
         a, m, c = self.a, self.mass, self.softening
-        g = jnp.maximum(self._g(p), _SMALLEST_G)
+        g = jnp.maximum(self._g(p), _MIN_SOFTENED_G)
         psi = jnp.tanh(c * g / 2.0)
         # psi' / psi = c / sinh(c g)
         bend = a * c * g / jnp.sinh(jnp.minimum(c * g, 80.0)) + 1.0 - a
         return (psi / (m * g)) ** a * (m * g) ** (1.0 - a) * bend / (a**2 * m)
 
-    def friction(self, p: Array, xi_time: Any) -> Array:
+    def apply_friction(self, p: Array, friction_time: Any) -> Array:
         r"""The flow of :math:`dp = -\xi\nabla K_c(p)\,dt` for the time that makes :math:`\xi t`.
 
         Exact for a = 1/2 and a = 1, an explicit midpoint step otherwise.
         """
         if self.is_gaussian:
-            return p * jnp.exp(-2.0 * xi_time / self.mass)
+            return p * jnp.exp(-2.0 * friction_time / self.mass)
         if self.a == 1.0:
             rate = self.softening / (2.0 * self.mass)
             # asinh(sinh(x) exp(-y)) by logarithms: sinh leaves float32 at 88.
             x = rate * jnp.abs(p)
             log_sinh = x + jnp.log1p(-jnp.exp(-2.0 * x)) - np.log(2.0)
-            w = log_sinh - rate * xi_time / self.mass
+            w = log_sinh - rate * friction_time / self.mass
             above = w + jnp.log1p(jnp.sqrt(1.0 + jnp.exp(-2.0 * jnp.abs(w))))
             below = jnp.arcsinh(jnp.exp(jnp.minimum(w, 0.0)))
             return jnp.sign(p) * jnp.where(w > 0.0, above, below) / rate
-        half = p - 0.5 * xi_time * self.velocity(p)
-        return p - xi_time * self.velocity(half)
+        half = p - 0.5 * friction_time * self.velocity(p)
+        return p - friction_time * self.velocity(half)
 
-    def draw(self, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def sample_momentum(self, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         r"""Draws from the density :math:`\propto e^{-K_c(p)}`.
 
         By inversion: :math:`g^a` is tabulated as a function of an exponential variable, to about
@@ -115,13 +115,13 @@ class Kinetics:
             return np.sqrt(self.mass / 2.0) * random.normal(rng_key, shape, dtype)
         size_key, sign_key = random.split(rng_key)
         e = random.exponential(size_key, shape, dtype)
-        return random.rademacher(sign_key, shape, dtype) * self.size_at(e)
+        return random.rademacher(sign_key, shape, dtype) * self.magnitude_from_exponential(e)
 
-    def size_at(self, e: Array) -> Array:
+    def magnitude_from_exponential(self, e: Array) -> Array:
         """|p| at which the stationary law has the tail probability exp(-e)."""
-        table = jnp.asarray(_table(self.a, self.softening), e.dtype)
-        place = jnp.minimum(e / _LARGEST_EXPONENTIAL, 1.0) * (_GRID - 1)
-        left = jnp.clip(place.astype(int), 0, _GRID - 2)
+        table = jnp.asarray(_quantile_table(self.a, self.softening), e.dtype)
+        place = jnp.minimum(e / _MAX_TABLE_EXPONENTIAL, 1.0) * (_QUANTILE_TABLE_SIZE - 1)
+        left = jnp.clip(place.astype(int), 0, _QUANTILE_TABLE_SIZE - 2)
         power = table[left] + (place - left) * (table[left + 1] - table[left])
         return self.mass**self.a * power
 
@@ -129,23 +129,23 @@ class Kinetics:
         return jnp.abs(p) ** (1.0 / self.a) / self.mass
 
 
-LAPLACE = Kinetics(a=1.0, mass=1.0, softening=3.0)
+LAPLACE_KINETICS = Kinetics(a=1.0, mass=1.0, softening=3.0)
 """The paper's energy for a = 1, whose momenta have the tails of a Laplace distribution."""
 
 
-def _missing(a: float, x: Any) -> Any:
+def _one_minus_tanh_power(a: float, x: Any) -> Any:
     """``1 - tanh(x / 2)^a`` without cancellation, for x >= 0."""
     e = jnp.exp(-x)
     return -jnp.expm1(a * (jnp.log1p(-e) - jnp.log1p(e)))
 
 
 @cache
-def _table(a: float, c: float) -> np.ndarray:
+def _quantile_table(a: float, softening: float) -> np.ndarray:
     """``g^a``, whose density is exp(-K), where its tail probability is exp(-e); e on a grid."""
     # Fine near zero, where the density of g^a is largest, and long enough for the last entry.
-    y = np.linspace(0.0, 1.0, 400_001) ** 2 * (_LARGEST_EXPONENTIAL + 20.0 * max(a, 1.0)) ** a
+    y = np.linspace(0.0, 1.0, 400_001) ** 2 * (_MAX_TABLE_EXPONENTIAL + 20.0 * max(a, 1.0)) ** a
     g = y ** (1.0 / a)
-    rate = np.tanh(c * g / 2.0) ** a
+    rate = np.tanh(softening * g / 2.0) ** a
     energy = np.concatenate([[0.0], np.cumsum(np.diff(g) * (rate[1:] + rate[:-1]) / 2.0)])
     density = np.exp(-energy)
     tail = np.concatenate(
@@ -153,4 +153,4 @@ def _table(a: float, c: float) -> np.ndarray:
     )
     with np.errstate(divide="ignore"):
         e = -np.log(tail / tail[0])
-    return np.interp(np.linspace(0.0, _LARGEST_EXPONENTIAL, _GRID), e, y)
+    return np.interp(np.linspace(0.0, _MAX_TABLE_EXPONENTIAL, _QUANTILE_TABLE_SIZE), e, y)

@@ -29,11 +29,22 @@ import jax.numpy as jnp
 from jax import Array, random
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
-from numpyro_sgmcmc.dynamics.kinetics import LAPLACE, Kinetics
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
+from numpyro_sgmcmc.dynamics.integrators import (
+    SYMMETRIC_SPLITTING,
+    Flow,
+    GradientFn,
+    Integrator,
+    Part,
+)
+from numpyro_sgmcmc.dynamics.kinetics import LAPLACE_KINETICS, Kinetics
 
-__all__ = ["MonomialGamma", "MonomialGammaLangevin", "MonomialGammaState", "SoftenedState"]
+__all__ = [
+    "MonomialGammaLangevin",
+    "MonomialGammaLangevinState",
+    "MonomialGammaState",
+    "MonomialGammaThermostat",
+]
 
 
 class MonomialGammaState(NamedTuple):
@@ -49,7 +60,7 @@ class MonomialGammaState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MonomialGamma(Dynamics):
+class MonomialGammaThermostat(Dynamics):
     r"""The monomial-gamma thermostat.
 
     :param Kinetics kinetics: kinetic energy.
@@ -61,7 +72,7 @@ class MonomialGamma(Dynamics):
     :param int thermostat_period: steps between fresh frictions; None for never.
     """
 
-    kinetics: Kinetics = LAPLACE
+    kinetics: Kinetics = LAPLACE_KINETICS
     sigma_p: float = 1.5
     gamma: float = 1.0
     sigma_theta: float = 0.0
@@ -73,12 +84,12 @@ class MonomialGamma(Dynamics):
     has_thermostat = True
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         # With noise in the position the middle flow is not exact.
         order = 1 if self.sigma_theta > 0.0 else 2
         return {
-            "euler": Scheme((Part("euler"),), order=1, step_size=0.05),
-            "symmetric": Scheme(SYMMETRIC, order=order, step_size=0.2),
+            "euler": Integrator((Part("euler"),), order=1, step_size=0.05),
+            "symmetric": Integrator(SYMMETRIC_SPLITTING, order=order, step_size=0.2),
         }
 
     @property
@@ -87,98 +98,102 @@ class MonomialGamma(Dynamics):
         return {
             "drift": Flow(self._drift),
             "friction": Flow(self._friction),
-            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=draws),
-            "euler": Flow(self._euler, gradients=1, draws=draws),
+            "noisy_kick": Flow(self._noisy_kick, num_gradients=1, num_noise=draws),
+            "euler": Flow(self._euler, num_gradients=1, num_noise=draws),
         }
 
     @property
-    def resampling(self) -> Mapping[str, int]:
+    def resampling_periods(self) -> Mapping[str, int]:
         periods = {"momentum": self.momentum_period, "thermostat": self.thermostat_period}
         return {field: period for field, period in periods.items() if period is not None}
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        if field == "momentum":
-            return self.kinetics.draw(rng_key, shape, dtype)
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
+        if name == "momentum":
+            return self.kinetics.sample_momentum(rng_key, shape, dtype)
         return self.sigma_p + math.sqrt(self.gamma) * random.normal(rng_key, shape, dtype)
 
     def energy(self, state: MonomialGammaState) -> Array:
         off = jnp.square(state.thermostat - self.sigma_p) / (2.0 * self.gamma)
         return (self.kinetics.energy(state.momentum) + off).sum()
 
-    def temperature(self, state: MonomialGammaState) -> Array:
+    def kinetic_temperature(self, state: MonomialGammaState) -> Array:
         return (state.momentum * self.kinetics.velocity(state.momentum)).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self.sigma_p + gradient_variance * step_size / 2.0
         return 3.0 * max(friction, 1.0 / friction)
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.sigma_p)
 
-    def compensate(
-        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    def compensate_gradient_noise(
+        self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
         # The momentum's row and the position's, where it has one, hear the same gradient.
         heard = [1.0 / math.sqrt(self.sigma_p)]
         if self.sigma_theta > 0.0:
             heard.append(math.sqrt(self.sigma_theta))
         size = math.hypot(*heard)
-        direction = jnp.zeros(len(noise)).at[: len(heard)].set(jnp.array(heard) / size)
-        along = direction @ noise
-        shrunk = gradient_noise.take_from(along, step_size * size**2 / 2.0)
-        return noise + jnp.outer(direction, shrunk - along)
+        direction = jnp.zeros(len(normals)).at[: len(heard)].set(jnp.array(heard) / size)
+        along = direction @ normals
+        shrunk = noise_covariance.subtract_from(along, step_size * size**2 / 2.0)
+        return normals + jnp.outer(direction, shrunk - along)
 
     def stiffness(self, curvature: float) -> float:
         return curvature if self.sigma_theta > 0.0 else math.sqrt(curvature)
 
-    def _heat(self, p: Array) -> Array:
+    def _thermostat_drift(self, p: Array) -> Array:
         """The rate at which the thermostat rises, but for its own friction."""
         k = self.kinetics
         return self.gamma * (jnp.square(k.velocity(p)) - k.curvature(p))
 
     def _drift(
-        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+        self, state: MonomialGammaState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> MonomialGammaState:
         q, p, xi = state
         rate = self.sigma_xi / self.gamma
         # The thermostat's equation is linear at a fixed momentum.
         length = -jnp.expm1(-rate * time) / rate if rate > 0.0 else time
-        xi = xi + length * (self._heat(p) - rate * (xi - self.sigma_p))
+        xi = xi + length * (self._thermostat_drift(p) - rate * (xi - self.sigma_p))
         return MonomialGammaState(q + time * self.kinetics.velocity(p), p, xi)
 
     def _friction(
-        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+        self, state: MonomialGammaState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> MonomialGammaState:
         q, p, xi = state
-        return MonomialGammaState(q, self.kinetics.friction(p, xi * time), xi)
+        return MonomialGammaState(q, self.kinetics.apply_friction(p, xi * time), xi)
 
     def _noisy_kick(
-        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+        self, state: MonomialGammaState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> MonomialGammaState:
         q, p, xi = state
-        g = gradient(q)
+        g = gradient_fn(q)
         used = 1
-        p = p - time * g + jnp.sqrt(2.0 * self.sigma_p * time) * noise[0]
+        p = p - time * g + jnp.sqrt(2.0 * self.sigma_p * time) * normals[0]
         if self.sigma_theta > 0.0:
             spread = jnp.sqrt(2.0 * self.sigma_theta * time)
-            q = q - self.sigma_theta * time * g + spread * noise[used]
+            q = q - self.sigma_theta * time * g + spread * normals[used]
             used += 1
         if self.sigma_xi > 0.0:
-            xi = xi + jnp.sqrt(2.0 * self.sigma_xi * time) * noise[used]
+            xi = xi + jnp.sqrt(2.0 * self.sigma_xi * time) * normals[used]
         return MonomialGammaState(q, p, xi)
 
     def _euler(
-        self, state: MonomialGammaState, time: Any, gradient: GradientFn, noise: Array
+        self, state: MonomialGammaState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> MonomialGammaState:
-        q, p, xi = self._noisy_kick(state, time, gradient, noise)
+        q, p, xi = self._noisy_kick(state, time, gradient_fn, normals)
         p = p - time * state.thermostat * self.kinetics.velocity(state.momentum)
-        rate = self._heat(p) - self.sigma_xi / self.gamma * (state.thermostat - self.sigma_p)
+        rate = self._thermostat_drift(p) - self.sigma_xi / self.gamma * (
+            state.thermostat - self.sigma_p
+        )
         return MonomialGammaState(q + time * self.kinetics.velocity(p), p, xi + time * rate)
 
 
-class SoftenedState(NamedTuple):
+class MonomialGammaLangevinState(NamedTuple):
     """
     - **position** - whitened position, shape ``(d,)``.
     - **momentum** - momentum, shape ``(d,)``.
@@ -196,16 +211,16 @@ class MonomialGammaLangevin(Dynamics):
     :param float friction: friction coefficient A, positive.
     """
 
-    kinetics: Kinetics = LAPLACE
+    kinetics: Kinetics = LAPLACE_KINETICS
     friction: float = 1.5
 
-    State = SoftenedState
+    State = MonomialGammaLangevinState
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         return {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
-            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.2),
+            "euler": Integrator((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
+            "symmetric": Integrator(SYMMETRIC_SPLITTING, order=2, step_size=0.2),
         }
 
     @property
@@ -213,24 +228,26 @@ class MonomialGammaLangevin(Dynamics):
         return {
             "drift": Flow(self._drift),
             "friction": Flow(self._friction),
-            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=1),
-            "damped_kick": Flow(self._damped_kick, gradients=1, draws=1),
+            "noisy_kick": Flow(self._noisy_kick, num_gradients=1, num_noise=1),
+            "damped_kick": Flow(self._damped_kick, num_gradients=1, num_noise=1),
         }
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.kinetics.draw(rng_key, shape, dtype)
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
+        return self.kinetics.sample_momentum(rng_key, shape, dtype)
 
-    def energy(self, state: SoftenedState) -> Array:
+    def energy(self, state: MonomialGammaLangevinState) -> Array:
         return self.kinetics.energy(state.momentum).sum()
 
-    def temperature(self, state: SoftenedState) -> Array:
+    def kinetic_temperature(self, state: MonomialGammaLangevinState) -> Array:
         return (state.momentum * self.kinetics.velocity(state.momentum)).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 3.0 * max(self.friction, 1.0 / self.friction)
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 
@@ -238,26 +255,28 @@ class MonomialGammaLangevin(Dynamics):
         return math.sqrt(curvature)
 
     def _drift(
-        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
-    ) -> SoftenedState:
+        self, state: MonomialGammaLangevinState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> MonomialGammaLangevinState:
         q, p = state
-        return SoftenedState(q + time * self.kinetics.velocity(p), p)
+        return MonomialGammaLangevinState(q + time * self.kinetics.velocity(p), p)
 
     def _friction(
-        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
-    ) -> SoftenedState:
+        self, state: MonomialGammaLangevinState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> MonomialGammaLangevinState:
         q, p = state
-        return SoftenedState(q, self.kinetics.friction(p, self.friction * time))
+        return MonomialGammaLangevinState(q, self.kinetics.apply_friction(p, self.friction * time))
 
     def _noisy_kick(
-        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
-    ) -> SoftenedState:
+        self, state: MonomialGammaLangevinState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> MonomialGammaLangevinState:
         q, p = state
         scale = jnp.sqrt(2.0 * self.friction * time)
-        return SoftenedState(q, p - time * gradient(q) + scale * noise[0])
+        return MonomialGammaLangevinState(q, p - time * gradient_fn(q) + scale * normals[0])
 
     def _damped_kick(
-        self, state: SoftenedState, time: Any, gradient: GradientFn, noise: Array
-    ) -> SoftenedState:
-        q, p = self._noisy_kick(state, time, gradient, noise)
-        return SoftenedState(q, p - time * self.friction * self.kinetics.velocity(state.momentum))
+        self, state: MonomialGammaLangevinState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> MonomialGammaLangevinState:
+        q, p = self._noisy_kick(state, time, gradient_fn, normals)
+        return MonomialGammaLangevinState(
+            q, p - time * self.friction * self.kinetics.velocity(state.momentum)
+        )

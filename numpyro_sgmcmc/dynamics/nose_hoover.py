@@ -29,11 +29,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
-from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
-from numpyro_sgmcmc.dynamics.underdamped import Underdamped
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillator_autocorrelation
+from numpyro_sgmcmc.dynamics.integrators import (
+    SYMMETRIC_SPLITTING,
+    Flow,
+    GradientFn,
+    Integrator,
+    Part,
+)
+from numpyro_sgmcmc.dynamics.underdamped import UnderdampedLangevin
 
-__all__ = ["NoseHoover", "NoseHooverState"]
+__all__ = ["NoseHooverState", "NoseHooverThermostat"]
 
 
 class NoseHooverState(NamedTuple):
@@ -49,7 +55,7 @@ class NoseHooverState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class NoseHoover(Dynamics):
+class NoseHooverThermostat(Dynamics):
     """The Nosé-Hoover thermostat with unit mass.
 
     :param float friction: injected noise A, the friction's stationary mean; positive.
@@ -63,30 +69,32 @@ class NoseHoover(Dynamics):
     has_thermostat = True
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         return {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
-            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.3),
+            "euler": Integrator((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
+            "explicit_euler": Integrator((Part("explicit_euler"),), order=1, step_size=0.03),
+            "symmetric": Integrator(SYMMETRIC_SPLITTING, order=2, step_size=0.3),
         }
 
     @property
-    def linearised(self) -> Underdamped:
+    def linear_approximation(self) -> UnderdampedLangevin:
         # The thermostats stay near their mean.
-        return Underdamped(self.friction)
+        return UnderdampedLangevin(self.friction)
 
     @property
     def flows(self) -> Mapping[str, Flow]:
         return {
             "drift": Flow(self._drift),
             "friction": Flow(self._friction),
-            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=1),
-            "damped_kick": Flow(self._damped_kick, gradients=1, draws=1),
-            "explicit_euler": Flow(self._explicit_euler, gradients=1, draws=1),
+            "noisy_kick": Flow(self._noisy_kick, num_gradients=1, num_noise=1),
+            "damped_kick": Flow(self._damped_kick, num_gradients=1, num_noise=1),
+            "explicit_euler": Flow(self._explicit_euler, num_gradients=1, num_noise=1),
         }
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        if field == "momentum":
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
+        if name == "momentum":
             return random.normal(rng_key, shape, dtype)
         if self.per_coordinate:
             return self.friction + random.normal(rng_key, shape, dtype)
@@ -97,63 +105,63 @@ class NoseHoover(Dynamics):
         off = jnp.square(state.thermostat - self.friction).sum()
         return jnp.square(state.momentum).sum() / 2.0 + shared * off / 2.0
 
-    def temperature(self, state: NoseHooverState) -> Array:
+    def kinetic_temperature(self, state: NoseHooverState) -> Array:
         return jnp.square(state.momentum).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self.friction + gradient_variance * step_size / 2.0
         return 2.0 * max(friction, 1.0 / friction)
 
-    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
-        return damped_oscillation(self.friction, time)
+    def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillator_autocorrelation(self.friction, lag)
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         inflation = gradient_variance * step_size / (2.0 * self.friction)
         if not self.per_coordinate:
             return inflation
         # What is the same everywhere the thermostats take away; simulated, about this is left.
-        return gradient_variance * step_size**2 / 16.0 + varying * inflation
+        return gradient_variance * step_size**2 / 16.0 + position_dependent_fraction * inflation
 
-    def noise_share(self, step_size: Any) -> float:
+    def gradient_noise_fraction(self, step_size: Any) -> float:
         return step_size / (2.0 * self.friction)
 
     def stiffness(self, curvature: float) -> float:
         return math.sqrt(curvature)
 
-    def _heat(self, p: Array) -> Array:
+    def _thermostat_drift(self, p: Array) -> Array:
         """The rate at which the thermostat rises."""
         squares = jnp.square(p)
         return (squares if self.per_coordinate else squares.mean()) - 1.0
 
     def _drift(
-        self, state: NoseHooverState, time: Any, gradient: GradientFn, noise: Array
+        self, state: NoseHooverState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> NoseHooverState:
         q, p, xi = state
-        return NoseHooverState(q + time * p, p, xi + time * self._heat(p))
+        return NoseHooverState(q + time * p, p, xi + time * self._thermostat_drift(p))
 
     def _friction(
-        self, state: NoseHooverState, time: Any, gradient: GradientFn, noise: Array
+        self, state: NoseHooverState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> NoseHooverState:
         q, p, xi = state
         return NoseHooverState(q, jnp.exp(-xi * time) * p, xi)
 
     def _noisy_kick(
-        self, state: NoseHooverState, time: Any, gradient: GradientFn, noise: Array
+        self, state: NoseHooverState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> NoseHooverState:
         q, p, xi = state
         scale = jnp.sqrt(2.0 * self.friction * time)
-        return NoseHooverState(q, p - time * gradient(q) + scale * noise[0], xi)
+        return NoseHooverState(q, p - time * gradient_fn(q) + scale * normals[0], xi)
 
     def _damped_kick(
-        self, state: NoseHooverState, time: Any, gradient: GradientFn, noise: Array
+        self, state: NoseHooverState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> NoseHooverState:
-        q, p, xi = self._noisy_kick(state, time, gradient, noise)
+        q, p, xi = self._noisy_kick(state, time, gradient_fn, normals)
         return NoseHooverState(q, p - time * xi * state.momentum, xi)
 
     def _explicit_euler(
-        self, state: NoseHooverState, time: Any, gradient: GradientFn, noise: Array
+        self, state: NoseHooverState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> NoseHooverState:
-        momentum = self._damped_kick(state, time, gradient, noise).momentum
-        return self._drift(state, time, gradient, noise)._replace(momentum=momentum)
+        momentum = self._damped_kick(state, time, gradient_fn, normals).momentum
+        return self._drift(state, time, gradient_fn, normals)._replace(momentum=momentum)

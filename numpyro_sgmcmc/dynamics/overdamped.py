@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 
-__all__ = ["Overdamped", "OverdampedState"]
+__all__ = ["OverdampedLangevin", "OverdampedState"]
 
 
 class OverdampedState(NamedTuple):
@@ -30,28 +30,28 @@ class OverdampedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Overdamped(Dynamics):
+class OverdampedLangevin(Dynamics):
     """Overdamped Langevin dynamics with unit mass."""
 
     State = OverdampedState
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
-        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.05)}
+    def integrators(self) -> Mapping[str, Integrator]:
+        return {"euler": Integrator((Part("euler"),), order=1, step_size=0.05)}
 
     @property
-    def linearised(self) -> Overdamped:
+    def linear_approximation(self) -> OverdampedLangevin:
         return self
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        return {"euler": Flow(_euler, gradients=1, draws=1)}
+        return {"euler": Flow(_euler_maruyama_overdamped, num_gradients=1, num_noise=1)}
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 
@@ -59,8 +59,8 @@ class Overdamped(Dynamics):
         return curvature
 
 
-def _euler(
-    state: OverdampedState, time: Any, gradient: GradientFn, noise: Array
+def _euler_maruyama_overdamped(
+    state: OverdampedState, time: Any, gradient_fn: GradientFn, normals: Array
 ) -> OverdampedState:
     (q,) = state
-    return OverdampedState(q - time * gradient(q) + jnp.sqrt(2.0 * time) * noise[0])
+    return OverdampedState(q - time * gradient_fn(q) + jnp.sqrt(2.0 * time) * normals[0])

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from numpyro_sgmcmc.dynamics.base import Dynamics
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
 from numpyro_sgmcmc.dynamics.divergence import divergence
-from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 
 __all__ = ["Recipe", "RecipeState"]
 
@@ -48,32 +48,32 @@ class Recipe(Dynamics):
     :param diffusion: D: maps z of shape ``(n,)`` to its diagonal ``(n,)`` or a matrix ``(n, n)``.
     :param curl: Q: maps z to a skew matrix of shape ``(n, n)``.
     :param hamiltonian: h: maps z to the energy besides the posterior's.
-    :param draw_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values;
+    :param init_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values;
         ``auxiliary`` of :class:`~numpyro_sgmcmc.RecipeKernel`.
     """
 
     diffusion: Callable[[Array], Array]
     curl: Callable[[Array], Array]
     hamiltonian: Callable[[Array], Array]
-    draw_auxiliary: Callable[[Array, int], Array]
+    init_auxiliary: Callable[[Array, int], Array]
 
     State = RecipeState
-    is_uniform = False
+    has_constant_metric = False
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         # Short, and shorter where a simulation of the user's SDE says so: it has no defaults.
-        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.02)}
+        return {"euler": Integrator((Part("euler"),), order=1, step_size=0.02)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:
         # As many rows of d normal entries as z may need: in one dimension, its length.
         key = jax.eval_shape(lambda: jax.random.key(0))
-        num = jax.eval_shape(lambda k: self.draw_auxiliary(k, 1), key).size
-        return {"euler": Flow(self._euler, gradients=1, draws=1 + num)}
+        num = jax.eval_shape(lambda k: self.init_auxiliary(k, 1), key).size
+        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1 + num)}
 
     def init(self, position: Array, rng_key: Array) -> RecipeState:
-        auxiliary = self.draw_auxiliary(rng_key, position.size)
+        auxiliary = self.init_auxiliary(rng_key, position.size)
         return RecipeState(position, jnp.asarray(auxiliary, position.dtype))
 
     def energy(self, state: RecipeState) -> Array:
@@ -82,17 +82,17 @@ class Recipe(Dynamics):
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 3.0
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 
-    def compensate(
-        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    def compensate_gradient_noise(
+        self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
         """Of D is taken what enters it by D + Q; what enters elsewhere cannot be compensated."""
         z = jnp.concatenate(state)
-        dim, covariance = state.position.size, gradient_noise.covariance
+        dim, covariance = state.position.size, noise_covariance.covariance
         full = jnp.diag(covariance) if covariance.ndim == 1 else covariance
         diffusion = self.diffusion(z)
         diffusion = jnp.diag(diffusion) if diffusion.ndim == 1 else diffusion
@@ -100,9 +100,13 @@ class Recipe(Dynamics):
         values, vectors = jnp.linalg.eigh(diffusion)
         is_stirred = values > 1e-6 * values.max()
         unit = vectors * jnp.where(is_stirred, 1.0 / jnp.sqrt(jnp.abs(values)), 0.0)
-        brought = GradientNoise.of(unit.T @ carried @ full @ carried.T @ unit)
-        shrunk = vectors @ brought.take_from(vectors.T @ noise.ravel()[: z.size], step_size / 2.0)
-        return noise.ravel().at[: z.size].set(shrunk).reshape(noise.shape)
+        brought = GradientNoiseCovariance.from_covariance(
+            unit.T @ carried @ full @ carried.T @ unit
+        )
+        shrunk = vectors @ brought.subtract_from(
+            vectors.T @ normals.ravel()[: z.size], step_size / 2.0
+        )
+        return normals.ravel().at[: z.size].set(shrunk).reshape(normals.shape)
 
     def stiffness(self, curvature: float) -> float:
         return curvature
@@ -121,10 +125,10 @@ class Recipe(Dynamics):
         return correction - spread - self.curl(z) @ slope
 
     def _euler(
-        self, state: RecipeState, time: Any, gradient: GradientFn, noise: Array
+        self, state: RecipeState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> RecipeState:
         z = jnp.concatenate(state)
-        diffusion, zeta = self.diffusion(z), noise.ravel()[: z.size]
+        diffusion, zeta = self.diffusion(z), normals.ravel()[: z.size]
         if diffusion.ndim == 1:
             # Where D is zero its root has no derivative, and needs none.
             is_stirred = diffusion > 0.0
@@ -133,6 +137,6 @@ class Recipe(Dynamics):
         else:
             values, vectors = jnp.linalg.eigh(diffusion)
             spread = vectors @ (jnp.sqrt(jnp.maximum(values, 0.0)) * (vectors.T @ zeta))
-        z = z + time * self.drift(z, gradient(state.position)) + jnp.sqrt(2.0 * time) * spread
+        z = z + time * self.drift(z, gradient_fn(state.position)) + jnp.sqrt(2.0 * time) * spread
         dim = state.position.size
         return RecipeState(z[:dim], z[dim:])

@@ -10,71 +10,79 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal, typical_positions
+from numpyro_sgmcmc.checks import InvalidArgumentError, standard_normal_points
 from numpyro_sgmcmc.dynamics.recipe import Recipe
 
-__all__ = ["refuse_bad_recipe"]
+__all__ = ["check_recipe"]
 
-_MOST = 100  # auxiliary variables whose Hessian is taken
+_MAX_HESSIAN_DIM = 100  # auxiliary variables whose Hessian is taken
 
 
-def refuse_bad_recipe(dynamics: Recipe, dim: int) -> None:
+def check_recipe(dynamics: Recipe, dim: int) -> None:
     """Refuse functions of wrong shapes, that make no diffusion, or that move the marginal.
 
     :param dim: number of coordinates.
     :raises ValueError: naming the function.
     """
     origin = jnp.zeros(dim)
-    drawn = checks.returned(
-        "auxiliary", lambda key: dynamics.draw_auxiliary(key, dim), random.key(0)
+    drawn = checks.evaluate_user_function(
+        "auxiliary", lambda key: dynamics.init_auxiliary(key, dim), random.key(0)
     )
     if drawn.ndim != 1:
-        raise Refusal(f"`auxiliary` returns shape {drawn.shape}, but must return a flat array.")
-    if drawn.size > (dynamics.step("euler").draws - 1) * dim:
-        raise Refusal(
+        raise InvalidArgumentError(
+            f"`auxiliary` returns shape {drawn.shape}, but must return a flat array."
+        )
+    if drawn.size > (dynamics.make_step("euler").num_noise - 1) * dim:
+        raise InvalidArgumentError(
             f"`auxiliary` returns {drawn.size} entries for {dim} coordinates, more in proportion "
             "than for one: let their number grow at most in proportion to the coordinates'."
         )
-    positions = jnp.concatenate([origin[None], typical_positions(origin)])
+    positions = jnp.concatenate([origin[None], standard_normal_points(origin)])
     for q in positions:
-        _refuse_bad_values(dynamics, jnp.concatenate([q, jnp.asarray(drawn, q.dtype)]), dim)
-    _refuse_moved_marginal(dynamics, positions, drawn.size)
+        _check_recipe_values(dynamics, jnp.concatenate([q, jnp.asarray(drawn, q.dtype)]), dim)
+    _check_position_marginal(dynamics, positions, drawn.size)
 
 
-def _refuse_bad_values(dynamics: Recipe, z: Array, dim: int) -> None:
+def _check_recipe_values(dynamics: Recipe, z: Array, dim: int) -> None:
     """Refuse functions whose values at ``z`` have wrong shapes, or make no diffusion."""
     n = z.size
-    energy = checks.returned("hamiltonian", dynamics.hamiltonian, z).shape
+    energy = checks.evaluate_user_function("hamiltonian", dynamics.hamiltonian, z).shape
     if energy != ():
-        raise Refusal(f"`hamiltonian` returns shape {energy}, but must return a scalar.")
-    diffusion = checks.returned("diffusion", dynamics.diffusion, z)
-    curl = checks.returned("curl", dynamics.curl, z)
+        raise InvalidArgumentError(
+            f"`hamiltonian` returns shape {energy}, but must return a scalar."
+        )
+    diffusion = checks.evaluate_user_function("diffusion", dynamics.diffusion, z)
+    curl = checks.evaluate_user_function("curl", dynamics.curl, z)
     if diffusion.shape not in ((n,), (n, n)):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
             f"position and {n - dim} by `auxiliary`): return shape ({n},) or ({n}, {n})."
         )
     if curl.shape != (n, n):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
             f"position and {n - dim} by `auxiliary`): return shape ({n}, {n})."
         )
     if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
-        raise Refusal("`diffusion` and `curl` must be finite, but are not everywhere.")
+        raise InvalidArgumentError("`diffusion` and `curl` must be finite, but are not everywhere.")
     full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
     slack = 1e-5 * max(1.0, np.abs(full).max())
     if not np.allclose(full, full.T, atol=slack):
-        raise Refusal("`diffusion` must be symmetric, but is not at a typical position.")
+        raise InvalidArgumentError(
+            "`diffusion` must be symmetric, but is not at a typical position."
+        )
     if np.linalg.eigvalsh(full).min() < -slack:
-        raise Refusal(
+        raise InvalidArgumentError(
             "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
             "position."
         )
     if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
-        raise Refusal("`curl` must be skew-symmetric everywhere, but is not at a typical position.")
+        raise InvalidArgumentError(
+            "`curl` must be skew-symmetric everywhere, but is not at a typical position."
+        )
 
 
-def _refuse_moved_marginal(dynamics: Recipe, positions: Array, num_auxiliary: int) -> None:
+def _check_position_marginal(dynamics: Recipe, positions: Array, num_auxiliary: int) -> None:
     r"""Refuse an energy h for which :math:`\int e^{-h}\,da` is not the same at all positions.
 
     It is told where h is a sum of a function of the position and one of the auxiliary variables,
@@ -85,21 +93,23 @@ def _refuse_moved_marginal(dynamics: Recipe, positions: Array, num_auxiliary: in
         return jnp.asarray(dynamics.hamiltonian(jnp.concatenate([q, a])), float)
 
     some = random.normal(random.key(1), (4, num_auxiliary), positions.dtype)
-    energies = _of_all(h, positions, some)
+    energies = _evaluate_all_pairs(h, positions, some)
     change = energies - energies[0]
     slack = 1e-4 * (1.0 + np.abs(energies).max())
     if not np.isfinite(energies).all() or np.abs(change).max() < slack:
         return
     if num_auxiliary == 0:
-        raise Refusal(
+        raise InvalidArgumentError(
             "`hamiltonian` changes with the position, but there are no auxiliary variables: give "
             "`auxiliary`, a function of a random key and the number of coordinates that returns "
             "their first values, or a `hamiltonian` of 0.0."
         )
     clear = 10.0 * slack  # of rounding
     is_sum = np.ptp(change, axis=1).max() < slack and np.abs(change).max() > clear
-    if is_sum or (num_auxiliary <= _MOST and _free_energy_change(h, positions, some) > clear):
-        raise Refusal(
+    if is_sum or (
+        num_auxiliary <= _MAX_HESSIAN_DIM and _free_energy_change(h, positions, some) > clear
+    ):
+        raise InvalidArgumentError(
             "`hamiltonian` changes with the position, and the posterior would not be the "
             "position's marginal: let it read the auxiliary variables alone, z[d:] for d "
             "coordinates, or have the same integral of exp(-hamiltonian) over them everywhere (a "
@@ -107,23 +117,26 @@ def _refuse_moved_marginal(dynamics: Recipe, positions: Array, num_auxiliary: in
         )
 
 
-def _free_energy_change(h: Any, positions: Array, some: Array) -> float:
+def _free_energy_change(energy_fn: Any, positions: Array, auxiliaries: Array) -> float:
     """How far minus the log integral over normal auxiliary variables changes with the position."""
-    hessians = _of_all(jax.hessian(h, argnums=1), positions, some[:2])
+    hessians = _evaluate_all_pairs(jax.hessian(energy_fn, argnums=1), positions, auxiliaries[:2])
     if not np.allclose(hessians, hessians[:, :1], rtol=1e-3, atol=1e-3):
         return 0.0  # not quadratic
     if np.linalg.eigvalsh(hessians[:, 0]).min() <= 0.0:
         return 0.0
 
     def free(q: Array, a: Array) -> Array:
-        hessian, slope = jax.hessian(h, argnums=1)(q, a), jax.grad(h, argnums=1)(q, a)
+        hessian, slope = (
+            jax.hessian(energy_fn, argnums=1)(q, a),
+            jax.grad(energy_fn, argnums=1)(q, a),
+        )
         lowest = a - jnp.linalg.solve(hessian, slope)
-        return h(q, lowest) + jnp.linalg.slogdet(hessian)[1] / 2.0
+        return energy_fn(q, lowest) + jnp.linalg.slogdet(hessian)[1] / 2.0
 
-    return float(np.ptp(_of_all(free, positions, some[:1])))
+    return float(np.ptp(_evaluate_all_pairs(free, positions, auxiliaries[:1])))
 
 
-def _of_all(fn: Any, positions: Array, some: Array) -> np.ndarray:
+def _evaluate_all_pairs(fn: Any, positions: Array, auxiliaries: Array) -> np.ndarray:
     """Values at all pairs, the positions along the first axis."""
     each = jax.vmap(jax.vmap(fn, (None, 0)), (0, None))
-    return np.asarray(jax.jit(each)(positions, some))
+    return np.asarray(jax.jit(each)(positions, auxiliaries))

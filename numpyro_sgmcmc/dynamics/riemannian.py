@@ -29,28 +29,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillator_autocorrelation
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
 from numpyro_sgmcmc.dynamics.divergence import divergence
-from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 
 __all__ = [
-    "Riemannian",
-    "RiemannianLangevin",
-    "RiemannianLangevinState",
-    "RiemannianState",
+    "RiemannianOverdampedLangevin",
+    "RiemannianOverdampedState",
+    "RiemannianUnderdampedLangevin",
+    "RiemannianUnderdampedState",
     "potential_metric",
 ]
 
 
-def root(inverse_metric: Array) -> Array:
+def inverse_metric_sqrt(inverse_metric: Array) -> Array:
     """S: the square root of a scalar or diagonal inverse metric, a dense one's Cholesky factor."""
     if inverse_metric.ndim == 2:
         return jnp.linalg.cholesky(inverse_metric)
     return jnp.sqrt(inverse_metric)
 
 
-def apply(matrix: Array, v: Array) -> Array:
+def matvec(matrix: Array, v: Array) -> Array:
     """The product of a scalar, diagonal or dense matrix with a vector."""
     return matrix @ v if matrix.ndim == 2 else matrix * v
 
@@ -68,14 +68,14 @@ def potential_metric(q: Array) -> Array:
     return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
 
 
-class RiemannianLangevinState(NamedTuple):
+class RiemannianOverdampedState(NamedTuple):
     """- **position** - whitened position, shape ``(d,)``."""
 
     position: Array
 
 
 @dataclass(frozen=True)
-class RiemannianLangevin(Dynamics):
+class RiemannianOverdampedLangevin(Dynamics):
     r"""Overdamped Langevin dynamics in a metric.
 
     :param inverse_metric: maps a whitened position to :math:`G^{-1}` there: a scalar, the diagonal
@@ -84,30 +84,30 @@ class RiemannianLangevin(Dynamics):
 
     inverse_metric: Callable[[Array], Array] = potential_metric
 
-    State = RiemannianLangevinState
-    is_uniform = False
+    State = RiemannianOverdampedState
+    has_constant_metric = False
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
-        return {"euler": Scheme((Part("euler"),), order=1, step_size=0.04)}
+    def integrators(self) -> Mapping[str, Integrator]:
+        return {"euler": Integrator((Part("euler"),), order=1, step_size=0.04)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        return {"euler": Flow(self._euler, gradients=1, draws=1)}
+        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1)}
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / 2.0
 
-    def compensate(
-        self, state: Any, noise: Array, step_size: Any, gradient_noise: GradientNoise
+    def compensate_gradient_noise(
+        self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
-        s = root(self.inverse_metric(state.position))
-        covariance = gradient_noise.covariance
+        s = inverse_metric_sqrt(self.inverse_metric(state.position))
+        covariance = noise_covariance.covariance
         if s.ndim == 2:
             full = covariance if covariance.ndim == 2 else jnp.diag(covariance)
             covariance = s.T @ full @ s
@@ -115,22 +115,24 @@ class RiemannianLangevin(Dynamics):
             covariance = covariance * jnp.outer(*(jnp.broadcast_to(s, covariance.shape[:1]),) * 2)
         else:
             covariance = covariance * s**2
-        return GradientNoise.of(covariance).take_from(noise, step_size / 2.0)
+        return GradientNoiseCovariance.from_covariance(covariance).subtract_from(
+            normals, step_size / 2.0
+        )
 
     def stiffness(self, curvature: float) -> float:
         return curvature
 
     def _euler(
-        self, state: RiemannianLangevinState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianLangevinState:
+        self, state: RiemannianOverdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianOverdampedState:
         (q,) = state
         metric = self.inverse_metric(q)
-        drift = divergence(self.inverse_metric, q) - apply(metric, gradient(q))
-        spread = apply(root(metric), noise[0])
-        return RiemannianLangevinState(q + time * drift + jnp.sqrt(2.0 * time) * spread)
+        drift = divergence(self.inverse_metric, q) - matvec(metric, gradient_fn(q))
+        spread = matvec(inverse_metric_sqrt(metric), normals[0])
+        return RiemannianOverdampedState(q + time * drift + jnp.sqrt(2.0 * time) * spread)
 
 
-class RiemannianState(NamedTuple):
+class RiemannianUnderdampedState(NamedTuple):
     """
     - **position** - whitened position, shape ``(d,)``.
     - **momentum** - momentum at unit mass, shape ``(d,)``.
@@ -141,7 +143,7 @@ class RiemannianState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Riemannian(Dynamics):
+class RiemannianUnderdampedLangevin(Dynamics):
     r"""Underdamped Langevin dynamics in a metric.
 
     :param inverse_metric: as in :class:`RiemannianLangevin`.
@@ -153,15 +155,15 @@ class Riemannian(Dynamics):
     friction: float = 1.5
     momentum_period: int | None = None
 
-    State = RiemannianState
-    is_uniform = False
+    State = RiemannianUnderdampedState
+    has_constant_metric = False
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         return {
-            "euler": Scheme((Part("euler_momentum"), Part("euler_drift")), 1, step_size=0.06),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
-            "symmetric": Scheme(
+            "euler": Integrator((Part("euler_momentum"), Part("euler_drift")), 1, step_size=0.06),
+            "explicit_euler": Integrator((Part("explicit_euler"),), order=1, step_size=0.03),
+            "symmetric": Integrator(
                 (Part("drift", 0.5), Part("momentum"), Part("drift", 0.5)), 2, step_size=0.25
             ),
         }
@@ -170,94 +172,100 @@ class Riemannian(Dynamics):
     def flows(self) -> Mapping[str, Flow]:
         return {
             "drift": Flow(self._drift),
-            "momentum": Flow(self._momentum, gradients=1, draws=1),
-            "euler_momentum": Flow(self._euler_momentum, gradients=1, draws=1),
+            "momentum": Flow(self._momentum, num_gradients=1, num_noise=1),
+            "euler_momentum": Flow(self._euler_momentum, num_gradients=1, num_noise=1),
             "euler_drift": Flow(self._euler_drift),
-            "explicit_euler": Flow(self._explicit_euler, gradients=1, draws=1),
+            "explicit_euler": Flow(self._explicit_euler, num_gradients=1, num_noise=1),
         }
 
     @property
-    def resampling(self) -> Mapping[str, int]:
+    def resampling_periods(self) -> Mapping[str, int]:
         return {} if self.momentum_period is None else {"momentum": self.momentum_period}
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
         return random.normal(rng_key, shape, dtype)
 
-    def energy(self, state: RiemannianState) -> Array:
+    def energy(self, state: RiemannianUnderdampedState) -> Array:
         return jnp.square(state.momentum).sum() / 2.0
 
-    def temperature(self, state: RiemannianState) -> Array:
+    def kinetic_temperature(self, state: RiemannianUnderdampedState) -> Array:
         return jnp.square(state.momentum).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0 * max(self.friction, 1.0 / self.friction)
 
-    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
-        return damped_oscillation(self.friction, time)
+    def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillator_autocorrelation(self.friction, lag)
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self.friction)
 
     def stiffness(self, curvature: float) -> float:
         return curvature**0.5
 
-    def _root(self, q: Array) -> Array:
-        return root(self.inverse_metric(q))
+    def _inverse_metric_sqrt(self, q: Array) -> Array:
+        return inverse_metric_sqrt(self.inverse_metric(q))
 
-    def _force(self, q: Array, gradient: GradientFn) -> tuple[Array, Array]:
+    def _sqrt_and_force(self, q: Array, gradient_fn: GradientFn) -> tuple[Array, Array]:
         """S, and the force without the friction."""
-        s = self._root(q)
-        return s, divergence(self._root, q) - apply(s.T, gradient(q))
+        s = self._inverse_metric_sqrt(q)
+        return s, divergence(self._inverse_metric_sqrt, q) - matvec(s.T, gradient_fn(q))
 
     def _drift(
-        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianState:
+        self, state: RiemannianUnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianUnderdampedState:
         """The flow of dq = S(q) p dt by a midpoint step."""
         q, p = state
-        half = q + 0.5 * time * apply(self._root(q), p)
-        return RiemannianState(q + time * apply(self._root(half), p), p)
+        half = q + 0.5 * time * matvec(self._inverse_metric_sqrt(q), p)
+        return RiemannianUnderdampedState(q + time * matvec(self._inverse_metric_sqrt(half), p), p)
 
     def _momentum(
-        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianState:
+        self, state: RiemannianUnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianUnderdampedState:
         """Force, friction and noise at a fixed position: linear, solved exactly."""
         q, p = state
-        s, force = self._force(q, gradient)
+        s, force = self._sqrt_and_force(q, gradient_fn)
         if s.ndim == 2:
             values, vectors = jnp.linalg.eigh(s.T @ s)
             rate = self.friction * values
-            entries = vectors.T @ (s.T @ noise[0]) / jnp.sqrt(values)
-            turned = self._ou(vectors.T @ p, vectors.T @ force, rate, time, entries)
-            return RiemannianState(q, vectors @ turned)
-        return RiemannianState(q, self._ou(p, force, self.friction * s**2, time, noise[0]))
+            entries = vectors.T @ (s.T @ normals[0]) / jnp.sqrt(values)
+            turned = self._ornstein_uhlenbeck(vectors.T @ p, vectors.T @ force, rate, time, entries)
+            return RiemannianUnderdampedState(q, vectors @ turned)
+        return RiemannianUnderdampedState(
+            q, self._ornstein_uhlenbeck(p, force, self.friction * s**2, time, normals[0])
+        )
 
     @staticmethod
-    def _ou(p: Array, force: Array, rate: Array, time: Any, noise: Array) -> Array:
+    def _ornstein_uhlenbeck(
+        p: Array, force: Array, rate: Array, time: Any, normals: Array
+    ) -> Array:
         """Dp = (force - rate p) dt + sqrt(2 rate) dW."""
         length = -jnp.expm1(-rate * time) / rate
         spread = jnp.sqrt(-jnp.expm1(-2.0 * rate * time))
-        return jnp.exp(-rate * time) * p + length * force + spread * noise
+        return jnp.exp(-rate * time) * p + length * force + spread * normals
 
     def _euler_momentum(
-        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianState:
+        self, state: RiemannianUnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianUnderdampedState:
         q, p = state
-        s, force = self._force(q, gradient)
-        damping = self.friction * apply(s.T, apply(s, p))
-        spread = jnp.sqrt(2.0 * self.friction * time) * apply(s.T, noise[0])
-        return RiemannianState(q, p + time * (force - damping) + spread)
+        s, force = self._sqrt_and_force(q, gradient_fn)
+        damping = self.friction * matvec(s.T, matvec(s, p))
+        spread = jnp.sqrt(2.0 * self.friction * time) * matvec(s.T, normals[0])
+        return RiemannianUnderdampedState(q, p + time * (force - damping) + spread)
 
     def _euler_drift(
-        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianState:
+        self, state: RiemannianUnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianUnderdampedState:
         q, p = state
-        return RiemannianState(q + time * apply(self._root(q), p), p)
+        return RiemannianUnderdampedState(q + time * matvec(self._inverse_metric_sqrt(q), p), p)
 
     def _explicit_euler(
-        self, state: RiemannianState, time: Any, gradient: GradientFn, noise: Array
-    ) -> RiemannianState:
-        moved = self._euler_drift(state, time, gradient, noise)
-        kicked = self._euler_momentum(state, time, gradient, noise)
-        return RiemannianState(moved.position, kicked.momentum)
+        self, state: RiemannianUnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> RiemannianUnderdampedState:
+        moved = self._euler_drift(state, time, gradient_fn, normals)
+        kicked = self._euler_momentum(state, time, gradient_fn, normals)
+        return RiemannianUnderdampedState(moved.position, kicked.momentum)

@@ -27,10 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillation
-from numpyro_sgmcmc.dynamics.integrators import SYMMETRIC, Flow, GradientFn, Part, Scheme
+from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillator_autocorrelation
+from numpyro_sgmcmc.dynamics.integrators import (
+    SYMMETRIC_SPLITTING,
+    Flow,
+    GradientFn,
+    Integrator,
+    Part,
+)
 
-__all__ = ["Underdamped", "UnderdampedState"]
+__all__ = ["UnderdampedLangevin", "UnderdampedState"]
 
 
 class UnderdampedState(NamedTuple):
@@ -46,7 +52,7 @@ class UnderdampedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Underdamped(Dynamics):
+class UnderdampedLangevin(Dynamics):
     """Underdamped Langevin dynamics with unit mass.
 
     :param float friction: friction coefficient, positive, in units of one over time.
@@ -57,7 +63,7 @@ class Underdamped(Dynamics):
 
     friction: float = 1.5
     num_leapfrog: int | None = None
-    keeps_gradient: bool = False
+    is_fsal: bool = False
 
     State = UnderdampedState
 
@@ -68,22 +74,24 @@ class Underdamped(Dynamics):
         return self.friction == type(self).friction and self.num_leapfrog in (None, 1)
 
     @property
-    def schemes(self) -> Mapping[str, Scheme]:
+    def integrators(self) -> Mapping[str, Integrator]:
         leapfrog = (Part("drift", 0.5), Part("kick"), Part("drift", 0.5))
         found = {
-            "euler": Scheme((Part("damped_kick"), Part("drift")), order=1, step_size=0.1),
-            "explicit_euler": Scheme((Part("explicit_euler"),), order=1, step_size=0.03),
-            "leapfrog": Scheme(
+            "euler": Integrator((Part("damped_kick"), Part("drift")), order=1, step_size=0.1),
+            "explicit_euler": Integrator((Part("explicit_euler"),), order=1, step_size=0.03),
+            "leapfrog": Integrator(
                 (Part("drift", 0.5), Part("damped_kick"), Part("drift", 0.5)), 1, step_size=0.3
             ),
-            "symmetric": Scheme(SYMMETRIC, order=2, step_size=0.3),
-            "lie_trotter": Scheme(
-                (*leapfrog, Part("fluctuation", every=self.num_leapfrog or 1)), 2, step_size=0.3
+            "symmetric": Integrator(SYMMETRIC_SPLITTING, order=2, step_size=0.3),
+            "lie_trotter": Integrator(
+                (*leapfrog, Part("fluctuation", every_n_steps=self.num_leapfrog or 1)),
+                2,
+                step_size=0.3,
             ),
-            "mt3": Scheme((Part("mt3"),), order=3, step_size=0.5),
+            "mt3": Integrator((Part("mt3"),), order=3, step_size=0.5),
         }
-        if self.keeps_gradient:
-            found["baoab"] = Scheme(
+        if self.is_fsal:
+            found["baoab"] = Integrator(
                 (
                     Part("kept_kick", 0.5),
                     Part("drift", 0.5),
@@ -93,9 +101,9 @@ class Underdamped(Dynamics):
                 ),
                 order=2,
                 step_size=0.3,
-                reads_end=True,
+                gradient_at_end=True,
             )
-            found["obabo"] = Scheme(
+            found["obabo"] = Integrator(
                 (
                     Part("fluctuation", 0.5),
                     Part("kept_kick", 0.5),
@@ -105,12 +113,12 @@ class Underdamped(Dynamics):
                 ),
                 order=2,
                 step_size=0.3,
-                reads_end=True,
+                gradient_at_end=True,
             )
         return found
 
     @property
-    def linearised(self) -> Underdamped:
+    def linear_approximation(self) -> UnderdampedLangevin:
         return self
 
     @property
@@ -118,43 +126,45 @@ class Underdamped(Dynamics):
         return {
             "drift": Flow(self._drift),
             "friction": Flow(self._friction),
-            "fluctuation": Flow(self._fluctuation, draws=1),
-            "kick": Flow(self._kick, gradients=1),
-            "kept_kick": Flow(self._kept_kick),
-            "noisy_kick": Flow(self._noisy_kick, gradients=1, draws=1),
-            "damped_kick": Flow(self._damped_kick, gradients=1, draws=1),
-            "explicit_euler": Flow(self._explicit_euler, gradients=1, draws=1),
-            "mt3": Flow(self._mt3, gradients=3, draws=2),
+            "fluctuation": Flow(self._ornstein_uhlenbeck, num_noise=1),
+            "kick": Flow(self._kick, num_gradients=1),
+            "kept_kick": Flow(self._fsal_kick),
+            "noisy_kick": Flow(self._noisy_kick, num_gradients=1, num_noise=1),
+            "damped_kick": Flow(self._damped_kick, num_gradients=1, num_noise=1),
+            "explicit_euler": Flow(self._explicit_euler, num_gradients=1, num_noise=1),
+            "mt3": Flow(self._mt3, num_gradients=3, num_noise=2),
         }
 
-    def draw(self, field: str, rng_key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
         return random.normal(rng_key, shape, dtype)
 
     def init(self, position: Array, rng_key: Array) -> UnderdampedState:
-        momentum = self.draw("momentum", rng_key, position.shape, position.dtype)
-        kept = jnp.zeros_like(position) if self.keeps_gradient else None
+        momentum = self.sample_auxiliary("momentum", rng_key, position.shape, position.dtype)
+        kept = jnp.zeros_like(position) if self.is_fsal else None
         return UnderdampedState(position, momentum, kept)
 
     def energy(self, state: UnderdampedState) -> Array:
         return jnp.square(state.momentum).sum() / 2.0
 
-    def temperature(self, state: UnderdampedState) -> Array:
+    def kinetic_temperature(self, state: UnderdampedState) -> Array:
         return jnp.square(state.momentum).mean()
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         friction = self._effective_friction(step_size)
         return 2.0 * max(friction, 1.0 / friction)
 
-    def autocorrelation(self, time: np.ndarray, step_size: Any) -> np.ndarray:
-        return damped_oscillation(self._effective_friction(step_size), time)
+    def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
+        return damped_oscillator_autocorrelation(self._effective_friction(step_size), lag)
 
-    def noise_inflation(
-        self, gradient_variance: Any, step_size: Any, varying: float = 1.0
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
         return gradient_variance * step_size / (2.0 * self._effective_friction(step_size))
 
     @property
-    def longest_step_size(self) -> float:
+    def max_step_size(self) -> float:
         # Refreshed every half period, a direction of unit curvature would only change its sign.
         return math.inf if self.num_leapfrog is None else 1.5 / self.num_leapfrog
 
@@ -169,69 +179,69 @@ class Underdamped(Dynamics):
         return math.tanh(self.friction * length) / length
 
     def _drift(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
         return state._replace(position=state.position + time * state.momentum)
 
     def _friction(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
         return state._replace(momentum=jnp.exp(-self.friction * time) * state.momentum)
 
-    def _fluctuation(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    def _ornstein_uhlenbeck(
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
         """Friction and noise together: an Ornstein-Uhlenbeck process, solved exactly."""
         spread = jnp.sqrt(-jnp.expm1(-2.0 * self.friction * time))
-        state = self._friction(state, time, gradient, noise)
-        return state._replace(momentum=state.momentum + spread * noise[0])
+        state = self._friction(state, time, gradient_fn, normals)
+        return state._replace(momentum=state.momentum + spread * normals[0])
 
     def _kick(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
-        g = gradient(state.position)
-        kept = g if self.keeps_gradient else None
+        g = gradient_fn(state.position)
+        kept = g if self.is_fsal else None
         return UnderdampedState(state.position, state.momentum - time * g, kept)
 
-    def _kept_kick(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+    def _fsal_kick(
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
         return state._replace(momentum=state.momentum - time * state.gradient)
 
     def _noisy_kick(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
-        state = self._kick(state, time, gradient, noise)
+        state = self._kick(state, time, gradient_fn, normals)
         scale = jnp.sqrt(2.0 * self.friction * time)
-        return state._replace(momentum=state.momentum + scale * noise[0])
+        return state._replace(momentum=state.momentum + scale * normals[0])
 
     def _damped_kick(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
-        kicked = self._noisy_kick(state, time, gradient, noise)
+        kicked = self._noisy_kick(state, time, gradient_fn, normals)
         damping = self.friction * time * state.momentum
         return kicked._replace(momentum=kicked.momentum - damping)
 
     def _explicit_euler(
-        self, state: UnderdampedState, time: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
-        kicked = self._damped_kick(state, time, gradient, noise)
+        kicked = self._damped_kick(state, time, gradient_fn, normals)
         return kicked._replace(position=state.position + time * state.momentum)
 
     def _mt3(
-        self, state: UnderdampedState, h: Any, gradient: GradientFn, noise: Array
+        self, state: UnderdampedState, h: Any, gradient_fn: GradientFn, normals: Array
     ) -> UnderdampedState:
         """Third order, after Milstein and Tretyakov (2003); Franzese et al. (2021), B.5.2.
 
         The stages are implicit in the momentum, but linear, and solved here.
         """
         q, p, friction = state.position, state.momentum, self.friction
-        w1, w2 = noise[0], noise[1] / math.sqrt(12.0)
+        w1, w2 = normals[0], normals[1] / math.sqrt(12.0)
         root = (2.0 * friction) ** 0.5
 
         def stage(q: Array, p: Array, part: float) -> tuple[Array, Array]:
             """The momentum r with r = p + part h F(q, r), and that force."""
-            g = gradient(q)
+            g = gradient_fn(q)
             r = (p - part * h * g) / (1.0 + part * h * friction)
             return r, -g - friction * r
 
@@ -240,7 +250,7 @@ class Underdamped(Dynamics):
         _, f2 = stage(q2, p + 2 / 3 * h * f1, 3 / 8)
         q3 = q + h * p + h**2 * (17 / 36 * f1 + f2 / 36)
         p3, _ = stage(q3, p + 2 / 3 * h * (f1 - f2), 1.0)
-        bend = jax.jvp(gradient, (q3,), (w1,))[1]
+        bend = jax.jvp(gradient_fn, (q3,), (w1,))[1]
         half = w1 / 2.0 + w2
         q_noise = h**1.5 * half - friction * h**2.5 * w1 / 6.0
         p_noise = h**0.5 * w1 - friction * h**1.5 * half + h**2.5 * (friction**2 * w1 - bend) / 6.0

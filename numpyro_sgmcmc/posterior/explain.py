@@ -12,30 +12,32 @@ from numpyro.distributions import constraints
 from numpyro.handlers import substitute, trace
 
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
-from numpyro_sgmcmc.posterior.locals.draws import redraw
-from numpyro_sgmcmc.posterior.locals.sites import insert_locals
-from numpyro_sgmcmc.posterior.on_rows import ModelOnRows
+from numpyro_sgmcmc.posterior.locals.draws import resample_local_values
+from numpyro_sgmcmc.posterior.locals.sites import insert_local_values
+from numpyro_sgmcmc.posterior.on_rows import SubsampledModel
 
-__all__ = ["explain"]
+__all__ = ["diagnose_nonfinite"]
 
-_MOST_ROWS = 20_000  # of rows elsewhere, which may be more than memory holds
+_MAX_DIAGNOSED_ROWS = 20_000  # of rows elsewhere, which may be more than memory holds
 
 
-def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Arguments) -> str:
+def diagnose_nonfinite(
+    model: SubsampledModel, user_model: Callable, position: Array, arguments: Arguments
+) -> str:
     """A sentence that names the sites and the arguments that are not finite.
 
-    :param stated: the model as the user gave it, whose signature names the arguments.
+    :param user_model: the model as the user gave it, whose signature names the arguments.
     :param position: a flat position.
     """
-    culprits = _not_finite_sites(model, position, arguments)
-    local = model.locals or model.redrawn
-    if drawn := [s.name for s in local.drawn if s.name in culprits] if local else []:
+    culprits = _find_nonfinite_sites(model, position, arguments)
+    local = model.local_latents or model.resampled_latents
+    if drawn := [s.name for s in local.gibbs_sites if s.name in culprits] if local else []:
         return (
             f"`gibbs_fn` draws values of '{drawn[0]}' at which its own density is not finite "
             f"({culprits[drawn[0]]}), such as a share of exactly 0: keep them off the boundary of "
             "its support, for example by jnp.clip."
         )
-    arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(stated)]
+    arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(user_model)]
     missing = [f"{n} ({bad} of its values)" for n, bad in arrays if bad]
     found = ""
     if culprits:
@@ -59,36 +61,40 @@ def explain(model: ModelOnRows, stated: Callable, position: Array, arguments: Ar
     )
 
 
-def _not_finite_sites(model: ModelOnRows, position: Array, arguments: Arguments) -> dict[str, str]:
+def _find_nonfinite_sites(
+    model: SubsampledModel, position: Array, arguments: Arguments
+) -> dict[str, str]:
     """What is wrong by the sites' names, such as how many values are not finite."""
-    is_elsewhere = bool(arguments.hosts or arguments.sharded)
-    most = _MOST_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
+    is_elsewhere = bool(arguments.host_arrays or arguments.sharded_arrays)
+    most = _MAX_DIAGNOSED_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
     rows = {p.name: jnp.arange(min(p.size, most)) for p in model.plates}
     z = model.unravel(position)
     values = model.constrain(z, arguments)
-    run, own, arguments = insert_locals(
-        model.locals, model.chosen(rows, model.rng_key), z, rows, arguments
+    run, own, arguments = insert_local_values(
+        model.local_latents, model.with_subsample_indices(rows, model.rng_key), z, rows, arguments
     )
-    if model.locals is not None:
-        values = values | model.locals.constrain(own)
-    if (local := model.redrawn) is not None:
+    if model.local_latents is not None:
+        values = values | model.local_latents.constrain(own)
+    if (local := model.resampled_latents) is not None:
         assert model.rng_key is not None
         own_rows = rows[local.plate.name]
-        values |= redraw(model.chosen(rows), local, values, own_rows, arguments, model.rng_key)
+        values |= resample_local_values(
+            model.with_subsample_indices(rows), local, values, own_rows, arguments, model.rng_key
+        )
     args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
     culprits = {}
     with numpyro.validation_enabled(False):  # it would stop at the first bad value
         for name, site in trace(substitute(run, data=values)).get_trace(*args, **kwargs).items():
             if site["type"] != "sample":
                 continue
-            if bad := _num_bad(site):
+            if bad := _count_nonfinite(site):
                 culprits[name] = f"{bad[0]} of {bad[1]} values"
-            elif wrong := _wrong_parameters(site["fn"]):
+            elif wrong := _find_invalid_parameters(site["fn"]):
                 culprits[name] = wrong
     return culprits
 
 
-def _wrong_parameters(fn: Any) -> str:
+def _find_invalid_parameters(fn: Any) -> str:
     """The distribution's parameters that are out of range, as they may be with a finite density."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist
@@ -102,7 +108,7 @@ def _wrong_parameters(fn: Any) -> str:
     return f"out of range: {', '.join(wrong)}" if wrong else ""
 
 
-def _num_bad(site: Any) -> tuple[int, int] | None:
+def _count_nonfinite(site: Any) -> tuple[int, int] | None:
     """How many of a site's log densities are not finite, of how many; None where all are."""
     log_prob = site["fn"].log_prob(site["value"])
     is_bad = ~jnp.isfinite(log_prob)

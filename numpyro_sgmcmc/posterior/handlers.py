@@ -20,28 +20,28 @@ from numpyro.infer import init_to_sample
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.primitives import _PYRO_STACK, Messenger
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.data.stand_ins import is_elsewhere
+from numpyro_sgmcmc.data.stand_ins import is_row_array_or_proxy
 
 __all__ = [
     "ConditionedModel",
     "FullDataModel",
-    "choose_rows",
-    "key_watch",
-    "prior_draws",
-    "prior_trace",
-    "skip_checks",
+    "detect_rng_use",
+    "disable_validation",
+    "sample_prior_values",
+    "set_subsample_indices",
+    "trace_prior",
 ]
 
-_WHOLE_BYTES = 2**30
+_MAX_FULL_DATA_BYTES = 2**30
 
 
-class choose_rows(Messenger):
+class set_subsample_indices(Messenger):
     """Handler that answers each subsampled plate with ``choose(name, size, subsample_size)``.
 
-    ``choose`` may return None to leave a plate alone.
+    ``choose_indices`` may return None to leave a plate alone.
 
     :param weights: by plate, what each of its rows weighs besides; plates that are not named weigh
         all rows alike.
@@ -50,22 +50,22 @@ class choose_rows(Messenger):
     def __init__(
         self,
         fn: Any,
-        choose: Callable[[str, int, int], Any],
+        choose_indices: Callable[[str, int, int], Any],
         weights: Mapping[str, Any] | None = None,
     ) -> None:
-        self.choose, self.weights = choose, weights or {}
+        self.choose_indices, self.weights = choose_indices, weights or {}
         super().__init__(fn)
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
-            rows = self.choose(msg["name"], size, subsample_size)
+            rows = self.choose_indices(msg["name"], size, subsample_size)
             if rows is not None:
                 # The very same object, by which `IssuedRows` knows them again.
                 msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
                 msg["args"] = (size, rows.shape[0])
-        elif msg["type"] == "subsample" and is_elsewhere(msg["value"]):
-            _subsample_elsewhere(msg)
+        elif msg["type"] == "subsample" and is_row_array_or_proxy(msg["value"]):
+            _subsample_row_array(msg)
         elif msg["type"] == "sample" and self.weights:
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.weights:
@@ -76,13 +76,13 @@ class choose_rows(Messenger):
                     msg["scale"] = weight if msg["scale"] is None else msg["scale"] * weight
 
 
-def _subsample_elsewhere(msg: Any) -> None:
+def _subsample_row_array(msg: Any) -> None:
     """Answer ``numpyro.subsample`` of an array whose rows are elsewhere, along its first axis."""
     data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
     for plate in _PYRO_STACK:
         if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
             if len(data) != plate.size:
-                raise Refusal(
+                raise InvalidArgumentError(
                     f"The plate '{plate.name}' has size {plate.size}, but {data!r}, which is "
                     f"subsampled in it, has {len(data)} rows. Make the two agree."
                 )
@@ -91,7 +91,7 @@ def _subsample_elsewhere(msg: Any) -> None:
             return
 
 
-class skip_checks(Messenger):
+class disable_validation(Messenger):
     """Handler that leaves out NumPyro's checks whether values of some sites lie in their support.
 
     Those that come from unconstrained space do, but for rounding; the checks are a sixth of the
@@ -106,10 +106,10 @@ class skip_checks(Messenger):
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "sample" and msg["name"] in self.names:
-            msg["fn"] = _unchecked(msg["fn"])
+            msg["fn"] = _without_validation(msg["fn"])
 
 
-def _unchecked(fn: Any) -> Any:
+def _without_validation(fn: Any) -> Any:
     """A distribution, and all that it is made of, without checks of values."""
     if not isinstance(fn, dist.Distribution):
         return fn
@@ -117,18 +117,18 @@ def _unchecked(fn: Any) -> Any:
     fn._validate_args = False
     for name, part in vars(fn).items():
         if isinstance(part, dist.Distribution):
-            setattr(fn, name, _unchecked(part))
+            setattr(fn, name, _without_validation(part))
     return fn
 
 
-class key_watch(Messenger):
+class detect_rng_use(Messenger):
     """Handler that notes whether the model asks for a random key."""
 
-    asked = False
+    has_requested_key = False
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "prng_key" and msg["value"] is None:
-            self.asked = True
+            self.has_requested_key = True
             msg["value"] = random.key(0)
 
 
@@ -145,10 +145,10 @@ class ConditionedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = frozenset(kwargs.get(GIBBS_SITES_KWARG, ()))
-        return _take_rows(self.model, names)(*args, **kwargs)
+        return _subsample_given_values(self.model, names)(*args, **kwargs)
 
 
-class _take_rows(Messenger):
+class _subsample_given_values(Messenger):
     """Handler that takes, of values that are given for all rows, those of the plates' rows.
 
     :param names: the sites whose values are given so.
@@ -156,14 +156,14 @@ class _take_rows(Messenger):
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
         self.names = names
-        self.plates: dict[str, tuple[int, Any]] = {}
+        self.plate_indices: dict[str, tuple[int, Any]] = {}
         super().__init__(fn)
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] != "sample" or msg["name"] not in self.names:
             return
         for frame in msg["cond_indep_stack"]:
-            size, rows = self.plates.get(frame.name, (frame.size, None))
+            size, rows = self.plate_indices.get(frame.name, (frame.size, None))
             axis = frame.dim - msg["fn"].event_dim
             shape = jnp.shape(msg["value"])
             if frame.size < size and len(shape) >= -axis and shape[axis] == size:
@@ -171,7 +171,7 @@ class _take_rows(Messenger):
 
     def postprocess_message(self, msg: Any) -> None:
         if msg["type"] == "plate":  # answered by now
-            self.plates[msg["name"]] = msg["args"][0], msg["value"]
+            self.plate_indices[msg["name"]] = msg["args"][0], msg["value"]
 
 
 class FullDataModel:
@@ -187,36 +187,36 @@ class FullDataModel:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for host in Arguments(args, kwargs).hosts:
+        for host in Arguments(args, kwargs).host_arrays:
             num_bytes = len(host) * max(host.row_size, 1) * host.dtype.itemsize
-            if num_bytes > _WHOLE_BYTES:
-                raise Refusal(
+            if num_bytes > _MAX_FULL_DATA_BYTES:
+                raise InvalidArgumentError(
                     f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
                     "into memory: numpyro_sgmcmc.log_likelihood and "
                     "numpyro_sgmcmc.posterior_predictive go by chunks, as does "
                     "numpyro_sgmcmc.to_arviz in place of az.from_numpyro."
                 )
         args, kwargs = as_jax_arrays((args, kwargs))
-        run = choose_rows(self.model, lambda name, size, _: jnp.arange(size))
+        run = set_subsample_indices(self.model, lambda name, size, _: jnp.arange(size))
         try:
             return run(*args, **kwargs)
         except AssertionError as error:
             if str(error):
                 raise
             # A bare assertion is NumPyro's for a site without a value and without a key.
-            raise Refusal(
+            raise InvalidArgumentError(
                 "A latent site of the model has no value, and there is no random key to draw one. "
-                "Draws hold latent sites inside the subsampled plate with collect_locals=True "
+                "Draws hold latent sites inside the subsampled plate with collect_local_sites=True "
                 "alone; without them there is no log likelihood, and ArviZ can be told so: "
                 "az.from_numpyro(mcmc, log_likelihood=False)."
             ) from error
 
-    def on_rows(self, indices: Indices) -> Callable:
+    def with_subsample_indices(self, indices: Indices) -> Callable:
         """The model on some rows of each plate.
 
         :param indices: rows by plate name; plates that are not named are left alone.
         """
-        return choose_rows(self.model, lambda name, size, _: indices.get(name))
+        return set_subsample_indices(self.model, lambda name, size, _: indices.get(name))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model
@@ -225,19 +225,21 @@ class FullDataModel:
         return hash((FullDataModel, self.model))
 
 
-def prior_trace(model: Callable, indices: Indices, arguments: Arguments) -> dict[str, Any]:
+def trace_prior(model: Callable, indices: Indices, arguments: Arguments) -> dict[str, Any]:
     """The model's trace on some rows of each plate, its latent sites drawn from the prior."""
     arguments = arguments.map_arrays(jnp.asarray)
     seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    chosen = choose_rows(seeded, lambda name, size, _: indices.get(name))
+    chosen = set_subsample_indices(seeded, lambda name, size, _: indices.get(name))
     return trace(chosen).get_trace(*arguments.args, **arguments.kwargs)
 
 
-def prior_draws(model: Callable, arguments: Arguments, names: list[str]) -> dict[str, Array]:
+def sample_prior_values(
+    model: Callable, arguments: Arguments, names: list[str]
+) -> dict[str, Array]:
     """Draws from the prior for the named sites, on all rows, as values to condition on."""
     args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
     seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    chosen = choose_rows(seeded, lambda name, size, _: jnp.arange(size))
+    chosen = set_subsample_indices(seeded, lambda name, size, _: jnp.arange(size))
     with validation_enabled(False):  # what is wrong with a draw is told where a chain starts at it
         seen = trace(chosen).get_trace(*args, **kwargs)
     return {name: jnp.asarray(seen[name]["value"]) for name in names}

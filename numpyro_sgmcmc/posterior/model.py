@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.build import build
-from numpyro_sgmcmc.posterior.check import check
-from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
-from numpyro_sgmcmc.posterior.read import read
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.build import build_potential
+from numpyro_sgmcmc.posterior.check import validate_model
+from numpyro_sgmcmc.posterior.facts import NO_GIBBS, GibbsConfig
+from numpyro_sgmcmc.posterior.read import trace_model
+from numpyro_sgmcmc.posterior.target import Potential
 
-__all__ = ["model_target"]
+__all__ = ["make_model_potential"]
 
 
-def model_target(
+def make_model_potential(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs: GibbsDraws = NO_DRAWS,
-) -> Target:
+    gibbs: GibbsConfig = NO_GIBBS,
+) -> Potential:
     """Read a NumPyro model and check that it can be sampled.
 
     :param model: a NumPyro model.
@@ -30,6 +30,6 @@ def model_target(
     :return: the target.
     :raises ValueError: naming the site, plate or argument that stands in the way.
     """
-    facts = read(model, arguments, init_strategy, gibbs)
-    check(facts)
-    return build(facts)
+    facts = trace_model(model, arguments, init_strategy, gibbs)
+    validate_model(facts)
+    return build_potential(facts)

@@ -12,45 +12,45 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from numpyro_sgmcmc.data.arguments import ByIdentity, is_array
+from numpyro_sgmcmc.data.arguments import IdentityKey, is_array
 
-__all__ = ["program_key"]
+__all__ = ["fingerprint_jaxpr"]
 
 # To hash as much takes 0.1 s.
-_MOST_BYTES = 2**26
+_MAX_CONSTANT_BYTES = 2**26
 # Functions that hold derivatives, new at every tracing. A program with all derivatives that will be
 # wanted of it has called them.
-_DERIVATIVES = {"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "out_trees"}
-_TEXTUAL = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, Enum)
+_DERIVATIVE_PARAMETERS = {"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "out_trees"}
+_REPR_TYPES = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, Enum)
 
 
-def program_key(program: ClosedJaxpr) -> Hashable:
+def fingerprint_jaxpr(closed_jaxpr: ClosedJaxpr) -> Hashable:
     """A value that is equal for two programs only if they compute the same.
 
-    :param program: the program, with such derivatives as will be wanted of it.
+    :param closed_jaxpr: the program, with such derivatives as will be wanted of it.
     :raises ValueError: for a program with more than 64 MB of constants.
     """
-    key = _ProgramKey()
-    return key.of(program.jaxpr, program.consts), tuple(key.objects)
+    key = _JaxprHasher()
+    return key.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts), tuple(key.opaque_objects)
 
 
-class _ProgramKey:
+class _JaxprHasher:
     """Hashes programs; what has no text that says all of it is kept, to be compared itself."""
 
     def __init__(self) -> None:
-        self.objects: dict[Hashable, int] = {}
-        self._known: dict[int, tuple[Any, bytes]] = {}
-        self._num_bytes = 0
+        self.opaque_objects: dict[Hashable, int] = {}
+        self._hashes_by_id: dict[int, tuple[Any, bytes]] = {}
+        self._num_constant_bytes = 0
 
-    def of(self, jaxpr: Jaxpr, constants: Any = ()) -> bytes:
+    def hash_jaxpr(self, jaxpr: Jaxpr, constants: Any = ()) -> bytes:
         """The hash of a program."""
-        found = self._known.get(id(jaxpr))
+        found = self._hashes_by_id.get(id(jaxpr))
         if found is None:
             # The program beside its hash: while it is alive nothing else has its id.
-            self._known[id(jaxpr)] = found = jaxpr, self._operations(jaxpr)
-        return hashlib.sha256(found[1] + b"".join(map(self._array, constants))).digest()
+            self._hashes_by_id[id(jaxpr)] = found = jaxpr, self._hash_equations(jaxpr)
+        return hashlib.sha256(found[1] + b"".join(map(self._hash_array, constants))).digest()
 
-    def _operations(self, jaxpr: Jaxpr) -> bytes:
+    def _hash_equations(self, jaxpr: Jaxpr) -> bytes:
         """The hash of the operations, their variables numbered in the order of their making."""
         said = hashlib.sha256()
         numbers: dict[Any, int] = {}
@@ -61,7 +61,9 @@ class _ProgramKey:
             return [repr(v.aval) for v in variables]
 
         def used(atoms: Any) -> list[Any]:
-            return [self._literal(a) if isinstance(a, Literal) else numbers[a] for a in atoms]
+            return [
+                self._describe_literal(a) if isinstance(a, Literal) else numbers[a] for a in atoms
+            ]
 
         said.update(repr((made(jaxpr.constvars), made(jaxpr.invars))).encode())
         for operation in jaxpr.eqns:
@@ -69,9 +71,9 @@ class _ProgramKey:
                 operation.primitive.name,
                 used(operation.invars),
                 [
-                    (name, self._parameter(value))
+                    (name, self._describe_parameter(value))
                     for name, value in sorted(operation.params.items())
-                    if name not in _DERIVATIVES
+                    if name not in _DERIVATIVE_PARAMETERS
                 ],
                 made(operation.outvars),
             )
@@ -79,34 +81,34 @@ class _ProgramKey:
         said.update(repr(used(jaxpr.outvars)).encode())
         return said.digest()
 
-    def _literal(self, atom: Literal) -> Any:
-        value = self._array(atom.val) if is_array(atom.val) else repr(atom.val)
+    def _describe_literal(self, atom: Literal) -> Any:
+        value = self._hash_array(atom.val) if is_array(atom.val) else repr(atom.val)
         return repr(atom.aval), value
 
-    def _parameter(self, x: Any) -> Any:
+    def _describe_parameter(self, x: Any) -> Any:
         """An operation's parameter, as what its ``repr`` says all of."""
-        if isinstance(x, _TEXTUAL):
+        if isinstance(x, _REPR_TYPES):
             return type(x).__name__, repr(x)
         if isinstance(x, (tuple, list)):
-            return type(x).__name__, [self._parameter(part) for part in x]
+            return type(x).__name__, [self._describe_parameter(part) for part in x]
         if isinstance(x, ClosedJaxpr):
-            return self.of(x.jaxpr, x.consts)
+            return self.hash_jaxpr(x.jaxpr, x.consts)
         if isinstance(x, Jaxpr):
-            return self.of(x)
+            return self.hash_jaxpr(x)
         if is_array(x):
-            return self._array(x)
+            return self._hash_array(x)
         try:
             hash(x)
         except TypeError:
-            x = ByIdentity(x)
-        return "object", self.objects.setdefault(x, len(self.objects))
+            x = IdentityKey(x)
+        return "object", self.opaque_objects.setdefault(x, len(self.opaque_objects))
 
-    def _array(self, x: Any) -> bytes:
+    def _hash_array(self, x: Any) -> bytes:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return str(x.dtype).encode() + self._array(jax.random.key_data(x))
+            return str(x.dtype).encode() + self._hash_array(jax.random.key_data(x))
         x = np.asarray(x)
-        self._num_bytes += x.nbytes
-        if self._num_bytes > _MOST_BYTES:
+        self._num_constant_bytes += x.nbytes
+        if self._num_constant_bytes > _MAX_CONSTANT_BYTES:
             raise ValueError("The program has more constants than are worth looking at.")
         form = f"{x.dtype} {x.shape}".encode()
         return hashlib.sha256(form + np.ascontiguousarray(x).tobytes()).digest()

@@ -16,23 +16,23 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer import init_to_sample
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows, Recorder
-from numpyro_sgmcmc.posterior.facts import NO_DRAWS, Facts, GibbsDraws, SampleSite, Statement
-from numpyro_sgmcmc.posterior.failures import explained
-from numpyro_sgmcmc.posterior.handlers import choose_rows
+from numpyro_sgmcmc.data.stand_ins import IndexingRecorder, PlateIndexRegistry, RowLookup
+from numpyro_sgmcmc.posterior.facts import NO_GIBBS, GibbsConfig, ModelTrace, SampleSite, TracedSite
+from numpyro_sgmcmc.posterior.failures import translate_model_error
+from numpyro_sgmcmc.posterior.handlers import set_subsample_indices
 
-__all__ = ["read"]
+__all__ = ["trace_model"]
 
 
-def read(
+def trace_model(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs: GibbsDraws = NO_DRAWS,
-) -> Facts:
+    gibbs: GibbsConfig = NO_GIBBS,
+) -> ModelTrace:
     """Run a model once on the first rows of its plates, without data, and note what it states.
 
     :param model: a NumPyro model.
@@ -42,104 +42,108 @@ def read(
     :param gibbs: the user's draws of local sites.
     :raises ValueError: where the model cannot be run.
     """
-    run = _Run(arguments)
-    statements: dict[str, Statement] = {}
+    run = _TracingRun(arguments)
+    statements: dict[str, TracedSite] = {}
     samples: list[SampleSite] = []
 
     def note(arguments: Arguments) -> None:
         """What is known of a traced value is noted while it is being traced: no value is kept."""
-        for name, site in run.trace(model, arguments).items():
+        for name, site in run.run_and_trace(model, arguments).items():
             stack = [f for f in site.get("cond_indep_stack", ()) if f.name in run.plates]
-            statements[name] = Statement(site["type"], tuple(f.name for f in stack))
+            statements[name] = TracedSite(site["type"], tuple(f.name for f in stack))
             if site["type"] == "sample":
-                samples.append(_sample_site(site, tuple(stack), name in gibbs.sites))
+                samples.append(_describe_sample_site(site, tuple(stack), name in gibbs.site_names))
 
     try:
         jax.eval_shape(note, arguments)
-    except Refusal:
+    except InvalidArgumentError:
         raise
     except Exception as error:
-        plain = explained(error, model, arguments, tuple(run.plates.values()))
+        plain = translate_model_error(error, model, arguments, tuple(run.plates.values()))
         if plain is error:
             raise
         raise plain from error
-    return Facts(
+    return ModelTrace(
         model=model,
-        settled_model=_settled(model, arguments, statements),
+        model_with_params=_substitute_params(model, arguments, statements),
         arguments=arguments,
         init_strategy=init_strategy,
         gibbs=gibbs,
-        stated_plates=run.plates,
-        statements=statements,
-        samples=tuple(samples),
-        indexed=tuple(run.indexed),
+        unsharded_plates=run.plates,
+        traced_sites=statements,
+        sample_sites=tuple(samples),
+        row_lookups=tuple(run.row_lookups),
     )
 
 
-class _Run:
+class _TracingRun:
     """One run of a model on the first rows of its plates, with notes also where it fails.
 
     :param arguments: the arguments as the user gave them.
     """
 
     def __init__(self, arguments: Arguments) -> None:
-        self.spread = arguments.sharded
+        self.sharded_arrays = arguments.sharded_arrays
         self.plates: dict[str, Plate] = {}
-        self.issued = IssuedRows()
-        self.indexed: dict[IndexedArray, None] = {}
+        self.index_registry = PlateIndexRegistry()
+        self.row_lookups: dict[RowLookup, None] = {}
 
-    def trace(self, model: Callable, arguments: Arguments) -> dict[str, Any]:
+    def run_and_trace(self, model: Callable, arguments: Arguments) -> dict[str, Any]:
         """The model's trace, its latent sites drawn from the prior."""
-        given = iter(self.spread)
+        given = iter(self.sharded_arrays)
         arguments = arguments.map_arrays(jnp.asarray)
-        arguments = arguments.map_hosts(lambda a: Recorder(a, self.issued, self.indexed))
-        arguments = arguments.map_sharded(
-            lambda a: Recorder(a, self.issued, self.indexed, next(given))
+        arguments = arguments.map_host_arrays(
+            lambda a: IndexingRecorder(a, self.index_registry, self.row_lookups)
+        )
+        arguments = arguments.map_sharded_arrays(
+            lambda a: IndexingRecorder(a, self.index_registry, self.row_lookups, next(given))
         )
         seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-        chosen = choose_rows(seeded, self._first_rows)
+        chosen = set_subsample_indices(seeded, self._register_plate)
         return trace(chosen).get_trace(*arguments.args, **arguments.kwargs)
 
-    def _first_rows(self, name: str, size: int, subsample_size: int) -> Array:
+    def _register_plate(self, name: str, size: int, subsample_size: int) -> Array:
         is_int = isinstance(subsample_size, (int, np.integer))
         is_int = is_int and not isinstance(subsample_size, bool)
         if not (is_int and 0 < subsample_size <= size):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"Plate '{name}' has subsample_size={subsample_size!r}, but it must be an integer "
                 f"between 1 and the plate's size, {size}."
             )
         if name in self.plates and self.plates[name].size != size:
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"Plate '{name}' has size {self.plates[name].size} in one place of the model and "
                 f"{size} in another: give the two different names."
             )
         self.plates[name] = Plate(name, size, subsample_size)
-        return self.issued.issue(name, jnp.arange(subsample_size))
+        return self.index_registry.register(name, jnp.arange(subsample_size))
 
 
-def _sample_site(site: Any, frames: tuple[Any, ...], is_drawn: bool) -> SampleSite:
-    """What is known of a sample statement; ``is_drawn`` where ``gibbs_fn`` draws it."""
+def _describe_sample_site(
+    site: Any, plate_frames: tuple[Any, ...], is_gibbs_site: bool
+) -> SampleSite:
+    """What is known of a sample statement; ``is_gibbs_site`` where ``gibbs_fn`` draws it."""
     fn, value = site["fn"], site["value"]
     known = SampleSite(
         name=site["name"],
-        frames=frames,
+        plate_frames=plate_frames,
         is_observed=site["is_observed"],
         shape=jnp.shape(value),
         batch_shape=fn.batch_shape,
         event_shape=fn.event_shape,
-        bare_dims=_bare_dims(site),
+        unplated_dims=_find_unplated_dims(site),
     )
     if known.is_observed:
         return known
     known = known._replace(dtype=jnp.result_type(value), support=fn.support, is_delta=_is_delta(fn))
-    if is_drawn or known.is_delta or fn.support.is_discrete:
+    if is_gibbs_site or known.is_delta or fn.support.is_discrete:
         return known
     with suppress(NotImplementedError):  # there is no map to unconstrained space
-        known = known._replace(free_shape=jnp.shape(biject_to(fn.support).inv(value)))
+        known = known._replace(unconstrained_shape=jnp.shape(biject_to(fn.support).inv(value)))
     return known
 
 
-def _bare_dims(site: Any) -> tuple[int, ...]:
+def _find_unplated_dims(site: Any) -> tuple[int, ...]:
     """Batch dimensions without a plate, where a site has plates at all."""
     stated = {frame.dim for frame in site["cond_indep_stack"]}
     if not stated:
@@ -159,9 +163,11 @@ def _is_delta(fn: Any) -> bool:
     return isinstance(fn, dist.Delta)
 
 
-def _settled(model: Callable, arguments: Arguments, statements: dict[str, Statement]) -> Callable:
+def _substitute_params(
+    model: Callable, arguments: Arguments, traced_sites: dict[str, TracedSite]
+) -> Callable:
     """The model with the first values of its ``param`` and ``mutable`` sites, if it has any."""
-    names = [n for n, s in statements.items() if s.kind in ("param", "mutable")]
+    names = [n for n, s in traced_sites.items() if s.site_type in ("param", "mutable")]
     with validation_enabled(False):  # a draw from the prior may be one that no chain comes to
-        values = _Run(arguments).trace(model, arguments) if names else {}
+        values = _TracingRun(arguments).run_and_trace(model, arguments) if names else {}
     return substitute(model, data={n: values[n]["value"] for n in names})

@@ -27,110 +27,111 @@ import jax
 import jax.numpy as jnp
 from jax import Array, random
 
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.data.arguments import Arguments, ByIdentity
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
-from numpyro_sgmcmc.posterior.locals.moves import renew
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.program_key import program_key
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.facts import NO_GIBBS, GibbsConfig
+from numpyro_sgmcmc.posterior.locals.moves import update_local_values
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.program_key import fingerprint_jaxpr
+from numpyro_sgmcmc.posterior.target import Potential
 
-__all__ = ["target_of"]
+__all__ = ["get_model_potential"]
 
-_targets: WeakValueDictionary[Hashable, Target] = WeakValueDictionary()
+_potential_cache: WeakValueDictionary[Hashable, Potential] = WeakValueDictionary()
 
 
-def target_of(
+def get_model_potential(
     model: Callable,
     arguments: Arguments,
     init_strategy: Callable,
-    gibbs: GibbsDraws = NO_DRAWS,
-    is_forward: bool = False,
-) -> Target:
+    gibbs: GibbsConfig = NO_GIBBS,
+    forward_mode_differentiation: bool = False,
+) -> Potential:
     """:func:`~numpyro_sgmcmc.posterior.model.model_target`, or one made before that is the same.
 
-    :param is_forward: whether gradients are taken in forward mode.
+    :param forward_mode_differentiation: whether gradients are taken in forward mode.
     :raises ValueError: as there, and for a model that has no other gradient where that is wanted.
     """
-    target = model_target(model, arguments, init_strategy, gibbs)
-    target = replace(target, is_forward=is_forward)
+    target = make_model_potential(model, arguments, init_strategy, gibbs)
+    target = replace(target, forward_mode_differentiation=forward_mode_differentiation)
     try:
-        key = _key(model, arguments, target)
-        return _targets.setdefault(key, target)
+        key = _potential_cache_key(model, arguments, target)
+        return _potential_cache.setdefault(key, target)
     except Exception as error:
-        _refuse_reverse_mode(error)
+        _check_reverse_mode_error(error)
         # What fails here fails again where it is used, with the words that belong there.
         return target
 
 
-def _refuse_reverse_mode(error: Exception) -> None:
+def _check_reverse_mode_error(error: Exception) -> None:
     """Refuse a model with a loop of unknown length, unless gradients are taken in forward mode."""
     if "Reverse-mode differentiation does not work" in str(error):
-        raise Refusal(
+        raise InvalidArgumentError(
             "The model has a loop whose number of turns JAX does not know (`lax.while_loop`), "
             "through which gradients go forward alone: use forward_mode_differentiation=True, or "
             "`lax.scan`."
         ) from error
 
 
-def _key(model: Callable, arguments: Arguments, target: Target) -> Hashable:
+def _potential_cache_key(model: Callable, arguments: Arguments, potential: Potential) -> Hashable:
     """All that tells two targets apart."""
-    local = target.locals
+    local = potential.local_latents
     return (
         # Every access makes a new bound method, equal to the others of its object.
-        model if isinstance(model, MethodType) else ByIdentity(model),
+        model if isinstance(model, MethodType) else IdentityKey(model),
         arguments.signature,
-        target.plates,
-        target.groups,
-        tuple((s.name, s.shape) for s in target.sites or ()),
-        target.dtype,
-        target.is_randomized,
-        target.is_forward,
-        local and (local.plate, *(s._replace(support=None) for s in local.moved + local.drawn)),
+        potential.plates,
+        potential.plate_groups,
+        tuple((s.name, s.shape) for s in potential.sites or ()),
+        potential.dtype,
+        potential.is_stochastic,
+        potential.forward_mode_differentiation,
+        local
+        and (local.plate, *(s._replace(support=None) for s in local.hmc_sites + local.gibbs_sites)),
         local and local.gibbs_fn,
-        target.lookups,
-        target.shards,
-        program_key(_program(target, arguments)),
+        potential.host_lookups,
+        potential.shards,
+        fingerprint_jaxpr(_trace_potential(potential, arguments)),
     )
 
 
-def _program(target: Target, arguments: Arguments) -> Any:
+def _trace_potential(potential: Potential, arguments: Arguments) -> Any:
     """Everything that a target computes and the derivatives wanted of it, traced."""
-    rows = {p.name: jax.ShapeDtypeStruct((p.subsample_size,), jnp.int32) for p in target.plates}
-    position = jax.ShapeDtypeStruct((target.dim,), target.dtype)
-    local = target.locals
+    rows = {p.name: jax.ShapeDtypeStruct((p.subsample_size,), jnp.int32) for p in potential.plates}
+    position = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
+    local = potential.local_latents
 
     def expansion(position: Array, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
-        def on(part: Target, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
+        def on(part: Potential, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
             def gradient(q: Array) -> Any:
-                return part.potential_and_gradient(q, rows, arguments, rng_key)
+                return part.value_and_grad(q, rows, arguments, rng_key)
 
             return jax.jvp(gradient, (position,), (position,))
 
-        return target.over_shards(on, rows, arguments, rng_key)
+        return potential.mean_over_shards(on, rows, arguments, rng_key)
 
     def everything(position: Array, rows: Indices, arguments: Arguments, rng_key: Array) -> Any:
-        z = target.unravel(position)
+        z = potential.unravel(position)
         found = [
-            expansion(position, rows, arguments, rng_key if target.is_randomized else None),
-            target.constrain(z, arguments),
-            target.postprocess(z, arguments),
-            target.start(rng_key, arguments),
+            expansion(position, rows, arguments, rng_key if potential.is_stochastic else None),
+            potential.constrain(z, arguments),
+            potential.postprocess(z, arguments),
+            potential.sample_init_position(rng_key, arguments),
             # A model may do other things with other numbers of rows, as passes over all have.
-            target.full_potential(position, arguments),
+            potential.full_value(position, arguments),
         ]
         if local is not None:
             own = jnp.asarray(rows[local.plate.name])
-            values = local.zeros().take(own)
-            scale = jnp.ones_like(values.position)
+            values = local.make_zero_values().take(own)
+            scale = jnp.ones_like(values.hmc_position)
             found += [
-                renew(target, position, own, values, scale, arguments, rng_key),
-                local.constrain(local.unconstrained(values)),
+                update_local_values(potential, position, own, values, scale, arguments, rng_key),
+                local.constrain(local.to_unconstrained_sites(values)),
             ]
-        if local is not None and local.drawn:
-            assert target.draw_prior is not None
-            found.append(target.draw_prior(position, rows, arguments, rng_key))
+        if local is not None and local.gibbs_sites:
+            assert potential.sample_conditional_prior is not None
+            found.append(potential.sample_conditional_prior(position, rows, arguments, rng_key))
         return found
 
     return jax.make_jaxpr(everything)(position, rows, arguments, random.key(0))

@@ -19,46 +19,55 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.chain import ChainPlan, SGMCMCState, advance, start_chains
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, is_traced, refuse_other_numbers
-from numpyro_sgmcmc.data.host import plain_failures
-from numpyro_sgmcmc.data.progress import stages_shown
+from numpyro_sgmcmc.chain import ChainConfig, SGMCMCState, init_chains, run_iteration
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.data.arguments import (
+    Arguments,
+    DeviceArrayCache,
+    check_jax_representable,
+    is_traced,
+)
+from numpyro_sgmcmc.data.host import unwrap_callback_errors
+from numpyro_sgmcmc.data.progress import show_adaptation_progress
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.posterior.handlers import ConditionedModel, FullDataModel
-from numpyro_sgmcmc.posterior.locals.sites import collected_sites
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.locals.sites import select_collected_sites
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.samplers.compatibility import (
-    refuse_chain_per_device,
-    refuse_dropped_locals_in_block,
+    check_chain_method,
+    check_gibbs_block_collects_locals,
 )
-from numpyro_sgmcmc.samplers.compiled import full_gradients, with_held
-from numpyro_sgmcmc.samplers.gibbs_block import anchored_here, at_likely_values
-from numpyro_sgmcmc.samplers.help import Shown, show_shared_keywords
+from numpyro_sgmcmc.samplers.compiled import call_with_cached_arrays, full_gradients
+from numpyro_sgmcmc.samplers.gibbs_block import condition_on_variational_means, recenter_state
+from numpyro_sgmcmc.samplers.help import KernelReprMixin, document_shared_options
 from numpyro_sgmcmc.samplers.init_cache import InitCache
 from numpyro_sgmcmc.samplers.inputs import (
-    chain_axis,
-    concrete_arguments,
-    eagerly,
-    is_one_per_chain,
+    concretize_arguments,
+    escape_trace,
+    find_chain_mesh_axis,
+    has_chain_axis,
 )
-from numpyro_sgmcmc.samplers.mass_matrix import mass_blocks
+from numpyro_sgmcmc.samplers.mass_matrix import build_mass_matrix_blocks
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
-from numpyro_sgmcmc.samplers.reading import read_function, read_model, values_of_one_chain
-from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
-from numpyro_sgmcmc.warmup import Adaptation, Noise, adapt
-from numpyro_sgmcmc.warmup.forget import forget_programs_if_many
-from numpyro_sgmcmc.warmup.starts import accepted_start, first_positions
+from numpyro_sgmcmc.samplers.reading import (
+    build_potential_from_fn,
+    build_potential_from_model,
+    get_single_chain_shapes,
+)
+from numpyro_sgmcmc.samplers.warmup_settings import build_warmup_settings
+from numpyro_sgmcmc.warmup import Adaptation, GradientNoiseStats, adapt
+from numpyro_sgmcmc.warmup.forget import clear_compilation_cache_if_full
+from numpyro_sgmcmc.warmup.starts import generate_init_positions, validate_init_params
 
 __all__ = ["SGMCMCKernel"]
 
 
-class SGMCMCKernel(Shown, MCMCKernel):
+class SGMCMCKernel(KernelReprMixin, MCMCKernel):
     r"""Base of the stochastic-gradient kernels: everything but the choice of SDE and scheme.
 
     :param dynamics: the SDE.
-    :param scheme: name of the integrator.
+    :param integrator: name of the integrator.
     :param options: the keywords of :class:`~numpyro_sgmcmc.samplers.options.Options`.
     :raises ValueError: at construction, for an option that is unknown or out of range; at
         ``init``, naming the site, plate or argument that cannot be sampled.
@@ -67,12 +76,12 @@ class SGMCMCKernel(Shown, MCMCKernel):
     sample_field = "z"
     default_fields = ("z", "diverging")
 
-    schemes: ClassVar[tuple[str, ...]]
+    integrators: ClassVar[tuple[str, ...]]
     """Names of the schemes to choose from, among those of the SDE."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        show_shared_keywords(cls)
+        document_shared_options(cls)
 
     def __init__(
         self,
@@ -80,24 +89,24 @@ class SGMCMCKernel(Shown, MCMCKernel):
         potential_fn: Callable | None,
         *,
         dynamics: Dynamics,
-        scheme: str,
+        integrator: str,
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.no_more_keywords(type(self), Options.unknown_among(options))
+        checks.check_no_unknown_kwargs(type(self), Options.find_unknown(options))
         if (model is None) == (potential_fn is None):
-            raise Refusal("Only one of `model` or `potential_fn` must be specified.")
+            raise InvalidArgumentError("Only one of `model` or `potential_fn` must be specified.")
         if model is not None:
-            checks.function("model", model)
+            checks.check_callable("model", model)
         else:
-            checks.function("potential_fn", potential_fn)
-        checks.one_of("scheme", scheme, self.schemes)
+            checks.check_callable("potential_fn", potential_fn)
+        checks.check_choice("integrator", integrator, self.integrators)
         self._model = model
         self._potential_fn = potential_fn
         self._dynamics = dynamics
-        self._scheme = scheme
+        self._integrator = integrator
         self._options = Options(**options)
         if model is None:
-            self._options.refuse_local_sites()
+            self._options.check_no_local_options()
         self._cache = InitCache()
 
     @property
@@ -123,26 +132,26 @@ class SGMCMCKernel(Shown, MCMCKernel):
         return self._dynamics
 
     @property
-    def scheme(self) -> str:
+    def integrator(self) -> str:
         """Name of the integrator."""
-        return self._scheme
+        return self._integrator
 
     @property
-    def noise(self) -> Noise:
+    def noise_stats(self) -> GradientNoiseStats:
         """The gradient's noise at typical positions, as the last warm-up measured it."""
-        return self._cache.noise
+        return self._cache.noise_stats
 
-    def adaptation_to(self, arguments: Arguments) -> Adaptation | None:
+    def get_cached_adaptation(self, arguments: Arguments) -> Adaptation | None:
         """What all chains share, where it was found for these very arguments; else None."""
         record = self._cache.record
-        if record is None or not record.holds_for(self.target, arguments):
+        if record is None or not record.is_valid_for(self.potential, arguments):
             return None
         return record.adaptation
 
     @property
-    def has_data(self) -> bool:
+    def has_potential(self) -> bool:
         """Whether the kernel knows a posterior: not before `init`, and not once pickled."""
-        return self._cache.target is not None
+        return self._cache.potential is not None
 
     @property
     def has_schedule(self) -> bool:
@@ -155,11 +164,11 @@ class SGMCMCKernel(Shown, MCMCKernel):
         return step_size if callable(step_size) else None
 
     @property
-    def target(self) -> Target:
+    def potential(self) -> Potential:
         """The posterior, once the kernel is initialised."""
-        if self._cache.target is None:
+        if self._cache.potential is None:
             raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
-        return self._cache.target
+        return self._cache.potential
 
     @property
     def adaptation(self) -> Adaptation:
@@ -168,14 +177,14 @@ class SGMCMCKernel(Shown, MCMCKernel):
             raise RuntimeError(f"{type(self).__name__} must be initialised first: call `init`.")
         return self._cache.record.adaptation
 
-    def coordinates(self, state: SGMCMCState) -> Whitening:
+    def get_preconditioner(self, state: SGMCMCState) -> Preconditioner:
         """The whitened coordinates of a state, or of one chain's where several are batched."""
-        whitening = state.adapt_state.whitening
+        whitening = state.adapt_state.preconditioner
         return jax.tree.map(lambda x: x[0], whitening) if state.i.ndim else whitening
 
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Gradients on all rows at flat positions, one after the other; shape ``(m, d)``."""
-        return full_gradients(self.target, self._cache.held, positions, arguments)
+        return full_gradients(self.potential, self._cache.array_cache, positions, arguments)
 
     @property
     def model(self) -> Callable | None:
@@ -187,37 +196,37 @@ class SGMCMCKernel(Shown, MCMCKernel):
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites and add the deterministic ones that do not vary with the rows."""
-        held = self._cache.held.hold(Arguments(model_args, model_kwargs))
-        return lambda z: self.target.with_constrained_locals(
-            lambda z: with_held(self.target.postprocess, z, held), z
+        held = self._cache.array_cache.cache_arrays(Arguments(model_args, model_kwargs))
+        return lambda z: self.potential.constrain_with_locals(
+            lambda z: call_with_cached_arrays(self.potential.postprocess, z, held), z
         )
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Constrain the sites, without running the model unless a support depends on values."""
-        held = self._cache.held.hold(Arguments(model_args, model_kwargs))
-        return lambda z: self.target.with_constrained_locals(
-            lambda z: with_held(self.target.constrain, z, held), z
+        held = self._cache.array_cache.cache_arrays(Arguments(model_args, model_kwargs))
+        return lambda z: self.potential.constrain_with_locals(
+            lambda z: call_with_cached_arrays(self.potential.constrain, z, held), z
         )
 
     def wrap_model(self, wrapper: Callable) -> SGMCMCKernel:
         """A copy of this kernel for ``wrapper(model)``."""
         if self._model is None:
-            raise Refusal("`wrap_model` needs a kernel made from a model.")
+            raise InvalidArgumentError("`wrap_model` needs a kernel made from a model.")
         kernel = copy.copy(self)
         kernel._cache = InitCache()
         kernel._model = ConditionedModel(wrapper(self._model))
         return kernel
 
-    def ready_variant(
-        self, *, adaptation: Adaptation | None = None, target: Target | None = None
+    def copy_with(
+        self, *, adaptation: Adaptation | None = None, potential: Potential | None = None
     ) -> SGMCMCKernel:
         """A copy of an initialised kernel that need not be initialised again.
 
         :param adaptation: what to have in place of what `init` found, or None to keep that.
-        :param target: the posterior to have, or None to keep it.
+        :param potential: the posterior to have, or None to keep it.
         """
         kernel = copy.copy(self)
-        kernel._cache = self._cache.variant(adaptation, target)
+        kernel._cache = self._cache.copy_with(adaptation, potential)
         return kernel
 
     def refresh(
@@ -228,10 +237,12 @@ class SGMCMCKernel(Shown, MCMCKernel):
         Costs one gradient on all rows; a kernel with plain gradients caches nothing and returns
         the state as it is.
         """
-        if not self.adaptation.estimator.has_anchor:
+        if not self.adaptation.estimator.needs_reference:
             return state
-        arguments = self._cache.held.hold(Arguments(model_args, model_kwargs)).read()
-        return anchored_here(self.target, state, arguments)
+        arguments = self._cache.array_cache.cache_arrays(
+            Arguments(model_args, model_kwargs)
+        ).dereference()
+        return recenter_state(self.potential, state, arguments)
 
     def init(
         self,
@@ -252,32 +263,32 @@ class SGMCMCKernel(Shown, MCMCKernel):
         :raises ValueError: naming the site, plate or argument that cannot be sampled.
         :raises RuntimeError: where no finite starting point is found.
         """
-        checks.one_key_or_more(rng_key)
+        checks.check_rng_keys(rng_key)
         arguments = Arguments(model_args, model_kwargs)
         if self._model is not None:
-            refuse_other_numbers(arguments, self._model)
+            check_jax_representable(arguments, self._model)
         if not is_traced(rng_key):
-            forget_programs_if_many()
-        is_batch = is_one_per_chain(rng_key)
+            clear_compilation_cache_if_full()
+        is_batch = has_chain_axis(rng_key)
         is_block = GIBBS_SITES_KWARG in arguments.kwargs
-        with eagerly(rng_key), plain_failures(arguments.hosts):
-            concrete = concrete_arguments(self._model, arguments)
-            refuse_chain_per_device(concrete)
-            self._cache.target = target = self._read(concrete, init_params, is_batch)
+        with escape_trace(rng_key), unwrap_callback_errors(arguments.host_arrays):
+            concrete = concretize_arguments(self._model, arguments)
+            check_chain_method(concrete)
+            self._cache.potential = target = self._get_potential(concrete, init_params, is_batch)
             if is_block:
-                refuse_dropped_locals_in_block(target, self._options)
+                check_gibbs_block_collects_locals(target, self._options)
                 init_params = None  # Gibbs gives draws from the prior, constrained
-                concrete = self._at_likely_values(concrete)
+                concrete = self._condition_on_variational_means(concrete)
             num_chains = len(rng_key) if is_batch else None
-            init_params = accepted_start(init_params, target, concrete, num_chains)
+            init_params = validate_init_params(init_params, target, concrete, num_chains)
             if target.dim:
-                self._refuse_bad_functions(target)
+                self._check_user_functions(target)
             adaptation = self._adapt(target, concrete, init_params, is_batch)
             if target.dim:
-                located = self._located_dynamics(target, adaptation.whitening)
-                self._refuse_bad_metric(located, target)
-        self._cache.be_ready(arguments, num_warmup)
-        state = start_chains(self._plan, self._dynamics, rng_key, init_params, concrete)
+                located = self._bind_dynamics(target, adaptation.preconditioner)
+                self._check_inverse_metric_fn(located, target)
+        self._cache.finish_init(arguments, num_warmup)
+        state = init_chains(self._chain_config, self._dynamics, rng_key, init_params, concrete)
         if is_block:
             state = self.refresh(state, model_args, model_kwargs)
         return state
@@ -299,9 +310,9 @@ class SGMCMCKernel(Shown, MCMCKernel):
         :param model_kwargs: the model's keyword arguments.
         """
         arguments = Arguments(model_args, model_kwargs)
-        self._cache.target = target = self._read(arguments, z, is_batch=False)
-        self._cache.remember(adaptation, target, arguments)
-        self._cache.be_ready(arguments, num_warmup)
+        self._cache.potential = target = self._get_potential(arguments, z, is_batch=False)
+        self._cache.store_adaptation(adaptation, target, arguments)
+        self._cache.finish_init(arguments, num_warmup)
 
     def sample(
         self, state: SGMCMCState, model_args: tuple, model_kwargs: dict | None
@@ -313,85 +324,89 @@ class SGMCMCKernel(Shown, MCMCKernel):
         """
         if is_traced(state.rng_key):  # once a compilation: it looks at all of the data
             assert self._cache.record is not None
-            self._cache.record.refuse_other_data(Arguments(model_args, model_kwargs))
-        arguments = self._cache.held.hold(Arguments(model_args, model_kwargs)).read()
-        axis = chain_axis(self.target.shards, len(state.i)) if state.i.ndim else None
-        return advance(self._plan, state, arguments, axis)
+            self._cache.record.check_same_data(Arguments(model_args, model_kwargs))
+        arguments = self._cache.array_cache.cache_arrays(
+            Arguments(model_args, model_kwargs)
+        ).dereference()
+        axis = find_chain_mesh_axis(self.potential.shards, len(state.i)) if state.i.ndim else None
+        return run_iteration(self._chain_config, state, arguments, axis)
 
     @property
-    def _plan(self) -> ChainPlan:
-        return ChainPlan(
-            target=self.target.with_decisive(self.adaptation.decisive),
+    def _chain_config(self) -> ChainConfig:
+        return ChainConfig(
+            potential=self.potential.with_included_rows(self.adaptation.included_rows),
             adaptation=self.adaptation,
-            scheme=self._scheme,
-            locate=partial(self._located_dynamics, self.target),
-            schedule=self._schedule,
-            shortens_given_step=self._options.shortens_given_step,
+            integrator=self._integrator,
+            bind_dynamics=partial(self._bind_dynamics, self.potential),
+            step_size_schedule=self._schedule,
+            can_shrink_user_step_size=self._options.can_shrink_user_step_size,
             traced_step_size=self._options.traced_step_size,
             num_warmup=self._cache.num_warmup,
-            clip_gradient=self._options.clip_gradient,
-            collected=collected_sites(self.target.locals, self._options.collect_locals),
-            blocks=mass_blocks(self._options, self.target.sites),
+            max_grad_norm=self._options.max_grad_norm,
+            collected_local_sites=select_collected_sites(
+                self.potential.local_latents, self._options.collect_local_sites
+            ),
+            mass_matrix_blocks=build_mass_matrix_blocks(self._options, self.potential.sites),
         )
 
-    def _read(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Target:
+    def _get_potential(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Potential:
         """The target for arguments of this form, read from the model the first time."""
-        targets = self._cache.targets
+        targets = self._cache.potentials
         if self._model is None:
             assert self._potential_fn is not None
-            one = values_of_one_chain(init_params, is_batch)
-            return read_function(self._potential_fn, one, self._options, targets)
+            one = get_single_chain_shapes(init_params, is_batch)
+            return build_potential_from_fn(self._potential_fn, one, self._options, targets)
         form = (arguments.signature, jnp.result_type(float))
         if form not in targets:
-            targets[form] = read_model(self._model, arguments, self._options)
+            targets[form] = build_potential_from_model(self._model, arguments, self._options)
         return targets[form]
 
-    def _at_likely_values(self, arguments: Arguments) -> Arguments:
+    def _condition_on_variational_means(self, arguments: Arguments) -> Arguments:
         """Those of a block of Gibbs with likely values of the other blocks' sites."""
         assert self._model is not None
-        settings = self._options, self._dynamics, self._scheme
-        return at_likely_values(self._model, arguments, *settings, self._cache.record)
+        settings = self._options, self._dynamics, self._integrator
+        return condition_on_variational_means(self._model, arguments, *settings, self._cache.record)
 
     def _adapt(
-        self, target: Target, arguments: Arguments, init_params: Any, is_batch: bool
+        self, potential: Potential, arguments: Arguments, init_params: Any, is_batch: bool
     ) -> Adaptation:
         """What all chains share, found once for one set of data."""
         if (record := self._cache.record) is not None:
-            if record.holds_for(target, arguments):
+            if record.is_valid_for(potential, arguments):
                 return record.adaptation
-            self._cache.held = HeldArrays()
-        settings = warmup_settings(
+            self._cache.array_cache = DeviceArrayCache()
+        settings = build_warmup_settings(
             self._options,
-            target,
+            potential,
             self._dynamics,
-            self._scheme,
-            partial(self._located_dynamics, target),
-            has_start=init_params is not None and not is_traced(init_params),
-            is_by_site=self._is_by_site,
+            self._integrator,
+            partial(self._bind_dynamics, potential),
+            has_init_params=init_params is not None and not is_traced(init_params),
+            is_site_aligned=self._is_site_aligned,
         )
-        starts = first_positions(target, arguments, init_params, is_batch)
-        with stages_shown(arguments.hosts) as progress:
-            adaptation = adapt(target, arguments, settings, starts, progress)
-        self._cache.remember(adaptation, target, arguments)
+        starts = generate_init_positions(potential, arguments, init_params, is_batch)
+        with show_adaptation_progress(arguments.host_arrays) as progress:
+            adaptation = adapt(potential, arguments, settings, starts, progress)
+        self._cache.store_adaptation(adaptation, potential, arguments)
         return adaptation
 
     @property
-    def _is_by_site(self) -> bool:
+    def _is_site_aligned(self) -> bool:
         """Whether the SDE must run in the sites' own coordinates, each in a unit of its own."""
         return False
 
-    def _located_dynamics(self, target: Target, whitening: Whitening) -> Dynamics:
+    def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Dynamics:
         """The SDE; for kernels whose SDE depends on the position, told where that is."""
         return self._dynamics
 
-    def _refuse_bad_functions(self, target: Target) -> None:
+    def _check_user_functions(self, potential: Potential) -> None:
         """Refuse users' functions of which no SDE can be made, before the warm-up."""
 
-    def _refuse_bad_metric(self, dynamics: Dynamics, target: Target) -> None:
+    def _check_inverse_metric_fn(self, dynamics: Dynamics, potential: Potential) -> None:
         """The same for functions of the sites' own coordinates, which the warm-up has found."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": self._cache.without_data()}
+        return {**self.__dict__, "_cache": self._cache.copy_without_data()}
 
 
-show_shared_keywords(SGMCMCKernel)
+document_shared_options(SGMCMCKernel)

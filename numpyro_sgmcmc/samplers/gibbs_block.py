@@ -18,62 +18,75 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
 from numpyro_sgmcmc.chain import SGMCMCState
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.progress import stages_shown
+from numpyro_sgmcmc.data.progress import show_adaptation_progress
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.locals.sites import with_locals
-from numpyro_sgmcmc.posterior.read import read
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.locals.sites import with_local_values
+from numpyro_sgmcmc.posterior.read import trace_model
+from numpyro_sgmcmc.posterior.target import Potential
 from numpyro_sgmcmc.samplers.init_cache import AdaptationRecord
 from numpyro_sgmcmc.samplers.options import Options
-from numpyro_sgmcmc.samplers.reading import read_model
-from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
-from numpyro_sgmcmc.warmup import fitted_position
-from numpyro_sgmcmc.warmup.starts import first_positions
+from numpyro_sgmcmc.samplers.reading import build_potential_from_model
+from numpyro_sgmcmc.samplers.warmup_settings import build_warmup_settings
+from numpyro_sgmcmc.warmup import fit_variational_mean
+from numpyro_sgmcmc.warmup.starts import generate_init_positions
 
-__all__ = ["anchored_here", "at_likely_values", "given_to_block", "joint_target"]
+__all__ = [
+    "build_conditional_potential",
+    "condition_on_variational_means",
+    "recenter_state",
+    "with_conditioning",
+]
 
 
-def joint_target(
-    model: Callable, given: Mapping[str, Any], arguments: Arguments, options: Options
-) -> Target:
+def build_conditional_potential(
+    model: Callable, conditioning_values: Mapping[str, Any], arguments: Arguments, options: Options
+) -> Potential:
     """The posterior of all sites of a block's model but those given."""
     with warnings.catch_warnings():  # which the block gives
         warnings.simplefilter("ignore", UserWarning)
-        return read_model(model, given_to_block(arguments, given), options)
+        return build_potential_from_model(
+            model, with_conditioning(arguments, conditioning_values), options
+        )
 
 
-def given_to_block(arguments: Arguments, values: Mapping[str, Any]) -> Arguments:
+def with_conditioning(arguments: Arguments, conditioning_values: Mapping[str, Any]) -> Arguments:
     """The arguments with these values of other blocks' sites."""
-    return Arguments(arguments.args, {**arguments.kwargs, GIBBS_SITES_KWARG: dict(values)})
+    return Arguments(
+        arguments.args, {**arguments.kwargs, GIBBS_SITES_KWARG: dict(conditioning_values)}
+    )
 
 
-def anchored_here(target: Target, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
+def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
     """A state with the control variates anchored at its position.
 
     :param arguments: with the present values of other blocks' sites.
     """
-    if state.locals is not None:
-        arguments = with_locals(arguments, state.locals.values)
-    anchor = ravel_pytree(target.globals_among(state.z))[0].astype(target.dtype)
+    if state.local_state is not None:
+        arguments = with_local_values(arguments, state.local_state.values)
+    anchor = ravel_pytree(potential.select_global_values(state.z))[0].astype(potential.dtype)
     before = state.adapt_state
-    whitening = before.whitening._replace(
-        anchor=anchor, gradient=target.full_gradient(anchor, arguments)
+    whitening = before.preconditioner._replace(
+        center=anchor, reference_gradient=potential.full_gradient(anchor, arguments)
     )
-    if whitening.hessian is not None:
-        whitening = whitening._replace(hessian=target.full_expansion(anchor, arguments)[2])
-    centre = before.whitening.anchor if before.centre is None else before.centre
+    if whitening.reference_hessian is not None:
+        whitening = whitening._replace(
+            reference_hessian=potential.full_value_grad_hessian(anchor, arguments)[2]
+        )
+    centre = (
+        before.preconditioner.center if before.initial_center is None else before.initial_center
+    )
     return state._replace(
-        dynamics=state.dynamics._replace(position=jnp.zeros_like(anchor)),
-        adapt_state=before._replace(whitening=whitening, centre=centre),
+        dynamics_state=state.dynamics_state._replace(position=jnp.zeros_like(anchor)),
+        adapt_state=before._replace(preconditioner=whitening, initial_center=centre),
     )
 
 
-def at_likely_values(
+def condition_on_variational_means(
     model: Callable,
     arguments: Arguments,
     options: Options,
     dynamics: Dynamics,
-    scheme: str,
+    integrator: str,
     record: AdaptationRecord | None,
 ) -> Arguments:
     """A block's arguments with likely values of the other sites in place of draws from the prior.
@@ -87,40 +100,46 @@ def at_likely_values(
     :raises RuntimeError: where no start of all sites is finite.
     """
     given = arguments.kwargs[GIBBS_SITES_KWARG]
-    moved = _movable(model, given, arguments, options)
+    moved = _find_continuous_global_sites(model, given, arguments, options)
     if not moved:
         return arguments
     kept = {name: x for name, x in given.items() if name not in moved}
-    joint = given_to_block(arguments, kept)
-    if record is not None and record.holds_with_likely_values(joint):
+    joint = with_conditioning(arguments, kept)
+    if record is not None and record.is_valid_for_gibbs_block(joint):
         return record.arguments
     shared = ("init_strategy", "forward_mode_differentiation")
     of_all = Options(**{name: getattr(options, name) for name in shared})
-    target = joint_target(model, kept, arguments, of_all)
-    if target.locals is not None:
+    target = build_conditional_potential(model, kept, arguments, of_all)
+    if target.local_latents is not None:
         return arguments
-    settings = warmup_settings(
-        of_all, target, dynamics, scheme, lambda _: dynamics, has_start=False, is_by_site=False
+    settings = build_warmup_settings(
+        of_all,
+        target,
+        dynamics,
+        integrator,
+        lambda _: dynamics,
+        has_init_params=False,
+        is_site_aligned=False,
     )
-    with stages_shown(arguments.hosts) as progress:
-        starts = first_positions(target, joint, None, is_batch=False)
-        position = fitted_position(target, joint, settings, starts, progress)
+    with show_adaptation_progress(arguments.host_arrays) as progress:
+        starts = generate_init_positions(target, joint, None, has_chain_axis=False)
+        position = fit_variational_mean(target, joint, settings, starts, progress)
     values = target.constrain(target.unravel(jnp.asarray(position, target.dtype)), joint)
-    return given_to_block(arguments, {**given, **{name: values[name] for name in moved}})
+    return with_conditioning(arguments, {**given, **{name: values[name] for name in moved}})
 
 
-def _movable(
+def _find_continuous_global_sites(
     model: Callable, names: Iterable[str], arguments: Arguments, options: Options
 ) -> list[str]:
     """Names of the sites, of these, that a gradient moves."""
-    free = given_to_block(arguments, {})
+    free = with_conditioning(arguments, {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        facts = read(model, free, options.init_strategy, options.gibbs)
+        facts = trace_model(model, free, options.init_strategy, options.gibbs_config)
     return [
         site.name
-        for site in facts.samples
+        for site in facts.sample_sites
         if site.name in names
-        and not (site.frames or site.support.is_discrete or site.is_delta)
-        and site.free_shape is not None
+        and not (site.plate_frames or site.support.is_discrete or site.is_delta)
+        and site.unconstrained_shape is not None
     ]

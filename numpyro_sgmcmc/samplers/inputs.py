@@ -10,26 +10,26 @@ import jax.numpy as jnp
 from jax import Array
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.data.shards import Shards
-from numpyro_sgmcmc.posterior.handlers import prior_draws
+from numpyro_sgmcmc.posterior.handlers import sample_prior_values
 
-__all__ = ["chain_axis", "concrete_arguments", "eagerly", "is_one_per_chain"]
+__all__ = ["concretize_arguments", "escape_trace", "find_chain_mesh_axis", "has_chain_axis"]
 
 
-def is_one_per_chain(rng_key: Array) -> bool:
+def has_chain_axis(rng_key: Array) -> bool:
     """Whether the key is one a chain: raw keys have one more axis than typed ones."""
     typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
     return jnp.ndim(rng_key) == (1 if typed else 2)
 
 
-def eagerly(rng_key: Array) -> AbstractContextManager[None]:
+def escape_trace(rng_key: Array) -> AbstractContextManager[None]:
     """Leave the trace (pmap's, vmap's, jit's) in which a kernel is initialised, if it is in one."""
     return jax.ensure_compile_time_eval() if is_traced(rng_key) else nullcontext()
 
 
-def chain_axis(shards: Shards | None, num_chains: int) -> str | None:
+def find_chain_mesh_axis(shards: Shards | None, num_chains: int) -> str | None:
     """The mesh axis over which chains are spread, if they are."""
     # Several processes could not read each other's draws.
     if shards is None or shards.chain_axis is None or jax.process_count() > 1:
@@ -38,7 +38,7 @@ def chain_axis(shards: Shards | None, num_chains: int) -> str | None:
     return axis if num_chains % shards.mesh.shape[axis] == 0 else None
 
 
-def concrete_arguments(model: Callable | None, arguments: Arguments) -> Arguments:
+def concretize_arguments(model: Callable | None, arguments: Arguments) -> Arguments:
     """The arguments with concrete arrays, which the shared part of the warm-up needs.
 
     :raises ValueError: where the data are traced.
@@ -47,7 +47,7 @@ def concrete_arguments(model: Callable | None, arguments: Arguments) -> Argument
         return arguments
     others = {k: v for k, v in arguments.kwargs.items() if k != GIBBS_SITES_KWARG}
     if not Arguments(arguments.args, others).is_concrete or len(others) == len(arguments.kwargs):
-        raise Refusal(
+        raise InvalidArgumentError(
             "The model's arguments are being traced by jit, vmap or pmap. Call MCMC.run "
             "outside of it, or let the transformed function close over the data."
         )
@@ -55,5 +55,5 @@ def concrete_arguments(model: Callable | None, arguments: Arguments) -> Argument
     assert model is not None
     names = list(arguments.kwargs[GIBBS_SITES_KWARG])
     empty = Arguments(arguments.args, {**others, GIBBS_SITES_KWARG: {}})
-    drawn = prior_draws(model, empty, names)
+    drawn = sample_prior_values(model, empty, names)
     return Arguments(arguments.args, {**others, GIBBS_SITES_KWARG: drawn})

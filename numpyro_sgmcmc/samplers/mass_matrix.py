@@ -6,20 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
-from numpyro_sgmcmc.checks import Refusal, first_line
-from numpyro_sgmcmc.posterior.target import Site
+from numpyro_sgmcmc.chain.mass_blocks import MassMatrixBlocks
+from numpyro_sgmcmc.checks import InvalidArgumentError, summarise_error
+from numpyro_sgmcmc.posterior.target import GlobalSite
 from numpyro_sgmcmc.samplers.options import Options
 
-__all__ = ["mass_blocks", "mass_matrix", "mass_matrix_mask"]
+__all__ = ["build_mass_matrix_blocks", "build_mass_matrix_mask", "parse_inverse_mass_matrix"]
 
 
-def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+def build_mass_matrix_mask(
+    dense_mass: Any, sites: tuple[GlobalSite, ...], dim: int
+) -> np.ndarray | None:
     """Blocks of NumPyro's structured ``dense_mass=[("a", "b"), ...]``; None for a bool or None."""
     if dense_mass is None or isinstance(dense_mass, (bool, np.bool_)):
         return None
     if not isinstance(dense_mass, list):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`dense_mass` is {dense_mass!r}, but must be True, False, None or a list of tuples "
             "of site names."
         )
@@ -27,30 +29,38 @@ def mass_matrix_mask(dense_mass: Any, sites: tuple[Site, ...], dim: int) -> np.n
         return None
     mask = np.eye(dim, dtype=bool)
     for names in dense_mass:
-        block = _coordinates("dense_mass", names, sites)
+        block = _find_site_coordinates("dense_mass", names, sites)
         mask[np.ix_(block, block)] = True
     return mask
 
 
-def mass_matrix(value: Any, sites: tuple[Site, ...], dim: int) -> np.ndarray | None:
+def parse_inverse_mass_matrix(
+    inverse_mass_matrix: Any, sites: tuple[GlobalSite, ...], dim: int
+) -> np.ndarray | None:
     """A user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
 
     A dict maps tuples of site names to blocks, as in NumPyro; sites it leaves out get ones.
     """
-    if value is None:
+    if inverse_mass_matrix is None:
         return None
-    matrix = _from_blocks(value, sites, dim) if isinstance(value, dict) else _array(value)
+    matrix = (
+        _assemble_inverse_mass_matrix(inverse_mass_matrix, sites, dim)
+        if isinstance(inverse_mass_matrix, dict)
+        else _as_float_array(inverse_mass_matrix)
+    )
     if matrix.shape not in ((dim,), (dim, dim)):
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
             f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
         )
     if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
-        raise Refusal("`inverse_mass_matrix` must be positive definite.")
+        raise InvalidArgumentError("`inverse_mass_matrix` must be positive definite.")
     return matrix
 
 
-def mass_blocks(options: Options, sites: tuple[Site, ...] | None) -> MassBlocks | None:
+def build_mass_matrix_blocks(
+    options: Options, sites: tuple[GlobalSite, ...] | None
+) -> MassMatrixBlocks | None:
     """How NumPyro would show the mass matrix that these options give; None without a model.
 
     Blocks of ``dense_mass`` are matrices; those of a user's dict have the form that they have
@@ -66,31 +76,36 @@ def mass_blocks(options: Options, sites: tuple[Site, ...] | None) -> MassBlocks 
     names = tuple(name for name, _ in sizes)
     blocks: dict[tuple[str, ...], bool | None] = {}
     if isinstance(value, dict) and dense_mass is not True:
-        blocks |= {_names(block): np.ndim(x) == 2 for block, x in value.items()}
+        blocks |= {_normalize_site_names(block): np.ndim(x) == 2 for block, x in value.items()}
     if isinstance(dense_mass, list) and (value is None or isinstance(value, dict)):
-        blocks |= {_names(block): True for block in dense_mass}
+        blocks |= {_normalize_site_names(block): True for block in dense_mass}
     stated = [name for block in blocks for name in block]
     if not stated or len(set(stated)) < len(stated):
         blocks, stated = {names: True if dense_mass is True else None}, list(names)
     others = tuple(name for name in names if name not in stated)
     if others:
         blocks[others] = False
-    return MassBlocks(sizes, tuple((k, x) for k, x in blocks.items() if k))
+    return MassMatrixBlocks(sizes, tuple((k, x) for k, x in blocks.items() if k))
 
 
-def _from_blocks(value: dict[Any, Any], sites: tuple[Site, ...], dim: int) -> np.ndarray:
+def _assemble_inverse_mass_matrix(
+    matrix_by_block: dict[Any, Any], sites: tuple[GlobalSite, ...], dim: int
+) -> np.ndarray:
     """The whole matrix, diagonal if all blocks are."""
-    blocks = [(_coordinates("inverse_mass_matrix", k, sites), _array(v)) for k, v in value.items()]
+    blocks = [
+        (_find_site_coordinates("inverse_mass_matrix", k, sites), _as_float_array(v))
+        for k, v in matrix_by_block.items()
+    ]
     taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
     if len(np.unique(taken)) < len(taken):
-        raise Refusal(
-            f"`inverse_mass_matrix` names a site twice in {list(value)}: each may stand in one "
+        raise InvalidArgumentError(
+            f"`inverse_mass_matrix` names a site twice in {list(matrix_by_block)}: each may stand in one "
             "block."
         )
     full = np.eye(dim)
     for where, block in blocks:
         if block.shape not in ((where.size,), (where.size, where.size)):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`inverse_mass_matrix` has a block of shape {block.shape} for "
                 f"{where.size} coordinates."
             )
@@ -98,7 +113,7 @@ def _from_blocks(value: dict[Any, Any], sites: tuple[Site, ...], dim: int) -> np
     return full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
 
 
-def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
+def _find_site_slices(sites: tuple[GlobalSite, ...]) -> dict[str, slice]:
     """Where each site's coordinates lie in the flat position."""
     found, start = {}, 0
     for site in sites:
@@ -108,27 +123,31 @@ def _slices(sites: tuple[Site, ...]) -> dict[str, slice]:
     return found
 
 
-def _coordinates(argument: str, names: Any, sites: tuple[Site, ...]) -> np.ndarray:
+def _find_site_coordinates(
+    arg_name: str, site_names: Any, sites: tuple[GlobalSite, ...]
+) -> np.ndarray:
     """Flat coordinates of a tuple of site names, in the order of the tuple."""
-    slices = _slices(sites)
-    if not isinstance(names, (str, tuple, list)) or not names:
-        raise Refusal(f"`{argument}` has {names!r} where a tuple of site names is expected.")
-    names = _names(names)
-    for name in names:
+    slices = _find_site_slices(sites)
+    if not isinstance(site_names, (str, tuple, list)) or not site_names:
+        raise InvalidArgumentError(
+            f"`{arg_name}` has {site_names!r} where a tuple of site names is expected."
+        )
+    site_names = _normalize_site_names(site_names)
+    for name in site_names:
         if name not in slices:
-            raise Refusal(
-                f"`{argument}` names site '{name}', but the latent sites are "
+            raise InvalidArgumentError(
+                f"`{arg_name}` names site '{name}', but the latent sites are "
                 f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
             )
-    return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in names])
+    return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in site_names])
 
 
-def _names(block: Any) -> tuple[str, ...]:
+def _normalize_site_names(block: Any) -> tuple[str, ...]:
     """Site names of a block, of which one may stand alone."""
     return (block,) if isinstance(block, str) else tuple(block)
 
 
-def _array(value: Any) -> np.ndarray:
+def _as_float_array(value: Any) -> np.ndarray:
     """A user's matrix or its diagonal as an array of floats."""
     try:
         found = np.asarray(value)
@@ -136,8 +155,8 @@ def _array(value: Any) -> np.ndarray:
             raise TypeError(f"its type is {found.dtype}")
         return found.astype(np.float64)
     except (TypeError, ValueError) as error:
-        raise Refusal(
-            f"`inverse_mass_matrix` must be an array of numbers, but {first_line(error)}."
+        raise InvalidArgumentError(
+            f"`inverse_mass_matrix` must be an array of numbers, but {summarise_error(error)}."
         ) from error
 
 

@@ -28,12 +28,12 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.infer.reparam import Reparam
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 
 __all__ = ["ExpandedMean", "MirroredGamma", "expanded_mean"]
 
-_SMALLEST = 1e-30  # of |t|: its inverse is a float32 still
-_SUFFIX = "_mirrored"
+_MIN_MAGNITUDE = 1e-30  # of |t|: its inverse is a float32 still
+_MIRRORED_SITE_SUFFIX = "_mirrored"
 
 
 class MirroredGamma(dist.Distribution):
@@ -55,11 +55,11 @@ class MirroredGamma(dist.Distribution):
         size_key, sign_key = random.split(key)
         shape = sample_shape + self.batch_shape
         size = dist.Gamma(self.concentration, 1.0).sample(size_key, sample_shape)
-        return random.rademacher(sign_key, shape, size.dtype) * jnp.maximum(size, _SMALLEST)
+        return random.rademacher(sign_key, shape, size.dtype) * jnp.maximum(size, _MIN_MAGNITUDE)
 
     @validate_sample
     def log_prob(self, value: Array) -> Array:
-        size = jnp.maximum(jnp.abs(value), _SMALLEST)
+        size = jnp.maximum(jnp.abs(value), _MIN_MAGNITUDE)
         a = self.concentration
         return (a - 1.0) * jnp.log(size) - size - jax.scipy.special.gammaln(a) - jnp.log(2.0)
 
@@ -93,12 +93,14 @@ class ExpandedMean(Reparam):
         fn, expand_shape, event_dim = self._unwrap(fn)
         if not isinstance(fn, dist.Dirichlet) or obs is not None:
             what = type(fn).__name__ if obs is None else "observed"
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"ExpandedMean is for latent sites with a Dirichlet distribution, but '{name}' is "
                 f"{what}."
             )
         mirrored = self._wrap(MirroredGamma(fn.concentration).to_event(1), expand_shape, event_dim)
-        size = jnp.maximum(jnp.abs(numpyro.sample(name + _SUFFIX, mirrored)), _SMALLEST)
+        size = jnp.maximum(
+            jnp.abs(numpyro.sample(name + _MIRRORED_SITE_SUFFIX, mirrored)), _MIN_MAGNITUDE
+        )
         return None, size / size.sum(-1, keepdims=True)
 
 
@@ -113,18 +115,20 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     :raises ValueError: where the model has no such site, or not by its expanded mean.
     """
     if not names or not all(isinstance(n, str) for n in names):
-        raise Refusal(f"expanded_mean takes names of Dirichlet sites, but got {names!r}.")
-    mirrored = {n + _SUFFIX: n for n in names}
+        raise InvalidArgumentError(
+            f"expanded_mean takes names of Dirichlet sites, but got {names!r}."
+        )
+    mirrored = {n + _MIRRORED_SITE_SUFFIX: n for n in names}
 
     def inverse_metric(position: Mapping[str, Array]) -> dict[str, Any]:
         for site, name in mirrored.items():
             if site not in position:
-                raise Refusal(
+                raise InvalidArgumentError(
                     f"expanded_mean('{name}') needs the site by its expanded mean: "
                     f"numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}})."
                 )
         return {
-            k: jnp.maximum(jnp.abs(x), _SMALLEST) if k in mirrored else 1.0
+            k: jnp.maximum(jnp.abs(x), _MIN_MAGNITUDE) if k in mirrored else 1.0
             for k, x in position.items()
         }
 

@@ -10,22 +10,22 @@ from typing import Any, TypedDict
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import is_traced
-from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
-from numpyro_sgmcmc.posterior.facts import GibbsDraws
-from numpyro_sgmcmc.posterior.locals.draws import keywords_of_draws
+from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
+from numpyro_sgmcmc.posterior.facts import GibbsConfig
+from numpyro_sgmcmc.posterior.locals.draws import get_gibbs_fn_keywords
 
 __all__ = ["KernelOptions", "Options"]
 
 
-_YES_OR_NO = (
+_BOOL_OPTIONS = (
     "adapt_step_size",
     "adapt_mass_matrix",
     "noise_compensation",
     "forward_mode_differentiation",
-    "chains_in_modes",
+    "init_in_modes",
 )
 
 
@@ -49,10 +49,10 @@ class Options:
         is given is then kept even where a chain's warm-up diverges again and again, which else
         halves it. Default True.
     :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
-    :param gradient: ``"plain"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
+    :param gradient_estimator: ``"minibatch"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
         a Hessian, so for few coordinates), or ``"auto"`` (default): the one that goes furthest
         at the same cost, by the noise measured in warm-up.
-    :param minibatch: ``"blocks"`` of consecutive rows, ``"epoch"`` (random rows, each once an
+    :param subsampling: ``"contiguous"`` blocks of consecutive rows, ``"shuffled"`` (random rows, each once an
         epoch), ``"iid"`` (random rows), or ``"auto"`` (default): blocks, unless they prove
         clearly noisier than random rows.
     :param noise_compensation: whether to inject less noise where the minibatch gradient brings its
@@ -60,17 +60,17 @@ class Options:
         equation (9)), with :math:`\hat V` from the gradients of single rows, measured in warm-up
         at typical positions. For plain gradients, whose noise is about the same everywhere; that
         of control variates it compensates on average only. Needs independent minibatches:
-        ``minibatch`` is then ``"iid"``. Default False.
-    :param clip_gradient: largest norm of the gradient in a step, in whitened units, where that at a
+        ``subsampling`` is then ``"iid"``. Default False.
+    :param max_grad_norm: largest norm of the gradient in a step, in whitened units, where that at a
         draw from a normal posterior is about :math:`\sqrt d`; longer ones are cut to it. Biased as
         soon as it cuts: draws spread wider, and :func:`~numpyro_sgmcmc.bias_report`, which reads
         gradients uncut, says by how much. Default None: gradients as they are.
-    :param target_bias: relative error of posterior standard deviations that the choice of the
+    :param target_sd_bias: relative error of posterior standard deviations that the choice of the
         step size may allow. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
     :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
         with ``lax.while_loop``; they cost as much more as there are coordinates. Default False.
-    :param chains_in_modes: whether chains start in turn in each of the modes of comparable mass
+    :param init_in_modes: whether chains start in turn in each of the modes of comparable mass
         that the warm-up finds, each with whitening and control variates of its own, and R-hat
         compares them. Default False: all in the one whose fit is best, and a warning where there
         are others. Vectorized and parallel chains take turns; others start in one at random.
@@ -87,7 +87,7 @@ class Options:
         step. For streams of rows, whose local values would not fit in memory. The posterior of the
         globals is right as far as the calls forget where they began, which nothing checks; one
         is enough where ``gibbs_fn`` draws all sites together. Default None: values stay.
-    :param collect_locals: whether draws hold the sites inside the subsampled plate, for all rows:
+    :param collect_local_sites: whether draws hold the sites inside the subsampled plate, for all rows:
         a bool, or names of such sites. Default False: they take the memory of all rows a draw.
     :raises ValueError: for a value out of range.
     """
@@ -98,55 +98,59 @@ class Options:
     dense_mass: bool | list[tuple[str, ...]] | None = None
     adapt_step_size: bool = True
     adapt_mass_matrix: bool = True
-    gradient: str = "auto"
-    minibatch: str = "auto"
+    gradient_estimator: str = "auto"
+    subsampling: str = "auto"
     noise_compensation: bool = False
-    clip_gradient: float | None = None
-    target_bias: float = 0.05
+    max_grad_norm: float | None = None
+    target_sd_bias: float = 0.05
     init_strategy: Callable = init_to_uniform
     forward_mode_differentiation: bool = False
-    chains_in_modes: bool = False
+    init_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
     gibbs_sweeps: int | None = None
-    collect_locals: bool | Sequence[str] = False
+    collect_local_sites: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
-        checks.one_of("gradient", self.gradient, ("auto", *ESTIMATORS))
-        checks.one_of("minibatch", self.minibatch, ("auto", *MINIBATCH_SCHEMES))
-        checks.function("init_strategy", self.init_strategy)
+        checks.check_choice(
+            "gradient_estimator", self.gradient_estimator, ("auto", *GRADIENT_ESTIMATORS)
+        )
+        checks.check_choice("subsampling", self.subsampling, ("auto", *SUBSAMPLINGS))
+        checks.check_callable("init_strategy", self.init_strategy)
         if self.num_steps is not None:
-            checks.positive_int("num_steps", self.num_steps)
-        checks.positive("target_bias", self.target_bias)
-        if self.clip_gradient is not None:
-            checks.positive("clip_gradient", self.clip_gradient)
-            self._keep("clip_gradient", float(self.clip_gradient))
-        for name in _YES_OR_NO:
-            checks.is_bool(name, getattr(self, name))
+            checks.check_positive_int("num_steps", self.num_steps)
+        checks.check_positive("target_sd_bias", self.target_sd_bias)
+        if self.max_grad_norm is not None:
+            checks.check_positive("max_grad_norm", self.max_grad_norm)
+            self._set_option("max_grad_norm", float(self.max_grad_norm))
+        for name in _BOOL_OPTIONS:
+            checks.check_bool(name, getattr(self, name))
         if is_traced(self.step_size):
-            _refuse_traced_array(self.step_size)
+            _check_traced_step_size(self.step_size)
         elif self.step_size is not None and not callable(self.step_size):
-            checks.positive("step_size", self.step_size)
-            self._keep("step_size", float(self.step_size))
-        self._keep("target_bias", float(self.target_bias))
-        self._keep("noise_compensation", bool(self.noise_compensation))
-        self._keep("chains_in_modes", bool(self.chains_in_modes))
-        self._keep("forward_mode_differentiation", bool(self.forward_mode_differentiation))
+            checks.check_positive("step_size", self.step_size)
+            self._set_option("step_size", float(self.step_size))
+        self._set_option("target_sd_bias", float(self.target_sd_bias))
+        self._set_option("noise_compensation", bool(self.noise_compensation))
+        self._set_option("init_in_modes", bool(self.init_in_modes))
+        self._set_option("forward_mode_differentiation", bool(self.forward_mode_differentiation))
         if self.noise_compensation:
-            _refuse_dependent_minibatches(self.minibatch)
-            _refuse_modes(self.chains_in_modes)
-            self._keep("minibatch", "iid")
-        _refuse_names_without_function(self.gibbs_fn, self.gibbs_sites)
+            _check_independent_subsampling(self.subsampling)
+            _check_single_mode(self.init_in_modes)
+            self._set_option("subsampling", "iid")
+        _check_gibbs_sites(self.gibbs_fn, self.gibbs_sites)
         if self.gibbs_fn is not None:
-            checks.function("gibbs_fn", self.gibbs_fn)
-            _refuse_other_keywords("gibbs_fn", self.gibbs_fn, keywords_of_draws(self.gibbs_fn))
-        _refuse_no_names(self.collect_locals)
+            checks.check_callable("gibbs_fn", self.gibbs_fn)
+            _check_callable_keywords(
+                "gibbs_fn", self.gibbs_fn, get_gibbs_fn_keywords(self.gibbs_fn)
+            )
+        _check_collect_local_sites(self.collect_local_sites)
         if self.gibbs_sweeps is not None:
-            _refuse_sweeps(self.gibbs_sweeps, self.gibbs_fn, self.collect_locals)
-        self._keep("gibbs_sites", tuple(self.gibbs_sites))
+            _check_gibbs_sweeps(self.gibbs_sweeps, self.gibbs_fn, self.collect_local_sites)
+        self._set_option("gibbs_sites", tuple(self.gibbs_sites))
 
     @property
-    def shortens_given_step(self) -> bool:
+    def can_shrink_user_step_size(self) -> bool:
         """Whether divergences in warm-up may shorten a step size that is given."""
         return self.adapt_step_size and isinstance(self.step_size, float)
 
@@ -156,27 +160,29 @@ class Options:
         return self.step_size if is_traced(self.step_size) else None
 
     @property
-    def gibbs(self) -> GibbsDraws:
+    def gibbs_config(self) -> GibbsConfig:
         """The user's draws of local sites."""
-        return GibbsDraws(self.gibbs_fn, tuple(self.gibbs_sites), self.gibbs_sweeps)
+        return GibbsConfig(self.gibbs_fn, tuple(self.gibbs_sites), self.gibbs_sweeps)
 
     @classmethod
-    def unknown_among(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def find_unknown(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords that no kernel knows."""
         known = {field.name for field in fields(cls)}
         return {name: x for name, x in keywords.items() if name not in known}
 
-    def _keep(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: Any) -> None:
         """A checked value in its plain type."""
         object.__setattr__(self, name, value)
 
-    def refuse_local_sites(self) -> None:
+    def check_no_local_options(self) -> None:
         """Refuse what concerns local sites: a potential function has none.
 
         :raises ValueError: for such options.
         """
-        if self.gibbs_fn is not None or self.collect_locals:
-            raise Refusal("`gibbs_fn` and `collect_locals` need a kernel made from a model.")
+        if self.gibbs_fn is not None or self.collect_local_sites:
+            raise InvalidArgumentError(
+                "`gibbs_fn` and `collect_local_sites` need a kernel made from a model."
+            )
 
 
 class KernelOptions(TypedDict, total=False):
@@ -188,72 +194,76 @@ class KernelOptions(TypedDict, total=False):
     dense_mass: bool | list[tuple[str, ...]] | None
     adapt_step_size: bool
     adapt_mass_matrix: bool
-    gradient: str
-    minibatch: str
+    gradient_estimator: str
+    subsampling: str
     noise_compensation: bool
-    clip_gradient: float | None
-    target_bias: float
+    max_grad_norm: float | None
+    target_sd_bias: float
     init_strategy: Callable
     forward_mode_differentiation: bool
-    chains_in_modes: bool
+    init_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
     gibbs_sweeps: int | None
-    collect_locals: bool | Sequence[str]
+    collect_local_sites: bool | Sequence[str]
 
 
-def _refuse_traced_array(step_size: Any) -> None:
+def _check_traced_step_size(step_size: Any) -> None:
     """Refuse a traced step size that is no number, as far as that can be seen."""
     if step_size.shape != () or step_size.dtype.kind not in "iuf":
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`step_size` is traced and has type {step_size.dtype} and shape {step_size.shape}, "
             "but must be a positive number."
         )
 
 
-def _refuse_dependent_minibatches(minibatch: str) -> None:
+def _check_independent_subsampling(subsampling: str) -> None:
     """Refuse to compensate noise that other minibatches take back."""
-    if minibatch not in ("auto", "iid"):
-        raise Refusal(
+    if subsampling not in ("auto", "iid"):
+        raise InvalidArgumentError(
             f"`noise_compensation` needs independent minibatches, but `minibatch` is "
-            f"{minibatch!r}, in which the noise of one minibatch takes back that of others: "
-            "use minibatch='iid', or leave it out."
+            f"{subsampling!r}, in which the noise of one minibatch takes back that of others: "
+            "use subsampling='iid', or leave it out."
         )
 
 
-def _refuse_modes(chains_in_modes: bool) -> None:
+def _check_single_mode(init_in_modes: bool) -> None:
     """Refuse to compensate in several modes what is measured in one."""
-    if chains_in_modes:
-        raise Refusal(
+    if init_in_modes:
+        raise InvalidArgumentError(
             "`noise_compensation` takes back the noise of one mode: leave out either it or "
-            "`chains_in_modes`."
+            "`init_in_modes`."
         )
 
 
-def _refuse_names_without_function(gibbs_fn: Any, gibbs_sites: Any) -> None:
+def _check_gibbs_sites(gibbs_fn: Any, gibbs_sites: Any) -> None:
     """Refuse what is no list of names, names that no function draws, and a function of none."""
     if isinstance(gibbs_sites, str) or not all(isinstance(n, str) for n in gibbs_sites):
-        raise Refusal(f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites.")
+        raise InvalidArgumentError(
+            f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites."
+        )
     if (gibbs_fn is None) != (len(gibbs_sites) == 0):
-        raise Refusal(
+        raise InvalidArgumentError(
             "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
             "that it draws."
         )
 
 
-def _refuse_sweeps(sweeps: Any, gibbs_fn: Any, collect_locals: Any) -> None:
+def _check_gibbs_sweeps(num_gibbs_sweeps: Any, gibbs_fn: Any, collect_local_sites: Any) -> None:
     """Refuse what is no number of sweeps, sweeps of nothing, and draws of what is dropped."""
-    checks.positive_int("gibbs_sweeps", sweeps)
+    checks.check_positive_int("gibbs_sweeps", num_gibbs_sweeps)
     if gibbs_fn is None:
-        raise Refusal("`gibbs_sweeps` says how often to call `gibbs_fn`, which is missing.")
-    if collect_locals:
-        raise Refusal(
+        raise InvalidArgumentError(
+            "`gibbs_sweeps` says how often to call `gibbs_fn`, which is missing."
+        )
+    if collect_local_sites:
+        raise InvalidArgumentError(
             "`gibbs_sweeps` drops local values after each step, so that there are none for "
-            "`collect_locals`: leave out one of the two."
+            "`collect_local_sites`: leave out one of the two."
         )
 
 
-def _refuse_other_keywords(name: str, fn: Callable, keywords: Sequence[str]) -> None:
+def _check_callable_keywords(name: str, fn: Callable, keywords: Sequence[str]) -> None:
     """Refuse a function that cannot be called with these keywords."""
     try:
         signature = inspect.signature(fn)
@@ -262,17 +272,18 @@ def _refuse_other_keywords(name: str, fn: Callable, keywords: Sequence[str]) -> 
     try:
         signature.bind(**dict.fromkeys(keywords))
     except TypeError as error:
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`{name}` is called with the keywords {', '.join(keywords)}, but {error}."
         ) from None
 
 
-def _refuse_no_names(collect_locals: Any) -> None:
+def _check_collect_local_sites(collect_local_sites: Any) -> None:
     """Refuse what is neither a bool nor a list of names."""
-    if isinstance(collect_locals, str) or not (
-        isinstance(collect_locals, bool) or all(isinstance(n, str) for n in collect_locals)
+    if isinstance(collect_local_sites, str) or not (
+        isinstance(collect_local_sites, bool)
+        or all(isinstance(n, str) for n in collect_local_sites)
     ):
-        raise Refusal(
-            f"`collect_locals` is {collect_locals!r}, but must be True, False or a list of names "
+        raise InvalidArgumentError(
+            f"`collect_local_sites` is {collect_local_sites!r}, but must be True, False or a list of names "
             "of sites."
         )

@@ -8,57 +8,70 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.checks import refuse_options_with_locals
-from numpyro_sgmcmc.posterior.target import Target, function_target
-from numpyro_sgmcmc.posterior.targets import target_of
-from numpyro_sgmcmc.samplers.compatibility import refuse_unsuitable_options
+from numpyro_sgmcmc.posterior.locals.checks import check_local_latents_options
+from numpyro_sgmcmc.posterior.target import Potential, make_function_potential
+from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.samplers.compatibility import check_options_match_model
 from numpyro_sgmcmc.samplers.options import Options
-from numpyro_sgmcmc.warmup.starts import refuse_no_values
+from numpyro_sgmcmc.warmup.starts import check_potential_fn_params
 
-__all__ = ["read_function", "read_model", "values_of_one_chain"]
+__all__ = ["build_potential_from_fn", "build_potential_from_model", "get_single_chain_shapes"]
 
 
-def read_model(model: Callable, arguments: Arguments, options: Options) -> Target:
+def build_potential_from_model(
+    model: Callable, arguments: Arguments, options: Options
+) -> Potential:
     """The posterior of a model that bears the options.
 
     :raises ValueError: naming the site, plate or option that cannot be sampled.
     """
     is_forward = options.forward_mode_differentiation
-    target = target_of(model, arguments, options.init_strategy, options.gibbs, is_forward)
-    refuse_options_with_locals(
-        target, arguments, options.minibatch, options.gradient, options.collect_locals
+    target = get_model_potential(
+        model, arguments, options.init_strategy, options.gibbs_config, is_forward
     )
-    refuse_unsuitable_options(target, options)
+    check_local_latents_options(
+        target,
+        arguments,
+        options.subsampling,
+        options.gradient_estimator,
+        options.collect_local_sites,
+    )
+    check_options_match_model(target, options)
     return target
 
 
-def read_function(
-    potential_fn: Callable, values: Any, options: Options, known: dict[Any, Target]
-) -> Target:
+def build_potential_from_fn(
+    potential_fn: Callable,
+    value_shapes: Any,
+    options: Options,
+    potential_cache: dict[Any, Potential],
+) -> Potential:
     """The posterior of a potential function.
 
-    :param values: shapes and types of the values of which it is a function.
-    :param known: those read before, by names and shapes of the values; gains this one.
+    :param value_shapes: shapes and types of the values of which it is a function.
+    :param potential_cache: those read before, by names and shapes of the values; gains this one.
     :raises ValueError: for what is no such function.
     """
-    leaves, structure = jax.tree.flatten(values)
+    leaves, structure = jax.tree.flatten(value_shapes)
     form = structure, tuple(x.shape for x in leaves)
-    if form not in known:
+    if form not in potential_cache:
         is_forward = options.forward_mode_differentiation
-        known[form] = function_target(potential_fn, values, is_forward)
-    return known[form]
+        potential_cache[form] = make_function_potential(potential_fn, value_shapes, is_forward)
+    return potential_cache[form]
 
 
-def values_of_one_chain(init_params: Any, is_batch: bool) -> Any:
+def get_single_chain_shapes(init_params: Any, is_batch: bool) -> Any:
     """Shapes and types of the values of which a potential is a function.
 
     :raises ValueError: where there are none.
     """
     if init_params is None:
-        raise Refusal("Valid value of `init_params` must be provided with `potential_fn`.")
-    refuse_no_values(init_params)
+        raise InvalidArgumentError(
+            "Valid value of `init_params` must be provided with `potential_fn`."
+        )
+    check_potential_fn_params(init_params)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
         init_params,

@@ -10,15 +10,15 @@ from jax import Array
 
 from numpyro_sgmcmc import checks
 from numpyro_sgmcmc.dynamics import Recipe
-from numpyro_sgmcmc.dynamics.recipe_checks import refuse_bad_recipe
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.dynamics.recipe_checks import check_recipe
+from numpyro_sgmcmc.posterior.target import Potential
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
 __all__ = ["RecipeKernel"]
 
 
-def _no_auxiliary(rng_key: Array, dim: int) -> Array:
+def _init_no_auxiliary(rng_key: Array, dim: int) -> Array:
     return jnp.zeros(0)
 
 
@@ -80,7 +80,7 @@ class RecipeKernel(SGMCMCKernel):
         ... )
     """
 
-    schemes = ("euler",)
+    integrators = ("euler",)
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class RecipeKernel(SGMCMCKernel):
         diffusion: Callable[[Array], Array],
         curl: Callable[[Array], Array],
         hamiltonian: Callable[[Array], Array],
-        auxiliary: Callable[[Array, int], Array] = _no_auxiliary,
-        scheme: str = "euler",
+        auxiliary: Callable[[Array, int], Array] = _init_no_auxiliary,
+        integrator: str = "euler",
         **options: Unpack[KernelOptions],
     ) -> None:
         functions = {
@@ -101,11 +101,11 @@ class RecipeKernel(SGMCMCKernel):
             "auxiliary": auxiliary,
         }
         for name, function in functions.items():
-            checks.function(name, function)
+            checks.check_callable(name, function)
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
-        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
 
-    def _refuse_bad_functions(self, target: Target) -> None:
+    def _check_user_functions(self, potential: Potential) -> None:
         dynamics = self._dynamics
         assert isinstance(dynamics, Recipe)
-        refuse_bad_recipe(dynamics, target.dim)
+        check_recipe(dynamics, potential.dim)

@@ -37,21 +37,21 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal, first_line
+from numpyro_sgmcmc.checks import InvalidArgumentError, summarise_error
 
 __all__ = [
     "Cyclical",
     "Polynomial",
-    "best_exponent",
+    "drop_exploration",
     "first_step_size",
-    "resample",
+    "optimal_decay_exponent",
+    "systematic_resample",
     "weighted_mean",
     "weighted_quantile",
-    "without_exploration",
 ]
 
 
-def best_exponent(order: float, criterion: str) -> float:
+def optimal_decay_exponent(order: float, criterion: str) -> float:
     """The decay at which the error bound of a scheme falls fastest.
 
     :param order: the scheme's weak order K.
@@ -60,13 +60,13 @@ def best_exponent(order: float, criterion: str) -> float:
 
     Reference: Chen, Ding and Carin (2015), theorem 5 and remark 7.
     """
-    checks.one_of("criterion", criterion, ("bias", "mse"))
-    checks.positive("order", order)
+    checks.check_choice("criterion", criterion, ("bias", "mse"))
+    checks.check_positive("order", order)
     order = float(order)
     return 1.0 / (order + 1 if criterion == "bias" else 2 * order + 1)
 
 
-def _as_floats(schedule: Any, *names: str) -> None:
+def _convert_fields_to_float(schedule: Any, *names: str) -> None:
     """Numbers of any kind, such as fractions, as floats."""
     for name in names:
         object.__setattr__(schedule, name, float(getattr(schedule, name)))
@@ -85,9 +85,9 @@ class Polynomial:
     exponent: float = 1.0 / 3.0
 
     def __post_init__(self) -> None:
-        checks.positive("initial", self.initial)
-        checks.between("exponent", self.exponent, 0.0, 1.0)
-        _as_floats(self, "initial", "exponent")
+        checks.check_positive("initial", self.initial)
+        checks.check_in_interval("exponent", self.exponent, 0.0, 1.0)
+        _convert_fields_to_float(self, "initial", "exponent")
 
     def __call__(self, count: Any) -> Array:
         return self.initial * (1.0 + jnp.asarray(count, float)) ** -self.exponent
@@ -116,15 +116,17 @@ class Cyclical:
     final: float = 0.05
 
     def __post_init__(self) -> None:
-        checks.positive("initial", self.initial)
-        checks.positive_int("period", self.period)
-        checks.not_negative("final", self.final)
-        checks.not_negative("exploration", self.exploration)
-        _as_floats(self, "initial", "final", "exploration")
+        checks.check_positive("initial", self.initial)
+        checks.check_positive_int("period", self.period)
+        checks.check_nonnegative("final", self.final)
+        checks.check_nonnegative("exploration", self.exploration)
+        _convert_fields_to_float(self, "initial", "final", "exploration")
         if self.final > 1:
-            raise Refusal(f"`final` is {self.final}, but must be a share, from 0 to 1.")
+            raise InvalidArgumentError(
+                f"`final` is {self.final}, but must be a share, from 0 to 1."
+            )
         if self.exploration >= 1:
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`exploration` is {self.exploration}, but must be below 1: nothing would be kept."
             )
 
@@ -140,17 +142,17 @@ class Cyclical:
         return jnp.where(self._phase(count) >= self.exploration, self(count), 0.0)
 
 
-def _shares(draws: Any, weights: Any) -> tuple[Array, int]:
+def _normalize_weights(draws: Any, weights: Any) -> tuple[Array, int]:
     """Each draw's share of the weight, flat, and the number of axes of the weights."""
-    weights = checks.real_array("weights", weights)
+    weights = checks.validate_real_array("weights", weights)
     shapes = {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)}
     if shapes != {weights.shape}:
-        raise Refusal(
+        raise InvalidArgumentError(
             f"`weights` have shape {weights.shape}, which are not the first axes of `draws`: take "
             "both with group_by_chain=True, or both without."
         )
     if not ((weights >= 0).all() and 0 < weights.sum() < np.inf):
-        raise Refusal("`weights` must be finite and not negative, and not all zero.")
+        raise InvalidArgumentError("`weights` must be finite and not negative, and not all zero.")
     return jnp.asarray(weights / weights.sum()).ravel(), weights.ndim
 
 
@@ -162,7 +164,7 @@ def weighted_mean(draws: Any, weights: Any) -> Any:
     :return: pytree of arrays without these axes.
     :raises ValueError: for weights of another shape, negative, or all zero.
     """
-    shares, ndim = _shares(draws, weights)
+    shares, ndim = _normalize_weights(draws, weights)
     return jax.tree.map(
         lambda x: jnp.tensordot(shares, x.reshape(shares.size, *x.shape[ndim:]), 1), draws
     )
@@ -176,11 +178,11 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :param q: share, in [0, 1].
     :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
-    checks.not_negative("q", q)
+    checks.check_nonnegative("q", q)
     q = float(q)
     if q > 1:
-        raise Refusal(f"`q` is {q!r}, but must lie between 0 and 1.")
-    shares, ndim = _shares(draws, weights)
+        raise InvalidArgumentError(f"`q` is {q!r}, but must lie between 0 and 1.")
+    shares, ndim = _normalize_weights(draws, weights)
 
     def quantile(x: Array) -> Array:
         flat = x.reshape(shares.size, -1)
@@ -194,7 +196,7 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     return jax.tree.map(quantile, draws)
 
 
-def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
+def drop_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     """The draws whose weight is not zero, and their weights.
 
     :param draws: pytree of arrays of shape ``(chains, draws, ...)``, as by
@@ -204,17 +206,19 @@ def without_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     :return: pytree of arrays of shape ``(chains, kept, ...)``, and weights ``(chains, kept)``.
     :raises ValueError: where chains would keep different draws, or none.
     """
-    _shares(draws, weights)
+    _normalize_weights(draws, weights)
     kept = np.asarray(weights) > 0.0
     if kept.ndim != 2 or not (kept == kept[0]).all() or not kept[0].any():
-        raise Refusal(
+        raise InvalidArgumentError(
             "`weights` must be positive at some draws, the same in each chain: pass those of one "
             "schedule, shape (chains, draws)."
         )
     return jax.tree.map(lambda x: x[:, kept[0]], draws), jnp.asarray(weights)[:, kept[0]]
 
 
-def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = None) -> Any:
+def systematic_resample(
+    rng_key: Array, draws: Any, weights: Any, num_draws: int | None = None
+) -> Any:
     """Draws of equal weight, chain by chain, in their order: what ArviZ takes.
 
     Systematic resampling: a draw appears as often as its share of its chain's weight says, up or
@@ -227,14 +231,16 @@ def resample(rng_key: Array, draws: Any, weights: Any, num_draws: int | None = N
     :param num_draws: draws a chain to return. Default: as many as there are.
     :return: pytree of arrays of shape ``(chains, num_draws, ...)``.
     """
-    checks.one_key(rng_key)
-    _shares(draws, weights)
+    checks.check_rng_key(rng_key)
+    _normalize_weights(draws, weights)
     weights = jnp.asarray(weights)
     if weights.ndim != 2:
-        raise Refusal("`weights` must have shape (chains, draws): use group_by_chain=True.")
+        raise InvalidArgumentError(
+            "`weights` must have shape (chains, draws): use group_by_chain=True."
+        )
     if num_draws is None:
         num_draws = weights.shape[1]
-    checks.positive_int("num_draws", num_draws)
+    checks.check_positive_int("num_draws", num_draws)
 
     def places(key: Array, w: Array) -> Array:
         points = (jnp.arange(num_draws) + random.uniform(key)) / num_draws
@@ -261,19 +267,19 @@ def first_step_size(schedule: Any) -> float:
     try:
         jax.eval_shape(number, jnp.int32(0))
     except Exception as error:
-        raise Refusal(
+        raise InvalidArgumentError(
             "`step_size` must be a function of the number of steps so far that JAX can trace "
             "(no Python `if` on it) and that returns a number, but calling it failed: "
-            f"{first_line(error)}"
+            f"{summarise_error(error)}"
         ) from error
     counts = [0, *(a * 10**b for b in range(5) for a in (1, 2, 5))]
     sizes = [float(schedule(n)) for n in counts]
     for n, size in zip(counts, sizes, strict=True):
         if np.isnan(size) or np.isinf(size) or (size < 0 and n <= 100):
-            raise Refusal(
+            raise InvalidArgumentError(
                 f"`step_size({n})` is {size}, but a schedule's steps must be finite and not "
                 "negative."
             )
     if max(sizes) <= 0:
-        raise Refusal("`step_size` is a schedule of steps that are all zero.")
+        raise InvalidArgumentError("`step_size` is a schedule of steps that are all zero.")
     return sizes[0] if sizes[0] > 0 else max(sizes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
@@ -42,7 +42,7 @@ class SGHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("euler",)
+    integrators = ("euler",)
 
     def __init__(
         self,
@@ -50,10 +50,14 @@ class SGHMC(SGMCMCKernel):
         potential_fn: Callable | None = None,
         *,
         friction: float = 1.5,
-        scheme: str = "euler",
+        integrator: str = "euler",
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.positive("friction", friction)
+        checks.check_positive("friction", friction)
         super().__init__(
-            model, potential_fn, dynamics=Underdamped(float(friction)), scheme=scheme, **options
+            model,
+            potential_fn,
+            dynamics=UnderdampedLangevin(float(friction)),
+            integrator=integrator,
+            **options,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
@@ -63,7 +63,7 @@ class SGHMCSplit(SGMCMCKernel):
         True
     """
 
-    schemes = ("symmetric",)
+    integrators = ("symmetric",)
 
     def __init__(
         self,
@@ -71,10 +71,14 @@ class SGHMCSplit(SGMCMCKernel):
         potential_fn: Callable | None = None,
         *,
         friction: float = 1.5,
-        scheme: str = "symmetric",
+        integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.positive("friction", friction)
+        checks.check_positive("friction", friction)
         super().__init__(
-            model, potential_fn, dynamics=Underdamped(float(friction)), scheme=scheme, **options
+            model,
+            potential_fn,
+            dynamics=UnderdampedLangevin(float(friction)),
+            integrator=integrator,
+            **options,
         )

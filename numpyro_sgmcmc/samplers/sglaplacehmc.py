@@ -38,7 +38,7 @@ class SGLaplaceHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("symmetric", "euler")
+    integrators = ("symmetric", "euler")
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class SGLaplaceHMC(SGMCMCKernel):
         friction: float = 1.5,
         m: float = 1.0,
         c: float = 3.0,
-        scheme: str = "symmetric",
+        integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
         for name, value in (("friction", friction), ("m", m), ("c", c)):
-            checks.positive(name, value)
+            checks.check_positive(name, value)
         dynamics = MonomialGammaLangevin(Kinetics(1.0, float(m), float(c)), float(friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Unpack
 
-from numpyro_sgmcmc.dynamics import Overdamped
+from numpyro_sgmcmc.dynamics import OverdampedLangevin
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
@@ -33,14 +33,16 @@ class SGLD(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("euler",)
+    integrators = ("euler",)
 
     def __init__(
         self,
         model: Callable | None = None,
         potential_fn: Callable | None = None,
         *,
-        scheme: str = "euler",
+        integrator: str = "euler",
         **options: Unpack[KernelOptions],
     ) -> None:
-        super().__init__(model, potential_fn, dynamics=Overdamped(), scheme=scheme, **options)
+        super().__init__(
+            model, potential_fn, dynamics=OverdampedLangevin(), integrator=integrator, **options
+        )

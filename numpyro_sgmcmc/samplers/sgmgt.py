@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.dynamics import MonomialGamma
+from numpyro_sgmcmc.dynamics import MonomialGammaThermostat
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
@@ -55,7 +55,7 @@ class SGMGT(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("symmetric", "euler")
+    integrators = ("symmetric", "euler")
 
     def __init__(
         self,
@@ -71,19 +71,19 @@ class SGMGT(SGMCMCKernel):
         gamma: float = 1.0,
         momentum_period: int | None = 100,
         thermostat_period: int | None = 100,
-        scheme: str = "symmetric",
+        integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.between("a", a, 0.5, 2.0)
+        checks.check_in_interval("a", a, 0.5, 2.0)
         for name, value in (("m", m), ("c", c), ("sigma_p", sigma_p), ("gamma", gamma)):
-            checks.positive(name, value)
+            checks.check_positive(name, value)
         for name, value in (("sigma_theta", sigma_theta), ("sigma_xi", sigma_xi)):
-            checks.not_negative(name, value)
+            checks.check_nonnegative(name, value)
         periods = {"momentum_period": momentum_period, "thermostat_period": thermostat_period}
         for name, period in periods.items():
             if period is not None:
-                checks.positive_int(name, period)
-        dynamics = MonomialGamma(
+                checks.check_positive_int(name, period)
+        dynamics = MonomialGammaThermostat(
             Kinetics(float(a), float(m), float(c)),
             float(sigma_p),
             float(gamma),
@@ -92,4 +92,4 @@ class SGMGT(SGMCMCKernel):
             momentum_period,
             thermostat_period,
         )
-        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.dynamics import NoseHoover
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
@@ -42,7 +42,7 @@ class SGNHT(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("symmetric", "euler")
+    integrators = ("symmetric", "euler")
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class SGNHT(SGMCMCKernel):
         *,
         friction: float = 1.5,
         per_coordinate: bool = True,
-        scheme: str = "symmetric",
+        integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.positive("friction", friction)
-        checks.is_bool("per_coordinate", per_coordinate)
-        dynamics = NoseHoover(float(friction), bool(per_coordinate))
-        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+        checks.check_positive("friction", friction)
+        checks.check_bool("per_coordinate", per_coordinate)
+        dynamics = NoseHooverThermostat(float(friction), bool(per_coordinate))
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.dynamics import Riemannian
+from numpyro_sgmcmc.dynamics import RiemannianUnderdampedLangevin
 from numpyro_sgmcmc.samplers.options import KernelOptions
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel
+from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
 
 __all__ = ["SGRHMC"]
 
 
-class SGRHMC(MetricKernel):
+class SGRHMC(RiemannianKernel):
     r"""Stochastic-gradient Riemannian HMC; gSGRHMC with its default metric.
 
     Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control
@@ -47,7 +47,7 @@ class SGRHMC(MetricKernel):
         of the wrong shape or not positive definite.
     """
 
-    schemes = ("symmetric", "euler")
+    integrators = ("symmetric", "euler")
 
     def __init__(
         self,
@@ -57,17 +57,19 @@ class SGRHMC(MetricKernel):
         inverse_metric: str | Callable[[Any], Any] = "potential",
         friction: float = 1.5,
         momentum_period: int | None = None,
-        scheme: str = "symmetric",
+        integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.positive("friction", friction)
+        checks.check_positive("friction", friction)
         if momentum_period is not None:
-            checks.positive_int("momentum_period", momentum_period)
+            checks.check_positive_int("momentum_period", momentum_period)
         super().__init__(
             model,
             potential_fn,
             inverse_metric=inverse_metric,
-            dynamics=Riemannian(friction=float(friction), momentum_period=momentum_period),
-            scheme=scheme,
+            dynamics=RiemannianUnderdampedLangevin(
+                friction=float(friction), momentum_period=momentum_period
+            ),
+            integrator=integrator,
             **options,
         )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack
 
-from numpyro_sgmcmc.dynamics import RiemannianLangevin
+from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin
 from numpyro_sgmcmc.samplers.options import KernelOptions
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel
+from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
 
 __all__ = ["SGRLD"]
 
 
-class SGRLD(MetricKernel):
+class SGRLD(RiemannianKernel):
     r"""Stochastic-gradient Riemannian Langevin dynamics.
 
     Weak order 1, one minibatch gradient a step (two with control variates). Choose it where a
@@ -41,7 +41,7 @@ class SGRLD(MetricKernel):
         of the wrong shape or not positive definite.
     """
 
-    schemes = ("euler",)
+    integrators = ("euler",)
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class SGRLD(MetricKernel):
         potential_fn: Callable | None = None,
         *,
         inverse_metric: str | Callable[[Any], Any] = "potential",
-        scheme: str = "euler",
+        integrator: str = "euler",
         **options: Unpack[KernelOptions],
     ) -> None:
         super().__init__(
             model,
             potential_fn,
             inverse_metric=inverse_metric,
-            dynamics=RiemannianLangevin(),
-            scheme=scheme,
+            dynamics=RiemannianOverdampedLangevin(),
+            integrator=integrator,
             **options,
         )

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Unpack
 
 from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.dynamics import Underdamped
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.samplers.base import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions
 
@@ -56,7 +56,7 @@ class SHMC(SGMCMCKernel):
     :raises ValueError: for an option that is unknown or out of range.
     """
 
-    schemes = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
+    integrators = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class SHMC(SGMCMCKernel):
         potential_fn: Callable | None = None,
         *,
         friction: float = 1.5,
-        scheme: str = "leapfrog",
+        integrator: str = "leapfrog",
         num_leapfrog: int = 1,
         **options: Unpack[KernelOptions],
     ) -> None:
-        checks.positive("friction", friction)
-        checks.positive_int("num_leapfrog", num_leapfrog)
-        checks.one_of("scheme", scheme, self.schemes)
-        if num_leapfrog > 1 and scheme != "lie_trotter":
-            raise Refusal(
-                f"`num_leapfrog` is for scheme='lie_trotter', but the scheme is {scheme!r}."
+        checks.check_positive("friction", friction)
+        checks.check_positive_int("num_leapfrog", num_leapfrog)
+        checks.check_choice("integrator", integrator, self.integrators)
+        if num_leapfrog > 1 and integrator != "lie_trotter":
+            raise InvalidArgumentError(
+                f"`num_leapfrog` is for integrator='lie_trotter', but the scheme is {integrator!r}."
             )
-        dynamics = Underdamped(
+        dynamics = UnderdampedLangevin(
             float(friction),
-            num_leapfrog=num_leapfrog if scheme == "lie_trotter" else None,
-            keeps_gradient=scheme in ("baoab", "obabo"),
+            num_leapfrog=num_leapfrog if integrator == "lie_trotter" else None,
+            is_fsal=integrator in ("baoab", "obabo"),
         )
-        super().__init__(model, potential_fn, dynamics=dynamics, scheme=scheme, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)

@@ -8,75 +8,75 @@ from typing import Any
 
 import numpy as np
 
-from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM
-from numpyro_sgmcmc.checks import Refusal
-from numpyro_sgmcmc.data.minibatch import MINIBATCH_SCHEMES
+from numpyro_sgmcmc.chain.moments import FULL_MOMENTS_MAX_DIM
+from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.samplers.mass_matrix import mass_matrix, mass_matrix_mask
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.samplers.mass_matrix import build_mass_matrix_mask, parse_inverse_mass_matrix
 from numpyro_sgmcmc.samplers.options import Options
 from numpyro_sgmcmc.samplers.schedules import first_step_size
-from numpyro_sgmcmc.warmup import Settings
+from numpyro_sgmcmc.warmup import WarmupSettings
 
-__all__ = ["warmup_settings"]
+__all__ = ["build_warmup_settings"]
 
-_DENSE_MAX_DIM = 100
+_MAX_DENSE_MASS_MATRIX_DIM = 100
 
 
-def warmup_settings(
+def build_warmup_settings(
     options: Options,
-    target: Target,
+    potential: Potential,
     dynamics: Dynamics,
-    scheme: str,
-    locate: Callable[[Whitening], Dynamics],
-    has_start: bool,
-    is_by_site: bool,
-) -> Settings:
+    integrator: str,
+    bind_dynamics: Callable[[Preconditioner], Dynamics],
+    has_init_params: bool,
+    is_site_aligned: bool,
+) -> WarmupSettings:
     """The settings of the warm-up.
 
     An option that has a field of its name there is passed on as it is; the others are made here.
 
     :raises ValueError: for a mass matrix or a schedule that does not fit.
     """
-    sites = () if target.sites is None else target.sites
-    mask = mass_matrix_mask(options.dense_mass, sites, target.dim)
-    matrix = mass_matrix(options.inverse_mass_matrix, sites, target.dim)
+    sites = () if potential.sites is None else potential.sites
+    mask = build_mass_matrix_mask(options.dense_mass, sites, potential.dim)
+    matrix = parse_inverse_mass_matrix(options.inverse_mass_matrix, sites, potential.dim)
     if matrix is None and not options.adapt_mass_matrix:
-        matrix = np.ones(target.dim)
+        matrix = np.ones(potential.dim)
     is_dense = options.dense_mass
     # Moments of chains in different coordinates are put together: see the bias report.
-    most_dense = FULL_MAX_DIM if options.chains_in_modes else _DENSE_MAX_DIM
-    if options.chains_in_modes and is_dense and target.dim > most_dense:
-        raise Refusal(
-            f"`chains_in_modes` has a diagonal mass matrix above {most_dense} parameters, but "
-            f"`dense_mass` is set and there are {target.dim}: leave one of them out."
+    most_dense = FULL_MOMENTS_MAX_DIM if options.init_in_modes else _MAX_DENSE_MASS_MATRIX_DIM
+    if options.init_in_modes and is_dense and potential.dim > most_dense:
+        raise InvalidArgumentError(
+            f"`init_in_modes` has a diagonal mass matrix above {most_dense} parameters, but "
+            f"`dense_mass` is set and there are {potential.dim}: leave one of them out."
         )
     made: dict[str, Any] = {
         "dynamics": dynamics,
-        "scheme": scheme,
-        "locate": locate,
-        "step_size": _fixed_step_size(options, dynamics.schemes[scheme].step_size),
-        "is_step_fixed": not callable(options.step_size) and options.traced_step_size is None,
-        "gradient": ESTIMATORS.get(options.gradient),
-        "minibatch": MINIBATCH_SCHEMES.get(options.minibatch),
+        "integrator": integrator,
+        "bind_dynamics": bind_dynamics,
+        "step_size": _get_fixed_step_size(options, dynamics.integrators[integrator].step_size),
+        "has_constant_step_size": not callable(options.step_size) and options.traced_step_size is None,
+        "estimator": GRADIENT_ESTIMATORS.get(options.gradient_estimator),
+        "subsampling": SUBSAMPLINGS.get(options.subsampling),
         "inverse_mass_matrix": matrix,
-        "is_dense": target.dim <= most_dense if is_dense is None else bool(is_dense),
-        "is_by_site": is_by_site and not is_dense,
-        "mask": mask,
-        "has_start": has_start,
-        "has_region": True,
+        "is_dense": potential.dim <= most_dense if is_dense is None else bool(is_dense),
+        "is_site_aligned": is_site_aligned and not is_dense,
+        "mass_matrix_mask": mask,
+        "has_init_params": has_init_params,
+        "has_dominant_mode": True,
     }
-    names = {field.name for field in fields(Settings)} - made.keys()
-    return Settings(**made, **{name: getattr(options, name) for name in names})
+    names = {field.name for field in fields(WarmupSettings)} - made.keys()
+    return WarmupSettings(**made, **{name: getattr(options, name) for name in names})
 
 
-def _fixed_step_size(options: Options, of_scheme: float) -> float | None:
+def _get_fixed_step_size(options: Options, default_step_size: float) -> float | None:
     """The step size where it is not to be chosen: the user's, or the scheme's own."""
     if callable(options.step_size):
         return first_step_size(options.step_size)
     is_unknown = options.step_size is None and not options.adapt_step_size
     if is_unknown or options.traced_step_size is not None:
-        return of_scheme
+        return default_step_size
     return options.step_size

@@ -13,15 +13,15 @@ from typing import Any
 
 import jax
 
-__all__ = ["compile_ahead", "quickly_compiled"]
+__all__ = ["aot_compile", "jit_low_optimization"]
 
 
 @cache
-def _compiler() -> ThreadPoolExecutor:
+def _compilation_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-compiler")
 
 
-def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
+def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
     """Begin to compile a jitted function for such arguments: its call finds it compiled, or waits.
 
     It is traced here and compiled there, since NumPyro's handlers are one stack for all threads. A
@@ -31,10 +31,10 @@ def compile_ahead(fn: Any, *args: Any, **static: Any) -> None:
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return  # within a chain per device, where JAX lowers nothing apart
-    _compiler().submit(fn.lower(*args, **static).compile)
+    _compilation_executor().submit(fn.lower(*args, **static_kwargs).compile)
 
 
-def quickly_compiled(fn: Callable, static_argnames: Sequence[str] = ()) -> Any:
+def jit_low_optimization(fn: Callable, static_argnames: Sequence[str] = ()) -> Any:
     """Jitted, of a function whose few runs cost nothing beside its compilation."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(fn, static_argnames=static_argnames, compiler_options=options)

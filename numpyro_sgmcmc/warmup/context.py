@@ -10,39 +10,47 @@ import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import IID, MINIBATCH_SCHEMES, MinibatchScheme
+from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS, IIDSubsampling, Subsampling
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.data.progress import Stages
+from numpyro_sgmcmc.data.progress import ProgressReporter
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, Estimator, Plain
-from numpyro_sgmcmc.posterior.target import Decisive, Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup import starts
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
-from numpyro_sgmcmc.warmup.effort import Effort
-from numpyro_sgmcmc.warmup.factors import (
-    factor_from_curvature,
-    hessian_by_products,
+from numpyro_sgmcmc.posterior.estimators import (
+    GRADIENT_ESTIMATORS,
+    GradientEstimator,
+    MinibatchGradient,
 )
-from numpyro_sgmcmc.warmup.measure import largest_curvature_on, measure_noise
-from numpyro_sgmcmc.warmup.noise import Noise, NoiseOfRows, draw_rows
-from numpyro_sgmcmc.warmup.pilot import PILOT
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
-from numpyro_sgmcmc.warmup.settings import Settings
-from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from numpyro_sgmcmc.posterior.target import IncludedRows, Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup import starts
+from numpyro_sgmcmc.warmup.eager_potential import JittedPotential
+from numpyro_sgmcmc.warmup.effort import WarmupBudget
+from numpyro_sgmcmc.warmup.factors import (
+    assemble_hessian,
+    factor_from_curvature,
+)
+from numpyro_sgmcmc.warmup.measure import estimate_max_curvature, measure_noise
+from numpyro_sgmcmc.warmup.noise import (
+    GradientNoiseStats,
+    NoiseStatsBySubsampling,
+    sample_minibatch_indices,
+)
+from numpyro_sgmcmc.warmup.pilot import PILOT_DYNAMICS
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
+from numpyro_sgmcmc.warmup.settings import WarmupSettings
+from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
 
-__all__ = ["Choice", "Context"]
+__all__ = ["EstimatorChoice", "WarmupContext"]
 
-_HESSIAN_MAX_DIM = 200  # beyond, a Hessian is formed only where it is asked for
+_MAX_HESSIAN_DIM = 200  # beyond, a Hessian is formed only where it is asked for
 
-Choice = tuple[Estimator, float, float]
+EstimatorChoice = tuple[GradientEstimator, float, float]
 """An estimator, its step size, and the relative excess of the posterior variance predicted."""
 
 
-class Context:
+class WarmupContext:
     """What the stages of one warm-up share, and nothing that outlives them.
 
-    :param target: the posterior.
+    :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
     :param settings: what the user has fixed.
     :param progress: told how far it has come.
@@ -50,172 +58,196 @@ class Context:
 
     def __init__(
         self,
-        target: Target,
+        potential: Potential,
         arguments: Arguments,
-        settings: Settings,
-        progress: Stages,
+        settings: WarmupSettings,
+        progress: ProgressReporter,
     ) -> None:
-        self.target, self.progress = target, progress
-        self.rng = np.random.default_rng(starts.SEED)
-        self.look_at(arguments)
-        self.fix(settings)
+        self.potential, self.progress = potential, progress
+        self.rng = np.random.default_rng(starts.WARMUP_SEED)
+        self.set_arguments(arguments)
+        self.set_settings(settings)
 
-    def fix(self, settings: Settings) -> None:
+    def set_settings(self, settings: WarmupSettings) -> None:
         """Take this from now on as what is fixed."""
         self.settings = settings
-        self.estimators = self._candidates()
+        self.candidate_estimators = self._list_candidate_estimators()
 
     @property
-    def leaves_nothing_to_find(self) -> bool:
+    def is_fully_specified(self) -> bool:
         """Whether all that a warm-up looks for is given, or there is nothing to choose from."""
         settings = self.settings
-        if not self.target.plates:  # all rows at every step: one estimator, one way to visit them
-            settings = replace(settings, gradient=Plain(), minibatch=IID())
-        return settings.leaves_nothing_to_find
+        if (
+            not self.potential.plates
+        ):  # all rows at every step: one estimator, one way to visit them
+            settings = replace(
+                settings, estimator=MinibatchGradient(), subsampling=IIDSubsampling()
+            )
+        return settings.is_fully_specified
 
-    def look_at(self, arguments: Arguments) -> None:
+    def set_arguments(self, arguments: Arguments) -> None:
         """Have these arguments in all that looks at the potential."""
         # On the device once, and not at every call.
         self.arguments = arguments = arguments.map_arrays(jnp.asarray)
-        self.all_rows = EagerPotential(self.target, arguments)
-        self.some_rows = EagerPotential.on_some_rows(self.target, arguments)
-        self.effort = Effort.of(self.target, arguments)
-        self.hold(())
+        self.full_data_potential = JittedPotential(self.potential, arguments)
+        self.subset_potential = JittedPotential.from_random_subset(self.potential, arguments)
+        self.budget = WarmupBudget.for_potential(self.potential, arguments)
+        self.set_included_rows(())
 
-    def hold(self, decisive: Decisive) -> None:
+    def set_included_rows(self, included_rows: IncludedRows) -> None:
         """Have these rows in every minibatch of a step."""
-        self.rows = RowGradients(self.target, self.arguments, self.effort.rows, decisive)
+        self.batched_gradients = BatchedGradients(
+            self.potential, self.arguments, self.budget.num_representative_rows, included_rows
+        )
 
-    def _candidates(self) -> tuple[Estimator, ...]:
+    def _list_candidate_estimators(self) -> tuple[GradientEstimator, ...]:
         """The estimators among which to choose."""
-        target, gradient = self.target, self.settings.gradient
+        target, gradient = self.potential, self.settings.estimator
         # With local values the Hessian at the anchor moves with them.
-        is_global = target.locals is None
-        if is_global and (not target.plates or target.is_randomized):
-            return (Plain(),)
+        is_global = target.local_latents is None
+        if is_global and (not target.plates or target.is_stochastic):
+            return (MinibatchGradient(),)
         if gradient is not None:
             return (gradient,)
-        has_hessian = is_global and self.settings.is_dense and target.dim <= _HESSIAN_MAX_DIM
-        return tuple(e for e in ESTIMATORS.values() if has_hessian or not e.needs_hessian)
+        has_hessian = is_global and self.settings.is_dense and target.dim <= _MAX_HESSIAN_DIM
+        return tuple(e for e in GRADIENT_ESTIMATORS.values() if has_hessian or not e.needs_hessian)
 
     def cast(self, x: np.ndarray) -> Array:
         """In the model's type."""
-        return jnp.asarray(x, self.target.dtype)
+        return jnp.asarray(x, self.potential.dtype)
 
-    def draw_rows(self, shape: tuple[int, ...], scheme: MinibatchScheme) -> Indices:
+    def sample_indices(self, shape: tuple[int, ...], subsampling: Subsampling) -> Indices:
         """Independent minibatches of a scheme's kind, ``shape + (subsample_size,)`` each plate."""
-        return draw_rows(self.rows.step_target, self.rng, shape, scheme)
+        return sample_minibatch_indices(
+            self.batched_gradients.step_potential, self.rng, shape, subsampling
+        )
 
-    def finite_starts(self, starts: Iterable[np.ndarray], wanted: int) -> list[np.ndarray]:
+    def find_finite_positions(
+        self, init_positions: Iterable[np.ndarray], num_positions: int
+    ) -> list[np.ndarray]:
         """The first different starts that are finite.
 
-        :param starts: positions, of which as many are looked at as it takes.
-        :param wanted: number of them.
+        :param init_positions: positions, of which as many are looked at as it takes.
+        :param num_positions: number of them.
         :raises RuntimeError: where none is finite.
         """
         found: list[np.ndarray] = []
-        for position in starts:
+        for position in init_positions:
             is_new = not any(np.array_equal(position, other) for other in found)
-            if is_new and self.rows.is_finite(position):
+            if is_new and self.batched_gradients.is_finite(position):
                 found.append(position)
-            if len(found) == wanted:
+            if len(found) == num_positions:
                 break
         if not found:
             raise RuntimeError(
                 "Cannot find a starting point with a finite log density and gradient. "
-                + self.target.explain(self.cast(position), self.arguments)
+                + self.potential.diagnose_nonfinite(self.cast(position), self.arguments)
             )
         return found
 
-    def refuse_infinite_gradient(self, whitening: Whitening) -> None:
+    def check_finite_gradient(self, preconditioner: Preconditioner) -> None:
         """Refuse to go on where the gradient on all rows is not finite.
 
         :raises RuntimeError: naming what is not.
         """
-        if not whitening.is_finite():
+        if not preconditioner.is_finite():
             raise RuntimeError(
                 "The gradient on all rows is not finite where the warm-up begins. "
-                + self.target.explain(self.cast(whitening.anchor), self.arguments)
+                + self.potential.diagnose_nonfinite(
+                    self.cast(preconditioner.center), self.arguments
+                )
             )
 
-    def hessian(self, potential: EagerPotential, position: np.ndarray) -> np.ndarray | None:
+    def compute_hessian(
+        self, potential: JittedPotential, position: np.ndarray
+    ) -> np.ndarray | None:
         """The Hessian where it is small enough to form or the user wants it dense."""
-        if self.target.dim <= _HESSIAN_MAX_DIM:
-            return potential.expansion(position)[2]
-        return hessian_by_products(potential, position) if self.settings.is_dense else None
+        if self.potential.dim <= _MAX_HESSIAN_DIM:
+            return potential.value_grad_hessian(position)[2]
+        return assemble_hessian(potential, position) if self.settings.is_dense else None
 
-    def with_hessian(self, whitening: Whitening, estimator: Estimator) -> Whitening:
+    def add_reference_hessian(
+        self, preconditioner: Preconditioner, estimator: GradientEstimator
+    ) -> Preconditioner:
         """With the full Hessian at its anchor, if the estimator needs it."""
-        if not estimator.needs_hessian or whitening.hessian is not None:
-            return whitening
-        return whitening._replace(hessian=self.rows.hessian(whitening.anchor))
-
-    def factor_at(self, position: np.ndarray) -> np.ndarray:
-        """L from the curvature on all rows."""
-        hessian = self.hessian(self.all_rows, position)
-        settings = self.settings
-        return factor_from_curvature(
-            hessian, settings.mask, settings.is_dense, self.some_rows, position
+        if not estimator.needs_hessian or preconditioner.reference_hessian is not None:
+            return preconditioner
+        return preconditioner._replace(
+            reference_hessian=self.batched_gradients.full_hessian(preconditioner.center)
         )
 
-    def whitening_at(self, anchor: np.ndarray, factor: np.ndarray) -> Whitening:
+    def compute_curvature_factor(self, position: np.ndarray) -> np.ndarray:
+        """L from the curvature on all rows."""
+        hessian = self.compute_hessian(self.full_data_potential, position)
+        settings = self.settings
+        return factor_from_curvature(
+            hessian, settings.mass_matrix_mask, settings.is_dense, self.subset_potential, position
+        )
+
+    def build_preconditioner(self, center: np.ndarray, factor: np.ndarray) -> Preconditioner:
         """The coordinates about a position, with the gradient on all rows there."""
-        return Whitening(anchor, factor, self.rows.everywhere(anchor))
+        return Preconditioner(center, factor, self.batched_gradients.full_gradient(center))
 
-    def curvature(self, whitening: Whitening, q: np.ndarray) -> float:
+    def measure_max_curvature(self, preconditioner: Preconditioner, q: np.ndarray) -> float:
         """Largest whitened curvature at some typical positions."""
-        if self.target.is_randomized:
+        if self.potential.is_stochastic:
             return 1.0
-        return largest_curvature_on(self.rows, whitening, q, self.effort.rounds, self.rng)
+        return estimate_max_curvature(
+            self.batched_gradients, preconditioner, q, self.budget.num_power_iterations, self.rng
+        )
 
-    def noise(
+    def measure_noise_by_subsampling(
         self,
-        whitening: Whitening,
+        preconditioner: Preconditioner,
         q: np.ndarray,
-        estimators: tuple[Estimator, ...] | None = None,
-    ) -> NoiseOfRows:
+        estimators: tuple[GradientEstimator, ...] | None = None,
+    ) -> NoiseStatsBySubsampling:
         """The whitened gradient's noise by kind of rows and estimator.
 
         :param q: whitened positions, of which the first few are taken.
         :param estimators: default: those among which the warm-up chooses.
         """
-        schemes = MINIBATCH_SCHEMES["iid"], MINIBATCH_SCHEMES["blocks"]
-        estimators = estimators or self.estimators
-        return NoiseOfRows(*(self.noise_of(whitening, q, estimators, s) for s in schemes))
+        schemes = SUBSAMPLINGS["iid"], SUBSAMPLINGS["contiguous"]
+        estimators = estimators or self.candidate_estimators
+        return NoiseStatsBySubsampling(
+            *(self.measure_gradient_noise(preconditioner, q, estimators, s) for s in schemes)
+        )
 
-    def noise_of(
+    def measure_gradient_noise(
         self,
-        whitening: Whitening,
+        preconditioner: Preconditioner,
         q: np.ndarray,
-        estimators: tuple[Estimator, ...],
-        scheme: MinibatchScheme,
-    ) -> dict[Estimator, Noise]:
+        estimators: tuple[GradientEstimator, ...],
+        subsampling: Subsampling,
+    ) -> dict[GradientEstimator, GradientNoiseStats]:
         """The same for one kind of rows."""
-        num = self.effort.minibatches
-        return measure_noise(self.rows, whitening, q, estimators, scheme, num, self.rng)
+        num = self.budget.max_noise_minibatches
+        return measure_noise(
+            self.batched_gradients, preconditioner, q, estimators, subsampling, num, self.rng
+        )
 
-    def cheapest(
+    def choose_estimator(
         self,
         dynamics: Dynamics,
-        largest: float,
-        noise: dict[Estimator, Noise],
-        curvature: float,
-        target_bias: float,
-    ) -> Choice:
+        integrator_step_size: float,
+        noise_stats: dict[GradientEstimator, GradientNoiseStats],
+        max_curvature: float,
+        target_sd_bias: float,
+    ) -> EstimatorChoice:
         """The estimator that goes furthest at the same cost."""
         choices = []
-        for estimator in self.estimators:
-            step_size, inflation = choose_step_size(
+        for estimator in self.candidate_estimators:
+            step_size, inflation = limit_step_size_by_noise(
                 dynamics,
-                largest,
-                noise[estimator],
-                curvature,
-                target_bias,
-                is_compensated=self.settings.noise_compensation and dynamics is not PILOT,
+                integrator_step_size,
+                noise_stats[estimator],
+                max_curvature,
+                target_sd_bias,
+                is_compensated=self.settings.noise_compensation and dynamics is not PILOT_DYNAMICS,
             )
             # Beyond the target a shorter step is not to be had: what counts then is the noise.
-            excess = max(1.0, 2.0 * inflation / target_bias)
-            time = dynamics.relaxation_time(step_size, noise[estimator].variance)
-            cost = estimator.cost * excess * time / step_size
+            excess = max(1.0, 2.0 * inflation / target_sd_bias)
+            time = dynamics.relaxation_time(step_size, noise_stats[estimator].variance)
+            cost = estimator.relative_cost * excess * time / step_size
             choices.append((cost, estimator, step_size, inflation))
         return min(choices, key=lambda c: (c[0], c[1].name))[1:]

@@ -17,88 +17,110 @@ from itertools import islice
 
 import numpy as np
 
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.findings import Finding
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients, WeightedRows
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.findings import ModelWarning
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients, WeightedMinibatch
 
-__all__ = ["hidden_changes"]
+__all__ = ["find_inconsistent_gradients"]
 
-_INTERVALS = 16
-_MOST_PARTS, _FEWEST_LINES = 16, 2  # into which the coordinates are divided; lines of each
-_ROWS = 2_048
-_HIDDEN = 0.3  # nats along all lines together: less moves no posterior far
-_SHARE = 0.01  # of all change along it
-_ROUNDING = 16.0  # units in the last place of the potential, an interval
+_NUM_INTERVALS_PER_LINE = 16
+_MAX_SITE_GROUPS, _MIN_LINES_PER_SITE_GROUP = (
+    16,
+    2,
+)  # into which the coordinates are divided; lines of each
+_NUM_CONSISTENCY_ROWS = 2_048
+_MIN_HIDDEN_CHANGE_NATS = 0.3  # nats along all lines together: less moves no posterior far
+_MIN_HIDDEN_CHANGE_FRACTION = 0.01  # of all change along it
+_CONSISTENCY_ROUNDING_ULPS = 16.0  # units in the last place of the potential, an interval
 
 
-def hidden_changes(
-    rows: RowGradients, whitening: Whitening, q: np.ndarray, lines: int
-) -> list[Finding]:
+def find_inconsistent_gradients(
+    batched_gradients: BatchedGradients,
+    preconditioner: Preconditioner,
+    q: np.ndarray,
+    num_lines: int,
+) -> list[ModelWarning]:
     """The sites along which the potential changes unknown to its gradient.
 
-    :param rows: gradients on minibatches.
+    :param batched_gradients: gradients on minibatches.
     :param q: whitened positions from about the posterior, shape ``(k, d)``.
-    :param lines: lines between two of them, those of all sites together, at most.
+    :param num_lines: lines between two of them, those of all sites together, at most.
     """
-    target = rows.target
-    if target.is_randomized or len(q) < 2:
+    target = batched_gradients.potential
+    if target.is_stochastic or len(q) < 2:
         return []
-    parts = list(_parts(target, min(_MOST_PARTS, lines // _FEWEST_LINES)))
-    positions = whitening.position(q[: 2 * (lines // len(parts))])
+    parts = list(
+        _iter_site_groups(target, min(_MAX_SITE_GROUPS, num_lines // _MIN_LINES_PER_SITE_GROUP))
+    )
+    positions = preconditioner.to_position(q[: 2 * (num_lines // len(parts))])
     ends = list(zip(positions[::2], positions[1::2], strict=False))
-    some, found = min(list(rows.standing_for_all(_ROWS)), rows.some, key=len), {}
+    some, found = (
+        min(
+            list(batched_gradients.iter_subset_minibatches(_NUM_CONSISTENCY_ROWS)),
+            batched_gradients.subset_minibatches,
+            key=len,
+        ),
+        {},
+    )
     for names, where in parts:
-        hidden, total, known = np.sum([_along(rows, some, a, b, where) for a, b in ends], axis=0)
-        if hidden > max(_HIDDEN, _SHARE * max(total, known)):
+        hidden, total, known = np.sum(
+            [_measure_changes_along_segment(batched_gradients, some, a, b, where) for a, b in ends],
+            axis=0,
+        )
+        if hidden > max(_MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION * max(total, known)):
             found[names] = total, known
-    return [_finding(names, *changes) for names, changes in found.items()]
+    return [_describe_inconsistent_gradient(names, *changes) for names, changes in found.items()]
 
 
-def _parts(target: Target, most: int) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Names and coordinates of the sites, of some together where there are more than ``most``."""
-    sites = target.sites
+def _iter_site_groups(
+    potential: Potential, max_groups: int
+) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Names and coordinates of the sites, of some together where there are more than ``max_groups``."""
+    sites = potential.sites
     if sites is None:
-        yield (), np.arange(target.dim)
+        yield (), np.arange(potential.dim)
         return
     ends = np.cumsum([int(np.prod(s.shape)) for s in sites])
-    places = np.split(np.arange(target.dim), ends[:-1])
+    places = np.split(np.arange(potential.dim), ends[:-1])
     each = iter(zip((s.name for s in sites), places, strict=True))
-    together = -(-len(sites) // most)
+    together = -(-len(sites) // max_groups)
     while some := list(islice(each, together)):
         yield tuple(name for name, _ in some), np.concatenate([where for _, where in some])
 
 
-def _along(
-    rows: RowGradients,
-    some: list[WeightedRows],
+def _measure_changes_along_segment(
+    batched_gradients: BatchedGradients,
+    weighted_minibatches: list[WeightedMinibatch],
     start: np.ndarray,
     end: np.ndarray,
-    where: np.ndarray,
+    coordinates: np.ndarray,
 ) -> tuple[float, float, float]:
     """Hidden change along a line on which some coordinates move, and the change both ways.
 
-    :param some: rows that stand for all.
+    :param weighted_minibatches: rows that stand for all.
     :return: as of :func:`beyond_slopes`; zeros where there is no density.
     """
     step = np.zeros_like(start)
-    step[where] = end[where] - start[where]
-    line = start + np.linspace(0.0, 1.0, _INTERVALS + 1)[:, None] * step
-    values, gradients = rows.mean(line, some)
-    slopes = gradients @ step / _INTERVALS
+    step[coordinates] = end[coordinates] - start[coordinates]
+    line = start + np.linspace(0.0, 1.0, _NUM_INTERVALS_PER_LINE + 1)[:, None] * step
+    values, gradients = batched_gradients.weighted_mean(line, weighted_minibatches)
+    slopes = gradients @ step / _NUM_INTERVALS_PER_LINE
     if not (np.isfinite(values).all() and np.isfinite(slopes).all()):
         return 0.0, 0.0, 0.0
-    return beyond_slopes(values, slopes, float(np.finfo(rows.target.dtype).eps))
+    return compute_hidden_change(
+        values, slopes, float(np.finfo(batched_gradients.potential.dtype).eps)
+    )
 
 
-def beyond_slopes(
-    values: np.ndarray, slopes: np.ndarray, precision: float
+def compute_hidden_change(
+    values: np.ndarray, slopes: np.ndarray, relative_precision: float
 ) -> tuple[float, float, float]:
     """Change of a function that its slopes do not explain.
 
     :param values: at equidistant points, shape ``(n,)``.
     :param slopes: there, times the distance, shape ``(n,)``.
-    :param precision: of the values, relative.
+    :param relative_precision: of the values, relative.
     :return: what is beyond the slopes about each interval; the sum of the function's changes,
         without their signs; and the same by the slopes.
     """
@@ -106,20 +128,24 @@ def beyond_slopes(
     wide = np.pad(slopes, 1, mode="edge")
     about = np.stack([wide[k : k + len(change)] for k in range(4)])
     low, high = about.min(0), about.max(0)
-    slack = (high - low) / 2.0 + _ROUNDING * precision * np.abs(values).max()
+    slack = (high - low) / 2.0 + _CONSISTENCY_ROUNDING_ULPS * relative_precision * np.abs(
+        values
+    ).max()
     hidden = float(np.maximum(np.maximum(change - high, low - change) - slack, 0.0).sum())
     known = float(np.abs(slopes[:-1] + slopes[1:]).sum() / 2.0)
     total = float(np.abs(change).sum())
     return hidden, total, known
 
 
-def _finding(names: tuple[str, ...], total: float, known: float) -> Finding:
-    where = " or ".join(f"'{name}'" for name in names)
-    return Finding(
-        names,
+def _describe_inconsistent_gradient(
+    site_names: tuple[str, ...], value_change: float, gradient_change: float
+) -> ModelWarning:
+    where = " or ".join(f"'{name}'" for name in site_names)
+    return ModelWarning(
+        site_names,
         "hidden",
         f"The gradient does not know how the log density changes along {where or 'the position'}: "
-        f"by {total:.3g} nats where the gradient says {known:.3g}. A rounding, a comparison "
+        f"by {value_change:.3g} nats where the gradient says {gradient_change:.3g}. A rounding, a comparison "
         "(`where` on a parameter), `stop_gradient` or a derivative of one's own that is wrong "
         "hides it, and chains that follow gradients sample another posterior. Write the model "
         "with a smooth function of the site, or sample it without gradients in a block of "

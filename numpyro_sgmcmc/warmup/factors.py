@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_sgmcmc.posterior.whitening import Stretch
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
+from numpyro_sgmcmc.posterior.whitening import LowRankFactor
+from numpyro_sgmcmc.warmup.eager_potential import JittedPotential
 
 __all__ = [
-    "as_matrix",
+    "assemble_dense_factor",
+    "assemble_hessian",
     "factor_from_curvature",
     "factor_from_gradients",
-    "hessian_by_products",
-    "root",
-    "stretch_along",
-    "symmetric_root",
+    "factorize_covariance",
+    "factorize_spd",
+    "fit_low_rank_along",
 ]
 
-_PROBES = 64
-_DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
-_ROUNDS = 3
-_FAR_FROM_SD = 100.0  # times: a scale further from the draws' sd is none of the posterior's
-_RIDGE = 1e-5  # of the mean variance
-_CLEARLY_STRETCHED = 1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
-_STRETCH_MAX_DIM = 50_000
+_NUM_PROBE_VECTORS = 64
+_MAX_LEADING_DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
+_NUM_SCALING_ITERATIONS = 3
+_MAX_SCALE_TO_SD_RATIO = (
+    100.0  # times: a scale further from the draws' sd is none of the posterior's
+)
+_RIDGE_VARIANCE_FRACTION = 1e-5  # of the mean variance
+_LOW_RANK_EIGENVALUE_CUTOFF = (
+    1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
+)
+_LOW_RANK_MAX_DIM = 50_000
 
 
-def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
+def factorize_spd(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     """R with ``R R^T`` the matrix (or its inverse), made positive definite where it is not.
 
     Rows and columns are scaled to a unit diagonal first, so that columns measured in very
@@ -48,45 +52,49 @@ def symmetric_root(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     return vectors * np.sqrt(values) * scale[:, None]
 
 
-def root(matrix: np.ndarray) -> np.ndarray:
+def factorize_covariance(covariance: np.ndarray) -> np.ndarray:
     """L with ``L L^T`` the matrix, ``(d, d)``, or the diagonal one of shape ``(d,)``."""
-    return symmetric_root(matrix) if matrix.ndim == 2 else np.sqrt(matrix)
+    return factorize_spd(covariance) if covariance.ndim == 2 else np.sqrt(covariance)
 
 
-def hessian_by_products(potential: EagerPotential, position: np.ndarray) -> np.ndarray:
+def assemble_hessian(jitted_potential: JittedPotential, position: np.ndarray) -> np.ndarray:
     """A large Hessian, 64 columns at a time, so that memory is that of the matrix."""
     d = position.size
-    columns = np.eye(-(-d // _PROBES) * _PROBES, d)
-    blocks = columns.reshape(-1, _PROBES, d)
-    hessian = np.concatenate([potential.hessian_products(position, v) for v in blocks])[:d]
+    columns = np.eye(-(-d // _NUM_PROBE_VECTORS) * _NUM_PROBE_VECTORS, d)
+    blocks = columns.reshape(-1, _NUM_PROBE_VECTORS, d)
+    hessian = np.concatenate([jitted_potential.hessian_products(position, v) for v in blocks])[:d]
     return (hessian + hessian.T) / 2
 
 
 def factor_from_curvature(
     hessian: np.ndarray | None,
-    mask: np.ndarray | None,
+    mass_matrix_mask: np.ndarray | None,
     is_dense: bool,
-    potential: EagerPotential,
+    jitted_potential: JittedPotential,
     position: np.ndarray,
 ) -> np.ndarray:
     """L from the Hessian: its inverse root if dense, the inverse roots of its diagonal if not.
 
     :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
         estimated from products with random signs (Hutchinson 1990).
-    :param mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
-    :param potential: on which to estimate the diagonal.
+    :param mass_matrix_mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
+    :param jitted_potential: on which to estimate the diagonal.
     :param position: where.
     :return: shape ``(d, d)`` or ``(d,)``.
     """
     if is_dense:
         assert hessian is not None
-        factor = symmetric_root(hessian, inverse=True)
-        return factor if mask is None else symmetric_root(np.where(mask, factor @ factor.T, 0.0))
+        factor = factorize_spd(hessian, inverse=True)
+        return (
+            factor
+            if mass_matrix_mask is None
+            else factorize_spd(np.where(mass_matrix_mask, factor @ factor.T, 0.0))
+        )
     if hessian is not None:
         diagonal = np.abs(np.diagonal(hessian))
     else:
-        signs = np.random.default_rng(0).choice([-1.0, 1.0], (_PROBES, position.size))
-        diagonal = (signs * potential.hessian_products(position, signs)).mean(0)
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (_NUM_PROBE_VECTORS, position.size))
+        diagonal = (signs * jitted_potential.hessian_products(position, signs)).mean(0)
         diagonal = np.maximum(diagonal, 0.1 * np.median(np.abs(diagonal)))
     return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
 
@@ -94,9 +102,9 @@ def factor_from_curvature(
 def factor_from_gradients(
     positions: np.ndarray,
     gradients: np.ndarray,
-    more: np.ndarray | None = None,
-    may_stretch: bool = True,
-) -> tuple[np.ndarray, Stretch | None]:
+    extra_positions: np.ndarray | None = None,
+    allow_low_rank: bool = True,
+) -> tuple[np.ndarray, LowRankFactor | None]:
     r"""The diagonal, and the few directions besides, in which draws and gradients are alike.
 
     Under the right whitening the covariance of draws and that of their gradients are the same, in
@@ -107,70 +115,82 @@ def factor_from_gradients(
 
     :param positions: about independent draws, shape ``(n, d)``.
     :param gradients: gradients on all rows there, of the same shape.
-    :param more: further draws: in many coordinates a direction in which the posterior is wide
+    :param extra_positions: further draws: in many coordinates a direction in which the posterior is wide
         stands out of a few hundred draws only if it is very wide.
-    :param may_stretch: False for the diagonal alone.
+    :param allow_low_rank: False for the diagonal alone.
 
     Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
     minimizing Fisher divergence*.
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
-    more = x if more is None else more - more.mean(0)
-    factor, stretch = _alike(x, g), None
-    if x.shape[1] > _STRETCH_MAX_DIM or not may_stretch:
+    extra_positions = x if extra_positions is None else extra_positions - extra_positions.mean(0)
+    factor, stretch = _compute_balancing_scale(x, g), None
+    if x.shape[1] > _LOW_RANK_MAX_DIM or not allow_low_rank:
         return factor, None
-    for _ in range(_ROUNDS):
-        scale, stretch = _stretch(x / factor, g * factor, more / factor)
+    for _ in range(_NUM_SCALING_ITERATIONS):
+        scale, stretch = _fit_low_rank(x / factor, g * factor, extra_positions / factor)
         factor = scale * factor
         if stretch is None:
             break
         # A few stiff directions take part in many coordinates: the diagonal of what is left.
-        factor = factor * _alike(stretch.undo(x / factor), stretch.apply(g * factor))
-    scale, stretch = _stretch(x / factor, g * factor, more / factor)
+        factor = factor * _compute_balancing_scale(
+            stretch.solve(x / factor), stretch.apply(g * factor)
+        )
+    scale, stretch = _fit_low_rank(x / factor, g * factor, extra_positions / factor)
     return scale * factor, stretch
 
 
-def as_matrix(factor: np.ndarray, stretch: Stretch | None, mask: np.ndarray | None) -> np.ndarray:
+def assemble_dense_factor(
+    factor: np.ndarray, low_rank: LowRankFactor | None, mass_matrix_mask: np.ndarray | None
+) -> np.ndarray:
     """The factor and the stretch as one matrix, ``(d, d)``.
 
-    :param mask: blocks of a structured mass matrix, or None.
+    :param mass_matrix_mask: blocks of a structured mass matrix, or None.
     """
     matrix = np.diag(factor)
-    if stretch is not None:
-        matrix = factor[:, None] * stretch.apply(np.eye(factor.size))
-    return matrix if mask is None else symmetric_root(np.where(mask, matrix @ matrix.T, 0.0))
+    if low_rank is not None:
+        matrix = factor[:, None] * low_rank.apply(np.eye(factor.size))
+    return (
+        matrix
+        if mass_matrix_mask is None
+        else factorize_spd(np.where(mass_matrix_mask, matrix @ matrix.T, 0.0))
+    )
 
 
-def _alike(x: np.ndarray, g: np.ndarray) -> np.ndarray:
+def _compute_balancing_scale(x: np.ndarray, g: np.ndarray) -> np.ndarray:
     """The diagonal by which to divide draws and multiply gradients for equal variances.
 
     Where the gradient does not vary, as in a flat place, the draws' own width must do.
     """
     of_x, of_g = (np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g))
     sd = np.sqrt(of_x)
-    return np.clip((of_x / of_g) ** 0.25, sd / _FAR_FROM_SD, sd * _FAR_FROM_SD)
+    return np.clip((of_x / of_g) ** 0.25, sd / _MAX_SCALE_TO_SD_RATIO, sd * _MAX_SCALE_TO_SD_RATIO)
 
 
-def _stretch(x: np.ndarray, g: np.ndarray, more: np.ndarray) -> tuple[float, Stretch | None]:
+def _fit_low_rank(
+    x: np.ndarray, g: np.ndarray, extra_x: np.ndarray
+) -> tuple[float, LowRankFactor | None]:
     """The scale of most directions, and those that differ from it clearly.
 
     :param x: centred and scaled draws, shape ``(n, d)``.
     :param g: their gradients, likewise.
-    :param more: further draws, likewise; they choose directions and have no part in the rest, where
+    :param extra_x: further draws, likewise; they choose directions and have no part in the rest, where
         what draws and their own gradients have in common cancels.
     """
-    num = min(_DIRECTIONS, len(x) // 3, x.shape[1])
-    span = np.linalg.qr(np.concatenate([_leading(v, num) for v in (more, g)]).T)[0]
+    num = min(_MAX_LEADING_DIRECTIONS, len(x) // 3, x.shape[1])
+    span = np.linalg.qr(
+        np.concatenate([_compute_leading_directions(v, num) for v in (extra_x, g)]).T
+    )[0]
     if span.shape[1] < 2:
         return 1.0, None
-    values, vectors = _spread_in(span, x, g)
+    values, vectors = _eigendecompose_in_subspace(span, x, g)
     most = float(np.median(values))
-    return np.sqrt(most), _clearly_stretched(values / most, vectors)
+    return np.sqrt(most), _select_low_rank(values / most, vectors)
 
 
-def stretch_along(
+def fit_low_rank_along(
     directions: np.ndarray, factor: np.ndarray, positions: np.ndarray, gradients: np.ndarray
-) -> Stretch | None:
+) -> LowRankFactor | None:
     """What draws and gradients say of some directions, the diagonal given.
 
     :param directions: columns, in the diagonal's whitened coordinates, shape ``(d, k)``.
@@ -180,33 +200,43 @@ def stretch_along(
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
     span = np.linalg.qr(directions)[0]
-    return _clearly_stretched(*_spread_in(span, x / factor, g * factor))
+    return _select_low_rank(*_eigendecompose_in_subspace(span, x / factor, g * factor))
 
 
-def _spread_in(span: np.ndarray, x: np.ndarray, g: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _eigendecompose_in_subspace(
+    basis: np.ndarray, x: np.ndarray, g: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Variances in a subspace by which draws and gradients are alike, and their directions."""
-    of_x, of_g = (np.atleast_2d(np.cov(v @ span, rowvar=False)) for v in (x, g))
-    ridges = [_RIDGE * np.eye(len(c)) * np.trace(c) / len(c) for c in (of_x, of_g)]
-    values, vectors = np.linalg.eigh(_geometric_mean(of_x + ridges[0], of_g + ridges[1]))
-    return values, span @ vectors
+    of_x, of_g = (np.atleast_2d(np.cov(v @ basis, rowvar=False)) for v in (x, g))
+    ridges = [
+        _RIDGE_VARIANCE_FRACTION * np.eye(len(c)) * np.trace(c) / len(c) for c in (of_x, of_g)
+    ]
+    values, vectors = np.linalg.eigh(
+        _spd_geometric_mean_with_inverse(of_x + ridges[0], of_g + ridges[1])
+    )
+    return values, basis @ vectors
 
 
-def _clearly_stretched(values: np.ndarray, directions: np.ndarray) -> Stretch | None:
-    kept = (values > _CLEARLY_STRETCHED) | (values < 1.0 / _CLEARLY_STRETCHED)
-    return Stretch(directions[:, kept], np.sqrt(values[kept])) if kept.any() else None
+def _select_low_rank(eigenvalues: np.ndarray, directions: np.ndarray) -> LowRankFactor | None:
+    kept = (eigenvalues > _LOW_RANK_EIGENVALUE_CUTOFF) | (
+        eigenvalues < 1.0 / _LOW_RANK_EIGENVALUE_CUTOFF
+    )
+    return LowRankFactor(directions[:, kept], np.sqrt(eigenvalues[kept])) if kept.any() else None
 
 
-def _leading(v: np.ndarray, num: int) -> np.ndarray:
-    """The directions in which the rows of ``v`` vary most, shape ``(num, d)``."""
+def _compute_leading_directions(samples: np.ndarray, num_directions: int) -> np.ndarray:
+    """The directions in which the rows of ``samples`` vary most, shape ``(num, d)``."""
     # By the smaller of the two products: few rows are thousands of numbers long.
-    if len(v) >= v.shape[1]:
-        return np.linalg.eigh(v.T @ v)[1].T[::-1][:num]
-    values, vectors = np.linalg.eigh(v @ v.T)
-    directions = vectors.T[::-1][:num] @ v
-    return directions / np.sqrt(np.maximum(values[::-1][:num, None], np.finfo(float).tiny))
+    if len(samples) >= samples.shape[1]:
+        return np.linalg.eigh(samples.T @ samples)[1].T[::-1][:num_directions]
+    values, vectors = np.linalg.eigh(samples @ samples.T)
+    directions = vectors.T[::-1][:num_directions] @ samples
+    return directions / np.sqrt(
+        np.maximum(values[::-1][:num_directions, None], np.finfo(float).tiny)
+    )
 
 
-def _geometric_mean(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _spd_geometric_mean_with_inverse(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The symmetric S with ``S b S = a``: the geometric mean of ``a`` and the inverse of ``b``."""
     values, vectors = np.linalg.eigh(b)
     root = vectors * np.sqrt(values) @ vectors.T

@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Finding"]
+__all__ = ["ModelWarning"]
 
 
-class Finding(NamedTuple):
+class ModelWarning(NamedTuple):
     """
     - **sites** - names of the sites that are concerned; empty for all.
     - **kind** - ``"hidden"``: the potential changes unknown to its gradient; ``"modes"``: there are
       other modes of comparable mass; ``"visited"``: there are, and chains start in them, too;
       ``"no region"``: pilot chains agree nowhere; ``"coupled"``: rows do not add up.
-    - **sentence** - what is wrong, and the way out.
+    - **message** - what is wrong, and the way out.
     """
 
     sites: tuple[str, ...]
     kind: str
-    sentence: str
+    message: str

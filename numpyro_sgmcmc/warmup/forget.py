@@ -12,19 +12,26 @@ from pathlib import Path
 
 import jax
 
-__all__ = ["forget_programs_if_many"]
+__all__ = ["clear_compilation_cache_if_full"]
 
-_MAPPINGS, _ALLOWED = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
-_SHARE = 0.5  # of those allowed: one fit takes hundreds, what else the process does some more
+_MEMORY_MAPS_FILE, _MAX_MEMORY_MAPS_FILE = (
+    Path("/proc/self/maps"),
+    Path("/proc/sys/vm/max_map_count"),
+)
+_MAX_MEMORY_MAPS_FRACTION = (
+    0.5  # of those allowed: one fit takes hundreds, what else the process does some more
+)
 
 
-def forget_programs_if_many() -> None:
+def clear_compilation_cache_if_full() -> None:
     """Have JAX forget all that it has compiled, where mappings run short; elsewhere do nothing.
 
     What is used again is compiled again.
     """
-    if not (_MAPPINGS.exists() and _ALLOWED.exists()):
+    if not (_MEMORY_MAPS_FILE.exists() and _MAX_MEMORY_MAPS_FILE.exists()):
         return  # not Linux
-    if _MAPPINGS.read_bytes().count(b"\n") > _SHARE * int(_ALLOWED.read_text()):
+    if _MEMORY_MAPS_FILE.read_bytes().count(b"\n") > _MAX_MEMORY_MAPS_FRACTION * int(
+        _MAX_MEMORY_MAPS_FILE.read_text()
+    ):
         jax.clear_caches()
         gc.collect()

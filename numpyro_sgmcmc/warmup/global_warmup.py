@@ -19,180 +19,219 @@ from dataclasses import replace
 
 import numpy as np
 
-from numpyro_sgmcmc.checks import notify
-from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.checks import warn_user
+from numpyro_sgmcmc.data.minibatch import IIDSubsampling
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.posterior.estimators import ControlVariate, Estimator, Plain
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.estimators import ControlVariate, GradientEstimator, MinibatchGradient
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.warmup import leverage, pilot, variational
-from numpyro_sgmcmc.warmup.context import Context
-from numpyro_sgmcmc.warmup.continuity import hidden_changes
-from numpyro_sgmcmc.warmup.coupling import coupled_rows
-from numpyro_sgmcmc.warmup.decide import decide
-from numpyro_sgmcmc.warmup.factors import root
-from numpyro_sgmcmc.warmup.follow import follow
-from numpyro_sgmcmc.warmup.given import as_given
+from numpyro_sgmcmc.warmup.context import WarmupContext
+from numpyro_sgmcmc.warmup.continuity import find_inconsistent_gradients
+from numpyro_sgmcmc.warmup.coupling import find_nonadditive_plates
+from numpyro_sgmcmc.warmup.decide import choose_sampler_settings
+from numpyro_sgmcmc.warmup.factors import factorize_covariance
+from numpyro_sgmcmc.warmup.follow import update_preconditioner
+from numpyro_sgmcmc.warmup.given import build_adaptation_from_settings
 from numpyro_sgmcmc.warmup.modes import (
-    COMPARABLE,
-    Fit,
+    MAX_LOG_MASS_DEFICIT_NATS,
     Mode,
-    are_apart,
-    finding_of,
-    have_stayed,
-    is_barred,
-    is_near,
-    is_on_its_way,
-    line_between,
-    possible,
+    VariationalFit,
+    describe_other_modes,
+    find_chains_outside_modes,
+    find_separated_coordinates,
+    has_barrier,
+    interpolate_line,
+    is_drifting_towards,
+    is_fit_near,
+    select_candidate_fits,
 )
-from numpyro_sgmcmc.warmup.noise import Noise
-from numpyro_sgmcmc.warmup.pilot import PILOT, PILOT_STEP_SIZE, run_pilot
-from numpyro_sgmcmc.warmup.regions import NO_REGION, in_units_of_the_prior
+from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
+from numpyro_sgmcmc.warmup.pilot import MAX_PILOT_STEP_SIZE, PILOT_DYNAMICS, run_pilot
+from numpyro_sgmcmc.warmup.regions import NON_IDENTIFIED_WARNING, rescale_to_prior
 from numpyro_sgmcmc.warmup.settings import Adaptation
-from numpyro_sgmcmc.warmup.starts import likely_by_prior
-from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from numpyro_sgmcmc.warmup.starts import generate_prior_positions
+from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
 from numpyro_sgmcmc.warmup.variational import MeanField
-from numpyro_sgmcmc.warmup.weighed import AGREE
+from numpyro_sgmcmc.warmup.weighed import MAX_CONVERGED_R_HAT
 
-__all__ = ["find_mode", "fitted_position", "other_modes", "warm_up"]
+__all__ = ["find_other_modes", "fit_variational_mean", "locate_main_mode", "warm_up"]
 
-_BOUND_DRAWS = 8
-_MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
-_BIAS = 1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
-_LOST = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
-_SMALL_SHIFT = 0.5
-_FEW_POSITIONS = 4  # at which pilot chains look for the largest curvature
+_NUM_ELBO_SAMPLES = 8
+_MAX_MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
+_GLOBAL_PILOT_TARGET_SD_BIAS = (
+    1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
+)
+_MAX_PILOT_DISTANCE_SD = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
+_MAX_CENTER_SHIFT_SD = 0.5
+_NUM_CURVATURE_POSITIONS = 4  # at which pilot chains look for the largest curvature
 
 
-def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
+def warm_up(context: WarmupContext, init_positions: Iterable[np.ndarray]) -> Adaptation:
     """Find what all chains share.
 
-    :param starts: first positions, of which the first finite ones are tried.
+    :param init_positions: first positions, of which the first finite ones are tried.
     """
-    if context.leaves_nothing_to_find:
-        return as_given(context, context.finite_starts(starts, 1)[0])
-    _compile_ahead(context)
-    first, fits = find_mode(context, *_first_starts(context, starts))
-    everywhere = in_units_of_the_prior(context, first)
-    others = [] if everywhere else other_modes(context, first, fits)  # of no region there are none
-    context.progress.begin("gradient noise")
-    are_visited, findings = context.settings.chains_in_modes, []
+    if context.is_fully_specified:
+        return build_adaptation_from_settings(
+            context, context.find_finite_positions(init_positions, 1)[0]
+        )
+    _start_compilation(context)
+    first, fits = locate_main_mode(context, *_collect_init_positions(context, init_positions))
+    everywhere = rescale_to_prior(context, first)
+    others = (
+        [] if everywhere else find_other_modes(context, first, fits)
+    )  # of no region there are none
+    context.progress.begin_stage("gradient noise")
+    are_visited, findings = context.settings.init_in_modes, []
     if everywhere:
         first = everywhere
-        findings.append(NO_REGION)
-        context.fix(replace(context.settings, gradient=Plain(), has_region=False))
+        findings.append(NON_IDENTIFIED_WARNING)
+        context.set_settings(
+            replace(context.settings, estimator=MinibatchGradient(), has_dominant_mode=False)
+        )
     if others:
-        findings.append(finding_of(context.target, first.draws, others, are_visited))
-    findings += coupled_rows(context.rows, first.whitening, first.q)
-    findings += hidden_changes(context.rows, first.whitening, first.q, context.effort.lines)
+        findings.append(
+            describe_other_modes(context.potential, first.positions, others, are_visited)
+        )
+    findings += find_nonadditive_plates(context.batched_gradients, first.preconditioner, first.q)
+    findings += find_inconsistent_gradients(
+        context.batched_gradients,
+        first.preconditioner,
+        first.q,
+        context.budget.num_consistency_lines,
+    )
     for finding in findings:
-        notify(finding.sentence)
-    adaptation = decide(context, first, others if are_visited else ())
-    return adaptation._replace(findings=tuple(findings), decisive=context.rows.decisive)
+        warn_user(finding.message)
+    adaptation = choose_sampler_settings(context, first, others if are_visited else ())
+    return adaptation._replace(
+        model_warnings=tuple(findings), included_rows=context.batched_gradients.included_rows
+    )
 
 
-def fitted_position(context: Context, starts: Iterable[np.ndarray]) -> np.ndarray:
+def fit_variational_mean(
+    context: WarmupContext, init_positions: Iterable[np.ndarray]
+) -> np.ndarray:
     """Mean of the normal with the largest evidence bound."""
-    context.progress.begin("start by volume")
-    mean: np.ndarray = _fits(context, *_first_starts(context, starts))[0].normal.mean
+    context.progress.begin_stage("start by volume")
+    mean: np.ndarray = _fit_all_inits(context, *_collect_init_positions(context, init_positions))[
+        0
+    ].approximation.mean
     return mean
 
 
-def _compile_ahead(context: Context) -> None:
+def _start_compilation(context: WarmupContext) -> None:
     """Begin to compile what the first stages run, while starts are looked for."""
-    settings, effort, target = context.settings, context.effort, context.target
-    num_starts = 1 if settings.has_start else effort.together
-    variational.prepare(target, context.arguments, num_starts, effort.fit_steps)
-    if effort.few_rows and not settings.has_start:
-        variational.prepare(
-            target, context.arguments, effort.prior_starts, effort.fit_steps, effort.few_rows
+    settings, effort, target = context.settings, context.budget, context.potential
+    num_starts = 1 if settings.has_init_params else effort.num_whole_batch_inits
+    variational.precompile_mean_field(target, context.arguments, num_starts, effort.num_vi_steps)
+    if effort.prior_fit_batch_size and not settings.has_init_params:
+        variational.precompile_mean_field(
+            target,
+            context.arguments,
+            effort.num_prior_inits,
+            effort.num_vi_steps,
+            effort.prior_fit_batch_size,
         )
     matrix = settings.inverse_mass_matrix
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
-    pilot.prepare(target, context.arguments, is_dense, effort.chains, effort.windows[0])
-    if _may_hold(context):
-        leverage.prepare(target, context.arguments)
-    if any(e.needs_hessian for e in context.estimators):
-        context.rows.prepare_hessian()
+    pilot.precompile_pilot(
+        target, context.arguments, is_dense, effort.num_pilot_chains, effort.pilot_window_steps[0]
+    )
+    if _can_include_rows(context):
+        leverage.precompile_influential_rows(target, context.arguments)
+    if any(e.needs_hessian for e in context.candidate_estimators):
+        context.batched_gradients.precompile_hessian()
 
 
-def _first_starts(
-    context: Context, starts: Iterable[np.ndarray]
+def _collect_init_positions(
+    context: WarmupContext, init_positions: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Finite starts: the user's alone, or by the initialisation strategy, and from the prior."""
-    if context.settings.has_start:
-        return context.finite_starts(starts, 1), []
-    found, by_prior = context.finite_starts(starts, context.effort.starts), []
-    if num := context.effort.prior_starts:
-        by_prior = [q for q in likely_by_prior(context.rows, num) if context.rows.is_finite(q)]
+    if context.settings.has_init_params:
+        return context.find_finite_positions(init_positions, 1), []
+    found, by_prior = context.find_finite_positions(init_positions, context.budget.num_inits), []
+    if num := context.budget.num_prior_inits:
+        by_prior = [
+            q
+            for q in generate_prior_positions(context.batched_gradients, num)
+            if context.batched_gradients.is_finite(q)
+        ]
     return found, by_prior
 
 
-def find_mode(
-    context: Context, starts: list[np.ndarray], further: list[np.ndarray]
-) -> tuple[Mode, list[Fit]]:
+def locate_main_mode(
+    context: WarmupContext, init_positions: list[np.ndarray], prior_positions: list[np.ndarray]
+) -> tuple[Mode, list[VariationalFit]]:
     """Where most of the posterior is.
 
-    :param starts: first positions; the fit that is best is gone on with.
-    :param further: others, whose fits may take fewer rows.
+    :param init_positions: first positions; the fit that is best is gone on with.
+    :param prior_positions: others, whose fits may take fewer rows.
     :return: also the fits, that one first.
     """
-    context.progress.expect(context.effort.gradients)
-    context.progress.begin("start by volume")
-    fits = _fits(context, starts, further)
-    if _may_hold(context):
-        about = fits[0].normal
-        context.hold(leverage.decisive_rows(context.target, context.arguments, about, context.rng))
-    whitening = _about(context, fits[0].normal)
+    context.progress.set_total(context.budget.max_gradient_evaluations)
+    context.progress.begin_stage("start by volume")
+    fits = _fit_all_inits(context, init_positions, prior_positions)
+    if _can_include_rows(context):
+        about = fits[0].approximation
+        context.set_included_rows(
+            leverage.find_influential_rows(context.potential, context.arguments, about, context.rng)
+        )
+    whitening = _build_preconditioner_from_fit(context, fits[0].approximation)
     if not whitening.is_finite():
-        whitening = context.whitening_at(starts[0], whitening.factor)
-    context.refuse_infinite_gradient(whitening)
-    q = _spread_starts(context, whitening, fits[0].normal)
-    return _settled(context, whitening, q, context.effort.windows), fits
+        whitening = context.build_preconditioner(init_positions[0], whitening.factor)
+    context.check_finite_gradient(whitening)
+    q = _sample_pilot_positions(context, whitening, fits[0].approximation)
+    return _run_global_pilot(context, whitening, q, context.budget.pilot_window_steps), fits
 
 
-def _may_hold(context: Context) -> bool:
+def _can_include_rows(context: WarmupContext) -> bool:
     """Whether rows may be in every minibatch: they are those that make control variates noisy, and
     what noise is left is not that of single rows, which is compensated.
     """
     settings = context.settings
-    is_plain = settings.gradient is not None and not settings.gradient.has_anchor
+    is_plain = settings.estimator is not None and not settings.estimator.needs_reference
     return not (is_plain or settings.noise_compensation)
 
 
-def _about(context: Context, fit: MeanField) -> Whitening:
+def _build_preconditioner_from_fit(context: WarmupContext, fit: MeanField) -> Preconditioner:
     """Coordinates in which a fit is the standard normal, or as the user has given them."""
     settings, matrix = context.settings, context.settings.inverse_mass_matrix
     factor = np.diag(fit.sd) if settings.is_dense else fit.sd
-    return context.whitening_at(fit.mean, factor if matrix is None else root(matrix))
+    return context.build_preconditioner(
+        fit.mean, factor if matrix is None else factorize_covariance(matrix)
+    )
 
 
-def _spread_starts(context: Context, whitening: Whitening, fit: MeanField) -> np.ndarray:
+def _sample_pilot_positions(
+    context: WarmupContext, preconditioner: Preconditioner, fit: MeanField
+) -> np.ndarray:
     """Whitened starts of the pilot chains, as a fit spreads."""
-    noise = context.rng.standard_normal((context.effort.chains, context.target.dim))
-    return whitening.whiten(fit.sd * noise)
+    noise = context.rng.standard_normal((context.budget.num_pilot_chains, context.potential.dim))
+    return preconditioner.solve(fit.sd * noise)
 
 
-def _settled(
-    context: Context,
-    whitening: Whitening,
+def _run_global_pilot(
+    context: WarmupContext,
+    preconditioner: Preconditioner,
     q: np.ndarray,
-    windows: Sequence[int],
-    known: Sequence[Mode] = (),
+    window_steps: Sequence[int],
+    known_modes: Sequence[Mode] = (),
 ) -> Mode:
     """Where pilot chains come to, a window at a time, until they agree.
 
-    :param known: modes of which chains that have come there need go no further.
+    :param known_modes: modes of which chains that have come there need go no further.
     """
     chains, shorter = len(q), 1.0
-    mode = Mode(whitening, q, r_hat=np.inf)
-    for num_steps in windows:
-        context.progress.begin("pilot chains")
-        estimator, step_size, noise = _pilot_step(context, mode.whitening, mode.q, shorter)
+    mode = Mode(preconditioner, q, r_hat=np.inf)
+    for num_steps in window_steps:
+        context.progress.begin_stage("pilot chains")
+        estimator, step_size, noise = _choose_pilot_step(
+            context, mode.preconditioner, mode.q, shorter
+        )
         draws = run_pilot(
-            context.rows.step_target,
+            context.batched_gradients.step_potential,
             context.arguments,
-            mode.whitening.cast(context.target.dtype),
+            mode.preconditioner.cast(context.potential.dtype),
             mode.q,
             step_size,
             num_steps,
@@ -200,156 +239,186 @@ def _settled(
             estimator,
             context.progress,
         )
-        alive = _alive(context, mode.whitening, draws)
+        alive = _find_surviving_chains(context, mode.preconditioner, draws)
         if alive.sum() <= chains // 2:
             shorter *= 4.0
             mode = mode._replace(q=mode.q / 2.0)
             continue
         found = draws[alive].astype(np.float64)
-        if known:
-            at_end = mode.whitening.position(found[:, -1])
-            stays = have_stayed(at_end, [other.draws for other in known])
+        if known_modes:
+            at_end = mode.preconditioner.to_position(found[:, -1])
+            stays = find_chains_outside_modes(at_end, [other.positions for other in known_modes])
             found = found[stays] if stays.sum() > 1 else found
         ends = found[context.rng.choice(len(found), chains), -1]
         ends[: len(found)] = found[:, -1]
-        ends = mode.whitening.position(ends)
-        trail = (*mode.trail, mode.whitening.position(np.median(found.mean(1), axis=0)))
-        mode = mode._replace(is_settled=_have_settled(found), r_hat=_r_hat(found), trail=trail)
-        if not _is_of_its_own(context, mode, ends, known):
-            q = mode.whitening.whiten(ends - mode.whitening.anchor)
-            return mode._replace(q=q, is_of_its_own=False)
-        moved = follow(context, mode.whitening, found, noise, mode.is_settled)
+        ends = mode.preconditioner.to_position(ends)
+        trail = (
+            *mode.window_medians,
+            mode.preconditioner.to_position(np.median(found.mean(1), axis=0)),
+        )
+        mode = mode._replace(
+            is_converged=_is_pilot_converged(found),
+            r_hat=_compute_max_r_hat(found),
+            window_medians=trail,
+        )
+        if not _is_distinct_mode(context, mode, ends, known_modes):
+            q = mode.preconditioner.solve(ends - mode.preconditioner.center)
+            return mode._replace(q=q, is_distinct=False)
+        moved = update_preconditioner(context, mode.preconditioner, found, noise, mode.is_converged)
         if moved is None:
             shorter *= 2.0
-            mode = mode._replace(is_settled=False)
+            mode = mode._replace(is_converged=False)
             continue
-        mode = mode._replace(whitening=moved, q=moved.whiten(ends - moved.anchor))
-        if mode.is_settled:
+        mode = mode._replace(preconditioner=moved, q=moved.solve(ends - moved.center))
+        if mode.is_converged:
             break
     return mode
 
 
-def other_modes(context: Context, first: Mode, fits: list[Fit]) -> list[Mode]:
+def find_other_modes(
+    context: WarmupContext, main_mode: Mode, fits: list[VariationalFit]
+) -> list[Mode]:
     """Other modes of comparable mass that the fits have found.
 
-    :param first: where the pilot chains have ended.
+    :param main_mode: where the pilot chains have ended.
     :param fits: the first is the one that they have gone on with.
     """
-    known = [first]
+    known = [main_mode]
     # How far from its mode a fit may end.
-    unsure = np.abs(fits[0].normal.mean - first.draws.mean(0))
-    for fit in possible(fits):
-        if any(is_near(fit, other.draws, unsure) for other in known):
+    unsure = np.abs(fits[0].approximation.mean - main_mode.positions.mean(0))
+    for fit in select_candidate_fits(fits):
+        if any(is_fit_near(fit, other.positions, unsure) for other in known):
             continue
-        there = _about(context, fit.normal)
+        there = _build_preconditioner_from_fit(context, fit.approximation)
         if not there.is_finite():
             continue
-        starts = _spread_starts(context, there, fit.normal)
-        windows = context.effort.windows[:_MODE_WINDOWS]
-        mode = _settled(context, there, starts, windows, known)
-        is_coming = any(is_on_its_way(mode, other.draws) for other in known)
-        if not mode.is_of_its_own or is_coming:
+        starts = _sample_pilot_positions(context, there, fit.approximation)
+        windows = context.budget.pilot_window_steps[:_MAX_MODE_WINDOWS]
+        mode = _run_global_pilot(context, there, starts, windows, known)
+        is_coming = any(is_drifting_towards(mode, other.positions) for other in known)
+        if not mode.is_distinct or is_coming:
             continue
-        if not mode.is_settled and not _is_barred(context, mode, known):
+        if not mode.is_converged and not _has_barrier_to_all(context, mode, known):
             continue
-        less = _log_mass(context, first.whitening) - _log_mass(context, mode.whitening)
-        if less < COMPARABLE:
-            known.append(mode._replace(nats=less))
+        less = _compute_log_mass(context, main_mode.preconditioner) - _compute_log_mass(
+            context, mode.preconditioner
+        )
+        if less < MAX_LOG_MASS_DEFICIT_NATS:
+            known.append(mode._replace(log_mass_deficit=less))
     return known[1:]
 
 
-def _is_of_its_own(context: Context, mode: Mode, ends: np.ndarray, others: Sequence[Mode]) -> bool:
+def _is_distinct_mode(
+    context: WarmupContext, mode: Mode, last_positions: np.ndarray, known_modes: Sequence[Mode]
+) -> bool:
     """Whether pilot chains are apart from all others, and once they have settled barred as well.
 
-    :param ends: their last positions, shape ``(n, d)``.
+    :param last_positions: their last positions, shape ``(n, d)``.
     """
-    are_all_apart = all(len(are_apart(ends, other.draws)) for other in others)
-    return are_all_apart and not (mode.is_settled and not _is_barred(context, mode, others))
+    are_all_apart = all(
+        len(find_separated_coordinates(last_positions, other.positions)) for other in known_modes
+    )
+    return are_all_apart and not (
+        mode.is_converged and not _has_barrier_to_all(context, mode, known_modes)
+    )
 
 
-def _log_mass(context: Context, whitening: Whitening) -> float:
+def _compute_log_mass(context: WarmupContext, preconditioner: Preconditioner) -> float:
     """Logarithm of a mode's mass up to a constant, by its potential on all rows and its spread."""
-    (potential,) = context.rows.potentials(whitening.anchor[None])
-    return whitening.log_volume - float(potential)
+    (potential,) = context.batched_gradients.full_potentials(preconditioner.center[None])
+    return preconditioner.log_det - float(potential)
 
 
-def _is_barred(context: Context, mode: Mode, others: Sequence[Mode]) -> bool:
+def _has_barrier_to_all(context: WarmupContext, mode: Mode, known_modes: Sequence[Mode]) -> bool:
     """Whether on all rows the density falls between a mode and each other."""
-    lines = (line_between(other.place, mode.place) for other in others)
-    return all(is_barred(context.rows.potentials(line)) for line in lines)
+    lines = (interpolate_line(other.center, mode.center) for other in known_modes)
+    return all(has_barrier(context.batched_gradients.full_potentials(line)) for line in lines)
 
 
-def _fits(context: Context, starts: list[np.ndarray], further: list[np.ndarray]) -> list[Fit]:
+def _fit_all_inits(
+    context: WarmupContext, init_positions: list[np.ndarray], prior_positions: list[np.ndarray]
+) -> list[VariationalFit]:
     """The normals to which the starts lead, that with the largest evidence bound first."""
 
     def lead(starts: list[np.ndarray], few_rows: int | None) -> list[MeanField]:
         def draw_rows(shape: tuple[int, ...]) -> Indices:
-            rows = context.draw_rows(shape, IID())
+            rows = context.sample_indices(shape, IIDSubsampling())
             return {name: some[..., :few_rows] for name, some in rows.items()}
 
-        return variational.fit(
-            context.target,
+        return variational.fit_mean_field(
+            context.potential,
             context.arguments,
             np.stack(starts),
             draw_rows,
-            context.effort.fit_steps,
+            context.budget.num_vi_steps,
             context.rng,
             context.progress,
         )
 
-    if context.effort.few_rows and further:
-        fits = lead(starts, None) + lead(further, context.effort.few_rows)
+    if context.budget.prior_fit_batch_size and prior_positions:
+        fits = lead(init_positions, None) + lead(
+            prior_positions, context.budget.prior_fit_batch_size
+        )
     else:
-        fits = lead(starts + further, None)
-    noise = context.rng.standard_normal((_BOUND_DRAWS // 2, context.target.dim))
+        fits = lead(init_positions + prior_positions, None)
+    noise = context.rng.standard_normal((_NUM_ELBO_SAMPLES // 2, context.potential.dim))
     noise = np.concatenate([noise, -noise])
     found = []
     for fit in fits:
-        potentials = context.rows.on_some(fit.mean + fit.sd * noise)[0]
+        potentials = context.batched_gradients.evaluate_on_subset(fit.mean + fit.sd * noise)[0]
         bound = float(np.log(fit.sd).sum() - potentials.mean())
-        found.append(Fit(fit, bound if np.isfinite(bound) else -np.inf))
-    return sorted(found, key=lambda fit: -fit.bound)
+        found.append(VariationalFit(fit, bound if np.isfinite(bound) else -np.inf))
+    return sorted(found, key=lambda fit: -fit.elbo)
 
 
-def _pilot_step(
-    context: Context, whitening: Whitening, q: np.ndarray, shorter: float
-) -> tuple[Estimator, float, Noise]:
+def _choose_pilot_step(
+    context: WarmupContext, preconditioner: Preconditioner, q: np.ndarray, step_divisor: float
+) -> tuple[GradientEstimator, float, GradientNoiseStats]:
     """Plain gradients or control variates, whichever goes further, and how far a step may go.
 
     :return: these, and the noise of the one with an anchor, if there is one.
     """
-    both: tuple[Estimator, ...] = (Plain(), ControlVariate())
-    if context.target.is_randomized:
-        both = (Plain(),)
-    noise = context.noise_of(whitening, q, both, IID())
-    curvature = context.curvature(whitening, q[:_FEW_POSITIONS])
-    longest = PILOT_STEP_SIZE / shorter
-    step_sizes = {e: choose_step_size(PILOT, longest, noise[e], curvature, _BIAS)[0] for e in both}
-    estimator = max(both, key=lambda e: (step_sizes[e], e.has_anchor))
+    both: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
+    if context.potential.is_stochastic:
+        both = (MinibatchGradient(),)
+    noise = context.measure_gradient_noise(preconditioner, q, both, IIDSubsampling())
+    curvature = context.measure_max_curvature(preconditioner, q[:_NUM_CURVATURE_POSITIONS])
+    longest = MAX_PILOT_STEP_SIZE / step_divisor
+    step_sizes = {
+        e: limit_step_size_by_noise(
+            PILOT_DYNAMICS, longest, noise[e], curvature, _GLOBAL_PILOT_TARGET_SD_BIAS
+        )[0]
+        for e in both
+    }
+    estimator = max(both, key=lambda e: (step_sizes[e], e.needs_reference))
     return estimator, step_sizes[estimator], noise[both[-1]]
 
 
-def _alive(context: Context, whitening: Whitening, draws: np.ndarray) -> np.ndarray:
+def _find_surviving_chains(
+    context: WarmupContext, preconditioner: Preconditioner, draws: np.ndarray
+) -> np.ndarray:
     """Which chains neither ran off nor ended where there is no density.
 
     :param draws: whitened draws, shape ``(chains, draws, d)``.
     """
-    alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _LOST)
+    alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _MAX_PILOT_DISTANCE_SD)
     ends = np.where(alive[:, None], draws[:, -1], 0.0)
-    values, _ = context.rows.on_some(whitening.position(ends.astype(np.float64)))
+    values, _ = context.batched_gradients.evaluate_on_subset(
+        preconditioner.to_position(ends.astype(np.float64))
+    )
     return np.asarray(alive & np.isfinite(values))
 
 
-def _have_settled(draws: np.ndarray) -> bool:
+def _is_pilot_converged(draws: np.ndarray) -> bool:
     """Whether the chains agree, and lie about the anchor.
 
     :param draws: whitened draws, shape ``(chains, draws, d)``.
     """
     away = np.abs(draws.mean((0, 1))).max()
-    return bool(_r_hat(draws) < AGREE and away < _SMALL_SHIFT)
+    return bool(_compute_max_r_hat(draws) < MAX_CONVERGED_R_HAT and away < _MAX_CENTER_SHIFT_SD)
 
 
-def _r_hat(draws: np.ndarray) -> float:
+def _compute_max_r_hat(draws: np.ndarray) -> float:
     """The largest of any coordinate."""
     means, within = draws.mean(1), draws.var(1).mean(0)
     r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))

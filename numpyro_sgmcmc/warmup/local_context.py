@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jax import Array, random
 
-from numpyro_sgmcmc.posterior.locals.sites import AllRows, with_locals
-from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.posterior.locals.sites import LocalValues, with_local_values
+from numpyro_sgmcmc.warmup.context import WarmupContext
 
 __all__ = ["LocalContext"]
 
@@ -15,21 +15,21 @@ class LocalContext:
 
     - **context** - of the warm-up; it looks at the values held last.
     - **arguments** - the model's arguments without local values.
-    - **epoch** - minibatches that visit all rows.
+    - **batches_per_epoch** - minibatches that visit all rows.
     """
 
-    def __init__(self, context: Context) -> None:
-        assert context.target.locals is not None
-        plate = context.target.locals.plate
+    def __init__(self, context: WarmupContext) -> None:
+        assert context.potential.local_latents is not None
+        plate = context.potential.local_latents.plate
         self.context, self.arguments = context, context.arguments
-        self.epoch = -(-plate.size // plate.subsample_size)
-        self._key = random.key(0)
+        self.batches_per_epoch = -(-plate.size // plate.subsample_size)
+        self._rng_key = random.key(0)
 
     def next_key(self) -> Array:
         """A fresh random key."""
-        self._key, key = random.split(self._key)
+        self._rng_key, key = random.split(self._rng_key)
         return key
 
-    def hold(self, values: AllRows) -> None:
+    def set_local_values(self, local_values: LocalValues) -> None:
         """Have these local values in all that looks at the potential."""
-        self.context.look_at(with_locals(self.arguments, values))
+        self.context.set_arguments(with_local_values(self.arguments, local_values))

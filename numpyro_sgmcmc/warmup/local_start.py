@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from jax import Array
 
-from numpyro_sgmcmc.posterior.locals.sites import AllRows
+from numpyro_sgmcmc.posterior.locals.sites import LocalValues
 
-__all__ = ["LocalStart"]
+__all__ = ["LocalLatentsInit"]
 
 
-class LocalStart(NamedTuple):
+class LocalLatentsInit(NamedTuple):
     """
     - **values** - local values of all rows from several pilot chains, which the leading axis
       numbers.
     - **scale** - length scales of the local moves, shape ``(N, k)``.
-    - **spread** - R with ``R R^T`` the covariance of the globals' posterior in whitened
+    - **covariance_factor** - R with ``R R^T`` the covariance of the globals' posterior in whitened
       coordinates, shape ``(d, d)`` or ``(d,)``.
     """
 
-    values: AllRows
+    values: LocalValues
     scale: Array
-    spread: Array
+    covariance_factor: Array

@@ -22,158 +22,189 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.checks import notify
-from numpyro_sgmcmc.data.minibatch import Blocks
-from numpyro_sgmcmc.posterior.locals.checks import first_values, refuse_dependent_rows
-from numpyro_sgmcmc.posterior.locals.moves import LocalState
-from numpyro_sgmcmc.posterior.locals.sites import AllRows
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.context import Context
-from numpyro_sgmcmc.warmup.decide import decide
-from numpyro_sgmcmc.warmup.factors import root
-from numpyro_sgmcmc.warmup.given import as_given
+from numpyro_sgmcmc.checks import warn_user
+from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling
+from numpyro_sgmcmc.posterior.locals.checks import check_conditional_independence, init_local_values
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState
+from numpyro_sgmcmc.posterior.locals.sites import LocalValues
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.context import WarmupContext
+from numpyro_sgmcmc.warmup.decide import choose_sampler_settings
+from numpyro_sgmcmc.warmup.factors import factorize_covariance
+from numpyro_sgmcmc.warmup.given import build_adaptation_from_settings
 from numpyro_sgmcmc.warmup.local_context import LocalContext
 from numpyro_sgmcmc.warmup.local_pilot import (
     LocalPilot,
-    curvature_everywhere,
-    descend_with_locals,
-    sweep_all,
+    compute_abs_local_hessian_diagonal,
+    jitted_sweep_local_values,
+    optimize_globals,
 )
-from numpyro_sgmcmc.warmup.local_start import LocalStart
+from numpyro_sgmcmc.warmup.local_start import LocalLatentsInit
 from numpyro_sgmcmc.warmup.modes import Mode
 from numpyro_sgmcmc.warmup.settings import Adaptation
 from numpyro_sgmcmc.warmup.step_size import MAX_NUM_STEPS
-from numpyro_sgmcmc.warmup.windows import settle
+from numpyro_sgmcmc.warmup.windows import run_local_pilot_windows
 
 __all__ = ["warm_up"]
 
-_ADAM_STEPS, _ADAM_EPOCHS = 1_000, 3
-_NEWTON_STEPS = 10
-_LONGEST_STEP = 3.0
-_SCALE_ROUNDS = 8
-_MOVES = 4
-_TARGET_ACCEPTANCE = 0.8
-_DRAW_EPOCHS = 20
+_MIN_ADAM_STEPS, _MIN_ADAM_EPOCHS = 1_000, 3
+_NUM_NEWTON_STEPS = 10
+_MAX_NEWTON_STEP_RMS = 3.0
+_NUM_LOCAL_SCALE_ROUNDS = 8
+_NUM_UPDATES_PER_SWEEP = 4
+_TARGET_ACCEPT_PROB = 0.8
+_MAX_EPOCHS_PER_DRAW = 20
 
 
-def warm_up(context: Context, starts: Iterable[np.ndarray]) -> Adaptation:
+def warm_up(context: WarmupContext, init_positions: Iterable[np.ndarray]) -> Adaptation:
     """Find what all chains share. Whatever is asked of all rows holds local values.
 
-    :param starts: first positions, of which the first finite one is taken.
+    :param init_positions: first positions, of which the first finite one is taken.
     """
     local = LocalContext(context)
-    context.progress.begin("warm start")
-    (position,) = context.finite_starts(starts, 1)
-    values = first_values(context.target, local.arguments, context.cast(position))
-    refuse_dependent_rows(context.target, local.arguments, context.cast(position), values)
-    state = _scaled(local, position, values)
-    if context.leaves_nothing_to_find:
-        return _as_given(local, position, state)
-    position, state = _adam(local, position, state)
-    local.hold(state.values)
-    context.progress.begin("curvature")
-    position, state = _newton(local, position, state)
-    state = _scaled(local, position, state.values)
-    local.hold(state.values)
+    context.progress.begin_stage("warm start")
+    (position,) = context.find_finite_positions(init_positions, 1)
+    values = init_local_values(context.potential, local.arguments, context.cast(position))
+    check_conditional_independence(
+        context.potential, local.arguments, context.cast(position), values
+    )
+    state = _adapt_local_scale(local, position, values)
+    if context.is_fully_specified:
+        return _adapt_to_user_settings(local, position, state)
+    position, state = _run_adam(local, position, state)
+    local.set_local_values(state.values)
+    context.progress.begin_stage("curvature")
+    position, state = _run_monte_carlo_em(local, position, state)
+    state = _adapt_local_scale(local, position, state.values)
+    local.set_local_values(state.values)
     pilot = LocalPilot(local, state)
-    whitening, _ = settle(context, pilot, _whitening(context, position), pilot.first_positions())
-    q, spread = pilot.found(whitening)
-    context.progress.begin("gradient noise")
-    local.hold(pilot.values_of(0))
-    adaptation = decide(context, Mode(whitening, q))
-    num_steps = _num_steps(local, adaptation, spread)
+    whitening, _ = run_local_pilot_windows(
+        context, pilot, _build_preconditioner(context, position), pilot.sample_init_q()
+    )
+    q, spread = pilot.summarize_last_window(whitening)
+    context.progress.begin_stage("gradient noise")
+    local.set_local_values(pilot.get_local_values(0))
+    adaptation = choose_sampler_settings(context, Mode(whitening, q))
+    num_steps = _choose_num_local_steps(local, adaptation, spread)
     return adaptation._replace(
         # The gradients that count come evenly in an iteration.
-        num_steps=num_steps + -num_steps % max(1, adaptation.moment_source.every),
-        locals=LocalStart(pilot.state.values, pilot.state.scale, context.cast(root(spread))),
+        num_steps=num_steps + -num_steps % max(1, adaptation.monitor_gradients.interval),
+        local_init=LocalLatentsInit(
+            pilot.local_state.values,
+            pilot.local_state.scale,
+            context.cast(factorize_covariance(spread)),
+        ),
     )
 
 
-def _as_given(local: LocalContext, position: np.ndarray, state: LocalState) -> Adaptation:
+def _adapt_to_user_settings(
+    local_context: LocalContext, position: np.ndarray, local_state: LocalLatentsState
+) -> Adaptation:
     """What the user has given, about a first position and local values for it."""
-    local.hold(state.values)
-    adaptation = as_given(local.context, position)
-    values = jax.tree.map(lambda x: x[None], state.values)
-    spread = jnp.ones(position.shape, local.context.target.dtype)
-    return adaptation._replace(locals=LocalStart(values, state.scale, spread))
+    local_context.set_local_values(local_state.values)
+    adaptation = build_adaptation_from_settings(local_context.context, position)
+    values = jax.tree.map(lambda x: x[None], local_state.values)
+    spread = jnp.ones(position.shape, local_context.context.potential.dtype)
+    return adaptation._replace(local_init=LocalLatentsInit(values, local_state.scale, spread))
 
 
-def _whitening(context: Context, position: np.ndarray) -> Whitening:
+def _build_preconditioner(context: WarmupContext, position: np.ndarray) -> Preconditioner:
     matrix = context.settings.inverse_mass_matrix
-    factor = context.factor_at(position) if matrix is None else root(matrix)
-    return context.whitening_at(position, factor)
+    factor = (
+        context.compute_curvature_factor(position)
+        if matrix is None
+        else factorize_covariance(matrix)
+    )
+    return context.build_preconditioner(position, factor)
 
 
-def _scaled(local: LocalContext, position: np.ndarray, values: AllRows) -> LocalState:
+def _adapt_local_scale(
+    local_context: LocalContext, position: np.ndarray, local_values: LocalValues
+) -> LocalLatentsState:
     """Length scales of the local moves: from the rows' curvature, shorter where rejected."""
-    target, arguments = local.context.target, local.arguments
-    theta = local.context.cast(position)
+    target, arguments = local_context.context.potential, local_context.arguments
+    theta = local_context.context.cast(position)
     one = jnp.ones((), target.dtype)
-    state = LocalState(values, jnp.ones_like(values.position), one)
-    if not values.position.size:
+    state = LocalLatentsState(local_values, jnp.ones_like(local_values.hmc_position), one)
+    if not local_values.hmc_position.size:
         return state
-    total = jnp.zeros_like(values.position)
-    for n in range(_SCALE_ROUNDS):
-        keys = local.next_key(), local.next_key()
-        total += curvature_everywhere(target, theta, state.values, arguments, keys[0])
+    total = jnp.zeros_like(local_values.hmc_position)
+    for n in range(_NUM_LOCAL_SCALE_ROUNDS):
+        keys = local_context.next_key(), local_context.next_key()
+        total += compute_abs_local_hessian_diagonal(target, theta, state.values, arguments, keys[0])
         state = state._replace(scale=jnp.sqrt((n + 1) / total))
-        values, _ = sweep_all(target, theta, state, arguments, keys[1], _MOVES)
-        state = state._replace(values=values)
-    for _ in range(_SCALE_ROUNDS):
-        values, acceptance = sweep_all(target, theta, state, arguments, local.next_key(), _MOVES)
-        factor = jnp.exp(jnp.minimum(acceptance - _TARGET_ACCEPTANCE, 0.0))
-        state = state._replace(values=values, scale=state.scale * factor[:, None])
+        local_values, _ = jitted_sweep_local_values(
+            target, theta, state, arguments, keys[1], _NUM_UPDATES_PER_SWEEP
+        )
+        state = state._replace(values=local_values)
+    for _ in range(_NUM_LOCAL_SCALE_ROUNDS):
+        local_values, acceptance = jitted_sweep_local_values(
+            target, theta, state, arguments, local_context.next_key(), _NUM_UPDATES_PER_SWEEP
+        )
+        factor = jnp.exp(jnp.minimum(acceptance - _TARGET_ACCEPT_PROB, 0.0))
+        state = state._replace(values=local_values, scale=state.scale * factor[:, None])
     return state
 
 
-def _adam(
-    local: LocalContext, position: np.ndarray, state: LocalState
-) -> tuple[np.ndarray, LocalState]:
-    context = local.context
-    num_steps = max(_ADAM_STEPS, _ADAM_EPOCHS * local.epoch)
-    rows = context.draw_rows((num_steps,), Blocks())
-    theta, state = descend_with_locals(
-        context.target,
-        local.arguments,
+def _run_adam(
+    local_context: LocalContext, position: np.ndarray, local_state: LocalLatentsState
+) -> tuple[np.ndarray, LocalLatentsState]:
+    context = local_context.context
+    num_steps = max(_MIN_ADAM_STEPS, _MIN_ADAM_EPOCHS * local_context.batches_per_epoch)
+    rows = context.sample_indices((num_steps,), ContiguousSubsampling())
+    theta, local_state = optimize_globals(
+        context.potential,
+        local_context.arguments,
         context.cast(position),
-        state,
+        local_state,
         jax.tree.map(jnp.asarray, dict(rows)),
-        local.next_key(),
+        local_context.next_key(),
     )
     found = np.asarray(theta, np.float64)
-    return (found if np.isfinite(found).all() else position), state
+    return (found if np.isfinite(found).all() else position), local_state
 
 
-def _newton(
-    local: LocalContext, position: np.ndarray, state: LocalState
-) -> tuple[np.ndarray, LocalState]:
-    context = local.context
-    for _ in range(_NEWTON_STEPS):
-        whitening = _whitening(context, position)
-        context.refuse_infinite_gradient(whitening)
-        step = whitening.pull(whitening.gradient)
-        step *= min(1.0, _LONGEST_STEP * math.sqrt(step.size) / np.linalg.norm(step))
-        position = position - whitening.push(step)
-        theta, key = context.cast(position), local.next_key()
-        values, _ = sweep_all(context.target, theta, state, local.arguments, key, _MOVES)
-        state = state._replace(values=values)
-        local.hold(values)
-    return position, state
+def _run_monte_carlo_em(
+    local_context: LocalContext, position: np.ndarray, local_state: LocalLatentsState
+) -> tuple[np.ndarray, LocalLatentsState]:
+    context = local_context.context
+    for _ in range(_NUM_NEWTON_STEPS):
+        whitening = _build_preconditioner(context, position)
+        context.check_finite_gradient(whitening)
+        step = whitening.apply_transpose(whitening.reference_gradient)
+        step *= min(1.0, _MAX_NEWTON_STEP_RMS * math.sqrt(step.size) / np.linalg.norm(step))
+        position = position - whitening.apply(step)
+        theta, key = context.cast(position), local_context.next_key()
+        values, _ = jitted_sweep_local_values(
+            context.potential,
+            theta,
+            local_state,
+            local_context.arguments,
+            key,
+            _NUM_UPDATES_PER_SWEEP,
+        )
+        local_state = local_state._replace(values=values)
+        local_context.set_local_values(values)
+    return position, local_state
 
 
-def _num_steps(local: LocalContext, adaptation: Adaptation, spread: np.ndarray) -> int:
+def _choose_num_local_steps(
+    local_context: LocalContext, adaptation: Adaptation, covariance: np.ndarray
+) -> int:
     """Steps a draw: until globals and local values have about forgotten each other."""
-    settings = local.context.settings
+    settings = local_context.context.settings
     if settings.num_steps is not None:
         return settings.num_steps
-    widest = spread.max() if spread.ndim == 1 else np.linalg.eigvalsh(spread).max()
-    epochs = min(max(1.0, 2.0 * float(widest)), _DRAW_EPOCHS)
-    longest = max(MAX_NUM_STEPS, _DRAW_EPOCHS * local.epoch)
-    num_steps = min(max(adaptation.num_steps, math.ceil(epochs * local.epoch)), longest)
+    widest = covariance.max() if covariance.ndim == 1 else np.linalg.eigvalsh(covariance).max()
+    epochs = min(max(1.0, 2.0 * float(widest)), _MAX_EPOCHS_PER_DRAW)
+    longest = max(MAX_NUM_STEPS, _MAX_EPOCHS_PER_DRAW * local_context.batches_per_epoch)
+    num_steps = min(
+        max(adaptation.num_steps, math.ceil(epochs * local_context.batches_per_epoch)), longest
+    )
     if num_steps > 4 * MAX_NUM_STEPS:
-        notify(
+        warn_user(
             f"A draw takes {num_steps} steps, so that the latent values of all rows are "
-            f"renewed about {num_steps / local.epoch:.2g} times between draws: a larger "
+            f"renewed about {num_steps / local_context.batches_per_epoch:.2g} times between draws: a larger "
             "subsample_size takes fewer, or set `num_steps`."
         )
     return num_steps

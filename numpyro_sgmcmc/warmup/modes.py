@@ -13,158 +13,176 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.findings import Finding
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.findings import ModelWarning
 from numpyro_sgmcmc.warmup.variational import MeanField
 
 __all__ = [
-    "COMPARABLE",
-    "Fit",
+    "MAX_LOG_MASS_DEFICIT_NATS",
     "Mode",
-    "are_apart",
-    "finding_of",
-    "have_stayed",
-    "is_barred",
-    "is_near",
-    "is_on_its_way",
-    "line_between",
-    "possible",
+    "VariationalFit",
+    "describe_other_modes",
+    "find_chains_outside_modes",
+    "find_separated_coordinates",
+    "has_barrier",
+    "interpolate_line",
+    "is_drifting_towards",
+    "is_fit_near",
+    "select_candidate_fits",
 ]
 
-COMPARABLE = 2.5
+MAX_LOG_MASS_DEFICIT_NATS = 2.5
 """Nats by which a mode's mass may be smaller, to be told of: about a tenth is left."""
 
-_POSSIBLE = 100.0  # nats: with many rows a fit ends several sds from its mode
-_UNSURE = 2.0  # times the distance of the best fit from its mode
-_FAR = 3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
-_GAP = 0.3  # between two groups of draws, of the sum of their sds
-_ON_ITS_WAY = 0.1  # of the way that is left, in one window
-_LINE = 9  # points
-_BARRIER = 0.5  # nats: a lower one keeps no chain where it is
-_SAME = 0.2  # of the difference between modes, within which entries count as exchanged
-_SHOWN = 3
+_MAX_ELBO_GAP_NATS = 100.0  # nats: with many rows a fit ends several sds from its mode
+_FIT_ERROR_FACTOR = 2.0  # times the distance of the best fit from its mode
+_MAX_FIT_DISTANCE_SD = (
+    3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
+)
+_MIN_SEPARATION_SD = 0.3  # between two groups of draws, of the sum of their sds
+_MIN_DRIFT_FRACTION = 0.1  # of the way that is left, in one window
+_NUM_LINE_POINTS = 9  # points
+_MIN_BARRIER_NATS = 0.5  # nats: a lower one keeps no chain where it is
+_PERMUTATION_TOLERANCE = (
+    0.2  # of the difference between modes, within which entries count as exchanged
+)
+_MAX_SITES_LISTED = 3
 
 
-class Fit(NamedTuple):
+class VariationalFit(NamedTuple):
     """
-    - **normal** - the independent normals.
-    - **bound** - evidence bound; -inf where it is none.
+    - **approximation** - the independent normals.
+    - **elbo** - evidence bound; -inf where it is none.
     """
 
-    normal: MeanField
-    bound: float
+    approximation: MeanField
+    elbo: float
 
 
 class Mode(NamedTuple):
     """
-    - **whitening** - coordinates about it.
+    - **preconditioner** - coordinates about it.
     - **q** - whitened positions from about it, shape ``(n, d)``.
-    - **is_settled** - whether pilot chains about it agree and have stopped moving.
+    - **is_converged** - whether pilot chains about it agree and have stopped moving.
     - **r_hat** - of theirs, the largest of any coordinate.
-    - **trail** - where they have been, window by window, the median one; each of shape ``(d,)``.
-    - **nats** - by how much the logarithm of its mass is smaller than that of the chains' mode.
-    - **is_of_its_own** - whether its pilot chains have not come to where others are.
+    - **window_medians** - where they have been, window by window, the median one; each of shape ``(d,)``.
+    - **log_mass_deficit** - by how much the logarithm of its mass is smaller than that of the chains' mode.
+    - **is_distinct** - whether its pilot chains have not come to where others are.
     """
 
-    whitening: Whitening
+    preconditioner: Preconditioner
     q: np.ndarray
-    is_settled: bool = True
+    is_converged: bool = True
     r_hat: float = 1.0
-    trail: tuple[np.ndarray, ...] = ()
-    nats: float = 0.0
-    is_of_its_own: bool = True
+    window_medians: tuple[np.ndarray, ...] = ()
+    log_mass_deficit: float = 0.0
+    is_distinct: bool = True
 
     @property
-    def draws(self) -> np.ndarray:
+    def positions(self) -> np.ndarray:
         """The positions, shape ``(n, d)``."""
-        return np.asarray(self.whitening.position(self.q))
+        return np.asarray(self.preconditioner.to_position(self.q))
 
     @property
-    def place(self) -> np.ndarray:
+    def center(self) -> np.ndarray:
         """In the midst of its pilot chains, shape ``(d,)``."""
-        return self.trail[-1] if self.trail else self.whitening.anchor
+        return self.window_medians[-1] if self.window_medians else self.preconditioner.center
 
 
-def possible(fits: list[Fit]) -> list[Fit]:
+def select_candidate_fits(fits: list[VariationalFit]) -> list[VariationalFit]:
     """The fits besides the best that may be modes of their own, a few.
 
     :param fits: in the order of their bounds, the largest first.
     """
     best, *others = fits
-    return [fit for fit in others if best.bound - fit.bound < _POSSIBLE]
+    return [fit for fit in others if best.elbo - fit.elbo < _MAX_ELBO_GAP_NATS]
 
 
-def is_near(fit: Fit, draws: np.ndarray, unsure: np.ndarray) -> bool:
+def is_fit_near(fit: VariationalFit, positions: np.ndarray, fit_error: np.ndarray) -> bool:
     """Whether a fit's mean is in the midst of pilot chains.
 
-    :param draws: ends of these chains, shape ``(n, d)``.
-    :param unsure: how far from its mode a fit may have ended, shape ``(d,)``.
+    :param positions: ends of these chains, shape ``(n, d)``.
+    :param fit_error: how far from its mode a fit may have ended, shape ``(d,)``.
     """
-    away = np.abs(fit.normal.mean - draws.mean(0))
-    return bool((away < draws.std(0) + _FAR * fit.normal.sd + _UNSURE * unsure).all())
+    away = np.abs(fit.approximation.mean - positions.mean(0))
+    return bool(
+        (
+            away
+            < positions.std(0)
+            + _MAX_FIT_DISTANCE_SD * fit.approximation.sd
+            + _FIT_ERROR_FACTOR * fit_error
+        ).all()
+    )
 
 
-def are_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarray) -> np.ndarray:
     """The coordinates in which most of one group's draws are beyond those of the other.
 
     Over a low barrier some chains get: an eighth of ours and three of theirs at either end do not
     count.
 
-    :param ours: positions, shape ``(n, d)``.
-    :param theirs: likewise.
+    :param positions: positions, shape ``(n, d)``.
+    :param other_positions: likewise.
     """
-    ours, theirs = _inner(ours, 1), _inner(theirs, 3)
-    gap = np.maximum(ours.min(0) - theirs.max(0), theirs.min(0) - ours.max(0))
-    return np.flatnonzero(gap > _GAP * (ours.std(0) + theirs.std(0)))
+    positions, other_positions = _trim_and_sort(positions, 1), _trim_and_sort(other_positions, 3)
+    gap = np.maximum(
+        positions.min(0) - other_positions.max(0), other_positions.min(0) - positions.max(0)
+    )
+    return np.flatnonzero(gap > _MIN_SEPARATION_SD * (positions.std(0) + other_positions.std(0)))
 
 
-def have_stayed(ends: np.ndarray, known: Sequence[np.ndarray]) -> np.ndarray:
+def find_chains_outside_modes(
+    last_positions: np.ndarray, mode_positions: Sequence[np.ndarray]
+) -> np.ndarray:
     """Which chains have not come to where others are known to be, shape ``(n,)``.
 
-    :param ends: of the chains, shape ``(n, d)``.
-    :param known: draws about modes, each of shape ``(m, d)``.
+    :param last_positions: of the chains, shape ``(n, d)``.
+    :param mode_positions: draws about modes, each of shape ``(m, d)``.
     """
-    stays = np.ones(len(ends), bool)
-    for draws in known:
-        where = are_apart(draws, ends)
-        inner = _inner(draws, 1)[:, where]
+    stays = np.ones(len(last_positions), bool)
+    for draws in mode_positions:
+        where = find_separated_coordinates(draws, last_positions)
+        inner = _trim_and_sort(draws, 1)[:, where]
         slack = inner.std(0)
-        stays &= ((ends[:, where] < inner[0] - slack) | (ends[:, where] > inner[-1] + slack)).any(1)
+        stays &= (
+            (last_positions[:, where] < inner[0] - slack)
+            | (last_positions[:, where] > inner[-1] + slack)
+        ).any(1)
     return stays
 
 
-def _inner(draws: np.ndarray, eighths: int) -> np.ndarray:
+def _trim_and_sort(positions: np.ndarray, num_eighths: int) -> np.ndarray:
     """Each coordinate's draws without so many at either end, sorted."""
-    few = eighths * len(draws) // 8
-    return np.sort(draws, axis=0)[few : len(draws) - few]
+    few = num_eighths * len(positions) // 8
+    return np.sort(positions, axis=0)[few : len(positions) - few]
 
 
-def is_on_its_way(mode: Mode, draws: np.ndarray) -> bool:
+def is_drifting_towards(mode: Mode, positions: np.ndarray) -> bool:
     """Whether pilot chains that have not settled may yet come to other draws.
 
     Chains that a low barrier lets out now and then never settle, and stay where they are all the
     same; those that are still coming down move on by a good part of the way in every window.
 
-    :param draws: shape ``(n, d)``.
+    :param positions: shape ``(n, d)``.
     """
-    if mode.is_settled:
+    if mode.is_converged:
         return False
-    apart = are_apart(draws, mode.draws)
-    if len(mode.trail) < 2 or not len(apart):
+    apart = find_separated_coordinates(positions, mode.positions)
+    if len(mode.window_medians) < 2 or not len(apart):
         return True
-    scale = draws.std(0)[apart] + mode.draws.std(0)[apart]
-    before, now = (place[apart] / scale for place in mode.trail[-2:])
-    left = draws.mean(0)[apart] / scale - now
-    return bool((now - before) @ left > _ON_ITS_WAY * (left @ left))
+    scale = positions.std(0)[apart] + mode.positions.std(0)[apart]
+    before, now = (place[apart] / scale for place in mode.window_medians[-2:])
+    left = positions.mean(0)[apart] / scale - now
+    return bool((now - before) @ left > _MIN_DRIFT_FRACTION * (left @ left))
 
 
-def line_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+def interpolate_line(start: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Places at which the potential tells whether a barrier parts two others, these included."""
-    return start + np.linspace(0.0, 1.0, _LINE)[:, None] * (end - start)
+    return start + np.linspace(0.0, 1.0, _NUM_LINE_POINTS)[:, None] * (end - start)
 
 
-def is_barred(potentials: np.ndarray) -> bool:
+def has_barrier(potentials: np.ndarray) -> bool:
     """Whether between two places there is less density than at either.
 
     Of hundreds of coordinates some lie apart by chance, and along a ridge chains move slowly: no
@@ -173,83 +191,88 @@ def is_barred(potentials: np.ndarray) -> bool:
     :param potentials: on the line between them.
     """
     ends = max(potentials[0], potentials[-1])
-    return not potentials.max() < ends + _BARRIER  # also where it is not finite
+    return not potentials.max() < ends + _MIN_BARRIER_NATS  # also where it is not finite
 
 
-def finding_of(
-    target: Target, ours: np.ndarray, others: Sequence[Mode], are_visited: bool
-) -> Finding:
+def describe_other_modes(
+    potential: Potential, positions: np.ndarray, other_modes: Sequence[Mode], init_in_modes: bool
+) -> ModelWarning:
     """What is to be said of other modes.
 
-    :param ours: draws about the mode that the chains are to be in, shape ``(n, d)``.
-    :param others: the other modes.
-    :param are_visited: whether chains start in them, too.
+    :param positions: draws about the mode that the chains are to be in, shape ``(n, d)``.
+    :param other_modes: the other modes.
+    :param init_in_modes: whether chains start in them, too.
     """
-    shares = 100.0 * _shares([mode.nats for mode in others])
+    shares = 100.0 * _compute_mass_fractions([mode.log_mass_deficit for mode in other_modes])
     sites, exchanged = [], []
-    for theirs in (mode.draws for mode in others):
-        apart = _sites_apart(target, are_apart(ours, theirs), ours, theirs)
+    for theirs in (mode.positions for mode in other_modes):
+        apart = _find_separated_sites(
+            potential, find_separated_coordinates(positions, theirs), positions, theirs
+        )
         sites += [name for name in apart[0] if name not in sites]
         exchanged += [name for name in apart[1] if name not in exchanged]
     what = (
         f"another mode, with about {shares[0]:.0f} % of the mass, in which"
-        if len(others) == 1
-        else f"{len(others)} other modes or more, with about {shares.sum():.0f} % of the mass, in "
+        if len(other_modes) == 1
+        else f"{len(other_modes)} other modes or more, with about {shares.sum():.0f} % of the mass, in "
         "which"
     )
     if exchanged:
         told = (
-            f"the entries of {_listed(exchanged)} are exchanged: the model does not tell its "
-            f"components apart. {_where(are_visited)} Order the "
+            f"the entries of {_join_site_names(exchanged)} are exchanged: the model does not tell its "
+            f"components apart. {_describe_mode_coverage(init_in_modes)} Order the "
             "components (numpyro.distributions.transforms.OrderedTransform), or read the draws as "
             "those of components in any order."
         )
     else:
         told = (
-            f"{_listed(sites) or 'the position'} {'are' if len(sites) > 1 else 'is'} elsewhere. "
-            f"{_where(are_visited)} Rule the "
+            f"{_join_site_names(sites) or 'the position'} {'are' if len(sites) > 1 else 'is'} elsewhere. "
+            f"{_describe_mode_coverage(init_in_modes)} Rule the "
             "others out by the prior, if they should not be; `init_params` decides in which mode "
             "chains start."
         )
-    kind = "visited" if are_visited else "modes"
-    return Finding(tuple(sites), kind, f"The posterior has {what} {told}")
+    kind = "visited" if init_in_modes else "modes"
+    return ModelWarning(tuple(sites), kind, f"The posterior has {what} {told}")
 
 
-def _where(are_visited: bool) -> str:
-    if are_visited:
+def _describe_mode_coverage(init_in_modes: bool) -> str:
+    if init_in_modes:
         return "Chains start in each in turn: its share of the draws is no estimate of its mass."
     return (
         "Chains start in one mode and, while they stay there, give its means and sds alone; with "
-        "chains_in_modes=True they start in each."
+        "init_in_modes=True they start in each."
     )
 
 
-def _shares(nats: list[float]) -> np.ndarray:
+def _compute_mass_fractions(log_mass_deficits: list[float]) -> np.ndarray:
     """Of the other modes in the mass of all, also where they have more."""
-    masses = np.exp(-np.array([0.0, *nats]) + min(0.0, *nats))
+    masses = np.exp(-np.array([0.0, *log_mass_deficits]) + min(0.0, *log_mass_deficits))
     return np.asarray(masses[1:] / masses.sum())
 
 
-def _sites_apart(
-    target: Target, apart: np.ndarray, ours: np.ndarray, theirs: np.ndarray
+def _find_separated_sites(
+    potential: Potential,
+    separated_coordinates: np.ndarray,
+    positions: np.ndarray,
+    other_positions: np.ndarray,
 ) -> tuple[list[str], list[str]]:
     """The sites that differ, and those of them whose entries are exchanged."""
-    if target.sites is None:
+    if potential.sites is None:
         return [], []
-    ends = np.cumsum([int(np.prod(s.shape)) for s in target.sites])
+    ends = np.cumsum([int(np.prod(s.shape)) for s in potential.sites])
     sites, exchanged = [], []
-    for site, end in zip(target.sites, ends, strict=True):
+    for site, end in zip(potential.sites, ends, strict=True):
         where = np.arange(end - int(np.prod(site.shape)), end)
-        if not np.isin(where, apart).any():
+        if not np.isin(where, separated_coordinates).any():
             continue
         sites.append(site.name)
-        a, b = (x[:, where].mean(0).reshape(site.shape) for x in (ours, theirs))
-        if any(_are_exchanged(a, b, axis) for axis in range(len(site.shape))):
+        a, b = (x[:, where].mean(0).reshape(site.shape) for x in (positions, other_positions))
+        if any(_is_permutation(a, b, axis) for axis in range(len(site.shape))):
             exchanged.append(site.name)
     return sites, exchanged
 
 
-def _are_exchanged(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
+def _is_permutation(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
     """Whether the entries along an axis are those of the other in another order."""
     a, b = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (a, b))
     if len(a) < 2:
@@ -257,9 +280,11 @@ def _are_exchanged(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
     apart = np.abs(a - b).max()
     cost = np.abs(a[:, None] - b[None]).max(-1)
     rows, columns = linear_sum_assignment(cost)
-    return bool((rows != columns).any() and cost[rows, columns].max() < _SAME * apart)
+    return bool(
+        (rows != columns).any() and cost[rows, columns].max() < _PERMUTATION_TOLERANCE * apart
+    )
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
-    return shown + ", ..." * (len(names) > _SHOWN)
+def _join_site_names(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:_MAX_SITES_LISTED])
+    return shown + ", ..." * (len(names) > _MAX_SITES_LISTED)

@@ -10,56 +10,64 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from numpyro_sgmcmc.posterior.estimators import Estimator
+from numpyro_sgmcmc.posterior.estimators import GradientEstimator
 
-__all__ = ["STEPS_APART", "MomentSource", "choose_source", "own_gradients"]
+__all__ = [
+    "MONITOR_INTERVAL",
+    "MonitorGradients",
+    "choose_separate_gradients",
+    "choose_step_gradients",
+]
 
-STEPS_APART = 20
+MONITOR_INTERVAL = 20
 """Steps between gradients on a minibatch of their own."""
 
-_CLEARLY_BETTER = 4.0
-_MANY_DIM = 10_000
-_SOME_STEPS = 5
+_MIN_MONITOR_VARIANCE_RATIO = 4.0
+_MAX_DIM_MONITORED_EACH_STEP = 10_000
+_MAX_STEP_GRADIENT_INTERVAL = 5
 
 
-class MomentSource(NamedTuple):
+class MonitorGradients(NamedTuple):
     """
-    - **every** - steps from one gradient that counts to the next, a divisor of the steps of an
+    - **interval** - steps from one gradient that counts to the next, a divisor of the steps of an
       iteration; 0 for none.
     - **estimator** - that of a gradient on a minibatch of its own, at the end of a step; None for
       the step's own gradient, where it does not depend on the position.
     """
 
-    every: int = 1
-    estimator: Estimator | None = None
+    interval: int = 1
+    estimator: GradientEstimator | None = None
 
 
-def own_gradients(dim: int, num_steps: int) -> MomentSource:
+def choose_step_gradients(dim: int, num_steps: int) -> MonitorGradients:
     """The steps' own gradients: at every step, or at some where vectors are long.
 
     Sums of long vectors cost as much as the step's other arithmetic.
     """
-    most = 1 if dim <= _MANY_DIM else _SOME_STEPS
-    return MomentSource(max(k for k in range(1, most + 1) if num_steps % k == 0))
+    most = 1 if dim <= _MAX_DIM_MONITORED_EACH_STEP else _MAX_STEP_GRADIENT_INTERVAL
+    return MonitorGradients(max(k for k in range(1, most + 1) if num_steps % k == 0))
 
 
-def choose_source(
-    variances: Mapping[Estimator, float],
-    estimator: Estimator,
+def choose_separate_gradients(
+    noise_variances: Mapping[GradientEstimator, float],
+    estimator: GradientEstimator,
     is_independent: bool,
     num_steps: int,
-) -> MomentSource | None:
+) -> MonitorGradients | None:
     """Gradients apart, or None where the steps' own serve.
 
-    :param variances: the gradient's noise by estimator.
+    :param noise_variances: the gradient's noise by estimator.
     :param estimator: the one with which the chain runs.
     :param is_independent: whether the chain's own minibatches do not depend on its position.
     :param num_steps: steps of an iteration.
     """
     divisors = (k for k in range(1, num_steps + 1) if num_steps % k == 0)
-    every = next(k for k in divisors if k >= min(STEPS_APART, num_steps))
-    best = min(variances, key=lambda e: variances[e])
-    own, apart = variances[estimator] / num_steps, variances[best] / (num_steps // every)
-    if is_independent and own <= _CLEARLY_BETTER * apart:
+    every = next(k for k in divisors if k >= min(MONITOR_INTERVAL, num_steps))
+    best = min(noise_variances, key=lambda e: noise_variances[e])
+    own, apart = (
+        noise_variances[estimator] / num_steps,
+        noise_variances[best] / (num_steps // every),
+    )
+    if is_independent and own <= _MIN_MONITOR_VARIANCE_RATIO * apart:
         return None
-    return MomentSource(every, best)
+    return MonitorGradients(every, best)

@@ -22,53 +22,61 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
-from numpyro_sgmcmc.posterior.target import Decisive, Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.ahead import compile_ahead
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential, draw_subset
-from numpyro_sgmcmc.warmup.effort import MANY_DIM, Effort, rows_a_gradient
-from numpyro_sgmcmc.warmup.factors import hessian_by_products
+from numpyro_sgmcmc.posterior.target import IncludedRows, Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.ahead import aot_compile
+from numpyro_sgmcmc.warmup.eager_potential import JittedPotential, sample_subset
+from numpyro_sgmcmc.warmup.effort import HIGH_DIM, WarmupBudget, count_rows_per_gradient
+from numpyro_sgmcmc.warmup.factors import assemble_hessian
 
-__all__ = ["RowGradients", "WeightedRows", "minibatches_of"]
+__all__ = ["BatchedGradients", "WeightedMinibatch", "iter_weighted_minibatches"]
 
-_SLOT_NUMBERS = 2**22  # in all slots' gradients together, at most
-_SLOT_ROWS = 2**14  # in all slots' minibatches together, at most
-_MOST_SLOTS = 128
-_SLOTS_OF_MANY = 4  # of very many coordinates: with more, XLA multiplies matrices more slowly
-_ROWS_TOGETHER = 2**20  # of minibatches whose slots are filled at once
-_ROWS_MADE = 2**16  # numbers of rows that Python makes at once
-_FEWEST_ROWS = 64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
-_TANGENT_ROWS = 2**20  # rows times directions at which products with the Hessian are taken at once
-_MINIBATCHES_A_CALL = 32  # whose Hessians are added up in the model's type; the rest is in float64
+_MAX_GRADIENT_ENTRIES_PER_CALL = 2**22  # in all slots' gradients together, at most
+_MAX_ROWS_PER_CALL = 2**14  # in all slots' minibatches together, at most
+_MAX_PAIRS_PER_CALL = 128
+_MAX_PAIRS_PER_CALL_HIGH_DIM = (
+    4  # of very many coordinates: with more, XLA multiplies matrices more slowly
+)
+_MAX_ROWS_PER_CHUNK = 2**20  # of minibatches whose slots are filled at once
+_MAX_INDICES_PER_SLICE = 2**16  # numbers of rows that Python makes at once
+_MIN_PASS_BATCH_SIZE = (
+    64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
+)
+_MAX_HESSIAN_ROW_DIRECTIONS = (
+    2**20
+)  # rows times directions at which products with the Hessian are taken at once
+_MAX_HESSIAN_MINIBATCHES_PER_CALL = (
+    32  # whose Hessians are added up in the model's type; the rest is in float64
+)
 
 
-class WeightedRows(NamedTuple):
+class WeightedMinibatch(NamedTuple):
     """A minibatch and its weight.
 
-    - **rows** - indices by plate, as many as the plate's ``subsample_size``.
+    - **indices** - indices by plate, as many as the plate's ``subsample_size``.
     - **weight** - its share in the mean.
     """
 
-    rows: Indices
+    indices: Indices
     weight: float
 
 
-class AtPairs(NamedTuple):
+class PairResults(NamedTuple):
     """What some of many pairs of a position and a minibatch come to.
 
-    - **part** - which pairs.
+    - **pair_slice** - which pairs.
     - **values** - potentials, shape ``(n,)``.
     - **gradients** - shape ``(n, d)``.
     """
 
-    part: slice
+    pair_slice: slice
     values: np.ndarray
     gradients: np.ndarray
 
 
-def minibatches_of(
-    groups: Sequence[Sequence[Plate]], rows: Indices | None = None
-) -> Iterator[WeightedRows]:
+def iter_weighted_minibatches(
+    plate_groups: Sequence[Sequence[Plate]], indices: Indices | None = None
+) -> Iterator[WeightedMinibatch]:
     """Minibatches whose weighted mean is the mean over all rows, exactly.
 
     A minibatch potential is the prior plus (rows / chosen rows) times the likelihood of the chosen
@@ -76,96 +84,105 @@ def minibatches_of(
     the first row, and a minibatch of that row alone takes these away again; the weights sum to one,
     so that the prior counts once.
 
-    :param groups: the subsampled plates, those that meet at a site together.
-    :param rows: rows that stand for all rows, by plate; all rows where None.
+    :param plate_groups: the subsampled plates, those that meet at a site together.
+    :param indices: rows that stand for all rows, by plate; all rows where None.
     """
-    if not groups:
-        yield WeightedRows({}, 1.0)
+    if not plate_groups:
+        yield WeightedMinibatch({}, 1.0)
         return
-    first = {p.name: _first(p, rows) for group in groups for p in group}
-    for group in groups:
-        for some in _together(group, rows):
-            yield WeightedRows({**first, **some.rows}, some.weight)
-    if len(groups) > 1:
+    first = {p.name: _first_minibatch_indices(p, indices) for group in plate_groups for p in group}
+    for group in plate_groups:
+        for some in _iter_crossed_minibatches(group, indices):
+            yield WeightedMinibatch({**first, **some.indices}, some.weight)
+    if len(plate_groups) > 1:
         # Each group is summed with the others held at their first rows.
-        yield WeightedRows(first, 1.0 - len(groups))
+        yield WeightedMinibatch(first, 1.0 - len(plate_groups))
 
 
-def _together(group: Sequence[Plate], rows: Indices | None) -> Iterator[WeightedRows]:
+def _iter_crossed_minibatches(
+    plates: Sequence[Plate], indices: Indices | None
+) -> Iterator[WeightedMinibatch]:
     """Minibatches of plates that meet at a site, each with each; of one alone as they come, since
     all of them have as many numbers as there are rows.
     """
-    if len(group) == 1:
-        yield from _of_plate(group[0], rows)
+    if len(plates) == 1:
+        yield from _iter_plate_minibatches(plates[0], indices)
         return
-    for several in product(*(list(_of_plate(p, rows)) for p in group)):
-        chosen = {p.name: some.rows[p.name] for p, some in zip(group, several, strict=True)}
-        yield WeightedRows(chosen, math.prod(some.weight for some in several))
+    for several in product(*(list(_iter_plate_minibatches(p, indices)) for p in plates)):
+        chosen = {p.name: some.indices[p.name] for p, some in zip(plates, several, strict=True)}
+        yield WeightedMinibatch(chosen, math.prod(some.weight for some in several))
 
 
-def _first(plate: Plate, rows: Indices | None) -> np.ndarray:
-    return np.asarray(next(iter(_of_plate(plate, rows))).rows[plate.name])
+def _first_minibatch_indices(plate: Plate, indices: Indices | None) -> np.ndarray:
+    return np.asarray(next(iter(_iter_plate_minibatches(plate, indices))).indices[plate.name])
 
 
-def _of_plate(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
+def _iter_plate_minibatches(plate: Plate, indices: Indices | None) -> Iterator[WeightedMinibatch]:
     if plate.shards is not None:
-        yield from _of_shards(plate, rows)
+        yield from _iter_sharded_minibatches(plate, indices)
         return
     batch = plate.subsample_size
-    size = plate.size if rows is None else len(rows[plate.name])
+    size = plate.size if indices is None else len(indices[plate.name])
 
     def take(start: int, stop: int) -> np.ndarray:
         found = np.arange(start, stop, dtype=np.int32)
-        return found if rows is None else np.asarray(rows[plate.name])[found]
+        return found if indices is None else np.asarray(indices[plate.name])[found]
 
     whole, rest = divmod(size, batch)
-    weight, many = batch / size, max(1, _ROWS_MADE // batch)
+    weight, many = batch / size, max(1, _MAX_INDICES_PER_SLICE // batch)
     for k in range(0, whole, many):
         for some in take(k * batch, min(k + many, whole) * batch).reshape(-1, batch):
-            yield WeightedRows({plate.name: some}, weight)
+            yield WeightedMinibatch({plate.name: some}, weight)
     if rest:
         copies = np.repeat(take(0, 1), batch)
         last = np.concatenate([take(whole * batch, size), copies[rest:]])
-        yield WeightedRows({plate.name: last}, weight)
-        yield WeightedRows({plate.name: copies}, -(batch - rest) / size)
+        yield WeightedMinibatch({plate.name: last}, weight)
+        yield WeightedMinibatch({plate.name: copies}, -(batch - rest) / size)
 
 
-def _of_shards(plate: Plate, rows: Indices | None) -> Iterator[WeightedRows]:
+def _iter_sharded_minibatches(plate: Plate, indices: Indices | None) -> Iterator[WeightedMinibatch]:
     """Minibatches that have their part of each shard; the rest that fills none is left out."""
-    assert rows is not None
-    of_shards = np.reshape(rows[plate.name], (len(plate.strata[0]), -1))
-    num = max(1, of_shards.shape[1] // plate.part)
+    assert indices is not None
+    of_shards = np.reshape(indices[plate.name], (len(plate.shard_offsets_and_sizes[0]), -1))
+    num = max(1, of_shards.shape[1] // plate.subsample_size_per_shard)
     for k in range(num):
-        part = np.arange(k * plate.part, (k + 1) * plate.part) % of_shards.shape[1]
-        yield WeightedRows({plate.name: of_shards[:, part].reshape(-1)}, 1.0 / num)
+        part = (
+            np.arange(k * plate.subsample_size_per_shard, (k + 1) * plate.subsample_size_per_shard)
+            % of_shards.shape[1]
+        )
+        yield WeightedMinibatch({plate.name: of_shards[:, part].reshape(-1)}, 1.0 / num)
 
 
-def _in_passes(plate: Plate) -> Plate:
+def _with_min_batch_size(plate: Plate) -> Plate:
     """With minibatches that are not too small."""
     if plate.shards is not None:
         return plate
-    size = min(max(plate.subsample_size, _FEWEST_ROWS), plate.size)
+    size = min(max(plate.subsample_size, _MIN_PASS_BATCH_SIZE), plate.size)
     return plate._replace(subsample_size=size)
 
 
-@partial(jax.jit, static_argnames="target")
-def _at_slots(
-    target: Target, arguments: Arguments, positions: Array, rows: Indices, keys: Array | None
+@partial(jax.jit, static_argnames="potential")
+def _evaluate_pairs(
+    potential: Potential,
+    arguments: Arguments,
+    positions: Array,
+    indices: Indices,
+    rng_keys: Array | None,
 ) -> tuple[Array, Array]:
     """Potential and gradient of each slot's minibatch at its position."""
 
     def one(position: Array, rows: Indices, key: Array | None) -> tuple[Array, Array]:
-        return target.potential_and_gradient(position, rows, arguments, key)
+        return potential.value_and_grad(position, rows, arguments, key)
 
-    return jax.vmap(one)(positions, rows, keys)
+    return jax.vmap(one)(positions, indices, rng_keys)
 
 
-@partial(jax.jit, static_argnames="target")
-def _hessian_products(
-    target: Target,
+@partial(jax.jit, static_argnames="potential")
+def _sum_hessian_products(
+    potential: Potential,
     arguments: Arguments,
     position: Array,
-    rows: Indices,
+    indices: Indices,
     weights: Array,
     directions: Array,
 ) -> Array:
@@ -176,166 +193,197 @@ def _hessian_products(
 
         def product(direction: Array) -> Array:
             def gradient(q: Array) -> Array:
-                return target.gradient(q, rows, arguments)
+                return potential.gradient(q, rows, arguments)
 
             return jax.jvp(gradient, (position,), (direction,))[1]
 
         return total + weight * jax.vmap(product)(directions), None
 
-    return lax.scan(add, jnp.zeros_like(directions), (rows, weights))[0]
+    return lax.scan(add, jnp.zeros_like(directions), (indices, weights))[0]
 
 
-class RowGradients:
+class BatchedGradients:
     """Potentials and gradients on minibatches, called from Python.
 
-    :param target: the posterior.
+    :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
-    :param rows: rows of a plate that stand for all, about.
-    :param decisive: rows that are in every minibatch of a step, and always among those that stand
+    :param num_rows: rows of a plate that stand for all, about.
+    :param included_rows: rows that are in every minibatch of a step, and always among those that stand
         for all.
     """
 
     def __init__(
         self,
-        target: Target,
+        potential: Potential,
         arguments: Arguments,
-        rows: int = Effort.rows,
-        decisive: Decisive = (),
+        num_rows: int = WarmupBudget.num_representative_rows,
+        included_rows: IncludedRows = (),
     ) -> None:
-        self.target, self.decisive = target, decisive
+        self.potential, self.included_rows = potential, included_rows
         self.arguments = arguments.map_arrays(jnp.asarray)  # on the device once
-        self.groups = [[_in_passes(p) for p in g] if len(g) == 1 else g for g in target.groups]
+        self.plate_groups = [
+            [_with_min_batch_size(p) for p in g] if len(g) == 1 else g
+            for g in potential.plate_groups
+        ]
         """The plates, with the rows of a minibatch in a pass over many."""
-        self.some = list(self.standing_for_all(rows))
+        self.subset_minibatches = list(self.iter_subset_minibatches(num_rows))
         """Minibatches of rows that stand for all."""
-        self._asked = 0  # so that each slot of a randomised likelihood gets a key of its own
+        self._num_evaluated_pairs = (
+            0  # so that each slot of a randomised likelihood gets a key of its own
+        )
 
-    def standing_for_all(self, rows: int) -> Iterator[WeightedRows]:
+    def iter_subset_minibatches(self, num_rows: int) -> Iterator[WeightedMinibatch]:
         """Minibatches of about so many rows whose weighted mean stands for that over all."""
-        if not self.decisive:
-            yield from minibatches_of(self.groups, draw_subset(self.target, 0, rows))
+        if not self.included_rows:
+            yield from iter_weighted_minibatches(
+                self.plate_groups, sample_subset(self.potential, 0, num_rows)
+            )
             return
-        (plate,) = self.step_target.plates
-        num, places = len(plate.decisive), np.arange(plate.drawn.size, dtype=np.int32)
-        if rows < len(places):
+        (plate,) = self.step_potential.plates
+        num, places = len(plate.included_rows), np.arange(plate.random_part.size, dtype=np.int32)
+        if num_rows < len(places):
             rng = np.random.default_rng(0)
-            places = np.sort(rng.choice(len(places), rows, replace=False)).astype(np.int32)
-        decisive, others = np.split(plate.with_decisive(places), [num])
-        for part, of_part in ((decisive, num), (others, plate.drawn.size)):
-            for some in minibatches_of(self.groups, {plate.name: part}):
-                yield WeightedRows(some.rows, of_part / plate.size * some.weight)
+            places = np.sort(rng.choice(len(places), num_rows, replace=False)).astype(np.int32)
+        decisive, others = np.split(plate.add_included_rows(places), [num])
+        for part, of_part in ((decisive, num), (others, plate.random_part.size)):
+            for some in iter_weighted_minibatches(self.plate_groups, {plate.name: part}):
+                yield WeightedMinibatch(some.indices, of_part / plate.size * some.weight)
 
-    def of_steps(
-        self, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
-    ) -> Iterator[AtPairs]:
+    def evaluate_step_minibatches(
+        self,
+        positions: np.ndarray,
+        indices: Indices,
+        position_index: np.ndarray,
+        minibatch_index: np.ndarray,
+    ) -> Iterator[PairResults]:
         """Potentials and gradients of pairs of a position and a minibatch such as steps have.
 
         :param positions: shape ``(k, d)``.
-        :param rows: minibatches, shape ``(m, rows)`` for each plate, the decisive rows first.
-        :param at: each pair's position.
-        :param of: each pair's minibatch.
+        :param indices: minibatches, shape ``(m, rows)`` for each plate, the decisive rows first.
+        :param position_index: each pair's position.
+        :param minibatch_index: each pair's minibatch.
         :return: some pairs at a time, in their order.
         """
-        return self._at(self.step_target, positions, rows, at, of)
+        return self._evaluate(
+            self.step_potential, positions, indices, position_index, minibatch_index
+        )
 
-    def of_passes(
-        self, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
-    ) -> Iterator[AtPairs]:
+    def evaluate_pass_minibatches(
+        self,
+        positions: np.ndarray,
+        indices: Indices,
+        position_index: np.ndarray,
+        minibatch_index: np.ndarray,
+    ) -> Iterator[PairResults]:
         """The same of minibatches as large as those of passes over all rows (``groups``)."""
-        return self._at(self.target, positions, rows, at, of)
+        return self._evaluate(self.potential, positions, indices, position_index, minibatch_index)
 
     @property
-    def step_target(self) -> Target:
+    def step_potential(self) -> Potential:
         """The posterior as steps see it."""
-        return self.target.with_decisive(self.decisive)
+        return self.potential.with_included_rows(self.included_rows)
 
-    def _at(
-        self, target: Target, positions: np.ndarray, rows: Indices, at: np.ndarray, of: np.ndarray
-    ) -> Iterator[AtPairs]:
-        positions, size = positions.astype(target.dtype), self._slots(rows)
-        for first in range(0, len(at), size):
+    def _evaluate(
+        self,
+        potential: Potential,
+        positions: np.ndarray,
+        indices: Indices,
+        position_index: np.ndarray,
+        minibatch_index: np.ndarray,
+    ) -> Iterator[PairResults]:
+        positions, size = positions.astype(potential.dtype), self._choose_pairs_per_call(indices)
+        for first in range(0, len(position_index), size):
             some = slice(first, first + size)
             # A call's last slots may be left over: they repeat the first pair.
-            filled_at, filled_of = np.full(size, at[0]), np.full(size, of[0])
-            num = len(at[some])
-            filled_at[:num], filled_of[:num] = at[some], of[some]
+            filled_at, filled_of = (
+                np.full(size, position_index[0]),
+                np.full(size, minibatch_index[0]),
+            )
+            num = len(position_index[some])
+            filled_at[:num], filled_of[:num] = position_index[some], minibatch_index[some]
             keys = None
-            if target.is_randomized:
-                keys = random.split(random.key(self._asked), size)
-            self._asked += num
-            minibatches = {name: r[filled_of] for name, r in rows.items()}
-            values, gradients = _at_slots(
-                target, self.arguments, positions[filled_at], minibatches, keys
+            if potential.is_stochastic:
+                keys = random.split(random.key(self._num_evaluated_pairs), size)
+            self._num_evaluated_pairs += num
+            minibatches = {name: r[filled_of] for name, r in indices.items()}
+            values, gradients = _evaluate_pairs(
+                potential, self.arguments, positions[filled_at], minibatches, keys
             )
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
-            yield AtPairs(some, values[:num], gradients[:num])
+            yield PairResults(some, values[:num], gradients[:num])
 
-    def _slots(self, rows: Indices) -> int:
+    def _choose_pairs_per_call(self, indices: Indices) -> int:
         """How many pairs of a position and such a minibatch a call takes."""
-        batch = _rows_each(rows) or rows_a_gradient(self.target, self.arguments)
-        fitting = min(_SLOT_NUMBERS // self.target.dim, _SLOT_ROWS // batch)
-        if self.target.dim > MANY_DIM:
-            fitting = min(fitting, _SLOTS_OF_MANY)
-        return int(np.clip(fitting, 1, _MOST_SLOTS))
+        batch = _count_rows_per_minibatch(indices) or count_rows_per_gradient(
+            self.potential, self.arguments
+        )
+        fitting = min(
+            _MAX_GRADIENT_ENTRIES_PER_CALL // self.potential.dim, _MAX_ROWS_PER_CALL // batch
+        )
+        if self.potential.dim > HIGH_DIM:
+            fitting = min(fitting, _MAX_PAIRS_PER_CALL_HIGH_DIM)
+        return int(np.clip(fitting, 1, _MAX_PAIRS_PER_CALL))
 
-    def on_some(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate_on_subset(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Potentials and gradients on rows that stand for all, at each position."""
-        return self.mean(positions, self.some)
+        return self.weighted_mean(positions, self.subset_minibatches)
 
     def is_finite(self, position: np.ndarray) -> bool:
         """Whether potential and gradient are finite."""
-        return all(bool(np.isfinite(x).all()) for x in self.on_some(position[None]))
+        return all(bool(np.isfinite(x).all()) for x in self.evaluate_on_subset(position[None]))
 
-    def everywhere(self, position: np.ndarray) -> np.ndarray:
+    def full_gradient(self, position: np.ndarray) -> np.ndarray:
         """The gradient on all rows, shape ``(d,)``."""
-        if self.arguments.sharded:
-            return EagerPotential(self.target, self.arguments).gradient(position)
-        return self.mean(position[None], minibatches_of(self.groups))[1][0]
+        if self.arguments.sharded_arrays:
+            return JittedPotential(self.potential, self.arguments).gradient(position)
+        return self.weighted_mean(position[None], iter_weighted_minibatches(self.plate_groups))[1][
+            0
+        ]
 
-    def potentials(self, positions: np.ndarray) -> np.ndarray:
+    def full_potentials(self, positions: np.ndarray) -> np.ndarray:
         """The potential on all rows at each position, shape ``(k,)``."""
-        if self.arguments.sharded:
-            potential = EagerPotential(self.target, self.arguments)
+        if self.arguments.sharded_arrays:
+            potential = JittedPotential(self.potential, self.arguments)
             return np.array([potential.value(position) for position in positions])
-        return self.mean(positions, minibatches_of(self.groups))[0]
+        return self.weighted_mean(positions, iter_weighted_minibatches(self.plate_groups))[0]
 
-    def hessian(self, position: np.ndarray) -> np.ndarray:
+    def full_hessian(self, position: np.ndarray) -> np.ndarray:
         """The Hessian on all rows, shape ``(d, d)``; a randomised likelihood has none here."""
-        target = self.target
-        if self.arguments.sharded:
-            return hessian_by_products(EagerPotential(target, self.arguments), position)
-        together, size = self._hessian_call()
+        target = self.potential
+        if self.arguments.sharded_arrays:
+            return assemble_hessian(JittedPotential(target, self.arguments), position)
+        together, size = self._choose_hessian_call_size()
         at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
         hessian = np.zeros((target.dim, target.dim))
-        minibatches = minibatches_of(self.groups)
+        minibatches = iter_weighted_minibatches(self.plate_groups)
         while some := list(islice(minibatches, size)):
-            filled = some + [WeightedRows(some[0].rows, 0.0)] * (size - len(some))
-            rows = {p.name: np.stack([m.rows[p.name] for m in filled]) for p in target.plates}
+            filled = some + [WeightedMinibatch(some[0].indices, 0.0)] * (size - len(some))
+            rows = {p.name: np.stack([m.indices[p.name] for m in filled]) for p in target.plates}
             weights = np.array([m.weight for m in filled], target.dtype)
             for first in range(0, target.dim, together):
                 last = min(first + together, target.dim)
                 directions = columns[last - together : last]  # as many each time: one program
-                found = _hessian_products(target, self.arguments, at, rows, weights, directions)
+                found = _sum_hessian_products(target, self.arguments, at, rows, weights, directions)
                 hessian[first:last] += np.asarray(found, np.float64)[first - last :]
         return (hessian + hessian.T) / 2.0
 
-    def prepare_hessian(self) -> None:
+    def precompile_hessian(self) -> None:
         """Begin to compile :meth:`hessian`."""
-        target = self.target
-        if self.arguments.sharded:
+        target = self.potential
+        if self.arguments.sharded_arrays:
             return
-        together, size = self._hessian_call()
+        together, size = self._choose_hessian_call_size()
 
         def some(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, target.dtype)
 
-        first = next(minibatches_of(self.groups)).rows
+        first = next(iter_weighted_minibatches(self.plate_groups)).indices
         rows = {
             p.name: jax.ShapeDtypeStruct((size, *first[p.name].shape), first[p.name].dtype)
             for p in target.plates
         }
-        compile_ahead(
-            _hessian_products,
+        aot_compile(
+            _sum_hessian_products,
             target,
             self.arguments,
             some(target.dim),
@@ -344,54 +392,67 @@ class RowGradients:
             some(together, target.dim),
         )
 
-    def _hessian_call(self) -> tuple[int, int]:
+    def _choose_hessian_call_size(self) -> tuple[int, int]:
         """How many directions and how many minibatches a call takes."""
-        batch = sum(p.subsample_size for group in self.groups for p in group) or rows_a_gradient(
-            self.target, self.arguments
+        batch = sum(
+            p.subsample_size for group in self.plate_groups for p in group
+        ) or count_rows_per_gradient(self.potential, self.arguments)
+        together = int(np.clip(_MAX_HESSIAN_ROW_DIRECTIONS // batch, 1, self.potential.dim))
+        return together, sum(
+            1
+            for _ in islice(
+                iter_weighted_minibatches(self.plate_groups), _MAX_HESSIAN_MINIBATCHES_PER_CALL
+            )
         )
-        together = int(np.clip(_TANGENT_ROWS // batch, 1, self.target.dim))
-        return together, sum(1 for _ in islice(minibatches_of(self.groups), _MINIBATCHES_A_CALL))
 
-    def on_all(self, positions: np.ndarray, whitening: Whitening, rows: int) -> np.ndarray:
+    def estimate_full_gradients(
+        self, positions: np.ndarray, preconditioner: Preconditioner, num_rows: int
+    ) -> np.ndarray:
         """Gradients on all rows, from those on some and the exact one at the anchor.
 
-        :param rows: rows of a plate on which to take them, about.
+        :param num_rows: rows of a plate on which to take them, about.
         """
-        some = self.standing_for_all(rows)
-        _, found = self.mean(np.concatenate([positions, whitening.anchor[None]]), some)
-        return found[:-1] + (whitening.gradient - found[-1])
+        some = self.iter_subset_minibatches(num_rows)
+        _, found = self.weighted_mean(
+            np.concatenate([positions, preconditioner.center[None]]), some
+        )
+        return found[:-1] + (preconditioner.reference_gradient - found[-1])
 
-    def mean(
-        self, positions: np.ndarray, minibatches: Iterable[WeightedRows]
+    def weighted_mean(
+        self, positions: np.ndarray, weighted_minibatches: Iterable[WeightedMinibatch]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Weighted mean of the minibatches' potentials and gradients at each position.
 
         :param positions: shape ``(k, d)``.
         :return: shapes ``(k,)`` and ``(k, d)``.
         """
-        num, left = len(positions), iter(minibatches)
+        num, left = len(positions), iter(weighted_minibatches)
         values, gradients = np.zeros(num), np.zeros(positions.shape)
         while first := next(left, None):
-            together = max(1, _ROWS_TOGETHER // (_rows_each(first.rows) or _ROWS_TOGETHER))
+            together = max(
+                1,
+                _MAX_ROWS_PER_CHUNK
+                // (_count_rows_per_minibatch(first.indices) or _MAX_ROWS_PER_CHUNK),
+            )
             some = [first, *islice(left, together - 1)]
-            rows = {name: np.stack([m.rows[name] for m in some]) for name in first.rows}
+            rows = {name: np.stack([m.indices[name] for m in some]) for name in first.indices}
             of, at = np.divmod(np.arange(len(some) * num), num)
             weights = np.array([m.weight for m in some])[of]
-            for part, u, g in self._at(self.target, positions, rows, at, of):
-                _add_at(values, at[part], weights[part] * u)
-                _add_at(gradients, at[part], weights[part, None] * g)
+            for part, u, g in self._evaluate(self.potential, positions, rows, at, of):
+                _scatter_add(values, at[part], weights[part] * u)
+                _scatter_add(gradients, at[part], weights[part, None] * g)
         return values, gradients
 
 
-def _add_at(totals: np.ndarray, at: np.ndarray, terms: np.ndarray) -> None:
+def _scatter_add(totals: np.ndarray, index: np.ndarray, terms: np.ndarray) -> None:
     """Add each term to the total at its place."""
-    if terms[0].size > MANY_DIM:  # where ``np.add.at`` takes as long as a gradient
-        for place, term in zip(at, terms, strict=True):
+    if terms[0].size > HIGH_DIM:  # where ``np.add.at`` takes as long as a gradient
+        for place, term in zip(index, terms, strict=True):
             totals[place] += term
     else:
-        np.add.at(totals, at, terms)
+        np.add.at(totals, index, terms)
 
 
-def _rows_each(rows: Indices) -> int:
+def _count_rows_per_minibatch(indices: Indices) -> int:
     """Rows of a minibatch, those of all plates together."""
-    return sum(np.shape(r)[-1] for r in rows.values())
+    return sum(np.shape(r)[-1] for r in indices.values())

@@ -11,74 +11,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.warmup.discretisation import draw_excess
-from numpyro_sgmcmc.warmup.noise import Noise
+from numpyro_sgmcmc.warmup.discretisation import compute_draw_variance_inflation
+from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
 
 __all__ = [
     "MAX_NUM_STEPS",
     "choose_num_steps",
-    "choose_step_size",
-    "excess_by_noise",
-    "shorten_until_right",
-    "simulated_excess",
-    "stiff_curvature",
-    "stiff_step_size",
+    "compute_effective_curvature",
+    "compute_noise_variance_inflation",
+    "compute_stability_limit",
+    "limit_step_size_by_discretisation",
+    "limit_step_size_by_noise",
+    "simulate_sd_inflation",
 ]
 
 MAX_NUM_STEPS = 500
-_FREE_CURVATURE = 3.5
-_UNCERTAIN = 0.03  # relative error of the covariance that is compensated
-_SHORTER, _SHORTER_OF_KNOWN = 0.6, 0.9  # steps at a time, where that is simulated and where known
-_SHORTEST = 0.6**20
-_SHARE_OF_KNOWN = 0.5  # of the target: an error that is known comes on top of all that are not
+_MAX_HARMLESS_CURVATURE = 3.5
+_COVARIANCE_RELATIVE_ERROR = 0.03  # relative error of the covariance that is compensated
+_SIMULATED_SHRINK_FACTOR, _ANALYTIC_SHRINK_FACTOR = (
+    0.6,
+    0.9,
+)  # steps at a time, where that is simulated and where known
+_MIN_STEP_SIZE_RATIO = 0.6**20
+_ANALYTIC_BIAS_FRACTION = (
+    0.5  # of the target: an error that is known comes on top of all that are not
+)
 
 
-def stiff_step_size(dynamics: Dynamics, largest: float, curvature: float) -> float:
+def compute_stability_limit(
+    dynamics: Dynamics, integrator_step_size: float, max_curvature: float
+) -> float:
     """The step size that suits the largest whitened curvature, and an exact gradient.
 
-    :param largest: that which suits a whitened Gaussian.
+    :param integrator_step_size: that which suits a whitened Gaussian.
     """
-    largest = min(largest, dynamics.longest_step_size)
-    return largest / dynamics.stiffness(stiff_curvature(curvature))
+    integrator_step_size = min(integrator_step_size, dynamics.max_step_size)
+    return integrator_step_size / dynamics.stiffness(compute_effective_curvature(max_curvature))
 
 
-def stiff_curvature(curvature: float) -> float:
+def compute_effective_curvature(max_curvature: float) -> float:
     """What counts of the largest whitened curvature: up to 3.5 it is like a whitened Gaussian's."""
-    return max(1.0, curvature / _FREE_CURVATURE)
+    return max(1.0, max_curvature / _MAX_HARMLESS_CURVATURE)
 
 
-def choose_step_size(
+def limit_step_size_by_noise(
     dynamics: Dynamics,
-    largest: float,
-    noise: Noise,
-    curvature: float,
-    target_bias: float,
+    integrator_step_size: float,
+    noise_stats: GradientNoiseStats,
+    max_curvature: float,
+    target_sd_bias: float,
     is_compensated: bool = False,
 ) -> tuple[float, float]:
     """The largest step size whose predicted bias stays within the target.
 
     :param dynamics: tells how noise and curvature act.
-    :param largest: step size that suits a whitened Gaussian and an exact gradient.
-    :param noise: the whitened gradient's noise.
-    :param curvature: largest whitened curvature; up to 3.5 it costs nothing.
-    :param target_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
+    :param integrator_step_size: step size that suits a whitened Gaussian and an exact gradient.
+    :param noise_stats: the whitened gradient's noise.
+    :param max_curvature: largest whitened curvature; up to 3.5 it costs nothing.
+    :param target_sd_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
         the variance, a half): where it differs over the posterior it shifts means as well.
     :param is_compensated: whether the noise's mean size is taken from what is injected.
     :return: the step size, and the relative excess of the posterior variance predicted at it.
     """
-    step_size = stiff_step_size(dynamics, largest, curvature)
+    step_size = compute_stability_limit(dynamics, integrator_step_size, max_curvature)
     shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     while step_size > shortest:
-        if excess_by_noise(dynamics, noise, step_size, is_compensated) <= target_bias / 2.0:
+        if (
+            compute_noise_variance_inflation(dynamics, noise_stats, step_size, is_compensated)
+            <= target_sd_bias / 2.0
+        ):
             break
         step_size = max(0.99 * step_size, shortest)
-    return step_size, excess_by_noise(dynamics, noise, step_size, is_compensated)
+    return step_size, compute_noise_variance_inflation(
+        dynamics, noise_stats, step_size, is_compensated
+    )
 
 
-def excess_by_noise(
-    dynamics: Dynamics, noise: Noise, step_size: float, is_compensated: bool
+def compute_noise_variance_inflation(
+    dynamics: Dynamics, noise_stats: GradientNoiseStats, step_size: float, is_compensated: bool
 ) -> float:
     """The relative excess of the posterior variance that the gradient's noise makes.
 
@@ -86,23 +98,25 @@ def excess_by_noise(
         exceeds the injected.
     """
     if not is_compensated:
-        return noise.inflation(dynamics, step_size)
-    share = dynamics.noise_inflation(noise.variance, step_size)
-    return max(noise.varying, _UNCERTAIN) * min(share, 1.0) + max(share - 1.0, 0.0)
+        return noise_stats.predict_variance_inflation(dynamics, step_size)
+    share = dynamics.variance_inflation(noise_stats.variance, step_size)
+    return max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR) * min(
+        share, 1.0
+    ) + max(share - 1.0, 0.0)
 
 
-@partial(jax.jit, static_argnames=("dynamics", "scheme", "dim", "num_chains", "num_steps"))
-def _simulate(
+@partial(jax.jit, static_argnames=("dynamics", "integrator", "dim", "num_chains", "num_steps"))
+def _simulate_sd(
     dynamics: Dynamics,
-    scheme: str,
+    integrator: str,
     step_size: Any,
-    variance: Any,
+    noise_variance: Any,
     dim: int,
     num_chains: int,
     num_steps: int,
 ) -> tuple[Array, Array]:
     """Sd of simulated chains on a standard normal and its standard error; zero if none moves."""
-    step = dynamics.step(scheme)
+    step = dynamics.make_step(integrator)
 
     def chain(key: Array) -> Array:
         start_key, state_key, key = random.split(key, 3)
@@ -110,8 +124,8 @@ def _simulate(
 
         def one(state: Any, xs: Any) -> tuple[Any, Array]:
             key, count = xs
-            entries = random.normal(key, (step.draws + 1, dim))
-            offset = jnp.sqrt(variance) * entries[0]
+            entries = random.normal(key, (step.num_noise + 1, dim))
+            offset = jnp.sqrt(noise_variance) * entries[0]
             state = step(state, step_size, lambda q: q + offset, entries[1:], count)
             return state, jnp.square(state.position).mean()
 
@@ -125,24 +139,26 @@ def _simulate(
     return sd, variances.std() / math.sqrt(num_chains) / (2.0 * jnp.maximum(sd, 1e-30))
 
 
-def simulated_excess(
-    dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
+def simulate_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
 ) -> tuple[float, float]:
     """Relative error of the sd that simulated chains have, and its standard error."""
     num_chains = int(np.clip(4096 // dim, 4, 1024))
     time = 3.0 * dynamics.relaxation_time(step_size)
     num_steps = 2 ** math.ceil(math.log2(np.clip(time / step_size, 64, 2048)))
-    sd, error = _simulate(dynamics, scheme, step_size, variance, dim, num_chains, num_steps)
+    sd, error = _simulate_sd(
+        dynamics, integrator, step_size, noise_variance, dim, num_chains, num_steps
+    )
     return float(sd) - 1.0, float(error)
 
 
-def shorten_until_right(
+def limit_step_size_by_discretisation(
     dynamics: Dynamics,
-    scheme: str,
+    integrator: str,
     step_size: float,
     dim: int,
-    target_bias: float,
-    variance: float = 0.0,
+    target_sd_bias: float,
+    noise_variance: float = 0.0,
 ) -> tuple[float, float]:
     """A step size at which the scheme has a standard normal right.
 
@@ -152,55 +168,62 @@ def shorten_until_right(
 
     :param step_size: where to begin.
     :param dim: number of coordinates.
-    :param target_bias: allowed relative error of the sd.
-    :param variance: of the whitened gradient's noise.
+    :param target_sd_bias: allowed relative error of the sd.
+    :param noise_variance: of the whitened gradient's noise.
     :return: the step size, and the relative error of the sd that is left at it.
     :raises ValueError: where no step size is short enough for an exact gradient.
     """
-    of_step = partial(_sd_excess, dynamics, scheme, dim=dim)
-    is_known = _known_excess(dynamics, scheme, step_size, variance) is not None
-    shorter = _SHORTER_OF_KNOWN if is_known else _SHORTER
-    allowed = _SHARE_OF_KNOWN * target_bias if is_known else target_bias
+    of_step = partial(_compute_sd_inflation, dynamics, integrator, dim=dim)
+    is_known = (
+        _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance) is not None
+    )
+    shorter = _ANALYTIC_SHRINK_FACTOR if is_known else _SIMULATED_SHRINK_FACTOR
+    allowed = _ANALYTIC_BIAS_FRACTION * target_sd_bias if is_known else target_sd_bias
     excess, error = of_step(step_size, 0.0)
-    shortest = _SHORTEST * step_size
+    shortest = _MIN_STEP_SIZE_RATIO * step_size
     while not abs(excess) <= allowed + 2.0 * error:
         # Simulated chains that no step moves, no shorter one will move.
-        is_stuck = excess == -1.0 and _known_excess(dynamics, scheme, step_size, 0.0) is None
+        is_stuck = (
+            excess == -1.0
+            and _compute_analytic_sd_inflation(dynamics, integrator, step_size, 0.0) is None
+        )
         if is_stuck or step_size < shortest:
-            raise Refusal(
+            raise InvalidArgumentError(
                 "With these settings of the kernel no step size leaves a standard normal as it "
                 "is: is the diffusion zero, or are friction, mass or metric extreme?"
             )
         step_size *= shorter
         excess, error = of_step(step_size, 0.0)
-    if variance <= 0.0:
+    if noise_variance <= 0.0:
         return step_size, excess
-    excess, error = of_step(step_size, variance)
+    excess, error = of_step(step_size, noise_variance)
     while not abs(excess) <= allowed + 2.0 * error:
         if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
             break
         step_size *= shorter
-        excess, error = of_step(step_size, variance)
+        excess, error = of_step(step_size, noise_variance)
     return step_size, excess
 
 
-def _sd_excess(
-    dynamics: Dynamics, scheme: str, step_size: float, variance: float, dim: int
+def _compute_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
 ) -> tuple[float, float]:
     """Relative error of the sd of draws, and its own standard error: zero where it is known."""
-    known = _known_excess(dynamics, scheme, step_size, variance)
+    known = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
     if known is None:
-        return simulated_excess(dynamics, scheme, step_size, variance, dim)
+        return simulate_sd_inflation(dynamics, integrator, step_size, noise_variance, dim)
     return known, 0.0
 
 
-def _known_excess(
-    dynamics: Dynamics, scheme: str, step_size: float, variance: float
+def _compute_analytic_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float
 ) -> float | None:
     """Relative error of the sd of draws where it is known; not of steps that are not stable, or so
     nearly frictionless that rounding does not tell them from such.
     """
-    exact = draw_excess(dynamics, scheme, step_size, variance=variance)
+    exact = compute_draw_variance_inflation(
+        dynamics, integrator, step_size, noise_variance=noise_variance
+    )
     if exact is None or math.isinf(exact):
         return None
     return math.sqrt(max(0.0, 1.0 + exact)) - 1.0

@@ -22,19 +22,19 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.data.progress import Stages
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.warmup.ahead import compile_ahead
+from numpyro_sgmcmc.data.progress import ProgressReporter
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.warmup.ahead import aot_compile
 
-__all__ = ["MeanField", "fit", "prepare"]
+__all__ = ["MeanField", "fit_mean_field", "precompile_mean_field"]
 
-_FIRST_SD = 0.1
-_LONGEST_STEP = 0.05
+_INIT_SD = 0.1
+_INIT_LEARNING_RATE = 0.05
 # With a million rows a posterior is a thousandth of its prior: a fiftieth left the mean up to six
 # sds off and the bound 100 nats lower.
-_SHORTEST_SHARE = 1 / 1_000
-_STEPS_A_CALL = 250
-_NUMBERS_A_CALL = 2**25  # random ones, at most
+_FINAL_LEARNING_RATE_FRACTION = 1 / 1_000
+_MAX_STEPS_PER_CALL = 250
+_MAX_NORMALS_PER_CALL = 2**25  # random ones, at most
 
 
 class MeanField(NamedTuple):
@@ -48,35 +48,39 @@ class MeanField(NamedTuple):
     sd: np.ndarray
 
 
-def _optimizer(num_steps: int) -> optax.GradientTransformation:
-    return optax.adam(optax.cosine_decay_schedule(_LONGEST_STEP, num_steps, _SHORTEST_SHARE))
+def _make_optimizer(num_steps: int) -> optax.GradientTransformation:
+    return optax.adam(
+        optax.cosine_decay_schedule(_INIT_LEARNING_RATE, num_steps, _FINAL_LEARNING_RATE_FRACTION)
+    )
 
 
-def _start(means: np.ndarray, num_steps: int) -> Any:
+def _init_fit(means: np.ndarray, num_steps: int) -> Any:
     """All starts' parameters, and the optimizer's state for each."""
-    params = means, np.full_like(means, np.log(_FIRST_SD))
-    state = _optimizer(num_steps).init(tuple(x[0] for x in params))  # no program: starts are alike
+    params = means, np.full_like(means, np.log(_INIT_SD))
+    state = _make_optimizer(num_steps).init(
+        tuple(x[0] for x in params)
+    )  # no program: starts are alike
     return params, jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], len(means), 0), state)
 
 
-@partial(jax.jit, static_argnames=("target", "num_steps"))
-def _advance(
-    target: Target,
+@partial(jax.jit, static_argnames=("potential", "num_steps"))
+def _run_fit_steps(
+    potential: Potential,
     arguments: Arguments,
     carry: Any,
-    rows: Indices,
-    noise: Array,
-    keys: Array | None,
+    indices: Indices,
+    normals: Array,
+    rng_keys: Array | None,
     num_steps: int,
 ) -> Any:
     """One call's steps of all starts.
 
-    :param rows: one minibatch a step, shape ``(steps, subsample_size)`` for each plate.
-    :param noise: standard normal entries, shape ``(steps, starts, d)``.
-    :param keys: one a step, for a randomised likelihood.
+    :param indices: one minibatch a step, shape ``(steps, subsample_size)`` for each plate.
+    :param normals: standard normal entries, shape ``(steps, starts, d)``.
+    :param rng_keys: one a step, for a randomised likelihood.
     :param num_steps: those of all calls together.
     """
-    optimizer = _optimizer(num_steps)
+    optimizer = _make_optimizer(num_steps)
 
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
         rows, noise, key = xs
@@ -84,7 +88,7 @@ def _advance(
         def one(carry: Any, noise: Array) -> Any:
             (mean, log_sd), state = carry
             deviation = jnp.exp(log_sd) * noise
-            gradient = target.honest_gradient(mean + deviation, rows, arguments, key)
+            gradient = potential.gradient_or_nan(mean + deviation, rows, arguments, key)
             # Where there is no density there is no way to go; the next minibatch may know one.
             # (`optax.apply_if_finite` is slower: under `vmap` it copies all it has.)
             is_finite = jnp.isfinite(gradient)
@@ -97,68 +101,70 @@ def _advance(
 
         return jax.vmap(one)(carry, noise), None
 
-    return lax.scan(step, carry, (rows, noise, keys))[0]
+    return lax.scan(step, carry, (indices, normals, rng_keys))[0]
 
 
-def _calls(num_steps: int, num_starts: int, dim: int) -> tuple[int, int]:
+def _choose_call_sizes(num_steps: int, num_inits: int, dim: int) -> tuple[int, int]:
     """How many calls, and the steps of each."""
-    fitting = _NUMBERS_A_CALL // (num_starts * dim)
-    a_call = max(1, min(_STEPS_A_CALL, fitting, num_steps))
+    fitting = _MAX_NORMALS_PER_CALL // (num_inits * dim)
+    a_call = max(1, min(_MAX_STEPS_PER_CALL, fitting, num_steps))
     return -(-num_steps // a_call), a_call
 
 
-def prepare(
-    target: Target,
+def precompile_mean_field(
+    potential: Potential,
     arguments: Arguments,
-    num_starts: int,
+    num_inits: int,
     num_steps: int,
-    few_rows: int | None = None,
+    batch_size: int | None = None,
 ) -> None:
     """Begin to compile a :func:`fit` from so many starts.
 
-    :param few_rows: rows of a minibatch on which it is fitted; None for all.
+    :param batch_size: rows of a minibatch on which it is fitted; None for all.
     """
-    num_calls, a_call = _calls(num_steps, num_starts, target.dim)
-    means = jax.ShapeDtypeStruct((num_starts, target.dim), target.dtype)
+    num_calls, a_call = _choose_call_sizes(num_steps, num_inits, potential.dim)
+    means = jax.ShapeDtypeStruct((num_inits, potential.dim), potential.dtype)
     rows = {
-        p.name: jax.ShapeDtypeStruct((a_call, few_rows or p.subsample_size), np.int32)
-        for p in target.plates
+        p.name: jax.ShapeDtypeStruct((a_call, batch_size or p.subsample_size), np.int32)
+        for p in potential.plates
     }
-    compile_ahead(
-        _advance,
-        target,
+    aot_compile(
+        _run_fit_steps,
+        potential,
         arguments,
-        _start(np.zeros(means.shape, means.dtype), num_calls * a_call),
+        _init_fit(np.zeros(means.shape, means.dtype), num_calls * a_call),
         rows,
-        jax.ShapeDtypeStruct((a_call, *means.shape), target.dtype),
-        random.split(random.key(0), a_call) if target.is_randomized else None,
+        jax.ShapeDtypeStruct((a_call, *means.shape), potential.dtype),
+        random.split(random.key(0), a_call) if potential.is_stochastic else None,
         num_calls * a_call,
     )
 
 
-def fit(
-    target: Target,
+def fit_mean_field(
+    potential: Potential,
     arguments: Arguments,
-    starts: np.ndarray,
-    draw_rows: Any,
+    init_positions: np.ndarray,
+    sample_indices: Any,
     num_steps: int,
     rng: np.random.Generator,
-    progress: Stages,
+    progress: ProgressReporter,
 ) -> list[MeanField]:
     """The fits to which the starts lead.
 
-    :param starts: first means, shape ``(starts, d)``.
-    :param draw_rows: ``(shape) -> minibatches`` of that shape.
+    :param init_positions: first means, shape ``(starts, d)``.
+    :param sample_indices: ``(shape) -> minibatches`` of that shape.
     :param num_steps: steps, rounded up to whole calls.
     :param progress: told of the gradients taken.
     """
-    num_calls, a_call = _calls(num_steps, *starts.shape)
-    carry = _start(starts.astype(target.dtype), num_calls * a_call)
+    num_calls, a_call = _choose_call_sizes(num_steps, *init_positions.shape)
+    carry = _init_fit(init_positions.astype(potential.dtype), num_calls * a_call)
     for call in range(num_calls):
-        noise = rng.standard_normal((a_call, *starts.shape), np.float32).astype(target.dtype)
-        keys = random.split(random.key(call), a_call) if target.is_randomized else None
-        rows = draw_rows((a_call,))
-        carry = _advance(target, arguments, carry, rows, noise, keys, num_calls * a_call)
-        progress.done(a_call * len(starts))
+        noise = rng.standard_normal((a_call, *init_positions.shape), np.float32).astype(
+            potential.dtype
+        )
+        keys = random.split(random.key(call), a_call) if potential.is_stochastic else None
+        rows = sample_indices((a_call,))
+        carry = _run_fit_steps(potential, arguments, carry, rows, noise, keys, num_calls * a_call)
+        progress.advance(a_call * len(init_positions))
     mean, log_sd = (np.asarray(x, np.float64) for x in carry[0])
     return [MeanField(m, np.exp(s)) for m, s in zip(mean, log_sd, strict=True)]

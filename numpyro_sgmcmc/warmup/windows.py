@@ -9,83 +9,85 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from numpyro_sgmcmc.posterior.estimators import Estimator
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.context import Context
-from numpyro_sgmcmc.warmup.noise import Noise
+from numpyro_sgmcmc.posterior.estimators import GradientEstimator
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.context import WarmupContext
+from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
 from numpyro_sgmcmc.warmup.pilot import (
-    PILOT,
-    PILOT_BIAS,
-    PILOT_STEP_SIZE,
+    MAX_PILOT_STEP_SIZE,
+    PILOT_DYNAMICS,
+    PILOT_TARGET_SD_BIAS,
 )
 
-__all__ = ["PilotChains", "Window", "settle"]
+__all__ = ["PilotChains", "PilotWindow", "run_local_pilot_windows"]
 
 
-class Window(NamedTuple):
+class PilotWindow(NamedTuple):
     """
-    - **whitening** - anchor and factor, moved to what the window's draws say.
+    - **preconditioner** - anchor and factor, moved to what the window's draws say.
     - **q** - the chains' positions there.
-    - **is_settled** - whether that was a small move.
+    - **is_converged** - whether that was a small move.
     """
 
-    whitening: Whitening
+    preconditioner: Preconditioner
     q: np.ndarray
-    is_settled: bool
+    is_converged: bool
 
 
 class PilotChains(Protocol):
     """What a loop over windows must know of the chains that run in them."""
 
-    max_windows: int
+    max_num_windows: int
 
-    def noise(self, whitening: Whitening, q: np.ndarray) -> dict[Estimator, Noise]:
+    def measure_noise(
+        self, preconditioner: Preconditioner, q: np.ndarray
+    ) -> dict[GradientEstimator, GradientNoiseStats]:
         """The gradient's noise where the chains are."""
         ...
 
-    def num_steps(self, step_size: float) -> int:
+    def choose_window_steps(self, step_size: float) -> int:
         """Steps of the next window."""
         ...
 
-    def run(
+    def run_window(
         self,
-        whitening: Whitening,
+        preconditioner: Preconditioner,
         q: np.ndarray,
         step_size: float,
         num_steps: int,
-        estimator: Estimator,
-    ) -> Window | None:
+        estimator: GradientEstimator,
+    ) -> PilotWindow | None:
         """One window; None where the chains were lost."""
         ...
 
-    def is_done(self, is_settled: bool) -> bool:
+    def is_last_window(self, is_converged: bool) -> bool:
         """Whether that was the last window."""
         ...
 
 
-def settle(
-    context: Context, chains: PilotChains, whitening: Whitening, q: np.ndarray
-) -> tuple[Whitening, np.ndarray]:
+def run_local_pilot_windows(
+    context: WarmupContext, pilot_chains: PilotChains, preconditioner: Preconditioner, q: np.ndarray
+) -> tuple[Preconditioner, np.ndarray]:
     """Window after window until mean and covariance stay.
 
     :param q: the chains' first positions, whitened, shape ``(num_chains, d)``.
     :return: the whitening, and whitened positions from about the posterior.
     """
     shorter = 1.0
-    for _ in range(chains.max_windows):
-        noise = chains.noise(whitening, q)
-        curvature = context.curvature(whitening, q)
-        estimator, step_size, _ = context.cheapest(
-            PILOT, PILOT_STEP_SIZE / shorter, noise, curvature, PILOT_BIAS
+    for _ in range(pilot_chains.max_num_windows):
+        noise = pilot_chains.measure_noise(preconditioner, q)
+        curvature = context.measure_max_curvature(preconditioner, q)
+        estimator, step_size, _ = context.choose_estimator(
+            PILOT_DYNAMICS, MAX_PILOT_STEP_SIZE / shorter, noise, curvature, PILOT_TARGET_SD_BIAS
         )
-        num_steps = chains.num_steps(step_size)
-        context.progress.begin("pilot chains")
-        window = chains.run(whitening, q, step_size, num_steps, estimator)
+        num_steps = pilot_chains.choose_window_steps(step_size)
+        context.progress.begin_stage("pilot chains")
+        window = pilot_chains.run_window(preconditioner, q, step_size, num_steps, estimator)
         if window is None:
             shorter *= 4.0
             q = q / 2.0
             continue
-        whitening, q, is_settled = window
-        if chains.is_done(is_settled):
+        preconditioner, q, is_settled = window
+        if pilot_chains.is_last_window(is_settled):
             break
-    return whitening, q
+    return preconditioner, q

@@ -12,7 +12,7 @@ from numpyro.infer import init_to_sample
 from scipy.stats import norm
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.targets import get_model_potential
 from tests.contract.kernels import assert_posterior
 from tests.quick import quick_if
 
@@ -48,7 +48,7 @@ def exact_posterior():
 def test_chains_have_the_posterior(scheme, num_leapfrog, batch_size, h):
     model = make_model((2, 1), jnp.tanh, VARIANCE)
     arguments = Arguments((X, Y), {"batch_size": batch_size})
-    target = target_of(model, arguments, init_to_sample)
+    target = get_model_potential(model, arguments, init_to_sample)
     starts = jax.random.normal(jax.random.key(1), (200, 3))
     found = draws(
         target,

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.chain.moments import FULL_MAX_DIM, FirstGradient, Moments, Sums, batch_of
-from numpyro_sgmcmc.diagnostics.estimates import estimate
+from numpyro_sgmcmc.chain.moments import (
+    FULL_MOMENTS_MAX_DIM,
+    FirstGradientRecorder,
+    Moments,
+    RunningSums,
+    compute_batch_index,
+)
+from numpyro_sgmcmc.diagnostics.estimates import estimate_bias_from_sums
 from tests.dynamics.examples import EXAMPLES, SCHEMES
 from tests.dynamics.orders import stationary_covariance
 
@@ -20,9 +26,9 @@ LINEAR = [(n, s) for n, s in SCHEMES if n in ("underdamped", "overdamped")]
 
 def reading(step, state, step_size, gradient, noise):
     """State after the step, and the position and gradient that it reads."""
-    remembered = FirstGradient(gradient)
+    remembered = FirstGradientRecorder(gradient)
     end = step(state, step_size, remembered, noise)
-    return end, (end if step.reads_end else state).position, remembered.first
+    return end, (end if step.gradient_at_end else state).position, remembered.first_gradient
 
 
 @pytest.mark.usefixtures("x64")
@@ -32,7 +38,7 @@ def test_reading_is_the_draws_own_variance(name, scheme, h, k, variance):
     """On a Gaussian of curvature k, exactly: discretisation error and noise included."""
     dynamics = EXAMPLES[name].dynamics
     if name == "underdamped":
-        dynamics = replace(dynamics, keeps_gradient=scheme in ("baoab", "obabo"))
+        dynamics = replace(dynamics, is_fsal=scheme in ("baoab", "obabo"))
     step, state = dynamics.step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
     flat, unravel = ravel_pytree(state)
 
@@ -94,13 +100,13 @@ def test_reading_of_nonlinear_dynamics(name, scheme):
 
 
 def sums_of(q, g, temperature=1.0, weight=1.0):
-    made = Sums.zeros(q.size, q.dtype).add(q, g)
-    return made.finished(q, temperature, jnp.asarray(weight, q.dtype))
+    made = RunningSums.zeros(q.size, q.dtype).add(q, g)
+    return made.finalize_iteration(q, temperature, jnp.asarray(weight, q.dtype))
 
 
 def test_batches_grow_with_the_run():
     num, length = 16, 4 * (2**6 - 1)
-    place = np.asarray(jax.vmap(lambda i: batch_of(i, num))(jnp.arange(length)))
+    place = np.asarray(jax.vmap(lambda i: compute_batch_index(i, num))(jnp.arange(length)))
     # Four of one, four of two, four of four, four of eight, then again from the first batch.
     np.testing.assert_array_equal(place[:12], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7])
     np.testing.assert_array_equal(place[60 : 60 + 64], np.repeat([0, 1, 2, 3], 16))
@@ -113,7 +119,7 @@ def test_batches_grow_with_the_run():
         assert at.sum() ** 2 / np.square(at).sum() > 9
 
 
-@pytest.mark.parametrize("dim", [3, FULL_MAX_DIM + 1])
+@pytest.mark.parametrize("dim", [3, FULL_MOMENTS_MAX_DIM + 1])
 def test_batches_hold_every_good_iteration_once(dim):
     rng = np.random.default_rng(0)
     qs, gs = (rng.standard_normal((40, dim)).astype(np.float32) for _ in range(2))
@@ -125,17 +131,19 @@ def test_batches_hold_every_good_iteration_once(dim):
     moments = Moments.zeros(dim, jnp.float32)
     for i in range(-3, 40):
         moments = advance(moments, qs[i], gs[i], i)
-    assert moments.iterations == 40
+    assert moments.num_iterations == 40
     kept = np.arange(40) != 7
-    place = np.asarray(batch_of(jnp.arange(40), 16))
+    place = np.asarray(compute_batch_index(jnp.arange(40), 16))
     expected = np.bincount(place, kept, minlength=16)
     np.testing.assert_array_equal(moments.batches.weight, expected)
     np.testing.assert_allclose(
         moments.batches.gradient[8], gs[(place == 8) & kept].sum(0), rtol=1e-5, atol=1e-6
     )
     expected = np.einsum("ni,nj->ij", qs[kept], gs[kept])
-    expected = expected if dim <= FULL_MAX_DIM else np.diagonal(expected)
-    np.testing.assert_allclose(moments.batches.stein.sum(0), expected, rtol=1e-4, atol=1e-4)
+    expected = expected if dim <= FULL_MOMENTS_MAX_DIM else np.diagonal(expected)
+    np.testing.assert_allclose(
+        moments.batches.position_gradient.sum(0), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_iterations_count_by_their_weight():
@@ -145,19 +153,19 @@ def test_iterations_count_by_their_weight():
     assert once.weight == 1.0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(2 * a, b), once, twice)
     assert all((x == 0).all() for x in never)
-    np.testing.assert_allclose(once.stein, np.outer(q, g))
+    np.testing.assert_allclose(once.position_gradient, np.outer(q, g))
     np.testing.assert_allclose(once.spread, np.outer(q, q))
 
 
 # --- Putting them together ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", [4, FULL_MAX_DIM + 6])
+@pytest.mark.parametrize("dim", [4, FULL_MOMENTS_MAX_DIM + 6])
 def test_estimates_of_a_gaussian_with_the_wrong_covariance(dim):
     """Independent draws whose law is known to be off: shifts and inflations, within the errors."""
     rng = np.random.default_rng(1)
     num = 20_000
-    is_full = dim <= FULL_MAX_DIM
+    is_full = dim <= FULL_MOMENTS_MAX_DIM
     # The whitening is wrong, the chain's covariance is another, and neither is diagonal.
     root = np.tril(0.3 * rng.standard_normal((dim, dim))) / np.sqrt(dim / 4) if is_full else 0.0
     posterior = np.diag(rng.uniform(0.5, 2.0, dim)) + (root @ root.T if is_full else 0.0)
@@ -171,7 +179,7 @@ def test_estimates_of_a_gaussian_with_the_wrong_covariance(dim):
     )
     each = jax.vmap(sums_of)(jnp.asarray(q), jnp.asarray(g))
     batches = jax.tree.map(lambda x: np.asarray(x).reshape(50, -1, *x.shape[1:]).sum(1), each)
-    found = estimate(batches, factor)
+    found = estimate_bias_from_sums(batches, factor)
     push = factor if factor.ndim == 2 else np.diag(factor)
     right, wide = (np.diagonal(push @ x @ push.T) for x in (posterior, chain))
     true_shift, true_inflation = push @ shift / np.sqrt(right), np.sqrt(wide / right) - 1
@@ -180,10 +188,10 @@ def test_estimates_of_a_gaussian_with_the_wrong_covariance(dim):
         assert (np.abs(value - truth) < 5 * error).all(), name
         assert 0.6 < np.sqrt(np.mean(((value - truth) / error) ** 2)) < 1.5, name
         assert error.max() < 0.03
-    assert found.kinetic.value == pytest.approx(1.0)
-    assert found.configurational.error < 0.02
+    assert found.kinetic_temperature.value == pytest.approx(1.0)
+    assert found.configurational_temperature.error < 0.02
 
 
 def test_one_batch_has_no_error_bar():
     sums = jax.tree.map(lambda x: np.asarray(x)[None], sums_of(jnp.ones(2), jnp.ones(2)))
-    assert np.isnan(estimate(sums, np.ones(2)).shift.error).all()
+    assert np.isnan(estimate_bias_from_sums(sums, np.ones(2)).mean_bias.error).all()

@@ -14,7 +14,7 @@ from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
 from numpyro_sgmcmc.checkpointing import store
 from numpyro_sgmcmc.checkpointing.codec import encode
 from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.loop import Chains
+from numpyro_sgmcmc.checkpointing.loop import ChainRunner
 from tests.contract.kernels import survey, survey_data
 
 # Test modules import the fixtures, and have them in their own `__all__`.
@@ -60,7 +60,8 @@ class Killed(Exception):
 
 def kernel_of(kernel_class=SGHMCSplit, **options):
     return kernel_class(
-        survey, **{"num_steps": 2, "step_size": 0.2, "gradient": "control_variate", **options}
+        survey,
+        **{"num_steps": 2, "step_size": 0.2, "gradient_estimator": "control_variate", **options},
     )
 
 
@@ -146,7 +147,7 @@ def copy(whole, tmp_path):
 
 def end_at(monkeypatch, iteration, how):
     """End with ``how`` once the chains have come to an iteration."""
-    advance = Chains.advance
+    advance = ChainRunner.run_iterations
 
     def advance_and_end(self, segment, iterations):
         segment = advance(self, segment, iterations)
@@ -155,8 +156,8 @@ def end_at(monkeypatch, iteration, how):
         return segment
 
     # At most two iterations between two looks, whatever the clock says.
-    monkeypatch.setattr("numpyro_sgmcmc.checkpointing.watch._LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(Chains, "advance", advance_and_end)
+    monkeypatch.setattr("numpyro_sgmcmc.checkpointing.watch._POLL_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(ChainRunner, "run_iterations", advance_and_end)
 
 
 def kill():

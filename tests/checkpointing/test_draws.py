@@ -14,7 +14,7 @@ from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import bias_report, open_draws, print_summary
-from numpyro_sgmcmc.chain.mass_blocks import MassBlocks
+from numpyro_sgmcmc.chain.mass_blocks import MassMatrixBlocks
 from numpyro_sgmcmc.checkpointing.codec import decode, encode
 from numpyro_sgmcmc.checkpointing.fingerprint import describe
 from numpyro_sgmcmc.checkpointing.running import RunningMoments
@@ -90,7 +90,7 @@ def test_running_moments_do_not_depend_on_segments():
         pieces = pieces.add({"a": draws["a"][:, part]}, weights[:, part])
     for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(pieces), strict=True):
         np.testing.assert_array_equal(a, b)
-    mean, variance = once.pooled()
+    mean, variance = once.compute_pooled_moments()
     x, w = np.float64(draws["a"]).reshape(40, 3), weights.ravel()
     np.testing.assert_allclose(mean["a"], np.average(x, 0, w))
     np.testing.assert_allclose(variance["a"], np.average((x - mean["a"]) ** 2, 0, w))
@@ -127,7 +127,7 @@ def test_codec_keeps_types_and_bits():
         "typed": jax.random.key(3, impl="rbg"),
         "raw": jax.random.PRNGKey(3),
         "stream": StreamState(*range(len(StreamState._fields))),
-        "blocks": MassBlocks((("x", 1), ("y", 2)), ((("y", "x"), True),)),
+        "blocks": MassMatrixBlocks((("x", 1), ("y", 2)), ((("y", "x"), True),)),
         "matrices": {("x", "y"): jnp.eye(2), ("z",): jnp.ones(3)},
     }
     arrays = []

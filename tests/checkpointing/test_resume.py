@@ -55,15 +55,15 @@ def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
 
 @slow
 def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
-    write, kills = store.Store.write, 0
+    write, kills = store.CheckpointStore.write, 0
 
     def write_and_die(self, checkpoint, is_writer):
         written = write(self, checkpoint, is_writer)
-        if checkpoint.iterations < 19:
+        if checkpoint.num_iterations < 19:
             raise KeyboardInterrupt  # which no handler takes for a full disk
         return written
 
-    monkeypatch.setattr(store.Store, "write", write_and_die)
+    monkeypatch.setattr(store.CheckpointStore, "write", write_and_die)
     with pytest.raises(KeyboardInterrupt):
         run(mcmc_of(tmp_path))
     kills += 1
@@ -150,7 +150,9 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
     """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
-    monkeypatch.setattr(block, "_LONGEST_BLOCK", 2)  # read anew at every other iteration
+    monkeypatch.setattr(
+        block, "_MAX_PREFETCHED_ITERATIONS", 2
+    )  # read anew at every other iteration
 
     class Failing:
         shape, dtype = DATA.y.shape, DATA.y.dtype
@@ -179,8 +181,8 @@ def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
     "settings",
     [
         {"step_size": Polynomial(0.2, 0.5)},
-        {"gradient": "plain", "noise_compensation": True},
-        {"gradient": "second_order_control_variate", "minibatch": "epoch"},
+        {"gradient_estimator": "minibatch", "noise_compensation": True},
+        {"gradient_estimator": "second_order_control_variate", "subsampling": "shuffled"},
         {"step_size": None, "num_steps": 40},
     ],
     ids=["schedule", "compensated", "second order", "adapted"],
@@ -234,7 +236,7 @@ def test_directions_of_a_long_position(tmp_path, monkeypatch):
 
     whole = make(tmp_path / "whole")
     whole.run(jax.random.PRNGKey(0), init_params=jnp.zeros(120))
-    assert whole.last_state.adapt_state.whitening.stretch is not None
+    assert whole.last_state.adapt_state.whitening.low_rank is not None
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):

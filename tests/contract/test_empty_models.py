@@ -11,7 +11,7 @@ import pytest
 from numpyro.handlers import condition
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_sgmcmc import SGHMCSplit, bias_report, explain
+from numpyro_sgmcmc import SGHMCSplit, bias_report, warmup_report
 from tests.contract.kernels import each_kernel, quietly
 
 DATA = np.arange(6.0, dtype=np.float32)
@@ -89,7 +89,7 @@ def test_every_kernel(kernel_class):
     mcmc.run(jax.random.key(0), DATA, extra_fields=("diverging", "num_steps"))
     assert mcmc.get_samples()["pairs"].shape == (2, 2, 0)
     assert not mcmc.get_extra_fields()["diverging"].any()
-    for told in (bias_report, explain):
+    for told in (bias_report, warmup_report):
         with pytest.raises(ValueError, match="no latent site"):
             told(mcmc)
 

@@ -11,7 +11,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.targets import get_model_potential
 from tests.contract.kernels import BATCH, assert_posterior, quietly, survey, survey_data
 
 ROWS = np.random.default_rng(0).normal(1.5, 1.0, 300).astype(np.float32)
@@ -46,7 +46,10 @@ def test_without_the_option():
 
 def test_the_same_gradients_and_curvature():
     arguments = Arguments(tuple(survey_data()), {"batch_size": BATCH})
-    both = [target_of(survey, arguments, init_to_uniform, is_forward=x) for x in (False, True)]
+    both = [
+        get_model_potential(survey, arguments, init_to_uniform, forward_mode_differentiation=x)
+        for x in (False, True)
+    ]
     position, rows = jnp.array([0.3, -0.2, 1.0]), {"rows": jnp.arange(BATCH)}
     for of, given in (
         ("potential_and_gradient", (rows, arguments)),
@@ -61,7 +64,7 @@ def test_potential_functions():
     def potential(z):
         return lax.while_loop(lambda x: x[0] < 3, lambda x: (x[0] + 1, x[1]), (0, z**2 / 2))[1]
 
-    options = {"step_size": 0.3, "num_steps": 3, "gradient": "plain"}
+    options = {"step_size": 0.3, "num_steps": 3, "gradient_estimator": "minibatch"}
     kernel = SGHMCSplit(potential_fn=potential, forward_mode_differentiation=True, **options)
     mcmc = quietly(kernel, num_warmup=50, num_samples=2000)
     mcmc.run(jax.random.key(0), init_params=jnp.zeros(()))

@@ -108,7 +108,7 @@ def test_discrete_site_and_its_conditionals(kernel_class):
 @pytest.mark.slow
 def test_plain_gradients_in_a_block():
     """Nothing to refresh then: the conditioning reaches the gradient itself."""
-    kernel = SGHMCSplit(switching, gradient="plain")
+    kernel = SGHMCSplit(switching, gradient_estimator="minibatch")
     assert_enumerated(sweep(kernel, 3000, 100, discrete_latent_sites))
 
 
@@ -117,7 +117,9 @@ def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
     """Without `refresh` the control variates keep the gradient of another conditional."""
     monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)
     with pytest.raises(AssertionError):
-        assert_enumerated(sweep(SGHMCSplit(switching, gradient="control_variate"), 3000, BATCH))
+        assert_enumerated(
+            sweep(SGHMCSplit(switching, gradient_estimator="control_variate"), 3000, BATCH)
+        )
 
 
 def test_kernel_without_a_model_is_refused():
@@ -206,11 +208,11 @@ def test_values_of_another_block_are_those_of_the_minibatch_s_rows():
                 numpyro.sample("y", dist.Normal(z.sum(-1), 1), obs=y[i])
 
     z = jnp.asarray(np.random.default_rng(1).standard_normal((60, 2, 3)), jnp.float32)
-    kernel = SGHMCSplit(pairs, gradient="plain").wrap_model(conditioned)
+    kernel = SGHMCSplit(pairs, gradient_estimator="minibatch").wrap_model(conditioned)
     kwargs = {"batch_size": 20, GIBBS_SITES_KWARG: {"z": z}}
     kernel.init(jax.random.key(0), 10, None, (y,), kwargs)
     rows = jnp.array([3, 1, 59, 7])
-    found = kernel.target.potential(jnp.array([0.3]), {"rows": rows}, Arguments((y,), kwargs))
+    found = kernel.potential.value(jnp.array([0.3]), {"rows": rows}, Arguments((y,), kwargs))
     log_joint = dist.Normal(0.3, 1).log_prob(z[rows]).sum()
     log_joint += dist.Normal(z[rows].sum(-1), 1).log_prob(y[rows]).sum()
     expected = -15 * log_joint - dist.Normal(0, 1).log_prob(0.3)
@@ -220,7 +222,7 @@ def test_values_of_another_block_are_those_of_the_minibatch_s_rows():
 @pytest.mark.slow
 def test_a_kernel_with_local_values_beside_a_discrete_block():
     y = (0.2 + np.sqrt(2) * np.random.default_rng(2).standard_normal(400)).astype(np.float32)
-    kernel = SGHMCSplit(offset, collect_locals=True)
+    kernel = SGHMCSplit(offset, collect_local_sites=True)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
     settings = {"num_warmup": 50, "num_samples": 1000, "num_chains": 2}
     mcmc = quietly(gibbs, chain_method="sequential", **settings)

@@ -17,7 +17,7 @@ def run(step_size, num_chains=1, **options):
         potential_fn=lambda q: 50.0 * jnp.square(q).sum(),
         step_size=step_size,
         num_steps=40,
-        gradient="plain",
+        gradient_estimator="minibatch",
         adapt_mass_matrix=False,
         **options,
     )

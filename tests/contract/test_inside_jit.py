@@ -20,8 +20,8 @@ from tests.contract.kernels import (
 
 FIXED = {
     "num_steps": 5,
-    "gradient": "plain",
-    "minibatch": "iid",
+    "gradient_estimator": "minibatch",
+    "subsampling": "iid",
     "inverse_mass_matrix": np.full(3, 1 / 400),
 }
 

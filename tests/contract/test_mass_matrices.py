@@ -35,7 +35,12 @@ def shown(kernel, num_chains=None):
 
 def without_warmup(**options):
     """Ours with nothing left to find."""
-    fixed = {"step_size": 0.1, "num_steps": 1, "gradient": "plain", "minibatch": "iid"}
+    fixed = {
+        "step_size": 0.1,
+        "num_steps": 1,
+        "gradient_estimator": "minibatch",
+        "subsampling": "iid",
+    }
     return SGHMCSplit(shapes, adapt_mass_matrix=False, **fixed, **options)
 
 
@@ -104,7 +109,7 @@ def test_a_potential_function_has_one_array():
         potential_fn=lambda z: jnp.square(z).sum() / 2,
         step_size=0.1,
         num_steps=1,
-        gradient="plain",
+        gradient_estimator="minibatch",
         inverse_mass_matrix=np.array([4.0, 9.0]),
     )
     state = kernel.init(jax.random.key(0), 0, jnp.zeros(2), (), {}).adapt_state

@@ -21,7 +21,7 @@ import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.dynamics.riemannian import potential_metric
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel
+from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
 from tests.contract.kernels import (
     assert_posterior,
     moments,
@@ -58,7 +58,9 @@ def posterior(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def without_noise() -> Iterator[None]:
     """What is traced in here draws zeros for normal numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.random, "normal", lambda key, shape, dtype: jnp.zeros(shape, dtype))
+        patch.setattr(
+            jax.random, "approximation", lambda key, shape, dtype: jnp.zeros(shape, dtype)
+        )
         yield
 
 
@@ -72,7 +74,7 @@ def long_run_of():
             has_friction = "friction" in inspect.signature(kernel_class).parameters
             kernel = kernel_class(
                 regression,
-                gradient="control_variate",
+                gradient_estimator="control_variate",
                 num_steps=1,
                 step_size=0.05,
                 **({"friction": 4.0} if has_friction else {}),
@@ -158,7 +160,7 @@ def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
     run = long_run_of(kernel_class)
     assert (np.diff(run.draws, axis=1) != 0).any(-1).all()
     noise = np.asarray(run.noise, np.float64)[:, 1:]  # chains, steps, coordinates
-    if issubclass(kernel_class, MetricKernel):  # which scales the noise from place to place
+    if issubclass(kernel_class, RiemannianKernel):  # which scales the noise from place to place
         before = run.dynamics.position[:, :-1]
         noise = noise / np.sqrt(jax.vmap(jax.vmap(potential_metric))(before))[..., None]
     noise = noise / noise.std((0, 1))
@@ -221,11 +223,13 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("minibatch", ["iid", "blocks"])
+@pytest.mark.parametrize("minibatch", ["iid", "contiguous"])
 def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     # The moments of noisy gradients are read from minibatches besides: not here.
-    monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_source", lambda *_: None)
-    kernel = SGHMCSplit(regression, minibatch=minibatch, gradient="plain", num_steps=5)
+    monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_separate_gradients", lambda *_: None)
+    kernel = SGHMCSplit(
+        regression, subsampling=minibatch, gradient_estimator="minibatch", num_steps=5
+    )
     arguments = (rows(), {"batch_size": BATCH})
     seen: list[tuple[int, ...]] = []
     monkeypatch.setattr(f"{__name__}.watched", seen)

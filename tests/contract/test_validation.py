@@ -12,7 +12,7 @@ from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import quietly
 
 X = np.random.default_rng(0).standard_normal(40).astype(np.float32)
-FIXED = {"step_size": 0.1, "num_steps": 1, "gradient": "plain", "minibatch": "iid"}
+FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "subsampling": "iid"}
 
 
 def scale():

@@ -67,7 +67,7 @@ def missing(kernel):
     return sorted(map(tuple, found))
 
 
-FIXED = {"step_size": 0.1, "num_steps": 1, "gradient": "plain", "minibatch": "iid"}
+FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "subsampling": "iid"}
 
 
 @pytest.mark.parametrize(

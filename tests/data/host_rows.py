@@ -15,8 +15,8 @@ NUM_ROWS, BATCH = 3_000, 20
 # find other coordinates than on the same rows in memory.
 GIVEN = {
     "inverse_mass_matrix": np.full(2, 1.0 / NUM_ROWS),
-    "gradient": "control_variate",
-    "minibatch": "blocks",
+    "gradient_estimator": "control_variate",
+    "subsampling": "contiguous",
 }
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((NUM_ROWS, 2)).astype(np.float32)

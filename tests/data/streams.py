@@ -11,48 +11,48 @@ from jax import random
 from scipy import stats
 
 from numpyro_sgmcmc.data.minibatch import (
-    IID,
-    MINIBATCH_SCHEMES,
-    Blocks,
-    Epoch,
-    MinibatchScheme,
+    SUBSAMPLINGS,
+    ContiguousSubsampling,
+    IIDSubsampling,
+    ShuffledSubsampling,
     StreamState,
+    Subsampling,
 )
 
 IMPROBABLE = 1e-6
 """Threshold of p-values; seeds are fixed, so that a test which passes once passes always."""
 
-each_stream = pytest.mark.parametrize("name", sorted(MINIBATCH_SCHEMES))
+each_stream = pytest.mark.parametrize("name", sorted(SUBSAMPLINGS))
 
 
 class Stream(NamedTuple):
     """A scheme on a table of a size."""
 
-    scheme: MinibatchScheme
+    scheme: Subsampling
     size: int
     batch_size: int
 
     def init(self, key):
-        return StreamState.start(key)
+        return StreamState.init(key)
 
     def draw(self, state, key, num_steps):
-        return self.scheme.draw(state, key, num_steps, self.size, self.batch_size)
+        return self.scheme.sample_indices(state, key, num_steps, self.size, self.batch_size)
 
 
 def iid(size, batch_size):
-    return Stream(IID(), size, batch_size)
+    return Stream(IIDSubsampling(), size, batch_size)
 
 
 def epoch(size, batch_size):
-    return Stream(Epoch(), size, batch_size)
+    return Stream(ShuffledSubsampling(), size, batch_size)
 
 
 def blocks(size, batch_size):
-    return Stream(Blocks(), size, batch_size)
+    return Stream(ContiguousSubsampling(), size, batch_size)
 
 
 def named(name, size, batch_size):
-    return Stream(MINIBATCH_SCHEMES[name], size, batch_size)
+    return Stream(SUBSAMPLINGS[name], size, batch_size)
 
 
 @partial(jax.jit, static_argnames=("stream", "num_steps"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.data import arguments as arguments_module
-from numpyro_sgmcmc.data.arguments import Arguments, HeldArrays, as_jax_arrays, is_array
+from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache, as_jax_arrays, is_array
 
 X, y = np.ones((4, 2), np.float32), np.arange(4)
 
@@ -198,12 +198,15 @@ def test_arguments_pass_through_transformations():
 
 def held(*arrays):
     """Which of these are held in references."""
-    return [isinstance(x, jax.Ref) for x in HeldArrays().hold(Arguments(arrays, None)).args]
+    return [
+        isinstance(x, jax.Ref)
+        for x in DeviceArrayCache().cache_arrays(Arguments(arrays, None)).args
+    ]
 
 
 def test_only_arrays_that_are_large_together_are_held(monkeypatch):
-    monkeypatch.setattr(arguments_module, "_HOLD_BYTES", 2_000)
-    monkeypatch.setattr(arguments_module, "_SMALL_BYTES", 500)
+    monkeypatch.setattr(arguments_module, "_MIN_TOTAL_CACHE_BYTES", 2_000)
+    monkeypatch.setattr(arguments_module, "_MIN_CACHED_ARRAY_BYTES", 500)
     large, small = np.ones(300, np.float32), np.ones(100, np.float32)
     assert held(large) == [False]
     assert held(large, small, large) == [True, False, True]
@@ -211,9 +214,9 @@ def test_only_arrays_that_are_large_together_are_held(monkeypatch):
 
 
 def test_a_held_array_is_one_reference_with_its_values(monkeypatch):
-    monkeypatch.setattr(arguments_module, "_HOLD_BYTES", 0)
-    monkeypatch.setattr(arguments_module, "_SMALL_BYTES", 0)
-    keeper = HeldArrays()
-    first, second = (keeper.hold(Arguments((X, y), {"z": X})) for _ in range(2))
+    monkeypatch.setattr(arguments_module, "_MIN_TOTAL_CACHE_BYTES", 0)
+    monkeypatch.setattr(arguments_module, "_MIN_CACHED_ARRAY_BYTES", 0)
+    keeper = DeviceArrayCache()
+    first, second = (keeper.cache_arrays(Arguments((X, y), {"z": X})) for _ in range(2))
     assert first.args[0] is second.args[0] is first.kwargs["z"]
-    np.testing.assert_array_equal(jax.jit(lambda: first.read().args[0])(), X)
+    np.testing.assert_array_equal(jax.jit(lambda: first.dereference().args[0])(), X)

@@ -16,9 +16,9 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import HostArray, bias_report, log_likelihood
-from numpyro_sgmcmc.chain.block import block_length
-from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows, RowsRead
-from numpyro_sgmcmc.warmup.moment_source import STEPS_APART
+from numpyro_sgmcmc.chain.block import compute_buffer_length
+from numpyro_sgmcmc.data.stand_ins import PlateIndexRegistry, PrefetchedRows, RowLookup
+from numpyro_sgmcmc.warmup.moment_source import MONITOR_INTERVAL
 from tests.data.host_rows import (
     BATCH,
     GIVEN,
@@ -51,8 +51,8 @@ def long_run():
     ("model", "options"),
     [
         (by_index, {}),
-        (by_column, {"minibatch": "epoch"}),
-        (by_subsample, {"minibatch": "iid", "gradient": "plain"}),
+        (by_column, {"subsampling": "shuffled"}),
+        (by_subsample, {"subsampling": "iid", "gradient_estimator": "minibatch"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -76,7 +76,7 @@ def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
     """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
     first, then = [], []
     for data in ((X, Y), (HostArray(X), Y)):
-        mcmc = fit(*data, options={**GIVEN, "minibatch": "iid", "gradient": gradient})
+        mcmc = fit(*data, options={**GIVEN, "subsampling": "iid", "gradient_estimator": gradient})
         first.append(draws(mcmc))
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(jax.random.key(5), *data, batch_size=BATCH)
@@ -93,7 +93,7 @@ def test_the_warm_up_finds_what_it_finds_in_memory():
         for data in ((X, Y), (HostArray(X), HostArray(Y)))
     )
     sd = NUM_ROWS**-0.5
-    assert np.abs(host.anchor - memory.anchor).max() < 0.3 * sd
+    assert np.abs(host.center - memory.center).max() < 0.3 * sd
     np.testing.assert_allclose(np.diag(host.factor), sd, rtol=0.05)
     np.testing.assert_allclose(np.diag(memory.factor), sd, rtol=0.05)
 
@@ -101,19 +101,24 @@ def test_the_warm_up_finds_what_it_finds_in_memory():
 @pytest.mark.slow
 def test_reports():
     """Epochs with much noise: moments are read from rows that no step has drawn."""
-    options = {**GIVEN, "minibatch": "epoch", "gradient": "plain", "step_size": 0.5}
-    options["num_steps"] = 2 * STEPS_APART
+    options = {
+        **GIVEN,
+        "subsampling": "shuffled",
+        "gradient_estimator": "minibatch",
+        "step_size": 0.5,
+    }
+    options["num_steps"] = 2 * MONITOR_INTERVAL
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         both = [
             fit(*data, options=options, num_samples=200)
             for data in ((X, Y), (HostArray(X), HostArray(Y)))
         ]
-    assert both[0].sampler.adaptation.moment_source.estimator is not None
+    assert both[0].sampler.adaptation.monitor_gradients.estimator is not None
     for full_data in (False, True):
         a, b = (bias_report(m, full_data=full_data, num_draws=50) for m in both)
         np.testing.assert_allclose(
-            a.estimates.inflation.value, b.estimates.inflation.value, atol=1e-3
+            a.stein_estimates.sd_inflation.value, b.stein_estimates.sd_inflation.value, atol=1e-3
         )
 
 
@@ -125,7 +130,9 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     mcmc, host = long_run
     asked = host._source.asked
     before, per_draw = len(asked), 2 * 1500
-    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.at_rows._CHUNK_ELEMENTS", 700 * per_draw)
+    monkeypatch.setattr(
+        "numpyro_sgmcmc.diagnostics.at_rows._MAX_DRAW_ROW_PAIRS_PER_CHUNK", 700 * per_draw
+    )
     found = log_likelihood(mcmc)["y"]
     assert found.shape == (2, 1500, NUM_ROWS)
     assert asked[before:] == [700] * 5
@@ -136,14 +143,14 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
     with pytest.raises(ValueError, match="between 0 and 2999"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._WHOLE_BYTES", 1000)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._MAX_FULL_DATA_BYTES", 1000)
     with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 
 
 @pytest.mark.slow
 def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_sgmcmc.data.progress._DELAY", 0.0)
+    monkeypatch.setattr("numpyro_sgmcmc.data.progress._DISPLAY_DELAY_SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
     def slowly(array, rows):
@@ -152,7 +159,7 @@ def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
         return array[rows]
 
     host = HostArray(Source(X, slowly), name="X")
-    mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "minibatch": "iid"})
+    mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "subsampling": "iid"})
     shown = capsys.readouterr().err
     assert re.search(r"adapting: .*[1-9].* passes over 'X'", shown)
     assert re.search(r"adapting: pilot chains 00:0\d, about 00:\d\d left", shown)
@@ -168,10 +175,10 @@ def test_rows_are_read_in_blocks_and_ahead(long_run):
     mcmc, host = long_run
     source = host._source
     block = mcmc.last_state.block
-    (values,), used = block.values, block.used
+    (values,), used = block.values, block.num_used
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}
-    assert length == block_length((IndexedArray(host, "rows"),), rows, num_chains=2) > 1
+    assert length == compute_buffer_length((RowLookup(host, "rows"),), rows, num_chains=2) > 1
     assert 1 <= int(used[0]) <= length
     # The warm-up's chunks, then blocks: the first is waited for, the others are read ahead.
     assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
@@ -228,7 +235,9 @@ def test_indices_mean_what_they_mean_to_jax(index):
     first, *_ = index(rows, columns)
     if first is rows:
         i = jnp.asarray(rows)
-        given = RowsRead(HostArray(X), IssuedRows({"rows": i}), {"rows": jnp.asarray(X)[i]})
+        given = PrefetchedRows(
+            HostArray(X), PlateIndexRegistry({"rows": i}), {"rows": jnp.asarray(X)[i]}
+        )
         np.testing.assert_array_equal(given[index(i, columns)], expected)
 
 
@@ -242,7 +251,7 @@ def resident_file_pages():
 @pytest.mark.parametrize("order", ["consecutive", "random"])
 def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
     """Of 200 MB read only some stay: a random row brings 64 kB with it."""
-    monkeypatch.setattr("numpyro_sgmcmc.data.host._RELEASE_BYTES", 2**25)
+    monkeypatch.setattr("numpyro_sgmcmc.data.host._MAX_RESIDENT_MMAP_BYTES", 2**25)
     num, width = 50_000, 1_000
     np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
     host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))
@@ -266,15 +275,15 @@ def test_a_file_that_has_become_shorter_is_told(tmp_path):
 
 def test_what_was_read_ahead_is_forgotten_with_the_run(long_run):
     mcmc, host = long_run
-    assert host._ahead
+    assert host._prefetches
     host._source.array += 1.0
     mcmc.sampler.init(jax.random.key(0), 0, None, (host, Y), {"batch_size": BATCH})
-    assert not host._ahead
+    assert not host._prefetches
 
 
 def test_pickling():
     host = HostArray(X, name="X")
-    host.start_reading(np.arange(5))
+    host.prefetch(np.arange(5))
     copy = pickle.loads(pickle.dumps(host))
     assert copy != host
     np.testing.assert_array_equal(copy[np.arange(5)], X[:5])
@@ -283,13 +292,13 @@ def test_pickling():
 def test_threads_that_read_at_once_each_get_their_own_rows():
     """As devices do, each of which is a thread: what is read ahead is one list for all of them."""
     source = HostArray(np.arange(400.0))
-    source.readers = 4
+    source.num_readers = 4
 
     def read(first):
         rows = np.arange(first, first + 5)
         for _ in range(3_000):
-            source.start_reading(rows)
-            np.testing.assert_array_equal(source.finish_reading(rows), rows)
+            source.prefetch(rows)
+            np.testing.assert_array_equal(source.read_prefetched(rows), rows)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

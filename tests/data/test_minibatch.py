@@ -9,11 +9,11 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc.data.minibatch import (
-    Blocks,
-    Epoch,
+    ContiguousSubsampling,
+    ShuffledSubsampling,
     StreamState,
 )
-from numpyro_sgmcmc.data.minibatch.shuffle import epoch_key, permute
+from numpyro_sgmcmc.data.minibatch.shuffle import epoch_seed, permute
 from tests.data.streams import (
     Stream,
     assert_even,
@@ -179,7 +179,7 @@ def test_iid_draws_need_fresh_keys_only():
     assert np.unique(np.concatenate([first, second])).size > 295
 
 
-@pytest.mark.parametrize("name", ["blocks", "epoch"])
+@pytest.mark.parametrize("name", ["contiguous", "shuffled"])
 def test_streams_without_replacement_need_no_key(name):
     stream = named(name, 100, 7)
     state = stream.init(random.key(0))
@@ -213,31 +213,31 @@ def test_streams_run_under_vmap(name):
 # --- The measures see what they must ------------------------------------------------------------
 
 
-class OneOrder(Epoch):
+class OneOrder(ShuffledSubsampling):
     """Every epoch in the same order."""
 
-    def draw(self, state, *args):
+    def sample_indices(self, state, *args):
         _, rows = super().draw(state._replace(epoch=jnp.uint32(0)), *args)
         return super().draw(state, *args)[0], rows
 
 
-class NoOffset(Blocks):
+class NoOffset(ContiguousSubsampling):
     """The partition starts at the first row, so that the last rows are never seen."""
 
-    def draw(self, state, rng_key, num_steps, size, batch_size):
+    def sample_indices(self, state, rng_key, num_steps, size, batch_size):
         num_blocks = size // batch_size
-        key = epoch_key(state.seed, state.epoch)
+        key = epoch_seed(state.seed, state.epoch)
         places = (state.place + jnp.arange(num_steps, dtype=jnp.uint32)) % num_blocks
         starts = permute(key, places, num_blocks) * batch_size
         return state, (starts[:, None] + jnp.arange(batch_size)).astype(jnp.int32)
 
 
-class OneRound(Epoch):
+class OneRound(ShuffledSubsampling):
     """A rotation in place of a permutation: even, but neighbours stay neighbours."""
 
-    def draw(self, state, rng_key, num_steps, size, batch_size):
+    def sample_indices(self, state, rng_key, num_steps, size, batch_size):
         places = jnp.arange(num_steps * batch_size, dtype=jnp.uint32)
-        rows = (places + epoch_key(state.seed, state.epoch) % size) % size
+        rows = (places + epoch_seed(state.seed, state.epoch) % size) % size
         return state, rows.astype(jnp.int32).reshape(num_steps, -1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc.data.minibatch import (
-    Epoch,
+    ShuffledSubsampling,
 )
 from tests.data.streams import (
     Stream,
@@ -117,8 +117,8 @@ def test_cost_does_not_grow_with_the_table(name):
 
 
 def test_cost_sees_a_stored_permutation():
-    class Stored(Epoch):
-        def draw(self, state, rng_key, num_steps, size, batch_size):
+    class Stored(ShuffledSubsampling):
+        def sample_indices(self, state, rng_key, num_steps, size, batch_size):
             order = random.permutation(rng_key, size)
             return state, order[: num_steps * batch_size].reshape(num_steps, -1)
 

@@ -24,7 +24,7 @@ from numpyro_sgmcmc import (
     log_likelihood,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.model import make_model_potential
 from tests.contract.kernels import assert_posterior
 from tests.data.host_rows import Source
 from tests.devices.sharded import (
@@ -52,7 +52,12 @@ def on_host(x, counts, mesh=None):
 
 
 def mcmc_of(kind=MCMC, num_samples=40, **options):
-    options = {"gradient": "control_variate", "minibatch": "blocks", **GIVEN, **options}
+    options = {
+        "gradient_estimator": "control_variate",
+        "subsampling": "contiguous",
+        **GIVEN,
+        **options,
+    }
     settings = {} if kind is MCMC else {"checkpoint": options.pop("checkpoint")}
     return kind(
         SGHMCSplit(regression, **options),
@@ -83,18 +88,18 @@ def assert_values_are_those_of_rows_on_devices(counts):
     found = []
     for given in (spread, on_host):
         arguments = Arguments((given(X, counts), given(y, counts), group, 0.1), keywords)
-        target = model_target(regression, arguments, init_to_uniform)
+        target = make_model_potential(regression, arguments, init_to_uniform)
         q, vectors = positions(target.dim), positions(target.dim, 2)
 
         @jax.jit
         def values(q, arguments, target=target, vectors=vectors):
             def of_minibatch(q):
-                return target.potential_and_gradient(q, {"rows": rows}, arguments)
+                return target.value_and_grad(q, {"rows": rows}, arguments)
 
             return (
                 jax.vmap(of_minibatch)(q),
-                target.full_expansion(q[0], arguments),
-                target.full_potential(q[0], arguments),
+                target.full_value_grad_hessian(q[0], arguments),
+                target.full_value(q[0], arguments),
                 target.full_gradient(q[0], arguments),
                 target.full_hessian_products(q[0], vectors, arguments),
             )
@@ -116,7 +121,7 @@ def check_the_gradient_of_rows_on_hosts_is_unbiased():
     counts = (2, 5, 3, 4)
     X, y, group = table(sum(counts))
     arguments = Arguments((on_host(X, counts), on_host(y, counts), group, 0.1), {"batch_size": 4})
-    target = model_target(regression, arguments, init_to_uniform)
+    target = make_model_potential(regression, arguments, init_to_uniform)
     q = positions(target.dim)[0]
     firsts = np.cumsum((0, *counts[:-1]))
     every = np.array(list(itertools.product(*[range(n) for n in counts]))) + firsts
@@ -132,7 +137,7 @@ def check_the_gradient_of_rows_on_hosts_is_unbiased():
 
 def check_rows_on_hosts_give_the_draws_of_rows_on_devices():
     X, y, _ = table(1000)
-    for options in ({}, {"gradient": "plain", "minibatch": "epoch"}):
+    for options in ({}, {"gradient_estimator": "minibatch", "subsampling": "shuffled"}):
         expected = draws(run(mcmc_of(**options), spread(X, COUNTS), spread(y, COUNTS)))
         assert np.unique(expected, axis=1).shape == expected.shape
         mcmc = run(mcmc_of(**options), on_host(X, COUNTS), on_host(y, COUNTS))
@@ -184,14 +189,14 @@ def check_a_source_that_fails_is_told_by_all_devices():
     is_gone.clear()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         mcmc = mcmc_of(CheckpointedMCMC, 200, checkpoint=Path(folder) / "run")
-        keep = CheckpointedMCMC._keep
+        keep = CheckpointedMCMC._save_checkpoint
 
         def keep_and_lose(self, checkpoint):
             keep(self, checkpoint)
             if checkpoint.draws == 100:  # rows are there up to iteration 192
                 is_gone.set()
 
-        patch.setattr(CheckpointedMCMC, "_keep", keep_and_lose)
+        patch.setattr(CheckpointedMCMC, "_save_checkpoint", keep_and_lose)
         with pytest.raises(RuntimeError, match=r"^HostArray\('X'.* could not read .*no such block"):
             run(mcmc, *given)
         assert 100 <= draws(mcmc).shape[1] < 200

@@ -23,8 +23,8 @@ from tests.devices.process import COUNTS, DIM, regression
 # With all of these a warm-up looks for nothing.
 GIVEN = {
     "inverse_mass_matrix": np.full(DIM, 1.0 / 50.0),
-    "gradient": "control_variate",
-    "minibatch": "blocks",
+    "gradient_estimator": "control_variate",
+    "subsampling": "contiguous",
     "step_size": 0.2,
     "num_steps": 2,
 }
@@ -133,7 +133,7 @@ def check_second_is_lost():
 def check_resumed_after_either_was_lost():
     for place in range(2):
         folder = FOLDER / f"lost-{place}"
-        assert store.newest_header(folder)["iterations"] == 10
+        assert store.read_latest_header(folder)["iterations"] == 10
         assert_kept("whole", resume(folder))
 
 
@@ -223,13 +223,13 @@ def check_what_one_process_cannot_read_both_are_told():
 
     with pytest.MonkeyPatch.context() as patch:
         if place:
-            patch.setattr(store.Store, "newest", gone)
+            patch.setattr(store.CheckpointStore, "read_latest", gone)
         with pytest.raises(RuntimeError, match="the disk is gone" if place else "Process 1 of 2"):
             resume(folder)
     with pytest.MonkeyPatch.context() as patch:
         if place:
-            steps = store._steps
-            patch.setattr(store, "_steps", lambda path: steps(path)[1:])
+            steps = store._list_checkpoint_folders
+            patch.setattr(store, "_list_checkpoint_folders", lambda path: steps(path)[1:])
         with pytest.raises(ValueError, match=r"same checkpoint.* iteration 14 .* iteration 10"):
             resume(folder)
 

@@ -30,7 +30,10 @@ def check_parallel_chains_are_the_vectorized_ones():
 def check_parallel_chains_of_rows_on_the_host():
     X, y = host_rows.X, host_rows.Y
     both = ((X, y), (HostArray(X), HostArray(y)))
-    settings = {"chain_method": "parallel", "options": {**host_rows.GIVEN, "gradient": "plain"}}
+    settings = {
+        "chain_method": "parallel",
+        "options": {**host_rows.GIVEN, "gradient_estimator": "minibatch"},
+    }
     memory, host = (host_rows.fit(*data, **settings) for data in both)
     assert memory.chain_method == host.chain_method == "parallel"
     host_rows.assert_same(host_rows.draws(host), host_rows.draws(memory))

@@ -19,20 +19,20 @@ from numpyro.infer.util import potential_energy
 from numpyro_sgmcmc import SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.minibatch import (
-    IID,
-    MINIBATCH_SCHEMES,
-    Blocks,
+    SUBSAMPLINGS,
+    ContiguousSubsampling,
+    IIDSubsampling,
     StreamState,
-    draw_independent,
-    draw_minibatches,
-    start_stream,
+    init_stream,
+    sample_independent_minibatch,
+    sample_minibatches,
 )
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.eager_potential import draw_subset
-from numpyro_sgmcmc.warmup.noise import draw_rows
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, make_gradient_fn
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.eager_potential import sample_subset
+from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
 from tests.contract.kernels import assert_posterior
 
 N, DIM = 61, 3
@@ -73,7 +73,7 @@ def read(counts, batch_size=8):
     X, y, group = table(sum(counts))
     keywords = {"batch_size": batch_size}
     sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
-    target = model_target(regression, sharded, init_to_uniform)
+    target = make_model_potential(regression, sharded, init_to_uniform)
 
     def exact(q):
         args = tuple(jnp.asarray(a) for a in (X, y, group, 0.1))
@@ -93,7 +93,7 @@ def positions(dim, num=3):
 def check_values_on_uneven_shards_are_those_of_one_device():
     target, arguments, exact = read(LAYOUTS["four, uneven"])
     q = positions(target.dim)[0]
-    found = jax.jit(lambda q, a: (target.full_potential(q, a), target.full_gradient(q, a)))
+    found = jax.jit(lambda q, a: (target.full_value(q, a), target.full_gradient(q, a)))
     for value, one in zip(found(q, arguments), jax.value_and_grad(exact)(q), strict=True):
         close(value, one)
 
@@ -105,10 +105,10 @@ def assert_passes_over_all_rows_are_those_of_one_device(counts):
     @jax.jit
     def passes(q, arguments):
         return (
-            *target.full_expansion(q, arguments),
-            target.full_potential(q, arguments),
+            *target.full_value_grad_hessian(q, arguments),
+            target.full_value(q, arguments),
             target.full_gradient(q, arguments),
-            jax.grad(target.full_potential)(q, arguments),
+            jax.grad(target.full_value)(q, arguments),
             target.full_hessian_products(q, vectors, arguments),
         )
 
@@ -144,7 +144,7 @@ def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
     keywords = {"batch_size": 8}
     sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
     plain = Arguments((X, y, group, 0.1), keywords)
-    of = [model_target(regression, a, init_to_uniform) for a in (sharded, plain)]
+    of = [make_model_potential(regression, a, init_to_uniform) for a in (sharded, plain)]
     q = positions(of[0].dim)[0]
     rows = {"rows": np.array([3, 9, 20, 15, 44, 31, 45, 59], np.int32)}
     gradients = [jax.jit(t.gradient)(q, rows, a) for t, a in zip(of, (sharded, plain), strict=True)]
@@ -154,11 +154,11 @@ def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
 def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
     target, arguments, exact = read((15, 15, 15, 15))
     anchor, q = jnp.asarray(positions(target.dim)[:2])
-    _, gradient, hessian = jax.jit(target.full_expansion)(anchor, arguments)
-    whitening = Whitening(anchor, jnp.ones(target.dim), gradient, hessian)
-    for estimator in ESTIMATORS.values():
+    _, gradient, hessian = jax.jit(target.full_value_grad_hessian)(anchor, arguments)
+    whitening = Preconditioner(anchor, jnp.ones(target.dim), gradient, hessian)
+    for estimator in GRADIENT_ESTIMATORS.values():
         found = jax.jit(
-            lambda q, a, e=estimator: whitened_gradient(
+            lambda q, a, e=estimator: make_gradient_fn(
                 e, target, a, whitening, {"rows": jnp.arange(60)}
             )(q)
         )(q, arguments)
@@ -170,15 +170,15 @@ def check_each_shard_draws_its_own_part_by_the_stream_that_is_asked_for():
     shards = spread(np.zeros(80, np.float32), counts).shards
     firsts = np.cumsum((0, *counts[:-1]))
     plate = Plate("rows", 80, 16, shards)
-    for name, scheme in MINIBATCH_SCHEMES.items():
-        state = start_stream(plate, random.key(3))
-        draw = jax.jit(partial(draw_minibatches, scheme, plate), static_argnums=2)
+    for name, scheme in SUBSAMPLINGS.items():
+        state = init_stream(plate, random.key(3))
+        draw = jax.jit(partial(sample_minibatches, scheme, plate), static_argnums=2)
         state, rows = draw(state, random.key(4), 30)
         parts = np.asarray(rows).reshape(30, 4, 4)
         keys = random.split(random.key(4), 4)
         for k, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-            begin = StreamState.start(random.split(random.key(3), 4)[k])
-            _, expected = scheme.draw(begin, keys[k], 30, count, 4)
+            begin = StreamState.init(random.split(random.key(3), 4)[k])
+            _, expected = scheme.sample_indices(begin, keys[k], 30, count, 4)
             np.testing.assert_array_equal(parts[:, k] - first, expected, err_msg=name)
         # It goes on where it was.
         state, _ = draw(state, random.key(5), 7)
@@ -190,13 +190,13 @@ def check_warm_up_draws_stay_within_their_shards():
     target, _, _ = read(counts)
     ends = np.cumsum(counts)
     rng = np.random.default_rng(0)
-    for scheme in (IID(), Blocks()):
-        rows = draw_rows(target, rng, (50, 6), scheme)["rows"]
+    for scheme in (IIDSubsampling(), ContiguousSubsampling()):
+        rows = sample_minibatch_indices(target, rng, (50, 6), scheme)["rows"]
         parts = rows.reshape(50, 6, 4, 2)
         for k, (end, count) in enumerate(zip(ends, counts, strict=True)):
             assert set(np.unique(parts[:, :, k])) == set(range(end - count, end))
     big = target.plates[0]._replace(size=10**6)
-    subset = draw_subset(replace(target, plates=(big,)), 0)["rows"].reshape(4, -1)
+    subset = sample_subset(replace(target, plates=(big,)), 0)["rows"].reshape(4, -1)
     for part, end, count in zip(subset, ends, counts, strict=True):
         assert set(np.unique(part)) == set(range(end - count, end))
         assert (np.diff(part) >= 0).all()
@@ -209,17 +209,17 @@ def collectives(fn, *operands):
     return {k: n for k in kinds if (n := len(re.findall(rf" {k}(?:-start)?\(", text)))}
 
 
-PAIRS = tuple(zip(MINIBATCH_SCHEMES.values(), ESTIMATORS.values(), strict=True))
+PAIRS = tuple(zip(SUBSAMPLINGS.values(), GRADIENT_ESTIMATORS.values(), strict=True))
 
 
 def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs=PAIRS):
     target, arguments, _ = read(counts)
     zeros = jnp.zeros(target.dim)
-    whitening = Whitening(zeros, zeros + 1, zeros, jnp.eye(target.dim))
+    whitening = Preconditioner(zeros, zeros + 1, zeros, jnp.eye(target.dim))
     plate = target.plates[0]
     for scheme, estimator in pairs:
-        draw = partial(draw_minibatches, scheme, plate)
-        of = partial(whitened_gradient, estimator, target, whitening=whitening)
+        draw = partial(sample_minibatches, scheme, plate)
+        of = partial(make_gradient_fn, estimator, target, preconditioner=whitening)
 
         def steps(q, state, arguments, draw=draw, of=of):
             state, rows = draw(state, random.key(0), 5)
@@ -229,9 +229,9 @@ def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts,
 
             return lax.scan(step, q, rows)[0], state
 
-        found = collectives(steps, zeros, start_stream(plate, random.key(0)), arguments)
+        found = collectives(steps, zeros, init_stream(plate, random.key(0)), arguments)
         assert found == {"all-reduce": 1}, (scheme, found)
-        fresh = {"rows": draw_independent(scheme, plate, random.key(0))}
+        fresh = {"rows": sample_independent_minibatch(scheme, plate, random.key(0))}
         assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
         assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
 
@@ -241,7 +241,7 @@ def check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows():
 
 
 def check_a_gradient_by_blocks_takes_one_sum_and_no_exchange_of_rows():
-    pairs = [(Blocks(), ESTIMATORS["control_variate"])]
+    pairs = [(ContiguousSubsampling(), GRADIENT_ESTIMATORS["control_variate"])]
     counts = LAYOUTS["four, uneven"]
     assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs)
 
@@ -259,7 +259,7 @@ def collectives_of(mcmc, arguments):
 
 def run(arguments, num_chains):
     mcmc = MCMC(
-        SGHMCSplit(regression, gradient="control_variate", step_size=0.1, num_steps=3),
+        SGHMCSplit(regression, gradient_estimator="control_variate", step_size=0.1, num_steps=3),
         num_warmup=5,
         num_samples=20,
         num_chains=num_chains,
@@ -345,11 +345,11 @@ def check_a_jax_array_that_is_spread_by_rows_is_taken_as_one():
     X, _, _ = table(400)
     mesh = mesh_of(4)
     given = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows")))
-    (found,) = Arguments((given, X)).sharded
-    assert found == ShardedArray.of(given, ShardedArray(X, mesh).shards, "X")
+    (found,) = Arguments((given, X)).sharded_arrays
+    assert found == ShardedArray.from_padded_array(given, ShardedArray(X, mesh).shards, "X")
     one = jax.device_put(X, NamedSharding(mesh_of(1), PartitionSpec("rows")))
     by_columns = jax.device_put(X.T, NamedSharding(mesh, PartitionSpec(None, "rows")))
-    assert not Arguments((one, by_columns)).sharded
+    assert not Arguments((one, by_columns)).sharded_arrays
 
 
 def check_what_numpyro_does_with_a_run_works():
@@ -379,7 +379,7 @@ def check_a_mesh_with_explicit_axes_serves():
     X, y, group = table(60)
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     arguments = Arguments((ShardedArray(X, mesh), ShardedArray(y, mesh), group, 0.1))
-    target = model_target(partial(regression, batch_size=8), arguments, init_to_uniform)
+    target = make_model_potential(partial(regression, batch_size=8), arguments, init_to_uniform)
     q = positions(target.dim)[0]
     other, same, _ = read((15,) * 4)
     close(jax.jit(target.full_gradient)(q, arguments), jax.jit(other.full_gradient)(q, same))

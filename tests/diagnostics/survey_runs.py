@@ -23,8 +23,16 @@ def run(kernel, num_samples=1000, num_chains=4, **options):
 
 SETTINGS = {
     "default": {},
-    "plain, independent rows": {"gradient": "plain", "minibatch": "iid", "step_size": 0.3},
-    "plain, an epoch's rows": {"gradient": "plain", "minibatch": "epoch", "step_size": 0.3},
+    "plain, independent rows": {
+        "gradient_estimator": "minibatch",
+        "subsampling": "iid",
+        "step_size": 0.3,
+    },
+    "plain, an epoch's rows": {
+        "gradient_estimator": "minibatch",
+        "subsampling": "shuffled",
+        "step_size": 0.3,
+    },
     "long steps": {"step_size": 0.6},
 }
 QUICK = {"default", "plain, independent rows"}  # whose runs other tests share

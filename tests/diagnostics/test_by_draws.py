@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.diagnostics.by_draws import told_by_draws
+from numpyro_sgmcmc.diagnostics.by_draws import estimate_bias_from_draws
 
 PRECISION = np.linalg.inv(np.array([[1.0, 0.8], [0.8, 2.0]]))
 
@@ -22,20 +22,20 @@ def test_gradients_at_a_few_draws_tell_of_all(scale, shift, noise):
     some = slice(None, None, 10)
     gradients = draws[:, some] @ PRECISION
     gradients += noise * np.random.default_rng(1).standard_normal(gradients.shape)
-    estimates, evidence = told_by_draws(draws, some, gradients)
+    estimates, evidence = estimate_bias_from_draws(draws, some, gradients)
     flat, sds = draws.reshape(-1, 2), np.sqrt(np.diagonal(np.linalg.inv(PRECISION)))
     truth = flat.mean(0) / sds, flat.std(0) / sds - 1
-    for found, true in zip((estimates.shift, estimates.inflation), truth, strict=True):
+    for found, true in zip((estimates.mean_bias, estimates.sd_inflation), truth, strict=True):
         off = np.abs(found.value - true)
         assert (off < (0.04 if noise == 0.0 else 5 * found.error)).all(), (found, true)
-    assert (estimates.inflation.error < (0.03 if noise == 0.0 else 0.3)).all()
-    assert np.nanmax(evidence.dependence.r_hat) < 1.05
+    assert (estimates.sd_inflation.error < (0.03 if noise == 0.0 else 0.3)).all()
+    assert np.nanmax(evidence.convergence.r_hat) < 1.05
 
 
 def test_a_chain_alone_has_no_r_hat():
     draws = draws_of(1.0, 0.0, chains=1)
-    evidence = told_by_draws(draws, slice(None), draws @ PRECISION)[1]
-    assert np.isnan(evidence.dependence.r_hat).all()
+    evidence = estimate_bias_from_draws(draws, slice(None), draws @ PRECISION)[1]
+    assert np.isnan(evidence.convergence.r_hat).all()
 
 
 def test_too_few_gradients_for_a_regression():
@@ -43,5 +43,5 @@ def test_too_few_gradients_for_a_regression():
     rng = np.random.default_rng(2)
     draws = 1.5 * rng.standard_normal((2, 500, 30))
     some = slice(None, None, 50)
-    estimates, _ = told_by_draws(draws, some, draws[:, some])
-    assert np.isfinite(estimates.inflation.value).all()
+    estimates, _ = estimate_bias_from_draws(draws, some, draws[:, some])
+    assert np.isfinite(estimates.sd_inflation.value).all()

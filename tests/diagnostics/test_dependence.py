@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.diagnostics import dependence
-from numpyro_sgmcmc.diagnostics.dependence import Dependence, shown_r_hat
-from numpyro_sgmcmc.diagnostics.estimates import disagreement
+from numpyro_sgmcmc.diagnostics.dependence import ConvergenceStats, format_r_hat
+from numpyro_sgmcmc.diagnostics.estimates import compute_between_chain_r_hat
 
 DRAWS = np.random.default_rng(0).standard_normal((4, 200, 3))
 
 
 def test_independent_draws():
-    found = Dependence.of(DRAWS)
+    found = ConvergenceStats.from_draws(DRAWS)
     assert (found.r_hat < 1.02).all()
     assert (found.ess > 500).all()
 
@@ -19,7 +19,7 @@ def test_independent_draws():
 def test_no_number_of_effective_draws_is_below_one(monkeypatch):
     theirs = np.array([-3e5, 7.0, np.nan])
     monkeypatch.setattr(dependence, "effective_sample_size", lambda x: theirs)
-    np.testing.assert_array_equal(Dependence.of(DRAWS).ess, [1.0, 7.0, np.nan])
+    np.testing.assert_array_equal(ConvergenceStats.from_draws(DRAWS).ess, [1.0, 7.0, np.nan])
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_no_number_of_effective_draws_is_below_one(monkeypatch):
     [(1.004, "1.00"), (99.0, "99.00"), (7.9e20, ">100"), (np.inf, ">100"), (np.nan, "-")],
 )
 def test_what_is_shown(r_hat, expected):
-    assert shown_r_hat(r_hat) == expected
+    assert format_r_hat(r_hat) == expected
 
 
 def test_chains_that_stand_apart_where_they_are_disagree_beyond_all_bounds():
@@ -35,7 +35,7 @@ def test_chains_that_stand_apart_where_they_are_disagree_beyond_all_bounds():
     place = np.array([1e6, 2e6])
     spread = 10 * (place**2 * (1 - 1e-12))[:, None]
     zeros = np.zeros((2, 1))
-    found = disagreement(
+    found = compute_between_chain_r_hat(
         (np.full(2, 10.0), 10 * place[:, None], zeros, zeros, spread, zeros), np.ones(1)
     )
     assert found[0] > 100

@@ -11,10 +11,10 @@ import pytest
 from matplotlib import pyplot
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_sgmcmc import SGHMCSplit, explain
+from numpyro_sgmcmc import SGHMCSplit, warmup_report
 from numpyro_sgmcmc.diagnostics import plot_warmup
-from numpyro_sgmcmc.warmup.findings import Finding
-from numpyro_sgmcmc.warmup.local_start import LocalStart
+from numpyro_sgmcmc.warmup.findings import ModelWarning
+from numpyro_sgmcmc.warmup.local_start import LocalLatentsInit
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 mpl.use("Agg")
@@ -23,8 +23,8 @@ DATA = survey_data()
 GIVEN = {
     "step_size": 1e-3,
     "num_steps": 4,
-    "gradient": "plain",
-    "minibatch": "blocks",
+    "gradient_estimator": "minibatch",
+    "subsampling": "contiguous",
     "adapt_mass_matrix": False,
 }
 
@@ -40,16 +40,16 @@ def run(**settings):
 
 
 def page(mcmc):
-    return dict(explain(mcmc).parts)
+    return dict(warmup_report(mcmc).sections)
 
 
 def with_changes(**changes):
     """The same run, as if its warm-up had found something else."""
     mcmc = run()
     kernel = mcmc.sampler
-    weighed = kernel.adaptation.weighed._replace(**changes.pop("weighed", {}))
-    adaptation = kernel.adaptation._replace(weighed=weighed, **changes)
-    other = MCMC(kernel.ready_variant(adaptation=adaptation), num_warmup=1, num_samples=1)
+    weighed = kernel.adaptation.trace._replace(**changes.pop("weighed", {}))
+    adaptation = kernel.adaptation._replace(trace=weighed, **changes)
+    other = MCMC(kernel.copy_with(adaptation=adaptation), num_warmup=1, num_samples=1)
     other._last_state, other._states = mcmc._last_state, mcmc._states
     return other
 
@@ -61,7 +61,7 @@ def test_numbers_are_the_warm_ups():
     assert told["Step size"].startswith(f"{found.step_size:.3g}")
     assert told["Steps"].startswith(f"{found.num_steps} a draw")
     assert told["Steps"].endswith(f"and a step is {found.step_size:.3g}.")
-    assert f"R-hat {found.weighed.r_hat:.2f}" in told["Start"]
+    assert f"R-hat {found.trace.r_hat:.2f}" in told["Start"]
     sds = np.sqrt(np.diagonal(np.asarray(found.whitening.inverse_mass_matrix)))
     assert f"from {sds.min():.3g} (" in told["Whitening"]
     for name in ("plain", "control variates", "second-order control variates"):
@@ -71,15 +71,15 @@ def test_numbers_are_the_warm_ups():
 
 def test_the_steps_fall_to_the_one_that_is_taken():
     found = run().sampler.adaptation
-    lengths = list(found.weighed.step_sizes.values())
+    lengths = list(found.trace.step_size_limits.values())
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
-    chosen = found.weighed.noise[found.estimator.name]
-    assert chosen[found.minibatch.is_consecutive] == pytest.approx(found.noise.mean)
+    chosen = found.trace.noise[found.estimator.name]
+    assert chosen[found.minibatch.is_contiguous] == pytest.approx(found.noise.mean)
 
 
 def test_what_limits_the_step_is_named():
-    step_sizes = {"scheme": 0.3, "curvature": 0.3, "noise": 0.1, "settings": 0.1, "means": 0.05}
+    step_sizes = {"integrator": 0.3, "curvature": 0.3, "noise": 0.1, "settings": 0.1, "means": 0.05}
     told = page(with_changes(step_size=0.05, weighed={"step_sizes": step_sizes}))["Step size"]
     assert told == (
         "0.05. 0.3 suits the scheme; of that the gradient's noise leaves 0.1, means, which would "
@@ -99,7 +99,7 @@ def test_an_unusual_friction_is_named():
 def test_what_was_found_is_told():
     changes = {
         "decisive": (("rows", (3, 5)),),
-        "findings": (Finding((), "modes", "There is another mode."),),
+        "findings": (ModelWarning((), "modes", "There is another mode."),),
         "has_region": False,
         "step_size": 10.0,
         "allowed_excess": 0.1,
@@ -115,7 +115,7 @@ def test_what_was_found_is_told():
 
 
 def test_values_of_rows():
-    told = page(with_changes(locals=LocalStart(None, None, None), num_steps=1_000))
+    told = page(with_changes(locals=LocalLatentsInit(None, None, None), num_steps=1_000))
     assert told["Steps"].startswith("1,000 a draw: until parameters and values of rows")
     assert "from the curvature, given the values of rows" in told["Whitening"]
 
@@ -143,11 +143,11 @@ def test_all_rows_at_every_step():
 
 
 def test_a_page():
-    text = str(explain(run()))
+    text = str(warmup_report(run()))
     assert max(map(len, text.splitlines())) <= 88
     assert len(text.splitlines()) < 40
-    html = explain(run())._repr_html_()
-    assert html.count("<dt>") == len(explain(run()).parts)
+    html = warmup_report(run())._repr_html_()
+    assert html.count("<dt>") == len(warmup_report(run()).sections)
     assert "<dt>Whitening</dt>" in html
 
 
@@ -156,14 +156,14 @@ def test_plot():
     axes = plot_warmup(run())
     widths = axes[0].lines[0].get_ydata()
     assert (np.diff(widths) <= 0).all()
-    assert len(axes[1].patches) == 2 * len(found.weighed.noise)
+    assert len(axes[1].patches) == 2 * len(found.trace.noise)
     lengths = [bar.get_width() for bar in axes[2].patches]
-    assert lengths == list(found.weighed.step_sizes.values())
+    assert lengths == list(found.trace.step_size_limits.values())
     assert plot_warmup(run(), axes=axes) is axes
     pyplot.close(axes[0].figure)
 
 
-@pytest.mark.parametrize("told", [explain, plot_warmup])
+@pytest.mark.parametrize("told", [warmup_report, plot_warmup])
 def test_refusals(told):
     with pytest.raises(ValueError, match="a run of NUTS"):
         told(MCMC(NUTS(survey), num_warmup=1, num_samples=1))
@@ -180,7 +180,7 @@ def test_axes_must_be_three():
 
 def test_what_is_predicted_is_of_the_step_that_is_given():
     def predicted(**given):
-        told = page(run(gradient="plain", num_steps=5, **given))["Predicted"]
+        told = page(run(gradient_estimator="minibatch", num_steps=5, **given))["Predicted"]
         return float(told.partition("sds ")[2].split()[0])
 
     assert predicted(step_size=0.2) > 2.0 * predicted(step_size=0.05) > 0.0

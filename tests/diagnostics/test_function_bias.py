@@ -6,11 +6,11 @@ import pytest
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import bias_report
-from numpyro_sgmcmc.diagnostics import calibrated_samples, stein_field
-from numpyro_sgmcmc.diagnostics.at_draws import LookedAt
-from numpyro_sgmcmc.diagnostics.function_bias import bias_of_functions
-from numpyro_sgmcmc.diagnostics.functions import Functions
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples, stein_field
+from numpyro_sgmcmc.diagnostics.at_draws import GradientsAtDraws
+from numpyro_sgmcmc.diagnostics.function_bias import estimate_function_bias
+from numpyro_sgmcmc.diagnostics.functions import DrawFunctions
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from tests.data.host_rows import NUM_ROWS, X, Y, by_index, fit
 
 RNG = np.random.default_rng(0)
@@ -33,10 +33,12 @@ def cube(draw):
 def told_of(fn, rows, wider, away):
     """Draws of a Gaussian that is wider than the posterior by some factors, and away from it."""
     q = away + wider * SDS * RNG.standard_normal((4, 4_000, 3))
-    at = LookedAt.of(q, q / SDS**2)
+    at = GradientsAtDraws.from_arrays(q, q / SDS**2)
     draws = {"q": jnp.asarray(q, jnp.float32)}
-    white = Whitening(np.zeros(3), SDS).cast(jnp.float32)
-    return bias_of_functions(Functions.of(fn, rows), draws, at, white, lambda x: {"q": x})
+    white = Preconditioner(np.zeros(3), SDS).cast(jnp.float32)
+    return estimate_function_bias(
+        DrawFunctions.from_fn(fn, rows), draws, at, white, lambda x: {"q": x}
+    )
 
 
 @pytest.mark.parametrize("wider", [1.0, np.array([1.0, 1.3, 0.8])], ids=["right", "unlike"])
@@ -89,13 +91,13 @@ def test_what_is_hot_where_a_posterior_is_narrow_counts_as_little_as_it_does(
 ):
     """With the gradient as field the sds are said to be 24 % too wide in the mean; 10 % is true."""
     if is_planted:
-        monkeypatch.setattr(stein_field, "_NARROW", np.inf)
+        monkeypatch.setattr(stein_field, "_MIN_CURVATURE_RATIO", np.inf)
     rows, q, gradients, true = hot_where_narrow()
-    white = Whitening(np.zeros(6), np.ones(6)).cast(jnp.float32)
-    at, draws = LookedAt.of(q, gradients), {"q": jnp.asarray(q, jnp.float32)}
-    found = bias_of_functions(
-        Functions.of(linear, (rows,)), draws, at, white, lambda x: {"q": x}
-    ).inflation
+    white = Preconditioner(np.zeros(6), np.ones(6)).cast(jnp.float32)
+    at, draws = GradientsAtDraws.from_arrays(q, gradients), {"q": jnp.asarray(q, jnp.float32)}
+    found = estimate_function_bias(
+        DrawFunctions.from_fn(linear, (rows,)), draws, at, white, lambda x: {"q": x}
+    ).sd_inflation
     off = found.value - true
     apart = np.sqrt(np.square(off).mean())
     assert 0.05 < true.mean() < 0.12
@@ -111,7 +113,7 @@ def test_what_is_hot_where_a_posterior_is_narrow_counts_as_little_as_it_does(
 @pytest.fixture(scope="module")
 def run():
     """Steps so long, with plain gradients, that noise widens all."""
-    options = {"gradient": "plain", "minibatch": "iid", "step_size": 0.3}
+    options = {"gradient_estimator": "minibatch", "subsampling": "iid", "step_size": 0.3}
     options["inverse_mass_matrix"] = np.full(2, 1.0 / NUM_ROWS)
     return fit(X, Y, by_index, num_samples=500, options=options)
 
@@ -125,12 +127,12 @@ def test_a_report_on_predictions(run):
     true /= np.linalg.norm(X[:5], axis=1) / np.sqrt(NUM_ROWS)
     for full_data in (False, True):
         report = bias_report(run, prediction, X[:5], full_data=full_data)
-        told = report.estimates.inflation
+        told = report.stein_estimates.sd_inflation
         assert (np.abs(told.value + 1.0 - true) < 4.0 * told.error + 0.1 * true).all()
         (site,) = report.sites
-        assert (site.site, site.size, site.verdict) == ("prediction", 5, "biased")
+        assert (site.site, site.size, site.diagnosis) == ("prediction", 5, "biased")
         assert "Worst values of each function" in str(report)
-        assert "Sds of `prediction` are up to" in report.verdict
+        assert "Sds of `prediction` are up to" in report.diagnosis
 
 
 def test_what_cannot_be_told_is_refused(run):
@@ -141,6 +143,6 @@ def test_what_cannot_be_told_is_refused(run):
     with pytest.raises(ValueError, match=r"rows only after a function"):
         bias_report(run, None, X)
     with pytest.raises(ValueError, match=r"on functions of the draws"):
-        calibrated_samples(run, report=bias_report(run, prediction, X[:2]))
+        bias_corrected_samples(run, report=bias_report(run, prediction, X[:2]))
     with pytest.raises(ValueError, match=r"not finite"):
         bias_report(run, lambda draw: jnp.log(draw["beta"]))

@@ -17,8 +17,8 @@ RIGHT = {"step_size": 0.25, "num_steps": 10}
 NOISY = {
     "step_size": 0.12,
     "num_steps": 25,
-    "gradient": "plain",
-    "minibatch": "iid",
+    "gradient_estimator": "minibatch",
+    "subsampling": "iid",
 }
 LONG = {"step_size": 1.8, "num_steps": 3}
 
@@ -77,14 +77,14 @@ def test_bias_of_blocks_that_follow_each_other(first, second, verdicts):
     kernels = (SGHMCSplit(regression, **settings) for settings in (first, second))
     mcmc, shift, inflation = in_turn(*kernels)
     report = bias_report(mcmc, num_draws=4000)  # all of them: no chance in the comparison
-    found = report.estimates
-    np.testing.assert_allclose(found.inflation.value, inflation, atol=0.03)
-    np.testing.assert_allclose(found.shift.value, shift, atol=0.03)
+    found = report.stein_estimates
+    np.testing.assert_allclose(found.sd_inflation.value, inflation, atol=0.03)
+    np.testing.assert_allclose(found.mean_bias.value, shift, atol=0.03)
     assert [site.site for site in report.sites] == ["a", "b"]
     for site, verdict in zip(report.sites, verdicts, strict=True):
-        assert site.verdict == verdict or verdict is None
+        assert site.diagnosis == verdict or verdict is None
     assert report.num_draws == 4000
-    assert report.divergences == 0
+    assert report.num_divergences == 0
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_an_exact_block_is_wrong_where_it_follows_one_that_is():
     assert inflation[2:].min() > 0.08
     report = bias_report(mcmc, num_draws=2000)
     # At this correlation half as many draws leave up to 0.03 between the two, of five runs each.
-    np.testing.assert_allclose(report.estimates.inflation.value, inflation, atol=0.05)
+    np.testing.assert_allclose(report.stein_estimates.sd_inflation.value, inflation, atol=0.05)
     assert report.is_flagged
 
 
@@ -115,7 +115,7 @@ def switched_run(kernel, **settings):
 def test_discrete_sites_are_taken_as_given(switched, capsys):
     report = bias_report(switched)
     assert [site.site for site in report.sites] == ["rate"]
-    assert report.is_fine, report
+    assert report.is_ok, report
     assert "not judged, and taken as given: `k` (discrete)" in str(report)
     print_summary(switched)
     assert "Bias: means off by at most" in capsys.readouterr().out
@@ -134,11 +134,13 @@ def test_a_summary_of_some_sites(switched, capsys, sites, shown, left_out):
 
 
 def test_noise_beside_a_discrete_block_is_flagged():
-    kernel = SGHMCSplit(switching, step_size=0.3, gradient="plain", minibatch="iid", num_steps=10)
+    kernel = SGHMCSplit(
+        switching, step_size=0.3, gradient_estimator="minibatch", subsampling="iid", num_steps=10
+    )
     report = bias_report(switched_run(kernel))
     assert report.is_flagged
     assert report.sites[0].sd_inflation > 0.2
-    assert "gradient's noise, which was not measured" in report.verdict
+    assert "gradient's noise, which was not measured" in report.diagnosis
 
 
 def test_chains_that_are_stuck_in_a_discrete_site_are_not_fine(switched):
@@ -147,8 +149,8 @@ def test_chains_that_are_stuck_in_a_discrete_site_are_not_fine(switched):
     switched._states = {**state, "z": {**state["z"], "k": stuck}}
     try:
         report = bias_report(switched)
-        assert not report.is_fine
-        assert "Chains disagree on the discrete site `k`" in report.verdict
+        assert not report.is_ok
+        assert "Chains disagree on the discrete site `k`" in report.diagnosis
     finally:
         switched._states = state
 

@@ -70,17 +70,17 @@ def test_a_scale_that_noise_moves_is_not_fine():
     told = float(re.search(r"means up to (\S+) posterior sds off", sentence)[1])
     assert told == pytest.approx(true, abs=0.3 * true)
     assert true > 0.4
-    assert row.verdict == "biased"
-    assert row.mean_shift == pytest.approx(true, abs=0.3 * true)
-    assert "Gradient noise explains it" in report.verdict
+    assert row.diagnosis == "biased"
+    assert row.mean_bias == pytest.approx(true, abs=0.3 * true)
+    assert "Gradient noise explains it" in report.diagnosis
     assert "and moves means by at most" in str(report)
     shown = [line.get_xdata() for line in plot_bias(report)[0].lines]
-    assert any(np.isclose(x, row.mean_shift).any() for x in shown)
+    assert any(np.isclose(x, row.mean_bias).any() for x in shown)
 
 
 def test_little_noise_moves_nothing_far():
     mcmc, report, said = run(step_size=0.06)
     assert said == []
     row, true = told_and_true(mcmc, report)
-    assert row.mean_shift == pytest.approx(true, abs=0.1)
-    assert report.is_fine
+    assert row.mean_bias == pytest.approx(true, abs=0.1)
+    assert report.is_ok

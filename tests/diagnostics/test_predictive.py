@@ -40,18 +40,18 @@ def test_each_number_is_its_definition():
     for k in range(len(X)):
         pairs = [(values[c, :, k], np.delete(values, c, 0)[..., k].ravel()) for c in range(3)]
         by_scipy = [stats.ks_2samp(*pair).statistic for pair in pairs]
-        assert found.between[k] == pytest.approx(np.mean(by_scipy), abs=1e-6)
+        assert found.between_chain_distance[k] == pytest.approx(np.mean(by_scipy), abs=1e-6)
         to_theirs = stats.ks_2samp(values[..., k].ravel(), theirs[..., k].ravel()).statistic
-        assert found.distance[k] == pytest.approx(to_theirs, abs=1e-6)
+        assert found.distance_to_reference[k] == pytest.approx(to_theirs, abs=1e-6)
         own = stats.ks_2samp(theirs[0, :, k], theirs[1, :, k]).statistic
-        assert found.reference_between[k] == pytest.approx(own, abs=1e-6)
+        assert found.reference_between_chain_distance[k] == pytest.approx(own, abs=1e-6)
 
 
 @pytest.mark.parametrize("numbers", [1, 3 * 80 * 5, 3 * 80 * 23])
 def test_chunks_change_nothing(monkeypatch, numbers):
     whole = predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"]
-    monkeypatch.setattr(functions, "_NUMBERS", numbers)
-    monkeypatch.setattr(functions, "_NUMBERS_AT_ONCE", 7)
+    monkeypatch.setattr(functions, "_MAX_RESULT_ELEMENTS_PER_CHUNK", numbers)
+    monkeypatch.setattr(functions, "_MAX_RESULT_ELEMENTS_PER_MAP_BATCH", 7)
     for a, b in zip(
         predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"], whole, strict=True
     ):
@@ -80,15 +80,17 @@ def test_what_is_exchanged_in_the_parameters_is_not_in_what_they_say():
 
     found = predictive_summary({"beta": beta}, both)
     assert found["first"].r_hat > 10
-    assert found["first"].between > 0.6
+    assert found["first"].between_chain_distance > 0.6
     assert found["product"].r_hat < 1.05
-    assert found["product"].between < 2 * found["product"].by_chance
+    assert found["product"].between_chain_distance < 2 * found["product"].expected_distance
 
 
 def test_chance_is_what_independent_draws_give():
     draws = {"x": np.random.default_rng(1).standard_normal((4, 500, 60)).astype(np.float32)}
     found = predictive_summary(draws, lambda z: z["x"])["<lambda>"]
-    assert found.between.mean() == pytest.approx(found.by_chance.mean(), rel=0.1)
+    assert found.between_chain_distance.mean() == pytest.approx(
+        found.expected_distance.mean(), rel=0.1
+    )
 
 
 def test_runs_of_numpyro_s_kernels_and_how_it_prints():

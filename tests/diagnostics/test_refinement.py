@@ -27,7 +27,7 @@ def run(num_chains=2, **settings):
 
 @pytest.fixture(scope="module")
 def noisy():
-    return run(gradient="plain", minibatch="iid", step_size=0.4)
+    return run(gradient_estimator="minibatch", subsampling="iid", step_size=0.4)
 
 
 @pytest.mark.parametrize("change", ["step", pytest.param("batch", marks=pytest.mark.slow)])
@@ -36,14 +36,14 @@ def test_half_the_noise_is_seen(noisy, change):
     found = compare_with_finer(noisy, jax.random.key(1), change)
     assert found.names == ["beta[0]", "beta[1]", "rate"]
     assert found.is_visible
-    coarse = (1.0 + bias_report(noisy).estimates.inflation.value) ** 2 - 1.0
+    coarse = (1.0 + bias_report(noisy).stein_estimates.sd_inflation.value) ** 2 - 1.0
     ratio = (1.0 + coarse) / (1.0 + coarse / 2.0)
     expected = np.sqrt(ratio) - 1.0
-    assert (np.abs(found.inflation.value - expected) < 4 * found.inflation.error + 0.03).all()
-    said = (1.0 + bias_report(found.finer).estimates.inflation.value) ** 2 - 1.0
+    assert (np.abs(found.sd_inflation.value - expected) < 4 * found.sd_inflation.error + 0.03).all()
+    said = (1.0 + bias_report(found.finer_run).stein_estimates.sd_inflation.value) ** 2 - 1.0
     np.testing.assert_allclose(said, coarse / 2.0, rtol=0.25)
     steps = {"step": 2, "batch": 1}[change]
-    assert (found.finer.last_state.num_steps == steps * noisy.last_state.num_steps).all()
+    assert (found.finer_run.last_state.num_steps == steps * noisy.last_state.num_steps).all()
 
 
 @pytest.mark.slow
@@ -63,7 +63,9 @@ def test_effective_draws_for_each_gradient(noisy):
         ess = effective_sample_size(np.asarray(draws[site]))
         np.testing.assert_allclose(found[site], ess / (2 * 2000 * steps))
     mcmc = quietly(
-        SHMC(potential_fn=lambda q: jnp.square(q).sum(), scheme="mt3", step_size=0.5, num_steps=4),
+        SHMC(
+            potential_fn=lambda q: jnp.square(q).sum(), integrator="mt3", step_size=0.5, num_steps=4
+        ),
         num_samples=300,
         thinning=3,
     )

@@ -29,7 +29,12 @@ def model(x, y, batch_size=None):
 
 
 def run(x, y):
-    settings = {"step_size": 0.2, "num_steps": 3, "gradient": "plain", "minibatch": "blocks"}
+    settings = {
+        "step_size": 0.2,
+        "num_steps": 3,
+        "gradient_estimator": "minibatch",
+        "subsampling": "contiguous",
+    }
     kernel = SGHMCSplit(model, inverse_mass_matrix=np.full(1, 1e-3), **settings)
     mcmc = quietly(kernel, num_warmup=5, num_samples=DRAWS, num_chains=2, chain_method="vectorized")
     mcmc.run(random.key(0), x, y, batch_size=20)
@@ -42,7 +47,7 @@ def mcmc():
 
 
 def test_they_have_the_law_that_the_model_gives_them(mcmc, monkeypatch):
-    monkeypatch.setattr(at_rows, "_LONGEST_CHUNK", 25)  # the last overlaps with the one before
+    monkeypatch.setattr(at_rows, "_MAX_ROWS_PER_CHUNK", 25)  # the last overlaps with the one before
     found = posterior_predictive(mcmc, random.key(1))
     assert set(found) == {"mean", "first", "next"}
     slope = np.asarray(mcmc.get_samples(group_by_chain=True)["slope"])
@@ -73,7 +78,7 @@ def test_some_rows_and_some_draws(mcmc):
 @pytest.mark.slow
 def test_rows_on_the_host(monkeypatch):
     """They are never loaded whole, and give what rows in memory give."""
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._WHOLE_BYTES", 1)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._MAX_FULL_DATA_BYTES", 1)
     on_host, in_memory = run(HostArray(X), HostArray(3.0 * X)), run(X, 3.0 * X)
     found, same = (
         posterior_predictive(m, random.key(1), num_draws=5) for m in (on_host, in_memory)

@@ -37,8 +37,8 @@ def fit(model, *data, **fields):
         model,
         step_size=0.2,
         num_steps=10,
-        gradient="plain",
-        minibatch="blocks",
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
         inverse_mass_matrix=np.full(dim, 1.0 / N),
         init_strategy=init_to_feasible(),
     )
@@ -75,7 +75,7 @@ def _groups(data):
 
 
 def test_log_likelihoods_of_all_rows(mcmc, exact, monkeypatch):
-    monkeypatch.setattr(at_rows, "_LONGEST_CHUNK", 150)
+    monkeypatch.setattr(at_rows, "_MAX_ROWS_PER_CHUNK", 150)
     data = to_arviz(mcmc, log_likelihood=True)
     found = data["log_likelihood"]["y"]
     assert found.dims == ("chain", "draw", "rows")
@@ -124,7 +124,7 @@ def test_leave_one_out(mcmc):
     errors = np.array([(s.elpd - every.elpd) / s.subsampling_se for s in some])
     assert 0.4 < np.sqrt(np.mean(errors**2)) < 2.0
     assert np.mean([s.subsampling_se for s in some]) < 0.1 * every.se
-    assert some[0].pareto_k.shape == some[0].rows.shape == (40,)
+    assert some[0].pareto_k.shape == some[0].indices.shape == (40,)
     assert f"elpd   {some[0].elpd:.1f}" in str(some[0])
     assert len(str(some[0]).splitlines()) == 4
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from numpyro_sgmcmc.dynamics import (
-    MonomialGamma,
     MonomialGammaLangevin,
-    NoseHoover,
-    Overdamped,
+    MonomialGammaThermostat,
+    NoseHooverThermostat,
+    OverdampedLangevin,
     Recipe,
-    Riemannian,
-    RiemannianLangevin,
-    Underdamped,
+    RiemannianOverdampedLangevin,
+    RiemannianUnderdampedLangevin,
+    UnderdampedLangevin,
 )
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 from tests.dynamics.sdes import (
@@ -70,11 +70,11 @@ class Example(NamedTuple):
         The gradient kept is that at the state's position, so nothing is lost.
         """
         step = self.dynamics.step(scheme)
-        if not getattr(self.dynamics, "keeps_gradient", False):
+        if not getattr(self.dynamics, "is_fsal", False):
             return step
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Any) -> Any:
-            state = state._replace(gradient=gradient(state.position))
+            state = state._replace(gradient_estimator=gradient(state.position))
             return step(state, h, gradient, noise)._replace(gradient=None)
 
         return closed
@@ -102,7 +102,9 @@ def recipe_example(dim: int) -> Example:
 
 def _thermostat(a: float, sigma_theta: float = 0.0, sigma_xi: float = 0.0) -> Example:
     return Example(
-        MonomialGamma(Kinetics(a, MASS, SOFTENING), SIGMA_P, GAMMA, sigma_theta, sigma_xi),
+        MonomialGammaThermostat(
+            Kinetics(a, MASS, SOFTENING), SIGMA_P, GAMMA, sigma_theta, sigma_xi
+        ),
         monomial_gamma(a, sigma_theta, sigma_xi),
         with_softened_momentum(a, has_thermostat=True),
         {"euler": 1, "symmetric": 1 if sigma_theta else 2},
@@ -120,7 +122,7 @@ def _langevin(a: float) -> Example:
 
 def _in_metric(metric: Callable) -> Example:
     return Example(
-        Riemannian(metric, FRICTION),
+        RiemannianUnderdampedLangevin(metric, FRICTION),
         riemannian(metric),
         with_momentum,
         {"euler": 1, "explicit_euler": 1, "symmetric": 2},
@@ -129,16 +131,19 @@ def _in_metric(metric: Callable) -> Example:
 
 def _in_metric_overdamped(metric: Callable) -> Example:
     return Example(
-        RiemannianLangevin(metric), riemannian_langevin(metric), position_only, {"euler": 1}
+        RiemannianOverdampedLangevin(metric),
+        riemannian_langevin(metric),
+        position_only,
+        {"euler": 1},
     )
 
 
 EXAMPLES = {
     "overdamped": Example(
-        Overdamped(), overdamped, position_only, {"euler": 1}, lambda covariance: covariance
+        OverdampedLangevin(), overdamped, position_only, {"euler": 1}, lambda covariance: covariance
     ),
     "underdamped": Example(
-        Underdamped(FRICTION, keeps_gradient=True),
+        UnderdampedLangevin(FRICTION, is_fsal=True),
         underdamped,
         with_momentum,
         {
@@ -154,13 +159,13 @@ EXAMPLES = {
         with_unit_momentum,
     ),
     "nose_hoover, shared": Example(
-        NoseHoover(FRICTION, per_coordinate=False),
+        NoseHooverThermostat(FRICTION, per_coordinate=False),
         nose_hoover(lambda dim: 1),
         with_thermostat(lambda dim: dim),
         {"euler": 1, "explicit_euler": 1, "symmetric": 2},
     ),
     "nose_hoover, per coordinate": Example(
-        NoseHoover(FRICTION, per_coordinate=True),
+        NoseHooverThermostat(FRICTION, per_coordinate=True),
         nose_hoover(lambda dim: dim),
         with_thermostat(lambda dim: 1),
         {"euler": 1, "explicit_euler": 1, "symmetric": 2},
@@ -181,7 +186,7 @@ EXAMPLES = {
     "recipe": recipe_example(1),
 }
 
-SCHEMES = [(name, scheme) for name, e in EXAMPLES.items() for scheme in e.dynamics.schemes]
+SCHEMES = [(name, scheme) for name, e in EXAMPLES.items() for scheme in e.dynamics.integrators]
 """Every scheme of every SDE."""
 
 # In `make test` one of each kind of flow stands for the others; where kernels count, two more do.

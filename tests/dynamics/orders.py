@@ -16,7 +16,7 @@ import numpy as np
 import scipy.linalg
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.diagnostics.invariance import SDE, expectation
+from numpyro_sgmcmc.diagnostics.invariance import SDE, make_step_expectation
 
 
 def fitted_slope(step_sizes: Sequence[float], errors: Sequence[float]) -> float:
@@ -115,7 +115,9 @@ def local_errors(
     :param terms: of :func:`semigroup_terms` at the state.
     """
     z = ravel_pytree(state)[0]
-    expect = jax.jit(expectation(step, state, num_draws, gradient, num_nodes), static_argnums=0)
+    expect = jax.jit(
+        make_step_expectation(step, state, num_draws, gradient, num_nodes), static_argnums=0
+    )
     powers = np.arange(len(terms))
     factorials = np.cumprod(np.maximum(powers, 1))
     return [

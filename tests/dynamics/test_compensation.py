@@ -11,11 +11,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGHMCSplit
-from numpyro_sgmcmc.dynamics import Underdamped
-from numpyro_sgmcmc.dynamics.compensation import GradientNoise
-from numpyro_sgmcmc.posterior.estimators import Plain
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.noise import measure_covariance
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
+from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
+from numpyro_sgmcmc.posterior.estimators import MinibatchGradient
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.noise import measure_noise_covariance
 from tests.contract.kernels import (
     assert_posterior,
     quietly,
@@ -57,13 +57,17 @@ def test_step_has_the_covariance_of_one_with_an_exact_gradient(name, scheme, is_
     covariance = np.atleast_2d(COVARIANCE[:dim, :dim]) * (1.0 / h)
     if not is_dense:
         covariance = np.diag(np.diag(covariance))
-    noise_of_gradient = GradientNoise.of(covariance if is_dense else np.diag(covariance))
+    noise_of_gradient = GradientNoiseCovariance.from_covariance(
+        covariance if is_dense else np.diag(covariance)
+    )
     state = example.state(0.3 + 0.2 * np.arange(dim))
     step, num_draws = example.dynamics.step(scheme), example.num_draws(scheme)
 
     def run(entries, offset, is_compensated):
         if is_compensated:
-            entries = example.dynamics.compensate(state, entries, h, noise_of_gradient)
+            entries = example.dynamics.compensate_gradient_noise(
+                state, entries, h, noise_of_gradient
+            )
         after = step(state, h, lambda q: jax.grad(quartic)(q) + offset, entries)
         variables = [v for k, v in after._asdict().items() if k != "gradient"]
         return ravel_pytree(variables)[0]
@@ -90,13 +94,17 @@ def test_step_has_the_covariance_of_one_with_an_exact_gradient(name, scheme, is_
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("scheme", ["euler", "leapfrog", "symmetric", "baoab", "obabo", "mt3"])
 def test_gaussian_is_as_wide_as_with_an_exact_gradient(scheme):
-    dynamics, h, variance = Underdamped(FRICTION, None, scheme in ("baoab", "obabo")), 0.1, 6.0
+    dynamics, h, variance = (
+        UnderdampedLangevin(FRICTION, None, scheme in ("baoab", "obabo")),
+        0.1,
+        6.0,
+    )
     example = EXAMPLES["underdamped"]
-    found = GradientNoise(jnp.full(2, variance))
-    step, state = dynamics.step(scheme), dynamics.init(jnp.zeros(2), jax.random.key(0))
+    found = GradientNoiseCovariance(jnp.full(2, variance))
+    step, state = dynamics.make_step(scheme), dynamics.init(jnp.zeros(2), jax.random.key(0))
 
     def compensated(state, h, gradient, noise):
-        return step(state, h, gradient, dynamics.compensate(state, noise, h, found))
+        return step(state, h, gradient, dynamics.compensate_gradient_noise(state, noise, h, found))
 
     def variance_of(step, gradient_variance):
         arguments = state, example.num_draws(scheme), h, np.eye(2), gradient_variance
@@ -110,8 +118,8 @@ def test_gaussian_is_as_wide_as_with_an_exact_gradient(scheme):
 @pytest.mark.parametrize("num_leapfrog", [1, 5])
 def test_lie_trotter_is_as_wide_as_with_an_exact_gradient(num_leapfrog, x64):
     """A whole cycle as one step, each of its leapfrog steps with a gradient noise of its own."""
-    dynamics, h, variance = Underdamped(FRICTION, num_leapfrog=num_leapfrog), 0.05, 4.0
-    found, step = GradientNoise(jnp.full(1, variance)), dynamics.step("lie_trotter")
+    dynamics, h, variance = UnderdampedLangevin(FRICTION, num_leapfrog=num_leapfrog), 0.05, 4.0
+    found, step = GradientNoiseCovariance(jnp.full(1, variance)), dynamics.make_step("lie_trotter")
 
     def widths(is_compensated, gradient_variance):
         def cycle(z, noise, offsets):
@@ -119,7 +127,7 @@ def test_lie_trotter_is_as_wide_as_with_an_exact_gradient(num_leapfrog, x64):
             for k in range(num_leapfrog):
                 entries = noise[k : k + 1]
                 if is_compensated:
-                    entries = dynamics.compensate(state, entries, h, found)
+                    entries = dynamics.compensate_gradient_noise(state, entries, h, found)
                 state = step(state, h, lambda q, k=k: q + offsets[k], entries, k)
                 positions.append(state.position)
             return jnp.concatenate([state.position, state.momentum]), jnp.concatenate(positions)
@@ -144,7 +152,7 @@ def test_lie_trotter_is_as_wide_as_with_an_exact_gradient(num_leapfrog, x64):
 
 def test_no_more_is_taken_than_there_is():
     noise = jnp.ones((1, 3))
-    found = GradientNoise(jnp.array([1.0, 2.0, 3.0])).take_from(noise, 0.5)
+    found = GradientNoiseCovariance(jnp.array([1.0, 2.0, 3.0])).subtract_from(noise, 0.5)
     np.testing.assert_allclose(found, [[np.sqrt(0.5), 0, 0]], rtol=1e-6)
 
 
@@ -161,23 +169,23 @@ def test_covariance_of_minibatch_gradients(name, sizes, is_dense, x64):
     target, arguments = case.target(**sizes), case.arguments(**sizes)
     anchor = jnp.asarray(position_of(target))
     factor = jnp.diag(0.5 + jnp.arange(target.dim)) + 0.3 * jnp.eye(target.dim, k=-1)
-    whitening = Whitening(anchor, factor, jnp.zeros(target.dim))
+    whitening = Preconditioner(anchor, factor, jnp.zeros(target.dim))
 
     def one_row(plate, row):
         rows = {p.name: jnp.array([row if p is plate else 0]) for p in target.plates}
-        return whitening.pull(target.gradient(anchor, rows, arguments))
+        return whitening.apply_transpose(target.gradient(anchor, rows, arguments))
 
     exact = 0.0
     for p in target.plates:
         gradients = np.array([one_row(p, i) for i in range(p.size)], np.float64)
         exact = exact + np.cov(gradients, rowvar=False, ddof=0) / sizes[p.name]
-    found = measure_covariance(
+    found = measure_noise_covariance(
         target,
         arguments,
         whitening,
         jnp.zeros((40, target.dim)),
         np.random.default_rng(0),
-        Plain(),
+        MinibatchGradient(),
         is_dense,
     )
     exact = exact if is_dense else np.diag(exact)
@@ -192,8 +200,8 @@ def spread(noise_compensation):
     data = survey_data()
     kernel = SGHMCSplit(
         survey,
-        gradient="plain",
-        minibatch="iid",
+        gradient_estimator="minibatch",
+        subsampling="iid",
         step_size=0.2,
         num_steps=10,
         noise_compensation=noise_compensation,
@@ -216,7 +224,10 @@ def test_step_size_is_chosen_for_it(kernel_class):
     steps = {}
     for noise_compensation in (False, True):
         kernel = kernel_class(
-            survey, gradient="plain", minibatch="iid", noise_compensation=noise_compensation
+            survey,
+            gradient_estimator="minibatch",
+            subsampling="iid",
+            noise_compensation=noise_compensation,
         )
         mcmc = quietly(kernel, num_warmup=100, num_samples=2000)
         mcmc.run(jax.random.key(0), *data, batch_size=BATCH)
@@ -228,16 +239,16 @@ def test_step_size_is_chosen_for_it(kernel_class):
 
 def test_what_cannot_be_compensated_is_said():
     kernel = SGHMCSplit(
-        survey, gradient="plain", step_size=1.0, num_steps=1, noise_compensation=True
+        survey, gradient_estimator="minibatch", step_size=1.0, num_steps=1, noise_compensation=True
     )
     with pytest.warns(UserWarning, match="times what the sampler injects at step size 1"):
         kernel.init(jax.random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
 
 
-@pytest.mark.parametrize("minibatch", ["epoch", "blocks"])
+@pytest.mark.parametrize("minibatch", ["shuffled", "contiguous"])
 def test_dependent_minibatches_are_refused(minibatch):
     with pytest.raises(ValueError, match="independent minibatches"):
-        SGMGT(survey, minibatch=minibatch, noise_compensation=True)
+        SGMGT(survey, subsampling=minibatch, noise_compensation=True)
 
 
 def noisy(y, batch_size=None):

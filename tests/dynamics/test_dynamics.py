@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.diagnostics.invariance import SDE, fokker_planck_residual, small_step_limit
-from numpyro_sgmcmc.dynamics import Recipe, Underdamped
+from numpyro_sgmcmc.dynamics import Recipe, UnderdampedLangevin
 from tests.dynamics.examples import EXAMPLES, KINDS, OF_OTHER_KERNELS, SCHEMES
 from tests.dynamics.sdes import FRICTION, quartic, riemannian, scalar_metric, underdamped
 from tests.quick import quick_if
@@ -115,7 +115,10 @@ def test_wrong_sde_is_seen(name):
 
 @pytest.mark.parametrize(
     "scheme",
-    [quick_if(s in ("euler", "symmetric"), s) for s in EXAMPLES["underdamped"].dynamics.schemes],
+    [
+        quick_if(s in ("euler", "symmetric"), s)
+        for s in EXAMPLES["underdamped"].dynamics.integrators
+    ],
 )
 def test_wrong_noise_of_a_step_is_seen(scheme):
     example = EXAMPLES["underdamped"]
@@ -198,8 +201,8 @@ def test_recipe_with_the_misprinted_sign_is_seen():
 def test_check_invariance():
     """As a user calls it, in single precision: right dynamics pass and a wrong one does not."""
     jax.config.update("jax_enable_x64", False)
-    assert check_invariance(Underdamped(1.5), scheme="symmetric").max() < 1e-9
-    assert check_invariance(Underdamped(1.5, keeps_gradient=True), scheme="baoab").max() < 1e-9
+    assert check_invariance(UnderdampedLangevin(1.5), integrator="symmetric").max() < 1e-9
+    assert check_invariance(UnderdampedLangevin(1.5, is_fsal=True), integrator="baoab").max() < 1e-9
 
     def diffusion(z):
         return 1.0 + 0.5 * jnp.sin(z)
@@ -237,4 +240,4 @@ def test_what_cannot_be_checked_is_said():
     with pytest.raises(ValueError, match="not finite"):
         check_invariance(varying_recipe(lambda z: (1 + z[0] ** 2) * jnp.eye(2)))
     with pytest.raises(ValueError, match="`scheme` is 'foo'"):
-        check_invariance(Underdamped(1.0), scheme="foo")
+        check_invariance(UnderdampedLangevin(1.0), integrator="foo")

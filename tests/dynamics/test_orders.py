@@ -9,11 +9,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
-from numpyro_sgmcmc.dynamics import Overdamped, Underdamped
-from numpyro_sgmcmc.dynamics.integrators import Part, Scheme, compose
+from numpyro_sgmcmc.dynamics import OverdampedLangevin, UnderdampedLangevin
+from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, compose
 from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
 from numpyro_sgmcmc.warmup.noise import NO_NOISE
-from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
 from tests.dynamics.examples import EXAMPLES, KINDS, OF_OTHER_KERNELS, SCHEMES
 from tests.dynamics.orders import (
     covariance_errors,
@@ -71,7 +71,7 @@ def quartic_slope(name, step, num_draws, order, dim=1):
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_claimed_orders(name):
     example = EXAMPLES[name]
-    claimed = {s: scheme.order for s, scheme in example.dynamics.schemes.items()}
+    claimed = {s: scheme.order for s, scheme in example.dynamics.integrators.items()}
     assert claimed == example.orders
 
 
@@ -83,7 +83,9 @@ def test_order_of_stationary_covariance(name, scheme):
 
 
 def scheme_of(*flows):
-    return compose(Underdamped(FRICTION).flows, Scheme(tuple(Part(*f) for f in flows), 2, 0.3))
+    return compose(
+        UnderdampedLangevin(FRICTION).flows, Integrator(tuple(Part(*f) for f in flows), 2, 0.3)
+    )
 
 
 def step_of(name, scheme):
@@ -126,8 +128,8 @@ def test_positions_without_bias_on_a_gaussian(scheme):
 
 @pytest.mark.parametrize("num_leapfrog", [2, 5])
 def test_lie_trotter_of_several_leapfrog_steps(num_leapfrog):
-    dynamics = Underdamped(FRICTION, num_leapfrog=num_leapfrog)
-    inner = dynamics.step("lie_trotter")
+    dynamics = UnderdampedLangevin(FRICTION, num_leapfrog=num_leapfrog)
+    inner = dynamics.make_step("lie_trotter")
 
     def step(state, h, gradient, noise):
         for count in range(num_leapfrog):
@@ -160,7 +162,7 @@ def test_kept_gradient_is_the_one_at_the_position(scheme):
     assert step.gradients == 1
     gradient, rng = jax.grad(quartic), np.random.default_rng(0)
     closed_state = example.state(np.array([0.3, -0.4]))
-    state = closed_state._replace(gradient=gradient(closed_state.position))
+    state = closed_state._replace(gradient_estimator=gradient(closed_state.position))
     for _ in range(4):
         noise = rng.standard_normal((step.draws, 2))
         state = step(state, 0.4, gradient, noise)
@@ -268,7 +270,7 @@ def sd_ratio(dynamics, scheme, step_size, curvature):
     return np.sqrt(curvature * covariance[0, 0])
 
 
-DEFAULTS = [(k, s) for k in (SGHMCSplit, SGHMC, SGLD, SHMC) for s in k.schemes]
+DEFAULTS = [(k, s) for k in (SGHMCSplit, SGHMC, SGLD, SHMC) for s in k.integrators]
 
 
 @pytest.mark.parametrize("curvature", [0.25, 1.0, 2.0, 4.0, 30.0, 1000.0])
@@ -276,18 +278,18 @@ DEFAULTS = [(k, s) for k in (SGHMCSplit, SGHMC, SGLD, SHMC) for s in k.schemes]
 def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     kernel_class, scheme, curvature
 ):
-    dynamics = kernel_class(potential_fn=lambda q: q @ q, scheme=scheme).dynamics
-    largest = dynamics.schemes[scheme].step_size
-    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
+    dynamics = kernel_class(potential_fn=lambda q: q @ q, integrator=scheme).dynamics
+    largest = dynamics.integrators[scheme].step_size
+    step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
     assert sd_ratio(dynamics, scheme, step_size, curvature) == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.parametrize(
     ("dynamics", "scheme", "step_size", "ratio"),
     [
-        (Underdamped(1.5), "symmetric", 0.3, 0.9958),
-        (Underdamped(1.5), "euler", 0.1, 1.0014),
-        (Overdamped(), "euler", 0.05, 1 / np.sqrt(1 - 0.025)),
+        (UnderdampedLangevin(1.5), "symmetric", 0.3, 0.9958),
+        (UnderdampedLangevin(1.5), "euler", 0.1, 1.0014),
+        (OverdampedLangevin(), "euler", 0.05, 1 / np.sqrt(1 - 0.025)),
     ],
 )
 def test_unit_gaussian_at_the_first_step_sizes(dynamics, scheme, step_size, ratio):

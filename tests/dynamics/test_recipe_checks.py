@@ -72,12 +72,12 @@ def at_init(hamiltonian, auxiliary, **functions):
         hamiltonian=hamiltonian,
         auxiliary=auxiliary,
     )
-    kernel._refuse_bad_functions(type("Target", (), {"dim": DIM}))
+    kernel._check_user_functions(type("Target", (), {"dim": DIM}))
 
 
 def at_check(hamiltonian, auxiliary, **functions):
     functions = {"diffusion": diffusion, "curl": curl, **functions}
-    dynamics = Recipe(hamiltonian=hamiltonian, draw_auxiliary=auxiliary, **functions)
+    dynamics = Recipe(hamiltonian=hamiltonian, init_auxiliary=auxiliary, **functions)
     return check_invariance(dynamics, dim=1 if auxiliary is some else 2)
 
 

@@ -20,7 +20,7 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.model import make_model_potential
 from tests.hostile.calls import (
     by_index,
     by_subsample,
@@ -45,7 +45,7 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
     """Full potential and gradient, and the means over all minibatches, are NumPyro's."""
     batch = {p: b for p, b in specimen.batch.items() if b is not None}
     arguments = Arguments(specimen.args, {**specimen.kwargs, **batch})
-    target = model_target(specimen.model, arguments, init_to_uniform)
+    target = make_model_potential(specimen.model, arguments, init_to_uniform)
     position = np.random.default_rng(seed).normal(0, 0.7, target.dim).astype(target.dtype)
 
     every = list(product(*(windows(p.size, p.subsample_size) for p in target.plates)))
@@ -53,10 +53,10 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
 
     def potentials(q: Any, plain: Any, held: Arguments, rows: Any) -> Any:
         theirs = jax.value_and_grad(lambda q: potential_energy(specimen.model, *plain, site(q)))
-        one = jax.value_and_grad(lambda q, i: target.potential(q, i, held))
+        one = jax.value_and_grad(lambda q, i: target.value(q, i, held))
         found = {
             "NumPyro": theirs(q),
-            "full": (target.full_potential(q, held), target.full_gradient(q, held)),
+            "full": (target.full_value(q, held), target.full_gradient(q, held)),
         }
         if rows:
             means = jax.tree.map(lambda x: x.mean(0), jax.vmap(one, (None, 0))(q, rows))

@@ -27,7 +27,10 @@ def run(*args, init_params=None, options=None, **kwargs):
         ({"size": 1100}, ("'rows'", "size 1100", "`X`", "1000 rows")),
         ({"rows_of": ("y",)}, ("'rows'", "index every array of rows", "numpyro.subsample")),
         ({"rows_of": ("X",)}, ("'y'", "1000 rows", "'rows'", "index the data")),
-        ({"key": True, "options": {"gradient": "control_variate"}}, ("prng_key", "'plain'")),
+        (
+            {"key": True, "options": {"gradient_estimator": "control_variate"}},
+            ("prng_key", "'plain'"),
+        ),
     ],
 )
 def test_model_that_cannot_be_sampled(kwargs, words):
@@ -76,14 +79,14 @@ def test_missing_value_beyond_the_first_rows_is_found():
     [
         ({"gradient": "full"}, "`gradient` is 'full'.*'plain'"),
         ({"minibatch": "all"}, "`minibatch` is 'all'.*'blocks'"),
-        ({"scheme": "euler"}, "`scheme` is 'euler'.*'symmetric'"),
+        ({"integrator": "euler"}, "`scheme` is 'euler'.*'symmetric'"),
         ({"step_size": -1.0}, "`step_size` is -1.0"),
         ({"step_size": "small"}, "`step_size` is 'small'"),
         ({"step_size": lambda i: -1.0}, r"`step_size\(0\)` is -1.0"),
         ({"friction": 0.0}, "`friction` is 0.0"),
         ({"num_steps": 0}, "`num_steps` is 0"),
         ({"num_steps": 1.5}, "`num_steps` is 1.5"),
-        ({"target_bias": 0}, "`target_bias` is 0"),
+        ({"target_sd_bias": 0}, "`target_sd_bias` is 0"),
         ({"dense_mass": "yes"}, "`dense_mass` is 'yes'"),
         ({"dense_mass": [("c",)]}, "`dense_mass` names site 'c'.*'b'"),
         ({"inverse_mass_matrix": jnp.ones(4)}, r"shape \(4,\).*3 unconstrained"),

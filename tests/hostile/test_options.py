@@ -17,8 +17,8 @@ from numpyro.infer import init_to_uniform, init_to_value
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from tests.contract.kernels import (
     KERNELS,
 )
@@ -54,11 +54,11 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "adapt_step_size": is_flag,
     "adapt_mass_matrix": is_flag,
     "noise_compensation": is_flag,
-    "chains_in_modes": is_flag,
+    "init_in_modes": is_flag,
     "gradient": is_one_of("auto", "plain", "control_variate", "second_order_control_variate"),
     "minibatch": is_one_of("auto", "blocks", "epoch", "iid"),
-    "clip_gradient": or_none(is_positive_number),
-    "target_bias": is_positive_number,
+    "max_grad_norm": or_none(is_positive_number),
+    "target_sd_bias": is_positive_number,
     "init_strategy": callable,
     "friction": is_positive_number,
     "per_coordinate": is_flag,
@@ -89,7 +89,7 @@ def options_of(kernel: Any) -> list[str]:
 def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
     option = data.draw(st.sampled_from(options_of(kernel)))
     value = data.draw(anything())
-    is_valid = SHARED.get(option, is_one_of(*kernel.schemes))(value)
+    is_valid = SHARED.get(option, is_one_of(*kernel.integrators))(value)
     if is_valid:
         kernel(by_index, **{option: value})
     else:
@@ -100,7 +100,7 @@ def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
 def test_arrays_of_words_are_named(kernel):
     """They compare as arrays, which have no truth value or that of the word they hold."""
     for option in options_of(kernel):
-        for words in (["auto", "plain"], "auto", "potential", *kernel.schemes):
+        for words in (["auto", "plain"], "auto", "potential", *kernel.integrators):
             value = np.array(words)
             refusal(lambda o=option, v=value: kernel(by_index, **{o: v}), f"`{option}`")
 
@@ -330,10 +330,10 @@ def recipe(**functions: Any) -> Any:
 def check_dynamics(kernel: Any) -> None:
     """The checks before and after the warm-up, without it."""
     arguments = Arguments(table(6), {"batch_size": 2})
-    target = model_target(by_index, arguments, init_to_uniform)
-    whitening = Whitening(jnp.zeros(2), jnp.ones(2))
-    kernel._refuse_bad_functions(target)
-    kernel._refuse_bad_metric(kernel._located_dynamics(target, whitening), target)
+    target = make_model_potential(by_index, arguments, init_to_uniform)
+    whitening = Preconditioner(jnp.zeros(2), jnp.ones(2))
+    kernel._check_user_functions(target)
+    kernel._check_inverse_metric_fn(kernel._bind_dynamics(target, whitening), target)
 
 
 BAD_FUNCTIONS: dict[str, Callable] = {

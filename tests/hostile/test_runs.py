@@ -166,7 +166,7 @@ def finished() -> dict[str, Any]:
 ON_RUNS: dict[str, Callable[[Any], Any]] = {
     "bias_report": diagnostics.bias_report,
     "print_summary": diagnostics.print_summary,
-    "calibrated_samples": diagnostics.calibrated_samples,
+    "calibrated_samples": diagnostics.bias_corrected_samples,
     "ess_per_gradient": diagnostics.ess_per_gradient,
     "compare_with_finer": lambda mcmc: diagnostics.compare_with_finer(mcmc, jax.random.key(0)),
 }
@@ -232,8 +232,8 @@ def test_bad_weights_are_named(weights):
     draws = {"a": np.arange(4.0)[None]}
     refusal(lambda: schedules.weighted_mean(draws, weights), "`weights`")
     refusal(lambda: schedules.weighted_quantile(draws, weights, 0.5), "`weights`")
-    refusal(lambda: schedules.without_exploration(draws, weights), "`weights`")
-    refusal(lambda: schedules.resample(jax.random.key(0), draws, weights), "`weights`")
+    refusal(lambda: schedules.drop_exploration(draws, weights), "`weights`")
+    refusal(lambda: schedules.systematic_resample(jax.random.key(0), draws, weights), "`weights`")
 
 
 @few(60)
@@ -248,7 +248,11 @@ def test_misuses_of_schedules_are_named(value):
         ("exploration", share and float(value) < 1, lambda: schedules.Cyclical(1.0, 3, value)),
         ("final", share, lambda: schedules.Cyclical(1.0, 3, 0.5, value)),
         ("q", share, lambda: schedules.weighted_quantile(draws, weights, value)),
-        ("order", is_positive_number(value), lambda: schedules.best_exponent(value, "mse")),
+        (
+            "order",
+            is_positive_number(value),
+            lambda: schedules.optimal_decay_exponent(value, "mse"),
+        ),
     ]
     for name, is_valid, call in cases:
         if is_valid:

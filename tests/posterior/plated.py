@@ -18,9 +18,9 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
 
 def one(X: Any, y: Any, rows: int | None = None) -> None:
@@ -96,15 +96,15 @@ class Case(NamedTuple):
     data: tuple
     sizes: dict[str, int]
 
-    def target(self, **batch: int) -> Target:
+    def target(self, **batch: int) -> Potential:
         """The package's target with these minibatch sizes."""
-        return model_target(self.model, self.arguments(**batch), init_to_uniform)
+        return make_model_potential(self.model, self.arguments(**batch), init_to_uniform)
 
     def arguments(self, **batch: int) -> Arguments:
         """The arguments of a run."""
         return Arguments(self.data, batch)
 
-    def potential(self, target: Target, rows: Any = slice(None)) -> Callable:
+    def potential(self, target: Potential, rows: Any = slice(None)) -> Callable:
         """NumPyro's potential of the model on all rows, or on data of these, of flat positions."""
 
         def potential(position: Any) -> Any:
@@ -113,7 +113,7 @@ class Case(NamedTuple):
 
         return potential
 
-    def scaled_potential(self, target: Target, rows: Any, scale: float) -> Callable:
+    def scaled_potential(self, target: Potential, rows: Any, scale: float) -> Callable:
         """The prior, and ``scale`` times the likelihood of the rows."""
         once = self.potential(target, rows)
         twice = self.potential(target, np.concatenate([rows, rows]))
@@ -138,17 +138,17 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def position_of(target: Target, seed: int = 0) -> np.ndarray:
+def position_of(target: Potential, seed: int = 0) -> np.ndarray:
     """A position that is neither the origin nor near the mode."""
     return 0.5 * np.random.default_rng(seed).standard_normal(target.dim)
 
 
-def coordinates_of(target: Target, is_dense: bool = True) -> Whitening:
+def coordinates_of(target: Potential, is_dense: bool = True) -> Preconditioner:
     """Whitened coordinates that are nothing in particular."""
     rng = np.random.default_rng(9)
     factor = 0.3 * np.tril(rng.standard_normal((target.dim,) * 2)) + np.eye(target.dim)
     anchor = jnp.asarray(0.2 * rng.standard_normal(target.dim))
-    return Whitening(anchor, jnp.asarray(factor if is_dense else np.diagonal(factor)))
+    return Preconditioner(anchor, jnp.asarray(factor if is_dense else np.diagonal(factor)))
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-12) -> None:

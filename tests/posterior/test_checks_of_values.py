@@ -8,18 +8,18 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.targets import get_model_potential
 
 
 def target_and_arguments(model, *args):
     arguments = Arguments(args, {})
-    return target_of(model, arguments, init_to_uniform()), arguments
+    return get_model_potential(model, arguments, init_to_uniform()), arguments
 
 
 def potential(model, *args):
     """At zero in unconstrained space."""
     target, arguments = target_and_arguments(model, *args)
-    return target.full_potential(jnp.zeros(target.dim), arguments)
+    return target.full_value(jnp.zeros(target.dim), arguments)
 
 
 def latents(y):
@@ -40,10 +40,10 @@ def test_latent_sites_are_not_checked(monkeypatch):
     target, arguments = target_and_arguments(latents, np.ones(3, np.float32))
     z = target.unravel(jnp.ones(target.dim))
     monkeypatch.setattr(dist.Distribution, "_validate_sample", noted)
-    found = target.potential_of_sites(z, {}, arguments, None)
+    found = target.potential_fn(z, {}, arguments, None)
     assert checked == {"Poisson"}
     with numpyro.validation_enabled(False):
-        assert found == target.potential_of_sites(z, {}, arguments, None)
+        assert found == target.potential_fn(z, {}, arguments, None)
 
 
 def counts(y):
@@ -74,4 +74,4 @@ def test_rounding_makes_no_value_impossible():
     target, arguments = target_and_arguments(many, np.float32(0.0))
     for seed in range(5):
         q = jax.random.normal(jax.random.key(seed), (target.dim,))
-        assert np.isfinite(target.full_potential(q, arguments))
+        assert np.isfinite(target.full_value(q, arguments))

@@ -9,8 +9,8 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.dataflow import Gather, depends_on, row_gathers
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.dataflow import RowGather, find_dependent_outputs, find_row_gathers
+from numpyro_sgmcmc.posterior.model import make_model_potential
 
 ROWS, COLUMNS = 7, 3
 
@@ -22,7 +22,7 @@ def lookups(fn):
         i, jnp.ones((ROWS, COLUMNS)), jnp.ones((COLUMNS, ROWS)), jnp.ones(ROWS)
     )
     rows, *arrays = jaxpr.jaxpr.invars
-    return row_gathers(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
+    return find_row_gathers(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
 
 
 FOUND = {
@@ -56,7 +56,7 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_lookup_is_found(name):
     array, fn = FOUND[name]
-    assert lookups(fn) == [Gather("rows", ROWS, array)]
+    assert lookups(fn) == [RowGather("rows", ROWS, array)]
 
 
 OWN = {
@@ -81,12 +81,12 @@ def test_index_of_an_index_is_followed_once():
         group = (y > 0).astype(jnp.int32)
         return X[0][group[i]]
 
-    assert lookups(fn) == [Gather("rows", ROWS, "y")]
+    assert lookups(fn) == [RowGather("rows", ROWS, "y")]
 
 
 def test_length_is_that_of_the_indexed_dimension():
-    assert lookups(lambda i, X, T, y: X[:5][i]) == [Gather("rows", 5, "X")]
-    assert lookups(lambda i, X, T, y: T[i]) == [Gather("rows", COLUMNS, "T")]
+    assert lookups(lambda i, X, T, y: X[:5][i]) == [RowGather("rows", 5, "X")]
+    assert lookups(lambda i, X, T, y: T[i]) == [RowGather("rows", COLUMNS, "T")]
 
 
 def test_several_plates_and_several_lookups():
@@ -96,12 +96,12 @@ def test_several_plates_and_several_lookups():
     i = jnp.arange(2)
     jaxpr = jax.make_jaxpr(fn)(i, i, jnp.ones((ROWS, 2)), jnp.ones(5)).jaxpr
     a, b, X, y = jaxpr.invars
-    found = row_gathers(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
-    assert sorted(found) == [Gather("a", 7, "X"), Gather("b", 5, "y"), Gather("b", 7, "X")]
+    found = find_row_gathers(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
+    assert sorted(found) == [RowGather("a", 7, "X"), RowGather("b", 5, "y"), RowGather("b", 7, "X")]
 
 
 def depends(fn, *args, num=1):
-    return depends_on(jax.make_jaxpr(fn)(*args), num)
+    return find_dependent_outputs(jax.make_jaxpr(fn)(*args), num)
 
 
 def test_depends_on():
@@ -135,13 +135,13 @@ def test_array_of_another_length_is_named(X_rows, sd_rows, culprit):
         (jnp.ones((X_rows, 2)), np.ones(10)), {"weights": weights, "batch_size": 4}
     )
     with pytest.raises(ValueError, match=f"'rows' has size 10, but {culprit} that it indexes"):
-        model_target(regression, arguments, init_to_uniform)
+        make_model_potential(regression, arguments, init_to_uniform)
 
 
 def test_arrays_of_the_plates_length_pass():
     weights = {"sd": np.ones(10)}
     arguments = Arguments((np.ones((10, 2)), jnp.ones(10)), {"weights": weights, "batch_size": 4})
-    assert model_target(regression, arguments, init_to_uniform).dim == 2
+    assert make_model_potential(regression, arguments, init_to_uniform).dim == 2
 
 
 def test_groups_of_rows_pass():
@@ -150,4 +150,4 @@ def test_groups_of_rows_pass():
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(mean[i // 4], 1), obs=y[i])
 
-    assert model_target(model, Arguments((jnp.ones(12), 4)), init_to_uniform).dim == 3
+    assert make_model_potential(model, Arguments((jnp.ones(12), 4)), init_to_uniform).dim == 3

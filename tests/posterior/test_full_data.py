@@ -7,7 +7,7 @@ import pytest
 
 import numpyro_sgmcmc.posterior.target
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.posterior.all_rows import chunk_rows, over_all_rows
+from numpyro_sgmcmc.posterior.all_rows import compute_chunk_size, mean_over_chunks
 from tests.posterior.plated import CASES, assert_close, position_of
 from tests.quick import quick_if
 
@@ -28,7 +28,9 @@ QUICK = {1, 2, 3, 5, 7}  # of each model one, but for `supports`: the unbiased g
 
 
 def chunks_of(monkeypatch, num_rows):
-    monkeypatch.setattr(numpyro_sgmcmc.posterior.target, "chunk_rows", lambda width: num_rows)
+    monkeypatch.setattr(
+        numpyro_sgmcmc.posterior.target, "compute_chunk_size", lambda width: num_rows
+    )
 
 
 def derivatives(potential, position):
@@ -56,9 +58,9 @@ def test_potential_gradient_and_hessian(name, batch, monkeypatch):
     @jax.jit
     def found(position):
         return (
-            target.full_potential(position, arguments),
+            target.full_value(position, arguments),
             target.full_gradient(position, arguments),
-            target.full_expansion(position, arguments),
+            target.full_value_grad_hessian(position, arguments),
             target.full_hessian_products(position, vectors, arguments),
         )
 
@@ -76,13 +78,13 @@ def test_any_number_of_rows_a_chunk(name, batch, num_rows, monkeypatch):
     case = CASES[name]
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
-    found = jax.jit(lambda q: target.full_potential(q, arguments))(position)
+    found = jax.jit(lambda q: target.full_value(q, arguments))(position)
     assert_close(found, jax.jit(case.potential(target))(position))
 
 
 @pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
 def test_which_plates_meet(name, batch):
-    plates = CASES[name].target(**batch).groups
+    plates = CASES[name].target(**batch).plate_groups
     names = sorted(sorted(p.name for p in group) for group in plates)
     expected = {
         "separate": [["columns"], ["rows"]],
@@ -105,7 +107,7 @@ def test_plates_that_meet_in_turn_are_one_group():
         return jnp.asarray(ab)[i["a"]][:, i["b"]].mean() + jnp.asarray(bc)[i["b"]][:, i["c"]].mean()
 
     for num_rows in (1, 2, 5, 100):
-        assert_close(over_all_rows(value, [(a, b, c)], num_rows), ab.mean() + bc.mean())
+        assert_close(mean_over_chunks(value, [(a, b, c)], num_rows), ab.mean() + bc.mean())
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 10, 50])
@@ -120,13 +122,13 @@ def test_chunks_are_weighted_by_their_sizes(num_rows):
             "square": values[i["rows"]] @ values[i["rows"]] / i["rows"].shape[0],
         }
 
-    found = over_all_rows(mean, [(Plate("rows", 10, 2),)], num_rows)
+    found = mean_over_chunks(mean, [(Plate("rows", 10, 2),)], num_rows)
     assert max(calls) <= num_rows
     assert_close(found, {"mean": values.mean(), "square": values @ values / 10})
 
 
 def test_no_plates():
-    assert over_all_rows(lambda i: 3.0, (), 10) == 3.0
+    assert mean_over_chunks(lambda i: 3.0, (), 10) == 3.0
 
 
 def test_memory_is_that_of_a_chunk():
@@ -135,17 +137,17 @@ def test_memory_is_that_of_a_chunk():
     def mean(i):
         return jnp.sin(i["rows"].astype(float)).mean()
 
-    jaxpr = jax.make_jaxpr(lambda: over_all_rows(mean, [(Plate("rows", size, 10),)], 1000))()
+    jaxpr = jax.make_jaxpr(lambda: mean_over_chunks(mean, [(Plate("rows", size, 10),)], 1000))()
     assert str(size) not in "".join(str(v.aval) for v in jaxpr.eqns[-1].outvars)
     shapes = [v.aval.shape for e in jaxpr.jaxpr.eqns for v in e.outvars]
     assert max(map(np.prod, shapes)) <= 1000
 
 
 def test_chunk_rows():
-    assert chunk_rows(1) == 8192
-    assert chunk_rows(2**10) == 2**10
-    assert chunk_rows(10**9) == 1
-    assert chunk_rows(0) == 8192
+    assert compute_chunk_size(1) == 8192
+    assert compute_chunk_size(2**10) == 2**10
+    assert compute_chunk_size(10**9) == 1
+    assert compute_chunk_size(0) == 8192
 
 
 def test_plates_need_not_agree_in_budget():
@@ -157,7 +159,7 @@ def test_plates_need_not_agree_in_budget():
         return jnp.float64(i["a"].shape[0] * i["b"].shape[0] > 0)
 
     plates = (Plate("a", 20_000, 3), Plate("b", 10_000, 3))
-    jax.eval_shape(lambda: over_all_rows(size_of, [plates], 1000))
+    jax.eval_shape(lambda: mean_over_chunks(size_of, [plates], 1000))
     assert max(seen) <= 1000
 
 
@@ -168,10 +170,10 @@ def test_a_subset_stands_for_all_rows(name, monkeypatch):
     target, arguments = case.target(**batch), case.arguments(**batch)
     position = jnp.asarray(position_of(target))
     subset = {p.name: jnp.array([2, 0, 2]) for p in target.plates}
-    expected = jax.jit(lambda q: target.potential(q, subset, arguments))(position)
+    expected = jax.jit(lambda q: target.value(q, subset, arguments))(position)
     for num_rows in (2, 100):
         chunks_of(monkeypatch, num_rows)
-        found = jax.jit(lambda q: target.full_potential(q, arguments, subset))(position)
+        found = jax.jit(lambda q: target.full_value(q, arguments, subset))(position)
         assert_close(found, expected)
 
 
@@ -180,7 +182,7 @@ def test_minibatch_potential_counts_the_rows_it_has():
     target, arguments = case.target(rows=2), case.arguments(rows=2)
     position = jnp.asarray(position_of(target))
     rows = np.array([0, 3, 3, 5, 1])
-    potential = jax.jit(lambda q: target.potential(q, {"rows": rows}, arguments))
+    potential = jax.jit(lambda q: target.value(q, {"rows": rows}, arguments))
     found = potential(position)
     assert_close(found, jax.jit(case.scaled_potential(target, rows, 6 / 5))(position))
 
@@ -191,7 +193,7 @@ def test_planted_mistake_is_seen():
     target, arguments = case.target(rows=2), case.arguments(rows=2)
     position = jnp.asarray(position_of(target))
     expected = jax.jit(case.potential(target))(position)
-    potential = jax.jit(lambda rows: target.potential(position, {"rows": rows}, arguments))
+    potential = jax.jit(lambda rows: target.value(position, {"rows": rows}, arguments))
     first, last = potential(jnp.arange(4)), potential(jnp.arange(4, 6))
     assert_close((4 * first + 2 * last) / 6, expected)
     with pytest.raises(AssertionError):

@@ -13,8 +13,8 @@ from tests.posterior.hierarchies import indicator_odds, mixture, mixture_data, n
 Y = mixture_data(60)
 GIVEN = {
     "inverse_mass_matrix": np.array([0.1, 0.1]),
-    "gradient": "plain",
-    "minibatch": "blocks",
+    "gradient_estimator": "minibatch",
+    "subsampling": "contiguous",
     "step_size": 0.1,
     "num_steps": 3,
 }
@@ -26,7 +26,7 @@ def draw(rng_key, gibbs_sites, hmc_sites, rows, model_args):
 
 
 def discrete():
-    return SGHMCSplit(mixture, gibbs_fn=draw, gibbs_sites=["k"], collect_locals=True, **GIVEN)
+    return SGHMCSplit(mixture, gibbs_fn=draw, gibbs_sites=["k"], collect_local_sites=True, **GIVEN)
 
 
 def run(mcmc, rows):
@@ -40,7 +40,7 @@ def in_memory():
 
 
 def test_nothing_is_looked_for(in_memory):
-    assert in_memory.sampler.adaptation.is_given
+    assert in_memory.sampler.adaptation.uses_init_strategy
     assert in_memory.sampler.adaptation.num_steps == 3
     k = np.asarray(in_memory.get_samples()["k"])
     assert set(np.unique(k)) == {0, 1}

@@ -13,13 +13,22 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, whitened_gradient
-from numpyro_sgmcmc.posterior.facts import GibbsDraws
-from numpyro_sgmcmc.posterior.locals import AllRows, LocalState, renew_minibatch, with_locals
-from numpyro_sgmcmc.posterior.locals.moves import renew, row_potentials, sweep
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, make_gradient_fn
+from numpyro_sgmcmc.posterior.facts import GibbsConfig
+from numpyro_sgmcmc.posterior.locals import (
+    LocalLatentsState,
+    LocalValues,
+    update_minibatch_locals,
+    with_local_values,
+)
+from numpyro_sgmcmc.posterior.locals.moves import (
+    pointwise_local_potentials,
+    sweep_local_values,
+    update_local_values,
+)
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from tests.posterior.hierarchies import (
     NOISE,
     awkward,
@@ -33,10 +42,10 @@ from tests.posterior.plated import assert_close
 ROWS, BATCH = 12, 4
 
 
-_visit = jax.jit(renew_minibatch, static_argnames=("target", "estimator"))
-_rows_of = jax.jit(row_potentials, static_argnames="target")
-_full_potential = jax.jit(Target.full_potential, static_argnums=0)
-_gradient = jax.jit(Target.gradient, static_argnums=0)
+_visit = jax.jit(update_minibatch_locals, static_argnames=("potential", "estimator"))
+_rows_of = jax.jit(pointwise_local_potentials, static_argnames="potential")
+_full_potential = jax.jit(Potential.full_value, static_argnums=0)
+_gradient = jax.jit(Potential.gradient, static_argnums=0)
 
 
 class _Exact:
@@ -45,25 +54,28 @@ class _Exact:
     def __init__(self, model: Any, y: Any) -> None:
         self.model, self.y = model, np.asarray(y, np.float64)
         self.arguments = Arguments((self.y,), {"batch_size": BATCH})
-        self.target = model_target(model, self.arguments, init_to_uniform)
+        self.target = make_model_potential(model, self.arguments, init_to_uniform)
         rng = np.random.default_rng(7)
         self.theta = jnp.asarray(0.3 * rng.standard_normal(self.target.dim))
         self.anchor = self.theta + 0.2
-        local = self.target.locals
-        self.values = AllRows(
-            jnp.asarray(0.5 * rng.standard_normal((ROWS, local.width))), local.zeros().drawn
+        local = self.target.local_latents
+        self.values = LocalValues(
+            jnp.asarray(0.5 * rng.standard_normal((ROWS, local.hmc_dim))),
+            local.make_zero_values().gibbs_values,
         )
         self.slopes = jax.jit(jax.grad(self.joint, (0, 1)))
-        self.state = LocalState(self.values, jnp.full((ROWS, local.width), 0.5), jnp.ones(()))
+        self.state = LocalLatentsState(
+            self.values, jnp.full((ROWS, local.hmc_dim), 0.5), jnp.ones(())
+        )
 
     def joint(self, theta: Any, position: Any) -> Any:
         """NumPyro's own potential of all rows and values."""
-        z = self.target.unravel(theta) | self.target.locals.unravel(position)
+        z = self.target.unravel(theta) | self.target.local_latents.unravel(position)
         return potential_energy(self.model, (jnp.asarray(self.y),), {}, z)
 
-    def full_gradient(self, values: AllRows, theta: Any = None) -> Any:
+    def full_gradient(self, values: LocalValues, theta: Any = None) -> Any:
         theta = self.theta if theta is None else theta
-        return self.slopes(theta, values.position)[0]
+        return self.slopes(theta, values.hmc_position)[0]
 
     def visit(self, rows: Any, seed: int = 0, state: Any = None, gradient: Any = None) -> Any:
         state = self.state if state is None else state
@@ -77,7 +89,7 @@ class _Exact:
             self.arguments,
             self.anchor,
             gradient,
-            ESTIMATORS["control_variate"],
+            GRADIENT_ESTIMATORS["control_variate"],
             jax.random.key(seed),
         )
 
@@ -90,9 +102,9 @@ def case(request, x64):
 
 
 def test_potential_on_all_rows_is_the_joint(case):
-    arguments = with_locals(case.arguments, case.values)
+    arguments = with_local_values(case.arguments, case.values)
     assert_close(
-        _full_potential(case.target, case.theta, arguments),
+        _full_potential(case.potential, case.theta, arguments),
         case.joint(case.theta, case.values.position),
     )
 
@@ -103,7 +115,9 @@ def test_a_row_sees_its_own_unscaled_gradient(case):
     some = case.values.take(rows)
 
     def total(position):
-        return _rows_of(case.target, case.theta, rows, position, some.drawn, case.arguments).sum()
+        return _rows_of(
+            case.potential, case.theta, rows, position, some.drawn, case.arguments
+        ).sum()
 
     assert_close(jax.grad(total)(some.position), expected[rows])
 
@@ -111,7 +125,14 @@ def test_a_row_sees_its_own_unscaled_gradient(case):
 def test_a_row_s_density_is_the_joint_s_up_to_a_constant(case):
     rows = jnp.arange(ROWS)
     moved = case.values.position.at[5].add(0.7)
-    own = partial(row_potentials, case.target, case.theta, rows, drawn={}, arguments=case.arguments)
+    own = partial(
+        pointwise_local_potentials,
+        case.potential,
+        case.theta,
+        rows,
+        gibbs_values={},
+        arguments=case.arguments,
+    )
     change = own(position=moved) - own(position=case.values.position)
     expected = case.joint(case.theta, moved) - case.joint(case.theta, case.values.position)
     assert_close(change, jnp.zeros(ROWS).at[5].set(expected))
@@ -131,16 +152,16 @@ def test_only_the_minibatch_s_rows_change(case):
 def test_gradient_of_the_globals_is_that_at_the_new_values_and_unbiased(case):
     """The estimates on a partition of the rows have the full gradient as their mean."""
     after, gradient, _ = case.visit([9, 2, 4, 10])
-    arguments = with_locals(case.arguments, after.values)
-    whitening = Whitening(case.anchor, jnp.ones(case.target.dim), gradient)
-    q = case.theta - case.anchor
+    arguments = with_local_values(case.arguments, after.values)
+    whitening = Preconditioner(case.center, jnp.ones(case.potential.dim), gradient)
+    q = case.theta - case.center
     blocks = np.random.default_rng(1).permutation(ROWS).reshape(-1, BATCH)
     expected = case.full_gradient(after.values)
-    for estimator in (ESTIMATORS["plain"], ESTIMATORS["control_variate"]):
+    for estimator in (GRADIENT_ESTIMATORS["minibatch"], GRADIENT_ESTIMATORS["control_variate"]):
         found = jax.jit(
             jax.vmap(
-                lambda b, e=estimator: whitened_gradient(
-                    e, case.target, arguments, whitening, {"rows": b}
+                lambda b, e=estimator: make_gradient_fn(
+                    e, case.potential, arguments, whitening, {"rows": b}
                 )(q)
             )
         )(jnp.asarray(blocks))
@@ -152,18 +173,18 @@ def test_gradient_at_the_anchor_follows_the_local_values(case):
     state, gradient = case.state, None
     for n, rows in enumerate([[0, 1, 2, 3], [8, 3, 5, 1], [11, 10, 2, 0]]):
         state, gradient, _ = case.visit(rows, n, state, gradient)
-    assert_close(gradient, case.full_gradient(state.values, case.anchor), rtol=1e-10)
+    assert_close(gradient, case.full_gradient(state.values, case.center), rtol=1e-10)
 
 
 def test_the_minibatch_in_the_step_is_the_one_gathered(case):
     """The step's gradient is that of its own rows at their renewed values."""
     rows = jnp.array([9, 2, 4, 10])
     after, _, here = case.visit(rows)
-    arguments = with_locals(case.arguments, after.values)
+    arguments = with_local_values(case.arguments, after.values)
     indices = {"rows": rows}
     assert_close(
-        _gradient(case.target, case.theta, indices, here),
-        _gradient(case.target, case.theta, indices, arguments),
+        _gradient(case.potential, case.theta, indices, here),
+        _gradient(case.potential, case.theta, indices, arguments),
     )
 
 
@@ -173,15 +194,15 @@ def test_local_moves_leave_the_conditional_as_it_is(scale):
     rows, tau = 20_000, 1.3
     y = normal_means_data(rows)
     arguments = Arguments((y,), {"batch_size": 100})
-    target = model_target(normal_means, arguments, init_to_uniform)
+    target = make_model_potential(normal_means, arguments, init_to_uniform)
     theta = jnp.array([0.4, np.log(tau)], jnp.float32)
     variance = 1 / (1 / tau**2 + 1 / NOISE**2)
     mean = variance * (0.4 / tau**2 + y / NOISE**2)
     start = np.random.default_rng(0).standard_normal(rows)
-    values = AllRows(jnp.asarray(mean + np.sqrt(variance) * start, jnp.float32)[:, None], {})
+    values = LocalValues(jnp.asarray(mean + np.sqrt(variance) * start, jnp.float32)[:, None], {})
     widths = jnp.full((rows, 1), scale * np.sqrt(variance), jnp.float32)
-    state = LocalState(values, widths, jnp.ones(()))
-    after, acceptance = jax.jit(sweep, static_argnums=(0, 5))(
+    state = LocalLatentsState(values, widths, jnp.ones(()))
+    after, acceptance = jax.jit(sweep_local_values, static_argnums=(0, 5))(
         target, theta, state, arguments, jax.random.key(0), 3
     )
     u = (np.asarray(after.position[:, 0], np.float64) - mean) / np.sqrt(variance)
@@ -201,16 +222,18 @@ def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
         seen.update(gibbs_sites=gibbs_sites, hmc_sites=hmc_sites, rows=rows)
         return {"k": 1 - gibbs_sites["k"]}
 
-    target = model_target(mixture, arguments, init_to_uniform, GibbsDraws(gibbs_fn, ("k",)))
-    values = target.locals.zeros()
+    target = make_model_potential(
+        mixture, arguments, init_to_uniform, GibbsConfig(gibbs_fn, ("k",))
+    )
+    values = target.local_latents.make_zero_values()
     rows = jnp.array([7, 1999, 3, 0, 12])
     theta = jnp.array([0.3, 2.0])
-    after, _ = renew(
+    after, _ = update_local_values(
         target, theta, rows, values.take(rows), jnp.zeros((5, 0)), arguments, jax.random.key(0)
     )
-    np.testing.assert_array_equal(after.drawn["k"], np.ones(5))
+    np.testing.assert_array_equal(after.gibbs_values["k"], np.ones(5))
     np.testing.assert_array_equal(seen["rows"], rows)
     np.testing.assert_allclose(seen["hmc_sites"]["share"], 1 / (1 + np.exp(-0.3)), rtol=1e-6)
-    put = values.put(rows, after).drawn["k"]
+    put = values.put(rows, after).gibbs_values["k"]
     assert put.sum() == 5
     assert (put[rows] == 1).all()

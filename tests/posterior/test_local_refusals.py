@@ -124,10 +124,10 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
         (discrete, {}, r"'k' .* discrete .* gibbs_sites=\['k'\]"),
         (stretched, {}, "'z' .* support that depends on other values"),
         (fixed, {}, "'z' .* delta"),
-        (normal, {"minibatch": "iid"}, "'z' .* a row twice"),
+        (normal, {"subsampling": "iid"}, "'z' .* a row twice"),
         (normal, {"noise_compensation": True}, "'z' .* a row twice"),
-        (normal, {"gradient": "second_order_control_variate"}, "'z' .* Hessian"),
-        (normal, {"collect_locals": ["w"]}, r"'w', .* \['z'\]"),
+        (normal, {"gradient_estimator": "second_order_control_variate"}, "'z' .* Hessian"),
+        (normal, {"collect_local_sites": ["w"]}, r"'w', .* \['z'\]"),
         (normal, {"gibbs_fn": right_shape, "gibbs_sites": ["mu"]}, "'mu', which is no latent"),
         (discrete, {"gibbs_fn": wrong_shape, "gibbs_sites": ["k"]}, r"must return \{'k': \(20,"),
         (discrete, {"gibbs_fn": array, "gibbs_sites": ["k"]}, "must return a dict"),
@@ -143,7 +143,7 @@ def test_refused_before_any_sampling(model, options, words):
 
 def test_epochs_with_a_seam_are_refused():
     with pytest.raises(ValueError, match=r"'z' .* 7 rows do not divide 60"):
-        quietly(SGHMCSplit(normal, minibatch="epoch")).run(jax.random.key(0), Y, batch_size=7)
+        quietly(SGHMCSplit(normal, subsampling="shuffled")).run(jax.random.key(0), Y, batch_size=7)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_epochs_with_a_seam_are_refused():
         ({"gibbs_fn": right_shape, "gibbs_sites": "k"}, "a list of names"),
         ({"gibbs_fn": 3, "gibbs_sites": ["k"]}, "gibbs_fn"),
         ({"gibbs_fn": lambda key: {}, "gibbs_sites": ["k"]}, "keywords rng_key, .*, but "),
-        ({"collect_locals": "z"}, "True, False or a list"),
+        ({"collect_local_sites": "z"}, "True, False or a list"),
     ],
 )
 def test_options_are_checked_at_construction(options, words):
@@ -164,9 +164,11 @@ def test_options_are_checked_at_construction(options, words):
 
 def test_options_without_local_sites_or_a_model():
     with pytest.raises(ValueError, match="need a kernel made from a model"):
-        SGHMCSplit(potential_fn=lambda z: z @ z, collect_locals=True)
+        SGHMCSplit(potential_fn=lambda z: z @ z, collect_local_sites=True)
     with pytest.raises(ValueError, match="has none: leave it out"):
-        quietly(SGHMCSplit(_local(lambda mu: mu), collect_locals=True)).run(jax.random.key(0), Y)
+        quietly(SGHMCSplit(_local(lambda mu: mu), collect_local_sites=True)).run(
+            jax.random.key(0), Y
+        )
 
 
 def test_not_with_rows_on_the_host():
@@ -184,5 +186,7 @@ def test_not_in_a_block_of_gibbs_unless_its_values_are_collected():
 
     kernel = SGHMCSplit(switching)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
-    with pytest.raises(ValueError, match=r"'z' .* other blocks of Gibbs .* collect_locals=True"):
+    with pytest.raises(
+        ValueError, match=r"'z' .* other blocks of Gibbs .* collect_local_sites=True"
+    ):
         quietly(gibbs).run(jax.random.key(0), Y)

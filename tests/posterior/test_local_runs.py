@@ -62,7 +62,7 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
 def whole(optimised):
     """A run with the local values of all rows."""
     y = normal_means_data()
-    return posterior_run(SGHMCSplit(normal_means, collect_locals=True), y)
+    return posterior_run(SGHMCSplit(normal_means, collect_local_sites=True), y)
 
 
 def test_normal_means_against_the_marginal(whole):
@@ -101,7 +101,7 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     mcmc.print_summary()
     data = az.from_numpyro(mcmc, log_likelihood=False)
     assert set(data.posterior.data_vars) == {"mu", "tau"}
-    with pytest.raises(ValueError, match=r"collect_locals=True .* log_likelihood=False"):
+    with pytest.raises(ValueError, match=r"collect_local_sites=True .* log_likelihood=False"):
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.locals
     assert state.values.position.shape == (2, 2000, 1)
@@ -122,7 +122,9 @@ def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
 def test_the_report_is_on_the_globals_own_posterior(whole, capsys):
     report = bias_report(whole)
     assert [site.site for site in report.sites] == ["mu", "tau"]
-    found = np.stack([report.estimates.shift.value, report.estimates.inflation.value])
+    found = np.stack(
+        [report.stein_estimates.mean_bias.value, report.stein_estimates.sd_inflation.value]
+    )
     truth = true_bias(whole, normal_means_posterior(normal_means_data()))
     np.testing.assert_allclose(found, truth, atol=0.06)
     assert not report.is_flagged
@@ -140,19 +142,19 @@ def test_the_report_is_on_the_globals_own_posterior(whole, capsys):
 @pytest.mark.filterwarnings("ignore:.*step_size")
 def test_the_report_tells_noise_in_the_globals():
     y = normal_means_data()
-    kernel = SGHMCSplit(normal_means, gradient="plain", step_size=0.2)
+    kernel = SGHMCSplit(normal_means, gradient_estimator="minibatch", step_size=0.2)
     mcmc = posterior_run(kernel, y, batch=20)
     truth = true_bias(mcmc, normal_means_posterior(y))
     assert truth[1].max() > 0.1
     report = bias_report(mcmc)
     assert report.is_flagged, report
-    np.testing.assert_allclose(report.estimates.inflation.value, truth[1], atol=0.1)
+    np.testing.assert_allclose(report.stein_estimates.sd_inflation.value, truth[1], atol=0.1)
 
 
 @pytest.mark.slow
 def test_sequential_chains_a_pickled_kernel_and_more_draws():
     y = normal_means_data(400)
-    kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_locals=["z"])))
+    kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_local_sites=["z"])))
     mcmc = posterior_run(kernel, y, chain_method="sequential", num_samples=300, batch=40)
     assert_globals(mcmc, normal_means_posterior(y))
     draws = mcmc.get_samples(group_by_chain=True)
@@ -164,7 +166,9 @@ def test_sequential_chains_a_pickled_kernel_and_more_draws():
 @pytest.mark.slow
 def test_warmup_then_run_goes_on():
     y = normal_means_data(400)
-    mcmc = quietly(SGHMCSplit(normal_means, collect_locals=True), num_samples=300, num_warmup=50)
+    mcmc = quietly(
+        SGHMCSplit(normal_means, collect_local_sites=True), num_samples=300, num_warmup=50
+    )
     mcmc.warmup(jax.random.key(0), y, batch_size=40)
     warm = mcmc.post_warmup_state
     mcmc.run(jax.random.key(1), y, batch_size=40)
@@ -180,9 +184,9 @@ def test_warmup_then_run_goes_on():
     "kernel",
     [
         SGHMCSplit(normal_means, gibbs_fn=draw_normal_means, gibbs_sites=["z"]),
-        SGHMCSplit(normal_means, minibatch="epoch"),
+        SGHMCSplit(normal_means, subsampling="shuffled"),
         SGNHT(normal_means),
-        SGHMCSplit(normal_means, gradient="plain"),
+        SGHMCSplit(normal_means, gradient_estimator="minibatch"),
     ],
     ids=["gibbs_fn", "epoch", "SGNHT", "plain"],
 )
@@ -195,7 +199,9 @@ def test_other_ways_to_the_same_posterior(kernel):
 @pytest.mark.slow
 def test_discrete_indicators_against_the_marginal():
     y = mixture_data()
-    kernel = SGHMCSplit(mixture, gibbs_fn=draw_indicators, gibbs_sites=["k"], collect_locals=True)
+    kernel = SGHMCSplit(
+        mixture, gibbs_fn=draw_indicators, gibbs_sites=["k"], collect_local_sites=True
+    )
     mcmc = posterior_run(kernel, y)
     assert_globals(mcmc, mixture_posterior(y))
     draws = mcmc.get_samples()
@@ -219,7 +225,7 @@ def test_against_nuts_on_the_whole_model(model, data):
         NUTS(model), num_warmup=500, num_samples=1500, num_chains=2, chain_method="vectorized"
     )
     nuts.run(jax.random.key(0), *args)
-    mcmc = posterior_run(SGHMCSplit(model, collect_locals=True), *args, num_samples=1000)
+    mcmc = posterior_run(SGHMCSplit(model, collect_local_sites=True), *args, num_samples=1000)
     theirs, ours = (m.get_samples(group_by_chain=True) for m in (nuts, mcmc))
     some = np.argsort(np.asarray(args[1]).reshape(2000, -1).sum(1))[[0, 3, 1000, 1001, 1996, 1999]]
     for name in theirs:

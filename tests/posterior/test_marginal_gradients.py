@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.marginal import marginal_gradients
-from numpyro_sgmcmc.posterior.locals.moves import LocalState
-from numpyro_sgmcmc.posterior.locals.sites import AllRows
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.locals.marginal import estimate_marginal_gradients
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState
+from numpyro_sgmcmc.posterior.locals.sites import LocalValues
+from numpyro_sgmcmc.posterior.model import make_model_potential
 from numpyro_sgmcmc.samplers.options import Options
 from tests.posterior.hierarchies import NOISE, normal_means, normal_means_data
 
@@ -29,12 +29,14 @@ def test_gradient_is_that_with_the_local_values_integrated_out(offset):
     """Wherever the local values have been before."""
     y = jnp.asarray(normal_means_data(ROWS))
     arguments = Arguments((y,), {"batch_size": 30})
-    target = model_target(normal_means, arguments, Options().init_strategy)
-    values = AllRows(y[:, None] + offset, {})
-    state = LocalState(values, jnp.full((ROWS, 1), 0.6), jnp.ones(()))
+    target = make_model_potential(normal_means, arguments, Options().init_strategy)
+    values = LocalValues(y[:, None] + offset, {})
+    state = LocalLatentsState(values, jnp.full((ROWS, 1), 0.6), jnp.ones(()))
 
     def one(key):
-        return marginal_gradients(target, jnp.asarray(POSITIONS), state, arguments, key, 30)
+        return estimate_marginal_gradients(
+            target, jnp.asarray(POSITIONS), state, arguments, key, 30
+        )
 
     found = np.stack([one(key) for key in jax.random.split(jax.random.key(0), 30)])
     expected = jax.vmap(jax.grad(marginal_potential), (0, None))(POSITIONS, y)

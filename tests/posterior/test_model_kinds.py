@@ -120,7 +120,7 @@ def exact(site: str, data: dict[str, Any]) -> tuple[Any, Any]:
 def fitted():
     """The run, its warnings and the data."""
     data = everything_data()
-    kernel = SGHMCSplit(everything, gradient="control_variate")
+    kernel = SGHMCSplit(everything, gradient_estimator="control_variate")
     mcmc = quietly(kernel, num_samples=800, num_chains=2, chain_method="vectorized")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -280,7 +280,7 @@ def test_shuffled_rows_raise_no_alarm_about_their_order():
     rng.poisson(3.0, 1000)
     for _ in range(2):
         X, y = rng.standard_normal((1000, 3)).astype(np.float32), rng.integers(0, 2, 1000)
-    kernel = SGHMCSplit(model, gradient="plain")
+    kernel = SGHMCSplit(model, gradient_estimator="minibatch")
     kernel.init(jax.random.key(0), 10, None, (X, y), {"batch_size": 100})
 
 
@@ -291,7 +291,7 @@ def test_sorted_rows_are_noticed_and_the_cure_is_named():
             numpyro.sample("y", dist.Poisson(rate), obs=y[i])
 
     y = np.sort(np.random.default_rng(0).poisson(3.0, 1000))
-    kernel = SGHMCSplit(model, gradient="plain")
+    kernel = SGHMCSplit(model, gradient_estimator="minibatch")
     with pytest.warns(UserWarning, match="permutation") as caught:
         kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 100})
     assert len(caught) == 1

@@ -9,12 +9,12 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import HostArray, ShardedArray
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.stand_ins import IndexedArray, IssuedRows
-from numpyro_sgmcmc.posterior.build import build
-from numpyro_sgmcmc.posterior.check import check
-from numpyro_sgmcmc.posterior.read import read
+from numpyro_sgmcmc.data.stand_ins import PlateIndexRegistry, RowLookup
+from numpyro_sgmcmc.posterior.build import build_potential
+from numpyro_sgmcmc.posterior.check import validate_model
+from numpyro_sgmcmc.posterior.read import trace_model
 
 ROWS, BATCH = 12, 4
 Y = np.linspace(-1, 1, ROWS, dtype=np.float32)
@@ -30,13 +30,13 @@ def hierarchy(y, batch_size=BATCH):
 
 
 def test_facts_hold_nothing_that_was_traced():
-    facts = read(hierarchy, Arguments((Y,)), init_to_uniform)
+    facts = trace_model(hierarchy, Arguments((Y,)), init_to_uniform)
     assert not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(vars(facts)))
-    assert facts.statements["twice"] == ("deterministic", ())
-    assert facts.statements["z"] == ("sample", ("rows",))
-    z = next(s for s in facts.samples if s.name == "z")
-    assert (z.shape, z.free_shape, z.is_observed) == ((BATCH,), (BATCH,), False)
-    assert [s.name for s in facts.samples if s.is_observed] == ["y"]
+    assert facts.traced_sites["twice"] == ("deterministic", ())
+    assert facts.traced_sites["z"] == ("sample", ("rows",))
+    z = next(s for s in facts.sample_sites if s.name == "z")
+    assert (z.shape, z.unconstrained_shape, z.is_observed) == ((BATCH,), (BATCH,), False)
+    assert [s.name for s in facts.sample_sites if s.is_observed] == ["y"]
 
 
 def test_reading_refuses_nothing_that_can_be_run():
@@ -47,23 +47,23 @@ def test_reading_refuses_nothing_that_can_be_run():
         with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
             numpyro.sample("y", dist.Normal(0, 1.0), obs=y[i])
 
-    facts = read(model, Arguments((Y,)), init_to_uniform)
-    with pytest.raises(Refusal, match="Site 'k' is discrete"):
-        check(facts)
+    facts = trace_model(model, Arguments((Y,)), init_to_uniform)
+    with pytest.raises(InvalidArgumentError, match="Site 'k' is discrete"):
+        validate_model(facts)
 
 
 def test_building_needs_the_facts_alone():
-    target = build(read(hierarchy, Arguments((Y,)), init_to_uniform))
+    target = build_potential(trace_model(hierarchy, Arguments((Y,)), init_to_uniform))
     assert [s.name for s in target.sites] == ["mu", "tau"]
-    assert target.locals.names == ("z",)
+    assert target.local_latents.names == ("z",)
 
 
 @pytest.mark.parametrize("make", [HostArray, ShardedArray])
 def test_indexed_arrays_are_those_that_the_user_gave(make):
     y = make(Y)
-    facts = read(hierarchy, Arguments((y,)), init_to_uniform)
-    assert facts.indexed == (IndexedArray(y, "rows"),)
-    assert facts.indexed[0].array is y
+    facts = trace_model(hierarchy, Arguments((y,)), init_to_uniform)
+    assert facts.row_lookups == (RowLookup(y, "rows"),)
+    assert facts.row_lookups[0].array is y
 
 
 def test_refusals_in_the_middle_of_a_model_come_as_they_are():
@@ -72,13 +72,16 @@ def test_refusals_in_the_middle_of_a_model_come_as_they_are():
         with numpyro.plate("rows", ROWS, subsample_size=0):
             pass
 
-    with pytest.raises(Refusal, match=r"^Plate 'rows' has subsample_size=0"):
-        read(model, Arguments((Y,)), init_to_uniform)
+    with pytest.raises(InvalidArgumentError, match=r"^Plate 'rows' has subsample_size=0"):
+        trace_model(model, Arguments((Y,)), init_to_uniform)
 
 
 @pytest.mark.parametrize(
     ("make", "error", "start"),
-    [(HostArray, Refusal, "The model fails at "), (ShardedArray, TypeError, "ShardedArray\\(")],
+    [
+        (HostArray, InvalidArgumentError, "The model fails at "),
+        (ShardedArray, TypeError, "ShardedArray\\("),
+    ],
 )
 def test_arrays_used_otherwise_than_by_rows(make, error, start):
     """Told by the error's type: where rows are on the host, with the line of the model."""
@@ -88,12 +91,12 @@ def test_arrays_used_otherwise_than_by_rows(make, error, start):
         jnp.asarray(y)
 
     with pytest.raises(error, match=f"^{start}.* as a whole: index it by"):
-        read(model, Arguments((make(Y),)), init_to_uniform)
+        trace_model(model, Arguments((make(Y),)), init_to_uniform)
 
 
 def test_rows_are_known_as_the_same_object():
-    issued = IssuedRows()
-    i, j = issued.issue("a", jnp.arange(3)), issued.issue("b", jnp.arange(3))
-    assert [issued.plate_of(x) for x in (i, j, (i, 0), (j, slice(2)))] == ["a", "b", "a", "b"]
+    issued = PlateIndexRegistry()
+    i, j = issued.register("a", jnp.arange(3)), issued.register("b", jnp.arange(3))
+    assert [issued.find_plate(x) for x in (i, j, (i, 0), (j, slice(2)))] == ["a", "b", "a", "b"]
     for other in (jnp.arange(3), i + 0, i[:, None], 0, (), (0, i), slice(None), None):
-        assert issued.plate_of(other) is None
+        assert issued.find_plate(other) is None

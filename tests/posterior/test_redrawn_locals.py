@@ -11,8 +11,8 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGNHT, CheckpointedMCMC, HostArray, SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.facts import GibbsDraws
-from numpyro_sgmcmc.posterior.model import model_target
+from numpyro_sgmcmc.posterior.facts import GibbsConfig
+from numpyro_sgmcmc.posterior.model import make_model_potential
 from tests.contract.kernels import assert_posterior, quietly
 from tests.posterior.hierarchies import (
     NOISE,
@@ -48,11 +48,11 @@ def draw_slowly(rng_key, gibbs_sites, hmc_sites, rows, model_args):
 def mean_gradient(fn, sweeps, rows=None, num_keys=4_000):
     """Over many keys, at one position: means and standard errors."""
     arguments = Arguments((Y,), {"batch_size": 10})
-    gibbs = GibbsDraws(fn, ("z",), sweeps)
-    target = model_target(normal_means, arguments, init_to_uniform, gibbs)
-    assert target.locals is None
+    gibbs = GibbsConfig(fn, ("z",), sweeps)
+    target = make_model_potential(normal_means, arguments, init_to_uniform, gibbs)
+    assert target.local_latents is None
     rows = {"rows": jnp.arange(ROWS) if rows is None else rows}
-    found = jax.jit(jax.vmap(lambda key: jax.grad(target.potential)(AT, rows, arguments, key)))(
+    found = jax.jit(jax.vmap(lambda key: jax.grad(target.value)(AT, rows, arguments, key)))(
         random.split(random.key(0), num_keys)
     )
     found = np.asarray(found, np.float64)
@@ -96,7 +96,11 @@ def test_too_few_sweeps_leave_the_share_of_the_prior_that_they_remember(sweeps):
 def given(scales, **settings):
     """All that a warm-up looks for."""
     matrix = np.square(scales)
-    found = {"inverse_mass_matrix": matrix, "gradient": "plain", "minibatch": "blocks"}
+    found = {
+        "inverse_mass_matrix": matrix,
+        "gradient_estimator": "minibatch",
+        "subsampling": "contiguous",
+    }
     return {**found, "step_size": 0.1, "num_steps": 20, **settings}
 
 
@@ -157,12 +161,10 @@ def test_memory_is_that_of_a_minibatch():
     mcmc = quietly(kernel, num_warmup=2, num_samples=3)
     mcmc.run(random.key(0), init_params={"mu": np.array(0.0)})
     assert np.isfinite(mcmc.get_samples()["mu"]).all()
-    target = model_target(
-        endless, Arguments((), {}), init_to_uniform, GibbsDraws(draw_endless, ("z",))
+    target = make_model_potential(
+        endless, Arguments((), {}), init_to_uniform, GibbsConfig(draw_endless, ("z",))
     )
-    potential = jax.jit(
-        lambda rows: target.potential(jnp.zeros(1), {"rows": rows}, Arguments((), {}))
-    )
+    potential = jax.jit(lambda rows: target.value(jnp.zeros(1), {"rows": rows}, Arguments((), {})))
     needed = potential.lower(jnp.arange(7)).compile().memory_analysis()
     assert needed.temp_size_in_bytes < 10**6
     assert np.isfinite(potential(jnp.arange(7)))
@@ -244,12 +246,15 @@ def test_what_makes_no_sense_is_refused():
     for wrong, words in [
         ({**draws, "gibbs_sweeps": 0}, "`gibbs_sweeps` is 0"),
         ({"gibbs_sweeps": 1}, "`gibbs_fn`, which is missing"),
-        ({**draws, "collect_locals": True}, "there are none for `collect_locals`"),
+        ({**draws, "collect_local_sites": True}, "there are none for `collect_local_sites`"),
     ]:
         with pytest.raises(ValueError, match=words):
             SGHMCSplit(normal_means, **wrong)
     for wrong, words in [
-        ({**draws, "gradient": "control_variate"}, "With `gibbs_sweeps` local values are drawn"),
+        (
+            {**draws, "gradient_estimator": "control_variate"},
+            "With `gibbs_sweeps` local values are drawn",
+        ),
         ({**draws, "noise_compensation": True}, "leave out `noise_compensation`"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -17,9 +17,9 @@ from numpyro.infer import init_to_median, init_to_uniform, init_to_value
 
 from numpyro_sgmcmc import SGNHT, HostArray, SGHMCSplit, ShardedArray
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.facts import NO_DRAWS, GibbsDraws
-from numpyro_sgmcmc.posterior.program_key import program_key
-from numpyro_sgmcmc.posterior.targets import target_of
+from numpyro_sgmcmc.posterior.facts import NO_GIBBS, GibbsConfig
+from numpyro_sgmcmc.posterior.program_key import fingerprint_jaxpr
+from numpyro_sgmcmc.posterior.targets import get_model_potential
 
 ROWS, BATCH = 60, 6
 X = np.linspace(-1, 1, 2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
@@ -36,10 +36,10 @@ def regression(X, y, batch_size=BATCH):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def target(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=NO_DRAWS, **kwargs):
+def target(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=NO_GIBBS, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of sites left out
-        return target_of(model, Arguments(args, kwargs), strategy, gibbs)
+        return get_model_potential(model, Arguments(args, kwargs), strategy, gibbs)
 
 
 def closing_over(value):
@@ -101,7 +101,7 @@ def test_a_second_kernel_compiles_less():
     jax.clear_caches()
     first, before = run(SGHMCSplit)
     second, after = run(SGNHT)
-    assert first.target is second.target
+    assert first.potential is second.potential
     assert len(before) > 4
     assert not after
 
@@ -113,7 +113,7 @@ def test_a_second_kernel_compiles_less():
         (regression, (X, Y), {"strategy": init_to_median}),
         (regression, (HostArray(X), HostArray(Y)), {}),
         (regression, (ShardedArray(X), ShardedArray(Y)), {}),
-        (local, (Y,), {"gibbs": GibbsDraws(draw_k, ("k",))}),
+        (local, (Y,), {"gibbs": GibbsConfig(draw_k, ("k",))}),
         (closing_over(X[:, 0]), (Y,), {}),
     ],
     ids=["plain", "median", "host", "sharded", "gibbs", "closure"],
@@ -140,7 +140,7 @@ def test_every_kernel_has_its_warnings():
     """The model is read for each."""
     for _ in range(2):
         with pytest.warns(UserWarning, match=r"deterministic sites \['mean'\]"):
-            target_of(regression, Arguments((X, Y)), init_to_uniform)
+            get_model_potential(regression, Arguments((X, Y)), init_to_uniform)
 
 
 # --- Not shared ---------------------------------------------------------------------------------
@@ -191,10 +191,10 @@ def test_a_global_that_means_something_else_is_another_target(monkeypatch):
 
 
 def test_another_gibbs_fn_is_another_target(monkeypatch):
-    gibbs = GibbsDraws(draw_k, ("k",))
+    gibbs = GibbsConfig(draw_k, ("k",))
     before = target(local, (Y,), gibbs=gibbs)
     same_draws = lambda **given: draw_k(**given)  # noqa: E731
-    assert target(local, (Y,), gibbs=GibbsDraws(same_draws, ("k",))) is not before
+    assert target(local, (Y,), gibbs=GibbsConfig(same_draws, ("k",))) is not before
     monkeypatch.setattr(f"{__name__}.SHIFT", 1)
     assert target(local, (Y,), gibbs=gibbs) is not before
 
@@ -218,7 +218,7 @@ def test_first_values_of_parameters_are_part_of_the_target():
 
 
 def test_more_constants_than_are_worth_looking_at_are_not_shared(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.program_key._MOST_BYTES", 4 * ROWS - 1)
+    monkeypatch.setattr("numpyro_sgmcmc.posterior.program_key._MAX_CONSTANT_BYTES", 4 * ROWS - 1)
     model = closing_over(np.ones(ROWS, np.float32))
     assert target(model, (Y,)) is not target(model, (Y,))
 
@@ -240,7 +240,7 @@ def test_a_target_that_nobody_has_is_let_go():
 
 
 def key_of(fn, *args):
-    return program_key(jax.make_jaxpr(fn)(*(args or (jnp.ones(3),))))
+    return fingerprint_jaxpr(jax.make_jaxpr(fn)(*(args or (jnp.ones(3),))))
 
 
 def sloped(slope):
@@ -295,7 +295,7 @@ def test_variables_are_told_apart_whenever_they_are_made():
         jnp.sin(a)
         return c * b
 
-    keys = [program_key(jax.make_jaxpr(f)(1.0, 2.0, 3.0, 4.0)) for f in (first, second)]
+    keys = [fingerprint_jaxpr(jax.make_jaxpr(f)(1.0, 2.0, 3.0, 4.0)) for f in (first, second)]
     assert keys[0] != keys[1]
 
 

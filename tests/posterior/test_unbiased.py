@@ -18,19 +18,19 @@ import pytest
 from jax import random
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc.data.minibatch import Blocks, Epoch, StreamState
+from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling, ShuffledSubsampling, StreamState
 from numpyro_sgmcmc.posterior.estimators import (
-    ESTIMATORS,
-    whitened_gradient,
+    GRADIENT_ESTIMATORS,
+    make_gradient_fn,
 )
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
 from tests.quick import quick_if
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-NAMES = tuple(ESTIMATORS)
+NAMES = tuple(GRADIENT_ESTIMATORS)
 
 
 # --- All minibatches ----------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def all_iid(size, batch_size):
 
 def drawn(scheme, steps, size, batch_size):
     """The first steps of a stream."""
-    start = StreamState.start(random.key(4))
+    start = StreamState.init(random.key(4))
     return np.asarray(scheme.draw(start, random.key(0), steps, size, batch_size)[1])
 
 
@@ -52,7 +52,7 @@ def drawn(scheme, steps, size, batch_size):
 def whole_epochs(size, batch_size):
     """As many steps of the stream as end where an epoch does."""
     steps = size // gcd(size, batch_size)
-    return drawn(Epoch(), steps, size, batch_size)
+    return drawn(ShuffledSubsampling(), steps, size, batch_size)
 
 
 @cache
@@ -60,7 +60,7 @@ def one_epoch_of_blocks(size, batch_size):
     """The stream's steps of one epoch, or, where rows are left over, all that it may take."""
     if size % batch_size == 0:
         steps = size // batch_size
-        return drawn(Blocks(), steps, size, batch_size)
+        return drawn(ContiguousSubsampling(), steps, size, batch_size)
     offsets = np.arange(size)[:, None, None]
     starts = np.arange(size // batch_size)[:, None] * batch_size
     return ((offsets + starts + np.arange(batch_size)) % size).reshape(-1, batch_size)
@@ -95,8 +95,8 @@ class Bench(NamedTuple):
 
     sizes: dict[str, int]
     batch: dict[str, int]
-    target: Target
-    whitening: Whitening
+    target: Potential
+    whitening: Preconditioner
     q: Any
     gradient: Callable
     minibatches: Callable
@@ -104,7 +104,7 @@ class Bench(NamedTuple):
     def full(self, q):
         """NumPyro's whitened gradient on all rows."""
         coordinates = self.whitening
-        return np.asarray(coordinates.pull(self.gradient(coordinates.position(q))))
+        return np.asarray(coordinates.apply_transpose(self.gradient(coordinates.to_position(q))))
 
     def mean(self, way, whitening=None):
         """Mean over all minibatches, shape ``(estimators, d)``."""
@@ -126,7 +126,10 @@ class Bench(NamedTuple):
 def minibatches_of(target, arguments):
     def one(q, rows, whitening):
         return jnp.stack(
-            [whitened_gradient(ESTIMATORS[e], target, arguments, whitening, rows)(q) for e in NAMES]
+            [
+                make_gradient_fn(GRADIENT_ESTIMATORS[e], target, arguments, whitening, rows)(q)
+                for e in NAMES
+            ]
         )
 
     return jax.jit(jax.vmap(one, (None, 0, None)))
@@ -143,8 +146,8 @@ def _bench(name, batch, is_dense):
         gradient = jax.grad(case.potential(target))
         return gradient(position), jax.jacfwd(gradient)(position)
 
-    gradient, hessian = derivatives(coordinates.anchor)
-    whitening = coordinates._replace(gradient=gradient, hessian=hessian)
+    gradient, hessian = derivatives(coordinates.center)
+    whitening = coordinates._replace(reference_gradient=gradient, reference_hessian=hessian)
     return Bench(
         case.sizes,
         {p.name: p.subsample_size for p in target.plates},
@@ -219,7 +222,7 @@ def test_noise_falls_with_the_distance_from_the_anchor():
 
 def is_unbiased(b, way="blocks", minibatches=None, whitening=None):
     if minibatches is not None:
-        b = b._replace(minibatches=minibatches)
+        b = b._replace(max_noise_minibatches=minibatches)
     error = np.abs(b.mean(way, whitening) - b.full(b.q)).max(1)
     return dict(zip(NAMES, error < 1e-12 * np.abs(b.full(b.q)).max(), strict=True))
 
@@ -235,7 +238,7 @@ def test_scale_left_out_is_seen():
         X, y = (jnp.asarray(x)[indices["rows"]] for x in case.data)
         return potential_energy(case.model, (X, y), {}, z)
 
-    wrong = replace(b.target, potential_of_sites=potential)
+    wrong = replace(b.potential, potential_fn=potential)
     assert is_unbiased(b) == all_but()
     assert is_unbiased(b, minibatches=minibatches_of(wrong, case.arguments(rows=3))) == all_but(
         *NAMES
@@ -243,19 +246,19 @@ def test_scale_left_out_is_seen():
 
 
 def test_prior_counted_twice_is_seen():
-    b, right = bench("one", rows=3), bench("one", rows=3).target.potential_of_sites
+    b, right = bench("one", rows=3), bench("one", rows=3).potential.potential_fn
 
     def potential(z, *rest):
         return right(z, *rest) + jnp.square(z["beta"]).sum() / 2
 
-    wrong = replace(b.target, potential_of_sites=potential)
+    wrong = replace(b.potential, potential_fn=potential)
     found = is_unbiased(b, minibatches=minibatches_of(wrong, CASES["one"].arguments(rows=3)))
-    assert not found["plain"]
+    assert not found["minibatch"]
 
 
 def test_gradient_of_another_anchor_is_seen():
     b = bench("one", rows=3)
-    wrong = b.whitening._replace(gradient=b.gradient(b.whitening.anchor + 1e-6))
+    wrong = b.whitening._replace(gradient=b.gradient(b.whitening.center + 1e-6))
     assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
@@ -264,7 +267,7 @@ def test_minibatch_gradient_in_place_of_the_full_one_is_seen():
     rows = {"rows": np.array([[0, 2, 3]])}
     pulled = b.each(jnp.zeros_like(b.q), rows)[0, NAMES.index("plain")]
     gradient = jnp.linalg.solve(b.whitening.factor.T, pulled)
-    wrong = b.whitening._replace(gradient=gradient)
+    wrong = b.whitening._replace(gradient_estimator=gradient)
     assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
@@ -293,17 +296,19 @@ def test_noise_variance():
     whitening = jax.tree.map(lambda x: np.asarray(x, np.float64), b.whitening)
 
     def of(estimator):
-        probes = ESTIMATORS[estimator].probes(np.asarray(b.q, np.float64), whitening)
+        probes = GRADIENT_ESTIMATORS[estimator].noise_eval_points(
+            np.asarray(b.q, np.float64), whitening
+        )
         gradient = jax.vmap(
-            lambda i, place: b.target.gradient(place, {"rows": i}, arguments), (0, None)
+            lambda i, place: b.potential.gradient(place, {"rows": i}, arguments), (0, None)
         )
         return sum(weight * gradient(rows, jnp.asarray(p, b.q.dtype)) for p, weight in probes)
 
     draws = b.each(b.q, {"rows": rows})
     for k, name in enumerate(NAMES):
-        found = jax.vmap(b.whitening.pull)(of(name)).var(0, ddof=1)
+        found = jax.vmap(b.whitening.apply_transpose)(of(name)).var(0, ddof=1)
         # The bend of second-order control variates is taken by differences.
-        rtol = 0.05 if ESTIMATORS[name].needs_hessian else 1e-12
+        rtol = 0.05 if GRADIENT_ESTIMATORS[name].needs_hessian else 1e-12
         assert_close(found, draws[:, k].var(0, ddof=1), rtol)
     # For rows drawn with replacement it is the variance between rows over their number.
     single = b.each(b.q, {"rows": np.arange(6)[:, None]})

@@ -23,13 +23,17 @@ def test_every_number_shows(kernel):
             text = repr(made(kernel, **{name: value}))
             assert f"{name}={value}" in text
             shown.append(name)
-    assert "target_bias" in shown
+    assert "target_sd_bias" in shown
 
 
 def test_defaults_are_left_out():
     assert repr(SGHMCSplit(model)) == "SGHMCSplit(model)"
-    kernel = SGHMCSplit(model, friction=2.0, gradient="plain", inverse_mass_matrix=np.eye(9))
-    text = "SGHMCSplit(model, friction=2.0, inverse_mass_matrix=..., gradient='plain')"
+    kernel = SGHMCSplit(
+        model, friction=2.0, gradient_estimator="minibatch", inverse_mass_matrix=np.eye(9)
+    )
+    text = (
+        "SGHMCSplit(model, friction=2.0, inverse_mass_matrix=..., gradient_estimator='minibatch')"
+    )
     assert repr(kernel) == text
     assert eval(repr(SGHMCSplit(model, num_steps=3)), {**vars(numpyro_sgmcmc), "model": model})
 

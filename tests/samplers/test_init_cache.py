@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.checkpointing.fingerprint import fingerprint
+from numpyro_sgmcmc.checkpointing.fingerprint import compute_fingerprint
 
 Y = np.arange(6, dtype=np.float32)
 ROWS = {"batch_size": 2}
@@ -23,7 +23,7 @@ def model(y, batch_size):
 
 
 def new_kernel():
-    return SGHMCSplit(model, step_size=0.2, num_steps=2, gradient="plain")
+    return SGHMCSplit(model, step_size=0.2, num_steps=2, gradient_estimator="minibatch")
 
 
 def initialised(kernel):
@@ -39,7 +39,7 @@ def kernel():
 def test_before_init():
     kernel = new_kernel()
     assert kernel._sample_fn is None
-    assert not kernel.has_data
+    assert not kernel.has_potential
     for name in ("target", "adaptation"):
         with pytest.raises(RuntimeError, match="SGHMCSplit must be initialised first"):
             getattr(kernel, name)
@@ -53,11 +53,11 @@ def test_before_init():
 def test_copies_have_forgotten_the_data(kernel, forget):
     other = forget(kernel)
     assert other._sample_fn is None
-    assert not other.has_data
+    assert not other.has_potential
     of_both = {"model": None}  # of which one may be wrapped
     assert {**other.settings, **of_both} == {**kernel.settings, **of_both}
     assert kernel._sample_fn == kernel.sample
-    assert kernel.has_data
+    assert kernel.has_potential
 
 
 def test_a_pickled_kernel_knows_the_noise(kernel):
@@ -68,12 +68,12 @@ def test_a_pickled_kernel_knows_the_noise(kernel):
 
 def test_a_variant_need_not_be_initialised(kernel):
     found = kernel.adaptation
-    other = kernel.ready_variant(adaptation=found._replace(num_steps=5))
+    other = kernel.copy_with(adaptation=found._replace(num_steps=5))
     assert other._sample_fn is not None
-    assert other.target is kernel.target
+    assert other.potential is kernel.potential
     assert other.adaptation.num_steps == 5
     assert kernel.adaptation is found
-    assert kernel.ready_variant(target=kernel.target).adaptation is found
+    assert kernel.copy_with(potential=kernel.potential).adaptation is found
 
 
 def test_init_finds_once_what_has_not_changed(kernel):
@@ -84,7 +84,7 @@ def test_init_finds_once_what_has_not_changed(kernel):
 
 
 def test_nothing_that_init_finds_is_in_the_fingerprint(kernel):
-    before, after = (fingerprint(k, {}, (Y,), ROWS) for k in (new_kernel(), kernel))
+    before, after = (compute_fingerprint(k, {}, (Y,), ROWS) for k in (new_kernel(), kernel))
     assert before == after
     options = {n for n in before if n.startswith("kernel option")}
     assert "kernel option `step_size`" in options

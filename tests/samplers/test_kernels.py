@@ -11,10 +11,16 @@ from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHMCSplit, SGLaplaceHMC
-from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Recipe, Riemannian, Underdamped
+from numpyro_sgmcmc.dynamics import (
+    NoseHooverThermostat,
+    OverdampedLangevin,
+    Recipe,
+    RiemannianUnderdampedLangevin,
+    UnderdampedLangevin,
+)
 from numpyro_sgmcmc.dynamics.kinetics import Kinetics
 from numpyro_sgmcmc.warmup.noise import NO_NOISE
-from numpyro_sgmcmc.warmup.step_size import choose_step_size
+from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
 from tests.contract.kernels import (
     KERNELS,
     assert_posterior,
@@ -54,12 +60,12 @@ RECIPE = {
 WITHOUT_AUXILIARY = {name: fn for name, fn in RECIPE.items() if name != "auxiliary"}
 
 VARIANTS = {
-    "SHMC, Lie-Trotter": (SHMC, {"scheme": "lie_trotter", "num_leapfrog": 5}),
-    "SHMC, BAOAB": (SHMC, {"scheme": "baoab"}),
-    "SHMC, OBABO": (SHMC, {"scheme": "obabo"}),
-    "SHMC, MT3": (SHMC, {"scheme": "mt3"}),
+    "SHMC, Lie-Trotter": (SHMC, {"integrator": "lie_trotter", "num_leapfrog": 5}),
+    "SHMC, BAOAB": (SHMC, {"integrator": "baoab"}),
+    "SHMC, OBABO": (SHMC, {"integrator": "obabo"}),
+    "SHMC, MT3": (SHMC, {"integrator": "mt3"}),
     "SGNHT, shared": (SGNHT, {"per_coordinate": False}),
-    "SGNHT, plain": (SGNHT, {"gradient": "plain"}),
+    "SGNHT, plain": (SGNHT, {"gradient_estimator": "minibatch"}),
     "SGMGT, a = 2": (SGMGT, {"a": 2.0, "c": 2.0, "step_size": 0.1}),
     "SGMGT, D": (SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1, "step_size": 0.05}),
     "SGRHMC, diagonal": (
@@ -90,7 +96,7 @@ def test_posterior_is_right(name):
 
 
 NONLINEAR = [
-    (kernel, {"scheme": scheme, **settings})
+    (kernel, {"integrator": scheme, **settings})
     for kernel, settings in (
         (SGNHT, {}),
         (SGNHT, {"per_coordinate": False}),
@@ -100,7 +106,7 @@ NONLINEAR = [
         (SGRLD, {}),
         (SGRHMC, {}),
     )
-    for scheme in kernel.schemes
+    for scheme in kernel.integrators
 ]
 
 
@@ -115,8 +121,8 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     """4,000 chains in two dimensions: an sd is known to about 0.3 %. See also test_orders."""
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
     dynamics, scheme = kernel.dynamics, settings["scheme"]
-    largest = dynamics.schemes[scheme].step_size
-    step_size, _ = choose_step_size(dynamics, largest, NO_NOISE, curvature, 0.05)
+    largest = dynamics.integrators[scheme].step_size
+    step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
     step, num_chains = dynamics.step(scheme), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 
@@ -176,12 +182,12 @@ def thermostat_energy(z):
 
 AS_RECIPES = {
     "SGLD": (
-        Overdamped().step("euler"),
+        OverdampedLangevin().make_step("euler"),
         Recipe(jnp.ones_like, lambda z: jnp.zeros((DIM, DIM)), lambda z: 0.0 * z.sum(), None),
         0,
     ),
     "SGHMC": (
-        Underdamped(FRICTION).step("explicit_euler"),
+        UnderdampedLangevin(FRICTION).make_step("explicit_euler"),
         Recipe(
             lambda z: jnp.repeat(jnp.array([0.0, FRICTION]), DIM),
             lambda z: blocks([ZERO, -EYE], [EYE, ZERO]),
@@ -191,7 +197,7 @@ AS_RECIPES = {
         DIM,
     ),
     "SGNHT": (
-        NoseHoover(FRICTION, per_coordinate=False).step("explicit_euler"),
+        NoseHooverThermostat(FRICTION, per_coordinate=False).make_step("explicit_euler"),
         Recipe(
             lambda z: jnp.array([0.0] * DIM + [FRICTION] * DIM + [0.0]),
             thermostat_curl,
@@ -201,7 +207,7 @@ AS_RECIPES = {
         DIM + 1,
     ),
     "SGRHMC": (
-        Riemannian(metric, FRICTION).step("explicit_euler"),
+        RiemannianUnderdampedLangevin(metric, FRICTION).make_step("explicit_euler"),
         Recipe(
             lambda z: jnp.concatenate([jnp.zeros(DIM), FRICTION * metric(z[:DIM]) * jnp.ones(DIM)]),
             lambda z: jnp.sqrt(metric(z[:DIM])) * blocks([ZERO, -EYE], [EYE, ZERO]),
@@ -226,8 +232,12 @@ def test_dedicated_step_is_that_of_the_recipe(name):
         z = 0.7 * rng.standard_normal(DIM + num_auxiliary)
         noise = rng.standard_normal((3, DIM))
         auxiliary = [z[DIM : 2 * DIM], z[2 * DIM :].squeeze()][: -(-num_auxiliary // DIM)]
-        names = {"SGLD": Overdamped, "SGHMC": Underdamped, "SGNHT": NoseHoover}
-        state = names.get(name, Riemannian).State(z[:DIM], *auxiliary)
+        names = {
+            "SGLD": OverdampedLangevin,
+            "SGHMC": UnderdampedLangevin,
+            "SGNHT": NoseHooverThermostat,
+        }
+        state = names.get(name, RiemannianUnderdampedLangevin).State(z[:DIM], *auxiliary)
         used = noise[:1] if name == "SGLD" else noise[1:2]
         dedicated = step(state, 0.1, gradient, used)
         general = recipe._euler(recipe.State(z[:DIM], z[DIM:]), 0.1, gradient, noise)
@@ -260,7 +270,7 @@ def test_draws_have_the_stationary_law(a):
     )
     density = np.exp(-np.asarray(kinetics.energy(jnp.asarray(x))))
     mass = np.append(0.0, np.cumsum(np.diff(x) * (density[1:] + density[:-1]) / 2))
-    tail = 1 - np.interp(kinetics.size_at(e), x, mass) / mass[-1]
+    tail = 1 - np.interp(kinetics.magnitude_from_exponential(e), x, mass) / mass[-1]
     np.testing.assert_allclose(tail, np.exp(-e), rtol=1e-3)
 
 
@@ -273,7 +283,7 @@ def test_kinetics_are_finite_in_single_precision(a, p):
         kinetics.energy(p),
         kinetics.velocity(p),
         kinetics.curvature(p),
-        kinetics.friction(p, 0.5),
+        kinetics.apply_friction(p, 0.5),
     ):
         assert value.dtype == jnp.float32
         assert jnp.isfinite(value)
@@ -301,7 +311,7 @@ def no_energy(z):
 SETTINGS = [
     (SGHMCSplit, {"friction": 10.0}),
     (SHMC, {"friction": 10.0}),
-    (SHMC, {"scheme": "lie_trotter", "num_leapfrog": 10, "friction": 5.0}),
+    (SHMC, {"integrator": "lie_trotter", "num_leapfrog": 10, "friction": 5.0}),
     (SGMGT, {"m": 0.05}),
     (SGMGT, {"sigma_theta": 10.0}),
     (SGNHT, {"friction": 10.0}),
@@ -348,9 +358,9 @@ def test_step_size_follows_the_settings(kernel_class, settings):
         (SGMGT, {"sigma_xi": "much"}, "`sigma_xi` is 'much'"),
         (SGNHT, {"per_coordinate": "no"}, "`per_coordinate` is 'no'"),
         (SGMGT, {"momentum_period": 0}, "`momentum_period` is 0"),
-        (SGNHT, {"scheme": "baoab"}, "`scheme` is 'baoab'"),
+        (SGNHT, {"integrator": "baoab"}, "`scheme` is 'baoab'"),
         (SHMC, {"num_leapfrog": 0}, "`num_leapfrog` is 0"),
-        (SHMC, {"num_leapfrog": 5}, "scheme='lie_trotter'"),
+        (SHMC, {"num_leapfrog": 5}, "integrator='lie_trotter'"),
         (SGRHMC, {"inverse_metric": 2.0}, "`inverse_metric` is 2.0"),
         (RecipeKernel, {**RECIPE, "curl": 1.0}, "`curl` is 1.0"),
     ],
@@ -383,7 +393,7 @@ def test_option_is_named(kernel_class, settings, words):
     ],
 )
 def test_function_is_checked_before_any_step(kernel_class, settings, words):
-    given = {"num_steps": 1, "step_size": 0.1, "gradient": "plain"}
+    given = {"num_steps": 1, "step_size": 0.1, "gradient_estimator": "minibatch"}
     if kernel_class is RecipeKernel:
         given = {}  # what needs no position is checked before the warm-up tries the SDE
     kernel = kernel_class(survey, **given, **settings)

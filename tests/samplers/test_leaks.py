@@ -36,7 +36,7 @@ def run(model):
     state = kernel.init(jax.random.key(0), 2, None, *data)
     sample = jax.jit(lambda state: kernel.sample(state, *data))
     assert np.isfinite(sample(sample(state)).z["mu"])
-    return [weakref.ref(x) for x in (kernel, kernel.target)]
+    return [weakref.ref(x) for x in (kernel, kernel.potential)]
 
 
 def num_programs():
@@ -47,29 +47,29 @@ def num_programs():
 def test_kernels_on_one_model_leave_nothing():
     jax.clear_caches()
     gc.collect()
-    model, before = make_model(), len(targets._targets)
+    model, before = make_model(), len(targets._potential_cache)
     kernels, programs = [], []
     for _ in range(RUNS):
         kernels.append(run(model)[0])
         programs.append(num_programs())
     assert [kernel() for kernel in kernels] == [None] * RUNS
-    assert len(targets._targets) == before + 1
+    assert len(targets._potential_cache) == before + 1
     assert programs[-1] == programs[1]
 
 
 def test_new_models_are_gone_with_their_programs():
     jax.clear_caches()
     gc.collect()
-    before = len(targets._targets)
+    before = len(targets._potential_cache)
     refs = [ref for _ in range(RUNS) for ref in run(make_model())]
     jax.clear_caches()
     gc.collect()
-    assert len(targets._targets) == before
+    assert len(targets._potential_cache) == before
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
 def test_programs_are_forgotten_where_mappings_run_short(monkeypatch, tmp_path):
-    if not forget._MAPPINGS.exists():
+    if not forget._MEMORY_MAPS_FILE.exists():
         pytest.skip("mappings are Linux's")
     jax.clear_caches()
     others = num_programs()  # which other tests hold
@@ -77,12 +77,12 @@ def test_programs_are_forgotten_where_mappings_run_short(monkeypatch, tmp_path):
     run(model)
     programs = num_programs()
     allowed = tmp_path / "max_map_count"
-    monkeypatch.setattr(forget, "_ALLOWED", allowed)
-    mappings = forget._MAPPINGS.read_text().count("\n")
+    monkeypatch.setattr(forget, "_MAX_MEMORY_MAPS_FILE", allowed)
+    mappings = forget._MEMORY_MAPS_FILE.read_text().count("\n")
     allowed.write_text(str(4 * mappings))
-    forget.forget_programs_if_many()
+    forget.clear_compilation_cache_if_full()
     assert num_programs() == programs
     allowed.write_text(str(mappings))
-    forget.forget_programs_if_many()
+    forget.clear_compilation_cache_if_full()
     assert num_programs() - others < (programs - others) / 4
     run(model)

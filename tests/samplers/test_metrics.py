@@ -11,7 +11,7 @@ from numpyro.handlers import reparam, seed, trace
 
 from numpyro_sgmcmc import SGRHMC, SGRLD
 from numpyro_sgmcmc.diagnostics import check_invariance
-from numpyro_sgmcmc.dynamics import Riemannian, RiemannianLangevin
+from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin, RiemannianUnderdampedLangevin
 from numpyro_sgmcmc.dynamics.divergence import is_elementwise
 from numpyro_sgmcmc.metrics import ExpandedMean, MirroredGamma, expanded_mean
 from tests.contract.kernels import assert_posterior, quietly
@@ -36,8 +36,8 @@ def kernel_of(kernel_class, step_size, num_steps, model=None):
         model or expanded(),
         inverse_metric=expanded_mean("shares"),
         adapt_mass_matrix=False,
-        gradient="plain",
-        minibatch="blocks",
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
         step_size=step_size,
         num_steps=num_steps,
     )
@@ -72,7 +72,7 @@ def test_the_site_has_the_distribution_that_it_had():
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 2.0])
-@pytest.mark.parametrize("dynamics", [RiemannianLangevin, Riemannian])
+@pytest.mark.parametrize("dynamics", [RiemannianOverdampedLangevin, RiemannianUnderdampedLangevin])
 def test_the_posterior_is_invariant(dynamics, alpha):
     def potential(t):
         own = MirroredGamma(alpha).log_prob(t).sum()
@@ -84,7 +84,7 @@ def test_the_posterior_is_invariant(dynamics, alpha):
 
     sizes = np.array([[1.3, 0.8], [0.9, -1.7], [-2.1, 1.2]])
     momenta = np.array([[0.4, -1.0], [1.2, 0.3], [-0.2, 0.9]])
-    states = sizes if dynamics is RiemannianLangevin else np.hstack([sizes, momenta])
+    states = sizes if dynamics is RiemannianOverdampedLangevin else np.hstack([sizes, momenta])
     found = check_invariance(dynamics(metric), potential, dim=2, states=states)
     assert found.max() < 1e-8
 
@@ -109,7 +109,7 @@ def test_a_step_costs_as_much_as_there_are_coordinates():
     mcmc = quietly(kernel_of(SGRLD, 1e-3, 2), num_warmup=0, num_samples=1)
     mcmc.run(random.key(0), COUNTS, batch_size=20)
     kernel, state = mcmc.sampler, mcmc.last_state
-    dynamics = kernel._located_dynamics(kernel.target, kernel.coordinates(state))
+    dynamics = kernel._bind_dynamics(kernel.potential, kernel.coordinates(state))
     q = state.dynamics.position
     assert is_elementwise(dynamics.inverse_metric, q)
     expected = np.concatenate([[1.0], np.abs(state.z["shares_mirrored"])])

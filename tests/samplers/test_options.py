@@ -11,7 +11,7 @@ from numpyro.infer.mcmc import MCMCKernel
 import numpyro_sgmcmc
 from numpyro_sgmcmc.kernel import SGMCMCKernel
 from numpyro_sgmcmc.samplers.options import KernelOptions, Options
-from numpyro_sgmcmc.samplers.riemannian import MetricKernel
+from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
 
 KERNELS = [
     x for x in vars(numpyro_sgmcmc).values() if isinstance(x, type) and issubclass(x, MCMCKernel)
@@ -33,7 +33,7 @@ def test_every_option_is_described_in_its_place():
     assert re.findall(r":param (\w+):", Options.__doc__) == NAMES
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, MetricKernel, SGMCMCKernel])
+@pytest.mark.parametrize("kernel", [*KERNELS, RiemannianKernel, SGMCMCKernel])
 def test_help_shows_every_keyword(kernel):
     parameters = inspect.signature(kernel).parameters
     assert list(parameters)[-len(NAMES) :] == NAMES
@@ -65,9 +65,9 @@ def test_a_kernel_of_the_users_own():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_step_sizes_suit_the_kernels_own_defaults(kernel):
-    for scheme in kernel.schemes:
-        dynamics = made(kernel, scheme=scheme).dynamics
-        assert 0 < dynamics.schemes[scheme].step_size < 1
+    for scheme in kernel.integrators:
+        dynamics = made(kernel, integrator=scheme).dynamics
+        assert 0 < dynamics.integrators[scheme].step_size < 1
         is_known = kernel is not numpyro_sgmcmc.RecipeKernel
         assert dynamics.has_default_settings == is_known
 
@@ -76,7 +76,7 @@ def test_step_sizes_suit_the_kernels_own_defaults(kernel):
     ("kernel", "settings"),
     [
         ("SGHMCSplit", {"friction": 1.0}),
-        ("SHMC", {"scheme": "lie_trotter", "num_leapfrog": 5}),
+        ("SHMC", {"integrator": "lie_trotter", "num_leapfrog": 5}),
         ("SGNHT", {"per_coordinate": False}),
         ("SGMGT", {"a": 2.0}),
         ("SGMGT", {"momentum_period": None}),

@@ -93,14 +93,16 @@ def test_noise_of_plain_gradients_is_taken_away(kernel_class, settings, num_rows
     """By a thermostat, or by compensation: with neither these steps would be too long."""
     name = "logistic"
     model, args = MODELS[name]()
-    mcmc = run(kernel_class(model, gradient="plain", **settings), args, 1000, num_rows)
+    mcmc = run(
+        kernel_class(model, gradient_estimator="minibatch", **settings), args, 1000, num_rows
+    )
     for site, error in errors(name, args, mcmc.get_samples(group_by_chain=True)).items():
         assert max(error.values()) <= 0, (site, error)
-    same = {"step_size": float(mcmc.last_state.adapt_state.step_size[0]), "minibatch": "iid"}
+    same = {"step_size": float(mcmc.last_state.adapt_state.step_size[0]), "subsampling": "iid"}
     steps = int(mcmc.last_state.num_steps[0])
     other = SGHMCSplit if kernel_class is SGNHT else kernel_class
     without = run(
-        other(model, gradient="plain", num_steps=steps, **same), args, 1000, num_rows
+        other(model, gradient_estimator="minibatch", num_steps=steps, **same), args, 1000, num_rows
     ).get_samples(group_by_chain=True)
     assert errors(name, args, without)["beta"]["sd"] > 0
 
@@ -110,6 +112,8 @@ def test_wrong_posteriors_are_seen():
     """Plain gradients at a step size that their noise forbids."""
     name = "logistic"
     model, args = MODELS[name]()
-    kernel = SGHMCSplit(model, gradient="plain", minibatch="iid", step_size=0.03, num_steps=50)
+    kernel = SGHMCSplit(
+        model, gradient_estimator="minibatch", subsampling="iid", step_size=0.03, num_steps=50
+    )
     found = errors(name, args, run(kernel, args).get_samples(group_by_chain=True))
     assert found["beta"]["sd"] > 0

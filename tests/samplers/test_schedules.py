@@ -16,11 +16,11 @@ DRAWS = {"a": np.array([[1.0, 50.0, 3.0], [5.0, 7.0, 90.0]]), "b": np.arange(12.
 
 
 def test_best_exponents_are_the_theorys():
-    assert schedules.best_exponent(2, "bias") == pytest.approx(1 / 3)
-    assert schedules.best_exponent(2, "mse") == pytest.approx(1 / 5)
-    assert schedules.best_exponent(1, "bias") == pytest.approx(1 / 2)
+    assert schedules.optimal_decay_exponent(2, "bias") == pytest.approx(1 / 3)
+    assert schedules.optimal_decay_exponent(2, "mse") == pytest.approx(1 / 5)
+    assert schedules.optimal_decay_exponent(1, "bias") == pytest.approx(1 / 2)
     with pytest.raises(ValueError, match="'variance'"):
-        schedules.best_exponent(2, "variance")
+        schedules.optimal_decay_exponent(2, "variance")
 
 
 def test_polynomial():
@@ -60,7 +60,7 @@ def test_equal_weights_give_ordinary_quantiles():
 
 
 def test_resampled_draws_appear_as_often_as_their_weights_say():
-    found = schedules.resample(random.key(0), DRAWS, WEIGHTS, num_draws=400)
+    found = schedules.systematic_resample(random.key(0), DRAWS, WEIGHTS, num_draws=400)
     assert found["b"].shape == (2, 400, 2)
     for chain, expected in enumerate([{1: 100, 3: 300}, {5: 200, 7: 200}]):
         values, counts = np.unique(found["a"][chain], return_counts=True)
@@ -114,9 +114,15 @@ def test_draws_that_end_in_exploration_have_no_weight():
         (lambda: schedules.weighted_mean(jnp.ones(3), jnp.zeros(3)), "not all zero"),
         (lambda: schedules.weighted_mean(jnp.ones(3), jnp.array([-1.0, 1, 1])), "negative"),
         (lambda: schedules.weighted_quantile(jnp.ones(3), jnp.ones(3), 2.0), "`q` is 2.0"),
-        (lambda: schedules.resample(random.key(0), jnp.ones(3), jnp.ones(3)), "group_by_chain"),
-        (lambda: schedules.resample(random.key(0), DRAWS, WEIGHTS, -3), "`num_draws` is -3"),
-        (lambda: schedules.without_exploration(jnp.ones(3), jnp.ones(3)), "chains, draws"),
+        (
+            lambda: schedules.systematic_resample(random.key(0), jnp.ones(3), jnp.ones(3)),
+            "group_by_chain",
+        ),
+        (
+            lambda: schedules.systematic_resample(random.key(0), DRAWS, WEIGHTS, -3),
+            "`num_draws` is -3",
+        ),
+        (lambda: schedules.drop_exploration(jnp.ones(3), jnp.ones(3)), "chains, draws"),
     ],
 )
 def test_bad_input_is_named(build, words):
@@ -162,7 +168,7 @@ def test_steps_of_zero_are_no_divergence_and_negative_ones_are(schedule, num_div
 
 def test_weights_that_differ_between_chains_are_refused():
     with pytest.raises(ValueError, match="the same in each chain"):
-        schedules.without_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))
+        schedules.drop_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))
 
 
 @pytest.mark.slow
@@ -193,9 +199,9 @@ def test_weights_leave_the_long_steps_out():
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
     np.testing.assert_allclose(schedules.weighted_mean(jnp.square(draws), weights), 1, atol=0.03)
     assert (jnp.square(draws).mean((0, 1)) < 0.95).all()
-    resampled = schedules.resample(random.key(2), draws, weights)
+    resampled = schedules.systematic_resample(random.key(2), draws, weights)
     np.testing.assert_allclose(jnp.square(resampled).mean((0, 1)), 1, atol=0.04)
-    kept, kept_weights = schedules.without_exploration(draws, weights)
+    kept, kept_weights = schedules.drop_exploration(draws, weights)
     assert kept.shape == (64, 200, 2)
     np.testing.assert_allclose(
         schedules.weighted_mean(kept, kept_weights), schedules.weighted_mean(draws, weights), 1e-5

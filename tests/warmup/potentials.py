@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.target import function_target
-from numpyro_sgmcmc.warmup.eager_potential import EagerPotential
+from numpyro_sgmcmc.posterior.target import make_function_potential
+from numpyro_sgmcmc.warmup.eager_potential import JittedPotential
 
 
 def random_covariance(d, seed=0, correlation=None):
@@ -40,8 +40,8 @@ class Quadratic:
 
 def eager_potential(fn, dim):
     """The package's potential of a potential function."""
-    target = function_target(fn, jnp.zeros(dim))
-    return EagerPotential(target, Arguments())
+    target = make_function_potential(fn, jnp.zeros(dim))
+    return JittedPotential(target, Arguments())
 
 
 LOWER = np.array([[2.0, 0.0], [0.7, 0.1]])

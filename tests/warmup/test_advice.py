@@ -13,12 +13,16 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import Blocks
+from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.dynamics import NoseHoover, Underdamped
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
 from numpyro_sgmcmc.posterior.estimators import ControlVariate
-from numpyro_sgmcmc.warmup.advice import Limits, Shifts, warn
-from numpyro_sgmcmc.warmup.noise import Noise
+from numpyro_sgmcmc.warmup.advice import (
+    PredictedMeanBias,
+    StepSizeLimits,
+    warn_about_gradient_noise,
+)
+from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
 
 NAMED = r"of 'rows' (about|all) (\d+): (\d+) steps a draw"
 
@@ -32,8 +36,8 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
         "minibatch": None,
         "noise_compensation": False,
         "inverse_mass_matrix": None,
-        "target_bias": 0.05,
-        "dynamics": Underdamped(1.5),
+        "target_sd_bias": 0.05,
+        "dynamics": UnderdampedLangevin(1.5),
     }
     context = SimpleNamespace(
         settings=SimpleNamespace(**{**fields, **settings}),
@@ -41,13 +45,17 @@ def told(limits, taken, inflation=0.0, size=100_000, batch_size=100, **settings)
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
-        warn(context, limits, Blocks(), 3.0 / taken, taken, inflation)
+        warn_about_gradient_noise(
+            context, limits, ContiguousSubsampling(), 3.0 / taken, taken, inflation
+        )
     return [str(w.message) for w in said]
 
 
 def limits(variance, shift_rate=0.0):
-    noise, rate = Noise(variance, 1.0, variance), np.array([0.0, -shift_rate])
-    return Limits(ControlVariate(), noise, 1.0, 0.3, Shifts(rate, np.zeros(2), lambda h: 0.0), 0.3)
+    noise, rate = GradientNoiseStats(variance, 1.0, variance), np.array([0.0, -shift_rate])
+    return StepSizeLimits(
+        ControlVariate(), noise, 1.0, 0.3, PredictedMeanBias(rate, np.zeros(2), lambda h: 0.0), 0.3
+    )
 
 
 def test_nothing_is_said_of_few_steps():
@@ -70,7 +78,7 @@ def test_all_rows_where_they_are_less_work():
 def test_sds_that_no_step_size_holds():
     """4,000 times the rows leave 0.25 of variance: at 0.3 an excess of 0.025, which is allowed."""
     (sentence,) = told(limits(1_000.0), taken=500, inflation=2.0, size=10**8)
-    assert "sds are predicted to be 73 % too wide, where target_bias allows 5 %" in sentence
+    assert "sds are predicted to be 73 % too wide, where target_sd_bias allows 5 %" in sentence
     kind, size, num_steps = re.search(NAMED, sentence).groups()
     assert kind == "about"
     of_draw = 1_000.0 * 100 / int(size) * (3.0 / int(num_steps)) / 3.0
@@ -81,7 +89,7 @@ def test_sds_that_no_step_size_holds():
     ("given", "cure"),
     [
         ({"inverse_mass_matrix": np.ones(2)}, "no inverse_mass_matrix of your own"),
-        ({"dynamics": Underdamped(1e-4)}, "the default friction of 1.5"),
+        ({"dynamics": UnderdampedLangevin(1e-4)}, "the default friction of 1.5"),
     ],
 )
 def test_what_is_given_and_may_be_at_fault_is_named(given, cure):
@@ -101,15 +109,20 @@ def test_means_that_no_step_size_holds():
 
 def test_an_integrator_without_the_error_that_holds_steps_short():
     """Means off by 3 h^2 allow steps of 0.14; noise alone 0.3."""
-    shifts = Shifts(np.zeros(2), np.array([0.0, 3.0]), lambda h: h**2)
-    (sentence,) = told(replace(limits(0.1), shifts=shifts), taken=22)
+    shifts = PredictedMeanBias(np.zeros(2), np.array([0.0, 3.0]), lambda h: h**2)
+    (sentence,) = told(replace(limits(0.1), mean_bias=shifts), taken=22)
     assert "0.14 long and not 0.3" in sentence
-    assert "SHMC(model, scheme='baoab')" in sentence
-    assert told(replace(limits(0.1), shifts=shifts), taken=22, dynamics=NoseHoover()) == []
-    (sentence,) = told(replace(limits(0.1), shifts=shifts._replace(by_step=3e4)), taken=500)
+    assert "SHMC(model, integrator='baoab')" in sentence
+    assert (
+        told(replace(limits(0.1), mean_bias=shifts), taken=22, dynamics=NoseHooverThermostat())
+        == []
+    )
+    (sentence,) = told(
+        replace(limits(0.1), mean_bias=shifts._replace(bias_per_variance_inflation=3e4)), taken=500
+    )
     assert "Means are predicted to be 1.1 posterior sds off" in sentence
-    milder = shifts._replace(by_step=shifts.by_step / 3)
-    assert told(replace(limits(0.1), shifts=milder), taken=13) == []
+    milder = shifts._replace(bias_per_variance_inflation=shifts.bias_per_variance_inflation / 3)
+    assert told(replace(limits(0.1), mean_bias=milder), taken=13) == []
 
 
 @pytest.mark.parametrize("given", [{"step_size": 0.01}, {"num_steps": 500}])
@@ -128,14 +141,14 @@ def test_the_minibatch_that_is_named_serves():
     y = jnp.asarray(np.random.default_rng(0).standard_normal(2_000), jnp.float32)
 
     def found(batch_size):
-        kernel = SGHMCSplit(model, gradient="plain", minibatch="iid")
+        kernel = SGHMCSplit(model, gradient_estimator="minibatch", subsampling="iid")
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", UserWarning)
             kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": batch_size})
         return kernel.adaptation, [str(w.message) for w in said]
 
     _, (sentence,) = found(20)
-    assert sentence.endswith("or gradient='auto'.")
+    assert sentence.endswith("or gradient_estimator='auto'.")
     _, size, num_steps = re.search(NAMED, sentence).groups()
     adaptation, said = found(int(size))
     assert not [s for s in said if "noisy" in s]

@@ -12,7 +12,7 @@ from jax import random
 from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
-from numpyro_sgmcmc.warmup.ahead import compile_ahead
+from numpyro_sgmcmc.warmup.ahead import aot_compile
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 
@@ -95,6 +95,6 @@ def test_a_progress_bar_costs_no_second_compilation_of_the_chains(compiled):
 
 def test_a_call_takes_what_was_compiled_ahead(compiled):
     double = jax.jit(lambda x: 2 * x)
-    compile_ahead(double, jax.ShapeDtypeStruct((5,), jnp.float32))
+    aot_compile(double, jax.ShapeDtypeStruct((5,), jnp.float32))
     np.testing.assert_array_equal(double(jnp.ones(5)), 2 * np.ones(5))
     assert sum(n for name, n in compiled.items() if "lambda" in name) == 1

@@ -12,10 +12,10 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import target_of
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.continuity import beyond_slopes, hidden_changes
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.continuity import compute_hidden_change, find_inconsistent_gradients
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 
@@ -37,7 +37,7 @@ def test_continuous_functions_pass(fn):
     x = jnp.asarray(PLACES, jnp.float32)
     values = np.asarray(jax.vmap(fn)(x), np.float64)
     slopes = np.asarray(jax.vmap(jax.grad(fn))(x), np.float64) * (PLACES[1] - PLACES[0])
-    assert beyond_slopes(values, slopes, np.finfo(np.float32).eps)[0] < 0.01
+    assert compute_hidden_change(values, slopes, np.finfo(np.float32).eps)[0] < 0.01
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_the_gradient_does_not_know_is_measured(fn, share):
     x = jnp.asarray(PLACES, jnp.float32)
     values = np.asarray(jax.vmap(fn)(x), np.float64)
     slopes = np.asarray(jax.vmap(jax.grad(fn))(x), np.float64) * (PLACES[1] - PLACES[0])
-    hidden, total, _ = beyond_slopes(values, slopes, np.finfo(np.float32).eps)
+    hidden, total, _ = compute_hidden_change(values, slopes, np.finfo(np.float32).eps)
     assert hidden > share * total
 
 
@@ -67,11 +67,13 @@ def test_where_gradients_cost_much_few_rows_are_looked_at():
 
     y = np.random.default_rng(0).standard_normal(5_000)
     arguments = Arguments((jnp.asarray(y, jnp.float32),), {"batch_size": 100})
-    target, asked = target_of(model, arguments, init_to_uniform), []
+    target, asked = get_model_potential(model, arguments, init_to_uniform), []
     for num, expected in ((400, 4), (20_000, 22)):  # of 2,048 rows the last 48 take two
-        rows = RowGradients(target, arguments, num)
-        rows.mean = lambda line, some: asked.append(len(some)) or (line[:, 0], 0 * line)
-        hidden_changes(rows, Whitening(np.zeros(1), np.ones(1)), np.array([[0.0], [1.0]]), 2)
+        rows = BatchedGradients(target, arguments, num)
+        rows.weighted_mean = lambda line, some: asked.append(len(some)) or (line[:, 0], 0 * line)
+        find_inconsistent_gradients(
+            rows, Preconditioner(np.zeros(1), np.ones(1)), np.array([[0.0], [1.0]]), 2
+        )
         assert asked.pop() == expected
 
 
@@ -111,10 +113,10 @@ def test_the_site_is_named_before_sampling_and_the_report_remembers(kind):
     report = bias_report(mcmc)
     if kind in ("kinked", "right"):
         assert not said
-        assert "hidden" not in {f.kind for f in report.findings}
+        assert "hidden" not in {f.kind for f in report.model_warnings}
         return
     assert "along 'a'" in said[0]
     assert "'b'" not in said[0]
-    assert {s.site: s.verdict for s in report.sites}["a"] in ("biased", "apart")
-    assert said[0] in report.verdict
-    assert "halve" not in report.verdict
+    assert {s.site: s.diagnosis for s in report.sites}["a"] in ("biased", "apart")
+    assert said[0] in report.diagnosis
+    assert "halve" not in report.diagnosis

@@ -13,10 +13,10 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import model_target
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.warmup.coupling import coupled_rows
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.warmup.coupling import find_nonadditive_plates
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 
@@ -52,17 +52,17 @@ FREE = {"as it is": lambda x: x, "logarithm": jnp.log, "another's": lambda x: x 
 
 def found(model, batch_size, level=0.0):
     arguments = Arguments((X, Y), {"batch_size": batch_size})
-    target = model_target(model, arguments, init_to_uniform)
-    whitening = Whitening(np.array([level + 1.0, 0.8, -0.7]), np.full(3, 0.05))
+    target = make_model_potential(model, arguments, init_to_uniform)
+    whitening = Preconditioner(np.array([level + 1.0, 0.8, -0.7]), np.full(3, 0.05))
     q = np.random.default_rng(1).standard_normal((16, 3))
-    return coupled_rows(RowGradients(target, arguments), whitening, q)
+    return find_nonadditive_plates(BatchedGradients(target, arguments), whitening, q)
 
 
 @SIZES
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_is_taken_over_the_minibatch_is_found(name, batch_size):
     (finding,) = found(model_of(COUPLED[name]), batch_size)
-    assert "The rows of the plate 'rows' do not add up" in finding.sentence
+    assert "The rows of the plate 'rows' do not add up" in finding.message
 
 
 @SIZES
@@ -82,5 +82,5 @@ def test_the_plate_is_named_before_sampling_and_the_report_remembers():
     assert len(told) == 1
     report = bias_report(mcmc)
     assert report.is_flagged
-    assert told[0] in report.verdict
+    assert told[0] in report.diagnosis
     jax.effects_barrier()

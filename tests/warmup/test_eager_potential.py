@@ -10,18 +10,18 @@ from jax import random
 
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import IID, Blocks
+from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling, IIDSubsampling
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.progress import Stages
-from numpyro_sgmcmc.dynamics import RiemannianLangevin
-from numpyro_sgmcmc.posterior.estimators import Plain
-from numpyro_sgmcmc.posterior.target import function_target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.data.progress import ProgressReporter
+from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin
+from numpyro_sgmcmc.posterior.estimators import MinibatchGradient
+from numpyro_sgmcmc.posterior.target import make_function_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.warmup import pilot
-from numpyro_sgmcmc.warmup.eager_potential import draw_subset
-from numpyro_sgmcmc.warmup.noise import draw_rows
+from numpyro_sgmcmc.warmup.eager_potential import sample_subset
+from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
 from numpyro_sgmcmc.warmup.step_size import (
-    shorten_until_right,
+    limit_step_size_by_discretisation,
 )
 from tests.contract.kernels import BATCH, survey, survey_data
 from tests.warmup.potentials import FACTORS, eager_potential
@@ -30,26 +30,28 @@ from tests.warmup.potentials import FACTORS, eager_potential
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
 def test_whitening(factor):
     dense = np.diag(factor) if factor.ndim == 1 else factor
-    whitening = Whitening(np.array([1.0, 2.0]), factor, np.zeros(2))
+    whitening = Preconditioner(np.array([1.0, 2.0]), factor, np.zeros(2))
     v = np.random.default_rng(0).standard_normal((3, 2))
-    np.testing.assert_allclose(whitening.push(v), v @ dense.T)
-    np.testing.assert_allclose(whitening.pull(v), v @ dense)
-    np.testing.assert_allclose(whitening.whiten(whitening.push(v)), v)
-    np.testing.assert_allclose(whitening.whiten(whitening.push(v[0])), v[0])
+    np.testing.assert_allclose(whitening.apply(v), v @ dense.T)
+    np.testing.assert_allclose(whitening.apply_transpose(v), v @ dense)
+    np.testing.assert_allclose(whitening.solve(whitening.apply(v)), v)
+    np.testing.assert_allclose(whitening.solve(whitening.apply(v[0])), v[0])
     coordinates = whitening.cast(jnp.float32)
     for x in v.astype(np.float32):
-        np.testing.assert_allclose(coordinates.push(x), whitening.push(x), rtol=1e-5)
-        np.testing.assert_allclose(coordinates.pull(x), whitening.pull(x), rtol=1e-5)
-        np.testing.assert_allclose(coordinates.whiten(coordinates.push(x)), x, rtol=1e-4)
+        np.testing.assert_allclose(coordinates.apply(x), whitening.apply(x), rtol=1e-5)
         np.testing.assert_allclose(
-            coordinates.position(x), whitening.anchor + whitening.push(x), rtol=1e-5
+            coordinates.apply_transpose(x), whitening.apply_transpose(x), rtol=1e-5
+        )
+        np.testing.assert_allclose(coordinates.solve(coordinates.apply(x)), x, rtol=1e-4)
+        np.testing.assert_allclose(
+            coordinates.to_position(x), whitening.center + whitening.apply(x), rtol=1e-5
         )
     covariance = coordinates.inverse_mass_matrix
     np.testing.assert_allclose(
         np.diag(covariance) if factor.ndim == 1 else covariance, dense @ dense.T, rtol=1e-5
     )
     assert whitening.is_finite()
-    assert not whitening._replace(hessian=np.array([[np.inf]])).is_finite()
+    assert not whitening._replace(reference_hessian=np.array([[np.inf]])).is_finite()
 
 
 def target_of(*plates):
@@ -57,8 +59,8 @@ def target_of(*plates):
 
 
 def test_subset():
-    assert draw_subset(target_of(("a", 20_000, 10)), 0) is None
-    subset = draw_subset(target_of(("a", 10**6, 10), ("b", 30, 5)), 0)
+    assert sample_subset(target_of(("a", 20_000, 10)), 0) is None
+    subset = sample_subset(target_of(("a", 10**6, 10), ("b", 30, 5)), 0)
     assert subset["a"].shape == (20_000,)
     assert (np.diff(subset["a"]) >= 0).all()
     assert 0 <= subset["a"].min() < 1000
@@ -70,8 +72,8 @@ def test_subset():
 def test_rows_for_measuring_noise():
     target = target_of(("a", 50, 20), ("b", 7, 7))
     rng = np.random.default_rng(0)
-    for scheme in (IID(), Blocks()):
-        rows = draw_rows(target, rng, (300, 4), scheme)
+    for scheme in (IIDSubsampling(), ContiguousSubsampling()):
+        rows = sample_minibatch_indices(target, rng, (300, 4), scheme)
         assert rows["a"].shape == (300, 4, 20)
         assert rows["b"].shape == (300, 4, 7)
         for name, size in (("a", 50), ("b", 7)):
@@ -86,11 +88,11 @@ def test_rows_for_measuring_noise():
     ("kernel_class", "settings", "minibatch"),
     [
         (SGHMCSplit, {}, "blocks"),
-        (SGHMCSplit, {"gradient": "plain"}, "blocks"),
+        (SGHMCSplit, {"gradient_estimator": "minibatch"}, "blocks"),
         (SGNHT, {}, "blocks"),
-        (SGNHT, {"gradient": "plain"}, "iid"),
-        (SGMGT, {"gradient": "plain"}, "blocks"),
-        (SGMGT, {"gradient": "plain", "step_size": 0.1}, "iid"),
+        (SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
+        (SGMGT, {"gradient_estimator": "minibatch"}, "blocks"),
+        (SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
     ],
 )
 def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settings, minibatch):
@@ -101,14 +103,14 @@ def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settin
 
 
 def test_thermostat_on_epochs_is_warned_of():
-    kernel = SGNHT(survey, gradient="plain", minibatch="epoch")
+    kernel = SGNHT(survey, gradient_estimator="minibatch", subsampling="shuffled")
     with pytest.warns(UserWarning, match="sds may be too narrow"):
         kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
 
 
 def test_surface_keeps_the_digits_of_its_callers():
     potential = eager_potential(lambda q: jnp.square(q).sum(), 2)
-    value, gradient, hessian = potential.expansion(np.array([1.0, 2.0]))
+    value, gradient, hessian = potential.value_grad_hessian(np.array([1.0, 2.0]))
     assert isinstance(value, float)
     assert gradient.dtype == hessian.dtype == np.float64
     np.testing.assert_allclose(gradient, [2, 4])
@@ -118,8 +120,8 @@ def test_surface_keeps_the_digits_of_its_callers():
 
 
 def test_simulated_chains_know_what_a_metric_does_to_noise():
-    dynamics = RiemannianLangevin(lambda q: jnp.full((), 4.0))
-    of = partial(shorten_until_right, dynamics, "euler", 0.02, 20, 0.05)
+    dynamics = RiemannianOverdampedLangevin(lambda q: jnp.full((), 4.0))
+    of = partial(limit_step_size_by_discretisation, dynamics, "euler", 0.02, 20, 0.05)
     exact, excess = of()
     assert exact == 0.02
     assert excess == pytest.approx((1 / (1 - 0.02 * 4 / 2)) ** 0.5 - 1, abs=0.01)
@@ -128,20 +130,22 @@ def test_simulated_chains_know_what_a_metric_does_to_noise():
     assert 0.02 < excess < 0.06
 
 
-@pytest.mark.parametrize("fitting", [pilot._NUMBERS_A_CALL, 20_000, 1])
+@pytest.mark.parametrize("fitting", [pilot._MAX_NORMALS_PER_CALL, 20_000, 1])
 def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
     """A hundred steps a call, ten, and five: as many draws, of the same posterior."""
-    monkeypatch.setattr(pilot, "_NUMBERS_A_CALL", fitting)
+    monkeypatch.setattr(pilot, "_MAX_NORMALS_PER_CALL", fitting)
     dim = 60
-    target = function_target(lambda z: 0.5 * z @ z, jnp.zeros(dim))
-    origin = Whitening(np.zeros(dim), np.ones(dim), np.zeros(dim)).cast(target.dtype)
+    target = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(dim))
+    origin = Preconditioner(np.zeros(dim), np.ones(dim), np.zeros(dim)).cast(target.dtype)
     rng, taken = np.random.default_rng(0), []
-    advance = pilot._advance
+    advance = pilot._run_pilot_steps
     monkeypatch.setattr(
-        pilot, "_advance", lambda *args: taken.append(args[6][1].shape) or advance(*args)
+        pilot, "_run_pilot_steps", lambda *args: taken.append(args[6][1].shape) or advance(*args)
     )
     start = rng.standard_normal((16, dim))
-    draws = pilot.run_pilot(target, Arguments(), origin, start, 0.3, 400, rng, Plain(), Stages())
+    draws = pilot.run_pilot(
+        target, Arguments(), origin, start, 0.3, 400, rng, MinibatchGradient(), ProgressReporter()
+    )
     assert draws.shape == (16, 40, dim)
     assert sum(shape[0] for shape in taken) == 400
     assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)

@@ -13,8 +13,8 @@ from tests.contract.kernels import BATCH, survey, survey_data
 GIVEN = {
     "step_size": 0.1,
     "num_steps": 3,
-    "gradient": "plain",
-    "minibatch": "blocks",
+    "gradient_estimator": "minibatch",
+    "subsampling": "contiguous",
     "adapt_mass_matrix": False,
 }
 
@@ -28,7 +28,7 @@ def nothing_is_looked_for(monkeypatch):
     def refuse(*args):
         raise LookedFor
 
-    monkeypatch.setattr(global_warmup, "find_mode", refuse)
+    monkeypatch.setattr(global_warmup, "locate_main_mode", refuse)
 
 
 def init(init_params=None, **options):
@@ -47,7 +47,7 @@ def test_without_a_subsampled_plate_there_is_nothing_to_choose_from():
         return kernel.adaptation
 
     assert start(**given).estimator.name == "plain"
-    assert start(**given, gradient="control_variate").estimator.name == "plain"
+    assert start(**given, gradient_estimator="control_variate").estimator.name == "plain"
     with pytest.raises(LookedFor):
         start(**{**given, "num_steps": None})
 
@@ -64,7 +64,7 @@ def test_chains_start_by_the_strategy():
 def test_noise_that_was_not_measured_is_not_said_to_be_none():
     """The report knows how far sds are off, but not why."""
     mcmc = MCMC(
-        SGHMCSplit(survey, **{**GIVEN, "step_size": 0.02, "minibatch": "iid"}),
+        SGHMCSplit(survey, **{**GIVEN, "step_size": 0.02, "subsampling": "iid"}),
         num_warmup=50,
         num_samples=300,
         num_chains=2,
@@ -75,7 +75,7 @@ def test_noise_that_was_not_measured_is_not_said_to_be_none():
     report = bias_report(mcmc)
     assert "not measured" in str(report)
     assert "does not explain" not in str(report)
-    assert np.isnan(report.noise_inflation)
+    assert np.isnan(report.noise_sd_inflation)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,8 @@ def test_noise_that_was_not_measured_is_not_said_to_be_none():
     [("iid", 40, False), ("blocks", 40, True), ("blocks", 3, False)],
 )
 def test_moments_cost_little(minibatch, num_steps, is_apart):
-    kernel, _ = init(minibatch=minibatch, num_steps=num_steps)
-    source = kernel.adaptation.moment_source
+    kernel, _ = init(subsampling=minibatch, num_steps=num_steps)
+    source = kernel.adaptation.monitor_gradients
     assert (source.estimator is not None) == is_apart
     assert source.every == (20 if is_apart else 1)
 
@@ -98,8 +98,8 @@ def test_a_strategy_that_says_where():
 
 def test_control_variates_are_anchored_at_the_users_start():
     start = jax.tree.map(jnp.ones_like, init()[1].z)
-    kernel, state = init(start, gradient="control_variate")
-    anchor = kernel.adaptation.whitening.anchor
+    kernel, state = init(start, gradient_estimator="control_variate")
+    anchor = kernel.adaptation.whitening.center
     np.testing.assert_allclose(anchor, 1.0)
     assert np.abs(kernel.adaptation.whitening.gradient).max() > 0.0
     np.testing.assert_allclose(jax.tree.leaves(state.z)[0], 1.0, rtol=1e-6)
@@ -107,7 +107,7 @@ def test_control_variates_are_anchored_at_the_users_start():
 
 @pytest.mark.parametrize("missing", [*GIVEN, "init_params"])
 def test_what_is_left_out_is_looked_for(missing):
-    options = {"gradient": "control_variate"} if missing == "init_params" else {}
+    options = {"gradient_estimator": "control_variate"} if missing == "init_params" else {}
     kept = {k: v for k, v in {**GIVEN, **options}.items() if k != missing}
     kernel = SGHMCSplit(survey, **kept)
     with pytest.raises(LookedFor):

@@ -43,14 +43,14 @@ def said(seed=0, kernel=SGHMCSplit, batch_size=BATCH, **settings):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_step_that_noise_heats(seed):
-    (sentence,), _ = said(seed, gradient="plain", step_size=0.1)
+    (sentence,), _ = said(seed, gradient_estimator="minibatch", step_size=0.1)
     assert sentence.startswith("step_size=0.1 is predicted to make posterior sds up to ")
-    assert re.search(r"\d+ % too wide \(target_bias allows 5 %\)", sentence)
-    assert sentence.endswith(", or gradient='auto'.")
+    assert re.search(r"\d+ % too wide \(target_sd_bias allows 5 %\)", sentence)
+    assert sentence.endswith(", or gradient_estimator='auto'.")
     step_size = float(re.search(r"Use about (\S+), or leave it to the warm-up", sentence)[1])
     size = int(re.search(r"subsample_size \(of 'rows' (about|all) (\d+)\)", sentence)[2])
-    assert said(seed, gradient="plain", step_size=step_size)[0] == []
-    assert said(seed, gradient="plain", step_size=0.1, batch_size=size)[0] == []
+    assert said(seed, gradient_estimator="minibatch", step_size=step_size)[0] == []
+    assert said(seed, gradient_estimator="minibatch", step_size=0.1, batch_size=size)[0] == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -58,7 +58,7 @@ def test_nothing_is_said_of_a_step_that_does(seed):
     assert said(seed, step_size=0.3)[0] == []
     _, kernel = said(seed)
     assert said(seed, step_size=0.5 * float(kernel.adaptation.step_size))[0] == []
-    assert said(seed, gradient="plain", step_size=1e-3)[0] == []
+    assert said(seed, gradient_estimator="minibatch", step_size=1e-3)[0] == []
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_step_that_is_too_long_for_the_scheme(kernel, step_size, wrong):
 def test_a_thermostat_takes_noise_away():
     """Of SGMGT simulated chains tell how much: untouched, sds would be 28 % too wide."""
     for kernel in (SGNHT, SGMGT):
-        assert said(kernel=kernel, gradient="plain", step_size=0.02)[0] == []
-    (sentence,), _ = said(kernel=SGMGT, gradient="plain", step_size=0.3)
+        assert said(kernel=kernel, gradient_estimator="minibatch", step_size=0.02)[0] == []
+    (sentence,), _ = said(kernel=SGMGT, gradient_estimator="minibatch", step_size=0.3)
     assert "too wide" in sentence
 
 

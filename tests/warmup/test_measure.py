@@ -11,24 +11,28 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import IID
+from numpyro_sgmcmc.data.minibatch import IIDSubsampling
 from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.progress import Stages
-from numpyro_sgmcmc.posterior.estimators import ESTIMATORS, ControlVariate, Plain
-from numpyro_sgmcmc.posterior.target import function_target
-from numpyro_sgmcmc.posterior.targets import target_of
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.data.progress import ProgressReporter
+from numpyro_sgmcmc.posterior.estimators import (
+    GRADIENT_ESTIMATORS,
+    ControlVariate,
+    MinibatchGradient,
+)
+from numpyro_sgmcmc.posterior.target import make_function_potential
+from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.warmup import row_gradients as row_gradients_module
 from numpyro_sgmcmc.warmup import variational
 from numpyro_sgmcmc.warmup.measure import (
-    largest_curvature_on,
+    estimate_max_curvature,
     measure_noise,
-    sharpened,
-    shift_by_noise,
-    shift_by_spread,
+    predict_mean_bias_from_noise,
+    predict_mean_bias_per_variance_inflation,
+    refine_directions,
 )
-from numpyro_sgmcmc.warmup.noise import draw_rows
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients, minibatches_of
+from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients, iter_weighted_minibatches
 from tests.warmup.potentials import random_covariance
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -39,7 +43,7 @@ def rng():
 
 
 def row_gradients(fn, dim):
-    return RowGradients(function_target(fn, jnp.zeros(dim)), Arguments())
+    return BatchedGradients(make_function_potential(fn, jnp.zeros(dim)), Arguments())
 
 
 # --- Passes over all rows -----------------------------------------------------------------------
@@ -52,7 +56,7 @@ def test_weighted_minibatches_are_all_rows(size, batch):
     batch = min(batch, size)
     prior, of_rows = 0.7, rng().standard_normal(size)
     total = weights = 0.0
-    for rows, weight in minibatches_of([[Plate("a", size, batch)]]):
+    for rows, weight in iter_weighted_minibatches([[Plate("a", size, batch)]]):
         assert rows["a"].shape == (batch,)
         total += weight * (prior + size / batch * of_rows[rows["a"]].sum())
         weights += weight
@@ -63,7 +67,7 @@ def test_weighted_minibatches_are_all_rows(size, batch):
 def test_minibatches_come_one_at_a_time():
     """All of them have as many numbers as there are rows."""
     tracemalloc.start()
-    some = list(islice(minibatches_of([[Plate("a", 10**7, 100)]]), 3))
+    some = list(islice(iter_weighted_minibatches([[Plate("a", 10**7, 100)]]), 3))
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert [rows["a"][0] for rows, _ in some] == [0, 100, 200]
@@ -75,7 +79,7 @@ def test_weighted_minibatches_of_nested_plates_and_others():
     a, b, c = Plate("a", 5, 2), Plate("b", 7, 3), Plate("c", 4, 3)
     of_pairs, of_rows = rng().standard_normal((5, 7)), rng().standard_normal(4)
     total = 0.0
-    for rows, weight in minibatches_of([[a, b], [c]]):
+    for rows, weight in iter_weighted_minibatches([[a, b], [c]]):
         pairs = of_pairs[np.ix_(rows["a"], rows["b"])].sum() * 5 / 2 * 7 / 3
         total += weight * (0.3 + pairs + of_rows[rows["c"]].sum() * 4 / 3)
     assert total == pytest.approx(0.3 + of_pairs.sum() + of_rows.sum())
@@ -91,14 +95,18 @@ def waiting_times(y, batch_size=None):
 def waiting(num=200, batch=20):
     y = rng().exponential(size=num)
     arguments = Arguments((jnp.asarray(y),), {"batch_size": batch})
-    target = target_of(waiting_times, arguments, init_to_uniform)
+    target = get_model_potential(waiting_times, arguments, init_to_uniform)
     mode = np.array([np.log(num / y.sum())])
-    return y, RowGradients(target, arguments), Whitening(mode, num**-0.5 * np.ones(1), np.zeros(1))
+    return (
+        y,
+        BatchedGradients(target, arguments),
+        Preconditioner(mode, num**-0.5 * np.ones(1), np.zeros(1)),
+    )
 
 
 def test_gradient_everywhere():
     y, rows, _ = waiting(num=203)
-    found = rows.everywhere(np.array([0.3]))
+    found = rows.full_gradient(np.array([0.3]))
     np.testing.assert_allclose(found, np.exp(0.3) * y.sum() - len(y), rtol=1e-10)
     assert rows.is_finite(np.array([0.3]))
     assert not rows.is_finite(np.array([np.nan]))
@@ -108,10 +116,10 @@ def test_gradient_everywhere():
 
 def test_gradient_everywhere_of_many_coordinates(monkeypatch):
     """Fewer slots a call, and the same sum."""
-    monkeypatch.setattr(row_gradients_module, "MANY_DIM", 0)
+    monkeypatch.setattr(row_gradients_module, "HIGH_DIM", 0)
     y, rows, _ = waiting(num=403)
     positions = np.array([[0.3], [-0.2], [0.1]])
-    _, found = rows.mean(positions, minibatches_of(rows.groups))
+    _, found = rows.mean(positions, iter_weighted_minibatches(rows.groups))
     np.testing.assert_allclose(found, np.exp(positions) * y.sum() - len(y), rtol=1e-10)
 
 
@@ -119,19 +127,23 @@ def test_gradients_on_all_rows_by_way_of_the_anchor():
     y, rows, whitening = waiting()
     positions = whitening.position(np.linspace(-2, 2, 5)[:, None])
     exact = np.exp(positions) * y.sum() - len(y)
-    np.testing.assert_allclose(rows.on_all(positions, whitening, 20_000), exact, atol=1e-8)
+    np.testing.assert_allclose(
+        rows.estimate_full_gradients(positions, whitening, 20_000), exact, atol=1e-8
+    )
 
 
 # --- Noise --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", GRADIENT_ESTIMATORS)
 def test_noise_of_random_rows(name):
     """That of one row over their number, times the rows squared."""
     y, rows, whitening = waiting()
     q = np.array([[1.5]])
-    found = measure_noise(rows, whitening, q, [ESTIMATORS[name]], IID(), 4_000, rng())
-    t, anchor = whitening.position(q)[0, 0], whitening.anchor[0]
+    found = measure_noise(
+        rows, whitening, q, [GRADIENT_ESTIMATORS[name]], IIDSubsampling(), 4_000, rng()
+    )
+    t, anchor = whitening.position(q)[0, 0], whitening.center[0]
     of_rows = {
         "plain": np.exp(t),
         "control_variate": np.exp(t) - np.exp(anchor),
@@ -139,19 +151,23 @@ def test_noise_of_random_rows(name):
     }[name] * y
     variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 20
     # A variance from 4,000 minibatches has an sd of 2.5 % of itself, skewed rows a little more.
-    assert found[ESTIMATORS[name]].variance == pytest.approx(variance, rel=0.1)
-    assert found[ESTIMATORS[name]].order == ESTIMATORS[name].noise_order
+    assert found[GRADIENT_ESTIMATORS[name]].variance == pytest.approx(variance, rel=0.1)
+    assert (
+        found[GRADIENT_ESTIMATORS[name]].noise_exponent == GRADIENT_ESTIMATORS[name].noise_exponent
+    )
 
 
-@pytest.mark.parametrize("estimator", [Plain(), ControlVariate()], ids=lambda e: e.name)
+@pytest.mark.parametrize("estimator", [MinibatchGradient(), ControlVariate()], ids=lambda e: e.name)
 def test_noise_moves_the_mean_of_a_skewed_posterior(estimator):
     """By minus half the third derivative times the excess variance."""
     y, rows, whitening = waiting(num=200, batch=20)
     excess = 0.02
     q = 0.7 * np.ones((8, 1))
-    (found,) = shift_by_noise(rows, whitening, q, estimator, IID(), excess, 4_000, rng())
-    t, anchor = whitening.position(q[:1])[0, 0], whitening.anchor[0]
-    of_rows = (np.exp(t) - estimator.has_anchor * np.exp(anchor)) * y
+    (found,) = predict_mean_bias_from_noise(
+        rows, whitening, q, estimator, IIDSubsampling(), excess, 4_000, rng()
+    )
+    t, anchor = whitening.position(q[:1])[0, 0], whitening.center[0]
+    of_rows = (np.exp(t) - estimator.needs_reference * np.exp(anchor)) * y
     variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 20
     third = np.exp(t) * y.sum() * whitening.factor[0] ** 3
     expected = -0.5 * third * excess * variance
@@ -162,7 +178,7 @@ def test_noise_moves_the_mean_of_a_skewed_posterior(estimator):
 def test_wider_draws_move_the_mean_of_a_skewed_posterior():
     y, rows, whitening = waiting(num=200, batch=20)
     q = 0.7 * np.ones((8, 1))
-    (found,) = shift_by_spread(rows, whitening, q, 4_000, rng())
+    (found,) = predict_mean_bias_per_variance_inflation(rows, whitening, q, 4_000, rng())
     third = np.exp(whitening.position(q[:1])[0, 0]) * y.sum() * whitening.factor[0] ** 3
     assert -0.5 * third < found < 0.9 * -0.5 * third
 
@@ -171,9 +187,9 @@ def test_wider_effects_move_the_scale_they_share():
     """Effects of n standard normals, non-centred: n / 2 of the scale's own precision."""
     num, factor = 50, np.concatenate([[0.1], np.ones(50)])
     rows = row_gradients(lambda q: q[0] + jnp.exp(2 * q[0]) * jnp.square(q[1:]).sum() / 2, 51)
-    whitening = Whitening(np.zeros(51), factor, np.zeros(51))
+    whitening = Preconditioner(np.zeros(51), factor, np.zeros(51))
     q = np.concatenate([np.zeros((8, 1)), rng().standard_normal((8, num))], 1)
-    found = shift_by_spread(rows, whitening, q, 2_000, rng())
+    found = predict_mean_bias_per_variance_inflation(rows, whitening, q, 2_000, rng())
     # The scale's own spread counts four times the squares, the effects' twice: times -1/2.
     squares = np.square(q[:, 1:]).sum(1).mean()
     expected = -0.5 * (2 * num + 8 * squares / 2 * 0.1**2) * 0.1
@@ -188,19 +204,28 @@ def test_noise_leaves_the_mean_of_a_gaussian():
 
     y = rng().standard_normal(100)
     arguments = Arguments((jnp.asarray(y),), {"batch_size": 5})
-    rows = RowGradients(target_of(model, arguments, init_to_uniform), arguments)
-    whitening = Whitening(np.array([y.mean()]), 0.1 * np.ones(1), np.zeros(1))
+    rows = BatchedGradients(get_model_potential(model, arguments, init_to_uniform), arguments)
+    whitening = Preconditioner(np.array([y.mean()]), 0.1 * np.ones(1), np.zeros(1))
     q = rng().standard_normal((8, 1))
-    assert np.abs(shift_by_noise(rows, whitening, q, Plain(), IID(), 1.0, 8, rng())).max() < 1e-6
-    assert np.abs(shift_by_spread(rows, whitening, q, 8, rng())).max() < 1e-6
+    assert (
+        np.abs(
+            predict_mean_bias_from_noise(
+                rows, whitening, q, MinibatchGradient(), IIDSubsampling(), 1.0, 8, rng()
+            )
+        ).max()
+        < 1e-6
+    )
+    assert (
+        np.abs(predict_mean_bias_per_variance_inflation(rows, whitening, q, 8, rng())).max() < 1e-6
+    )
 
 
 def test_deviations_to_where_there_is_no_density():
     """A few do not count; where most of them lead there, the shift is beyond prediction."""
-    whitening, q = Whitening(np.zeros(1), np.ones(1), np.zeros(1)), np.zeros((8, 1))
+    whitening, q = Preconditioner(np.zeros(1), np.ones(1), np.zeros(1)), np.zeros((8, 1))
     for edge, expected in ((0.5, 0.0), (0.05, 100.0)):
         rows = row_gradients(lambda q, e=edge: jnp.log(e - q).sum() + jnp.log(e + q).sum(), 1)
-        found = shift_by_spread(rows, whitening, q, 200, rng())
+        found = predict_mean_bias_per_variance_inflation(rows, whitening, q, 200, rng())
         assert found * 0.09 == pytest.approx(expected, abs=1e-3)
 
 
@@ -215,16 +240,18 @@ def test_wide_directions_are_sharpened():
     rows = row_gradients(lambda q: q @ jnp.asarray(inverse) @ q / 2, dim)
     found = np.linalg.qr(wide + 0.05 * draw(wide.shape))[0]
     assert np.linalg.norm(wide.T @ found) ** 2 < 2 * 0.55
-    whitening = Whitening(np.zeros(dim), np.ones(dim), np.zeros(dim))
-    found = np.linalg.qr(sharpened(rows, whitening, found))[0]
+    whitening = Preconditioner(np.zeros(dim), np.ones(dim), np.zeros(dim))
+    found = np.linalg.qr(refine_directions(rows, whitening, found))[0]
     assert np.linalg.norm(wide.T @ found) ** 2 > 2 * 0.99
 
 
 def test_directions_that_cannot_be_sharpened_are_kept():
     """Where the curvature is negative, or not finite."""
-    whitening, some = Whitening(np.zeros(3), np.ones(3), np.zeros(3)), np.eye(3)[:, :1]
+    whitening, some = Preconditioner(np.zeros(3), np.ones(3), np.zeros(3)), np.eye(3)[:, :1]
     for fn in (lambda q: -q @ q / 2, lambda q: jnp.sqrt(-1.0 - q @ q)):
-        np.testing.assert_array_equal(sharpened(row_gradients(fn, 3), whitening, some), some)
+        np.testing.assert_array_equal(
+            refine_directions(row_gradients(fn, 3), whitening, some), some
+        )
 
 
 # --- Curvature ----------------------------------------------------------------------------------
@@ -240,15 +267,15 @@ def test_hessian_on_all_rows(monkeypatch, size, batch, directions):
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
 
-    monkeypatch.setattr(row_gradients_module, "_TANGENT_ROWS", directions * batch)
-    monkeypatch.setattr(row_gradients_module, "_MINIBATCHES_A_CALL", 2)
+    monkeypatch.setattr(row_gradients_module, "_MAX_HESSIAN_ROW_DIRECTIONS", directions * batch)
+    monkeypatch.setattr(row_gradients_module, "_MAX_HESSIAN_MINIBATCHES_PER_CALL", 2)
     x, b = rng().standard_normal((size, 3)), np.array([0.5, -1.0, 2.0])
     y = (rng().random(size) < 0.5).astype(np.int32)
     arguments = Arguments((jnp.asarray(x), jnp.asarray(y)), {"batch_size": batch})
-    rows = RowGradients(target_of(model, arguments, init_to_uniform), arguments)
+    rows = BatchedGradients(get_model_potential(model, arguments, init_to_uniform), arguments)
     p = 1 / (1 + np.exp(-x @ b))
     expected = np.eye(3) + x.T @ (x * (p * (1 - p))[:, None])
-    np.testing.assert_allclose(rows.hessian(b), expected)
+    np.testing.assert_allclose(rows.full_hessian(b), expected)
 
 
 def test_largest_curvature():
@@ -256,35 +283,35 @@ def test_largest_curvature():
     rows = row_gradients(lambda q: q @ jnp.asarray(hessian) @ q / 2, 20)
     values = np.linalg.eigvalsh(hessian)
     factor = 2.0 * np.ones(20)
-    whitening = Whitening(np.zeros(20), factor, np.zeros(20))
+    whitening = Preconditioner(np.zeros(20), factor, np.zeros(20))
     q = rng().standard_normal((4, 20))
-    found = largest_curvature_on(rows, whitening, q, 8, rng())
+    found = estimate_max_curvature(rows, whitening, q, 8, rng())
     assert found == pytest.approx(4 * values.max(), rel=0.1)
     assert found <= 4 * values.max() * (1 + 1e-6)
     root = np.linalg.cholesky(np.linalg.inv(hessian))
-    dense = Whitening(np.zeros(20), root, np.zeros(20))
-    assert largest_curvature_on(rows, dense, q, 8, rng()) == pytest.approx(1, rel=1e-6)
+    dense = Preconditioner(np.zeros(20), root, np.zeros(20))
+    assert estimate_max_curvature(rows, dense, q, 8, rng()) == pytest.approx(1, rel=1e-6)
 
 
 def test_curvature_that_is_not_finite_counts_as_one():
     rows = row_gradients(lambda q: jnp.sqrt(q).sum(), 2)
-    whitening = Whitening(-np.ones(2), np.ones(2), np.zeros(2))
-    assert largest_curvature_on(rows, whitening, np.zeros((4, 2)), 8, rng()) == 1.0
+    whitening = Preconditioner(-np.ones(2), np.ones(2), np.zeros(2))
+    assert estimate_max_curvature(rows, whitening, np.zeros((4, 2)), 8, rng()) == 1.0
 
 
 # --- The start by volume ------------------------------------------------------------------------
 
 
 def fit(fn, starts, num_steps=2_000):
-    target = function_target(fn, jnp.zeros(starts.shape[1]))
-    return variational.fit(
+    target = make_function_potential(fn, jnp.zeros(starts.shape[1]))
+    return variational.fit_mean_field(
         target,
         Arguments(),
         starts,
-        lambda shape: draw_rows(target, rng(), shape, IID()),
+        lambda shape: sample_minibatch_indices(target, rng(), shape, IIDSubsampling()),
         num_steps,
         rng(),
-        Stages(),
+        ProgressReporter(),
     )
 
 

@@ -13,23 +13,23 @@ from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import target_of
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 from numpyro_sgmcmc.warmup import starts
-from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.context import WarmupContext
 from numpyro_sgmcmc.warmup.modes import (
-    Fit,
     Mode,
-    _shares,
-    are_apart,
-    have_stayed,
-    is_barred,
-    is_near,
-    is_on_its_way,
-    line_between,
-    possible,
+    VariationalFit,
+    _compute_mass_fractions,
+    find_chains_outside_modes,
+    find_separated_coordinates,
+    has_barrier,
+    interpolate_line,
+    is_drifting_towards,
+    is_fit_near,
+    select_candidate_fits,
 )
-from numpyro_sgmcmc.warmup.row_gradients import RowGradients
+from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
 from numpyro_sgmcmc.warmup.variational import MeanField
 from tests.contract.kernels import quietly
 
@@ -71,9 +71,9 @@ def above_zero(y, batch_size=None):
         numpyro.sample("y", dist.Normal(jnp.square(a), 1), obs=y[i])
 
 
-def run(model, y=Y, chain_method="vectorized", chains_in_modes=False, **options):
+def run(model, y=Y, chain_method="vectorized", init_in_modes=False, **options):
     mcmc = quietly(
-        SGHMCSplit(model, chains_in_modes=chains_in_modes),
+        SGHMCSplit(model, init_in_modes=init_in_modes),
         num_warmup=100,
         num_samples=300,
         num_chains=4,
@@ -91,16 +91,16 @@ def test_components_that_can_be_exchanged_are_named_as_that():
     assert "the entries of `means` are exchanged" in said[0]
     assert "OrderedTransform" in said[0]
     report = bias_report(mcmc)
-    assert not report.is_fine
-    assert {s.site: s.verdict for s in report.sites}["means"] == "one mode"
-    assert said[0] in report.verdict
+    assert not report.is_ok
+    assert {s.site: s.diagnosis for s in report.sites}["means"] == "one mode"
+    assert said[0] in report.diagnosis
 
 
 @pytest.mark.slow
 def test_ordered_components_are_one_mode():
     mcmc, said = run(ordered)
     assert not said
-    assert bias_report(mcmc).is_fine
+    assert bias_report(mcmc).is_ok
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_another_place_is_named():
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
     mcmc, said = run(two_places, y)
     assert " % of the mass, in which `a` is elsewhere" in said[0]
-    assert {s.site: s.verdict for s in bias_report(mcmc).sites}["a"] == "one mode"
+    assert {s.site: s.diagnosis for s in bias_report(mcmc).sites}["a"] == "one mode"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_another_place_is_named():
 def test_chains_in_each_mode(chain_method):
     """Right in both; together no posterior's, and said so."""
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
-    mcmc, said = run(two_places, y, chain_method, chains_in_modes=True)
+    mcmc, said = run(two_places, y, chain_method, init_in_modes=True)
     assert "Chains start in each in turn" in said[0]
     a = np.asarray(mcmc.get_samples(group_by_chain=True)["a"])
     is_above = (a > 0).mean(1)
@@ -130,20 +130,20 @@ def test_chains_in_each_mode(chain_method):
     np.testing.assert_allclose(a.std(1), sd, rtol=0.2)
     report = bias_report(mcmc)
     verdicts = {s.site: s for s in report.sites}
-    assert verdicts["a"].verdict == "apart"
-    assert "within each" in report.verdict
+    assert verdicts["a"].diagnosis == "apart"
+    assert "within each" in report.diagnosis
     # Laid over each other the modes say what they say by themselves.
     for site in verdicts.values():
-        assert abs(site.mean_shift) < 0.15
+        assert abs(site.mean_bias) < 0.15
         assert abs(site.sd_inflation) < 0.1
-    assert not report.evidence.heavy.size
+    assert not report.bias_diagnostics.heavy_tailed_coordinates.size
 
 
 @pytest.mark.slow
 def test_where_there_is_one_mode_chains_in_modes_are_as_ever():
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(300), jnp.float32)
     model = above_zero
-    plain, in_modes = (run(model, y, chains_in_modes=c)[0] for c in (False, True))
+    plain, in_modes = (run(model, y, init_in_modes=c)[0] for c in (False, True))
     np.testing.assert_array_equal(plain.get_samples()["a"], in_modes.get_samples()["a"])
 
 
@@ -157,7 +157,7 @@ def test_where_the_user_says_where_to_start_no_other_mode_is_looked_for():
 @pytest.mark.slow
 def test_large_minibatches_have_starts_by_the_prior_too(monkeypatch):
     """Those by the strategy are in one mode."""
-    monkeypatch.setattr(Context, "finite_starts", lambda *_: [np.array([2.0, -2.0])])
+    monkeypatch.setattr(WarmupContext, "find_finite_positions", lambda *_: [np.array([2.0, -2.0])])
     y = jnp.asarray(2.0 + np.random.default_rng(3).standard_normal(1_200), jnp.float32)
     with pytest.warns(UserWarning, match="in which `a` is elsewhere"):
         quietly(SGHMCSplit(two_places), num_warmup=2, num_samples=2).run(
@@ -166,33 +166,35 @@ def test_large_minibatches_have_starts_by_the_prior_too(monkeypatch):
 
 
 def fit_at(mean, bound):
-    return Fit(MeanField(np.full(2, mean), np.full(2, 0.1)), bound)
+    return VariationalFit(MeanField(np.full(2, mean), np.full(2, 0.1)), bound)
 
 
 def test_fits_that_failed_are_no_modes():
     best, near, small = fit_at(0.0, -10.0), fit_at(1.0, -30.0), fit_at(2.0, -500.0)
-    assert [fit is near for fit in possible([best, near, small, fit_at(3.0, -np.inf)])] == [True]
+    assert [
+        fit is near for fit in select_candidate_fits([best, near, small, fit_at(3.0, -np.inf)])
+    ] == [True]
 
 
 def test_a_heavier_mode_is_told_to_be_heavier():
-    np.testing.assert_allclose(_shares([0.0]), [0.5])
-    np.testing.assert_allclose(_shares([np.log(9.0)]), [0.1])
-    np.testing.assert_allclose(_shares([-np.log(9.0), -np.log(90.0)]), [0.09, 0.9])
-    np.testing.assert_allclose(_shares([-2_000.0]), [1.0])
+    np.testing.assert_allclose(_compute_mass_fractions([0.0]), [0.5])
+    np.testing.assert_allclose(_compute_mass_fractions([np.log(9.0)]), [0.1])
+    np.testing.assert_allclose(_compute_mass_fractions([-np.log(9.0), -np.log(90.0)]), [0.09, 0.9])
+    np.testing.assert_allclose(_compute_mass_fractions([-2_000.0]), [1.0])
 
 
 @pytest.mark.parametrize("away", [0.0, 0.5])
 def test_draws_that_meet_are_not_apart(away):
     rng = np.random.default_rng(0)
     ours, theirs = rng.standard_normal((2, 16, 3))
-    assert not len(are_apart(ours, theirs + away))
-    assert not have_stayed(ours + away, [theirs]).any()
+    assert not len(find_separated_coordinates(ours, theirs + away))
+    assert not find_chains_outside_modes(ours + away, [theirs]).any()
     theirs[:, 1] += 20.0
-    assert list(are_apart(ours, theirs)) == [1]
+    assert list(find_separated_coordinates(ours, theirs)) == [1]
     draws, sure = 0.1 * rng.standard_normal((16, 2)), np.zeros(2)
-    assert is_near(fit_at(0.1, 0.0), draws, sure)
-    assert not is_near(fit_at(0.7, 0.0), draws, sure)
-    assert is_near(fit_at(0.7, 0.0), draws, sure + 0.3)
+    assert is_fit_near(fit_at(0.1, 0.0), draws, sure)
+    assert not is_fit_near(fit_at(0.7, 0.0), draws, sure)
+    assert is_fit_near(fit_at(0.7, 0.0), draws, sure + 0.3)
 
 
 def test_chains_that_a_low_barrier_lets_out_are_of_their_mode():
@@ -200,11 +202,11 @@ def test_chains_that_a_low_barrier_lets_out_are_of_their_mode():
     ours = 0.2 * rng.standard_normal((16, 2))
     theirs = 0.2 * rng.standard_normal((16, 2)) + np.array([3.0, 0.0])
     theirs[:5, 0] -= 3.0
-    assert list(are_apart(ours, theirs)) == [0]
-    assert list(have_stayed(theirs, [ours])) == [False] * 5 + [True] * 11
+    assert list(find_separated_coordinates(ours, theirs)) == [0]
+    assert list(find_chains_outside_modes(theirs, [ours])) == [False] * 5 + [True] * 11
     theirs[:9, 0] = 0.0
-    assert not len(are_apart(ours, theirs))
-    assert not have_stayed(theirs, [ours]).any()
+    assert not len(find_separated_coordinates(ours, theirs))
+    assert not find_chains_outside_modes(theirs, [ours]).any()
 
 
 @pytest.mark.parametrize(
@@ -218,9 +220,9 @@ def test_chains_that_a_low_barrier_lets_out_are_of_their_mode():
     ids=["two wells", "nothing between", "a slope", "one well"],
 )
 def test_modes_are_parted_by_a_barrier(potential, expected):
-    line = line_between(np.zeros(1), np.full(1, 4.0))
+    line = interpolate_line(np.zeros(1), np.full(1, 4.0))
     np.testing.assert_array_equal(line[[0, -1], 0], [0.0, 4.0])
-    assert is_barred(potential(line[:, 0])) == expected
+    assert has_barrier(potential(line[:, 0])) == expected
 
 
 @pytest.mark.slow
@@ -241,10 +243,10 @@ def test_chains_that_come_nearer_in_every_window_are_on_their_way(before, is_com
     rng = np.random.default_rng(0)
     ours, theirs = 0.2 * rng.standard_normal((2, 16, 1)) + np.array([[[0.0]], [[3.0]]])
     trail = (np.array([before]), np.array([3.0]))
-    mode = Mode(Whitening(np.zeros(1), np.ones(1)), theirs, False, 1.2, trail)
-    assert is_on_its_way(mode, ours) == is_coming
-    assert not is_on_its_way(mode._replace(is_settled=True), ours)
-    assert is_on_its_way(mode._replace(trail=trail[:1]), ours)
+    mode = Mode(Preconditioner(np.zeros(1), np.ones(1)), theirs, False, 1.2, trail)
+    assert is_drifting_towards(mode, ours) == is_coming
+    assert not is_drifting_towards(mode._replace(is_converged=True), ours)
+    assert is_drifting_towards(mode._replace(window_medians=trail[:1]), ours)
 
 
 @pytest.mark.slow
@@ -283,10 +285,12 @@ def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatc
 
     y = jnp.zeros(20)
     arguments = Arguments((y,), {"batch_size": 20})
-    target = target_of(model, arguments, init_to_uniform)
+    target = get_model_potential(model, arguments, init_to_uniform)
     for seed in range(10):
-        monkeypatch.setattr(starts, "SEED", seed)
-        found = np.ravel(list(starts.likely_by_prior(RowGradients(target, arguments), 12)))
+        monkeypatch.setattr(starts, "WARMUP_SEED", seed)
+        found = np.ravel(
+            list(starts.generate_prior_positions(BatchedGradients(target, arguments), 12))
+        )
         is_tall = np.abs(found - 2) < 1
         assert len(found) == 12
         assert 2 <= is_tall.sum() <= 11
@@ -314,14 +318,14 @@ def test_a_mirror_is_found_with_many_rows(num):
 
 
 def test_what_does_not_go_with_several_modes():
-    with pytest.raises(ValueError, match=r"leave out either it or `chains_in_modes`"):
-        SGHMCSplit(two_places, chains_in_modes=True, noise_compensation=True)
+    with pytest.raises(ValueError, match=r"leave out either it or `init_in_modes`"):
+        SGHMCSplit(two_places, init_in_modes=True, noise_compensation=True)
 
     def wide(y, batch_size=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([65]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(w[0], 1), obs=y[i])
 
-    mcmc = quietly(SGHMCSplit(wide, chains_in_modes=True, dense_mass=True), num_samples=1)
+    mcmc = quietly(SGHMCSplit(wide, init_in_modes=True, dense_mass=True), num_samples=1)
     with pytest.raises(ValueError, match=r"diagonal mass matrix above 64 parameters, but"):
         mcmc.run(jax.random.key(0), Y, batch_size=100)

@@ -12,15 +12,19 @@ from numpyro.infer import MCMC, NUTS, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.progress import Stages
+from numpyro_sgmcmc.data.progress import ProgressReporter
 from numpyro_sgmcmc.diagnostics import kolmogorov_distance
-from numpyro_sgmcmc.posterior.targets import target_of
-from numpyro_sgmcmc.posterior.whitening import Whitening
-from numpyro_sgmcmc.samplers.warmup_settings import warmup_settings
+from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.samplers.warmup_settings import build_warmup_settings
 from numpyro_sgmcmc.warmup import regions
-from numpyro_sgmcmc.warmup.context import Context
+from numpyro_sgmcmc.warmup.context import WarmupContext
 from numpyro_sgmcmc.warmup.modes import Mode
-from numpyro_sgmcmc.warmup.regions import _HOT, _heat, in_units_of_the_prior
+from numpyro_sgmcmc.warmup.regions import (
+    _MAX_TRIAL_VARIANCE_INFLATION,
+    _measure_trial_variance_inflation,
+    rescale_to_prior,
+)
 from tests.contract.kernels import quietly
 
 RNG = np.random.default_rng(0)
@@ -47,21 +51,21 @@ def network(X, y, batch_size=None):
 
 def context_of(model, batch_size, **options):
     arguments = Arguments((X, Y), {"batch_size": batch_size})
-    target = target_of(model, arguments, init_to_uniform)
+    target = get_model_potential(model, arguments, init_to_uniform)
     kernel = SGHMCSplit(model, **options)
-    settings = warmup_settings(
-        kernel.options, target, kernel.dynamics, kernel.scheme, None, False, False
+    settings = build_warmup_settings(
+        kernel.options, target, kernel.dynamics, kernel.integrator, None, False, False
     )
-    return Context(target, arguments, settings, Stages())
+    return WarmupContext(target, arguments, settings, ProgressReporter())
 
 
 def changed(model, r_hat=3.0, width=0.5, **options):
     """What becomes of pilot chains that disagree by so much, as wide in units of the prior."""
     context = context_of(model, 50, **options)
-    dim = context.target.dim
-    whitening = Whitening(RNG.standard_normal(dim), np.full(dim, width), np.zeros(dim))
+    dim = context.potential.dim
+    whitening = Preconditioner(RNG.standard_normal(dim), np.full(dim, width), np.zeros(dim))
     first = Mode(whitening, RNG.standard_normal((4, dim)), False, r_hat)
-    return first, in_units_of_the_prior(context, first)
+    return first, rescale_to_prior(context, first)
 
 
 def test_a_network_has_the_priors_units():
@@ -77,7 +81,7 @@ def test_a_network_has_the_priors_units():
     [
         {"r_hat": 1.5},
         {"width": 0.02},
-        {"gradient": "control_variate"},
+        {"gradient_estimator": "control_variate"},
         {"inverse_mass_matrix": np.ones(4 * UNITS)},
         {"noise_compensation": True},
     ],
@@ -91,7 +95,7 @@ def test_what_is_known_or_given_stays(options):
 @pytest.mark.parametrize("is_known", [False, True])
 def test_of_very_many_coordinates_r_hat_says_little(monkeypatch, is_known):
     """There control variates must fail, too: about a line's mode they do not."""
-    monkeypatch.setattr(regions, "MANY_DIM", 1)
+    monkeypatch.setattr(regions, "HIGH_DIM", 1)
 
     def line(X, y, batch_size=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -99,10 +103,10 @@ def test_of_very_many_coordinates_r_hat_says_little(monkeypatch, is_known):
             numpyro.sample("y", dist.Normal(X[i] @ w, 3.0), obs=y[i])
 
     context = context_of(line if is_known else network, 50)
-    dim = context.target.dim
-    whitening = context.whitening_at(np.zeros(dim), np.full(dim, 0.5))
+    dim = context.potential.dim
+    whitening = context.build_preconditioner(np.zeros(dim), np.full(dim, 0.5))
     first = Mode(whitening, RNG.standard_normal((4, dim)), False, 3.0)
-    assert (in_units_of_the_prior(context, first) is None) == is_known
+    assert (rescale_to_prior(context, first) is None) == is_known
 
 
 @pytest.mark.parametrize("num_steps", [400, 100])
@@ -119,9 +123,11 @@ def test_noise_heats_draws_of_the_posterior(batch_size, is_hot, num_steps):
     covariance = np.linalg.inv(np.eye(2) + x.T @ x / 0.09)
     draws = RNG.multivariate_normal(covariance @ x.T @ y / 0.09, covariance, 64)
     context = context_of(line, batch_size)
-    context.effort = replace(context.effort, windows=(num_steps,))
-    mode = Mode(Whitening(np.zeros(2), np.ones(2), np.zeros(2)), draws)
-    assert (_heat(context, mode) > _HOT) == is_hot
+    context.budget = replace(context.budget, windows=(num_steps,))
+    mode = Mode(Preconditioner(np.zeros(2), np.ones(2), np.zeros(2)), draws)
+    assert (
+        _measure_trial_variance_inflation(context, mode) > _MAX_TRIAL_VARIANCE_INFLATION
+    ) == is_hot
 
 
 @pytest.mark.slow
@@ -150,7 +156,7 @@ def test_a_network_predicts_as_nuts_does():
     own = kolmogorov_distance(*predictions).distance.mean()
     both = jnp.concatenate(predictions)
     assert kolmogorov_distance(ours, both).distance.mean() < own + 0.03
-    told = bias_report(mcmc, output, NEW).estimates.inflation
+    told = bias_report(mcmc, output, NEW).stein_estimates.sd_inflation
     off = told.value - (np.asarray(ours).std(0) / np.asarray(both).std(0) - 1.0)
     assert np.sqrt(np.square(off).mean()) < 0.08
     assert abs(off.mean()) < 0.05

@@ -12,10 +12,10 @@ from numpyro.infer import MCMC
 from scipy.linalg import expm
 
 from numpyro_sgmcmc import SGNHT, SHMC, SGHMCSplit
-from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
-from numpyro_sgmcmc.warmup import Noise
-from numpyro_sgmcmc.warmup.noise import epoch_share
-from numpyro_sgmcmc.warmup.step_control import StepControl
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
+from numpyro_sgmcmc.warmup import GradientNoiseStats
+from numpyro_sgmcmc.warmup.noise import compute_epoch_variance_fraction
+from numpyro_sgmcmc.warmup.step_control import StepSizeMonitor
 
 # --- What noise that cancels over an epoch is predicted to do ----------------------------------
 
@@ -25,20 +25,20 @@ def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
     times = np.array([0.0, 0.3, 1.0, 5.0, 300.0])
     drift = np.array([[0.0, 1.0], [-1.0, -friction]])
     exact = [expm(t * drift)[0, 0] for t in times]
-    found = Underdamped(friction).autocorrelation(times, 0.1)
+    found = UnderdampedLangevin(friction).autocorrelation(times, 0.1)
     np.testing.assert_allclose(found, exact, atol=1e-6)
-    np.testing.assert_allclose(Overdamped().autocorrelation(times, 0.1), np.exp(-times))
+    np.testing.assert_allclose(OverdampedLangevin().autocorrelation(times, 0.1), np.exp(-times))
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("dynamics", "scheme", "step_size", "per_epoch"),
     [
-        (Underdamped(1.5), "symmetric", 0.02, 100),
-        (Underdamped(1.5), "symmetric", 0.02, 400),
-        (Underdamped(1.5), "symmetric", 0.1, 10),
-        (Underdamped(10.0), "symmetric", 0.05, 100),
-        (Overdamped(), "euler", 0.01, 50),
+        (UnderdampedLangevin(1.5), "symmetric", 0.02, 100),
+        (UnderdampedLangevin(1.5), "symmetric", 0.02, 400),
+        (UnderdampedLangevin(1.5), "symmetric", 0.1, 10),
+        (UnderdampedLangevin(10.0), "symmetric", 0.05, 100),
+        (OverdampedLangevin(), "euler", 0.01, 50),
     ],
 )
 def test_share_of_noise_that_an_epoch_leaves(dynamics, scheme, step_size, per_epoch):
@@ -64,19 +64,23 @@ def test_share_of_noise_that_an_epoch_leaves(dynamics, scheme, step_size, per_ep
         variance += np.sum(shifted @ one * shifted) / per_epoch
     share = variance / np.square(response).sum()
     assert 0.01 < share < 0.99
-    assert epoch_share(dynamics, step_size, per_epoch) == pytest.approx(share, rel=0.03, abs=0.01)
+    assert compute_epoch_variance_fraction(dynamics, step_size, per_epoch) == pytest.approx(
+        share, rel=0.03, abs=0.01
+    )
 
 
 def test_noise_that_cancels_is_predicted_to_do_less():
-    noise = Noise(100.0, 0.0, 100.0)
-    over_epochs = noise._replace(per_epoch=100)
-    dynamics = Underdamped(1.5)
-    assert noise.inflation(dynamics, 0.02) == pytest.approx(2 / 3)
+    noise = GradientNoiseStats(100.0, 0.0, 100.0)
+    over_epochs = noise._replace(batches_per_epoch=100)
+    dynamics = UnderdampedLangevin(1.5)
+    assert noise.predict_variance_inflation(dynamics, 0.02) == pytest.approx(2 / 3)
     # Simulated, the variance is 1.127 times the right one.
-    assert over_epochs.inflation(dynamics, 0.02) == pytest.approx(0.127, abs=0.01)
-    thermostat = NoseHoover(1.5)
-    assert over_epochs.inflation(thermostat, 0.02) == noise.inflation(thermostat, 0.02)
-    assert noise._replace(per_epoch=1).inflation(dynamics, 0.02) == 0.0
+    assert over_epochs.predict_variance_inflation(dynamics, 0.02) == pytest.approx(0.127, abs=0.01)
+    thermostat = NoseHooverThermostat(1.5)
+    assert over_epochs.predict_variance_inflation(
+        thermostat, 0.02
+    ) == noise.predict_variance_inflation(thermostat, 0.02)
+    assert noise._replace(batches_per_epoch=1).predict_variance_inflation(dynamics, 0.02) == 0.0
 
 
 # --- The decision ------------------------------------------------------------------------------
@@ -84,10 +88,10 @@ def test_noise_that_cancels_is_predicted_to_do_less():
 
 def decide(temperatures, allowed=0.1, independent=1.0):
     """The factor after iterations of these temperatures, shape ``(iterations, d)``."""
-    control = StepControl.zeros(temperatures.shape[1], jnp.float32)
+    control = StepSizeMonitor.zeros(temperatures.shape[1], jnp.float32)
     seen = jnp.append(temperatures, temperatures.mean(1, keepdims=True), 1)
-    control = StepControl(jnp.float32(len(seen)), seen.sum(0), jnp.square(seen).sum(0))
-    return float(control.factor(jnp.float32(allowed), independent))
+    control = StepSizeMonitor(jnp.float32(len(seen)), seen.sum(0), jnp.square(seen).sum(0))
+    return float(control.compute_step_scale(jnp.float32(allowed), independent))
 
 
 def chi_square(shape, seed=0):
@@ -96,13 +100,15 @@ def chi_square(shape, seed=0):
 
 def test_sums_are_those_of_the_iterations_that_count():
     temperatures = chi_square((30, 3))
-    control = StepControl.zeros(3, jnp.float32)
+    control = StepSizeMonitor.zeros(3, jnp.float32)
     for k, t in enumerate(temperatures):
         control = control.add(jnp.where(k == 7, jnp.nan, t), jnp.array(k != 7))
     kept = np.delete(np.asarray(temperatures), 7, 0)
-    assert control.iterations == 29
-    np.testing.assert_allclose(control.total, [*kept.sum(0), kept.mean(1).sum()], rtol=1e-5)
-    np.testing.assert_allclose(control.square[:3], np.square(kept).sum(0), rtol=1e-5)
+    assert control.num_iterations == 29
+    np.testing.assert_allclose(
+        control.temperature_sum, [*kept.sum(0), kept.mean(1).sum()], rtol=1e-5
+    )
+    np.testing.assert_allclose(control.temperature_sq_sum[:3], np.square(kept).sum(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("num", [25, 75, 500])
@@ -162,7 +168,7 @@ def normal_mean(y, batch_size):
 
 
 DATA = jnp.asarray(np.random.default_rng(0).standard_normal((1000, 3)), jnp.float32)
-NOISY = {"gradient": "plain", "minibatch": "iid"}
+NOISY = {"gradient_estimator": "minibatch", "subsampling": "iid"}
 
 
 def run(kernel, num_warmup=300):
@@ -198,15 +204,19 @@ def test_steps_that_noise_makes_too_long_are_shortened():
 
 def test_a_target_out_of_reach_is_said_with_numbers():
     """V h / (2 friction) is 0.2 at the shortest step that 500 steps a draw can pay for."""
-    kernel = SGHMCSplit(normal_mean, target_bias=0.03, **NOISY)
-    with pytest.warns(UserWarning, match="1[0-2] % too wide, where target_bias allows 3 %") as said:
+    kernel = SGHMCSplit(normal_mean, target_sd_bias=0.03, **NOISY)
+    with pytest.warns(
+        UserWarning, match="1[0-2] % too wide, where target_sd_bias allows 3 %"
+    ) as said:
         kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
     # Of all rows a draw takes few steps, and less work.
     assert "of 'rows' all 1000: 10 steps a draw" in str(said[0].message)
     # Over an epoch of 100 minibatches the same noise does little.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kernel = SGHMCSplit(normal_mean, target_bias=0.03, gradient="plain", minibatch="epoch")
+        kernel = SGHMCSplit(
+            normal_mean, target_sd_bias=0.03, gradient_estimator="minibatch", subsampling="shuffled"
+        )
         kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
 
 

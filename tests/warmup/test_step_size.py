@@ -3,65 +3,72 @@
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.dynamics import NoseHoover, Overdamped, Underdamped
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, Noise
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
+from numpyro_sgmcmc.warmup.noise import NO_NOISE, GradientNoiseStats
 from numpyro_sgmcmc.warmup.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
-    choose_step_size,
+    limit_step_size_by_noise,
 )
 
-DYNAMICS = [Overdamped(), Underdamped(1.5), Underdamped(0.2)]
+DYNAMICS = [OverdampedLangevin(), UnderdampedLangevin(1.5), UnderdampedLangevin(0.2)]
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_largest_step_where_nothing_stands_against_it(dynamics):
     for curvature in (0.1, 1.0):
-        assert choose_step_size(dynamics, 0.2, NO_NOISE, curvature, 0.05) == (0.2, 0.0)
+        assert limit_step_size_by_noise(dynamics, 0.2, NO_NOISE, curvature, 0.05) == (0.2, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("dynamics", "power"), [(Overdamped(), 1), (Underdamped(1.5), 0.5)], ids=repr
+    ("dynamics", "power"), [(OverdampedLangevin(), 1), (UnderdampedLangevin(1.5), 0.5)], ids=repr
 )
 def test_stiff_directions_shorten_the_step(dynamics, power):
-    at = {c: choose_step_size(dynamics, 0.2, NO_NOISE, c, 0.05)[0] for c in (50.0, 5000.0)}
+    at = {c: limit_step_size_by_noise(dynamics, 0.2, NO_NOISE, c, 0.05)[0] for c in (50.0, 5000.0)}
     assert at[50.0] < 0.2
     assert at[50.0] / at[5000.0] == pytest.approx(100**power)
 
 
 def noise_of(variance):
-    return Noise(variance, 1.0, variance)
+    return GradientNoiseStats(variance, 1.0, variance)
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
-@pytest.mark.parametrize("target_bias", [0.02, 0.05, 0.2])
+@pytest.mark.parametrize("target_sd_bias", [0.02, 0.05, 0.2])
 @pytest.mark.parametrize("variance", [0.01, 1.0, 10.0])
 def test_noise_shortens_the_step_until_its_share_of_the_bias_is_kept(
-    dynamics, target_bias, variance
+    dynamics, target_sd_bias, variance
 ):
-    step_size, inflation = choose_step_size(dynamics, 0.2, noise_of(variance), 1.0, target_bias)
+    step_size, inflation = limit_step_size_by_noise(
+        dynamics, 0.2, noise_of(variance), 1.0, target_sd_bias
+    )
     assert 0 < step_size <= 0.2
     assert inflation == pytest.approx(dynamics.noise_inflation(variance, step_size))
     shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
-    assert np.sqrt(1 + inflation) - 1 < target_bias or step_size == pytest.approx(shortest)
+    assert np.sqrt(1 + inflation) - 1 < target_sd_bias or step_size == pytest.approx(shortest)
     assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) <= MAX_NUM_STEPS
 
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_step_is_not_shorter_than_a_draw_can_pay_for(dynamics):
-    step_size, inflation = choose_step_size(dynamics, 0.2, noise_of(1e6), 1.0, 0.05)
+    step_size, inflation = limit_step_size_by_noise(dynamics, 0.2, noise_of(1e6), 1.0, 0.05)
     assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) == MAX_NUM_STEPS
     assert inflation > 1
 
 
 def test_thermostats_take_longer_steps_the_less_the_noise_varies():
     steps = [
-        choose_step_size(NoseHoover(1.5), 0.3, Noise(10.0, v, 10.0), 1.0, 0.05)[0]
+        limit_step_size_by_noise(
+            NoseHooverThermostat(1.5), 0.3, GradientNoiseStats(10.0, v, 10.0), 1.0, 0.05
+        )[0]
         for v in (1.0, 0.3, 0.1, 0.0)
     ]
     assert (np.diff(steps) > 0).all()
     assert steps[0] == pytest.approx(
-        choose_step_size(NoseHoover(1.5, False), 0.3, noise_of(10.0), 1.0, 0.05)[0], rel=0.1
+        limit_step_size_by_noise(NoseHooverThermostat(1.5, False), 0.3, noise_of(10.0), 1.0, 0.05)[
+            0
+        ],
+        rel=0.1,
     )
 
 
@@ -71,16 +78,18 @@ def test_share_of_noise_that_varies(spread, varying):
     rng = np.random.default_rng(0)
     size = 2.0 * np.exp(spread * rng.standard_normal((400, 1)) - spread**2 / 2)
     numbers = np.sqrt(size)[..., None] * rng.standard_normal((400, 5, 32))
-    found = Noise.of(numbers.var(-1, ddof=1), 32, is_cheap=True)
-    assert found.varying == pytest.approx(varying, abs=0.07)
+    found = GradientNoiseStats.from_variances(
+        numbers.var(-1, ddof=1), 32, use_noisiest_coordinate=True
+    )
+    assert found.position_dependent_fraction == pytest.approx(varying, abs=0.07)
     if spread < 1:
-        assert found.mean == pytest.approx(2.0, rel=0.1)
-        assert 1.0 <= found.variance / found.mean < 1.1
+        assert found.mean_variance == pytest.approx(2.0, rel=0.1)
+        assert 1.0 <= found.variance / found.mean_variance < 1.1
 
 
 def test_less_noise_is_never_a_shorter_step():
     steps = [
-        choose_step_size(Underdamped(1.5), 0.3, noise_of(v), 1.0, 0.05)[0]
+        limit_step_size_by_noise(UnderdampedLangevin(1.5), 0.3, noise_of(v), 1.0, 0.05)[0]
         for v in np.geomspace(1e-3, 1e5, 50)
     ]
     assert (np.diff(steps) <= 0).all()

@@ -6,13 +6,13 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import SGRHMC, SGHMCSplit
-from numpyro_sgmcmc.posterior.whitening import Stretch, Whitening
+from numpyro_sgmcmc.posterior.whitening import LowRankFactor, Preconditioner
 from numpyro_sgmcmc.warmup.factors import (
-    as_matrix,
+    assemble_dense_factor,
+    assemble_hessian,
     factor_from_curvature,
     factor_from_gradients,
-    hessian_by_products,
-    symmetric_root,
+    factorize_spd,
 )
 from tests.warmup.potentials import Quadratic, random_covariance
 
@@ -22,7 +22,7 @@ from tests.warmup.potentials import Quadratic, random_covariance
 def test_symmetric_root(d, span):
     scale = 10.0 ** np.linspace(-span, span, d)
     matrix = random_covariance(d) * np.outer(scale, scale)
-    root, inverse_root = symmetric_root(matrix), symmetric_root(matrix, inverse=True)
+    root, inverse_root = factorize_spd(matrix), factorize_spd(matrix, inverse=True)
     np.testing.assert_allclose(
         (root @ root.T) / np.outer(scale, scale), random_covariance(d), atol=1e-12
     )
@@ -33,9 +33,9 @@ def test_symmetric_root(d, span):
 def test_symmetric_root_turns_negative_curvature_round():
     vectors = np.linalg.qr(np.random.default_rng(0).standard_normal((3, 3)))[0]
     matrix = np.diag([2.0, -2.0, 1.0])
-    np.testing.assert_allclose(symmetric_root(matrix) @ symmetric_root(matrix).T, np.abs(matrix))
+    np.testing.assert_allclose(factorize_spd(matrix) @ factorize_spd(matrix).T, np.abs(matrix))
     indefinite = vectors @ np.diag([3.0, -0.5, 1.0]) @ vectors.T
-    root = symmetric_root(indefinite, inverse=True)
+    root = factorize_spd(indefinite, inverse=True)
     values = np.linalg.eigvalsh(root.T @ indefinite @ root)
     np.testing.assert_allclose(np.abs(values), 1, atol=1e-10)
     assert (values < 0).sum() == 1
@@ -43,15 +43,15 @@ def test_symmetric_root_turns_negative_curvature_round():
 
 @pytest.mark.parametrize("matrix", [np.ones((2, 2)), np.diag([1.0, 0.0])], ids=str)
 def test_symmetric_root_of_a_singular_matrix_is_finite(matrix):
-    root = symmetric_root(matrix)
+    root = factorize_spd(matrix)
     np.testing.assert_allclose(root @ root.T, matrix, atol=1e-6)
-    assert np.isfinite(symmetric_root(matrix, inverse=True)).all()
+    assert np.isfinite(factorize_spd(matrix, inverse=True)).all()
 
 
 @pytest.mark.parametrize("d", [3, 64, 70])
 def test_hessian_by_products(d):
     matrix = random_covariance(d)
-    np.testing.assert_allclose(hessian_by_products(Quadratic(matrix), np.zeros(d)), matrix)
+    np.testing.assert_allclose(assemble_hessian(Quadratic(matrix), np.zeros(d)), matrix)
 
 
 def test_dense_factor_is_the_root_of_the_inverse():
@@ -103,7 +103,7 @@ def gaussian_draws(covariance, num, seed=0):
 
 def spread_of(covariance, factor, stretch):
     """Eigenvalues of the whitened covariance, which are ones for a right factor."""
-    inverse = np.linalg.inv(as_matrix(factor, stretch, None))
+    inverse = np.linalg.inv(assemble_dense_factor(factor, stretch, None))
     return np.linalg.eigvalsh(inverse @ covariance @ inverse.T)
 
 
@@ -128,7 +128,7 @@ def test_a_few_directions_are_found_by_fewer_draws_than_coordinates():
     # A diagonal alone leaves the long direction as long as it was.
     assert spread_of(covariance, factor, None).max() > 20.0
     assert stretch is not None
-    assert len(stretch.factors) <= 10
+    assert len(stretch.scales) <= 10
 
 
 def test_a_stiff_direction_of_many_coordinates_does_not_shorten_the_others():
@@ -145,16 +145,18 @@ def test_heat_leaves_the_whitening_as_it_is():
     covariance = random_covariance(30)
     x, g = gaussian_draws(covariance, 200)
     cold, hot = factor_from_gradients(x, g), factor_from_gradients(2.0 * x, 2.0 * g)
-    np.testing.assert_allclose(as_matrix(*cold, None), as_matrix(*hot, None), rtol=1e-2)
+    np.testing.assert_allclose(
+        assemble_dense_factor(*cold, None), assemble_dense_factor(*hot, None), rtol=1e-2
+    )
 
 
 def test_mask_keeps_blocks_apart():
     mask = np.kron(np.eye(2, dtype=bool), np.ones((2, 2), dtype=bool))
     x, g = gaussian_draws(random_covariance(4), 500)
     factor, stretch = factor_from_gradients(x, g)
-    matrix = as_matrix(factor, stretch, mask)
+    matrix = assemble_dense_factor(factor, stretch, mask)
     np.testing.assert_array_equal((matrix @ matrix.T)[~mask], 0.0)
-    whole = as_matrix(factor, stretch, None)
+    whole = assemble_dense_factor(factor, stretch, None)
     np.testing.assert_allclose((matrix @ matrix.T)[mask], (whole @ whole.T)[mask])
 
 
@@ -162,7 +164,7 @@ def test_stuck_coordinates_keep_a_usable_factor():
     x, g = gaussian_draws(np.eye(3), 100)
     x[:, 0] = 1.0
     factor, stretch = factor_from_gradients(x, g)
-    assert np.isfinite(as_matrix(factor, stretch, None)).all()
+    assert np.isfinite(assemble_dense_factor(factor, stretch, None)).all()
     assert (factor > 0).all()
 
 
@@ -170,23 +172,23 @@ def test_stuck_coordinates_keep_a_usable_factor():
 def test_stretch(stretch_of):
     rng = np.random.default_rng(2)
     directions = np.linalg.qr(rng.standard_normal((6, 2)))[0]
-    stretch = Stretch(directions, np.array([stretch_of, 2.0]))
-    whitening = Whitening(
+    stretch = LowRankFactor(directions, np.array([stretch_of, 2.0]))
+    whitening = Preconditioner(
         rng.standard_normal(6), rng.uniform(0.5, 2, 6), np.zeros(6), None, stretch
     )
-    matrix = as_matrix(whitening.factor, stretch, None)
+    matrix = assemble_dense_factor(whitening.factor, stretch, None)
     v = rng.standard_normal((3, 6))
-    np.testing.assert_allclose(whitening.push(v), v @ matrix.T)
-    np.testing.assert_allclose(whitening.push(v[0]), matrix @ v[0])
-    np.testing.assert_allclose(whitening.pull(v), v @ matrix)
-    np.testing.assert_allclose(whitening.whiten(whitening.push(v)), v)
+    np.testing.assert_allclose(whitening.apply(v), v @ matrix.T)
+    np.testing.assert_allclose(whitening.apply(v[0]), matrix @ v[0])
+    np.testing.assert_allclose(whitening.apply_transpose(v), v @ matrix)
+    np.testing.assert_allclose(whitening.solve(whitening.apply(v)), v)
     diagonal = np.diagonal(matrix @ matrix.T)
     np.testing.assert_allclose(whitening.inverse_mass_matrix, diagonal, rtol=1e-6)
     np.testing.assert_allclose(whitening.sds, np.sqrt(diagonal), rtol=1e-6)
     # Products of positions and gradients are the same in any coordinates; each has its own there.
     g = rng.standard_normal((3, 6))
-    sites = whitening.push(v) * g
-    own = whitening.unstretch(v) * whitening.unstretch_gradient(whitening.pull(g))
+    sites = whitening.apply(v) * g
+    own = whitening.apply_low_rank(v) * whitening.solve_low_rank(whitening.apply_transpose(g))
     np.testing.assert_allclose(own, sites)
 
 
@@ -202,8 +204,8 @@ def test_a_metric_has_the_sites_own_coordinates():
         return kernel.adaptation.whitening
 
     plain = whitening(SGHMCSplit(potential_fn=potential, dense_mass=False, num_steps=2))
-    assert plain.stretch is not None
+    assert plain.low_rank is not None
     metric = {"inverse_metric": lambda z: {"a": 1 + 0.1 * jnp.sin(z["a"])}}
     located = whitening(SGRHMC(potential_fn=potential, num_steps=2, **metric))
-    assert located.stretch is None
+    assert located.low_rank is None
     np.testing.assert_allclose(located.factor, located.factor.mean(), rtol=0.5)

@@ -4,27 +4,29 @@ Three ways to visit the rows of one plate, all unbiased; a new one is a file her
 :data:`MINIBATCH_SCHEMES`.
 """
 
-from numpyro_sgmcmc.data.minibatch.base import MinibatchScheme, StreamState
-from numpyro_sgmcmc.data.minibatch.blocks import Blocks
-from numpyro_sgmcmc.data.minibatch.epoch import Epoch
-from numpyro_sgmcmc.data.minibatch.iid import IID
+from numpyro_sgmcmc.data.minibatch.base import StreamState, Subsampling
+from numpyro_sgmcmc.data.minibatch.blocks import ContiguousSubsampling
+from numpyro_sgmcmc.data.minibatch.epoch import ShuffledSubsampling
+from numpyro_sgmcmc.data.minibatch.iid import IIDSubsampling
 from numpyro_sgmcmc.data.minibatch.streams import (
-    draw_independent,
-    draw_minibatches,
-    start_stream,
+    init_stream,
+    sample_independent_minibatch,
+    sample_minibatches,
 )
 
 __all__ = [
-    "IID",
-    "MINIBATCH_SCHEMES",
-    "Blocks",
-    "Epoch",
-    "MinibatchScheme",
+    "SUBSAMPLINGS",
+    "ContiguousSubsampling",
+    "IIDSubsampling",
+    "ShuffledSubsampling",
     "StreamState",
-    "draw_independent",
-    "draw_minibatches",
-    "start_stream",
+    "Subsampling",
+    "init_stream",
+    "sample_independent_minibatch",
+    "sample_minibatches",
 ]
 
-MINIBATCH_SCHEMES: dict[str, MinibatchScheme] = {s.name: s for s in (IID(), Epoch(), Blocks())}
+SUBSAMPLINGS: dict[str, Subsampling] = {
+    s.name: s for s in (IIDSubsampling(), ShuffledSubsampling(), ContiguousSubsampling())
+}
 """The schemes by the names of a kernel's ``minibatch`` argument."""

@@ -13,15 +13,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = ["GOLDEN", "epoch_key", "is_one", "mix", "permute", "wrap"]
+__all__ = [
+    "GOLDEN_RATIO_UINT32",
+    "epoch_seed",
+    "hash_uint32",
+    "is_static_one",
+    "permute",
+    "wrap_index",
+]
 
-GOLDEN = 0x9E3779B9
+GOLDEN_RATIO_UINT32 = 0x9E3779B9
 """2^32 over the golden ratio: multiples of it are spread evenly over the 32-bit words."""
 
-_ROUNDS = 12
+_NUM_SHUFFLE_ROUNDS = 12
 
 
-def mix(x: Array) -> Array:
+def hash_uint32(x: Array) -> Array:
     """A bijection of 32-bit words in which each input bit flips each output bit half the time.
 
     Constants: Chris Wellons, "Prospecting for hash functions" (2018), lowbias32.
@@ -33,33 +40,38 @@ def mix(x: Array) -> Array:
     return x ^ (x >> 16)
 
 
-def epoch_key(seed: Array, epoch: Array) -> Array:
+def epoch_seed(seed: Array, epoch: Array) -> Array:
     """A 32-bit word for each epoch."""
-    return mix(seed[0] ^ mix(epoch + seed[1]))
+    return hash_uint32(seed[0] ^ hash_uint32(epoch + seed[1]))
 
 
-def is_one(size: Any) -> bool:
+def is_static_one(size: Any) -> bool:
     """XLA on a CPU cannot compile a remainder by one."""
     return isinstance(size, int) and size == 1
 
 
-def permute(key: Array, x: Array, size: Any) -> Array:
-    """The image of the places ``x`` under the permutation of ``range(size)`` that ``key`` names."""
-    if is_one(size):
-        return jnp.zeros_like(x)
+def permute(seed: Array, positions: Array, size: Any) -> Array:
+    """The image of the places ``positions`` under the permutation of ``range(size)`` that ``seed`` names."""
+    if is_static_one(size):
+        return jnp.zeros_like(positions)
     n = jnp.asarray(size, jnp.uint32)
-    x = x + key % n
-    x = jnp.where(x >= n, x - n, x)
-    for i in range(1, _ROUNDS + 1):
-        round_key = mix(key + jnp.uint32((GOLDEN * i) & 0xFFFFFFFF))
+    positions = positions + seed % n
+    positions = jnp.where(positions >= n, positions - n, positions)
+    for i in range(1, _NUM_SHUFFLE_ROUNDS + 1):
+        round_key = hash_uint32(seed + jnp.uint32((GOLDEN_RATIO_UINT32 * i) & 0xFFFFFFFF))
         pivot = round_key % n
-        partner = jnp.where(pivot >= x, pivot - x, pivot + (n - x))
-        coin = mix(jnp.maximum(x, partner) * jnp.uint32(GOLDEN) + round_key) >> 31
-        x = jnp.where(coin == 1, partner, x)
-    return x
+        partner = jnp.where(pivot >= positions, pivot - positions, pivot + (n - positions))
+        coin = (
+            hash_uint32(
+                jnp.maximum(positions, partner) * jnp.uint32(GOLDEN_RATIO_UINT32) + round_key
+            )
+            >> 31
+        )
+        positions = jnp.where(coin == 1, partner, positions)
+    return positions
 
 
-def wrap(x: Array, size: Any) -> Array:
+def wrap_index(x: Array, size: Any) -> Array:
     """``x mod size`` for ``x < 2 size``."""
     size = jnp.asarray(size, jnp.uint32)
     return jnp.where(x >= size, x - size, x)

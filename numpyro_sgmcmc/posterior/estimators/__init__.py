@@ -4,23 +4,23 @@ A new one is a file here and a name in :data:`ESTIMATORS`.
 """
 
 from numpyro_sgmcmc.posterior.estimators.base import (
-    Estimator,
-    whitened_gradient,
+    GradientEstimator,
+    make_gradient_fn,
 )
 from numpyro_sgmcmc.posterior.estimators.control_variate import ControlVariate
-from numpyro_sgmcmc.posterior.estimators.plain import Plain
+from numpyro_sgmcmc.posterior.estimators.plain import MinibatchGradient
 from numpyro_sgmcmc.posterior.estimators.second_order import SecondOrderControlVariate
 
 __all__ = [
-    "ESTIMATORS",
+    "GRADIENT_ESTIMATORS",
     "ControlVariate",
-    "Estimator",
-    "Plain",
+    "GradientEstimator",
+    "MinibatchGradient",
     "SecondOrderControlVariate",
-    "whitened_gradient",
+    "make_gradient_fn",
 ]
 
-ESTIMATORS: dict[str, Estimator] = {
-    e.name: e for e in (Plain(), ControlVariate(), SecondOrderControlVariate())
+GRADIENT_ESTIMATORS: dict[str, GradientEstimator] = {
+    e.name: e for e in (MinibatchGradient(), ControlVariate(), SecondOrderControlVariate())
 }
 """The estimators by the names of a kernel's ``gradient`` argument."""

@@ -11,17 +11,17 @@ from jax import Array
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
-from numpyro_sgmcmc.posterior.target import Target
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
-__all__ = ["Estimator", "OverRows", "whitened_gradient"]
+__all__ = ["GradientEstimator", "MeanOverShards", "make_gradient_fn"]
 
-OverRows: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
+MeanOverShards: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
 """Maps a function that is linear in the minibatch's gradient function to its value: where rows are
 spread over devices, the sum of what each makes of its own."""
 
 
-class Estimator:
+class GradientEstimator:
     """A way to estimate the gradient from one minibatch.
 
     Subclasses are frozen dataclasses without fields: an estimator is compiled into the step.
@@ -30,59 +30,63 @@ class Estimator:
     name: ClassVar[str]
     """What the kernels' ``gradient`` argument calls it."""
 
-    cost: ClassVar[float]
+    relative_cost: ClassVar[float]
     """About what a step with it costs beside one with the plain gradient, measured."""
 
-    noise_order: ClassVar[int] = 0
+    noise_exponent: ClassVar[int] = 0
     """Its noise grows with this power of the distance from the anchor."""
 
-    has_anchor: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
     """Whether it holds the gradient on all rows at the anchor."""
 
     needs_hessian: ClassVar[bool] = False
     """Whether it holds the Hessian there as well."""
 
-    def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
+    def estimate(
+        self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
+    ) -> Array:
         """The whitened gradient's estimate at ``q``.
 
         :param q: whitened position, shape ``(d,)``.
-        :param whitening: coordinates, with what the estimator holds at their origin.
-        :param over_rows: gives access to the minibatch's gradient.
+        :param preconditioner: coordinates, with what the estimator holds at their origin.
+        :param mean_over_shards: gives access to the minibatch's gradient.
         """
         raise NotImplementedError
 
-    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
+    def noise_eval_points(
+        self, q: np.ndarray, preconditioner: Preconditioner
+    ) -> list[tuple[np.ndarray, float]]:
         """Positions and weights: the weighted minibatch gradients there have the estimate's noise.
 
         :param q: whitened position, shape ``(d,)``.
-        :param whitening: coordinates, in NumPy.
+        :param preconditioner: coordinates, in NumPy.
         """
         raise NotImplementedError
 
 
-def whitened_gradient(
-    estimator: Estimator,
-    target: Target,
+def make_gradient_fn(
+    estimator: GradientEstimator,
+    potential: Potential,
     arguments: Arguments,
-    whitening: Whitening,
+    preconditioner: Preconditioner,
     indices: Indices,
     rng_key: Array | None = None,
 ) -> GradientFn:
     """The estimate of the whitened gradient that one minibatch gives, as a function of ``q``.
 
     :param estimator: how.
-    :param target: the posterior.
+    :param potential: the posterior.
     :param arguments: the model's arguments.
-    :param whitening: coordinates, with what the estimator holds at their origin.
+    :param preconditioner: coordinates, with what the estimator holds at their origin.
     :param indices: the minibatch.
     :param rng_key: key of a randomised likelihood.
     :return: maps ``q`` of shape ``(d,)`` to a gradient of that shape.
     """
 
     def over_rows(fn: Callable[[GradientFn], Array]) -> Array:
-        def on_shard(shard: Target, indices: Indices, arguments: Arguments, key: Any) -> Array:
+        def on_shard(shard: Potential, indices: Indices, arguments: Arguments, key: Any) -> Array:
             return fn(lambda position: shard.gradient(position, indices, arguments, key))
 
-        return target.over_shards(on_shard, indices, arguments, rng_key)
+        return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
 
-    return lambda q: estimator.estimate(q, whitening, over_rows)
+    return lambda q: estimator.estimate(q, preconditioner, over_rows)

@@ -13,25 +13,29 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.estimators.base import GradientEstimator, MeanOverShards
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
 __all__ = ["ControlVariate"]
 
 
 @dataclass(frozen=True)
-class ControlVariate(Estimator):
+class ControlVariate(GradientEstimator):
     """Holds the gradient at the anchor."""
 
     name = "control_variate"
-    noise_order = 1
-    cost = 1.4
+    noise_exponent = 1
+    relative_cost = 1.4
 
-    def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
+    def estimate(
+        self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
+    ) -> Array:
         # One gather serves both gradients: XLA sees that they look up the same rows.
-        position, anchor = whitening.position(q), whitening.anchor
-        difference = over_rows(lambda gradient: gradient(position) - gradient(anchor))
-        return whitening.pull(difference + whitening.gradient)
+        position, anchor = preconditioner.to_position(q), preconditioner.center
+        difference = mean_over_shards(lambda gradient: gradient(position) - gradient(anchor))
+        return preconditioner.apply_transpose(difference + preconditioner.reference_gradient)
 
-    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
-        return [(whitening.position(q), 1.0), (whitening.anchor, -1.0)]
+    def noise_eval_points(
+        self, q: np.ndarray, preconditioner: Preconditioner
+    ) -> list[tuple[np.ndarray, float]]:
+        return [(preconditioner.to_position(q), 1.0), (preconditioner.center, -1.0)]

@@ -7,23 +7,27 @@ from dataclasses import dataclass
 import numpy as np
 from jax import Array
 
-from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.estimators.base import GradientEstimator, MeanOverShards
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
-__all__ = ["Plain"]
+__all__ = ["MinibatchGradient"]
 
 
 @dataclass(frozen=True)
-class Plain(Estimator):
+class MinibatchGradient(GradientEstimator):
     """Holds nothing: its noise is about the same everywhere."""
 
-    name = "plain"
-    cost = 1.0
-    has_anchor = False
+    name = "minibatch"
+    relative_cost = 1.0
+    needs_reference = False
 
-    def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
-        position = whitening.position(q)
-        return whitening.pull(over_rows(lambda gradient: gradient(position)))
+    def estimate(
+        self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
+    ) -> Array:
+        position = preconditioner.to_position(q)
+        return preconditioner.apply_transpose(mean_over_shards(lambda gradient: gradient(position)))
 
-    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
-        return [(whitening.position(q), 1.0)]
+    def noise_eval_points(
+        self, q: np.ndarray, preconditioner: Preconditioner
+    ) -> list[tuple[np.ndarray, float]]:
+        return [(preconditioner.to_position(q), 1.0)]

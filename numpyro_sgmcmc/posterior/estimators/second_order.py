@@ -14,39 +14,56 @@ import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
-from numpyro_sgmcmc.posterior.estimators.base import Estimator, OverRows
-from numpyro_sgmcmc.posterior.whitening import Whitening
+from numpyro_sgmcmc.posterior.estimators.base import GradientEstimator, MeanOverShards
+from numpyro_sgmcmc.posterior.whitening import Preconditioner
 
 __all__ = ["SecondOrderControlVariate"]
 
-_PROBE_LENGTH = 0.1  # of the way from the anchor, at which the bend is taken by differences
+_FINITE_DIFFERENCE_FRACTION = (
+    0.1  # of the way from the anchor, at which the bend is taken by differences
+)
 
 
 @dataclass(frozen=True)
-class SecondOrderControlVariate(Estimator):
+class SecondOrderControlVariate(GradientEstimator):
     """Holds gradient and Hessian at the anchor."""
 
     name = "second_order_control_variate"
-    noise_order = 2
-    cost = 2.0
+    noise_exponent = 2
+    relative_cost = 2.0
     needs_hessian = True
 
-    def estimate(self, q: Array, whitening: Whitening, over_rows: OverRows) -> Array:
-        v, anchor, hessian = whitening.push(q), whitening.anchor, whitening.hessian
+    def estimate(
+        self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
+    ) -> Array:
+        v, anchor, hessian = (
+            preconditioner.apply(q),
+            preconditioner.center,
+            preconditioner.reference_hessian,
+        )
 
         def rest(gradient: GradientFn) -> Array:
             there, bend = jax.jvp(gradient, (anchor,), (v,))
             return gradient(anchor + v) - there - bend
 
         # Where noise alone is wanted the Hessian, which adds none, may be left out.
-        exact = whitening.gradient if hessian is None else whitening.gradient + hessian @ v
-        return whitening.pull(over_rows(rest) + exact)
+        exact = (
+            preconditioner.reference_gradient
+            if hessian is None
+            else preconditioner.reference_gradient + hessian @ v
+        )
+        return preconditioner.apply_transpose(mean_over_shards(rest) + exact)
 
-    def probes(self, q: np.ndarray, whitening: Whitening) -> list[tuple[np.ndarray, float]]:
-        bent = _PROBE_LENGTH * whitening.push(q), 0.5 / _PROBE_LENGTH
+    def noise_eval_points(
+        self, q: np.ndarray, preconditioner: Preconditioner
+    ) -> list[tuple[np.ndarray, float]]:
+        bent = (
+            _FINITE_DIFFERENCE_FRACTION * preconditioner.apply(q),
+            0.5 / _FINITE_DIFFERENCE_FRACTION,
+        )
         return [
-            (whitening.position(q), 1.0),
-            (whitening.anchor, -1.0),
-            (whitening.anchor + bent[0], -bent[1]),
-            (whitening.anchor - bent[0], bent[1]),
+            (preconditioner.to_position(q), 1.0),
+            (preconditioner.center, -1.0),
+            (preconditioner.center + bent[0], -bent[1]),
+            (preconditioner.center - bent[0], bent[1]),
         ]

@@ -1,6 +1,12 @@
 """Latent sites with a value for each row of the subsampled plate."""
 
-from numpyro_sgmcmc.posterior.locals.moves import LocalState, renew_minibatch
-from numpyro_sgmcmc.posterior.locals.sites import AllRows, LocalSites, with_locals
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState, update_minibatch_locals
+from numpyro_sgmcmc.posterior.locals.sites import LocalLatents, LocalValues, with_local_values
 
-__all__ = ["AllRows", "LocalSites", "LocalState", "renew_minibatch", "with_locals"]
+__all__ = [
+    "LocalLatents",
+    "LocalLatentsState",
+    "LocalValues",
+    "update_minibatch_locals",
+    "with_local_values",
+]

@@ -19,48 +19,52 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.moves import LocalState, sweep
-from numpyro_sgmcmc.posterior.locals.sites import AllRows, with_locals
-from numpyro_sgmcmc.posterior.target import Target
+from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState, sweep_local_values
+from numpyro_sgmcmc.posterior.locals.sites import LocalValues, with_local_values
+from numpyro_sgmcmc.posterior.target import Potential
 
-__all__ = ["NUM_MOVES", "marginal_gradients"]
+__all__ = ["NUM_LOCAL_UPDATES", "estimate_marginal_gradients"]
 
-NUM_MOVES = 10
+NUM_LOCAL_UPDATES = 10
 """Transitions of all local values before the gradients of a draw, and as many with a gradient."""
 
 
-@partial(jax.jit, static_argnames=("target", "num_moves"))
-def marginal_gradients(
-    target: Target,
-    positions: Array,
-    state: LocalState,
-    held: Arguments,
+@partial(jax.jit, static_argnames=("potential", "num_updates"))
+def estimate_marginal_gradients(
+    potential: Potential,
+    global_positions: Array,
+    state: LocalLatentsState,
+    cached_arguments: Arguments,
     rng_key: Array,
-    num_moves: int = NUM_MOVES,
+    num_updates: int = NUM_LOCAL_UPDATES,
 ) -> Array:
     """Unbiased about, at the globals of one draw after the other; shape ``(n, d)``.
 
-    :param positions: the globals' flat positions, shape ``(n, d)``.
+    :param global_positions: the globals' flat positions, shape ``(n, d)``.
     :param state: local values that suit the first of them about.
-    :param held: the model's arguments; large arrays may be in references.
+    :param cached_arguments: the model's arguments; large arrays may be in references.
     :param rng_key: key of the moves.
-    :param num_moves: transitions before the gradients of a draw, and transitions with one each.
+    :param num_updates: transitions before the gradients of a draw, and transitions with one each.
     """
-    arguments = held.read()
+    arguments = cached_arguments.dereference()
 
-    def moved(theta: Array, values: AllRows, key: Array, num: int) -> AllRows:
-        return sweep(target, theta, state._replace(values=values), arguments, key, num)[0]
+    def moved(theta: Array, values: LocalValues, key: Array, num: int) -> LocalValues:
+        return sweep_local_values(
+            potential, theta, state._replace(values=values), arguments, key, num
+        )[0]
 
-    def at(values: AllRows, draw: tuple[Array, Array]) -> tuple[AllRows, Array]:
+    def at(values: LocalValues, draw: tuple[Array, Array]) -> tuple[LocalValues, Array]:
         theta, key = draw
-        first_key, *keys = random.split(key, 1 + num_moves)
+        first_key, *keys = random.split(key, 1 + num_updates)
 
-        def once_more(values: AllRows, key: Array) -> tuple[AllRows, Array]:
+        def once_more(values: LocalValues, key: Array) -> tuple[LocalValues, Array]:
             values = moved(theta, values, key, 1)
-            return values, target.full_gradient(theta, with_locals(arguments, values))
+            return values, potential.full_gradient(theta, with_local_values(arguments, values))
 
-        values = moved(theta, values, first_key, num_moves)
+        values = moved(theta, values, first_key, num_updates)
         values, gradients = lax.scan(once_more, values, jnp.stack(keys))
         return values, gradients.mean(0)
 
-    return lax.scan(at, state.values, (positions, random.split(rng_key, len(positions))))[1]
+    return lax.scan(
+        at, state.values, (global_positions, random.split(rng_key, len(global_positions)))
+    )[1]

@@ -30,234 +30,274 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices
-from numpyro_sgmcmc.posterior.locals.draws import users_draws
-from numpyro_sgmcmc.posterior.locals.sites import AllRows, SomeRows, with_locals
+from numpyro_sgmcmc.posterior.locals.draws import call_gibbs_fn
+from numpyro_sgmcmc.posterior.locals.sites import BatchLocalValues, LocalValues, with_local_values
 
 if TYPE_CHECKING:
-    from numpyro_sgmcmc.posterior.estimators import Estimator
-    from numpyro_sgmcmc.posterior.target import Target
+    from numpyro_sgmcmc.posterior.estimators import GradientEstimator
+    from numpyro_sgmcmc.posterior.target import Potential
 
-__all__ = ["LocalState", "curvatures", "renew", "renew_minibatch", "row_potentials", "sweep"]
+__all__ = [
+    "LocalLatentsState",
+    "compute_local_hessian_diagonal",
+    "pointwise_local_potentials",
+    "sweep_local_values",
+    "update_local_values",
+    "update_minibatch_locals",
+]
 
-_LEAPFROGS = 3
-_STEP = 0.55  # three of them are a quarter of a unit oscillator's period
-_SHORTEST_JITTER = 0.6
-_CAUTIOUS, _RARELY = 0.2, 0.1  # now and then much shorter, for globals far from the usual
-_SWEEP_ROWS = 4096
+_NUM_LEAPFROG_STEPS = 3
+_LEAPFROG_STEP_SIZE = 0.55  # three of them are a quarter of a unit oscillator's period
+_MIN_STEP_JITTER = 0.6
+_SMALL_STEP_FACTOR, _SMALL_STEP_PROBABILITY = (
+    0.2,
+    0.1,
+)  # now and then much shorter, for globals far from the usual
+_MAX_ROWS_PER_SWEEP_CHUNK = 4096
 
 
-class LocalState(NamedTuple):
+class LocalLatentsState(NamedTuple):
     """
     - **values** - local values of all rows, an
       :class:`~numpyro_sgmcmc.posterior.locals.sites.AllRows`.
     - **scale** - length scale of the moves of each number, shape ``(N, k)``.
-    - **acceptance** - mean acceptance probability of the last minibatch's moves.
+    - **mean_accept_prob** - mean acceptance probability of the last minibatch's moves.
     """
 
-    values: AllRows
+    values: LocalValues
     scale: Array
-    acceptance: Array
+    mean_accept_prob: Array
 
 
-def row_potentials(
-    target: Target,
-    theta: Array,
-    rows: Array,
-    position: Array,
-    drawn: dict[str, Array],
+def pointwise_local_potentials(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    hmc_position: Array,
+    gibbs_values: dict[str, Array],
     arguments: Arguments,
 ) -> Array:
     """The potential of each row by itself, without the plate's scale; shape ``(rows,)``.
 
     Each holds its share of the prior of the globals, a constant for the local values.
     """
-    local = target.locals
+    local = potential.local_latents
     assert local is not None
     plate = local.plate
 
     def one(row: Array, position: Array, drawn: dict[str, Array]) -> Array:
-        values = SomeRows(position[None], {k: v[None] for k, v in drawn.items()})
-        with_values = with_locals(arguments, values)
+        values = BatchLocalValues(position[None], {k: v[None] for k, v in drawn.items()})
+        with_values = with_local_values(arguments, values)
         # On a minibatch of one row the plate's scale is the number of rows.
-        return target.potential(theta, {plate.name: row[None]}, with_values) / plate.size
+        return potential.value(global_position, {plate.name: row[None]}, with_values) / plate.size
 
-    return jax.vmap(one)(rows, position, drawn)
+    return jax.vmap(one)(indices, hmc_position, gibbs_values)
 
 
-def _values_and_gradients(fn: Callable[[Array], Array], position: Array) -> tuple[Array, Array]:
+def _pointwise_value_and_grad(
+    fn: Callable[[Array], Array], hmc_position: Array
+) -> tuple[Array, Array]:
     """Potentials of rows that do not depend on each other, and each row's own gradient."""
-    values, pull = jax.vjp(fn, position)
+    values, pull = jax.vjp(fn, hmc_position)
     return values, pull(jnp.ones_like(values))[0]
 
 
-def curvatures(
-    target: Target, theta: Array, rows: Array, values: SomeRows, arguments: Arguments
+def compute_local_hessian_diagonal(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    values: BatchLocalValues,
+    arguments: Arguments,
 ) -> Array:
     """Second derivatives of the rows' own potentials in each number, shape ``(rows, k)``."""
 
     def gradient(position: Array) -> Array:
-        return _values_and_gradients(
-            lambda x: row_potentials(target, theta, rows, x, values.drawn, arguments), position
+        return _pointwise_value_and_grad(
+            lambda x: pointwise_local_potentials(
+                potential, global_position, indices, x, values.gibbs_values, arguments
+            ),
+            position,
         )[1]
 
     def along(k: Array) -> Array:
-        direction = jnp.zeros_like(values.position).at[:, k].set(1.0)
-        return jax.jvp(gradient, (values.position,), (direction,))[1][:, k]
+        direction = jnp.zeros_like(values.hmc_position).at[:, k].set(1.0)
+        return jax.jvp(gradient, (values.hmc_position,), (direction,))[1][:, k]
 
-    return lax.map(along, jnp.arange(values.position.shape[1])).T
+    return lax.map(along, jnp.arange(values.hmc_position.shape[1])).T
 
 
-def _move(fn: Callable[[Array], Array], position: Array, scale: Array, rng_key: Array) -> Any:
+def _hmc_transition(
+    pointwise_fn: Callable[[Array], Array], hmc_position: Array, scale: Array, rng_key: Array
+) -> Any:
     """A few leapfrog steps and one Metropolis decision, a row: new values, and acceptance."""
     momentum_key, jitter_key, rare_key, decide_key = random.split(rng_key, 4)
-    num, dtype = position.shape[0], position.dtype
-    momentum = random.normal(momentum_key, position.shape, dtype)
-    jitter = random.uniform(jitter_key, (num, 1), dtype, _SHORTEST_JITTER, 1.0)
-    is_rare = random.uniform(rare_key, (num, 1), dtype) < _RARELY
-    h = _STEP * jitter * jnp.where(is_rare, jnp.asarray(_CAUTIOUS, dtype), 1.0)
+    num, dtype = hmc_position.shape[0], hmc_position.dtype
+    momentum = random.normal(momentum_key, hmc_position.shape, dtype)
+    jitter = random.uniform(jitter_key, (num, 1), dtype, _MIN_STEP_JITTER, 1.0)
+    is_rare = random.uniform(rare_key, (num, 1), dtype) < _SMALL_STEP_PROBABILITY
+    h = (
+        _LEAPFROG_STEP_SIZE
+        * jitter
+        * jnp.where(is_rare, jnp.asarray(_SMALL_STEP_FACTOR, dtype), 1.0)
+    )
 
     def half_steps(carry: Any, shares: Any) -> tuple[Any, Array]:
         q, p = carry
         kick, drift = shares
-        values, g = _values_and_gradients(fn, q)
+        values, g = _pointwise_value_and_grad(pointwise_fn, q)
         p = p - kick * h * scale * g
         return (q + drift * h * scale * p, p), values
 
     # One place that evaluates the model, which is long to compile.
-    kicks = jnp.ones(_LEAPFROGS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
-    drifts = jnp.ones(_LEAPFROGS + 1, dtype).at[-1].set(0.0)
-    (q, p), values = lax.scan(half_steps, (position, momentum), (kicks, drifts))
+    kicks = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
+    drifts = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[-1].set(0.0)
+    (q, p), values = lax.scan(half_steps, (hmc_position, momentum), (kicks, drifts))
     start, end = values[0], values[-1]
     log_ratio = start - end + 0.5 * (jnp.square(momentum) - jnp.square(p)).sum(1)
     log_ratio = jnp.where(jnp.isfinite(log_ratio) & jnp.isfinite(q).all(1), log_ratio, -jnp.inf)
     log_uniform = -random.exponential(decide_key, (num,), dtype)
-    moved = jnp.where((log_uniform < log_ratio)[:, None], q, position)
+    moved = jnp.where((log_uniform < log_ratio)[:, None], q, hmc_position)
     return moved, jnp.exp(jnp.minimum(log_ratio, 0.0))
 
 
-def renew(
-    target: Target,
-    theta: Array,
-    rows: Array,
-    values: SomeRows,
+def update_local_values(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    values: BatchLocalValues,
     scale: Array,
     arguments: Arguments,
     rng_key: Array,
-) -> tuple[SomeRows, Array]:
+) -> tuple[BatchLocalValues, Array]:
     """Local values of some rows after one transition given the globals, and its acceptance.
 
-    :param theta: the globals' flat position, shape ``(d,)``.
-    :param rows: indices of the rows, each once.
+    :param global_position: the globals' flat position, shape ``(d,)``.
+    :param indices: indices of the rows, each once.
     :param values: the rows' present values.
     :param scale: length scales of the moves, shape ``(rows, k)``.
     :param arguments: the model's arguments.
     :param rng_key: a fresh key.
     """
-    local = target.locals
+    local = potential.local_latents
     assert local is not None
     draw_key, move_key = random.split(rng_key)
     if local.gibbs_fn is not None:
-        values = values._replace(drawn=_draw(target, theta, rows, values, arguments, draw_key))
-    if not local.moved:
-        return values, jnp.ones(rows.shape, target.dtype)
-    moved, acceptance = _move(
-        lambda x: row_potentials(target, theta, rows, x, values.drawn, arguments),
-        values.position,
+        values = values._replace(
+            gibbs_values=_gibbs_transition(
+                potential, global_position, indices, values, arguments, draw_key
+            )
+        )
+    if not local.hmc_sites:
+        return values, jnp.ones(indices.shape, potential.dtype)
+    moved, acceptance = _hmc_transition(
+        lambda x: pointwise_local_potentials(
+            potential, global_position, indices, x, values.gibbs_values, arguments
+        ),
+        values.hmc_position,
         scale,
         move_key,
     )
-    return values._replace(position=moved), acceptance
+    return values._replace(hmc_position=moved), acceptance
 
 
-def _draw(
-    target: Target,
-    theta: Array,
-    rows: Array,
-    values: SomeRows,
+def _gibbs_transition(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    values: BatchLocalValues,
     arguments: Arguments,
     rng_key: Array,
 ) -> dict[str, Array]:
     """What ``gibbs_fn`` draws for the rows, checked for its names, shapes and types."""
-    local = target.locals
+    local = potential.local_latents
     assert local is not None
     assert local.gibbs_fn is not None
-    globals_ = target.constrain(target.unravel(theta), arguments)
-    others = local.constrain(local.unravel(values.position))
-    found = users_draws(
-        local, local.laid_out(values.drawn), {**globals_, **others}, rows, arguments, rng_key
+    globals_ = potential.constrain(potential.unravel(global_position), arguments)
+    others = local.constrain(local.unravel(values.hmc_position))
+    found = call_gibbs_fn(
+        local,
+        local.to_model_layout(values.gibbs_values),
+        {**globals_, **others},
+        indices,
+        arguments,
+        rng_key,
     )
-    return {s.name: jnp.moveaxis(found[s.name], s.axis, 0) for s in local.drawn}
+    return {s.name: jnp.moveaxis(found[s.name], s.axis, 0) for s in local.gibbs_sites}
 
 
-def renew_minibatch(
-    target: Target,
-    state: LocalState,
-    theta: Array,
+def update_minibatch_locals(
+    potential: Potential,
+    state: LocalLatentsState,
+    global_position: Array,
     indices: Indices,
     arguments: Arguments,
-    anchor: Array,
-    anchor_gradient: Array,
-    estimator: Estimator,
+    reference: Array,
+    reference_gradient: Array,
+    estimator: GradientEstimator,
     rng_key: Array,
-) -> tuple[LocalState, Array, Arguments]:
+) -> tuple[LocalLatentsState, Array, Arguments]:
     """The local part of a step: the minibatch's rows gathered, renewed and put back.
 
     :param state: local values of all rows.
-    :param theta: the globals' flat position, shape ``(d,)``.
+    :param global_position: the globals' flat position, shape ``(d,)``.
     :param indices: the minibatch.
-    :param anchor: where the control variates hold the gradient.
-    :param anchor_gradient: gradient on all rows there, for the present local values.
+    :param reference: where the control variates hold the gradient.
+    :param reference_gradient: gradient on all rows there, for the present local values.
     :param estimator: how the gradient is estimated.
     :return: the next state, the gradient at the anchor for the new values, and the arguments of
         the step's gradient.
     """
-    local = target.locals
+    local = potential.local_latents
     assert local is not None
     rows = jnp.asarray(indices[local.plate.name])
     before = state.values.take(rows)
-    after, acceptance = renew(target, theta, rows, before, state.scale[rows], arguments, rng_key)
-    with_after = with_locals(arguments, after)
-    if estimator.has_anchor:
+    after, acceptance = update_local_values(
+        potential, global_position, rows, before, state.scale[rows], arguments, rng_key
+    )
+    with_after = with_local_values(arguments, after)
+    if estimator.needs_reference:
         share = rows.shape[0] / local.plate.size
-        there = target.gradient(anchor, indices, with_locals(arguments, before))
-        change = target.gradient(anchor, indices, with_after) - there
-        anchor_gradient = anchor_gradient + share * change
+        there = potential.gradient(reference, indices, with_local_values(arguments, before))
+        change = potential.gradient(reference, indices, with_after) - there
+        reference_gradient = reference_gradient + share * change
     values = state.values.put(rows, after)
-    return LocalState(values, state.scale, acceptance.mean()), anchor_gradient, with_after
+    return LocalLatentsState(values, state.scale, acceptance.mean()), reference_gradient, with_after
 
 
-def sweep(
-    target: Target,
-    theta: Array,
-    state: LocalState,
+def sweep_local_values(
+    potential: Potential,
+    global_position: Array,
+    state: LocalLatentsState,
     arguments: Arguments,
     rng_key: Array,
-    num_moves: int,
-) -> tuple[AllRows, Array]:
+    num_updates: int,
+) -> tuple[LocalValues, Array]:
     """Local values of all rows after some transitions, and each row's mean acceptance.
 
     A chunk of the rows at a time.
     """
-    local = target.locals
+    local = potential.local_latents
     assert local is not None
 
-    def one(rows: Array, key: Array) -> tuple[SomeRows, Array]:
+    def one(rows: Array, key: Array) -> tuple[BatchLocalValues, Array]:
         scale = state.scale[rows]
 
-        def move(values: SomeRows, key: Array) -> tuple[SomeRows, Array]:
-            return renew(target, theta, rows, values, scale, arguments, key)
+        def move(values: BatchLocalValues, key: Array) -> tuple[BatchLocalValues, Array]:
+            return update_local_values(
+                potential, global_position, rows, values, scale, arguments, key
+            )
 
-        keys = random.split(key, num_moves)
+        keys = random.split(key, num_updates)
         values, acceptance = lax.scan(move, state.values.take(rows), keys)
         return values, acceptance.mean(0)
 
-    values, acceptance = by_chunks(one, local.plate.size, rng_key)
-    return AllRows(*values), acceptance
+    values, acceptance = map_over_row_chunks(one, local.plate.size, rng_key)
+    return LocalValues(*values), acceptance
 
 
-def by_chunks(fn: Callable[[Array, Array], Any], num_rows: int, rng_key: Array) -> Any:
+def map_over_row_chunks(fn: Callable[[Array, Array], Any], num_rows: int, rng_key: Array) -> Any:
     """What ``fn(rows, key)`` gives for all rows, a chunk at a time; rows along the first axis."""
-    chunk = min(num_rows, _SWEEP_ROWS)
+    chunk = min(num_rows, _MAX_ROWS_PER_SWEEP_CHUNK)
     num_chunks = -(-num_rows // chunk)
     rows = (jnp.arange(num_chunks * chunk) % num_rows).reshape(num_chunks, chunk)
     found = lax.map(lambda x: fn(*x), (rows, random.split(rng_key, num_chunks)))

@@ -18,57 +18,59 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute, trace
 from numpyro.infer.util import constrain_fn
 
-from numpyro_sgmcmc.checks import Refusal
+from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.plates import Indices, Plate
-from numpyro_sgmcmc.posterior.facts import Facts
+from numpyro_sgmcmc.posterior.facts import ModelTrace
 
 __all__ = [
-    "AllRows",
+    "BatchLocalValues",
+    "LocalLatents",
     "LocalSite",
-    "LocalSites",
-    "SomeRows",
-    "collected_sites",
-    "insert_locals",
-    "local_sites",
-    "with_locals",
-    "without_locals",
+    "LocalValues",
+    "find_local_latents",
+    "insert_local_values",
+    "select_collected_sites",
+    "with_local_values",
+    "without_local_values",
 ]
 
-_KWARG = "_local_values"
+_LOCAL_VALUES_KWARG = "_local_values"
 
 
-class AllRows(NamedTuple):
+class LocalValues(NamedTuple):
     """Local values of all rows.
 
-    - **position** - unconstrained values of the sites that are moved by their gradient, those of
+    - **hmc_position** - unconstrained values of the sites that are moved by their gradient, those of
       a row side by side, shape ``(N, k)``.
-    - **drawn** - values of the sites that ``gibbs_fn`` draws, ``(N, ...)`` each, by name.
+    - **gibbs_values** - values of the sites that ``gibbs_fn`` draws, ``(N, ...)`` each, by name.
     """
 
-    position: Array
-    drawn: dict[str, Array]
+    hmc_position: Array
+    gibbs_values: dict[str, Array]
 
-    def take(self, rows: Array) -> SomeRows:
+    def take(self, indices: Array) -> BatchLocalValues:
         """The values of some rows."""
-        return SomeRows(self.position[rows], {k: v[rows] for k, v in self.drawn.items()})
+        return BatchLocalValues(
+            self.hmc_position[indices], {k: v[indices] for k, v in self.gibbs_values.items()}
+        )
 
-    def put(self, rows: Array, values: SomeRows) -> AllRows:
+    def put(self, indices: Array, values: BatchLocalValues) -> LocalValues:
         """With other values for some rows, each of which comes once."""
-        return AllRows(
-            self.position.at[rows].set(values.position, unique_indices=True),
+        return LocalValues(
+            self.hmc_position.at[indices].set(values.hmc_position, unique_indices=True),
             {
-                k: v.at[rows].set(values.drawn[k], unique_indices=True)
-                for k, v in self.drawn.items()
+                k: v.at[indices].set(values.gibbs_values[k], unique_indices=True)
+                for k, v in self.gibbs_values.items()
             },
         )
 
 
-class SomeRows(NamedTuple):
+class BatchLocalValues(NamedTuple):
     """The same for the rows of one evaluation of the model, in their order."""
 
-    position: Array
-    drawn: dict[str, Array]
+    hmc_position: Array
+    gibbs_values: dict[str, Array]
 
 
 class LocalSite(NamedTuple):
@@ -93,153 +95,163 @@ class LocalSite(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class LocalSites:
+class LocalLatents:
     """
     - **plate** - the subsampled plate.
-    - **moved** - the sites that are moved by their gradient.
-    - **drawn** - the sites that ``gibbs_fn`` draws.
+    - **hmc_sites** - the sites that are moved by their gradient.
+    - **gibbs_sites** - the sites that ``gibbs_fn`` draws.
     - **gibbs_fn** - the user's function, or None.
-    - **sweeps** - how often it is called for values that are dropped after a step; None for values
+    - **num_sweeps** - how often it is called for values that are dropped after a step; None for values
       that stay.
     """
 
     plate: Plate
-    moved: tuple[LocalSite, ...]
-    drawn: tuple[LocalSite, ...]
+    hmc_sites: tuple[LocalSite, ...]
+    gibbs_sites: tuple[LocalSite, ...]
     gibbs_fn: Callable | None = None
-    sweeps: int | None = None
+    num_sweeps: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all local sites."""
-        return tuple(s.name for s in (*self.moved, *self.drawn))
+        return tuple(s.name for s in (*self.hmc_sites, *self.gibbs_sites))
 
     @property
-    def width(self) -> int:
+    def hmc_dim(self) -> int:
         """Numbers that the gradient moves in a row."""
-        return sum(s.size for s in self.moved)
+        return sum(s.size for s in self.hmc_sites)
 
-    def unravel(self, position: Array) -> dict[str, Array]:
+    def unravel(self, hmc_position: Array) -> dict[str, Array]:
         """Unconstrained values as the model sees them, from shape ``(rows, width)``."""
-        ends = accumulate(s.size for s in self.moved)
+        ends = accumulate(s.size for s in self.hmc_sites)
         return {
             s.name: jnp.moveaxis(
-                position[:, end - s.size : end].reshape(len(position), *s.shape), 0, s.axis
+                hmc_position[:, end - s.size : end].reshape(len(hmc_position), *s.shape), 0, s.axis
             )
-            for s, end in zip(self.moved, ends, strict=True)
+            for s, end in zip(self.hmc_sites, ends, strict=True)
         }
 
-    def laid_out(self, drawn: Mapping[str, Array]) -> dict[str, Array]:
+    def to_model_layout(self, gibbs_values: Mapping[str, Array]) -> dict[str, Array]:
         """Drawn values as the model sees them, from shapes ``(rows, ...)``."""
-        return {s.name: jnp.moveaxis(drawn[s.name], 0, s.axis) for s in self.drawn}
+        return {s.name: jnp.moveaxis(gibbs_values[s.name], 0, s.axis) for s in self.gibbs_sites}
 
-    def unconstrained(self, values: AllRows | SomeRows) -> dict[str, Array]:
+    def to_unconstrained_sites(self, values: LocalValues | BatchLocalValues) -> dict[str, Array]:
         """All local sites by name as the model sees them, unconstrained where they are moved."""
-        return {**self.unravel(values.position), **self.laid_out(values.drawn)}
+        return {**self.unravel(values.hmc_position), **self.to_model_layout(values.gibbs_values)}
 
     def constrain(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Local sites among ``values``, constrained."""
-        supports = {s.name: s.support for s in self.moved}
+        supports = {s.name: s.support for s in self.hmc_sites}
         return {
             k: biject_to(supports[k])(values[k]) if k in supports else values[k]
             for k in self.names
             if k in values
         }
 
-    def zeros(self) -> AllRows:
+    def make_zero_values(self) -> LocalValues:
         """Values for all rows that are nothing in particular."""
         num = self.plate.size
-        return AllRows(
-            jnp.zeros((num, self.width)),
-            {s.name: jnp.zeros((num, *s.shape), s.dtype) for s in self.drawn},
+        return LocalValues(
+            jnp.zeros((num, self.hmc_dim)),
+            {s.name: jnp.zeros((num, *s.shape), s.dtype) for s in self.gibbs_sites},
         )
 
 
-def with_locals(arguments: Arguments, values: AllRows | SomeRows) -> Arguments:
+def with_local_values(arguments: Arguments, values: LocalValues | BatchLocalValues) -> Arguments:
     """The arguments, with local values for the model: of all rows, or of those it is asked for."""
-    return Arguments(arguments.args, {**arguments.kwargs, _KWARG: values})
+    return Arguments(arguments.args, {**arguments.kwargs, _LOCAL_VALUES_KWARG: values})
 
 
-def without_locals(arguments: Arguments) -> Arguments:
+def without_local_values(arguments: Arguments) -> Arguments:
     """The arguments as the user gave them."""
-    kwargs = {k: v for k, v in arguments.kwargs.items() if k != _KWARG}
+    kwargs = {k: v for k, v in arguments.kwargs.items() if k != _LOCAL_VALUES_KWARG}
     return Arguments(arguments.args, kwargs)
 
 
-def insert_locals(
-    local: LocalSites | None, run: Callable, z: Any, indices: Indices, arguments: Arguments
+def insert_local_values(
+    local_latents: LocalLatents | None,
+    model: Callable,
+    z: Any,
+    indices: Indices,
+    arguments: Arguments,
 ) -> tuple[Callable, Any, Arguments]:
     """The model, the unconstrained values and the arguments with the local values in place.
 
-    :param local: the local sites, or None where the model has none.
-    :param run: the model, its plates answered.
+    :param local_latents: the local sites, or None where the model has none.
+    :param model: the model, its plates answered.
     :param z: unconstrained values of the global sites.
     :param indices: the rows.
     :param arguments: the model's arguments, with local values or without; some of the prior then.
     """
-    if local is None:
-        return run, z, arguments
-    values = arguments.kwargs.get(_KWARG)
-    arguments = without_locals(arguments)
-    rows = jnp.asarray(indices[local.plate.name])
+    if local_latents is None:
+        return model, z, arguments
+    values = arguments.kwargs.get(_LOCAL_VALUES_KWARG)
+    arguments = without_local_values(arguments)
+    rows = jnp.asarray(indices[local_latents.plate.name])
     if values is None:
-        values = _by_prior(local, run, z, len(rows), arguments)
-    if isinstance(values, AllRows):
+        values = _default_local_values(local_latents, model, z, len(rows), arguments)
+    if isinstance(values, LocalValues):
         values = values.take(rows)
-    if local.drawn:
-        run = substitute(run, data=local.laid_out(values.drawn))
-    return run, {**z, **local.unravel(values.position)}, arguments
+    if local_latents.gibbs_sites:
+        model = substitute(model, data=local_latents.to_model_layout(values.drawn))
+    return model, {**z, **local_latents.unravel(values.position)}, arguments
 
 
-def _by_prior(
-    local: LocalSites, run: Callable, z: Any, num_rows: int, arguments: Arguments
-) -> SomeRows:
+def _default_local_values(
+    local_latents: LocalLatents, model: Callable, z: Any, num_rows: int, arguments: Arguments
+) -> BatchLocalValues:
     """Values for rows of which nobody has said any: in the middle of unconstrained space, and where
     ``gibbs_fn`` draws them, which may be in a support that zeros are outside of, from their prior.
     """
-    position = jnp.zeros((num_rows, local.width))
-    if not local.drawn:
-        return SomeRows(position, {})
-    run, (args, kwargs) = seed(run, random.key(0)), (arguments.args, arguments.kwargs)
-    others = constrain_fn(run, args, kwargs, {**z, **local.unravel(position)})
-    found = trace(substitute(run, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
-    return SomeRows(
-        position, {s.name: jnp.moveaxis(found[s.name]["value"], s.axis, 0) for s in local.drawn}
+    position = jnp.zeros((num_rows, local_latents.hmc_dim))
+    if not local_latents.gibbs_sites:
+        return BatchLocalValues(position, {})
+    model, (args, kwargs) = seed(model, random.key(0)), (arguments.args, arguments.kwargs)
+    others = constrain_fn(model, args, kwargs, {**z, **local_latents.unravel(position)})
+    found = trace(substitute(model, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
+    return BatchLocalValues(
+        position,
+        {
+            s.name: jnp.moveaxis(found[s.name]["value"], s.axis, 0)
+            for s in local_latents.gibbs_sites
+        },
     )
 
 
-def local_sites(facts: Facts) -> LocalSites | None:
+def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
     """The latent sites inside the subsampled plate, or None where there are none."""
     moved: list[LocalSite] = []
     drawn: list[LocalSite] = []
-    for site in facts.samples:
-        if site.is_observed or not site.frames:
+    for site in model_trace.sample_sites:
+        if site.is_observed or not site.plate_frames:
             continue
-        is_drawn = site.name in facts.gibbs.sites
-        axis = len(site.batch_shape) + site.frames[0].dim
-        shape = site.shape if is_drawn else site.free_shape
+        is_drawn = site.name in model_trace.gibbs.site_names
+        axis = len(site.batch_shape) + site.plate_frames[0].dim
+        shape = site.shape if is_drawn else site.unconstrained_shape
         assert shape is not None
         of_row = shape[:axis] + shape[axis + 1 :]
         found = LocalSite(site.name, of_row, axis, site.support, site.dtype)
         (drawn if is_drawn else moved).append(found)
     if not moved and not drawn:
         return None
-    (plate,) = facts.plates.values()
-    return LocalSites(plate, tuple(moved), tuple(drawn), facts.gibbs.fn, facts.gibbs.sweeps)
+    (plate,) = model_trace.plates.values()
+    return LocalLatents(
+        plate, tuple(moved), tuple(drawn), model_trace.gibbs.gibbs_fn, model_trace.gibbs.num_sweeps
+    )
 
 
-def collected_sites(
-    local: LocalSites | None, collect_locals: bool | Sequence[str]
+def select_collected_sites(
+    local_latents: LocalLatents | None, collect_local_sites: bool | Sequence[str]
 ) -> tuple[str, ...]:
     """Names of the local sites that draws hold."""
-    if local is None or not collect_locals:
+    if local_latents is None or not collect_local_sites:
         return ()
-    if isinstance(collect_locals, bool):
-        return local.names
-    unknown = sorted(set(collect_locals) - set(local.names))
+    if isinstance(collect_local_sites, bool):
+        return local_latents.names
+    unknown = sorted(set(collect_local_sites) - set(local_latents.names))
     if unknown:
-        raise Refusal(
-            f"`collect_locals` names '{unknown[0]}', but the latent sites inside the subsampled "
-            f"plate are {sorted(local.names)}."
+        raise InvalidArgumentError(
+            f"`collect_local_sites` names '{unknown[0]}', but the latent sites inside the subsampled "
+            f"plate are {sorted(local_latents.names)}."
         )
-    return tuple(collect_locals)
+    return tuple(collect_local_sites)
