@@ -30,7 +30,7 @@ from numpyro_sgmcmc import (
     SGHMCSplit,
     SGLaplaceHMC,
 )
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
 WIDTHS = (24, 12, 8, 17)
 

@@ -26,7 +26,7 @@ from numpyro.infer import MCMC, NUTS
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
-from numpyro_sgmcmc.posterior.targets import _potential_cache
+from numpyro_sgmcmc.model.subsampled import _potential_cache
 
 SERIES = ("same model", "new models", "checkpointed", "NUTS, same", "NUTS, new")
 WIDTHS = (14, 6, 8, 10, 8, 9, 10)

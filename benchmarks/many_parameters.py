@@ -22,8 +22,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from numpyro_sgmcmc import open_draws
-from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.store import Checkpoint, CheckpointStore
+from numpyro_sgmcmc.checkpoint.draws import DrawsOnDisk
+from numpyro_sgmcmc.checkpoint.store import Checkpoint, CheckpointStore
 
 
 def report(what: str, began: float) -> None:

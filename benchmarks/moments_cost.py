@@ -20,9 +20,9 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, MinibatchGradient
-from numpyro_sgmcmc.warmup.moment_source import MonitorGradients, choose_step_gradients
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients, choose_step_gradients
+from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, MinibatchGradient
 
 NUM_STEPS = 10
 WIDTHS = (10, 8, 8, 16, 12, 8, 8)

@@ -30,8 +30,8 @@ from numpyro.infer import MCMC
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit  # noqa: E402
-from numpyro_sgmcmc.checkpointing.codec import encode  # noqa: E402
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
+from numpyro_sgmcmc.checkpoint.store import encode
 
 ROWS, COLUMNS, BATCH = 100_000, 20, 100
 

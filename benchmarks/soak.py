@@ -33,7 +33,7 @@ from resume import BATCH, COLUMNS, ROWS, data, model, newest
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit, bias_report
-from numpyro_sgmcmc.checkpointing.codec import encode
+from numpyro_sgmcmc.checkpoint.store import encode
 
 DISTURBANCES = ("killed", "stopped", "full disk", "data cut", "clock jumps")
 WIDTHS = (14, 7, 110)

@@ -37,8 +37,8 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
+from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
 NUM_STEPS = 10
 WIDTHS = (11, 8, 10, 9, 8, 8, 8, 8, 8, 8)

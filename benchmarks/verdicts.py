@@ -41,8 +41,8 @@ from verdict_references import normal_scores, read
 from verdict_shapes import Built
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics.runs import get_unconstrained_draws
-from numpyro_sgmcmc.warmup import starts
+from numpyro_sgmcmc.adaptation import initialisation
+from numpyro_sgmcmc.diagnostics.run_data import get_unconstrained_draws
 
 MEAN_TOLERANCE, SD_TOLERANCE = 0.3, 0.2
 _ERRORS = 3.0  # standard errors that chance may explain
@@ -159,7 +159,7 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
     """Four chains with no arguments, judged, and what the library says of them."""
     model, args = built
     kernel = SGHMCSplit(model)
-    starts.WARMUP_SEED = seed  # else all seeds would have one warm-up
+    initialisation.WARMUP_SEED = seed  # else all seeds would have one warm-up
     options = {"num_warmup": 300, "num_samples": 1000, **problem.options}
     mcmc = MCMC(kernel, **options, num_chains=4, chain_method="vectorized", progress_bar=False)
     start = time.perf_counter()

@@ -3,8 +3,8 @@
 import numpyro.infer
 from numpyro.infer import initialization
 
-from numpyro_sgmcmc import samplers
-from numpyro_sgmcmc.checkpointing import CheckpointedMCMC, open_draws
+from numpyro_sgmcmc import sampling
+from numpyro_sgmcmc.checkpoint import CheckpointedMCMC, open_draws
 from numpyro_sgmcmc.data import HostArray, ShardedArray
 from numpyro_sgmcmc.diagnostics import (
     bias_report,
@@ -15,7 +15,7 @@ from numpyro_sgmcmc.diagnostics import (
     to_arviz,
     warmup_report,
 )
-from numpyro_sgmcmc.samplers import *  # noqa: F403
+from numpyro_sgmcmc.sampling import *  # noqa: F403
 
 __all__ = [
     "CheckpointedMCMC",
@@ -30,7 +30,7 @@ __all__ = [
     "to_arviz",
     "warmup_report",
 ]
-__all__ += samplers.__all__
+__all__ += sampling.__all__
 __version__ = "0.1.0"
 
 # Imported before NumPyro, ArviZ 1.x leaves a lazy module in its place, whose `infer` does not know

@@ -1,4 +1,4 @@
 """Where the step-size schedules may be imported from."""
 
-from numpyro_sgmcmc.samplers.schedules import *  # noqa: F403
-from numpyro_sgmcmc.samplers.schedules import __all__ as __all__
+from numpyro_sgmcmc.sampling.schedules import *  # noqa: F403
+from numpyro_sgmcmc.sampling.schedules import __all__ as __all__

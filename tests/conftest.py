@@ -55,7 +55,7 @@ def no_warm_up(monkeypatch):
     def reached(context, starts, further):
         raise Reached
 
-    monkeypatch.setattr("numpyro_sgmcmc.warmup.global_warmup.locate_main_mode", reached)
+    monkeypatch.setattr("numpyro_sgmcmc.adaptation.warmup.locate_main_mode", reached)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -9,7 +9,7 @@ import numpy as np
 from chen2015_averages import MEAN, Averages
 from standard_errors import Slope, fit_slope
 
-from numpyro_sgmcmc.diagnostics.estimates import jackknife
+from numpyro_sgmcmc.diagnostics.stein_estimates import jackknife
 
 GROUPS = 20
 """Groups of runs, left out one at a time for standard errors."""

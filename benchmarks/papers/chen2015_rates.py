@@ -24,7 +24,7 @@ from chen2015_averages import (
 from chen2015_curves import Curve, Jackknifed, bias_of, end_slope, estimate, mse_of, pick
 from jax import Array, random
 
-from numpyro_sgmcmc.samplers.schedules import optimal_decay_exponent
+from numpyro_sgmcmc.sampling.schedules import optimal_decay_exponent
 
 ALPHAS = (0.1, 1 / 5, 1 / 3, 1 / 2, 0.7)
 PREFACTORS = {"decreasing": 0.045, "fixed": 0.033}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 from jax import Array, random
 
-from numpyro_sgmcmc.data.minibatch import ShuffledSubsampling, StreamState
+from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling, StreamState
 
 
 def first_epoch(rng_key: Array, num_batches: int, runs: int) -> StreamState:

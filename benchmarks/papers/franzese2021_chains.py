@@ -16,9 +16,9 @@ from epochs import first_epoch
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import ShuffledSubsampling
+from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
-from numpyro_sgmcmc.posterior.target import Potential
+from numpyro_sgmcmc.model.potential import Potential
 
 
 @partial(jax.jit, static_argnames=("target", "scheme", "num_leapfrog", "num_draws"))

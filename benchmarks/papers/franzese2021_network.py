@@ -26,8 +26,8 @@ from standard_errors import Mean
 from numpyro_sgmcmc import SHMC
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics import kolmogorov_distance, predictive_summary
-from numpyro_sgmcmc.posterior.target import Potential
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 
 SIZES, VARIANCE, BATCH = (13, 50, 1), 0.2, 32
 SCHEMES = ("leapfrog", "lie_trotter", "symmetric", "mt3")

@@ -14,7 +14,7 @@ from ma2015_samplers import Make
 from ma2015_targets import GRID, Target, divergence, on_grid
 from standard_errors import Mean, mean
 
-from numpyro_sgmcmc.diagnostics.estimates import Estimate, jackknife
+from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, jackknife
 
 NUM_GROUPS = 16
 

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.checks import InvalidArgumentError
-from numpyro_sgmcmc.data.host import HostArray
-from numpyro_sgmcmc.data.sharded import ShardedArray, as_sharded
+from numpyro_sgmcmc.data.host_array import HostArray
+from numpyro_sgmcmc.data.sharded_array import ShardedArray, as_sharded
+from numpyro_sgmcmc.errors import InvalidArgumentError
 
 __all__ = [
     "Arguments",

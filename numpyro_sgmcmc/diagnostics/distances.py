@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc import errors
+from numpyro_sgmcmc.errors import InvalidArgumentError
 
 __all__ = ["KolmogorovDistance", "compute_ks_statistic", "kolmogorov_distance", "stein_discrepancy"]
 
@@ -48,8 +48,8 @@ def stein_discrepancy(
     :raises ValueError: for draws or scores that are not finite, or of different shapes.
     """
     draws, scores = (
-        checks.validate_real_array("draws", draws),
-        checks.validate_real_array("scores", scores),
+        errors.validate_real_array("draws", draws),
+        errors.validate_real_array("scores", scores),
     )
     x, s = (jnp.asarray(a, float) for a in (draws, scores))
     if x.shape != s.shape or x.ndim != 2 or not x.size:
@@ -61,9 +61,9 @@ def stein_discrepancy(
             raise InvalidArgumentError(
                 f"`{name}` are not finite: leave out the diverging iterations."
             )
-    checks.check_choice("kernel", kernel, tuple(_RADIAL_KERNELS))
-    checks.check_positive("length", length)
-    checks.check_bool("unbiased", unbiased)
+    errors.check_choice("kernel", kernel, tuple(_RADIAL_KERNELS))
+    errors.check_positive("length", length)
+    errors.check_bool("unbiased", unbiased)
     if unbiased and len(x) < 2:
         raise InvalidArgumentError("`unbiased` needs two draws at least.")
     total, own = _sum_stein_kernel(x - x.mean(0), s, jnp.asarray(length, x.dtype), kernel)
@@ -139,8 +139,8 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     :return: distances of shape ``(...)``.
     :raises ValueError: for shapes that do not match, fewer than two draws, or values not finite.
     """
-    a = checks.validate_real_array("draws", draws).astype(np.float64)
-    b = checks.validate_real_array("reference", reference).astype(np.float64)
+    a = errors.validate_real_array("draws", draws).astype(np.float64)
+    b = errors.validate_real_array("reference", reference).astype(np.float64)
     if a.ndim < 1 or a.shape[1:] != b.shape[1:] or len(a) < 2 or len(b) < 2:
         raise InvalidArgumentError(
             "`draws` and `reference` must have two draws or more along the first axis and the same "

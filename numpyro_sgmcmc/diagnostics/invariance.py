@@ -20,10 +20,10 @@ import numpy as np
 from jax import Array, random
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc import checks
-from numpyro_sgmcmc.checks import InvalidArgumentError
+from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.dynamics import Dynamics, Recipe
-from numpyro_sgmcmc.dynamics.recipe_checks import check_recipe
+from numpyro_sgmcmc.dynamics.general import check_recipe
+from numpyro_sgmcmc.errors import InvalidArgumentError
 
 __all__ = [
     "SDE",
@@ -81,9 +81,9 @@ def check_invariance(
             f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
             "kernel's `dynamics`."
         )
-    checks.check_positive_int("dim", dim)
+    errors.check_positive_int("dim", dim)
     if potential is not None:
-        checks.check_callable("potential", potential)
+        errors.check_callable("potential", potential)
     with jax.enable_x64(True):
         if isinstance(dynamics, Recipe):
             check_recipe(dynamics, dim)
@@ -95,7 +95,7 @@ def check_invariance(
                 f"`potential` returns shape {shape}, but must return a scalar."
             )
         integrator = integrator or next(iter(dynamics.integrators))
-        checks.check_choice("integrator", integrator, tuple(dynamics.integrators))
+        errors.check_choice("integrator", integrator, tuple(dynamics.integrators))
         step = dynamics.make_step(integrator)
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Array) -> Any:
@@ -110,7 +110,7 @@ def check_invariance(
         sde = small_step_limit(closed, state, step.num_noise, jax.grad(fn))
         if states is None:
             states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
-        states = checks.validate_real_array("states", states)
+        states = errors.validate_real_array("states", states)
         if states.shape != (len(states) if states.ndim else 0, flat.size):
             raise InvalidArgumentError(
                 f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "

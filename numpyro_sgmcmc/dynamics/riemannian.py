@@ -29,9 +29,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.base import Dynamics, damped_oscillator_autocorrelation
-from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
-from numpyro_sgmcmc.dynamics.divergence import divergence
+from numpyro_sgmcmc.dynamics.base import (
+    Dynamics,
+    GradientNoiseCovariance,
+    damped_oscillator_autocorrelation,
+    divergence,
+)
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 
 __all__ = [

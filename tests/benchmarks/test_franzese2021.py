@@ -12,7 +12,7 @@ from numpyro.infer import init_to_sample
 from scipy.stats import norm
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import assert_posterior
 from tests.quick import quick_if
 

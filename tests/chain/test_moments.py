@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.chain.moments import (
+from numpyro_sgmcmc.diagnostics.stein_estimates import estimate_bias_from_sums
+from numpyro_sgmcmc.sampling.bias_monitor import (
     FULL_MOMENTS_MAX_DIM,
     FirstGradientRecorder,
     Moments,
     RunningSums,
     compute_batch_index,
 )
-from numpyro_sgmcmc.diagnostics.estimates import estimate_bias_from_sums
 from tests.dynamics.examples import EXAMPLES, SCHEMES
 from tests.dynamics.orders import stationary_covariance
 

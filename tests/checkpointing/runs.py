@@ -11,10 +11,10 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
-from numpyro_sgmcmc.checkpointing import store
-from numpyro_sgmcmc.checkpointing.codec import encode
-from numpyro_sgmcmc.checkpointing.draws import DrawsOnDisk
-from numpyro_sgmcmc.checkpointing.loop import ChainRunner
+from numpyro_sgmcmc.checkpoint import store
+from numpyro_sgmcmc.checkpoint.draws import DrawsOnDisk
+from numpyro_sgmcmc.checkpoint.runner import ChainRunner
+from numpyro_sgmcmc.checkpoint.store import encode
 from tests.contract.kernels import survey, survey_data
 
 # Test modules import the fixtures, and have them in their own `__all__`.
@@ -156,7 +156,7 @@ def end_at(monkeypatch, iteration, how):
         return segment
 
     # At most two iterations between two looks, whatever the clock says.
-    monkeypatch.setattr("numpyro_sgmcmc.checkpointing.watch._POLL_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("numpyro_sgmcmc.checkpoint.progress._POLL_INTERVAL_SECONDS", 0.0)
     monkeypatch.setattr(ChainRunner, "run_iterations", advance_and_end)
 
 

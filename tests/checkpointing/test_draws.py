@@ -14,12 +14,12 @@ from numpyro.infer import MCMC
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import bias_report, open_draws, print_summary
-from numpyro_sgmcmc.chain.mass_blocks import MassMatrixBlocks
-from numpyro_sgmcmc.checkpointing.codec import decode, encode
-from numpyro_sgmcmc.checkpointing.fingerprint import describe
-from numpyro_sgmcmc.checkpointing.running import RunningMoments
-from numpyro_sgmcmc.data.minibatch import StreamState
-from numpyro_sgmcmc.samplers.schedules import Polynomial
+from numpyro_sgmcmc.checkpoint.fingerprint import describe
+from numpyro_sgmcmc.checkpoint.mcmc import RunningMoments
+from numpyro_sgmcmc.checkpoint.store import decode, encode
+from numpyro_sgmcmc.data.subsampling import StreamState
+from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks
+from numpyro_sgmcmc.sampling.schedules import Polynomial
 from tests.checkpointing.runs import (
     DATA,
     assert_same_bits,

@@ -159,7 +159,7 @@ def test_killed_in_earnest(tmp_path):
 LOCK_ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from numpyro_sgmcmc.checkpointing.lock import locked
+from numpyro_sgmcmc.checkpoint.processes import locked
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 try:
@@ -178,7 +178,7 @@ def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from numpyro_sgmcmc.checkpointing.lock import locked
+from numpyro_sgmcmc.checkpoint.processes import locked
 
 with locked(Path(sys.argv[1])):
     print("held", flush=True)

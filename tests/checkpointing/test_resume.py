@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
-from numpyro_sgmcmc.chain import block
-from numpyro_sgmcmc.checkpointing import store
-from numpyro_sgmcmc.checkpointing.codec import encode
-from numpyro_sgmcmc.samplers.schedules import Polynomial
+from numpyro_sgmcmc.checkpoint import store
+from numpyro_sgmcmc.checkpoint.store import encode
+from numpyro_sgmcmc.sampling import prefetch
+from numpyro_sgmcmc.sampling.schedules import Polynomial
 from tests.checkpointing.runs import (
     DATA,
     KERNEL,
@@ -151,7 +151,7 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
 def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
     """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
     monkeypatch.setattr(
-        block, "_MAX_PREFETCHED_ITERATIONS", 2
+        prefetch, "_MAX_PREFETCHED_ITERATIONS", 2
     )  # read anew at every other iteration
 
     class Failing:

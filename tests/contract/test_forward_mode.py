@@ -11,7 +11,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import BATCH, assert_posterior, quietly, survey, survey_data
 
 ROWS = np.random.default_rng(0).normal(1.5, 1.0, 300).astype(np.float32)

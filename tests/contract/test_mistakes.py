@@ -21,7 +21,7 @@ import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.dynamics.riemannian import potential_metric
-from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
+from numpyro_sgmcmc.sampling.kernels import RiemannianKernel
 from tests.contract.kernels import (
     assert_posterior,
     moments,
@@ -226,7 +226,9 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
 @pytest.mark.parametrize("minibatch", ["iid", "contiguous"])
 def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
     # The moments of noisy gradients are read from minibatches besides: not here.
-    monkeypatch.setattr("numpyro_sgmcmc.warmup.decide.choose_separate_gradients", lambda *_: None)
+    monkeypatch.setattr(
+        "numpyro_sgmcmc.adaptation.subsampling_choice.choose_separate_gradients", lambda *_: None
+    )
     kernel = SGHMCSplit(
         regression, subsampling=minibatch, gradient_estimator="minibatch", num_steps=5
     )

@@ -102,7 +102,7 @@ def test_warmup_starts_where_the_strategy_says(name, monkeypatch):
         position = next(iter(starts))
         raise _Seen(target.constrain(target.unravel(jnp.asarray(position)), arguments))
 
-    monkeypatch.setattr("numpyro_sgmcmc.samplers.base.adapt", adapt)
+    monkeypatch.setattr("numpyro_sgmcmc.sampling.kernel.adapt", adapt)
     kernel = SGHMCSplit(survey, init_strategy=strategy)
     with pytest.raises(_Seen) as seen:
         kernel.init(jax.random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})

@@ -10,7 +10,7 @@ import pytest
 from jax import random
 from scipy import stats
 
-from numpyro_sgmcmc.data.minibatch import (
+from numpyro_sgmcmc.data.subsampling import (
     SUBSAMPLINGS,
     ContiguousSubsampling,
     IIDSubsampling,

@@ -16,9 +16,9 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import HostArray, bias_report, log_likelihood
-from numpyro_sgmcmc.chain.block import compute_buffer_length
-from numpyro_sgmcmc.data.stand_ins import PlateIndexRegistry, PrefetchedRows, RowLookup
-from numpyro_sgmcmc.warmup.moment_source import MONITOR_INTERVAL
+from numpyro_sgmcmc.adaptation.settings import MONITOR_INTERVAL
+from numpyro_sgmcmc.data.row_proxies import PlateIndexRegistry, PrefetchedRows, RowLookup
+from numpyro_sgmcmc.sampling.prefetch import compute_buffer_length
 from tests.data.host_rows import (
     BATCH,
     GIVEN,
@@ -131,7 +131,7 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     asked = host._source.asked
     before, per_draw = len(asked), 2 * 1500
     monkeypatch.setattr(
-        "numpyro_sgmcmc.diagnostics.at_rows._MAX_DRAW_ROW_PAIRS_PER_CHUNK", 700 * per_draw
+        "numpyro_sgmcmc.diagnostics.predictive._MAX_DRAW_ROW_PAIRS_PER_CHUNK", 700 * per_draw
     )
     found = log_likelihood(mcmc)["y"]
     assert found.shape == (2, 1500, NUM_ROWS)
@@ -143,14 +143,14 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
     with pytest.raises(ValueError, match="between 0 and 2999"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._MAX_FULL_DATA_BYTES", 1000)
+    monkeypatch.setattr("numpyro_sgmcmc.model.handlers._MAX_FULL_DATA_BYTES", 1000)
     with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 
 
 @pytest.mark.slow
 def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_sgmcmc.data.progress._DISPLAY_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr("numpyro_sgmcmc.progress._DISPLAY_DELAY_SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
     def slowly(array, rows):
@@ -251,7 +251,7 @@ def resident_file_pages():
 @pytest.mark.parametrize("order", ["consecutive", "random"])
 def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
     """Of 200 MB read only some stay: a random row brings 64 kB with it."""
-    monkeypatch.setattr("numpyro_sgmcmc.data.host._MAX_RESIDENT_MMAP_BYTES", 2**25)
+    monkeypatch.setattr("numpyro_sgmcmc.data.host_array._MAX_RESIDENT_MMAP_BYTES", 2**25)
     num, width = 50_000, 1_000
     np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
     host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))

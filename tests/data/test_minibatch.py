@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax import random
 
-from numpyro_sgmcmc.data.minibatch import (
+from numpyro_sgmcmc.data.subsampling import (
     ContiguousSubsampling,
     ShuffledSubsampling,
     StreamState,
+    epoch_seed,
+    permute,
 )
-from numpyro_sgmcmc.data.minibatch.shuffle import epoch_seed, permute
 from tests.data.streams import (
     Stream,
     assert_even,

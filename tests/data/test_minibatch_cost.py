@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from jax import random
 
-from numpyro_sgmcmc.data.minibatch import (
-    ShuffledSubsampling,
-)
+from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling
 from tests.data.streams import (
     Stream,
     assert_even,

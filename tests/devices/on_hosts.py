@@ -24,7 +24,7 @@ from numpyro_sgmcmc import (
     log_likelihood,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import assert_posterior
 from tests.data.host_rows import Source
 from tests.devices.sharded import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit, ShardedArray, bias_report
-from numpyro_sgmcmc.checkpointing import store
+from numpyro_sgmcmc.checkpoint import store
 from tests.checkpointing.runs import end_at, outcome
 from tests.devices.process import COUNTS, DIM, regression
 

@@ -17,22 +17,21 @@ from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc import SGHMCSplit, ShardedArray, bias_report
+from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices, sample_subset
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import (
+from numpyro_sgmcmc.data.subsampling import (
     SUBSAMPLINGS,
     ContiguousSubsampling,
     IIDSubsampling,
+    Plate,
     StreamState,
     init_stream,
     sample_independent_minibatch,
     sample_minibatches,
 )
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, make_gradient_fn
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup.eager_potential import sample_subset
-from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import assert_posterior
 
 N, DIM = 61, 3

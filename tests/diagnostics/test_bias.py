@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_sgmcmc import (
-    SGLD,
-    SGNHT,
-    SHMC,
-    SGHMCSplit,
-    bias_report,
-    diagnostics,
-)
+from numpyro_sgmcmc import SGLD, SGNHT, SHMC, SGHMCSplit, bias_report, diagnostics
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from tests.contract.kernels import (
     BATCH,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.diagnostics.by_draws import estimate_bias_from_draws
+from numpyro_sgmcmc.diagnostics.stein_estimates import estimate_bias_from_draws
 
 PRECISION = np.linalg.inv(np.array([[1.0, 0.8], [0.8, 2.0]]))
 

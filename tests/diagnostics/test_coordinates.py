@@ -4,12 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.chain.moments import RunningSums
-from numpyro_sgmcmc.diagnostics.coordinates import (
-    compute_center_offsets,
-    convert_sums_to_first_chain,
-)
-from numpyro_sgmcmc.posterior.whitening import LowRankFactor, Preconditioner, stack_preconditioners
+from numpyro_sgmcmc.diagnostics.run_data import compute_center_offsets, convert_sums_to_first_chain
+from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner, stack_preconditioners
+from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 
 DIM, BATCHES, READINGS = 3, 4, 50
 RNG = np.random.default_rng(0)

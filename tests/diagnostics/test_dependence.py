@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.diagnostics import dependence
-from numpyro_sgmcmc.diagnostics.dependence import ConvergenceStats, format_r_hat
-from numpyro_sgmcmc.diagnostics.estimates import compute_between_chain_r_hat
+from numpyro_sgmcmc.diagnostics import run_data
+from numpyro_sgmcmc.diagnostics.diagnosis import format_r_hat
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
+from numpyro_sgmcmc.diagnostics.stein_estimates import compute_between_chain_r_hat
 
 DRAWS = np.random.default_rng(0).standard_normal((4, 200, 3))
 
@@ -18,7 +19,7 @@ def test_independent_draws():
 
 def test_no_number_of_effective_draws_is_below_one(monkeypatch):
     theirs = np.array([-3e5, 7.0, np.nan])
-    monkeypatch.setattr(dependence, "effective_sample_size", lambda x: theirs)
+    monkeypatch.setattr(run_data, "effective_sample_size", lambda x: theirs)
     np.testing.assert_array_equal(ConvergenceStats.from_draws(DRAWS).ess, [1.0, 7.0, np.nan])
 
 

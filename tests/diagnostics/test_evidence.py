@@ -13,19 +13,20 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.diagnostics import at_draws
-from numpyro_sgmcmc.diagnostics.at_draws import (
+from numpyro_sgmcmc.diagnostics import run_data
+from numpyro_sgmcmc.diagnostics.diagnosis import _describe_funnel_neck
+from numpyro_sgmcmc.diagnostics.geometry import TailTransform, find_funnel_necks
+from numpyro_sgmcmc.diagnostics.run_data import (
+    ConvergenceStats,
     GradientsAtDraws,
     compute_gradients_at_draws,
     get_unconstrained_draws_or_none,
 )
-from numpyro_sgmcmc.diagnostics.dependence import ConvergenceStats
-from numpyro_sgmcmc.diagnostics.estimates import estimate_bias_from_sums
-from numpyro_sgmcmc.diagnostics.evidence import compute_sums_at_draws
-from numpyro_sgmcmc.diagnostics.necks import find_funnel_necks
-from numpyro_sgmcmc.diagnostics.tails import TailTransform
-from numpyro_sgmcmc.diagnostics.verdict import _describe_funnel_neck
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.diagnostics.stein_estimates import (
+    compute_sums_at_draws,
+    estimate_bias_from_sums,
+)
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 STEP = 0.3
@@ -304,11 +305,11 @@ def test_nothing_given_is_taken_for_a_gradient():
 
 def test_draws_beyond_the_type_s_range_are_held_over():
     draws = np.random.default_rng(0).standard_normal((2, 300, 2))
-    kept = at_draws._forward_fill_nonfinite(draws)
+    kept = run_data._forward_fill_nonfinite(draws)
     assert kept is draws
     draws[1, 7:9, 1] = -np.inf
-    kept = at_draws._forward_fill_nonfinite(draws)
+    kept = run_data._forward_fill_nonfinite(draws)
     np.testing.assert_array_equal(kept[1, 7:9], draws[1, [6, 6]])
     assert np.isfinite(kept).all()
     draws[0, 50:, 0] = np.nan
-    assert at_draws._forward_fill_nonfinite(draws) is None
+    assert run_data._forward_fill_nonfinite(draws) is None

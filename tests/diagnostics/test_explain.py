@@ -12,9 +12,9 @@ from matplotlib import pyplot
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, warmup_report
+from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit
 from numpyro_sgmcmc.diagnostics import plot_warmup
-from numpyro_sgmcmc.warmup.findings import ModelWarning
-from numpyro_sgmcmc.warmup.local_start import LocalLatentsInit
+from numpyro_sgmcmc.errors import ModelWarning
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 mpl.use("Agg")

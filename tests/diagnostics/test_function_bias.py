@@ -6,11 +6,11 @@ import pytest
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import bias_report
-from numpyro_sgmcmc.diagnostics import bias_corrected_samples, stein_field
-from numpyro_sgmcmc.diagnostics.at_draws import GradientsAtDraws
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples, function_bias
 from numpyro_sgmcmc.diagnostics.function_bias import estimate_function_bias
-from numpyro_sgmcmc.diagnostics.functions import DrawFunctions
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions
+from numpyro_sgmcmc.diagnostics.run_data import GradientsAtDraws
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.data.host_rows import NUM_ROWS, X, Y, by_index, fit
 
 RNG = np.random.default_rng(0)
@@ -91,7 +91,7 @@ def test_what_is_hot_where_a_posterior_is_narrow_counts_as_little_as_it_does(
 ):
     """With the gradient as field the sds are said to be 24 % too wide in the mean; 10 % is true."""
     if is_planted:
-        monkeypatch.setattr(stein_field, "_MIN_CURVATURE_RATIO", np.inf)
+        monkeypatch.setattr(function_bias, "_MIN_CURVATURE_RATIO", np.inf)
     rows, q, gradients, true = hot_where_narrow()
     white = Preconditioner(np.zeros(6), np.ones(6)).cast(jnp.float32)
     at, draws = GradientsAtDraws.from_arrays(q, gradients), {"q": jnp.asarray(q, jnp.float32)}

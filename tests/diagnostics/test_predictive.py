@@ -10,7 +10,7 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
-from numpyro_sgmcmc.diagnostics import functions, predictive_summary
+from numpyro_sgmcmc.diagnostics import predictive, predictive_summary
 
 RNG = np.random.default_rng(0)
 DRAWS = {"beta": RNG.standard_normal((3, 80, 2)).astype(np.float32)}
@@ -50,8 +50,8 @@ def test_each_number_is_its_definition():
 @pytest.mark.parametrize("numbers", [1, 3 * 80 * 5, 3 * 80 * 23])
 def test_chunks_change_nothing(monkeypatch, numbers):
     whole = predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"]
-    monkeypatch.setattr(functions, "_MAX_RESULT_ELEMENTS_PER_CHUNK", numbers)
-    monkeypatch.setattr(functions, "_MAX_RESULT_ELEMENTS_PER_MAP_BATCH", 7)
+    monkeypatch.setattr(predictive, "_MAX_RESULT_ELEMENTS_PER_CHUNK", numbers)
+    monkeypatch.setattr(predictive, "_MAX_RESULT_ELEMENTS_PER_MAP_BATCH", 7)
     for a, b in zip(
         predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"], whole, strict=True
     ):

@@ -8,7 +8,7 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, posterior_predictive
-from numpyro_sgmcmc.diagnostics import at_rows
+from numpyro_sgmcmc.diagnostics import predictive
 from tests.contract.kernels import quietly
 
 pytestmark = pytest.mark.filterwarnings("ignore:The deterministic sites")
@@ -47,7 +47,9 @@ def mcmc():
 
 
 def test_they_have_the_law_that_the_model_gives_them(mcmc, monkeypatch):
-    monkeypatch.setattr(at_rows, "_MAX_ROWS_PER_CHUNK", 25)  # the last overlaps with the one before
+    monkeypatch.setattr(
+        predictive, "_MAX_ROWS_PER_CHUNK", 25
+    )  # the last overlaps with the one before
     found = posterior_predictive(mcmc, random.key(1))
     assert set(found) == {"mean", "first", "next"}
     slope = np.asarray(mcmc.get_samples(group_by_chain=True)["slope"])
@@ -78,7 +80,7 @@ def test_some_rows_and_some_draws(mcmc):
 @pytest.mark.slow
 def test_rows_on_the_host(monkeypatch):
     """They are never loaded whole, and give what rows in memory give."""
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.handlers._MAX_FULL_DATA_BYTES", 1)
+    monkeypatch.setattr("numpyro_sgmcmc.model.handlers._MAX_FULL_DATA_BYTES", 1)
     on_host, in_memory = run(HostArray(X), HostArray(3.0 * X)), run(X, 3.0 * X)
     found, same = (
         posterior_predictive(m, random.key(1), num_draws=5) for m in (on_host, in_memory)

@@ -11,7 +11,7 @@ import pytest
 from numpyro.infer import MCMC, init_to_feasible, log_likelihood
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, loo, to_arviz
-from numpyro_sgmcmc.diagnostics import at_rows
+from numpyro_sgmcmc.diagnostics import predictive
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
@@ -75,7 +75,7 @@ def _groups(data):
 
 
 def test_log_likelihoods_of_all_rows(mcmc, exact, monkeypatch):
-    monkeypatch.setattr(at_rows, "_MAX_ROWS_PER_CHUNK", 150)
+    monkeypatch.setattr(predictive, "_MAX_ROWS_PER_CHUNK", 150)
     data = to_arviz(mcmc, log_likelihood=True)
     found = data["log_likelihood"]["y"]
     assert found.dims == ("chain", "draw", "rows")

@@ -11,17 +11,15 @@ import numpy as np
 import pytest
 from numpyro.diagnostics import gelman_rubin
 
-from numpyro_sgmcmc import (
-    SHMC,
-    SGHMCSplit,
-    bias_report,
-    diagnostics,
-    print_summary,
+from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report, diagnostics, print_summary
+from numpyro_sgmcmc.diagnostics.bias_report import _is_custom_dynamics
+from numpyro_sgmcmc.diagnostics.diagnosis import (
+    SiteBias,
+    _recommend_noise_remedy,
+    classify_bias,
+    describe_site_bias,
 )
-from numpyro_sgmcmc.diagnostics.bias import _is_custom_dynamics
-from numpyro_sgmcmc.diagnostics.estimates import Estimate
-from numpyro_sgmcmc.diagnostics.site_bias import SiteBias, classify_bias
-from numpyro_sgmcmc.diagnostics.verdict import _recommend_noise_remedy, describe_site_bias
+from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from tests.contract.kernels import (
     quietly,

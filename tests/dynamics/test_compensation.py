@@ -11,11 +11,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGHMCSplit
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_noise_covariance
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
-from numpyro_sgmcmc.dynamics.compensation import GradientNoiseCovariance
-from numpyro_sgmcmc.posterior.estimators import MinibatchGradient
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup.noise import measure_noise_covariance
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
+from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.contract.kernels import (
     assert_posterior,
     quietly,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.dynamics.divergence import divergence, is_elementwise
+from numpyro_sgmcmc.dynamics.base import divergence, is_elementwise
 
 DIM = 6
 SLOPES = jnp.arange(1.0, DIM + 1)

@@ -9,11 +9,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
+from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
 from numpyro_sgmcmc.dynamics import OverdampedLangevin, UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, compose
-from numpyro_sgmcmc.dynamics.underdamped import UnderdampedState
-from numpyro_sgmcmc.warmup.noise import NO_NOISE
-from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
 from tests.dynamics.examples import EXAMPLES, KINDS, OF_OTHER_KERNELS, SCHEMES
 from tests.dynamics.orders import (
     covariance_errors,

@@ -19,7 +19,7 @@ def no_sampling(monkeypatch):
     def sample(self, *args):
         pytest.fail("a step was taken before the error")
 
-    monkeypatch.setattr("numpyro_sgmcmc.samplers.base.SGMCMCKernel.sample", sample)
+    monkeypatch.setattr("numpyro_sgmcmc.sampling.kernel.SGMCMCKernel.sample", sample)
 
 
 def refusal(kernel_of, *args, num_chains=1, init_params=None, exception=ValueError, **kwargs):

@@ -20,7 +20,7 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.hostile.calls import (
     by_index,
     by_subsample,

@@ -17,8 +17,8 @@ from numpyro.infer import init_to_uniform, init_to_value
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import (
     KERNELS,
 )

@@ -19,7 +19,7 @@ from numpyro.infer import NUTS
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import HostArray, SGHMCSplit, diagnostics
-from numpyro_sgmcmc.samplers import schedules
+from numpyro_sgmcmc.sampling import schedules
 from tests.contract.kernels import (
     quietly,
 )

@@ -18,9 +18,9 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.posterior.target import Potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 
 
 def one(X: Any, y: Any, rows: int | None = None) -> None:

@@ -8,7 +8,7 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 
 
 def target_and_arguments(model, *args):

@@ -9,8 +9,8 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.dataflow import RowGather, find_dependent_outputs, find_row_gathers
-from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.model.validation import RowGather, find_dependent_outputs, find_row_gathers
 
 ROWS, COLUMNS = 7, 3
 

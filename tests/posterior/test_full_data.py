@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_sgmcmc.posterior.target
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.posterior.all_rows import compute_chunk_size, mean_over_chunks
+import numpyro_sgmcmc.model.potential
+from numpyro_sgmcmc.data.subsampling import Plate
+from numpyro_sgmcmc.model.potential import compute_chunk_size, mean_over_chunks
 from tests.posterior.plated import CASES, assert_close, position_of
 from tests.quick import quick_if
 
@@ -29,7 +29,7 @@ QUICK = {1, 2, 3, 5, 7}  # of each model one, but for `supports`: the unbiased g
 
 def chunks_of(monkeypatch, num_rows):
     monkeypatch.setattr(
-        numpyro_sgmcmc.posterior.target, "compute_chunk_size", lambda width: num_rows
+        numpyro_sgmcmc.model.potential, "compute_chunk_size", lambda width: num_rows
     )
 
 

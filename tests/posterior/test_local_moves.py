@@ -13,22 +13,19 @@ from numpyro.infer import init_to_uniform
 from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS, make_gradient_fn
-from numpyro_sgmcmc.posterior.facts import GibbsConfig
-from numpyro_sgmcmc.posterior.locals import (
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
+from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
+from numpyro_sgmcmc.model.local_moves import (
     LocalLatentsState,
-    LocalValues,
-    update_minibatch_locals,
-    with_local_values,
-)
-from numpyro_sgmcmc.posterior.locals.moves import (
     pointwise_local_potentials,
     sweep_local_values,
     update_local_values,
+    update_minibatch_locals,
 )
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.posterior.target import Potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.model.trace import GibbsConfig
 from tests.posterior.hierarchies import (
     NOISE,
     awkward,

@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 from numpyro.infer import MCMC, NUTS, Predictive
 
-from numpyro_sgmcmc import (
-    SGNHT,
-    SGHMCSplit,
-    bias_report,
-    diagnostics,
-    print_summary,
-)
+from numpyro_sgmcmc import SGNHT, SGHMCSplit, bias_report, diagnostics, print_summary
 from tests.contract.kernels import (
     assert_posterior,
     assert_same_distribution,

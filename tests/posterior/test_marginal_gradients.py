@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.locals.marginal import estimate_marginal_gradients
-from numpyro_sgmcmc.posterior.locals.moves import LocalLatentsState
-from numpyro_sgmcmc.posterior.locals.sites import LocalValues
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.samplers.options import Options
+from numpyro_sgmcmc.model.local_latents import LocalValues
+from numpyro_sgmcmc.model.local_moves import LocalLatentsState, estimate_marginal_gradients
+from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.sampling.options import Options
 from tests.posterior.hierarchies import NOISE, normal_means, normal_means_data
 
 ROWS = 300

@@ -9,12 +9,12 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import HostArray, ShardedArray
-from numpyro_sgmcmc.checks import InvalidArgumentError
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.stand_ins import PlateIndexRegistry, RowLookup
-from numpyro_sgmcmc.posterior.build import build_potential
-from numpyro_sgmcmc.posterior.check import validate_model
-from numpyro_sgmcmc.posterior.read import trace_model
+from numpyro_sgmcmc.data.row_proxies import PlateIndexRegistry, RowLookup
+from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.model.subsampled import build_potential
+from numpyro_sgmcmc.model.trace import trace_model
+from numpyro_sgmcmc.model.validation import validate_model
 
 ROWS, BATCH = 12, 4
 Y = np.linspace(-1, 1, ROWS, dtype=np.float32)

@@ -11,8 +11,8 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGNHT, CheckpointedMCMC, HostArray, SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.facts import GibbsConfig
-from numpyro_sgmcmc.posterior.model import make_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.model.trace import GibbsConfig
 from tests.contract.kernels import assert_posterior, quietly
 from tests.posterior.hierarchies import (
     NOISE,

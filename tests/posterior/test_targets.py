@@ -16,10 +16,10 @@ from jax import random
 from numpyro.infer import init_to_median, init_to_uniform, init_to_value
 
 from numpyro_sgmcmc import SGNHT, HostArray, SGHMCSplit, ShardedArray
+from numpyro_sgmcmc.compilation import fingerprint_jaxpr
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.facts import NO_GIBBS, GibbsConfig
-from numpyro_sgmcmc.posterior.program_key import fingerprint_jaxpr
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
+from numpyro_sgmcmc.model.trace import NO_GIBBS, GibbsConfig
 
 ROWS, BATCH = 60, 6
 X = np.linspace(-1, 1, 2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
@@ -218,7 +218,7 @@ def test_first_values_of_parameters_are_part_of_the_target():
 
 
 def test_more_constants_than_are_worth_looking_at_are_not_shared(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.posterior.program_key._MAX_CONSTANT_BYTES", 4 * ROWS - 1)
+    monkeypatch.setattr("numpyro_sgmcmc.compilation._MAX_CONSTANT_BYTES", 4 * ROWS - 1)
     model = closing_over(np.ones(ROWS, np.float32))
     assert target(model, (Y,)) is not target(model, (Y,))
 

@@ -18,13 +18,10 @@ import pytest
 from jax import random
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling, ShuffledSubsampling, StreamState
-from numpyro_sgmcmc.posterior.estimators import (
-    GRADIENT_ESTIMATORS,
-    make_gradient_fn,
-)
-from numpyro_sgmcmc.posterior.target import Potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
+from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, ShuffledSubsampling, StreamState
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
+from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
 from tests.quick import quick_if
 

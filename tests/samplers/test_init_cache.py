@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.checkpointing.fingerprint import compute_fingerprint
+from numpyro_sgmcmc.checkpoint.fingerprint import compute_fingerprint
 
 Y = np.arange(6, dtype=np.float32)
 ROWS = {"batch_size": 2}

@@ -11,6 +11,8 @@ from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHMCSplit, SGLaplaceHMC
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
+from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
 from numpyro_sgmcmc.dynamics import (
     NoseHooverThermostat,
     OverdampedLangevin,
@@ -18,9 +20,7 @@ from numpyro_sgmcmc.dynamics import (
     RiemannianUnderdampedLangevin,
     UnderdampedLangevin,
 )
-from numpyro_sgmcmc.dynamics.kinetics import Kinetics
-from numpyro_sgmcmc.warmup.noise import NO_NOISE
-from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.dynamics.thermostats import Kinetics
 from tests.contract.kernels import (
     KERNELS,
     assert_posterior,

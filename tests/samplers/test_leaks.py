@@ -13,9 +13,8 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 
-from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.posterior import targets
-from numpyro_sgmcmc.warmup import forget
+from numpyro_sgmcmc import SGHMCSplit, compilation
+from numpyro_sgmcmc.model import subsampled
 
 Y = np.random.default_rng(0).standard_normal(60).astype(np.float32)
 RUNS = 12
@@ -47,29 +46,29 @@ def num_programs():
 def test_kernels_on_one_model_leave_nothing():
     jax.clear_caches()
     gc.collect()
-    model, before = make_model(), len(targets._potential_cache)
+    model, before = make_model(), len(subsampled._potential_cache)
     kernels, programs = [], []
     for _ in range(RUNS):
         kernels.append(run(model)[0])
         programs.append(num_programs())
     assert [kernel() for kernel in kernels] == [None] * RUNS
-    assert len(targets._potential_cache) == before + 1
+    assert len(subsampled._potential_cache) == before + 1
     assert programs[-1] == programs[1]
 
 
 def test_new_models_are_gone_with_their_programs():
     jax.clear_caches()
     gc.collect()
-    before = len(targets._potential_cache)
+    before = len(subsampled._potential_cache)
     refs = [ref for _ in range(RUNS) for ref in run(make_model())]
     jax.clear_caches()
     gc.collect()
-    assert len(targets._potential_cache) == before
+    assert len(subsampled._potential_cache) == before
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
 def test_programs_are_forgotten_where_mappings_run_short(monkeypatch, tmp_path):
-    if not forget._MEMORY_MAPS_FILE.exists():
+    if not compilation._MEMORY_MAPS_FILE.exists():
         pytest.skip("mappings are Linux's")
     jax.clear_caches()
     others = num_programs()  # which other tests hold
@@ -77,12 +76,12 @@ def test_programs_are_forgotten_where_mappings_run_short(monkeypatch, tmp_path):
     run(model)
     programs = num_programs()
     allowed = tmp_path / "max_map_count"
-    monkeypatch.setattr(forget, "_MAX_MEMORY_MAPS_FILE", allowed)
-    mappings = forget._MEMORY_MAPS_FILE.read_text().count("\n")
+    monkeypatch.setattr(compilation, "_MAX_MEMORY_MAPS_FILE", allowed)
+    mappings = compilation._MEMORY_MAPS_FILE.read_text().count("\n")
     allowed.write_text(str(4 * mappings))
-    forget.clear_compilation_cache_if_full()
+    compilation.clear_compilation_cache_if_full()
     assert num_programs() == programs
     allowed.write_text(str(mappings))
-    forget.clear_compilation_cache_if_full()
+    compilation.clear_compilation_cache_if_full()
     assert num_programs() - others < (programs - others) / 4
     run(model)

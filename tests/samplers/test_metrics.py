@@ -12,7 +12,7 @@ from numpyro.handlers import reparam, seed, trace
 from numpyro_sgmcmc import SGRHMC, SGRLD
 from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin, RiemannianUnderdampedLangevin
-from numpyro_sgmcmc.dynamics.divergence import is_elementwise
+from numpyro_sgmcmc.dynamics.base import is_elementwise
 from numpyro_sgmcmc.metrics import ExpandedMean, MirroredGamma, expanded_mean
 from tests.contract.kernels import assert_posterior, quietly
 

@@ -11,7 +11,7 @@ from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, schedules
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import assert_posterior, quietly
 from tests.quick import quick_if
 from tests.warmup import test_regions

@@ -9,9 +9,9 @@ import pytest
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
-from numpyro_sgmcmc.kernel import SGMCMCKernel
-from numpyro_sgmcmc.samplers.options import KernelOptions, Options
-from numpyro_sgmcmc.samplers.riemannian import RiemannianKernel
+from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
+from numpyro_sgmcmc.sampling.kernels import RiemannianKernel
+from numpyro_sgmcmc.sampling.options import KernelOptions, Options
 
 KERNELS = [
     x for x in vars(numpyro_sgmcmc).values() if isinstance(x, type) and issubclass(x, MCMCKernel)

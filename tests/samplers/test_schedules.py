@@ -9,7 +9,7 @@ from jax import random
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.samplers import schedules
+from numpyro_sgmcmc.sampling import schedules
 
 WEIGHTS = np.array([[1.0, 0.0, 3.0], [2.0, 2.0, 0.0]])
 DRAWS = {"a": np.array([[1.0, 50.0, 3.0], [5.0, 7.0, 90.0]]), "b": np.arange(12.0).reshape(2, 3, 2)}

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.batched_gradients import JittedPotential
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.target import make_function_potential
-from numpyro_sgmcmc.warmup.eager_potential import JittedPotential
+from numpyro_sgmcmc.model.potential import make_function_potential
 
 
 def random_covariance(d, seed=0, correlation=None):

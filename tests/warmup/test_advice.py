@@ -13,16 +13,15 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
-from numpyro_sgmcmc.posterior.estimators import ControlVariate
-from numpyro_sgmcmc.warmup.advice import (
+from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.warnings import (
     PredictedMeanBias,
     StepSizeLimits,
     warn_about_gradient_noise,
 )
-from numpyro_sgmcmc.warmup.noise import GradientNoiseStats
+from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
+from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
 
 NAMED = r"of 'rows' (about|all) (\d+): (\d+) steps a draw"
 

@@ -12,7 +12,7 @@ from jax import random
 from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
-from numpyro_sgmcmc.warmup.ahead import aot_compile
+from numpyro_sgmcmc.compilation import aot_compile
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 

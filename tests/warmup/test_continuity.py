@@ -11,11 +11,14 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.model_checks import (
+    compute_hidden_change,
+    find_inconsistent_gradients,
+)
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup.continuity import compute_hidden_change, find_inconsistent_gradients
-from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 

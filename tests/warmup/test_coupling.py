@@ -12,11 +12,11 @@ from jax import random
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.model_checks import find_nonadditive_plates
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup.coupling import find_nonadditive_plates
-from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 

@@ -5,18 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from numpyro_sgmcmc.adaptation.step_size import (
+    compute_draw_variance_inflation,
+    compute_kick_variance_inflation,
+    limit_step_size_by_discretisation,
+    simulate_sd_inflation,
+)
+from numpyro_sgmcmc.adaptation.warnings import PredictedMeanBias
 from numpyro_sgmcmc.dynamics import (
     MonomialGammaThermostat,
     NoseHooverThermostat,
     OverdampedLangevin,
     UnderdampedLangevin,
 )
-from numpyro_sgmcmc.warmup.advice import PredictedMeanBias
-from numpyro_sgmcmc.warmup.discretisation import (
-    compute_draw_variance_inflation,
-    compute_kick_variance_inflation,
-)
-from numpyro_sgmcmc.warmup.step_size import limit_step_size_by_discretisation, simulate_sd_inflation
 
 
 @pytest.mark.parametrize("step_size", [0.01, 0.05, 0.2])

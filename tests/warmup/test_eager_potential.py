@@ -9,20 +9,16 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
+from numpyro_sgmcmc.adaptation import pilot
+from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices, sample_subset
+from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_discretisation
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import ContiguousSubsampling, IIDSubsampling
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.progress import ProgressReporter
+from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, IIDSubsampling, Plate
 from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin
-from numpyro_sgmcmc.posterior.estimators import MinibatchGradient
-from numpyro_sgmcmc.posterior.target import make_function_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup import pilot
-from numpyro_sgmcmc.warmup.eager_potential import sample_subset
-from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
-from numpyro_sgmcmc.warmup.step_size import (
-    limit_step_size_by_discretisation,
-)
+from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
+from numpyro_sgmcmc.model.potential import make_function_potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.progress import ProgressReporter
 from tests.contract.kernels import BATCH, survey, survey_data
 from tests.warmup.potentials import FACTORS, eager_potential
 

@@ -7,7 +7,7 @@ import pytest
 from numpyro.infer import MCMC, init_to_value
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.warmup import global_warmup
+from numpyro_sgmcmc.adaptation import warmup
 from tests.contract.kernels import BATCH, survey, survey_data
 
 GIVEN = {
@@ -28,7 +28,7 @@ def nothing_is_looked_for(monkeypatch):
     def refuse(*args):
         raise LookedFor
 
-    monkeypatch.setattr(global_warmup, "locate_main_mode", refuse)
+    monkeypatch.setattr(warmup, "locate_main_mode", refuse)
 
 
 def init(init_params=None, **options):

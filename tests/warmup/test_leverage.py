@@ -11,12 +11,11 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.influential import choose_num_influential
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import SUBSAMPLINGS, init_stream, sample_minibatches
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.posterior.model import make_model_potential
-from numpyro_sgmcmc.warmup.leverage import choose_num_influential
-from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
+from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS, Plate, init_stream, sample_minibatches
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import quietly
 
 RARE, BATCH = 5, 100

@@ -10,29 +10,32 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.minibatch import IIDSubsampling
-from numpyro_sgmcmc.data.plates import Plate
-from numpyro_sgmcmc.data.progress import ProgressReporter
-from numpyro_sgmcmc.posterior.estimators import (
-    GRADIENT_ESTIMATORS,
-    ControlVariate,
-    MinibatchGradient,
+from numpyro_sgmcmc.adaptation import batched_gradients as row_gradients_module
+from numpyro_sgmcmc.adaptation import budget as row_gradients_module
+from numpyro_sgmcmc.adaptation import variational
+from numpyro_sgmcmc.adaptation.batched_gradients import (
+    BatchedGradients,
+    iter_weighted_minibatches,
+    sample_minibatch_indices,
 )
-from numpyro_sgmcmc.posterior.target import make_function_potential
-from numpyro_sgmcmc.posterior.targets import get_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup import row_gradients as row_gradients_module
-from numpyro_sgmcmc.warmup import variational
-from numpyro_sgmcmc.warmup.measure import (
+from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
     measure_noise,
     predict_mean_bias_from_noise,
     predict_mean_bias_per_variance_inflation,
-    refine_directions,
 )
-from numpyro_sgmcmc.warmup.noise import sample_minibatch_indices
-from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients, iter_weighted_minibatches
+from numpyro_sgmcmc.adaptation.preconditioning import refine_directions
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Plate
+from numpyro_sgmcmc.model.gradient_estimators import (
+    GRADIENT_ESTIMATORS,
+    ControlVariate,
+    MinibatchGradient,
+)
+from numpyro_sgmcmc.model.potential import make_function_potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import get_model_potential
+from numpyro_sgmcmc.progress import ProgressReporter
 from tests.warmup.potentials import random_covariance
 
 pytestmark = pytest.mark.usefixtures("x64")

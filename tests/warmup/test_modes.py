@@ -12,12 +12,10 @@ from numpyro.distributions.transforms import OrderedTransform
 from numpyro.infer import MCMC, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.posterior.targets import get_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.warmup import starts
-from numpyro_sgmcmc.warmup.context import WarmupContext
-from numpyro_sgmcmc.warmup.modes import (
+from numpyro_sgmcmc.adaptation import initialisation
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.context import WarmupContext
+from numpyro_sgmcmc.adaptation.multimodality import (
     Mode,
     VariationalFit,
     _compute_mass_fractions,
@@ -29,8 +27,10 @@ from numpyro_sgmcmc.warmup.modes import (
     is_fit_near,
     select_candidate_fits,
 )
-from numpyro_sgmcmc.warmup.row_gradients import BatchedGradients
-from numpyro_sgmcmc.warmup.variational import MeanField
+from numpyro_sgmcmc.adaptation.variational import MeanField
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import quietly
 
 RNG = np.random.default_rng(2)
@@ -233,7 +233,7 @@ def test_chains_that_are_apart_by_chance_are_no_mode(monkeypatch):
         ("is_on_its_way", False),
         ("are_apart", np.arange(1)),
     ]:
-        monkeypatch.setattr(f"numpyro_sgmcmc.warmup.global_warmup.{name}", lambda *_, s=said: s)
+        monkeypatch.setattr(f"numpyro_sgmcmc.adaptation.warmup.{name}", lambda *_, s=said: s)
     _, said = run(ordered)
     assert not said
 
@@ -287,9 +287,9 @@ def test_starts_by_the_prior_are_not_all_where_the_density_is_largest(monkeypatc
     arguments = Arguments((y,), {"batch_size": 20})
     target = get_model_potential(model, arguments, init_to_uniform)
     for seed in range(10):
-        monkeypatch.setattr(starts, "WARMUP_SEED", seed)
+        monkeypatch.setattr(initialisation, "WARMUP_SEED", seed)
         found = np.ravel(
-            list(starts.generate_prior_positions(BatchedGradients(target, arguments), 12))
+            list(initialisation.generate_prior_positions(BatchedGradients(target, arguments), 12))
         )
         is_tall = np.abs(found - 2) < 1
         assert len(found) == 12

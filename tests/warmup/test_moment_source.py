@@ -2,13 +2,13 @@
 
 import pytest
 
-from numpyro_sgmcmc.posterior.estimators import GRADIENT_ESTIMATORS
-from numpyro_sgmcmc.warmup.moment_source import (
+from numpyro_sgmcmc.adaptation.settings import (
     MONITOR_INTERVAL,
     MonitorGradients,
     choose_separate_gradients,
     choose_step_gradients,
 )
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
 PLAIN, CONTROL_VARIATE = GRADIENT_ESTIMATORS["minibatch"], GRADIENT_ESTIMATORS["control_variate"]
 

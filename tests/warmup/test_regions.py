@@ -11,20 +11,20 @@ import pytest
 from numpyro.infer import MCMC, NUTS, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.progress import ProgressReporter
-from numpyro_sgmcmc.diagnostics import kolmogorov_distance
-from numpyro_sgmcmc.posterior.targets import get_model_potential
-from numpyro_sgmcmc.posterior.whitening import Preconditioner
-from numpyro_sgmcmc.samplers.warmup_settings import build_warmup_settings
-from numpyro_sgmcmc.warmup import regions
-from numpyro_sgmcmc.warmup.context import WarmupContext
-from numpyro_sgmcmc.warmup.modes import Mode
-from numpyro_sgmcmc.warmup.regions import (
+from numpyro_sgmcmc.adaptation import budget
+from numpyro_sgmcmc.adaptation.context import WarmupContext
+from numpyro_sgmcmc.adaptation.multimodality import (
     _MAX_TRIAL_VARIANCE_INFLATION,
+    Mode,
     _measure_trial_variance_inflation,
     rescale_to_prior,
 )
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.diagnostics import kolmogorov_distance
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import get_model_potential
+from numpyro_sgmcmc.progress import ProgressReporter
+from numpyro_sgmcmc.sampling.options import build_warmup_settings
 from tests.contract.kernels import quietly
 
 RNG = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def test_what_is_known_or_given_stays(options):
 @pytest.mark.parametrize("is_known", [False, True])
 def test_of_very_many_coordinates_r_hat_says_little(monkeypatch, is_known):
     """There control variates must fail, too: about a line's mode they do not."""
-    monkeypatch.setattr(regions, "HIGH_DIM", 1)
+    monkeypatch.setattr(budget, "HIGH_DIM", 1)
 
     def line(X, y, batch_size=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))

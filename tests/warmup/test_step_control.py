@@ -12,10 +12,10 @@ from numpyro.infer import MCMC
 from scipy.linalg import expm
 
 from numpyro_sgmcmc import SGNHT, SHMC, SGHMCSplit
+from numpyro_sgmcmc.adaptation import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.gradient_noise import compute_epoch_variance_fraction
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
-from numpyro_sgmcmc.warmup import GradientNoiseStats
-from numpyro_sgmcmc.warmup.noise import compute_epoch_variance_fraction
-from numpyro_sgmcmc.warmup.step_control import StepSizeMonitor
+from numpyro_sgmcmc.sampling.bias_monitor import StepSizeMonitor
 
 # --- What noise that cancels over an epoch is predicted to do ----------------------------------
 

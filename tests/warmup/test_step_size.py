@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
-from numpyro_sgmcmc.warmup.noise import NO_NOISE, GradientNoiseStats
-from numpyro_sgmcmc.warmup.step_size import (
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
+from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     choose_num_steps,
     limit_step_size_by_noise,
 )
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
 
 DYNAMICS = [OverdampedLangevin(), UnderdampedLangevin(1.5), UnderdampedLangevin(0.2)]
 

@@ -6,14 +6,14 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import SGRHMC, SGHMCSplit
-from numpyro_sgmcmc.posterior.whitening import LowRankFactor, Preconditioner
-from numpyro_sgmcmc.warmup.factors import (
+from numpyro_sgmcmc.adaptation.batched_gradients import assemble_hessian
+from numpyro_sgmcmc.adaptation.preconditioning import (
     assemble_dense_factor,
-    assemble_hessian,
     factor_from_curvature,
     factor_from_gradients,
     factorize_spd,
 )
+from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
 from tests.warmup.potentials import Quadratic, random_covariance
 
 

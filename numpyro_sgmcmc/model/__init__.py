@@ -1,0 +1,1 @@
+"""Turn a NumPyro model into a potential energy on flat unconstrained positions."""

@@ -1,1 +1,0 @@
-"""From a NumPyro model to functions of a flat unconstrained position."""

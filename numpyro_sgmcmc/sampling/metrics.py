@@ -1,0 +1,135 @@
+r"""The Fisher metric of a simplex, in coordinates in which it is diagonal.
+
+The expanded mean: real numbers :math:`t_k` with :math:`\pi_k = |t_k| / \sum_j |t_j|` and
+:math:`|t_k| \sim \mathrm{Gamma}(\alpha_k, 1)`, so that :math:`\pi \sim
+\mathrm{Dirichlet}(\alpha)`. The inverse metric is diag(:math:`|t|`), and SGRLD's drift
+
+.. math:: \operatorname{sign}(t_k)\bigl(\alpha_k - |t_k|\bigr)
+    + |t_k|\,\partial_{t_k}\log p(y \mid \pi)
+
+has no pole at zero, whatever :math:`\alpha`. The reference reflects a step that comes out below
+zero. Here a density that is even in t says the same: its chain's :math:`|t|` is the reflected one.
+
+Reference: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
+probability simplex*, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpyro
+import numpyro.distributions as dist
+from jax import Array, random
+from numpyro.distributions import constraints
+from numpyro.distributions.util import validate_sample
+from numpyro.infer.reparam import Reparam
+
+from numpyro_sgmcmc.errors import InvalidArgumentError
+
+__all__ = ["ExpandedMean", "MirroredGamma", "expanded_mean"]
+
+_MIN_MAGNITUDE = 1e-30  # of |t|: its inverse is a float32 still
+_MIRRORED_SITE_SUFFIX = "_mirrored"
+
+
+class MirroredGamma(dist.Distribution):
+    """A gamma variable of scale one with a sign by the toss of a coin, on the real line.
+
+    :param concentration: of the gamma distribution, positive.
+    :param validate_args: whether it and values are checked; None as NumPyro is set.
+    """
+
+    arg_constraints: ClassVar = {"concentration": constraints.positive}
+    support = constraints.real
+    reparametrized_params: ClassVar = ["concentration"]
+
+    def __init__(self, concentration: Any, *, validate_args: bool | None = None) -> None:
+        self.concentration = jnp.asarray(concentration, jnp.result_type(float))
+        super().__init__(jnp.shape(concentration), validate_args=validate_args)
+
+    def sample(self, key: Array, sample_shape: tuple[int, ...] = ()) -> Array:
+        size_key, sign_key = random.split(key)
+        shape = sample_shape + self.batch_shape
+        size = dist.Gamma(self.concentration, 1.0).sample(size_key, sample_shape)
+        return random.rademacher(sign_key, shape, size.dtype) * jnp.maximum(size, _MIN_MAGNITUDE)
+
+    @validate_sample
+    def log_prob(self, value: Array) -> Array:
+        size = jnp.maximum(jnp.abs(value), _MIN_MAGNITUDE)
+        a = self.concentration
+        return (a - 1.0) * jnp.log(size) - size - jax.scipy.special.gammaln(a) - jnp.log(2.0)
+
+    @property
+    def mean(self) -> Array:
+        return jnp.zeros(self.batch_shape)
+
+    @property
+    def variance(self) -> Array:
+        return self.concentration * (self.concentration + 1.0)
+
+
+class ExpandedMean(Reparam):
+    """A Dirichlet site by its expanded mean, for :func:`numpyro.handlers.reparam`.
+
+    The site ``name`` becomes deterministic, and ``name_mirrored`` the latent one in its place, with
+    a real number for each entry. Its metric is :func:`expanded_mean`.
+
+    :raises ValueError: for a site that is observed, or has another distribution.
+
+    .. doctest::
+
+        >>> from numpyro_sgmcmc import SGRLD
+        >>> def model():
+        ...     numpyro.sample("shares", dist.Dirichlet(jnp.full(3, 0.5)))
+        >>> expanded = numpyro.handlers.reparam(model, config={"shares": ExpandedMean()})
+        >>> kernel = SGRLD(expanded, inverse_metric=expanded_mean("shares"))
+    """
+
+    def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Array]:
+        fn, expand_shape, event_dim = self._unwrap(fn)
+        if not isinstance(fn, dist.Dirichlet) or obs is not None:
+            what = type(fn).__name__ if obs is None else "observed"
+            raise InvalidArgumentError(
+                f"ExpandedMean is for latent sites with a Dirichlet distribution, but '{name}' is "
+                f"{what}."
+            )
+        mirrored = self._wrap(MirroredGamma(fn.concentration).to_event(1), expand_shape, event_dim)
+        size = jnp.maximum(
+            jnp.abs(numpyro.sample(name + _MIRRORED_SITE_SUFFIX, mirrored)), _MIN_MAGNITUDE
+        )
+        return None, size / size.sum(-1, keepdims=True)
+
+
+def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
+    """The Fisher metric of simplex sites, for ``inverse_metric`` of a kernel in a metric.
+
+    Of sites written by :class:`ExpandedMean` its inverse is diag(:math:`|t|`), of all others 1.
+    With ``adapt_mass_matrix=False`` it is that of the reference, whose step size is twice the h of
+    here; a mass matrix multiplies it.
+
+    :param names: of the Dirichlet sites, as the model states them.
+    :raises ValueError: where the model has no such site, or not by its expanded mean.
+    """
+    if not names or not all(isinstance(n, str) for n in names):
+        raise InvalidArgumentError(
+            f"expanded_mean takes names of Dirichlet sites, but got {names!r}."
+        )
+    mirrored = {n + _MIRRORED_SITE_SUFFIX: n for n in names}
+
+    def inverse_metric(position: Mapping[str, Array]) -> dict[str, Any]:
+        for site, name in mirrored.items():
+            if site not in position:
+                raise InvalidArgumentError(
+                    f"expanded_mean('{name}') needs the site by its expanded mean: "
+                    f"numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}})."
+                )
+        return {
+            k: jnp.maximum(jnp.abs(x), _MIN_MAGNITUDE) if k in mirrored else 1.0
+            for k, x in position.items()
+        }
+
+    return inverse_metric
