@@ -286,11 +286,11 @@ def bits(mcmc: Any) -> dict[str, np.ndarray]:
     if hasattr(state, "adapt_state"):
         parts |= {n: getattr(state, n) for n in (*names, "moments", "step_control")}
         parts |= {n: getattr(state.adapt_state, n) for n in ADAPTED}
-        if state.locals is not None:
+        if state.local_state is not None:
             parts["locals"] = (
-                state.locals.values,
-                state.locals.scale,
-                state.locals.mean_accept_prob,
+                state.local_state.values,
+                state.local_state.scale,
+                state.local_state.mean_accept_prob,
             )
     for name in ("calibrated", "likelihoods"):
         parts[name] = getattr(mcmc, name, None)

@@ -1,7 +1,7 @@
-"""Checks of what a user may pass, each with one sentence that names it and the way out.
+"""Errors and warnings of this package, and the checks of arguments that every layer uses.
 
-What the warm-up finds that makes a posterior wrong whatever the chains say: kept for the
-report.
+Every message states the problem in at most 120 characters, then ``Fix:`` and what to do, then the
+address of its entry on the troubleshooting page.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +22,26 @@ import numpy as np
 import numpyro
 
 __all__ = [
+    "CheckpointWarning",
+    "ConvergenceWarning",
+    "DataOrderWarning",
+    "DiscretisationWarning",
+    "DroppedSiteWarning",
+    "GradientNoiseWarning",
+    "InconsistentGradientWarning",
+    "InitializationError",
     "InvalidArgumentError",
+    "InvalidModelError",
+    "LocalLatentsWarning",
     "ModelWarning",
+    "ModelWarningKind",
+    "MultimodalPosteriorWarning",
+    "NonAdditiveLikelihoodWarning",
+    "NonIdentifiedPosteriorWarning",
+    "PlateWarning",
+    "SGMCMCWarning",
+    "ShardingWarning",
+    "StepSizeWarning",
     "check_bool",
     "check_callable",
     "check_choice",
@@ -34,6 +53,7 @@ __all__ = [
     "check_rng_key",
     "check_rng_keys",
     "evaluate_user_function",
+    "format_message",
     "import_optional",
     "standard_normal_points",
     "summarise_error",
@@ -41,72 +61,246 @@ __all__ = [
     "warn_user",
 ]
 
+TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 
-class InvalidArgumentError(ValueError):
-    """What this library refuses of a model, its data or an option, in a sentence of its own.
 
-    A type of its own, so that it is told from errors of the model, of NumPyro and of JAX.
+def format_message(problem: str, fix: str, entry: str) -> str:
+    """Return a message: the problem, the fix and the address of its troubleshooting entry.
+
+    :param problem: what is wrong, one sentence that names the site or argument.
+    :param fix: what to do, without the word Fix.
+    :param entry: anchor of the entry on the troubleshooting page.
     """
+    return f"{problem} Fix: {fix} See {TROUBLESHOOTING_PAGE}#{entry}"
+
+
+class _ExplainedError(ValueError):
+    """Base of errors that carry a fix and a troubleshooting entry.
+
+    A type of its own distinguishes them from errors that the model, NumPyro or JAX raise.
+
+    :param problem: what is wrong.
+    :param fix: what to do.
+    :param entry: anchor of the entry on the troubleshooting page.
+    """
+
+    def __init__(self, problem: str, fix: str = "", entry: str = "") -> None:
+        super().__init__(format_message(problem, fix, entry) if fix else problem)
+
+
+class InvalidArgumentError(_ExplainedError):
+    """Raised for an argument, an option or data that cannot be used."""
+
+
+class InvalidModelError(_ExplainedError):
+    """Raised for a model that cannot be sampled with minibatches."""
+
+
+class InitializationError(_ExplainedError):
+    """Raised where no initial position has a finite log density and gradient."""
+
+
+class SGMCMCWarning(UserWarning):
+    """Base of all warnings of this package."""
+
+
+class GradientNoiseWarning(SGMCMCWarning):
+    """Gradient noise is predicted to bias means or SDs, or costs many steps per draw."""
+
+
+class DiscretisationWarning(SGMCMCWarning):
+    """The integrator's discretisation error is predicted to bias means or limits the step size."""
+
+
+class StepSizeWarning(SGMCMCWarning):
+    """The user's step size is predicted to bias the posterior."""
+
+
+class DataOrderWarning(SGMCMCWarning):
+    """The data appear to be sorted, so that contiguous minibatches are not representative."""
+
+
+class NonAdditiveLikelihoodWarning(SGMCMCWarning):
+    """The log likelihood is not additive over observations."""
+
+
+class InconsistentGradientWarning(SGMCMCWarning):
+    """The log density changes in a way that its gradient does not show."""
+
+
+class MultimodalPosteriorWarning(SGMCMCWarning):
+    """The posterior has several modes of comparable mass."""
+
+
+class NonIdentifiedPosteriorWarning(SGMCMCWarning):
+    """No dominant posterior mode was found, as for the weights of neural networks."""
+
+
+class ConvergenceWarning(SGMCMCWarning):
+    """Chains had not converged when the warm-up ended."""
+
+
+class LocalLatentsWarning(SGMCMCWarning):
+    """Local latent variables are updated more often than a draw needs."""
+
+
+class PlateWarning(SGMCMCWarning):
+    """A batch dimension of a site has no plate."""
+
+
+class DroppedSiteWarning(SGMCMCWarning):
+    """A deterministic site is left out of the draws."""
+
+
+class ShardingWarning(SGMCMCWarning):
+    """A minibatch does not divide evenly among devices."""
+
+
+class CheckpointWarning(SGMCMCWarning):
+    """A checkpointed run was interrupted or could not be stored completely."""
+
+
+class ModelWarningKind(Enum):
+    """What the warm-up found that makes draws wrong whatever the chains show."""
+
+    INCONSISTENT_GRADIENT = "inconsistent gradient"
+    MULTIMODAL = "multimodal"
+    MODES_VISITED = "modes visited"
+    NON_IDENTIFIED = "non-identified"
+    NON_ADDITIVE = "non-additive"
+    NOT_CONVERGED = "not converged"
+
+
+_CATEGORY_OF_KIND = {
+    ModelWarningKind.INCONSISTENT_GRADIENT: InconsistentGradientWarning,
+    ModelWarningKind.MULTIMODAL: MultimodalPosteriorWarning,
+    ModelWarningKind.MODES_VISITED: MultimodalPosteriorWarning,
+    ModelWarningKind.NON_IDENTIFIED: NonIdentifiedPosteriorWarning,
+    ModelWarningKind.NON_ADDITIVE: NonAdditiveLikelihoodWarning,
+    ModelWarningKind.NOT_CONVERGED: ConvergenceWarning,
+}
+
+
+class ModelWarning(NamedTuple):
+    """A property of the posterior that the warm-up detected, kept for the bias report.
+
+    - **sites** - names of the sites that are concerned; empty for all.
+    - **kind** - what was detected.
+    - **message** - what is wrong, and the fix.
+    """
+
+    sites: tuple[str, ...]
+    kind: ModelWarningKind
+    message: str
+
+    @property
+    def category(self) -> type[SGMCMCWarning]:
+        """Return the warning category of this kind."""
+        return _CATEGORY_OF_KIND[self.kind]
+
+
+# Frames of these folders are skipped when a warning looks for the user's line.
+_LIBRARY_FOLDERS = tuple(str(Path(p).parent) for p in (__file__, numpyro.__file__, jax.__file__))
+
+
+def warn_user(
+    message: str, category: type[SGMCMCWarning] = SGMCMCWarning, fix: str = "", entry: str = ""
+) -> None:
+    """Warn at the innermost line outside this package, NumPyro and JAX.
+
+    :param message: what is wrong; the complete message where ``fix`` is empty.
+    :param category: class of the warning.
+    :param fix: what to do.
+    :param entry: anchor of the entry on the troubleshooting page.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
+        frame, level = frame.f_back, level + 1
+    text = format_message(message, fix, entry) if fix else message
+    warnings.warn(text, category, stacklevel=level)
+
+
+def summarise_error(error: BaseException) -> str:
+    """Return the first line of an error's message, without the pages that JAX adds."""
+    first_line = str(error).strip().split("\n")[0][:200].rstrip(". ")
+    if isinstance(error, KeyError):  # its message is the key alone
+        return f"there is no key {first_line}"
+    return first_line or type(error).__name__
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is not among the choices."""
+    """Check that a value is one of the choices."""
     if not (isinstance(value, str) and value in choices):
         listed = ", ".join(repr(c) for c in choices)
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be one of {listed}.")
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is not a choice.", f"use one of {listed}.", "choice"
+        )
 
 
 def check_callable(name: str, value: Any) -> None:
-    """Refuse what cannot be called."""
+    """Check that a value can be called."""
     if not callable(value):
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be a function.")
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is not a function.", "pass a function.", "callable"
+        )
 
 
 def evaluate_user_function(name: str, fn: Callable, *args: Any) -> np.ndarray:
-    """What a user's function of arrays returns, as an array; JAX must be able to trace it."""
+    """Return the value of a user's function of arrays as a NumPy array.
+
+    :raises ValueError: where JAX cannot trace the function or its value is not a real array.
+    """
     try:
-        found = jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
-        if jnp.issubdtype(found.dtype, jnp.complexfloating):
+        traced = jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
+        if jnp.issubdtype(traced.dtype, jnp.complexfloating):
             raise TypeError("it returns complex numbers")
         return np.asarray(jnp.asarray(fn(*args), float))
     except Exception as error:
         raise InvalidArgumentError(
-            f"`{name}` must be a function that JAX can trace (no Python `if` on its values) and "
-            f"that returns an array, but calling it failed: {summarise_error(error)}."
+            f"Calling `{name}` failed: {summarise_error(error)}.",
+            "pass a function that JAX can trace (no Python `if` on its values) and that returns "
+            "an array of real numbers.",
+            "user-function",
         ) from error
 
 
 def standard_normal_points(like: jax.Array) -> jax.Array:
-    """Whitened positions as the posterior may have them, at which to check users' functions."""
+    """Return 8 standard normal positions in preconditioned coordinates, to check user functions."""
     return jax.random.normal(jax.random.key(0), (8, *like.shape), like.dtype)
 
 
-_NUTS_EQUIVALENTS = {"target_accept_prob": "target_sd_bias"}  # what NUTS calls what has its place
+# Option of NUTS -> the option here that takes its place.
+_NUTS_EQUIVALENTS = {"target_accept_prob": "target_sd_bias"}
 
 
 def check_no_unknown_kwargs(kernel_class: type, unknown_kwargs: Mapping[str, Any]) -> None:
-    """Refuse keywords that a kernel does not know, and name the one that may have been meant."""
+    """Check that a kernel got no unknown keyword, and suggest the nearest known one."""
     for name in unknown_kwargs:
-        meant = difflib.get_close_matches(name, inspect.signature(kernel_class).parameters, 1)
-        meant = [_NUTS_EQUIVALENTS[name]] if name in _NUTS_EQUIVALENTS else meant
-        hint = f"; did you mean '{meant[0]}'?" if meant else ""
-        raise TypeError(
-            f"{kernel_class.__name__} got an unexpected keyword argument '{name}'{hint}"
-        )
+        similar = difflib.get_close_matches(name, inspect.signature(kernel_class).parameters, 1)
+        similar = [_NUTS_EQUIVALENTS[name]] if name in _NUTS_EQUIVALENTS else similar
+        fix = f"did you mean '{similar[0]}'?" if similar else "leave it out."
+        problem = f"{kernel_class.__name__} got an unexpected keyword argument '{name}'."
+        raise TypeError(format_message(problem, fix, "unknown-keyword"))
 
 
 def import_optional(module: str, caller: str, extra: str) -> Any:
-    """The module, imported now; an error that says what to install where it is missing."""
+    """Import and return an optional dependency.
+
+    :param module: name of the module.
+    :param caller: what needs it, for the message.
+    :param extra: extra of this package that installs it.
+    :raises ImportError: naming the extra, where the module is missing.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"{caller} needs {module}: pip install 'numpyro-sgmcmc[{extra}]'."
-        ) from error
+        fix = f"pip install 'numpyro-sgmcmc[{extra}]'."
+        problem = f"{caller} needs {module}, which is not installed."
+        raise ImportError(format_message(problem, fix, "missing-extra")) from error
 
 
 def _float_or_none(value: Any) -> float | None:
-    """A number as a float, None for anything else: texts and truth values are none."""
+    """Return a number as a float, or None for anything else; strings and bools are no numbers."""
     if isinstance(value, (bool, str, bytes)) or getattr(value, "dtype", None) == np.bool_:
         return None
     try:
@@ -116,78 +310,98 @@ def _float_or_none(value: Any) -> float | None:
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Refuse anything but a positive finite number."""
+    """Check that a value is a positive finite number."""
     number = _float_or_none(value)
-    if number is None:
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be a positive number.")
-    if not (number > 0 and np.isfinite(number)):
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be positive and finite.")
+    if number is None or not (number > 0 and np.isfinite(number)):
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is not a positive finite number.",
+            "pass a positive number.",
+            "number-range",
+        )
 
 
 def check_in_interval(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse anything but a number from ``low`` to ``high``."""
+    """Check that a value is a positive number from ``low`` to ``high``."""
     check_positive(name, value)
     if not low <= float(value) <= high:
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, but must lie between {low:g} and {high:g}."
+            f"`{name}` is {value!r}, which is not between {low:g} and {high:g}.",
+            f"pass a number from {low:g} to {high:g}.",
+            "number-range",
         )
 
 
 def check_nonnegative(name: str, value: Any) -> None:
-    """Refuse anything but zero and a positive finite number."""
+    """Check that a value is zero or a positive finite number."""
     number = _float_or_none(value)
     if number is None or not 0 <= number < np.inf:
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be zero or a positive number.")
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is neither zero nor a positive finite number.",
+            "pass zero or a positive number.",
+            "number-range",
+        )
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuse anything but True and False."""
+    """Check that a value is True or False."""
     if not isinstance(value, (bool, np.bool_)):
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be True or False.")
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is not a bool.", "pass True or False.", "bool"
+        )
 
 
 def check_positive_int(name: str, value: Any) -> None:
-    """Refuse anything but a positive integer."""
+    """Check that a value is a positive integer."""
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not (is_int and value > 0):
-        raise InvalidArgumentError(f"`{name}` is {value!r}, but must be a positive integer.")
+        raise InvalidArgumentError(
+            f"`{name}` is {value!r}, which is not a positive integer.",
+            "pass a positive integer.",
+            "number-range",
+        )
 
 
 def validate_real_array(name: str, value: Any) -> np.ndarray:
-    """A user's array of real numbers; texts, objects and complex numbers are refused."""
+    """Return a user's array of real numbers; strings, objects and complex numbers raise."""
     try:
-        found = np.asarray(value)
+        array = np.asarray(value)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"`{name}` must be an array, but: {summarise_error(error)}."
+            f"`{name}` is not an array: {summarise_error(error)}.",
+            "pass an array of real numbers.",
+            "real-array",
         ) from error
-    if found.dtype.kind not in "biuf" and not jnp.issubdtype(found.dtype, jnp.floating):
+    if array.dtype.kind not in "biuf" and not jnp.issubdtype(array.dtype, jnp.floating):
         raise InvalidArgumentError(
-            f"`{name}` has type {found.dtype}, but must be an array of real numbers."
+            f"`{name}` has type {array.dtype}, which is not a type of real numbers.",
+            "pass an array of real numbers.",
+            "real-array",
         )
-    return found
+    return array
 
 
 def check_rng_key(rng_key: Any) -> None:
-    """Refuse what is not one random key."""
+    """Check that a value is one random key."""
     if _key_batch_ndim(rng_key) != 0:
         raise InvalidArgumentError(
-            f"`rng_key` is {_describe_rng_key(rng_key)}, but must be one random key such as "
-            "jax.random.key(0)."
+            f"`rng_key` is {_describe_rng_key(rng_key)}, which is not one random key.",
+            "pass a key such as jax.random.key(0).",
+            "rng-key",
         )
 
 
 def check_rng_keys(rng_key: Any) -> None:
-    """Refuse what is no random key, nor one a chain."""
+    """Check that a value is a random key, or one key per chain."""
     if _key_batch_ndim(rng_key) not in (0, 1):
         raise InvalidArgumentError(
-            f"`rng_key` is {_describe_rng_key(rng_key)}, but must be a random key such as "
-            "jax.random.key(0), or an array of one for each chain."
+            f"`rng_key` is {_describe_rng_key(rng_key)}, which is not a random key.",
+            "pass a key such as jax.random.key(0), or an array of one key per chain.",
+            "rng-key",
         )
 
 
 def _key_batch_ndim(rng_key: Any) -> int | None:
-    """Axes of an array of typed or raw keys; None for what is none."""
+    """Return the number of batch axes of typed or raw keys, or None for anything else."""
     dtype, ndim = getattr(rng_key, "dtype", None), np.ndim(rng_key)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return ndim
@@ -197,39 +411,7 @@ def _key_batch_ndim(rng_key: Any) -> int | None:
 
 
 def _describe_rng_key(rng_key: Any) -> str:
+    """Return a short text on what was passed as a key."""
     if (dtype := getattr(rng_key, "dtype", None)) is None:
         return repr(rng_key)[:60]
     return f"an array of shape {np.shape(rng_key)} and type {dtype}"
-
-
-def summarise_error(error: BaseException) -> str:
-    """What an error says, without the pages that JAX adds."""
-    said = str(error).strip().split("\n")[0][:200].rstrip(". ")
-    if isinstance(error, KeyError):  # which says no more than the key
-        return f"there is no key {said}"
-    return said or type(error).__name__
-
-
-_LIBRARY_FOLDERS = tuple(str(Path(p).parent) for p in (__file__, numpyro.__file__, jax.__file__))
-
-
-def warn_user(message: str) -> None:
-    """Warn once (by Python's own rules) at the innermost line outside the libraries."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
-
-
-class ModelWarning(NamedTuple):
-    """
-    - **sites** - names of the sites that are concerned; empty for all.
-    - **kind** - ``"hidden"``: the potential changes unknown to its gradient; ``"modes"``: there are
-      other modes of comparable mass; ``"visited"``: there are, and chains start in them, too;
-      ``"no region"``: pilot chains agree nowhere; ``"coupled"``: rows do not add up.
-    - **message** - what is wrong, and the way out.
-    """
-
-    sites: tuple[str, ...]
-    kind: str
-    message: str

@@ -35,7 +35,7 @@ def inverse_metric(potential: Callable, q: Array) -> Array:
 
 def exactly(potential: Callable, dynamics: Any, scheme: str) -> Sampler:
     """A sampler with the exact gradient."""
-    return lambda key: (dynamics, dynamics.step(scheme), jax.grad(potential))
+    return lambda key: (dynamics, dynamics.make_step(scheme), jax.grad(potential))
 
 
 def sgld(potential: Callable, friction: Any, scheme: str) -> Sampler:

@@ -52,7 +52,7 @@ class Run(NamedTuple):
 @cache
 def _with(task: Task, temperature: float, gain: float) -> Task:
     # One object for all splits: programs are compiled anew for each object's model.
-    return task._replace(temperature=temperature, gain=gain)
+    return task._replace(kinetic_temperature=temperature, gain=gain)
 
 
 def sample(

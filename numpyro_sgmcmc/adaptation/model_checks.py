@@ -30,7 +30,7 @@ import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, WeightedMinibatch
 from numpyro_sgmcmc.data.subsampling import Plate
-from numpyro_sgmcmc.errors import ModelWarning
+from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -168,7 +168,7 @@ def _describe_inconsistent_gradient(
     where = " or ".join(f"'{name}'" for name in site_names)
     return ModelWarning(
         site_names,
-        "hidden",
+        ModelWarningKind.INCONSISTENT_GRADIENT,
         f"The gradient does not know how the log density changes along {where or 'the position'}: "
         f"by {value_change:.3g} nats where the gradient says {gradient_change:.3g}. A rounding, a comparison "
         "(`where` on a parameter), `stop_gradient` or a derivative of one's own that is wrong "
@@ -258,7 +258,7 @@ def _swap_minibatch_halves(plate: Plate, rng: np.random.Generator) -> Iterator[n
 def _describe_nonadditive_plate(plate_name: str) -> ModelWarning:
     return ModelWarning(
         (),
-        "coupled",
+        ModelWarningKind.NON_ADDITIVE,
         f"The rows of the plate '{plate_name}' do not add up: what one adds to the log density depends "
         "on which others are in the minibatch. A mean, a standard deviation, a sum or a rank taken "
         "over the minibatch does that, and chains sample another posterior. Take it over all rows, "

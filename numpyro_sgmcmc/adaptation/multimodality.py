@@ -27,7 +27,7 @@ from numpyro_sgmcmc.adaptation.pilot import run_pilot
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
-from numpyro_sgmcmc.errors import ModelWarning
+from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
     GradientEstimator,
@@ -268,7 +268,7 @@ def describe_other_modes(
             "others out by the prior, if they should not be; `init_params` decides in which mode "
             "chains start."
         )
-    kind = "visited" if init_in_modes else "modes"
+    kind = ModelWarningKind.MODES_VISITED if init_in_modes else ModelWarningKind.MULTIMODAL
     return ModelWarning(tuple(sites), kind, f"The posterior has {what} {told}")
 
 
@@ -329,7 +329,7 @@ def _join_site_names(names: list[str]) -> str:
 
 NON_IDENTIFIED_WARNING = ModelWarning(
     (),
-    "no region",
+    ModelWarningKind.NON_IDENTIFIED,
     "Pilot chains find no single region, as in a neural network's weights, and most coordinates "
     "are not much narrower than under the prior: chains take plain gradients in units of the "
     "prior's sds. Judge them by what they predict, as "

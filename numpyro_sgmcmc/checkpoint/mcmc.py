@@ -331,7 +331,7 @@ class CheckpointedMCMC(MCMC):
             "state": state,
             # Where local values began is of no use any more; where they are is in the state.
             "adaptation": self._process_group.to_host(
-                self.sampler.adaptation._replace(locals=None)
+                self.sampler.adaptation._replace(local_init=None)
             ),
             "running": RunningMoments.zeros(room[self._sample_field])._asdict(),
         }

@@ -124,7 +124,7 @@ class ChainRunner:
             return self._compiled_run(segment, jnp.int32(num_iterations))
         if num_iterations not in self._mapped_runs:
             # The user's function takes a function of one argument.
-            one = partial(self._compiled_run, iterations=jnp.int32(num_iterations))
+            one = partial(self._compiled_run, num_iterations=jnp.int32(num_iterations))
             self._mapped_runs[num_iterations] = self._chain_method(lambda s: one(s))
         return self._mapped_runs[num_iterations](segment)
 

@@ -138,7 +138,7 @@ def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarra
 _HEADER_FILENAME = "checkpoint.json"
 
 
-_FORMAT_VERSION = 5
+_FORMAT_VERSION = 6
 """Of what continues a run; draws on disk have been the same since format 1."""
 
 

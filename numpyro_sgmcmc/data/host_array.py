@@ -342,9 +342,9 @@ class HostArray(RowArray):
     def __getstate__(self) -> dict[str, Any]:
         own: dict[str, Any] = {
             "_source": self._backing_array,
-            "_ahead": [],
+            "_prefetches": [],
             "_on_read": None,
-            "_map": None,
+            "_mmap": None,
         }
         return {**self.__dict__, **own, "_lock": None}
 

@@ -79,7 +79,7 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     estimate_bias_from_sums,
 )
 from numpyro_sgmcmc.dynamics import Dynamics, Recipe
-from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
+from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.model.trace import trace_model
 from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
@@ -93,10 +93,10 @@ __all__ = [
 ]
 
 _DIAGNOSIS_BY_WARNING = {
-    "modes": "one mode",
-    "visited": "apart",
-    "no region": "fine",
-    "unsettled": "unclear",
+    ModelWarningKind.MULTIMODAL: "one mode",
+    ModelWarningKind.MODES_VISITED: "apart",
+    ModelWarningKind.NON_IDENTIFIED: "fine",
+    ModelWarningKind.NOT_CONVERGED: "unclear",
 }
 """Verdicts by kind of the warm-up's findings; of all others, biased."""
 
@@ -479,7 +479,7 @@ def _find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[M
                 f"Chains disagree on the discrete site `{name}` (R-hat up to "
                 f"{format_r_hat(r_hat)}), given which the others are judged: run longer."
             )
-            found.append(ModelWarning((), "unsettled", told))
+            found.append(ModelWarning((), ModelWarningKind.NOT_CONVERGED, told))
     return found
 
 
@@ -550,7 +550,7 @@ def bias_report(
             )
         return build_gibbs_report(mcmc, num_draws)
     kernel = check_finished_run(mcmc, "bias_report", uses_moments=False)
-    if mcmc.last_state.locals is not None:
+    if mcmc.last_state.local_state is not None:
         if fn is not None:
             raise InvalidArgumentError(
                 "`bias_report` tells the bias of global parameters alone where the model has "

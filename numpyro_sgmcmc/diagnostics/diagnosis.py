@@ -20,6 +20,8 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
 if TYPE_CHECKING:
     from numpyro_sgmcmc.diagnostics.bias_report import BiasReport
 
+from numpyro_sgmcmc.errors import ModelWarningKind
+
 __all__ = [
     "DIAGNOSES",
     "MAX_OK_R_HAT",
@@ -213,7 +215,9 @@ def describe_report(report: BiasReport) -> str:
         meaning = (
             "as they start in different modes: shifts and inflations are within each, and their "
             "means and sds together those of no posterior."
-            if any(finding.kind == "visited" for finding in report.model_warnings)
+            if any(
+                finding.kind == ModelWarningKind.MODES_VISITED for finding in report.model_warnings
+            )
             else "and what the report says of them means little: run longer; chains that still "
             "disagree then are in different modes, or turn back before a neck, such as a scale "
             "near zero."
@@ -344,9 +348,9 @@ def describe_site_bias(site_bias: SiteBias) -> str:
 def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
     """What to change, and what it costs."""
     kinds = {finding.kind for finding in report.model_warnings}
-    if "hidden" in kinds:
+    if ModelWarningKind.INCONSISTENT_GRADIENT in kinds:
         return "No step size and no minibatch mends what the gradient does not know."
-    if "coupled" in kinds:
+    if ModelWarningKind.NON_ADDITIVE in kinds:
         return "No step size mends rows that do not add up."
     halve = f"halve the step size (to {report.step_size / 2:.2g}; twice the cost of a draw)"
     if np.isnan(report.step_size):  # of several blocks

@@ -88,7 +88,7 @@ def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGM
         )
     if state is None or not np.any(np.asarray(state.moments.num_iterations) > 0):
         raise InvalidArgumentError(f"There are no draws yet: call `mcmc.run` before `{caller}`.")
-    if state.locals is not None and uses_moments:
+    if state.local_state is not None and uses_moments:
         raise InvalidArgumentError(
             f"`{caller}` cannot tell the bias of a model with latent sites inside the "
             "subsampled plate: its moments are those of the globals given them. Compare with a "

@@ -69,7 +69,7 @@ def estimate_bias_of_globals(
     draws = np.asarray(get_unconstrained_draws(mcmc, kernel), np.float64)
     some = make_thinning_slice(draws.shape[1], -(-num_draws // len(draws)))
     back = jnp.asarray(draws[:, some][:, ::-1], target.dtype)
-    state = mcmc.last_state.locals
+    state = mcmc.last_state.local_state
     if mcmc.num_chains == 1:
         state = jax.tree.map(lambda x: x[None], state)
     keys = random.split(random.key(_MARGINAL_GRADIENT_SEED), len(back))

@@ -54,7 +54,7 @@ def init_chains(
         num_steps=jnp.asarray(adaptation.num_steps),
         num_temperatures=target.dim + (not adaptation.has_dominant_mode),
         arguments=arguments if adaptation.uses_init_strategy else None,
-        target=target,
+        potential=target,
         dynamics=dynamics,
     )
     if not adaptation.other_mode_preconditioners:
@@ -153,7 +153,7 @@ def _init_chain(
     )
 
 
-_INIT_STATIC_ARGNAMES = ("is_batch", "target", "dynamics", "num_temperatures")
+_INIT_STATIC_ARGNAMES = ("is_batch", "potential", "dynamics", "num_temperatures")
 _init_states_jit = jax.jit(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
 _init_states_low_opt_jit = jit_low_optimization(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
 

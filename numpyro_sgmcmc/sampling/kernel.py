@@ -288,7 +288,7 @@ class InitCache:
         if adaptation is not None:
             found["record"] = self.record._replace(adaptation=adaptation)
         if potential is not None:
-            found["target"] = potential
+            found["potential"] = potential
         return replace(self, **found)
 
 

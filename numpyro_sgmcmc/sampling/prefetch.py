@@ -142,4 +142,6 @@ def refill_prefetch_buffer(
         return PrefetchBuffer(values, now, next_rows, upcoming, used, key)
 
     is_due = (block.num_used >= length).any() | is_other_key
-    return state._replace(prefetch_buffer=lax.cond(is_due, read, lambda s: s.block, state))
+    return state._replace(
+        prefetch_buffer=lax.cond(is_due, read, lambda s: s.prefetch_buffer, state)
+    )

@@ -39,7 +39,7 @@ def test_reading_is_the_draws_own_variance(name, scheme, h, k, variance):
     dynamics = EXAMPLES[name].dynamics
     if name == "underdamped":
         dynamics = replace(dynamics, is_fsal=scheme in ("baoab", "obabo"))
-    step, state = dynamics.step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
+    step, state = dynamics.make_step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
     flat, unravel = ravel_pytree(state)
 
     def run(z, noise, offset):
@@ -71,7 +71,7 @@ def test_reading_of_nonlinear_dynamics(name, scheme):
     """Simulated: one coordinate of curvature 1.2, gradient noise of variance 2."""
     # Euler's thermostats run away now and then at the longer step.
     example, h, k = EXAMPLES[name], 0.2 if scheme == "symmetric" else 0.05, 1.2
-    step = example.dynamics.step(scheme)
+    step = example.dynamics.make_step(scheme)
     num_chains, num_steps = 4096, 4000
 
     def chain(key):

@@ -236,7 +236,7 @@ def test_directions_of_a_long_position(tmp_path, monkeypatch):
 
     whole = make(tmp_path / "whole")
     whole.run(jax.random.PRNGKey(0), init_params=jnp.zeros(120))
-    assert whole.last_state.adapt_state.whitening.low_rank is not None
+    assert whole.last_state.adapt_state.preconditioner.low_rank is not None
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):

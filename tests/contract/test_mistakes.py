@@ -89,8 +89,8 @@ def long_run_of():
                     after = kernel.sample(state, data, batch)
                     with without_noise():
                         quiet = kernel.sample(state, data, batch)
-                    noise = jax.tree.map(jnp.subtract, after.dynamics, quiet.dynamics)
-                    return after, (after.z["beta"], after.dynamics, noise, after.diverging)
+                    noise = jax.tree.map(jnp.subtract, after.dynamics_state, quiet.dynamics_state)
+                    return after, (after.z["beta"], after.dynamics_state, noise, after.diverging)
 
                 return jax.lax.scan(one, state, None, ITERATIONS)
 
@@ -161,7 +161,7 @@ def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
     assert (np.diff(run.draws, axis=1) != 0).any(-1).all()
     noise = np.asarray(run.noise, np.float64)[:, 1:]  # chains, steps, coordinates
     if issubclass(kernel_class, RiemannianKernel):  # which scales the noise from place to place
-        before = run.dynamics.position[:, :-1]
+        before = run.dynamics_state.position[:, :-1]
         noise = noise / np.sqrt(jax.vmap(jax.vmap(potential_metric))(before))[..., None]
     noise = noise / noise.std((0, 1))
 
@@ -188,14 +188,14 @@ def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
 def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
     """Drawn afresh it has, by the tests of the dynamics; at the start and much later it must."""
     run = long_run_of(kernel_class)
-    if not hasattr(run.dynamics, "momentum"):
+    if not hasattr(run.dynamics_state, "momentum"):
         pytest.skip("no momentum")
     dynamics = run.kernel._dynamics
-    exact = dynamics.draw("momentum", jax.random.key(9), (10**6,), jnp.float32)
+    exact = dynamics.sample_auxiliary("momentum", jax.random.key(9), (10**6,), jnp.float32)
     sd, kurtosis = float(exact.std()), float((exact**4).mean() / exact.var() ** 2)
-    first = np.asarray(run.first.dynamics.momentum)
+    first = np.asarray(run.first.dynamics_state.momentum)
     assert (np.abs(first.std(0) / sd - 1) < 5 * np.sqrt((kurtosis - 1) / 4 / CHAINS)).all()
-    found = moments(run.dynamics.momentum[:, ITERATIONS // 3 :])
+    found = moments(run.dynamics_state.momentum[:, ITERATIONS // 3 :])
     assert (np.abs(found.mean) < 5 * found.mean_error).all()
     assert (np.abs(found.sd / sd - 1) < 0.1 + 5 * found.sd_error / sd).all()
 

@@ -57,7 +57,7 @@ def named(name, size, batch_size):
 
 @partial(jax.jit, static_argnames=("stream", "num_steps"))
 def draw(stream, state, key, num_steps):
-    return stream.draw(state, key, num_steps)
+    return stream.sample_indices(state, key, num_steps)
 
 
 def walk(stream, seed, lengths):
@@ -73,7 +73,9 @@ def walk(stream, seed, lengths):
 
 @partial(jax.jit, static_argnames=("stream", "num_steps"))
 def first_rows(stream, states, keys, num_steps):
-    return jax.vmap(lambda state, key: stream.draw(state, key, num_steps)[1])(states, keys)
+    return jax.vmap(lambda state, key: stream.sample_indices(state, key, num_steps)[1])(
+        states, keys
+    )
 
 
 @cache

@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
 def test_the_warm_up_finds_what_it_finds_in_memory():
     """Other rows are read, in runs of neighbours: coordinates agree, though not to rounding."""
     memory, host = (
-        fit(*data, num_samples=2).sampler.adaptation.whitening
+        fit(*data, num_samples=2).sampler.adaptation.preconditioner
         for data in ((X, Y), (HostArray(X), HostArray(Y)))
     )
     sd = NUM_ROWS**-0.5
@@ -174,7 +174,7 @@ def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
 def test_rows_are_read_in_blocks_and_ahead(long_run):
     mcmc, host = long_run
     source = host._source
-    block = mcmc.last_state.block
+    block = mcmc.last_state.prefetch_buffer
     (values,), used = block.values, block.num_used
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}

@@ -39,7 +39,9 @@ def eagerly(stream, places_a_step, num_steps):
     # Not compiled, so that draws of one shape share their operations whatever the sizes.
     state, rows, call = stream.init(random.key(0)), [], 0
     while sum(map(len, rows)) < num_steps:
-        state, new = stream.draw(state, random.key(call), (12, 60)[call % 2] // places_a_step)
+        state, new = stream.sample_indices(
+            state, random.key(call), (12, 60)[call % 2] // places_a_step
+        )
         rows.append(np.asarray(new))
         call += 1
     return state, np.concatenate(rows)
@@ -51,14 +53,14 @@ def test_epoch_visits_every_row_once(size, batch_size):
     state, rows = eagerly(epoch(size, batch_size), batch_size, -(-epochs * size // batch_size))
     visited = rows.ravel()[: epochs * size].reshape(epochs, size)
     np.testing.assert_array_equal(np.sort(visited, axis=1), np.tile(np.arange(size), (epochs, 1)))
-    assert (int(state.epoch), int(state.place)) == divmod(rows.size, size)
+    assert (int(state.epoch), int(state.offset)) == divmod(rows.size, size)
 
 
 @pytest.mark.parametrize(("size", "batch_size"), SIZES)
 def test_blocks_visit_every_row_at_most_once(size, batch_size):
     num_blocks = size // batch_size
     state, rows = eagerly(blocks(size, batch_size), 1, 3 * num_blocks)
-    assert (int(state.epoch), int(state.place)) == divmod(len(rows), num_blocks)
+    assert (int(state.epoch), int(state.offset)) == divmod(len(rows), num_blocks)
     np.testing.assert_array_equal(rows, (rows[:, :1] + np.arange(batch_size)) % size)
     for visited in rows[: 3 * num_blocks].reshape(3, num_blocks, batch_size):
         assert np.unique(visited).size == num_blocks * batch_size
@@ -218,8 +220,8 @@ class OneOrder(ShuffledSubsampling):
     """Every epoch in the same order."""
 
     def sample_indices(self, state, *args):
-        _, rows = super().draw(state._replace(epoch=jnp.uint32(0)), *args)
-        return super().draw(state, *args)[0], rows
+        _, rows = super().sample_indices(state._replace(epoch=jnp.uint32(0)), *args)
+        return super().sample_indices(state, *args)[0], rows
 
 
 class NoOffset(ContiguousSubsampling):
@@ -228,7 +230,7 @@ class NoOffset(ContiguousSubsampling):
     def sample_indices(self, state, rng_key, num_steps, size, batch_size):
         num_blocks = size // batch_size
         key = epoch_seed(state.seed, state.epoch)
-        places = (state.place + jnp.arange(num_steps, dtype=jnp.uint32)) % num_blocks
+        places = (state.offset + jnp.arange(num_steps, dtype=jnp.uint32)) % num_blocks
         starts = permute(key, places, num_blocks) * batch_size
         return state, (starts[:, None] + jnp.arange(batch_size)).astype(jnp.int32)
 

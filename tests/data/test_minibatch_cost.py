@@ -42,23 +42,23 @@ def test_no_overflow(name, size):
 @pytest.mark.parametrize("size", [LARGEST, 3 * 2**29])
 def test_no_overflow_at_the_end_of_an_epoch(size):
     stream = epoch(size, 1000)
-    state = stream.init(random.key(3))._replace(place=jnp.uint32(size - 1500))
+    state = stream.init(random.key(3))._replace(offset=jnp.uint32(size - 1500))
     state, rows = draw(stream, state, random.key(4), 3)
     rows = np.asarray(rows, np.int64).ravel()
     assert rows.min() >= 0
     assert rows.max() < size
     assert np.unique(rows[:1500]).size == 1500
-    assert (int(state.epoch), int(state.place)) == (1, 1500)
+    assert (int(state.epoch), int(state.offset)) == (1, 1500)
 
 
 def test_last_block_of_a_large_table():
     stream = blocks(LARGEST, 1000)
     num_blocks = LARGEST // 1000
-    state = stream.init(random.key(3))._replace(place=jnp.uint32(num_blocks - 1))
+    state = stream.init(random.key(3))._replace(offset=jnp.uint32(num_blocks - 1))
     state, rows = draw(stream, state, random.key(4), 2)
     rows = np.asarray(rows, np.int64)
     np.testing.assert_array_equal(rows, (rows[:, :1] + np.arange(1000)) % LARGEST)
-    assert (int(state.epoch), int(state.place)) == (1, 1)
+    assert (int(state.epoch), int(state.offset)) == (1, 1)
 
 
 def test_a_large_table_is_visited_evenly():
@@ -101,7 +101,9 @@ def equations(jaxpr):
 def cost(stream, num_steps=3):
     """Number of equations of a draw, and the size of its largest array."""
     state = stream.init(random.key(0))
-    closed = jax.make_jaxpr(partial(stream.draw, num_steps=num_steps))(state, random.key(1))
+    closed = jax.make_jaxpr(partial(stream.sample_indices, num_steps=num_steps))(
+        state, random.key(1)
+    )
     found = list(equations(closed.jaxpr))
     arrays = [v.aval for eqn in found for v in (*eqn.invars, *eqn.outvars)]
     return len(found), max(int(np.prod(getattr(a, "shape", ()))) for a in arrays)

@@ -196,7 +196,7 @@ def test_curvature_at_draws_is_the_hessian_s(surveyed):
         surveyed, kernel, get_unconstrained_draws_or_none(surveyed, kernel)
     )
     flat = looked_at.positions.reshape(-1, looked_at.positions.shape[-1])
-    factor = np.asarray(kernel.adaptation.whitening.factor, np.float64)
+    factor = np.asarray(kernel.adaptation.preconditioner.factor, np.float64)
     factor = np.diag(factor) if factor.ndim == 1 else factor
     arguments = Arguments(surveyed._args, surveyed._kwargs)
 

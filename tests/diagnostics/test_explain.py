@@ -62,7 +62,7 @@ def test_numbers_are_the_warm_ups():
     assert told["Steps"].startswith(f"{found.num_steps} a draw")
     assert told["Steps"].endswith(f"and a step is {found.step_size:.3g}.")
     assert f"R-hat {found.trace.r_hat:.2f}" in told["Start"]
-    sds = np.sqrt(np.diagonal(np.asarray(found.whitening.inverse_mass_matrix)))
+    sds = np.sqrt(np.diagonal(np.asarray(found.preconditioner.inverse_mass_matrix)))
     assert f"from {sds.min():.3g} (" in told["Whitening"]
     for name in ("plain", "control variates", "second-order control variates"):
         assert name in told["Gradient"]
@@ -75,7 +75,7 @@ def test_the_steps_fall_to_the_one_that_is_taken():
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
     chosen = found.trace.noise[found.estimator.name]
-    assert chosen[found.minibatch.is_contiguous] == pytest.approx(found.noise.mean)
+    assert chosen[found.subsampling.is_contiguous] == pytest.approx(found.noise.mean)
 
 
 def test_what_limits_the_step_is_named():

@@ -69,7 +69,7 @@ class Example(NamedTuple):
 
         The gradient kept is that at the state's position, so nothing is lost.
         """
-        step = self.dynamics.step(scheme)
+        step = self.dynamics.make_step(scheme)
         if not getattr(self.dynamics, "is_fsal", False):
             return step
 
@@ -81,7 +81,7 @@ class Example(NamedTuple):
 
     def num_draws(self, scheme: str) -> int:
         """Standard normal vectors that the step takes."""
-        return self.dynamics.step(scheme).draws
+        return self.dynamics.make_step(scheme).draws
 
     def state(self, position: Any, seed: int = 0) -> Any:
         """A state at ``position``."""

@@ -61,7 +61,7 @@ def test_step_has_the_covariance_of_one_with_an_exact_gradient(name, scheme, is_
         covariance if is_dense else np.diag(covariance)
     )
     state = example.state(0.3 + 0.2 * np.arange(dim))
-    step, num_draws = example.dynamics.step(scheme), example.num_draws(scheme)
+    step, num_draws = example.dynamics.make_step(scheme), example.num_draws(scheme)
 
     def run(entries, offset, is_compensated):
         if is_compensated:

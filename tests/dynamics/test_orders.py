@@ -158,7 +158,7 @@ def test_lie_trotter_of_several_leapfrog_steps(num_leapfrog):
 def test_kept_gradient_is_the_one_at_the_position(scheme):
     """One gradient a step does what two would."""
     example = EXAMPLES["underdamped"]
-    step, closed = example.dynamics.step(scheme), example.step(scheme)
+    step, closed = example.dynamics.make_step(scheme), example.step(scheme)
     assert step.gradients == 1
     gradient, rng = jax.grad(quartic), np.random.default_rng(0)
     closed_state = example.state(np.array([0.3, -0.4]))
@@ -265,7 +265,7 @@ def test_step_without_gradient_has_no_stationary_covariance():
 
 
 def sd_ratio(dynamics, scheme, step_size, curvature):
-    step, state = dynamics.step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
+    step, state = dynamics.make_step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
     covariance = stationary_covariance(step, state, step.draws, step_size, np.array([[curvature]]))
     return np.sqrt(curvature * covariance[0, 0])
 
@@ -308,5 +308,5 @@ def test_noise_inflation_is_the_excess_variance(name, scheme, step_size, gradien
     args = (example.step(scheme), example.state(np.zeros(1)), example.num_draws(scheme), step_size)
     noisy = stationary_covariance(*args, unit, gradient_variance)[0, 0]
     quiet = stationary_covariance(*args, unit)[0, 0]
-    predicted = example.dynamics.noise_inflation(gradient_variance, step_size)
+    predicted = example.dynamics.variance_inflation(gradient_variance, step_size)
     assert noisy / quiet - 1 == pytest.approx(predicted, rel=1e-6)

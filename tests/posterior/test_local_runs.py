@@ -97,7 +97,7 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     assert set(data.posterior.data_vars) == {"mu", "tau"}
     with pytest.raises(ValueError, match=r"collect_local_sites=True .* log_likelihood=False"):
         az.from_numpyro(mcmc, log_likelihood=True)
-    state = mcmc.last_state.locals
+    state = mcmc.last_state.local_state
     assert state.values.position.shape == (2, 2000, 1)
     drawn = Predictive(mcmc.sampler.model, whole.get_samples())(jax.random.key(0), y)
     assert drawn["y"].shape == (500, 2000)
@@ -168,7 +168,7 @@ def test_warmup_then_run_goes_on():
     mcmc.run(jax.random.key(1), y, batch_size=40)
     assert_globals(mcmc, normal_means_posterior(y))
     mcmc.post_warmup_state = mcmc.last_state
-    assert warm.locals is not None
+    assert warm.local_state is not None
     mcmc.run(jax.random.key(2), y, batch_size=40)
     assert_globals(mcmc, normal_means_posterior(y))
 

@@ -114,7 +114,7 @@ def test_the_posterior_of_the_globals():
     mcmc = quietly(kernel, num_warmup=50, num_samples=400, num_chains=2, chain_method="vectorized")
     start = {"mu": np.full(2, exact["mu"][0]), "tau": np.full(2, np.log(mean))}
     mcmc.run(random.key(1), y, batch_size=1000, init_params=start)
-    assert mcmc.last_state.locals is None
+    assert mcmc.last_state.local_state is None
     draws = mcmc.get_samples(group_by_chain=True)
     for name, (mean, sd) in exact.items():
         assert_posterior(draws[name], mean, sd)

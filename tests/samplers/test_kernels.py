@@ -123,7 +123,7 @@ def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
     dynamics, scheme = kernel.dynamics, settings["scheme"]
     largest = dynamics.integrators[scheme].step_size
     step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
-    step, num_chains = dynamics.step(scheme), 4000
+    step, num_chains = dynamics.make_step(scheme), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 
     @jax.jit

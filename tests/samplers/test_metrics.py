@@ -110,7 +110,7 @@ def test_a_step_costs_as_much_as_there_are_coordinates():
     mcmc.run(random.key(0), COUNTS, batch_size=20)
     kernel, state = mcmc.sampler, mcmc.last_state
     dynamics = kernel._bind_dynamics(kernel.potential, kernel.coordinates(state))
-    q = state.dynamics.position
+    q = state.dynamics_state.position
     assert is_elementwise(dynamics.inverse_metric, q)
     expected = np.concatenate([[1.0], np.abs(state.z["shares_mirrored"])])
     np.testing.assert_allclose(dynamics.inverse_metric(q), expected, rtol=1e-5)

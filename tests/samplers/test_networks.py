@@ -239,7 +239,7 @@ def test_cycles_sample_in_natural_units():
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
     draws, _ = schedules.drop_exploration(mcmc.get_samples(group_by_chain=True), weights)
     assert draws["w"].shape == (4, 300, 2)
-    np.testing.assert_array_equal(mcmc.last_state.adapt_state.whitening.factor, 1.0)
+    np.testing.assert_array_equal(mcmc.last_state.adapt_state.preconditioner.factor, 1.0)
     assert_posterior(draws["w"], mean, np.sqrt(np.diag(covariance)))
 
 

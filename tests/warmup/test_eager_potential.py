@@ -95,7 +95,7 @@ def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settin
     """Over an epoch their noise would cancel, and the thermostat cool the positions too far."""
     kernel = kernel_class(survey, **settings)
     kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
-    assert kernel.adaptation.minibatch.name == minibatch
+    assert kernel.adaptation.subsampling.name == minibatch
 
 
 def test_thermostat_on_epochs_is_warned_of():

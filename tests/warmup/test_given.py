@@ -99,9 +99,9 @@ def test_a_strategy_that_says_where():
 def test_control_variates_are_anchored_at_the_users_start():
     start = jax.tree.map(jnp.ones_like, init()[1].z)
     kernel, state = init(start, gradient_estimator="control_variate")
-    anchor = kernel.adaptation.whitening.center
+    anchor = kernel.adaptation.preconditioner.center
     np.testing.assert_allclose(anchor, 1.0)
-    assert np.abs(kernel.adaptation.whitening.gradient).max() > 0.0
+    assert np.abs(kernel.adaptation.preconditioner.gradient).max() > 0.0
     np.testing.assert_allclose(jax.tree.leaves(state.z)[0], 1.0, rtol=1e-6)
 
 

@@ -99,18 +99,18 @@ def test_every_minibatch_holds_them_and_the_others_are_all_visited(scheme):
 @pytest.mark.parametrize("of", [model, two_outcomes])
 def test_the_gradient_stays_unbiased(of):
     target, arguments = ready(of, 11, 5)
-    stepped = target.with_decisive((("rows", (3, 7)),))
-    assert stepped is target.with_decisive((("rows", (3, 7)),))
+    stepped = target.add_included_rows((("rows", (3, 7)),))
+    assert stepped is target.add_included_rows((("rows", (3, 7)),))
     q = jnp.linspace(-0.4, 0.7, target.dim)
     places = np.arange(9, dtype=np.int32).reshape(3, 3)
     each = [
         stepped.value_and_grad(q, {"rows": rows}, arguments)
-        for rows in stepped.plates[0].with_decisive(places)
+        for rows in stepped.plates[0].add_included_rows(places)
     ]
     whole = target.full_value(q, arguments), target.full_gradient(q, arguments)
     for found, expected in zip(zip(*each, strict=True), whole, strict=True):
         np.testing.assert_allclose(np.mean(found, 0), expected, rtol=1e-5, atol=1e-5)
-    plain = target.gradient(q, {"rows": stepped.plates[0].with_decisive(places[0])}, arguments)
+    plain = target.gradient(q, {"rows": stepped.plates[0].add_included_rows(places[0])}, arguments)
     assert not np.allclose(plain, each[0][1], rtol=1e-3)
 
 
@@ -210,4 +210,4 @@ def test_where_nobody_decides_nothing_changes():
     mcmc = MCMC(SGHMCSplit(model), num_warmup=10, num_samples=10, progress_bar=False)
     mcmc.run(jax.random.key(0), z, x, y, batch_size=BATCH)
     assert mcmc.sampler.adaptation.included_rows == ()
-    assert mcmc.sampler.potential.with_decisive(()) is mcmc.sampler.potential
+    assert mcmc.sampler.potential.add_included_rows(()) is mcmc.sampler.potential

@@ -71,7 +71,7 @@ def changed(model, r_hat=3.0, width=0.5, **options):
 def test_a_network_has_the_priors_units():
     first, found = changed(network)
     units = np.concatenate([2.0 * np.ones(UNITS), np.ones(2 * UNITS), 1.5 * np.ones(UNITS)])
-    np.testing.assert_allclose(found.whitening.factor, units, rtol=0.15)
+    np.testing.assert_allclose(found.preconditioner.factor, units, rtol=0.15)
     np.testing.assert_allclose(found.draws, first.draws, rtol=1e-6, atol=1e-6)
     assert found.r_hat == first.r_hat  # `explain` tells it
 

@@ -43,7 +43,7 @@ def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
 )
 def test_share_of_noise_that_an_epoch_leaves(dynamics, scheme, step_size, per_epoch):
     """Exactly: the offsets of a random permutation, through the scheme's own response."""
-    step = dynamics.step(scheme)
+    step = dynamics.make_step(scheme)
     start = dynamics.init(jnp.zeros(1), jax.random.key(0))
     start = jax.tree.map(jnp.zeros_like, start)
     quiet = jnp.zeros((step.draws, 1))

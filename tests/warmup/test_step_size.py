@@ -43,7 +43,7 @@ def test_noise_shortens_the_step_until_its_share_of_the_bias_is_kept(
         dynamics, 0.2, noise_of(variance), 1.0, target_sd_bias
     )
     assert 0 < step_size <= 0.2
-    assert inflation == pytest.approx(dynamics.noise_inflation(variance, step_size))
+    assert inflation == pytest.approx(dynamics.variance_inflation(variance, step_size))
     shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     assert np.sqrt(1 + inflation) - 1 < target_sd_bias or step_size == pytest.approx(shortest)
     assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) <= MAX_NUM_STEPS

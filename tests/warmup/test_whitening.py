@@ -201,7 +201,7 @@ def test_a_metric_has_the_sites_own_coordinates():
 
     def whitening(kernel):
         kernel.init(random.key(0), 10, {"a": jnp.zeros(8)}, (), {})
-        return kernel.adaptation.whitening
+        return kernel.adaptation.preconditioner
 
     plain = whitening(SGHMCSplit(potential_fn=potential, dense_mass=False, num_steps=2))
     assert plain.low_rank is not None
