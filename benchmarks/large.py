@@ -40,7 +40,7 @@ _COLUMNS = {
     "NUTS": 7,
     "report": 8,
 }
-_VERDICTS = ("apart", "biased", "unclear", "fine")  # the worst first
+_VERDICTS = ("not converged", "biased", "inconclusive", "ok")  # the worst first
 
 
 def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:

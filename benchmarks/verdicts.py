@@ -63,10 +63,10 @@ _KINDS = {
     "runs": 5,
     "refused": 8,
     "wrong": 6,
-    "called fine": 12,
-    "unclear": 8,
+    "called ok": 12,
+    "inconclusive": 8,
     "thin": 5,
-    "called fine ": 12,
+    "called ok ": 12,
     "right": 6,
     "flagged": 8,
     "unclear ": 8,
@@ -187,7 +187,7 @@ def said(o: Outcome) -> str:
     """What a user is told of the run: fine, flagged or unclear."""
     if o.is_flagged or o.warned:
         return "flagged"
-    return "fine" if o.is_fine else "unclear"
+    return "ok" if o.is_fine else "inconclusive"
 
 
 def show(cell: Cell, o: Outcome) -> None:
@@ -196,7 +196,7 @@ def show(cell: Cell, o: Outcome) -> None:
     cells = {
         "problem": cell.problem,
         "seed": cell.seed,
-        "truth": o.truth.upper() if (o.truth, said(o)) == ("wrong", "fine") else o.truth,
+        "truth": o.truth.upper() if (o.truth, said(o)) == ("wrong", "ok") else o.truth,
         "mean": f"{o.mean:+.2f}" if known else "",
         "sd": f"{o.sd:+.2f}" if known else "",
         "ESS": f"{o.ess:.0f}" if known else "",
@@ -205,7 +205,7 @@ def show(cell: Cell, o: Outcome) -> None:
         "s": f"{o.seconds:.0f}",
     }
     print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
-    if said(o) != "fine":
+    if said(o) != "ok":
         for sentence in ([] if o.is_fine else [o.sentence]) + list(o.warned):
             print(f"    {sentence[:60]}", flush=True)
 
@@ -219,13 +219,13 @@ def count(kind: str, outcomes: Iterable[Outcome]) -> dict[str, str | int]:
         "runs": len(pairs),
         "refused": truths.count("refused"),
         "wrong": truths.count("wrong"),
-        "called fine": pairs.count(("wrong", "fine")),
-        "unclear": pairs.count(("wrong", "unclear")),
+        "called ok": pairs.count(("wrong", "ok")),
+        "inconclusive": pairs.count(("wrong", "inconclusive")),
         "thin": truths.count("thin"),
-        "called fine ": pairs.count(("thin", "fine")),
+        "called ok ": pairs.count(("thin", "ok")),
         "right": truths.count("right"),
         "flagged": pairs.count(("right", "flagged")),
-        "unclear ": pairs.count(("right", "unclear")),
+        "unclear ": pairs.count(("right", "inconclusive")),
     }
 
 

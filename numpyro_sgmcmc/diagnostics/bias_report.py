@@ -93,10 +93,10 @@ __all__ = [
 ]
 
 _DIAGNOSIS_BY_WARNING = {
-    ModelWarningKind.MULTIMODAL: "one mode",
-    ModelWarningKind.MODES_VISITED: "apart",
-    ModelWarningKind.NON_IDENTIFIED: "fine",
-    ModelWarningKind.NOT_CONVERGED: "unclear",
+    ModelWarningKind.MULTIMODAL: "multimodal",
+    ModelWarningKind.MODES_VISITED: "not converged",
+    ModelWarningKind.NON_IDENTIFIED: "ok",
+    ModelWarningKind.NOT_CONVERGED: "inconclusive",
 }
 """Verdicts by kind of the warm-up's findings; of all others, biased."""
 
@@ -161,7 +161,7 @@ class BiasReport:
     def _diagnoses_by_site(self) -> dict[str, str]:
         """Sites of which a neck or the warm-up tells that they are wrong, and the verdict."""
         everywhere = {site for site, _ in self.names}
-        found = dict.fromkeys(sorted(everywhere), "fine")
+        found = dict.fromkeys(sorted(everywhere), "ok")
         for finding in self.model_warnings:
             told = _DIAGNOSIS_BY_WARNING.get(finding.kind, "biased")
             for site in everywhere if self.is_for_functions else finding.sites or everywhere:
@@ -169,7 +169,7 @@ class BiasReport:
         for neck in self.bias_diagnostics.funnel_necks:
             site, told = (
                 self.names[neck.coordinate][0],
-                "biased" if neck.is_significant else "unclear",
+                "biased" if neck.is_significant else "inconclusive",
             )
             found[site] = min(found[site], told, key=DIAGNOSES.index)
         return found
@@ -188,13 +188,13 @@ class BiasReport:
     def is_flagged(self) -> bool:
         """Whether any site is clearly biased, chains disagree, or iterations diverged often."""
         return self.has_many_divergences or any(
-            s.diagnosis in ("apart", "biased", "one mode") for s in self.sites
+            s.diagnosis in ("not converged", "biased", "multimodal") for s in self.sites
         )
 
     @property
     def is_ok(self) -> bool:
         """Whether every site is right within error bars that are short enough to tell."""
-        return not self.has_many_divergences and all(s.diagnosis == "fine" for s in self.sites)
+        return not self.has_many_divergences and all(s.diagnosis == "ok" for s in self.sites)
 
     @property
     def has_many_divergences(self) -> bool:

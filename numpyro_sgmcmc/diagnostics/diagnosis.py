@@ -78,7 +78,7 @@ _MEAN_BIAS_LIMITS = (
 _SD_INFLATION_LIMITS = SD_INFLATION_TOLERANCE, 0.15
 
 
-DIAGNOSES = ("apart", "biased", "one mode", "unclear", "fine")
+DIAGNOSES = ("not converged", "biased", "multimodal", "inconclusive", "ok")
 """The worst first."""
 
 
@@ -104,9 +104,9 @@ class SiteBias(NamedTuple):
     - **sd_inflation_error** - its standard error.
     - **r_hat** - how far the chains disagree, 1 where they agree; NaN for a single chain.
     - **ess** - smallest effective sample size; NaN where the draws are not there.
-    - **diagnosis** - ``"fine"``, ``"biased"``, ``"unclear"`` (error bars are too wide, R-hat is above
-      1.05 or there are less than 100 effective draws), ``"one mode"`` (the warm-up has found
-      others), or ``"apart"``: R-hat is above 1.1.
+    - **diagnosis** - ``"ok"``, ``"biased"``, ``"inconclusive"`` (error bars are too wide, R-hat is above
+      1.05 or there are less than 100 effective draws), ``"multimodal"`` (the warm-up has found
+      others), or ``"not converged"``: R-hat is above 1.1.
     """
 
     site: str
@@ -151,9 +151,9 @@ class SiteBias(NamedTuple):
         if reported_diagnosis is not None:
             verdicts.add(reported_diagnosis)
         if r_hat > MAX_OK_R_HAT:
-            verdicts.add("apart" if r_hat > _MAX_CONVERGED_R_HAT else "unclear")
+            verdicts.add("not converged" if r_hat > _MAX_CONVERGED_R_HAT else "inconclusive")
         if ess < MIN_OK_ESS:
-            verdicts.add("unclear")
+            verdicts.add("inconclusive")
         verdict = next(v for v in DIAGNOSES if v in verdicts)
         return cls(site, len(indices), *shift, *inflation, r_hat, ess, verdict)
 
@@ -182,7 +182,7 @@ def classify_bias(
     size, slack = np.abs(bias.value[indices]), z * bias.error[indices]
     if (size - slack > tolerance).any():
         return "biased"
-    return "fine" if (size + slack < detection_limit).all() else "unclear"
+    return "ok" if (size + slack < detection_limit).all() else "inconclusive"
 
 
 MAX_REPORTED_BIAS = 100.0
@@ -202,8 +202,8 @@ def describe_report(report: BiasReport) -> str:
     """What is wrong, and what would cure it."""
     sites = report.sites
     biased = [s for s in sites if s.diagnosis == "biased"]
-    unclear = [s for s in sites if s.diagnosis == "unclear"]
-    apart = [s for s in sites if s.diagnosis == "apart"]
+    unclear = [s for s in sites if s.diagnosis == "inconclusive"]
+    apart = [s for s in sites if s.diagnosis == "not converged"]
     said = []
     if report.has_many_divergences:
         said.append(

@@ -67,7 +67,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("first", "second", "verdicts"),
     [
-        quick_if(True, RIGHT, RIGHT, ("fine", "fine"), id="right"),
+        quick_if(True, RIGHT, RIGHT, ("ok", "ok"), id="right"),
         quick_if(True, NOISY, RIGHT, ("biased", None), id="noise"),
         quick_if(False, RIGHT, NOISY, (None, "biased"), id="noise in the second"),
         quick_if(False, LONG, LONG, ("biased", "biased"), id="long steps"),

@@ -93,7 +93,7 @@ def test_fine_needs_error_bars_that_rule_the_rest_out():
         )
         for value, error in ((0.02, 0.01), (0.1, 0.04), (0.1, 0.02), (0.02, 0.09))
     ]
-    assert judged == ["fine", "unclear", "biased", "unclear"]
+    assert judged == ["ok", "inconclusive", "biased", "inconclusive"]
 
 
 def test_chains_in_different_modes_are_seen():
@@ -107,7 +107,7 @@ def test_chains_in_different_modes_are_seen():
     mcmc.run(jax.random.key(0), init_params=jnp.array([[-5.0], [5.0], [-5.0], [5.0]]))
     report = bias_report(mcmc)
     assert report.is_flagged
-    assert {s.diagnosis for s in report.sites} == {"apart"}
+    assert {s.diagnosis for s in report.sites} == {"not converged"}
     assert report.diagnosis.startswith("Chains disagree on `z` (R-hat up to ")
     draws = np.asarray(mcmc.get_samples(group_by_chain=True))
     np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.05)
@@ -128,7 +128,7 @@ def test_few_draws_are_unclear_and_not_fine():
     assert not bias_report(dependent).is_ok
     report = bias_report(run(SGHMCSplit(survey), num_samples=30, num_chains=1))
     assert not report.is_ok
-    assert "unclear" in {s.diagnosis for s in report.sites}
+    assert "inconclusive" in {s.diagnosis for s in report.sites}
     assert "too few to tell: draw more" in report.diagnosis
 
 

@@ -183,7 +183,7 @@ def test_a_cold_posterior_is_the_posterior_to_a_power(temperature, whole):
 def test_the_report_judges_against_the_cold_posterior():
     report = bias_report(cold_run(4.0, True, posterior_of_line(4.0, 4.0)[1]))
     (site,) = report.sites
-    assert site.diagnosis == "fine"
+    assert site.diagnosis == "ok"
     assert abs(site.sd_inflation) < 0.1
 
 
