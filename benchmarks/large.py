@@ -23,7 +23,7 @@ from rivals import unconstrained
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from tests.samplers.references import summarise
+from tests.sampling.references import summarise
 
 _COLUMNS = {
     "problem": 36,

@@ -18,7 +18,7 @@ from large_problems import LARGE_PROBLEMS
 from numpyro.infer import MCMC, NUTS
 from rivals import unconstrained
 
-from tests.samplers.references import summarise
+from tests.sampling.references import summarise
 
 __all__ = ["FOLDER", "file_of"]
 

@@ -34,7 +34,7 @@ from numpyro_sgmcmc.diagnostics import bias_corrected_samples, compare_with_fine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.contract.kernels import KERNELS
-from tests.posterior import hierarchies
+from tests.model import hierarchies
 
 RNG = np.random.default_rng(0)
 N = 600

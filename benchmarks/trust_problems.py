@@ -1,6 +1,6 @@
 """Posteriors of many kinds and sizes, for the trust benchmark.
 
-The eight models of ``tests/samplers/models.py``, which have 20,000 rows each, and the ones below,
+The eight models of ``tests/sampling/models.py``, which have 20,000 rows each, and the ones below,
 from 100 to 1,000,000 rows. Each takes ``batch_size`` for its data's plate, and None for all rows.
 """
 
@@ -16,7 +16,7 @@ import numpyro.distributions as dist
 import timing  # noqa: F401, puts the repository's root on the path
 from numpyro.distributions.transforms import OrderedTransform
 
-from tests.samplers.models import MODELS
+from tests.sampling.models import MODELS
 
 __all__ = ["PROBLEMS", "Problem"]
 

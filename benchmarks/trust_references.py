@@ -17,7 +17,7 @@ from numpyro.infer import MCMC, NUTS
 from rivals import unconstrained
 from trust_problems import PROBLEMS
 
-from tests.samplers.references import fingerprint, summarise
+from tests.sampling.references import fingerprint, summarise
 
 FILE = Path(__file__).parent / "trust_references.json"
 

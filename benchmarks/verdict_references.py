@@ -30,7 +30,7 @@ from scipy import special
 from verdict_exact import SCORES, Reference
 from verdict_problems import PROBLEMS
 
-from tests.samplers.references import fingerprint
+from tests.sampling.references import fingerprint
 
 __all__ = ["FILE", "normal_scores", "read"]
 

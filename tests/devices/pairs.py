@@ -17,7 +17,7 @@ import pytest
 
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit, ShardedArray, bias_report
 from numpyro_sgmcmc.checkpoint import store
-from tests.checkpointing.runs import end_at, outcome
+from tests.checkpoint.runs import end_at, outcome
 from tests.devices.process import COUNTS, DIM, regression
 
 # With all of these a warm-up looks for nothing.

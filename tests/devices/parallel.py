@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
-from tests.checkpointing import runs
+from tests.checkpoint import runs
 from tests.contract import test_gibbs as gibbs
 from tests.contract.kernels import BATCH, quietly, survey, survey_data, survey_posterior
 from tests.data import host_rows

@@ -26,7 +26,7 @@ from tests.contract.kernels import (
 from tests.dynamics.examples import EXAMPLES, SCHEMES
 from tests.dynamics.orders import stationary_covariance
 from tests.dynamics.sdes import FRICTION, quartic
-from tests.posterior.plated import CASES, position_of
+from tests.model.plated import CASES, position_of
 from tests.quick import quick_if
 
 COVARIANCE = np.array([[0.5, 0.3, 0.0], [0.3, 0.6, -0.1], [0.0, -0.1, 0.2]])

@@ -10,7 +10,7 @@ from numpyro_sgmcmc.model.local_latents import LocalValues
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState, estimate_marginal_gradients
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from numpyro_sgmcmc.sampling.options import Options
-from tests.posterior.hierarchies import NOISE, normal_means, normal_means_data
+from tests.model.hierarchies import NOISE, normal_means, normal_means_data
 
 ROWS = 300
 POSITIONS = np.array([[0.6, -0.4], [1.0, 0.0], [1.5, 0.3]], np.float32)  # mu, log tau

@@ -1,7 +1,7 @@
 """Posterior means and sds by long NUTS runs, kept in ``references.json``.
 
-``python -m tests.samplers.references`` makes the file anew (about ten minutes on two cores): four
-chains of 2,500 draws for each model of :mod:`tests.samplers.models`, seeded. Each entry holds a
+``python -m tests.sampling.references`` makes the file anew (about ten minutes on two cores): four
+chains of 2,500 draws for each model of :mod:`tests.sampling.models`, seeded. Each entry holds a
 fingerprint of the data, so that a reference never outlives the data it belongs to.
 """
 
@@ -65,7 +65,7 @@ def make(only: list[str]) -> None:
     import jax
     from numpyro.infer import MCMC, NUTS
 
-    from tests.samplers.models import MODELS
+    from tests.sampling.models import MODELS
 
     found = json.loads(FILE.read_text()) if only else {}
     for n, (name, build) in enumerate(MODELS.items()):

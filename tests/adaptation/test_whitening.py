@@ -14,7 +14,7 @@ from numpyro_sgmcmc.adaptation.preconditioning import (
     factorize_spd,
 )
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
-from tests.warmup.potentials import Quadratic, random_covariance
+from tests.adaptation.potentials import Quadratic, random_covariance
 
 
 @pytest.mark.parametrize("d", [1, 2, 20])

@@ -12,7 +12,7 @@ import pytest
 from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, open_draws
-from tests.checkpointing.runs import (
+from tests.checkpoint.runs import (
     DATA,
     KERNEL,
     assert_same_bits,

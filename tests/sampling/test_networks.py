@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import assert_posterior, quietly
 from tests.quick import quick_if
-from tests.warmup import test_regions
+from tests.adaptation import test_regions
 
 ROWS, UNITS = 200, 15
 RNG = np.random.default_rng(0)

@@ -26,7 +26,7 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from numpyro_sgmcmc.model.trace import GibbsConfig
-from tests.posterior.hierarchies import (
+from tests.model.hierarchies import (
     NOISE,
     awkward,
     mixture,
@@ -34,7 +34,7 @@ from tests.posterior.hierarchies import (
     normal_means,
     normal_means_data,
 )
-from tests.posterior.plated import assert_close
+from tests.model.plated import assert_close
 
 ROWS, BATCH = 12, 4
 

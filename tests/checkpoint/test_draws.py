@@ -20,7 +20,7 @@ from numpyro_sgmcmc.checkpoint.store import decode, encode
 from numpyro_sgmcmc.data.subsampling import StreamState
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks
 from numpyro_sgmcmc.sampling.schedules import Polynomial
-from tests.checkpointing.runs import (
+from tests.checkpoint.runs import (
     DATA,
     assert_same_bits,
     compilation_cache,

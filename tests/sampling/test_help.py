@@ -7,7 +7,7 @@ import pytest
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMCSplit
-from tests.samplers.test_options import KERNELS, made
+from tests.sampling.test_options import KERNELS, made
 
 
 def model():

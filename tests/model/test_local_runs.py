@@ -18,7 +18,7 @@ from tests.contract.kernels import (
     assert_same_distribution,
     quietly,
 )
-from tests.posterior.hierarchies import (
+from tests.model.hierarchies import (
     NOISE,
     counts,
     counts_data,

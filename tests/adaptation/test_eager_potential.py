@@ -20,7 +20,7 @@ from numpyro_sgmcmc.model.potential import make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import ProgressReporter
 from tests.contract.kernels import BATCH, survey, survey_data
-from tests.warmup.potentials import FACTORS, eager_potential
+from tests.adaptation.potentials import FACTORS, eager_potential
 
 
 @pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)

@@ -10,8 +10,8 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, SGHMCSplit, SGLaplaceHMC
 from tests.contract.kernels import LangevinRecipe
-from tests.samplers.models import MODELS
-from tests.samplers.references import FILE, fingerprint, summarise
+from tests.sampling.models import MODELS
+from tests.sampling.references import FILE, fingerprint, summarise
 
 pytestmark = pytest.mark.usefixtures("optimised")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import bias_report, open_draws
-from tests.checkpointing.runs import (
+from tests.checkpoint.runs import (
     DATA,
     assert_same_bits,
     compilation_cache,
@@ -49,7 +49,7 @@ def test_full_disk(whole, tmp_path, monkeypatch, step):
 
 ON_A_SMALL_DISK = """
 import resource, sys
-import tests.checkpointing.runs as t
+import tests.checkpoint.runs as t
 
 mcmc = t.mcmc_of(sys.argv[1])
 limit = int(sys.argv[2])
@@ -127,7 +127,7 @@ def in_a_child(code, *arguments):
 
 CHILD = """
 import sys
-import tests.checkpointing.runs as t
+import tests.checkpoint.runs as t
 
 mcmc = t.mcmc_of(sys.argv[1], num_samples=4013, checkpoint_every=100)
 if mcmc.has_checkpoint:

@@ -36,7 +36,7 @@ from numpyro_sgmcmc.model.potential import make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from numpyro_sgmcmc.progress import ProgressReporter
-from tests.warmup.potentials import random_covariance
+from tests.adaptation.potentials import random_covariance
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -8,7 +8,7 @@ import pytest
 import numpyro_sgmcmc.model.potential
 from numpyro_sgmcmc.data.subsampling import Plate
 from numpyro_sgmcmc.model.potential import compute_chunk_size, mean_over_chunks
-from tests.posterior.plated import CASES, assert_close, position_of
+from tests.model.plated import CASES, assert_close, position_of
 from tests.quick import quick_if
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -15,7 +15,7 @@ from numpyro_sgmcmc import HostArray, SGHMCSplit
 from tests.contract.kernels import (
     quietly,
 )
-from tests.posterior.hierarchies import (
+from tests.model.hierarchies import (
     normal_means_data,
 )
 

@@ -22,7 +22,7 @@ from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, ShuffledSubsa
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
-from tests.posterior.plated import CASES, assert_close, coordinates_of, position_of
+from tests.model.plated import CASES, assert_close, coordinates_of, position_of
 from tests.quick import quick_if
 
 pytestmark = pytest.mark.usefixtures("x64")

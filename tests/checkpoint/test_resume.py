@@ -10,7 +10,7 @@ from numpyro_sgmcmc.checkpoint import store
 from numpyro_sgmcmc.checkpoint.store import encode
 from numpyro_sgmcmc.sampling import prefetch
 from numpyro_sgmcmc.sampling.schedules import Polynomial
-from tests.checkpointing.runs import (
+from tests.checkpoint.runs import (
     DATA,
     KERNEL,
     SETTINGS,

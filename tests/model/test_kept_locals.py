@@ -6,9 +6,9 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit
-from tests.checkpointing.runs import Killed, assert_same_bits, end_at, kill, outcome
+from tests.checkpoint.runs import Killed, assert_same_bits, end_at, kill, outcome
 from tests.contract.kernels import quietly
-from tests.posterior.hierarchies import indicator_odds, mixture, mixture_data, normal_means
+from tests.model.hierarchies import indicator_odds, mixture, mixture_data, normal_means
 
 Y = mixture_data(60)
 GIVEN = {

@@ -7,8 +7,8 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit
-from tests.samplers.references import summarise
-from tests.warmup.large_posteriors import PROBLEMS
+from tests.sampling.references import summarise
+from tests.adaptation.large_posteriors import PROBLEMS
 
 # The claim: means within 0.1 posterior sd and sds within 10 %, beyond three standard errors.
 MEAN, SD, Z = 0.1, 0.1, 3.0

@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from numpyro_sgmcmc.model.trace import GibbsConfig
 from tests.contract.kernels import assert_posterior, quietly
-from tests.posterior.hierarchies import (
+from tests.model.hierarchies import (
     NOISE,
     normal_means,
     normal_means_data,
