@@ -15,14 +15,15 @@ bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference example test test-all docs docs-links figures gallery benchmarks
+.PHONY: help quickstart reference example test test-all test-docs docs docs-links figures gallery benchmarks
 .PHONY: disk papers networks thermostats latent trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
 	@echo "make reference    the same, and NUTS on all rows beside it (long)"
 	@echo "make example      another example: NAME=network (how sure a neural network is)"
-	@echo "make test         run the tests but for the slow ones"
+	@echo "make test         run the quick tests"
+	@echo "make test-docs    run the code of the pages and the papers' scripts, and look at the site"
 	@echo "make test-all     run all tests"
 	@echo "make docs         the site, in docs/_build/html; a warning is an error"
 	@echo "make docs-links   ask every address on the site (needs the network)"
@@ -35,7 +36,7 @@ help:
 	@echo "make thermostats  those of another on Boltzmann machines and music (half an hour)"
 	@echo "make latent       those of two on topics of documents and a belief net of digits"
 	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
-	@echo "make lint         check style, format, types, layers and sizes"
+	@echo "make lint         check style, format, types, layers and vocabulary"
 	@echo "make format       format the code"
 	@echo "make dist         build wheel and sdist into dist/ and check them"
 	@echo "make clean        remove the environment, caches and outputs"
@@ -59,12 +60,15 @@ example: $(VENV)/.installed-examples
 # finds it. The tests of a file share runs, and so a worker; in the order in which they are
 # collected, the last to start are small.
 pytest := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
-test test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
-test test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
+test test-docs test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
+test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 
 test: $(VENV)/.installed-test
-	$(bin)/python $(pytest) -m "not slow" $(ARGS)
+	$(bin)/python $(pytest) -m "not slow" --ignore tests/documentation $(ARGS)
+
+test-docs: $(VENV)/.installed-test
+	$(bin)/python $(pytest) -m "not slow" tests/documentation $(ARGS)
 
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
@@ -153,7 +157,7 @@ lint: $(VENV)/.installed-test
 	$(bin)/ruff format --check
 	$(bin)/mypy
 	$(bin)/lint-imports
-	$(bin)/python tests/lint_sizes.py
+	$(bin)/python tests/lint_vocabulary.py
 
 format: $(VENV)/.installed-test
 	$(bin)/ruff check --fix-only

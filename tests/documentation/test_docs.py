@@ -13,7 +13,7 @@ import pytest
 from numpyro import handlers
 from numpyro.infer import MCMC
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROOMS = (ROOT / "numpyro_sgmcmc", ROOT)
 PUBLIC = ("", ".diagnostics", ".dynamics", ".kernel", ".metrics", ".schedules")
 

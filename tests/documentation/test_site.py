@@ -9,9 +9,9 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from tests.browser import Browser, find_chromium
+from tests.documentation.browser import Browser, find_chromium
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BROKEN = "[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
 STICKS_OUT = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 FROM_ELSEWHERE = """

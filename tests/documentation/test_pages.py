@@ -11,7 +11,7 @@ from matplotlib import pyplot
 
 from tests.quick import quick_if
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 ROWS = """
 import jax
 X = jax.random.normal(jax.random.key(0), (2_000, 3))

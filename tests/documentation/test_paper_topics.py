@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import random
 
-FOLDER = str(Path(__file__).parents[1] / "benchmarks" / "papers")
+FOLDER = str(Path(__file__).parents[2] / "benchmarks" / "papers")
 WORDS = np.array([0, 1, 1])
 TOPICS = np.array([[0.7, 0.3], [0.2, 0.8]])
 
