@@ -11,7 +11,6 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.adaptation import batched_gradients as row_gradients_module
-from numpyro_sgmcmc.adaptation import budget as row_gradients_module
 from numpyro_sgmcmc.adaptation import variational
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
