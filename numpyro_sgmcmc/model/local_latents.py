@@ -209,8 +209,8 @@ def insert_local_values(
     if isinstance(values, LocalValues):
         values = values.take(rows)
     if local_latents.gibbs_sites:
-        model = substitute(model, data=local_latents.to_model_layout(values.drawn))
-    return model, {**z, **local_latents.unravel(values.position)}, arguments
+        model = substitute(model, data=local_latents.to_model_layout(values.gibbs_values))
+    return model, {**z, **local_latents.unravel(values.hmc_position)}, arguments
 
 
 def _default_local_values(

@@ -415,7 +415,7 @@ def init_local_values(
             potential, global_position, rows, v.take(rows), scale, arguments, random.key(0)
         )
     )(values)
-    for name, x in local.to_model_layout(renewed.drawn).items():
+    for name, x in local.to_model_layout(renewed.gibbs_values).items():
         _check_values_in_support(
             name, next(s.support for s in local.gibbs_sites if s.name == name), x
         )
