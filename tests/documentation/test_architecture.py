@@ -1,0 +1,112 @@
+"""The paths that the page «Architecture» lists are those that a run takes."""  # vocabulary: ok
+
+import re
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import MCMC
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import SGHMCSplit, bias_report
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(numpyro_sgmcmc.__file__).parent
+PAGE = ROOT / "docs/development.md"
+MAX_FILES = {"step": 10, "warm-up": 14, "report": 8}
+
+
+def model(x, y, batch_size=None):
+    slope = numpyro.sample("slope", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("observations", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=x[i] @ slope), obs=y[i])
+
+
+def listed_path(name):
+    """Read the numbered functions of a path, and the files that the page names beside it."""
+    section = re.split(rf"\n### The path of a {name}\n", PAGE.read_text())[1].split("\n### ")[0]
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", section, re.MULTILINE)
+    beside = re.findall(r"`([\w/]+\.py)`", section.split("\nBeside")[1]) if "\nBeside" in section else []
+    return steps, beside
+
+
+class CallRecorder:
+    """Records each function of the package that is called, in order, with the functions below it."""
+
+    def __init__(self):
+        self.first_call: dict[tuple[str, str], int] = {}
+        self.callers: dict[tuple[str, str], set[tuple[str, str]]] = {}
+
+    def __call__(self, frame, event, arg):
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            return
+        function = self.name(frame)
+        self.first_call.setdefault(function, len(self.first_call))
+        callers = self.callers.setdefault(function, set())
+        while (frame := frame.f_back) is not None:
+            if frame.f_code.co_filename.startswith(str(PACKAGE)):
+                callers.add(self.name(frame))
+
+    @staticmethod
+    def name(frame):
+        path = Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix()
+        return path, frame.f_code.co_qualname.split(".<locals>")[0]
+
+    def __enter__(self):
+        threading.setprofile(self)
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Record the calls of a warm-up, of steps and of a report, each from an empty cache."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2000, 3)).astype(np.float32)
+    y = (rng.random(2000) < 0.5).astype(np.int32)
+    mcmc = MCMC(
+        SGHMCSplit(model),
+        num_warmup=20,
+        num_samples=60,
+        num_chains=2,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    calls = {}
+    jax.clear_caches()
+    with CallRecorder() as calls["run"]:
+        mcmc.run(jax.random.key(0), x, y, batch_size=100)
+    with CallRecorder() as calls["report"]:
+        str(bias_report(mcmc))
+    return calls
+
+
+@pytest.mark.parametrize("name", ["step", "warm-up", "report"])
+def test_architecture_path_is_the_one_a_run_takes(recorded, name):
+    calls = recorded["report" if name == "report" else "run"]
+    steps, _ = listed_path(name)
+    assert len(steps) > 4
+    assert len({path for path, _ in steps}) <= MAX_FILES[name]
+    missing = [function for function in steps if function not in calls.first_call]
+    assert not missing
+    start, *later = steps
+    assert [f for f in later if start not in calls.callers[f]] == []
+    order = [calls.first_call[f] for f in steps]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("name", ["step", "warm-up", "report"])
+def test_architecture_path_names_every_file_a_run_enters(recorded, name):
+    calls = recorded["report" if name == "report" else "run"]
+    steps, beside = listed_path(name)
+    entered = {f[0] for f, callers in calls.callers.items() if steps[0] in callers}
+    assert entered - {path for path, _ in steps} - set(beside) == set()
