@@ -74,14 +74,14 @@ class Example(NamedTuple):
             return step
 
         def closed(state: Any, h: Any, gradient: Callable, noise: Any) -> Any:
-            state = state._replace(gradient_estimator=gradient(state.position))
+            state = state._replace(gradient=gradient(state.position))
             return step(state, h, gradient, noise)._replace(gradient=None)
 
         return closed
 
     def num_draws(self, scheme: str) -> int:
         """Standard normal vectors that the step takes."""
-        return self.dynamics.make_step(scheme).draws
+        return self.dynamics.make_step(scheme).num_noise
 
     def state(self, position: Any, seed: int = 0) -> Any:
         """A state at ``position``."""

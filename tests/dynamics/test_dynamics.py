@@ -239,5 +239,5 @@ def test_diffusion_that_is_zero_somewhere_can_be_checked():
 def test_what_cannot_be_checked_is_said():
     with pytest.raises(ValueError, match="not finite"):
         check_invariance(varying_recipe(lambda z: (1 + z[0] ** 2) * jnp.eye(2)))
-    with pytest.raises(ValueError, match="`scheme` is 'foo'"):
+    with pytest.raises(ValueError, match="`integrator` is 'foo'"):
         check_invariance(UnderdampedLangevin(1.0), integrator="foo")

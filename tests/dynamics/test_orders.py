@@ -159,12 +159,12 @@ def test_kept_gradient_is_the_one_at_the_position(scheme):
     """One gradient a step does what two would."""
     example = EXAMPLES["underdamped"]
     step, closed = example.dynamics.make_step(scheme), example.step(scheme)
-    assert step.gradients == 1
+    assert step.num_gradients == 1
     gradient, rng = jax.grad(quartic), np.random.default_rng(0)
     closed_state = example.state(np.array([0.3, -0.4]))
-    state = closed_state._replace(gradient_estimator=gradient(closed_state.position))
+    state = closed_state._replace(gradient=gradient(closed_state.position))
     for _ in range(4):
-        noise = rng.standard_normal((step.draws, 2))
+        noise = rng.standard_normal((step.num_noise, 2))
         state = step(state, 0.4, gradient, noise)
         closed_state = closed(closed_state, 0.4, gradient, noise)
     np.testing.assert_allclose(state.position, closed_state.position, rtol=1e-12)
@@ -266,7 +266,7 @@ def test_step_without_gradient_has_no_stationary_covariance():
 
 def sd_ratio(dynamics, scheme, step_size, curvature):
     step, state = dynamics.make_step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
-    covariance = stationary_covariance(step, state, step.draws, step_size, np.array([[curvature]]))
+    covariance = stationary_covariance(step, state, step.num_noise, step_size, np.array([[curvature]]))
     return np.sqrt(curvature * covariance[0, 0])
 
 

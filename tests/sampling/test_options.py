@@ -91,8 +91,8 @@ def test_other_settings_are_noticed(kernel, settings):
 
 def test_settings_name_all_that_was_chosen():
     kernel = numpyro_sgmcmc.SGRHMC(abs, num_steps=3, noise_compensation=True)
-    own = {"model", "potential_fn", "dynamics", "scheme", "inverse_metric_fn"}
+    own = {"model", "potential_fn", "dynamics", "integrator", "inverse_metric_fn"}
     assert set(kernel.settings) == own | set(NAMES)
     assert kernel.settings["model"] is abs
     assert kernel.settings["num_steps"] == 3
-    assert kernel.settings["minibatch"] == "iid"
+    assert kernel.settings["subsampling"] == "iid"
