@@ -18,7 +18,7 @@ What an SDE must tell the rest of the library about itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from jax.extend.core import Jaxpr, Literal
 
 from numpyro_sgmcmc.dynamics.integrators import Flow, Integrator, Step, compose
+from numpyro_sgmcmc.jaxpr import propagate
 
 __all__ = [
     "Dynamics",
@@ -99,12 +99,6 @@ _RESHAPING_PRIMITIVES = {
 
 
 # fmt: on
-_CALL_PRIMITIVE_JAXPRS = {
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-}
 
 
 def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
@@ -129,32 +123,19 @@ def is_elementwise(fn: Callable[[Array], Array], x: Array) -> bool:
     :return: False also where that cannot be seen.
     """
     closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    (found,) = _propagate_sources(closed.jaxpr, [np.arange(x.size)])
+    (found,) = propagate(
+        closed.jaxpr,
+        [np.arange(x.size)],
+        _propagate_sources,
+        lambda atom: np.full(atom.aval.shape, _CONSTANT_SOURCE),
+    )
     is_own = (found == _CONSTANT_SOURCE) | (found == np.arange(x.size))
     return bool(is_own.all())
 
 
-def _propagate_sources(jaxpr: Jaxpr, input_sources: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Which entry of the argument each entry of the outputs comes from, given the inputs' ones."""
-    known = dict(zip(jaxpr.invars, input_sources, strict=True))
-
-    def of(atom: Any) -> np.ndarray:
-        if isinstance(atom, Literal) or atom not in known:
-            return np.full(atom.aval.shape, _CONSTANT_SOURCE)
-        return known[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [of(a) for a in eqn.invars]
-        known.update(zip(eqn.outvars, _equation_sources(eqn, inputs), strict=True))
-    return [of(v) for v in jaxpr.outvars]
-
-
-def _equation_sources(eqn: Any, input_sources: list[np.ndarray]) -> list[np.ndarray]:
-    """The same for one equation."""
+def _propagate_sources(eqn: Any, input_sources: list[np.ndarray]) -> list[np.ndarray]:
+    """Return which entry of the argument each entry of an equation's outputs comes from."""
     name = eqn.primitive.name
-    if name in _CALL_PRIMITIVE_JAXPRS:
-        inner = eqn.params[_CALL_PRIMITIVE_JAXPRS[name]]
-        return _propagate_sources(inner.jaxpr, input_sources)
     if name in _RESHAPING_PRIMITIVES:
         with jax.ensure_compile_time_eval():
             moved = eqn.primitive.bind(*(i.astype(np.int32) for i in input_sources), **eqn.params)

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from numpyro import validation_enabled
 
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -38,6 +38,7 @@ from numpyro_sgmcmc.data.row_proxies import RowLookup
 from numpyro_sgmcmc.data.sharded_array import ShardedArray, Shards
 from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error, warn_user
+from numpyro_sgmcmc.jaxpr import find_dependent_outputs, propagate, propagate_labels, sub_jaxprs
 from numpyro_sgmcmc.model.handlers import trace_prior
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
@@ -62,11 +63,9 @@ __all__ = [
     "check_local_latents_options",
     "check_local_sites",
     "check_sharding",
-    "find_dependent_outputs",
     "find_global_sites",
     "find_plate_free_deterministics",
     "find_row_gathers",
-    "propagate_labels",
     "validate_model",
     "warn_missing_plates",
 ]
@@ -85,10 +84,6 @@ _INDEX_PRESERVING_PRIMITIVES = {
 }
 
 
-# Their one jaxpr takes the equation's inputs and gives its outputs.
-_CALL_PRIMITIVES = {"closed_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit"}
-
-
 class RowGather(NamedTuple):
     """A lookup by the rows of a plate.
 
@@ -102,107 +97,69 @@ class RowGather(NamedTuple):
     array_name: str | None
 
 
-def _sub_jaxprs(eqn: Any) -> list[Any]:
-    """Jaxprs called by an equation whose inputs are the equation's own, one to one."""
-    closed = [v for v in eqn.params.values() if hasattr(v, "jaxpr") and hasattr(v, "consts")]
-    return [c for c in closed if len(c.jaxpr.invars) == len(eqn.invars)]
-
-
 def find_row_gathers(
-    jaxpr: Jaxpr, plate_names: Mapping[Any, str], array_names: Mapping[Any, str]
+    jaxpr: Jaxpr, plate_names: Sequence[str], array_names: Sequence[str | None]
 ) -> list[RowGather]:
-    """The gathers in which a plate's indices, unchanged, are the rows looked up.
+    """Return the gathers in which a plate's indices, unchanged, are the rows looked up.
 
     Arithmetic on an index (``i // 10``, ``i - 1``) makes it the user's own, and is not followed.
 
-    :param jaxpr: the model's jaxpr.
-    :param plate_names: plate names by the variables that hold their indices.
-    :param array_names: array names by the variables that hold them.
-    :return: one entry a gather.
+    :param jaxpr: the model's jaxpr, as a function of the plates' indices and then of the arrays.
+    :param plate_names: the plate whose indices each of the first inputs holds.
+    :param array_names: names of the other inputs.
+    :return: one entry per gather.
     """
-    return _follow_indices(jaxpr, {v: (p,) for v, p in plate_names.items()}, array_names)[0]
+    gathers: list[RowGather] = []
 
-
-def _follow_indices(
-    jaxpr: Jaxpr,
-    index_columns: Mapping[Any, tuple[str | None, ...]],
-    array_names: Mapping[Any, str],
-) -> tuple[list[RowGather], list[tuple[str | None, ...] | None]]:
-    """The gathers, and the columns of the outputs.
-
-    :param index_columns: for index arrays, the plate whose indices each column holds, if any.
-    """
-    columns_of, name_of, found = dict(index_columns), dict(array_names), []
-
-    def known(table: Mapping[Any, Any], atom: Any) -> Any:
-        return None if isinstance(atom, Literal) else table.get(atom)
-
-    for eqn in jaxpr.eqns:
-        primitive = eqn.primitive.name
-        indices = [c for a in eqn.invars if (c := known(columns_of, a)) is not None]
+    def transfer(eqn: Any, inputs: list[_Origin]) -> list[_Origin]:
+        primitive, outputs = eqn.primitive.name, [_Origin()] * len(eqn.outvars)
+        shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
         if primitive == "gather":
             dims = eqn.params["dimension_numbers"].start_index_map
-            looked_up = known(columns_of, eqn.invars[1]) or ()
-            shape = getattr(eqn.invars[0].aval, "shape", ())
-            if len(looked_up) == len(dims):
-                for plate, dim in zip(looked_up, dims, strict=True):
-                    if plate is not None:
-                        found.append(RowGather(plate, shape[dim], known(name_of, eqn.invars[0])))
-            continue
-        if primitive == "dynamic_slice":  # of a scalar index, as in a loop over rows
-            shape = getattr(eqn.invars[0].aval, "shape", ())
-            sizes = zip(shape, eqn.params["slice_sizes"], strict=True)
-            for (length, size), atom in zip(sizes, eqn.invars[1:], strict=False):
-                on = (p for p in known(columns_of, atom) or () if p is not None and size == 1)
-                found += [RowGather(p, length, known(name_of, eqn.invars[0])) for p in on]
-            continue
-        for closed in _sub_jaxprs(eqn):
-            inner = closed.jaxpr
-            pairs = list(zip(inner.invars, eqn.invars, strict=True))
-            inner_columns = {v: c for v, a in pairs if (c := known(columns_of, a)) is not None}
-            inner_arrays = {v: n for v, a in pairs if (n := known(name_of, a)) is not None}
-            more, outputs = _follow_indices(inner, inner_columns, inner_arrays)
-            found += more
-            if primitive in _CALL_PRIMITIVES:
-                known_outputs = zip(eqn.outvars, outputs, strict=True)
-                columns_of.update({v: c for v, c in known_outputs if c is not None})
-        if primitive in _INDEX_PRESERVING_PRIMITIVES and indices:
-            columns_of[eqn.outvars[0]] = indices[-1]
-        if primitive == "concatenate" and indices and eqn.params["dimension"] > 0:
-            # X[i, 0] looks up pairs of indices: a column of the plate's beside one of zeros.
-            parts = [known(columns_of, a) or (None,) for a in eqn.invars]
-            columns_of[eqn.outvars[0]] = tuple(c for part in parts for c in part)
-        if len(eqn.outvars) == 1:
-            names = {n for a in eqn.invars if (n := known(name_of, a)) is not None}
-            if len(names) == 1:
-                name_of[eqn.outvars[0]] = names.pop()
-    return found, [known(columns_of, v) for v in jaxpr.outvars]
+            columns = inputs[1].columns
+            if len(columns) == len(dims):
+                gathers.extend(
+                    RowGather(plate, shape[dim], inputs[0].array)
+                    for plate, dim in zip(columns, dims, strict=True)
+                    if plate is not None
+                )
+            return outputs
+        if primitive == "dynamic_slice":  # at a scalar index, as in a loop over rows
+            sizes = eqn.params["slice_sizes"]
+            for num_rows, size, index in zip(shape, sizes, inputs[1:], strict=False):
+                gathers.extend(
+                    RowGather(plate, num_rows, inputs[0].array)
+                    for plate in index.columns
+                    if plate is not None and size == 1
+                )
+            return outputs
+        for inner in sub_jaxprs(eqn):  # loops: their gathers count, their outputs are not followed
+            propagate(inner, inputs, transfer, lambda atom: _Origin())
+        columns = ()
+        if any(x.columns for x in inputs):
+            if primitive in _INDEX_PRESERVING_PRIMITIVES:
+                columns = [x.columns for x in inputs if x.columns][-1]
+            elif primitive == "concatenate" and eqn.params["dimension"] > 0:
+                # X[i, 0] looks up pairs of indices: a column of the plate's beside one of zeros.
+                columns = sum((x.columns or (None,) for x in inputs), ())
+        names = {x.array for x in inputs} - {None}
+        name = names.pop() if len(names) == 1 and len(outputs) == 1 else None
+        return [_Origin(columns, name), *outputs[1:]]
+
+    plates = [_Origin((name,)) for name in plate_names]
+    arrays = [_Origin((), name) for name in array_names]
+    propagate(jaxpr, [*plates, *arrays], transfer, lambda atom: _Origin())
+    return gathers
 
 
-def propagate_labels(jaxpr: Jaxpr, input_labels: Sequence[frozenset]) -> list[frozenset]:
-    """For each output, the union of what is given for the inputs that it depends on."""
-    known = dict(zip(jaxpr.invars, input_labels, strict=True))
-    nothing: frozenset = frozenset()
+class _Origin(NamedTuple):
+    """
+    - **columns** - for an array of indices, the plate whose indices each column holds; else empty.
+    - **array** - name of the argument that it was computed from, where that is one alone.
+    """
 
-    def of(atom: Any) -> frozenset:
-        return nothing if isinstance(atom, Literal) else known.get(atom, nothing)
-
-    for eqn in jaxpr.eqns:
-        inputs = [of(a) for a in eqn.invars]
-        inner = _sub_jaxprs(eqn) if eqn.primitive.name in _CALL_PRIMITIVES else []
-        if len(inner) == 1 and len(inner[0].jaxpr.outvars) == len(eqn.outvars):
-            outputs = propagate_labels(inner[0].jaxpr, inputs)
-        else:
-            outputs = [nothing.union(*inputs)] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [of(v) for v in jaxpr.outvars]
-
-
-def find_dependent_outputs(closed_jaxpr: ClosedJaxpr, num_inputs: int) -> list[bool]:
-    """For each output, whether it depends on any of the first ``num_inputs`` inputs."""
-    others = len(closed_jaxpr.jaxpr.invars) - num_inputs
-    given = [frozenset({True})] * num_inputs + [frozenset()] * others
-    return [bool(found) for found in propagate_labels(closed_jaxpr.jaxpr, given)]
+    columns: tuple[str | None, ...] = ()
+    array: str | None = None
 
 
 def find_global_sites(model_trace: ModelTrace) -> tuple[GlobalSite, ...]:
@@ -571,10 +528,8 @@ def _check_array_lengths(jaxpr: Jaxpr, model_trace: ModelTrace) -> None:
                 f"The plate '{plate}' has size {plates[plate].size}, but {array!r}, which it "
                 f"indexes, has {len(array)} rows. Make the two agree."
             )
-    rows = dict(zip(jaxpr.invars, sorted(plates), strict=False))
-    named = [name for name, _ in model_trace.arguments.named_arrays(model_trace.model)]
-    arrays = dict(zip(jaxpr.invars[len(plates) :], named, strict=True))
-    for found in find_row_gathers(jaxpr, rows, arrays):
+    names = [name for name, _ in model_trace.arguments.named_arrays(model_trace.model)]
+    for found in find_row_gathers(jaxpr, sorted(plates), names):
         size = plates[found.plate].size
         if found.num_rows != size:
             raise InvalidArgumentError(

@@ -9,8 +9,9 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.jaxpr import find_dependent_outputs
 from numpyro_sgmcmc.model.subsampled import make_model_potential
-from numpyro_sgmcmc.model.validation import RowGather, find_dependent_outputs, find_row_gathers
+from numpyro_sgmcmc.model.validation import RowGather, find_row_gathers
 
 ROWS, COLUMNS = 7, 3
 
@@ -21,8 +22,7 @@ def lookups(fn):
     jaxpr = jax.make_jaxpr(fn)(
         i, jnp.ones((ROWS, COLUMNS)), jnp.ones((COLUMNS, ROWS)), jnp.ones(ROWS)
     )
-    rows, *arrays = jaxpr.jaxpr.invars
-    return find_row_gathers(jaxpr.jaxpr, {rows: "rows"}, dict(zip(arrays, "XTy", strict=True)))
+    return find_row_gathers(jaxpr.jaxpr, ["rows"], list("XTy"))
 
 
 FOUND = {
@@ -49,6 +49,7 @@ FOUND = {
     "joined": (None, lambda i, X, T, y: jnp.concatenate([X, T.T], 1)[i]),
     "in a jit": ("X", lambda i, X, T, y: jax.jit(lambda j, Z: Z[j])(i, X)),
     "in a gradient": ("X", lambda i, X, T, y: jax.grad(lambda b: (X[i] @ b).sum())(jnp.ones(3))),
+    "in a checkpoint": ("X", lambda i, X, T, y: jax.checkpoint(lambda j, Z: Z[j])(i, X)),
     "constant": (None, lambda i, X, T, y: jnp.asarray(np.arange(ROWS))[i]),
 }
 
@@ -95,8 +96,7 @@ def test_several_plates_and_several_lookups():
 
     i = jnp.arange(2)
     jaxpr = jax.make_jaxpr(fn)(i, i, jnp.ones((ROWS, 2)), jnp.ones(5)).jaxpr
-    a, b, X, y = jaxpr.invars
-    found = find_row_gathers(jaxpr, {a: "a", b: "b"}, {X: "X", y: "y"})
+    found = find_row_gathers(jaxpr, ["a", "b"], ["X", "y"])
     assert sorted(found) == [RowGather("a", 7, "X"), RowGather("b", 5, "y"), RowGather("b", 7, "X")]
 
 
