@@ -26,17 +26,17 @@ each_stream = pytest.mark.parametrize("name", sorted(SUBSAMPLINGS))
 
 
 class Stream(NamedTuple):
-    """A scheme on a table of a size."""
+    """A subsampling method on a plate of a size."""
 
-    scheme: Subsampling
+    subsampling: Subsampling
     size: int
     batch_size: int
 
     def init(self, key):
         return StreamState.init(key)
 
-    def draw(self, state, key, num_steps):
-        return self.scheme.sample_indices(state, key, num_steps, self.size, self.batch_size)
+    def sample_indices(self, state, key, num_steps):
+        return self.subsampling.sample_indices(state, key, num_steps, self.size, self.batch_size)
 
 
 def iid(size, batch_size):

@@ -175,7 +175,7 @@ def test_rows_are_read_in_blocks_and_ahead(long_run):
     mcmc, host = long_run
     source = host._source
     block = mcmc.last_state.prefetch_buffer
-    (values,), used = block.values, block.num_used
+    (values,), used = block.row_arrays, block.num_used
     length = values.shape[1]
     rows = {"rows": np.empty((3, BATCH), np.int32)}
     assert length == compute_buffer_length((RowLookup(host, "rows"),), rows, num_chains=2) > 1

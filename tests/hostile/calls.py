@@ -156,7 +156,7 @@ def anything() -> Any:
         st.booleans(),
         numbers(),
         st.text(max_size=4),
-        st.sampled_from(["auto", "plain", "iid", "blocks", "euler", "potential", "1.0", "0.1"]),
+        st.sampled_from(["auto", "minibatch", "iid", "contiguous", "euler", "potential", "1.0", "0.1"]),
         st.binary(max_size=2),
         st.complex_numbers(),
     )
@@ -169,7 +169,7 @@ def anything() -> Any:
         held.map(jnp.asarray),
         held.map(lambda x: np.array([x])),
         held.map(lambda x: np.array(x)[()]),
-        st.just(np.array(["auto", "plain"])),
+        st.just(np.array(["auto", "minibatch"])),
         st.just(np.array("auto")),
         st.just(object()),
         st.just(lambda i: 0.1),

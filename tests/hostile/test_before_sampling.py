@@ -80,9 +80,9 @@ def test_subsampled_array_of_another_length(no_sampling):
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("gradient", None),
-        ("minibatch", "random"),
-        ("scheme", "leapfrog"),
+        ("gradient_estimator", None),
+        ("subsampling", "random"),
+        ("integrator", "leapfrog"),
         ("step_size", 0),
         ("step_size", np.nan),
         ("step_size", True),

@@ -29,7 +29,7 @@ def run(*args, init_params=None, options=None, **kwargs):
         ({"rows_of": ("X",)}, ("'y'", "1000 rows", "'rows'", "index the data")),
         (
             {"key": True, "options": {"gradient_estimator": "control_variate"}},
-            ("prng_key", "'plain'"),
+            ("prng_key", "minibatch"),
         ),
     ],
 )
@@ -77,9 +77,9 @@ def test_missing_value_beyond_the_first_rows_is_found():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gradient": "full"}, "`gradient` is 'full'.*'plain'"),
-        ({"minibatch": "all"}, "`minibatch` is 'all'.*'blocks'"),
-        ({"integrator": "euler"}, "`scheme` is 'euler'.*'symmetric'"),
+        ({"gradient_estimator": "full"}, "`gradient_estimator` is 'full'.*'minibatch'"),
+        ({"subsampling": "all"}, "`subsampling` is 'all'.*'contiguous'"),
+        ({"integrator": "euler"}, "`integrator` is 'euler'.*'symmetric'"),
         ({"step_size": -1.0}, "`step_size` is -1.0"),
         ({"step_size": "small"}, "`step_size` is 'small'"),
         ({"step_size": lambda i: -1.0}, r"`step_size\(0\)` is -1.0"),

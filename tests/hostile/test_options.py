@@ -55,8 +55,8 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "adapt_mass_matrix": is_flag,
     "noise_compensation": is_flag,
     "init_in_modes": is_flag,
-    "gradient": is_one_of("auto", "plain", "control_variate", "second_order_control_variate"),
-    "minibatch": is_one_of("auto", "blocks", "epoch", "iid"),
+    "gradient_estimator": is_one_of("auto", "minibatch", "control_variate", "second_order_control_variate"),
+    "subsampling": is_one_of("auto", "contiguous", "shuffled", "iid"),
     "max_grad_norm": or_none(is_positive_number),
     "target_sd_bias": is_positive_number,
     "init_strategy": callable,
@@ -81,7 +81,7 @@ def options_of(kernel: Any) -> list[str]:
     shared = set(inspect.signature(SGHMCSplit).parameters) - {"friction"}
     if kernel not in vars(numpyro_sgmcmc).values():  # a subclass of the tests'
         own.discard("friction")
-    return sorted((own | shared) & {*SHARED, "scheme"})
+    return sorted((own | shared) & {*SHARED, "integrator"})
 
 
 @few(200)
@@ -118,7 +118,7 @@ def test_misspelt_options_are_named(data, kernel, name):
         k = data.draw(st.integers(0, len(right) - 1))
         name = right[:k] + right[k + 1 :]
     known |= {
-        "scheme",
+        "integrator",
         "dense_mass",
         "inverse_mass_matrix",
         "options",

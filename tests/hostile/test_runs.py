@@ -166,7 +166,7 @@ def finished() -> dict[str, Any]:
 ON_RUNS: dict[str, Callable[[Any], Any]] = {
     "bias_report": diagnostics.bias_report,
     "print_summary": diagnostics.print_summary,
-    "calibrated_samples": diagnostics.bias_corrected_samples,
+    "bias_corrected_samples": diagnostics.bias_corrected_samples,
     "ess_per_gradient": diagnostics.ess_per_gradient,
     "compare_with_finer": lambda mcmc: diagnostics.compare_with_finer(mcmc, jax.random.key(0)),
 }
@@ -193,13 +193,13 @@ def test_misuses_of_diagnostics_are_named(finished):
     for wrong in (0, 2.0, "all", -1):
         refusal(lambda w=wrong: d.print_summary(ours, prob=w), "`prob`")
     for wrong in (3, {}, "report", others):
-        refusal(lambda w=wrong: d.calibrated_samples(ours, w), "`report`")
+        refusal(lambda w=wrong: d.bias_corrected_samples(ours, w), "`report`")
     for wrong in (0, "key", np.zeros(2, np.int32), jax.random.split(key, 2)):
         refusal(lambda w=wrong: d.compare_with_finer(ours, w), "`rng_key`")
     refusal(lambda: d.compare_with_finer(ours, key, "both"), "`change`")
     refusal(lambda: report.add_to(3), "`data`")
     pickled = pickle.loads(pickle.dumps(ours))
-    for name in ("calibrated_samples", "ess_per_gradient"):
+    for name in ("bias_corrected_samples", "ess_per_gradient"):
         refusal(lambda n=name: ON_RUNS[n](pickled), f"`{name}`", "again")
 
 
