@@ -166,7 +166,7 @@ def kill():
 
 WRITERS = {
     "draws": (DrawsOnDisk, "write"),
-    "state": (store, "_checkpointer"),
+    "state": (store, "_create_checkpointer"),
     "header": (store, "_write_atomically"),
 }
 

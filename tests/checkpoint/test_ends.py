@@ -53,14 +53,14 @@ import tests.checkpoint.runs as t
 
 mcmc = t.mcmc_of(sys.argv[1])
 limit = int(sys.argv[2])
-advance, begun = t.Chains.advance, []
+advance, begun = t.ChainRunner.run_iterations, []
 
 def advance_and_limit(self, segment, iterations):
     if t.np.max(segment.state.i) >= 11:  # two draws are on disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     return advance(self, segment, iterations)
 
-t.Chains.advance = advance_and_limit
+t.ChainRunner.run_iterations = advance_and_limit
 try:
     t.run(mcmc)
 except RuntimeError as error:
@@ -159,11 +159,11 @@ def test_killed_in_earnest(tmp_path):
 LOCK_ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from numpyro_sgmcmc.checkpoint.processes import locked
+from numpyro_sgmcmc.checkpoint.processes import lock_folder
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 try:
-    with locked(Path(sys.argv[1])):
+    with lock_folder(Path(sys.argv[1])):
         raise ValueError("what is told")
 except ValueError as error:
     print(error)
@@ -178,9 +178,9 @@ def test_a_full_disk_does_not_hide_what_went_wrong(tmp_path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from numpyro_sgmcmc.checkpoint.processes import locked
+from numpyro_sgmcmc.checkpoint.processes import lock_folder
 
-with locked(Path(sys.argv[1])):
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """

@@ -14,7 +14,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_sgmcmc import SGHMCSplit, warmup_report
 from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit
 from numpyro_sgmcmc.diagnostics import plot_warmup
-from numpyro_sgmcmc.errors import ModelWarning
+from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
 
 mpl.use("Agg")
@@ -64,7 +64,7 @@ def test_numbers_are_the_warm_ups():
     assert f"R-hat {found.trace.r_hat:.2f}" in told["Start"]
     sds = np.sqrt(np.diagonal(np.asarray(found.preconditioner.inverse_mass_matrix)))
     assert f"from {sds.min():.3g} (" in told["Whitening"]
-    for name in ("plain", "control variates", "second-order control variates"):
+    for name in ("minibatch gradient", "control variates", "second-order control variates"):
         assert name in told["Gradient"]
     assert told["Chains"] == "0 of 40 iterations diverged."
 
@@ -74,19 +74,19 @@ def test_the_steps_fall_to_the_one_that_is_taken():
     lengths = list(found.trace.step_size_limits.values())
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
-    chosen = found.trace.noise[found.estimator.name]
-    assert chosen[found.subsampling.is_contiguous] == pytest.approx(found.noise.mean)
+    chosen = found.trace.noise_variances[found.estimator.name]
+    assert chosen[found.subsampling.is_contiguous] == pytest.approx(found.noise_stats.mean_variance)
 
 
 def test_what_limits_the_step_is_named():
     step_sizes = {"integrator": 0.3, "curvature": 0.3, "noise": 0.1, "settings": 0.1, "means": 0.05}
-    told = page(with_changes(step_size=0.05, weighed={"step_sizes": step_sizes}))["Step size"]
+    told = page(with_changes(step_size=0.05, weighed={"step_size_limits": step_sizes}))["Step size"]
     assert told == (
         "0.05. 0.3 suits the scheme; of that the gradient's noise leaves 0.1, means, which would "
         "move, leave 0.05."
     )
     all_alike = dict.fromkeys(step_sizes, 0.3)
-    told = page(with_changes(step_size=0.3, weighed={"step_sizes": all_alike}))["Step size"]
+    told = page(with_changes(step_size=0.3, weighed={"step_size_limits": all_alike}))["Step size"]
     assert told == "0.3, the longest that suits the scheme: nothing asks for less."
 
 
@@ -98,11 +98,11 @@ def test_an_unusual_friction_is_named():
 
 def test_what_was_found_is_told():
     changes = {
-        "decisive": (("rows", (3, 5)),),
-        "findings": (ModelWarning((), "modes", "There is another mode."),),
-        "has_region": False,
+        "included_rows": (("rows", (3, 5)),),
+        "model_warnings": (ModelWarning((), ModelWarningKind.MULTIMODAL, "There is another mode."),),
+        "has_dominant_mode": False,
         "step_size": 10.0,
-        "allowed_excess": 0.1,
+        "allowed_variance_inflation": 0.1,
     }
     told = page(with_changes(**changes))
     assert told["Minibatches"].endswith("in every one: 2 of 'rows'.")
@@ -115,7 +115,7 @@ def test_what_was_found_is_told():
 
 
 def test_values_of_rows():
-    told = page(with_changes(locals=LocalLatentsInit(None, None, None), num_steps=1_000))
+    told = page(with_changes(local_init=LocalLatentsInit(None, None, None), num_steps=1_000))
     assert told["Steps"].startswith("1,000 a draw: until parameters and values of rows")
     assert "from the curvature, given the values of rows" in told["Whitening"]
 
@@ -124,7 +124,7 @@ def test_what_is_given_is_said_to_be():
     told = page(run(**GIVEN))
     assert "all that a warm-up looks for was given" in told["Start"]
     assert told["Whitening"] == "Diagonal, as given: unconstrained sds of 1."
-    assert told["Gradient"] == "Plain, as given."
+    assert told["Gradient"] == "Minibatch gradient, as given."
     assert told["Step size"] == "0.001, as given."
     assert "Predicted" not in told
     with pytest.raises(ValueError, match="nothing to plot"):
@@ -137,7 +137,7 @@ def test_all_rows_at_every_step():
     mcmc.run(jax.random.key(0), init_params=jnp.zeros(3))
     told = page(mcmc)
     assert told["Run"].endswith("3 parameters; all rows at every step.")
-    assert told["Gradient"] == "Plain."
+    assert told["Gradient"] == "Minibatch gradient."
     assert "Minibatches" not in told
     pyplot.close(plot_warmup(mcmc)[0].figure)
 
@@ -156,7 +156,7 @@ def test_plot():
     axes = plot_warmup(run())
     widths = axes[0].lines[0].get_ydata()
     assert (np.diff(widths) <= 0).all()
-    assert len(axes[1].patches) == 2 * len(found.trace.noise)
+    assert len(axes[1].patches) == 2 * len(found.trace.noise_variances)
     lengths = [bar.get_width() for bar in axes[2].patches]
     assert lengths == list(found.trace.step_size_limits.values())
     assert plot_warmup(run(), axes=axes) is axes
