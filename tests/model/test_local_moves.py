@@ -101,37 +101,37 @@ def case(request, x64):
 def test_potential_on_all_rows_is_the_joint(case):
     arguments = with_local_values(case.arguments, case.values)
     assert_close(
-        _full_potential(case.potential, case.theta, arguments),
-        case.joint(case.theta, case.values.position),
+        _full_potential(case.target, case.theta, arguments),
+        case.joint(case.theta, case.values.hmc_position),
     )
 
 
 def test_a_row_sees_its_own_unscaled_gradient(case):
-    expected = case.slopes(case.theta, case.values.position)[1]
+    expected = case.slopes(case.theta, case.values.hmc_position)[1]
     rows = jnp.array([3, 11, 0, 7])
     some = case.values.take(rows)
 
     def total(position):
         return _rows_of(
-            case.potential, case.theta, rows, position, some.drawn, case.arguments
+            case.target, case.theta, rows, position, some.gibbs_values, case.arguments
         ).sum()
 
-    assert_close(jax.grad(total)(some.position), expected[rows])
+    assert_close(jax.grad(total)(some.hmc_position), expected[rows])
 
 
 def test_a_row_s_density_is_the_joint_s_up_to_a_constant(case):
     rows = jnp.arange(ROWS)
-    moved = case.values.position.at[5].add(0.7)
+    moved = case.values.hmc_position.at[5].add(0.7)
     own = partial(
         pointwise_local_potentials,
-        case.potential,
+        case.target,
         case.theta,
         rows,
         gibbs_values={},
         arguments=case.arguments,
     )
-    change = own(position=moved) - own(position=case.values.position)
-    expected = case.joint(case.theta, moved) - case.joint(case.theta, case.values.position)
+    change = own(hmc_position=moved) - own(hmc_position=case.values.hmc_position)
+    expected = case.joint(case.theta, moved) - case.joint(case.theta, case.values.hmc_position)
     assert_close(change, jnp.zeros(ROWS).at[5].set(expected))
 
 
@@ -139,10 +139,10 @@ def test_only_the_minibatch_s_rows_change(case):
     rows = [9, 2, 4, 10]
     after, _, here = case.visit(rows)
     others = np.setdiff1d(np.arange(ROWS), rows)
-    before, now = case.values.position, after.values.position
+    before, now = case.values.hmc_position, after.values.hmc_position
     np.testing.assert_array_equal(now[others], before[others])
     assert (now[jnp.array(rows)] != before[jnp.array(rows)]).any()
-    served = here.kwargs["_local_values"].position
+    served = here.kwargs["_local_values"].hmc_position
     np.testing.assert_array_equal(served, now[jnp.array(rows)])
 
 
@@ -150,15 +150,15 @@ def test_gradient_of_the_globals_is_that_at_the_new_values_and_unbiased(case):
     """The estimates on a partition of the rows have the full gradient as their mean."""
     after, gradient, _ = case.visit([9, 2, 4, 10])
     arguments = with_local_values(case.arguments, after.values)
-    whitening = Preconditioner(case.center, jnp.ones(case.potential.dim), gradient)
-    q = case.theta - case.center
+    whitening = Preconditioner(case.anchor, jnp.ones(case.target.dim), gradient)
+    q = case.theta - case.anchor
     blocks = np.random.default_rng(1).permutation(ROWS).reshape(-1, BATCH)
     expected = case.full_gradient(after.values)
     for estimator in (GRADIENT_ESTIMATORS["minibatch"], GRADIENT_ESTIMATORS["control_variate"]):
         found = jax.jit(
             jax.vmap(
                 lambda b, e=estimator: make_gradient_fn(
-                    e, case.potential, arguments, whitening, {"rows": b}
+                    e, case.target, arguments, whitening, {"rows": b}
                 )(q)
             )
         )(jnp.asarray(blocks))
@@ -170,7 +170,7 @@ def test_gradient_at_the_anchor_follows_the_local_values(case):
     state, gradient = case.state, None
     for n, rows in enumerate([[0, 1, 2, 3], [8, 3, 5, 1], [11, 10, 2, 0]]):
         state, gradient, _ = case.visit(rows, n, state, gradient)
-    assert_close(gradient, case.full_gradient(state.values, case.center), rtol=1e-10)
+    assert_close(gradient, case.full_gradient(state.values, case.anchor), rtol=1e-10)
 
 
 def test_the_minibatch_in_the_step_is_the_one_gathered(case):
@@ -180,8 +180,8 @@ def test_the_minibatch_in_the_step_is_the_one_gathered(case):
     arguments = with_local_values(case.arguments, after.values)
     indices = {"rows": rows}
     assert_close(
-        _gradient(case.potential, case.theta, indices, here),
-        _gradient(case.potential, case.theta, indices, arguments),
+        _gradient(case.target, case.theta, indices, here),
+        _gradient(case.target, case.theta, indices, arguments),
     )
 
 
@@ -202,7 +202,7 @@ def test_local_moves_leave_the_conditional_as_it_is(scale):
     after, acceptance = jax.jit(sweep_local_values, static_argnums=(0, 5))(
         target, theta, state, arguments, jax.random.key(0), 3
     )
-    u = (np.asarray(after.position[:, 0], np.float64) - mean) / np.sqrt(variance)
+    u = (np.asarray(after.hmc_position[:, 0], np.float64) - mean) / np.sqrt(variance)
     assert abs(u.mean() - start.mean()) < 5 * np.sqrt(2 / rows)
     assert abs(u.var() - start.var()) < 5 * np.sqrt(4 / rows)
     assert abs((u**4).mean() - 3) < 5 * np.sqrt(96 / rows)

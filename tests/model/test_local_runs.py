@@ -98,7 +98,7 @@ def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
     with pytest.raises(ValueError, match=r"collect_local_sites=True .* log_likelihood=False"):
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.local_state
-    assert state.values.position.shape == (2, 2000, 1)
+    assert state.values.hmc_position.shape == (2, 2000, 1)
     drawn = Predictive(mcmc.sampler.model, whole.get_samples())(jax.random.key(0), y)
     assert drawn["y"].shape == (500, 2000)
     found = az.from_numpyro(whole, log_likelihood=True)

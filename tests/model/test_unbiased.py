@@ -42,7 +42,7 @@ def all_iid(size, batch_size):
 def drawn(scheme, steps, size, batch_size):
     """The first steps of a stream."""
     start = StreamState.init(random.key(4))
-    return np.asarray(scheme.draw(start, random.key(0), steps, size, batch_size)[1])
+    return np.asarray(scheme.sample_indices(start, random.key(0), steps, size, batch_size)[1])
 
 
 @cache
@@ -219,7 +219,7 @@ def test_noise_falls_with_the_distance_from_the_anchor():
 
 def is_unbiased(b, way="blocks", minibatches=None, whitening=None):
     if minibatches is not None:
-        b = b._replace(max_noise_minibatches=minibatches)
+        b = b._replace(minibatches=minibatches)
     error = np.abs(b.mean(way, whitening) - b.full(b.q)).max(1)
     return dict(zip(NAMES, error < 1e-12 * np.abs(b.full(b.q)).max(), strict=True))
 
@@ -235,7 +235,7 @@ def test_scale_left_out_is_seen():
         X, y = (jnp.asarray(x)[indices["rows"]] for x in case.data)
         return potential_energy(case.model, (X, y), {}, z)
 
-    wrong = replace(b.potential, potential_fn=potential)
+    wrong = replace(b.target, potential_fn=potential)
     assert is_unbiased(b) == all_but()
     assert is_unbiased(b, minibatches=minibatches_of(wrong, case.arguments(rows=3))) == all_but(
         *NAMES
@@ -243,35 +243,35 @@ def test_scale_left_out_is_seen():
 
 
 def test_prior_counted_twice_is_seen():
-    b, right = bench("one", rows=3), bench("one", rows=3).potential.potential_fn
+    b, right = bench("one", rows=3), bench("one", rows=3).target.potential_fn
 
     def potential(z, *rest):
         return right(z, *rest) + jnp.square(z["beta"]).sum() / 2
 
-    wrong = replace(b.potential, potential_fn=potential)
+    wrong = replace(b.target, potential_fn=potential)
     found = is_unbiased(b, minibatches=minibatches_of(wrong, CASES["one"].arguments(rows=3)))
     assert not found["minibatch"]
 
 
 def test_gradient_of_another_anchor_is_seen():
     b = bench("one", rows=3)
-    wrong = b.whitening._replace(gradient=b.gradient(b.whitening.center + 1e-6))
+    wrong = b.whitening._replace(reference_gradient=b.gradient(b.whitening.center + 1e-6))
     assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
 def test_minibatch_gradient_in_place_of_the_full_one_is_seen():
     b = bench("one", rows=3)
     rows = {"rows": np.array([[0, 2, 3]])}
-    pulled = b.each(jnp.zeros_like(b.q), rows)[0, NAMES.index("plain")]
+    pulled = b.each(jnp.zeros_like(b.q), rows)[0, NAMES.index("minibatch")]
     gradient = jnp.linalg.solve(b.whitening.factor.T, pulled)
-    wrong = b.whitening._replace(gradient_estimator=gradient)
+    wrong = b.whitening._replace(reference_gradient=gradient)
     assert is_unbiased(b, whitening=wrong) == all_but(*NAMES[1:])
 
 
 def test_wrong_hessian_is_seen():
     b = bench("one", rows=3)
-    for hessian in (None, b.whitening.hessian * (1 + 1e-6)):
-        wrong = b.whitening._replace(hessian=hessian)
+    for hessian in (None, b.whitening.reference_hessian * (1 + 1e-6)):
+        wrong = b.whitening._replace(reference_hessian=hessian)
         assert is_unbiased(b, whitening=wrong) == all_but("second_order_control_variate")
 
 
@@ -297,7 +297,7 @@ def test_noise_variance():
             np.asarray(b.q, np.float64), whitening
         )
         gradient = jax.vmap(
-            lambda i, place: b.potential.gradient(place, {"rows": i}, arguments), (0, None)
+            lambda i, place: b.target.gradient(place, {"rows": i}, arguments), (0, None)
         )
         return sum(weight * gradient(rows, jnp.asarray(p, b.q.dtype)) for p, weight in probes)
 
