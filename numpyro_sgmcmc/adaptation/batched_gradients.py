@@ -1,24 +1,23 @@
-"""The potential as the warm-up asks for it: compiled once, called from Python.
+"""Potentials and gradients on minibatches at many positions, called from Python.
 
-Small linear algebra is done by NumPy in float64: it compiles nothing, and curvature of columns in
-very different units needs the digits.
+:class:`BatchedGradients` evaluates pairs of a position and a minibatch with one compiled program.
+A quantity that is linear in the minibatch potential is, on all rows, a weighted mean of its values
+on minibatches (:func:`iter_weighted_minibatches`). Passes over all rows, gradients at some draws,
+statistics of the gradient noise and curvature are therefore sums over the results of this program,
+accumulated by NumPy in float64, and the program is compiled once per model, whatever the number of
+rows.
 
-Gradients on minibatches at many positions at once: the one program from which the warm-up makes
-all that it must know of the potential.
-
-What is linear in the minibatch potential is on all rows a weighted mean of its values on
-minibatches (:func:`minibatches_of`), so that passes over all rows, gradients at some draws, the
-gradient's noise and its curvature are all sums of what this program returns, made by NumPy in
-float64. It is compiled once for a model, whatever the number of rows.
+:class:`JittedPotential` evaluates the potential and its derivatives on all rows, or on a fixed
+subset, in one call each. Results are float64 arrays of NumPy: small linear algebra then compiles
+nothing, and the curvature of columns in very different units needs the precision.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice, product
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,72 +41,49 @@ __all__ = [
     "sample_subset",
 ]
 
+# Rows of a plate in a representative subset.
 _NUM_SUBSET_ROWS = 20_000
 
-
+# Bytes of consecutive rows that random access to a file reads at once: a few pages.
 _CONTIGUOUS_RUN_BYTES = 2**14
+
+# Hessian columns per call: memory is that of the matrix, not of all products at once.
+_HESSIAN_COLUMNS_PER_CALL = 64
+
+# Pairs of a position and a minibatch per call. The first two bound memory: entries of all
+# gradients, and rows of all minibatches. Beyond HIGH_DIM, XLA's matrix products slow down with
+# more than a few pairs.
+_MAX_GRADIENT_ENTRIES_PER_CALL = 2**22
+_MAX_ROWS_PER_CALL = 2**14
+_MAX_PAIRS_PER_CALL = 128
+_MAX_PAIRS_PER_CALL_HIGH_DIM = 4
+
+# Rows of the minibatches whose pairs are arranged at once, and row indices that NumPy creates at
+# once: bounds on memory.
+_MAX_ROWS_PER_CHUNK = 2**20
+_MAX_INDICES_PER_SLICE = 2**16
+
+# Rows of a minibatch in a pass over many rows: with fewer, Python's overhead dominates.
+_MIN_PASS_BATCH_SIZE = 64
+
+# Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
+# summed in the model's precision before they are added in float64 (a bound on rounding errors).
+_MAX_HESSIAN_ROW_DIRECTIONS = 2**20
+_MAX_HESSIAN_MINIBATCHES_PER_CALL = 32
 
 
 _jitted_value = jax.jit(Potential.full_value, static_argnums=0)
-
-
 _jitted_gradient = jax.jit(Potential.full_gradient, static_argnums=0)
-
-
 _jitted_value_grad_hessian = jax.jit(Potential.full_value_grad_hessian, static_argnums=0)
-
-
 _jitted_hessian_products = jax.jit(Potential.full_hessian_products, static_argnums=0)
 
 
-def choose_run_length(potential: Potential, plate: Plate) -> int:
-    """Rows that random rows are drawn in: one, or as many as share some pages of the disk."""
-    widths = [x.array for x in potential.host_lookups if x.plate == plate.name]
-    widths = [x.row_size * x.dtype.itemsize for x in widths]
-    fitting = max(1, _CONTIGUOUS_RUN_BYTES // max(1, *widths)) if widths else 1
-    return max(
-        r
-        for r in range(1, min(fitting, plate.subsample_size_per_shard) + 1)
-        if plate.subsample_size_per_shard % r == 0
-    )
-
-
-def sample_subset(
-    potential: Potential, seed: int, num_rows: int = _NUM_SUBSET_ROWS
-) -> Indices | None:
-    """Random rows that stand for all rows, ``num_rows`` a plate, and no fewer than a minibatch has.
-
-    :return: None where no plate has more, and all rows of it are on one device.
-    """
-    num_rows = max([num_rows, *(p.subsample_size for p in potential.plates)])
-    if all(p.size <= num_rows and p.shards is None for p in potential.plates):
-        return None
-    rng = np.random.default_rng(seed)
-    return {
-        p.name: _sample_stratified_rows(p, rng, choose_run_length(potential, p), num_rows)
-        for p in potential.plates
-    }
-
-
-def _sample_stratified_rows(
-    plate: Plate, rng: np.random.Generator, run_length: int, num_rows: int
-) -> np.ndarray:
-    """Sorted rows of one plate; where they are spread over devices, as many of each shard."""
-    if plate.size <= num_rows and plate.shards is None:
-        return np.arange(plate.size, dtype=np.int32)
-    firsts, counts = plate.shard_offsets_and_sizes
-    each = -(-num_rows // (run_length * len(counts)))
-    starts = np.sort(rng.integers(0, counts, (len(counts), each)))
-    rows = (starts[..., None] + np.arange(run_length)) % counts[..., None]
-    return (firsts + rows.reshape(len(counts), -1)).reshape(-1).astype(np.int32)
-
-
 class JittedPotential:
-    """The full-data potential, or that of a subset of the rows, at positions of float64.
+    """The potential on all rows, or on a subset of them, at positions in float64.
 
     :param potential: the posterior.
     :param arguments: the model's arguments.
-    :param subset_indices: rows that stand for all, or None for all rows.
+    :param subset_indices: rows of a representative subset, or None for all rows.
     """
 
     def __init__(
@@ -118,229 +94,234 @@ class JittedPotential:
 
     @classmethod
     def from_random_subset(cls, potential: Potential, arguments: Arguments) -> JittedPotential:
-        """The potential on a fixed random subset of the rows, for work that bears its error."""
+        """Build the potential on a fixed random subset of the rows, for approximate work."""
         return cls(potential, arguments, sample_subset(potential, 0))
 
     def value(self, position: np.ndarray) -> float:
-        """The potential."""
+        """Return the potential."""
         return float(
             _jitted_value(self.potential, self._cast(position), self.arguments, self.subset_indices)
         )
 
     def gradient(self, position: np.ndarray) -> np.ndarray:
-        """The gradient, shape ``(d,)``."""
-        g = _jitted_gradient(
+        """Return the gradient, shape ``(d,)``."""
+        gradient = _jitted_gradient(
             self.potential, self._cast(position), self.arguments, self.subset_indices
         )
-        return np.asarray(g, np.float64)
+        return np.asarray(gradient, np.float64)
 
     def value_grad_hessian(self, position: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Potential, gradient and Hessian."""
-        u, g, h = _jitted_value_grad_hessian(
+        """Return potential, gradient of shape ``(d,)`` and Hessian of shape ``(d, d)``."""
+        value, gradient, hessian = _jitted_value_grad_hessian(
             self.potential, self._cast(position), self.arguments, self.subset_indices
         )
-        return float(u), np.asarray(g, np.float64), np.asarray(h, np.float64)
+        return float(value), np.asarray(gradient, np.float64), np.asarray(hessian, np.float64)
 
     def hessian_products(self, position: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-        """Products of the Hessian with the rows of ``vectors``, shape ``(k, d)``."""
-        q, v = self._cast(position), self._cast(vectors)
-        return np.asarray(
-            _jitted_hessian_products(self.potential, q, v, self.arguments, self.subset_indices),
-            np.float64,
+        """Return the products of the Hessian with each of ``vectors``, shape ``(k, d)``."""
+        products = _jitted_hessian_products(
+            self.potential,
+            self._cast(position),
+            self._cast(vectors),
+            self.arguments,
+            self.subset_indices,
         )
-
-
-_HESSIAN_COLUMNS_PER_CALL = 64
+        return np.asarray(products, np.float64)
 
 
 def assemble_hessian(jitted_potential: JittedPotential, position: np.ndarray) -> np.ndarray:
-    """A large Hessian, 64 columns at a time, so that memory is that of the matrix."""
-    d = position.size
-    columns = np.eye(-(-d // _HESSIAN_COLUMNS_PER_CALL) * _HESSIAN_COLUMNS_PER_CALL, d)
-    blocks = columns.reshape(-1, _HESSIAN_COLUMNS_PER_CALL, d)
-    hessian = np.concatenate([jitted_potential.hessian_products(position, v) for v in blocks])[:d]
-    return (hessian + hessian.T) / 2
+    """Return the Hessian from its products with blocks of unit vectors, shape ``(d, d)``."""
+    dim, block = position.size, _HESSIAN_COLUMNS_PER_CALL
+    unit_vectors = np.eye(-(-dim // block) * block, dim).reshape(-1, block, dim)
+    hessian = np.concatenate([jitted_potential.hessian_products(position, v) for v in unit_vectors])
+    return (hessian[:dim] + hessian[:dim].T) / 2
+
+
+def sample_subset(
+    potential: Potential, seed: int, num_rows: int = _NUM_SUBSET_ROWS
+) -> Indices | None:
+    """Sample rows that represent all rows, ``num_rows`` per plate and at least a minibatch.
+
+    :param potential: the posterior.
+    :param seed: seed of the subset.
+    :param num_rows: rows of a plate, about.
+    :return: sorted indices by plate; None where the subset is all rows, on one device.
+    """
+    num_rows = max([num_rows, *(p.subsample_size for p in potential.plates)])
+    if all(p.size <= num_rows and p.shards is None for p in potential.plates):
+        return None
+    rng = np.random.default_rng(seed)
+    subset: dict[str, np.ndarray] = {}
+    for plate in potential.plates:
+        if plate.size <= num_rows and plate.shards is None:
+            subset[plate.name] = np.arange(plate.size, dtype=np.int32)
+        else:
+            run_length = _choose_run_length(potential, plate)
+            num_shards = len(plate.shard_offsets_and_sizes[0])
+            num_runs = -(-num_rows // (run_length * num_shards))
+            subset[plate.name] = _sample_runs(plate, rng, (), num_runs, run_length, is_sorted=True)
+    return subset
 
 
 def sample_minibatch_indices(
     potential: Potential, rng: np.random.Generator, shape: tuple[int, ...], subsampling: Subsampling
 ) -> Indices:
-    """Independent minibatches with rows as a scheme has them: random ones, or consecutive.
+    """Sample independent minibatches of random rows, or of consecutive rows.
 
-    :return: shape ``shape + (subsample_size,)`` for each plate.
+    :param potential: the posterior.
+    :param rng: random number generator.
+    :param shape: shape of the array of minibatches.
+    :param subsampling: whose ``is_contiguous`` says which of the two.
+    :return: indices of shape ``shape + (subsample_size,)`` for each plate.
     """
-    if subsampling.is_contiguous:
-        return {
-            p.name: _sample_plate_indices(p, rng, shape, p.subsample_size_per_shard)
-            for p in potential.plates
-        }
-    return {
-        p.name: _sample_plate_indices(p, rng, shape, choose_run_length(potential, p))
-        for p in potential.plates
-    }
+
+    def sample(plate: Plate) -> np.ndarray:
+        contiguous = subsampling.is_contiguous
+        run_length = (
+            plate.subsample_size_per_shard if contiguous else _choose_run_length(potential, plate)
+        )
+        if not plate.included_rows:
+            num_runs = plate.subsample_size_per_shard // run_length
+            return _sample_runs(plate, rng, shape, num_runs, run_length)
+        random_part = plate.random_part
+        batch_size = random_part.subsample_size_per_shard
+        run_length = 1 if run_length == 1 else batch_size
+        indices = _sample_runs(random_part, rng, shape, batch_size // run_length, run_length)
+        return plate.add_included_rows(indices)
+
+    return {p.name: sample(p) for p in potential.plates}
 
 
-def _sample_plate_indices(
-    plate: Plate, rng: np.random.Generator, shape: tuple[int, ...], run_length: int
+def _choose_run_length(potential: Potential, plate: Plate) -> int:
+    """Return the length of runs of random rows: 1, or as many as fill some pages of the disk."""
+    arrays = [x.array for x in potential.host_lookups if x.plate == plate.name]
+    row_bytes = [x.row_size * x.dtype.itemsize for x in arrays]
+    max_length = max(1, _CONTIGUOUS_RUN_BYTES // max(1, *row_bytes)) if row_bytes else 1
+    batch_size = plate.subsample_size_per_shard
+    return max(r for r in range(1, min(max_length, batch_size) + 1) if batch_size % r == 0)
+
+
+def _sample_runs(
+    plate: Plate,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    num_runs: int,
+    run_length: int,
+    is_sorted: bool = False,
 ) -> np.ndarray:
-    """Runs of rows that start at random; of each shard its part, and all decisive ones."""
-    if plate.included_rows:
-        room = plate.random_part
-        run_length = 1 if run_length == 1 else room.subsample_size_per_shard
-        return plate.add_included_rows(_sample_plate_indices(room, rng, shape, run_length))
-    firsts, counts = plate.shard_offsets_and_sizes
-    start = rng.integers(
-        0, counts, (*shape, len(counts), plate.subsample_size_per_shard // run_length)
-    )
-    rows = (start[..., None] + np.arange(run_length)) % counts[..., None]
-    rows = firsts + rows.reshape(*shape, len(counts), plate.subsample_size_per_shard)
-    return rows.reshape(*shape, plate.subsample_size).astype(np.int32)
-
-
-_MAX_GRADIENT_ENTRIES_PER_CALL = 2**22  # in all slots' gradients together, at most
-
-
-_MAX_ROWS_PER_CALL = 2**14  # in all slots' minibatches together, at most
-
-
-_MAX_PAIRS_PER_CALL = 128
-
-
-_MAX_PAIRS_PER_CALL_HIGH_DIM = (
-    4  # of very many coordinates: with more, XLA multiplies matrices more slowly
-)
-
-
-_MAX_ROWS_PER_CHUNK = 2**20  # of minibatches whose slots are filled at once
-
-
-_MAX_INDICES_PER_SLICE = 2**16  # numbers of rows that Python makes at once
-
-
-_MIN_PASS_BATCH_SIZE = (
-    64  # of a minibatch in a pass over many rows: with fewer, Python takes the time
-)
-
-
-_MAX_HESSIAN_ROW_DIRECTIONS = (
-    2**20
-)  # rows times directions at which products with the Hessian are taken at once
-
-
-_MAX_HESSIAN_MINIBATCHES_PER_CALL = (
-    32  # whose Hessians are added up in the model's type; the rest is in float64
-)
+    """Sample runs of consecutive rows, ``num_runs`` of each shard; shape ``shape + (rows,)``."""
+    offsets, sizes = plate.shard_offsets_and_sizes
+    first_rows = rng.integers(0, sizes, (*shape, len(sizes), num_runs))
+    if is_sorted:
+        first_rows = np.sort(first_rows)
+    rows = (first_rows[..., None] + np.arange(run_length)) % sizes[..., None]
+    rows = offsets + rows.reshape(*shape, len(sizes), num_runs * run_length)
+    return rows.reshape(*shape, -1).astype(np.int32)
 
 
 class WeightedMinibatch(NamedTuple):
-    """A minibatch and its weight.
+    """A minibatch and its weight in a mean.
 
     - **indices** - indices by plate, as many as the plate's ``subsample_size``.
-    - **weight** - its share in the mean.
+    - **weight** - its weight; weights sum to one and may be negative.
     """
 
     indices: Indices
     weight: float
 
 
-class PairResults(NamedTuple):
-    """What some of many pairs of a position and a minibatch come to.
+def iter_weighted_minibatches(
+    plate_groups: Sequence[Sequence[Plate]], indices: Indices | None = None
+) -> Iterator[WeightedMinibatch]:
+    """Iterate over minibatches whose weighted mean is the mean over all rows, exactly.
 
-    - **pair_slice** - which pairs.
+    A minibatch potential is the prior plus (rows / minibatch rows) times the likelihood of the
+    minibatch. Where the rows are no multiple of the batch size, the last minibatch is filled up
+    with copies of the first row, and a minibatch of that row alone, with a negative weight,
+    subtracts these again. The weights sum to one, so that the prior counts once.
+
+    Minibatches are created one at a time: together they hold as many indices as there are rows.
+
+    :param plate_groups: the subsampled plates; plates that meet at a site form a group.
+    :param indices: rows of a representative subset, by plate; None for all rows.
+    """
+    if not plate_groups:
+        yield WeightedMinibatch({}, 1.0)
+        return
+    first = {
+        p.name: next(_iter_plate_minibatches(p, indices))[0]
+        for group in plate_groups
+        for p in group
+    }
+    for group in plate_groups:
+        # Plates of other groups stay at their first minibatch.
+        yield from _iter_crossed_minibatches(group, indices, first, 1.0)
+    if len(plate_groups) > 1:
+        yield WeightedMinibatch(first, 1.0 - len(plate_groups))
+
+
+def _iter_crossed_minibatches(
+    plates: Sequence[Plate], indices: Indices | None, chosen: Indices, weight: float
+) -> Iterator[WeightedMinibatch]:
+    """Iterate over the product of the plates' minibatches, added to those chosen already."""
+    if not plates:
+        yield WeightedMinibatch(chosen, weight)
+        return
+    plate, *others = plates
+    for plate_indices, plate_weight in _iter_plate_minibatches(plate, indices):
+        yield from _iter_crossed_minibatches(
+            others, indices, {**chosen, plate.name: plate_indices}, weight * plate_weight
+        )
+
+
+def _iter_plate_minibatches(
+    plate: Plate, indices: Indices | None
+) -> Iterator[tuple[np.ndarray, float]]:
+    """Iterate over the minibatches of one plate and their weights."""
+    rows = None if indices is None else np.asarray(indices[plate.name])
+    if plate.shards is not None:
+        # Every minibatch has the same number of rows of each shard; remaining rows are left out.
+        assert rows is not None
+        rows_by_shard = rows.reshape(len(plate.shard_offsets_and_sizes[0]), -1)
+        batch_size, shard_size = plate.subsample_size_per_shard, rows_by_shard.shape[1]
+        num_minibatches = max(1, shard_size // batch_size)
+        for k in range(num_minibatches):
+            columns = np.arange(k * batch_size, (k + 1) * batch_size) % shard_size
+            yield rows_by_shard[:, columns].reshape(-1), 1.0 / num_minibatches
+        return
+
+    batch_size = plate.subsample_size
+    size = plate.size if rows is None else len(rows)
+
+    def take(start: int, stop: int) -> np.ndarray:
+        positions = np.arange(start, stop, dtype=np.int32)
+        return positions if rows is None else rows[positions]
+
+    num_minibatches, remainder = divmod(size, batch_size)
+    weight = batch_size / size
+    minibatches_per_slice = max(1, _MAX_INDICES_PER_SLICE // batch_size)
+    for k in range(0, num_minibatches, minibatches_per_slice):
+        stop = min(k + minibatches_per_slice, num_minibatches)
+        for minibatch in take(k * batch_size, stop * batch_size).reshape(-1, batch_size):
+            yield minibatch, weight
+    if remainder:
+        copies = np.repeat(take(0, 1), batch_size)
+        last = np.concatenate([take(num_minibatches * batch_size, size), copies[remainder:]])
+        yield last, weight
+        yield copies, -(batch_size - remainder) / size
+
+
+class PairResults(NamedTuple):
+    """Potentials and gradients of consecutive pairs of a position and a minibatch.
+
+    - **pair_slice** - the pairs, as a slice of all pairs.
     - **values** - potentials, shape ``(n,)``.
-    - **gradients** - shape ``(n, d)``.
+    - **gradients** - gradients, shape ``(n, d)``.
     """
 
     pair_slice: slice
     values: np.ndarray
     gradients: np.ndarray
-
-
-def iter_weighted_minibatches(
-    plate_groups: Sequence[Sequence[Plate]], indices: Indices | None = None
-) -> Iterator[WeightedMinibatch]:
-    """Minibatches whose weighted mean is the mean over all rows, exactly.
-
-    A minibatch potential is the prior plus (rows / chosen rows) times the likelihood of the chosen
-    ones. Where the rows are no multiple of a minibatch, the last one is filled up with copies of
-    the first row, and a minibatch of that row alone takes these away again; the weights sum to one,
-    so that the prior counts once.
-
-    :param plate_groups: the subsampled plates, those that meet at a site together.
-    :param indices: rows that stand for all rows, by plate; all rows where None.
-    """
-    if not plate_groups:
-        yield WeightedMinibatch({}, 1.0)
-        return
-    first = {p.name: _first_minibatch_indices(p, indices) for group in plate_groups for p in group}
-    for group in plate_groups:
-        for some in _iter_crossed_minibatches(group, indices):
-            yield WeightedMinibatch({**first, **some.indices}, some.weight)
-    if len(plate_groups) > 1:
-        # Each group is summed with the others held at their first rows.
-        yield WeightedMinibatch(first, 1.0 - len(plate_groups))
-
-
-def _iter_crossed_minibatches(
-    plates: Sequence[Plate], indices: Indices | None
-) -> Iterator[WeightedMinibatch]:
-    """Minibatches of plates that meet at a site, each with each; of one alone as they come, since
-    all of them have as many numbers as there are rows.
-    """
-    if len(plates) == 1:
-        yield from _iter_plate_minibatches(plates[0], indices)
-        return
-    for several in product(*(list(_iter_plate_minibatches(p, indices)) for p in plates)):
-        chosen = {p.name: some.indices[p.name] for p, some in zip(plates, several, strict=True)}
-        yield WeightedMinibatch(chosen, math.prod(some.weight for some in several))
-
-
-def _first_minibatch_indices(plate: Plate, indices: Indices | None) -> np.ndarray:
-    return np.asarray(next(iter(_iter_plate_minibatches(plate, indices))).indices[plate.name])
-
-
-def _iter_plate_minibatches(plate: Plate, indices: Indices | None) -> Iterator[WeightedMinibatch]:
-    if plate.shards is not None:
-        yield from _iter_sharded_minibatches(plate, indices)
-        return
-    batch = plate.subsample_size
-    size = plate.size if indices is None else len(indices[plate.name])
-
-    def take(start: int, stop: int) -> np.ndarray:
-        found = np.arange(start, stop, dtype=np.int32)
-        return found if indices is None else np.asarray(indices[plate.name])[found]
-
-    whole, rest = divmod(size, batch)
-    weight, many = batch / size, max(1, _MAX_INDICES_PER_SLICE // batch)
-    for k in range(0, whole, many):
-        for some in take(k * batch, min(k + many, whole) * batch).reshape(-1, batch):
-            yield WeightedMinibatch({plate.name: some}, weight)
-    if rest:
-        copies = np.repeat(take(0, 1), batch)
-        last = np.concatenate([take(whole * batch, size), copies[rest:]])
-        yield WeightedMinibatch({plate.name: last}, weight)
-        yield WeightedMinibatch({plate.name: copies}, -(batch - rest) / size)
-
-
-def _iter_sharded_minibatches(plate: Plate, indices: Indices | None) -> Iterator[WeightedMinibatch]:
-    """Minibatches that have their part of each shard; the rest that fills none is left out."""
-    assert indices is not None
-    of_shards = np.reshape(indices[plate.name], (len(plate.shard_offsets_and_sizes[0]), -1))
-    num = max(1, of_shards.shape[1] // plate.subsample_size_per_shard)
-    for k in range(num):
-        part = (
-            np.arange(k * plate.subsample_size_per_shard, (k + 1) * plate.subsample_size_per_shard)
-            % of_shards.shape[1]
-        )
-        yield WeightedMinibatch({plate.name: of_shards[:, part].reshape(-1)}, 1.0 / num)
-
-
-def _with_min_batch_size(plate: Plate) -> Plate:
-    """With minibatches that are not too small."""
-    if plate.shards is not None:
-        return plate
-    size = min(max(plate.subsample_size, _MIN_PASS_BATCH_SIZE), plate.size)
-    return plate._replace(subsample_size=size)
 
 
 @partial(jax.jit, static_argnames="potential")
@@ -351,12 +332,12 @@ def _evaluate_pairs(
     indices: Indices,
     rng_keys: Array | None,
 ) -> tuple[Array, Array]:
-    """Potential and gradient of each slot's minibatch at its position."""
+    """Return potential and gradient of each minibatch at its position."""
 
-    def one(position: Array, rows: Indices, key: Array | None) -> tuple[Array, Array]:
-        return potential.value_and_grad(position, rows, arguments, key)
+    def evaluate(position: Array, indices: Indices, key: Array | None) -> tuple[Array, Array]:
+        return potential.value_and_grad(position, indices, arguments, key)
 
-    return jax.vmap(one)(positions, indices, rng_keys)
+    return jax.vmap(evaluate)(positions, indices, rng_keys)
 
 
 @partial(jax.jit, static_argnames="potential")
@@ -368,30 +349,33 @@ def _sum_hessian_products(
     weights: Array,
     directions: Array,
 ) -> Array:
-    """Weighted sum of minibatches' Hessians, times each direction."""
+    """Return the weighted sum of the minibatches' Hessians times each direction."""
 
-    def add(total: Array, xs: tuple[Indices, Array]) -> tuple[Array, None]:
-        rows, weight = xs
+    def add_minibatch(total: Array, xs: tuple[Indices, Array]) -> tuple[Array, None]:
+        indices, weight = xs
 
-        def product(direction: Array) -> Array:
+        def hessian_product(direction: Array) -> Array:
             def gradient(q: Array) -> Array:
-                return potential.gradient(q, rows, arguments)
+                return potential.gradient(q, indices, arguments)
 
             return jax.jvp(gradient, (position,), (direction,))[1]
 
-        return total + weight * jax.vmap(product)(directions), None
+        return total + weight * jax.vmap(hessian_product)(directions), None
 
-    return lax.scan(add, jnp.zeros_like(directions), (indices, weights))[0]
+    return lax.scan(add_minibatch, jnp.zeros_like(directions), (indices, weights))[0]
 
 
 class BatchedGradients:
     """Potentials and gradients on minibatches, called from Python.
 
+    - **plate_groups** - the plates, with the batch size of a pass over many rows.
+    - **subset_minibatches** - minibatches of a representative subset.
+
     :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
-    :param num_rows: rows of a plate that stand for all, about.
-    :param included_rows: rows that are in every minibatch of a step, and always among those that stand
-        for all.
+    :param num_rows: rows of a plate in the representative subset, about.
+    :param included_rows: rows that every minibatch of a step and the representative subset
+        include.
     """
 
     def __init__(
@@ -402,34 +386,40 @@ class BatchedGradients:
         included_rows: IncludedRows = (),
     ) -> None:
         self.potential, self.included_rows = potential, included_rows
-        self.arguments = arguments.map_arrays(jnp.asarray)  # on the device once
+        self.arguments = arguments.map_arrays(jnp.asarray)  # transferred to the device once
         self.plate_groups = [
-            [_with_min_batch_size(p) for p in g] if len(g) == 1 else g
-            for g in potential.plate_groups
+            [_with_min_batch_size(p) for p in group] if len(group) == 1 else group
+            for group in potential.plate_groups
         ]
-        """The plates, with the rows of a minibatch in a pass over many."""
         self.subset_minibatches = list(self.iter_subset_minibatches(num_rows))
-        """Minibatches of rows that stand for all."""
-        self._num_evaluated_pairs = (
-            0  # so that each slot of a randomised likelihood gets a key of its own
-        )
+        self._num_evaluated_pairs = 0  # seeds the keys of randomised likelihoods
+
+    @property
+    def step_potential(self) -> Potential:
+        """The posterior with the minibatches of a step, which contain the included rows."""
+        return self.potential.with_included_rows(self.included_rows)
 
     def iter_subset_minibatches(self, num_rows: int) -> Iterator[WeightedMinibatch]:
-        """Minibatches of about so many rows whose weighted mean stands for that over all."""
+        """Iterate over minibatches of a subset whose weighted mean estimates that over all rows.
+
+        :param num_rows: rows of a plate in the subset, about.
+        """
         if not self.included_rows:
             yield from iter_weighted_minibatches(
                 self.plate_groups, sample_subset(self.potential, 0, num_rows)
             )
             return
+        # Two strata: the included rows, and a sample of all others.
         (plate,) = self.step_potential.plates
-        num, places = len(plate.included_rows), np.arange(plate.random_part.size, dtype=np.int32)
-        if num_rows < len(places):
+        num_included, num_others = len(plate.included_rows), plate.random_part.size
+        others = np.arange(num_others, dtype=np.int32)
+        if num_rows < num_others:
             rng = np.random.default_rng(0)
-            places = np.sort(rng.choice(len(places), num_rows, replace=False)).astype(np.int32)
-        decisive, others = np.split(plate.add_included_rows(places), [num])
-        for part, of_part in ((decisive, num), (others, plate.random_part.size)):
-            for some in iter_weighted_minibatches(self.plate_groups, {plate.name: part}):
-                yield WeightedMinibatch(some.indices, of_part / plate.size * some.weight)
+            others = np.sort(rng.choice(num_others, num_rows, replace=False)).astype(np.int32)
+        strata = np.split(plate.add_included_rows(others), [num_included])
+        for rows, stratum_size in zip(strata, (num_included, num_others), strict=True):
+            for indices, weight in iter_weighted_minibatches(self.plate_groups, {plate.name: rows}):
+                yield WeightedMinibatch(indices, stratum_size / plate.size * weight)
 
     def evaluate_step_minibatches(
         self,
@@ -438,203 +428,222 @@ class BatchedGradients:
         position_index: np.ndarray,
         minibatch_index: np.ndarray,
     ) -> Iterator[PairResults]:
-        """Potentials and gradients of pairs of a position and a minibatch such as steps have.
+        """Evaluate minibatches of steps, whose first rows are the included ones.
 
         :param positions: shape ``(k, d)``.
-        :param indices: minibatches, shape ``(m, rows)`` for each plate, the decisive rows first.
-        :param position_index: each pair's position.
-        :param minibatch_index: each pair's minibatch.
-        :return: some pairs at a time, in their order.
+        :param indices: minibatches, shape ``(m, rows)`` for each plate.
+        :param position_index: position of each pair.
+        :param minibatch_index: minibatch of each pair.
+        :return: results of some pairs at a time, in their order.
         """
-        return self._evaluate(
-            self.step_potential, positions, indices, position_index, minibatch_index
+        return self.evaluate_minibatches(
+            positions, indices, position_index, minibatch_index, self.step_potential
         )
 
-    def evaluate_pass_minibatches(
+    def evaluate_minibatches(
         self,
         positions: np.ndarray,
         indices: Indices,
         position_index: np.ndarray,
         minibatch_index: np.ndarray,
+        potential: Potential | None = None,
     ) -> Iterator[PairResults]:
-        """The same of minibatches as large as those of passes over all rows (``groups``)."""
-        return self._evaluate(self.potential, positions, indices, position_index, minibatch_index)
+        """Evaluate minibatches of a pass over many rows, by default.
 
-    @property
-    def step_potential(self) -> Potential:
-        """The posterior as steps see it."""
-        return self.potential.with_included_rows(self.included_rows)
-
-    def _evaluate(
-        self,
-        potential: Potential,
-        positions: np.ndarray,
-        indices: Indices,
-        position_index: np.ndarray,
-        minibatch_index: np.ndarray,
-    ) -> Iterator[PairResults]:
-        positions, size = positions.astype(potential.dtype), self._choose_pairs_per_call(indices)
-        for first in range(0, len(position_index), size):
-            some = slice(first, first + size)
-            # A call's last slots may be left over: they repeat the first pair.
-            filled_at, filled_of = (
-                np.full(size, position_index[0]),
-                np.full(size, minibatch_index[0]),
-            )
-            num = len(position_index[some])
-            filled_at[:num], filled_of[:num] = position_index[some], minibatch_index[some]
+        :param positions: shape ``(k, d)``.
+        :param indices: minibatches, shape ``(m, rows)`` for each plate.
+        :param position_index: position of each pair.
+        :param minibatch_index: minibatch of each pair.
+        :param potential: the posterior as these minibatches define it.
+        :return: results of some pairs at a time, in their order.
+        """
+        potential = potential or self.potential
+        positions = positions.astype(potential.dtype)
+        pairs_per_call = self._choose_pairs_per_call(indices)
+        for first in range(0, len(position_index), pairs_per_call):
+            pair_slice = slice(first, first + pairs_per_call)
+            num_pairs = len(position_index[pair_slice])
+            # The last call is filled up with the first pair, so that all calls have one shape.
+            of_position = np.full(pairs_per_call, position_index[0])
+            of_minibatch = np.full(pairs_per_call, minibatch_index[0])
+            of_position[:num_pairs] = position_index[pair_slice]
+            of_minibatch[:num_pairs] = minibatch_index[pair_slice]
             keys = None
             if potential.is_stochastic:
-                keys = random.split(random.key(self._num_evaluated_pairs), size)
-            self._num_evaluated_pairs += num
-            minibatches = {name: r[filled_of] for name, r in indices.items()}
+                keys = random.split(random.key(self._num_evaluated_pairs), pairs_per_call)
+            self._num_evaluated_pairs += num_pairs
             values, gradients = _evaluate_pairs(
-                potential, self.arguments, positions[filled_at], minibatches, keys
+                potential,
+                self.arguments,
+                positions[of_position],
+                {name: rows[of_minibatch] for name, rows in indices.items()},
+                keys,
             )
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
-            yield PairResults(some, values[:num], gradients[:num])
+            yield PairResults(pair_slice, values[:num_pairs], gradients[:num_pairs])
 
-    def _choose_pairs_per_call(self, indices: Indices) -> int:
-        """How many pairs of a position and such a minibatch a call takes."""
-        batch = _count_rows_per_minibatch(indices) or count_rows_per_gradient(
-            self.potential, self.arguments
-        )
-        fitting = min(
-            _MAX_GRADIENT_ENTRIES_PER_CALL // self.potential.dim, _MAX_ROWS_PER_CALL // batch
-        )
-        if self.potential.dim > HIGH_DIM:
-            fitting = min(fitting, _MAX_PAIRS_PER_CALL_HIGH_DIM)
-        return int(np.clip(fitting, 1, _MAX_PAIRS_PER_CALL))
+    def weighted_mean(
+        self, positions: np.ndarray, weighted_minibatches: Iterable[WeightedMinibatch]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weighted mean of the minibatches' potentials and gradients at each position.
+
+        :param positions: shape ``(k, d)``.
+        :param weighted_minibatches: minibatches and their weights.
+        :return: shapes ``(k,)`` and ``(k, d)``.
+        """
+        num_positions = len(positions)
+        mean_values, mean_gradients = np.zeros(num_positions), np.zeros(positions.shape)
+        remaining = iter(weighted_minibatches)
+        while first := next(remaining, None):
+            batch_size = _count_rows_per_minibatch(first.indices) or _MAX_ROWS_PER_CHUNK
+            num_minibatches = max(1, _MAX_ROWS_PER_CHUNK // batch_size)
+            minibatches = [first, *islice(remaining, num_minibatches - 1)]
+            indices = {
+                name: np.stack([m.indices[name] for m in minibatches]) for name in first.indices
+            }
+            pairs = np.arange(len(minibatches) * num_positions)
+            minibatch_index, position_index = np.divmod(pairs, num_positions)
+            weights = np.array([m.weight for m in minibatches])[minibatch_index]
+            for pair_slice, values, gradients in self.evaluate_minibatches(
+                positions, indices, position_index, minibatch_index
+            ):
+                index, weight = position_index[pair_slice], weights[pair_slice]
+                _scatter_add(mean_values, index, weight * values)
+                _scatter_add(mean_gradients, index, weight[:, None] * gradients)
+        return mean_values, mean_gradients
 
     def evaluate_on_subset(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Potentials and gradients on rows that stand for all, at each position."""
+        """Return potentials and gradients on the representative subset, at each position."""
         return self.weighted_mean(positions, self.subset_minibatches)
 
     def is_finite(self, position: np.ndarray) -> bool:
-        """Whether potential and gradient are finite."""
+        """Return True if potential and gradient are finite."""
         return all(bool(np.isfinite(x).all()) for x in self.evaluate_on_subset(position[None]))
 
+    def estimate_full_gradients(
+        self, positions: np.ndarray, preconditioner: Preconditioner, num_rows: int
+    ) -> np.ndarray:
+        """Estimate full-data gradients by a control variate with the reference gradient.
+
+        :param positions: shape ``(k, d)``.
+        :param preconditioner: whose center is the reference position.
+        :param num_rows: rows of a plate on which gradients are evaluated, about.
+        :return: shape ``(k, d)``.
+        """
+        _, gradients = self.weighted_mean(
+            np.concatenate([positions, preconditioner.center[None]]),
+            self.iter_subset_minibatches(num_rows),
+        )
+        return gradients[:-1] + (preconditioner.reference_gradient - gradients[-1])
+
     def full_gradient(self, position: np.ndarray) -> np.ndarray:
-        """The gradient on all rows, shape ``(d,)``."""
+        """Return the gradient on all rows, shape ``(d,)``."""
         if self.arguments.sharded_arrays:
             return JittedPotential(self.potential, self.arguments).gradient(position)
-        return self.weighted_mean(position[None], iter_weighted_minibatches(self.plate_groups))[1][
-            0
-        ]
+        all_rows = iter_weighted_minibatches(self.plate_groups)
+        return self.weighted_mean(position[None], all_rows)[1][0]
 
     def full_potentials(self, positions: np.ndarray) -> np.ndarray:
-        """The potential on all rows at each position, shape ``(k,)``."""
+        """Return the potential on all rows at each position, shape ``(k,)``."""
         if self.arguments.sharded_arrays:
             potential = JittedPotential(self.potential, self.arguments)
             return np.array([potential.value(position) for position in positions])
         return self.weighted_mean(positions, iter_weighted_minibatches(self.plate_groups))[0]
 
-    def full_hessian(self, position: np.ndarray) -> np.ndarray:
-        """The Hessian on all rows, shape ``(d, d)``; a randomised likelihood has none here."""
-        target = self.potential
+    def full_hessian(
+        self,
+        position: np.ndarray,
+        max_row_directions: int = _MAX_HESSIAN_ROW_DIRECTIONS,
+        max_minibatches_per_call: int = _MAX_HESSIAN_MINIBATCHES_PER_CALL,
+    ) -> np.ndarray:
+        """Return the Hessian on all rows, shape ``(d, d)``; undefined for a randomised likelihood.
+
+        :param position: shape ``(d,)``.
+        :param max_row_directions: rows of a minibatch times directions of a call, at most.
+        :param max_minibatches_per_call: minibatches of a call, at most.
+        """
         if self.arguments.sharded_arrays:
-            return assemble_hessian(JittedPotential(target, self.arguments), position)
-        together, size = self._choose_hessian_call_size()
-        at, columns = position.astype(target.dtype), np.eye(target.dim, dtype=target.dtype)
-        hessian = np.zeros((target.dim, target.dim))
-        minibatches = iter_weighted_minibatches(self.plate_groups)
-        while some := list(islice(minibatches, size)):
-            filled = some + [WeightedMinibatch(some[0].indices, 0.0)] * (size - len(some))
-            rows = {p.name: np.stack([m.indices[p.name] for m in filled]) for p in target.plates}
-            weights = np.array([m.weight for m in filled], target.dtype)
-            for first in range(0, target.dim, together):
-                last = min(first + together, target.dim)
-                directions = columns[last - together : last]  # as many each time: one program
-                found = _sum_hessian_products(target, self.arguments, at, rows, weights, directions)
-                hessian[first:last] += np.asarray(found, np.float64)[first - last :]
+            return assemble_hessian(JittedPotential(self.potential, self.arguments), position)
+        hessian = np.zeros((position.size, position.size))
+        for columns, inputs in self._iter_hessian_calls(
+            position, max_row_directions, max_minibatches_per_call
+        ):
+            products = np.asarray(_sum_hessian_products(*inputs), np.float64)
+            hessian[columns] += products[columns.start - columns.stop :]
         return (hessian + hessian.T) / 2.0
 
     def precompile_hessian(self) -> None:
-        """Begin to compile :meth:`hessian`."""
-        target = self.potential
-        if self.arguments.sharded_arrays:
-            return
-        together, size = self._choose_hessian_call_size()
-
-        def some(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, target.dtype)
-
-        first = next(iter_weighted_minibatches(self.plate_groups)).indices
-        rows = {
-            p.name: jax.ShapeDtypeStruct((size, *first[p.name].shape), first[p.name].dtype)
-            for p in target.plates
-        }
-        aot_compile(
-            _sum_hessian_products,
-            target,
-            self.arguments,
-            some(target.dim),
-            rows,
-            some(size),
-            some(together, target.dim),
-        )
-
-    def _choose_hessian_call_size(self) -> tuple[int, int]:
-        """How many directions and how many minibatches a call takes."""
-        batch = sum(
-            p.subsample_size for group in self.plate_groups for p in group
-        ) or count_rows_per_gradient(self.potential, self.arguments)
-        together = int(np.clip(_MAX_HESSIAN_ROW_DIRECTIONS // batch, 1, self.potential.dim))
-        return together, sum(
-            1
-            for _ in islice(
-                iter_weighted_minibatches(self.plate_groups), _MAX_HESSIAN_MINIBATCHES_PER_CALL
+        """Start the compilation of :meth:`full_hessian`."""
+        if not self.arguments.sharded_arrays:
+            calls = self._iter_hessian_calls(
+                np.zeros(self.potential.dim),
+                _MAX_HESSIAN_ROW_DIRECTIONS,
+                _MAX_HESSIAN_MINIBATCHES_PER_CALL,
             )
-        )
+            aot_compile(_sum_hessian_products, *next(calls)[1])
 
-    def estimate_full_gradients(
-        self, positions: np.ndarray, preconditioner: Preconditioner, num_rows: int
-    ) -> np.ndarray:
-        """Gradients on all rows, from those on some and the exact one at the anchor.
+    def _iter_hessian_calls(
+        self, position: np.ndarray, max_row_directions: int, max_minibatches_per_call: int
+    ) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        """Iterate over columns of the Hessian and arguments of :func:`_sum_hessian_products`."""
+        potential, dim = self.potential, self.potential.dim
+        batch_size = sum(p.subsample_size for group in self.plate_groups for p in group)
+        batch_size = batch_size or count_rows_per_gradient(potential, self.arguments)
+        num_directions = int(np.clip(max_row_directions // batch_size, 1, dim))
+        unit_vectors = np.eye(dim, dtype=potential.dtype)
+        minibatches = iter_weighted_minibatches(self.plate_groups)
+        chunk = list(islice(minibatches, max_minibatches_per_call))
+        num_minibatches = len(chunk)
+        while chunk:
+            # All calls have one shape: missing minibatches get weight zero, and the last
+            # directions overlap with those before.
+            chunk += [chunk[0]._replace(weight=0.0)] * (num_minibatches - len(chunk))
+            indices = {
+                p.name: np.stack([m.indices[p.name] for m in chunk]) for p in potential.plates
+            }
+            weights = np.array([m.weight for m in chunk], potential.dtype)
+            for start in range(0, dim, num_directions):
+                stop = min(start + num_directions, dim)
+                yield (
+                    slice(start, stop),
+                    (
+                        potential,
+                        self.arguments,
+                        position.astype(potential.dtype),
+                        indices,
+                        weights,
+                        unit_vectors[stop - num_directions : stop],
+                    ),
+                )
+            chunk = list(islice(minibatches, num_minibatches))
 
-        :param num_rows: rows of a plate on which to take them, about.
-        """
-        some = self.iter_subset_minibatches(num_rows)
-        _, found = self.weighted_mean(
-            np.concatenate([positions, preconditioner.center[None]]), some
-        )
-        return found[:-1] + (preconditioner.reference_gradient - found[-1])
+    def _choose_pairs_per_call(self, indices: Indices) -> int:
+        """Return how many pairs of a position and such a minibatch one call evaluates."""
+        dim = self.potential.dim
+        batch_size = _count_rows_per_minibatch(indices)
+        batch_size = batch_size or count_rows_per_gradient(self.potential, self.arguments)
+        num_pairs = min(_MAX_GRADIENT_ENTRIES_PER_CALL // dim, _MAX_ROWS_PER_CALL // batch_size)
+        max_pairs = _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL
+        return int(np.clip(num_pairs, 1, max_pairs))
 
-    def weighted_mean(
-        self, positions: np.ndarray, weighted_minibatches: Iterable[WeightedMinibatch]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Weighted mean of the minibatches' potentials and gradients at each position.
 
-        :param positions: shape ``(k, d)``.
-        :return: shapes ``(k,)`` and ``(k, d)``.
-        """
-        num, left = len(positions), iter(weighted_minibatches)
-        values, gradients = np.zeros(num), np.zeros(positions.shape)
-        while first := next(left, None):
-            together = max(
-                1,
-                _MAX_ROWS_PER_CHUNK
-                // (_count_rows_per_minibatch(first.indices) or _MAX_ROWS_PER_CHUNK),
-            )
-            some = [first, *islice(left, together - 1)]
-            rows = {name: np.stack([m.indices[name] for m in some]) for name in first.indices}
-            of, at = np.divmod(np.arange(len(some) * num), num)
-            weights = np.array([m.weight for m in some])[of]
-            for part, u, g in self._evaluate(self.potential, positions, rows, at, of):
-                _scatter_add(values, at[part], weights[part] * u)
-                _scatter_add(gradients, at[part], weights[part, None] * g)
-        return values, gradients
+def _with_min_batch_size(plate: Plate) -> Plate:
+    """Return the plate with the batch size of a pass over many rows."""
+    if plate.shards is not None:
+        return plate
+    batch_size = min(max(plate.subsample_size, _MIN_PASS_BATCH_SIZE), plate.size)
+    return plate._replace(subsample_size=batch_size)
 
 
 def _scatter_add(totals: np.ndarray, index: np.ndarray, terms: np.ndarray) -> None:
-    """Add each term to the total at its place."""
-    if terms[0].size > HIGH_DIM:  # where ``np.add.at`` takes as long as a gradient
-        for place, term in zip(index, terms, strict=True):
-            totals[place] += term
+    """Add each term to the total of its index, in place."""
+    if terms[0].size > HIGH_DIM:  # where `np.add.at` takes as long as a gradient
+        for k, term in zip(index, terms, strict=True):
+            totals[k] += term
     else:
         np.add.at(totals, index, terms)
 
 
 def _count_rows_per_minibatch(indices: Indices) -> int:
-    """Rows of a minibatch, those of all plates together."""
-    return sum(np.shape(r)[-1] for r in indices.values())
+    """Return the rows of a minibatch, summed over plates."""
+    return sum(np.shape(rows)[-1] for rows in indices.values())

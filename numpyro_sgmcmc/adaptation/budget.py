@@ -1,8 +1,9 @@
-"""How much the warm-up spends: a budget in gradients, less of them where each one costs much.
+"""Work that the warm-up spends: numbers of initialisations, steps, chains and gradients.
 
-A gradient costs about its rows, and with very many coordinates each row costs them all: in a
-network 3,000 minibatch gradients are seconds, and the 100,000 that suit a regression would be an
-hour.
+The cost of a gradient is proportional to the rows it reads, and in high dimension each row costs
+all coordinates. :class:`WarmupBudget` therefore scales down with the batch size and has a separate,
+much smaller version beyond :data:`HIGH_DIM` coordinates: 3,000 gradients of a neural network take
+seconds, the 100,000 of a regression's warm-up would take an hour.
 """
 
 from __future__ import annotations
@@ -16,39 +17,47 @@ from numpyro_sgmcmc.model.potential import Potential
 
 __all__ = ["HIGH_DIM", "WarmupBudget", "count_rows_per_gradient"]
 
+# Coordinates beyond which a vector operation costs as much as a gradient.
 HIGH_DIM = 20_000
-_MAX_VI_ROW_GRADIENTS = 2**27  # rows at which gradients are taken for the fit, all starts together
-_NUM_PRIOR_INITS, _PRIOR_FIT_BATCH_SIZE = (
-    12,
-    512,
-)  # with gradients of so few rows more starts cost little
-_MAX_CHEAP_BATCH_SIZE = 1_024  # less than the program for fewer rows would take to be compiled
-_MAX_CHEAP_DATA_SIZE = (
-    2_048  # likewise of a model without a subsampled plate, which cannot take fewer
-)
-_MAX_SMALL_BATCH_FIT_DIM = 200  # in more, fits on few rows end too far from where they lead
+
+# Bounds on computing time: row gradients of all variational fits, and of all pilot chains.
+_MAX_VI_ROW_GRADIENTS = 2**27
+_MAX_PILOT_ROW_GRADIENTS = 2**30
+
+# Steps of a variational fit: a floor, and a multiple that matches the steps of a compiled call.
 _MIN_VI_STEPS, _VI_STEPS_MULTIPLE = 1_000, 250
-_MAX_PILOT_ROW_GRADIENTS = 2**30  # likewise for all pilot chains
-_MIN_PILOT_WINDOWS = 2
-_MAX_ON_DISK_WINDOWS = 2
+
+# Pilot windows that always run. Each ends with a pass over all rows, which on disk is all its time.
+_MIN_PILOT_WINDOWS, _MAX_ON_DISK_WINDOWS = 2, 2
+
+# Prior initialisations are added where a gradient is cheap. Up to this batch size (or, without a
+# subsampled plate, this many rows) they are fitted together with the others: compiling a second
+# fit on fewer rows takes longer than the rows.
+_NUM_PRIOR_INITS = 12
+_MAX_CHEAP_BATCH_SIZE, _MAX_CHEAP_DATA_SIZE = 1_024, 2_048
+
+# With larger batches they are fitted on this many rows, up to this dimension: in more coordinates
+# fits on few rows end too far from the optimum.
+_PRIOR_FIT_BATCH_SIZE, _MAX_SMALL_BATCH_FIT_DIM = 512, 200
 
 
 @dataclass(frozen=True)
 class WarmupBudget:
-    """
-    - **num_inits** - starts of the fit by volume, by the initialisation strategy.
-    - **num_prior_inits** - the same drawn from the prior.
-    - **prior_fit_batch_size** - of a minibatch, on which these are fitted; None for all, with the others.
-    - **num_vi_steps** - its steps.
+    """Numbers that bound the work of each stage.
+
+    - **num_inits** - variational fits from the initialisation strategy.
+    - **num_prior_inits** - variational fits from draws of the prior.
+    - **prior_fit_batch_size** - batch size of the latter; None to fit them with the others.
+    - **num_vi_steps** - Adam steps of a fit.
     - **num_pilot_chains** - pilot chains.
-    - **pilot_window_steps** - their steps in one window after the other, at most.
-    - **num_full_gradients** - of a window, at which gradients on all rows are taken.
-    - **num_representative_rows** - rows of a plate that stand for all, about.
-    - **max_representative_rows** - the same for the draws' gradients where these are noisy.
-    - **max_noise_minibatches** - at each of some positions, for the noise, at most.
+    - **pilot_window_steps** - steps of the pilot chains, window by window, at most.
+    - **num_full_gradients** - draws of a window at which the full-data gradient is estimated.
+    - **num_representative_rows** - rows of a plate in a representative subset, about.
+    - **max_representative_rows** - the same for full-data gradients with large gradient noise.
+    - **max_noise_minibatches** - minibatches per position to measure gradient noise, at most.
     - **num_power_iterations** - power iterations for the largest curvature.
-    - **num_bias_probes** - minibatches a position that tell how far noise moves means.
-    - **num_consistency_lines** - between two positions each, along which values are compared with gradients.
+    - **num_bias_probes** - minibatches per position to predict the bias of means.
+    - **num_consistency_lines** - segments along which values are compared with gradients.
     """
 
     num_inits: int = 4
@@ -67,74 +76,79 @@ class WarmupBudget:
 
     @property
     def max_gradient_evaluations(self) -> int:
-        """Of the fit and the pilot chains, which are most of the work, at most."""
-        starts = self.num_inits + self.num_prior_inits
-        return self.num_vi_steps * starts + sum(self.pilot_window_steps) * (
-            self.num_pilot_chains + 1
-        )
+        """Gradient evaluations of the fits and the pilot chains, most of the work, at most."""
+        num_inits = self.num_inits + self.num_prior_inits
+        # A pilot step takes one more gradient, at the reference position.
+        gradients_per_step = self.num_pilot_chains + 1
+        return self.num_vi_steps * num_inits + sum(self.pilot_window_steps) * gradients_per_step
 
     @property
     def num_whole_batch_inits(self) -> int:
-        """Starts that are fitted on whole minibatches."""
+        """Number of variational fits on minibatches of the user's size."""
         return self.num_inits + (0 if self.prior_fit_batch_size else self.num_prior_inits)
 
     @classmethod
     def for_potential(cls, potential: Potential, arguments: Arguments) -> WarmupBudget:
-        """What suits the posterior."""
+        """Return the budget for a posterior, by its dimension and the rows that a gradient reads.
+
+        :param potential: the posterior.
+        :param arguments: the model's arguments.
+        """
         if potential.dim > HIGH_DIM:
-            return _build_high_dim_budget(potential)
-        rows = count_rows_per_gradient(potential, arguments)
-        effort = cls()
-        if potential.sample_prior_position is None:
-            pass  # the strategy alone says where to start
-        elif rows <= (_MAX_CHEAP_BATCH_SIZE if potential.plates else _MAX_CHEAP_DATA_SIZE):
-            effort = cls(num_prior_inits=_NUM_PRIOR_INITS)
-        elif _can_fit_on_fewer_rows(potential, arguments):
-            effort = cls(
+            num_rows = 4 * max([64, *(p.subsample_size for p in potential.plates)])
+            return cls(
+                num_inits=1,
+                num_vi_steps=700,
+                num_pilot_chains=4,
+                pilot_window_steps=(100,),
+                num_full_gradients=16,
+                num_representative_rows=num_rows,
+                max_representative_rows=num_rows,
+                max_noise_minibatches=16,
+                num_power_iterations=4,
+                num_bias_probes=2,
+                num_consistency_lines=4,
+            )
+        rows_per_gradient = count_rows_per_gradient(potential, arguments)
+        is_cheap = rows_per_gradient <= (
+            _MAX_CHEAP_BATCH_SIZE if potential.plates else _MAX_CHEAP_DATA_SIZE
+        )
+        can_fit_on_fewer_rows = (
+            potential.shards is None
+            and not arguments.host_arrays
+            and len(potential.plates) == 1
+            and potential.dim <= _MAX_SMALL_BATCH_FIT_DIM
+        )
+        budget = cls()
+        if potential.sample_prior_position is not None and is_cheap:
+            budget = cls(num_prior_inits=_NUM_PRIOR_INITS)
+        elif potential.sample_prior_position is not None and can_fit_on_fewer_rows:
+            budget = cls(
                 num_prior_inits=_NUM_PRIOR_INITS, prior_fit_batch_size=_PRIOR_FIT_BATCH_SIZE
             )
-        fitting = (
-            _MAX_VI_ROW_GRADIENTS
-            // (rows * effort.num_whole_batch_inits)
-            // _VI_STEPS_MULTIPLE
-            * _VI_STEPS_MULTIPLE
+
+        affordable_steps = _MAX_VI_ROW_GRADIENTS // (
+            rows_per_gradient * budget.num_whole_batch_inits
         )
-        steps = int(np.clip(fitting, _MIN_VI_STEPS, effort.num_vi_steps))
-        done = np.cumsum(effort.pilot_window_steps) * (effort.num_pilot_chains + 1) * rows
-        num = max(_MIN_PILOT_WINDOWS, int((done <= _MAX_PILOT_ROW_GRADIENTS).sum()))
-        # Each window ends with a pass over all rows: on a disk that is all its time.
-        num = min(num, _MAX_ON_DISK_WINDOWS) if arguments.host_arrays else num
+        affordable_steps -= affordable_steps % _VI_STEPS_MULTIPLE
+        num_vi_steps = int(np.clip(affordable_steps, _MIN_VI_STEPS, budget.num_vi_steps))
+
+        row_gradients = (
+            np.cumsum(budget.pilot_window_steps) * (budget.num_pilot_chains + 1) * rows_per_gradient
+        )
+        num_windows = int((row_gradients <= _MAX_PILOT_ROW_GRADIENTS).sum())
+        num_windows = max(_MIN_PILOT_WINDOWS, num_windows)
+        if arguments.host_arrays:
+            num_windows = min(num_windows, _MAX_ON_DISK_WINDOWS)
         return replace(
-            effort, num_vi_steps=steps, pilot_window_steps=effort.pilot_window_steps[:num]
+            budget,
+            num_vi_steps=num_vi_steps,
+            pilot_window_steps=budget.pilot_window_steps[:num_windows],
         )
-
-
-def _build_high_dim_budget(potential: Potential) -> WarmupBudget:
-    """About 3,000 gradients in all."""
-    rows = 4 * max([64, *(p.subsample_size for p in potential.plates)])
-    return WarmupBudget(
-        num_inits=1,
-        num_vi_steps=700,
-        num_pilot_chains=4,
-        pilot_window_steps=(100,),
-        num_full_gradients=16,
-        num_representative_rows=rows,
-        max_representative_rows=rows,
-        max_noise_minibatches=16,
-        num_power_iterations=4,
-        num_bias_probes=2,
-        num_consistency_lines=4,
-    )
-
-
-def _can_fit_on_fewer_rows(potential: Potential, arguments: Arguments) -> bool:
-    """Whether fits from further starts may take fewer rows than a minibatch has."""
-    is_in_memory = potential.shards is None and not arguments.host_arrays
-    return is_in_memory and len(potential.plates) == 1 and potential.dim <= _MAX_SMALL_BATCH_FIT_DIM
 
 
 def count_rows_per_gradient(potential: Potential, arguments: Arguments) -> int:
-    """Rows that a gradient takes: a minibatch, or where the model chooses none all that it has."""
+    """Return the rows that a gradient reads: a minibatch, or all without a subsampled plate."""
     if potential.plates:
         return sum(p.subsample_size for p in potential.plates)
     return max((len(x) for x in arguments.arrays if x.ndim), default=1)

@@ -229,7 +229,7 @@ def _is_nonadditive(
         np.arange(_NUM_ADDITIVITY_TRIALS) % len(positions), num // _NUM_ADDITIVITY_TRIALS
     )
     values = np.empty(num)
-    for some in batched_gradients.evaluate_pass_minibatches(positions, chosen, at, np.arange(num)):
+    for some in batched_gradients.evaluate_minibatches(positions, chosen, at, np.arange(num)):
         values[some.pair_slice] = some.values
     with np.errstate(invalid="ignore"):
         ar, bs, as_, br = values.reshape(_NUM_ADDITIVITY_TRIALS, 4).T

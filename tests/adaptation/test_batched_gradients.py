@@ -51,7 +51,7 @@ def test_whitening(factor):
 
 
 def target_of(*plates):
-    return SimpleNamespace(plates=tuple(Plate(*p) for p in plates), lookups=())
+    return SimpleNamespace(plates=tuple(Plate(*p) for p in plates), host_lookups=())
 
 
 def test_subset():
@@ -83,11 +83,11 @@ def test_rows_for_measuring_noise():
 @pytest.mark.parametrize(
     ("kernel_class", "settings", "minibatch"),
     [
-        (SGHMCSplit, {}, "blocks"),
-        (SGHMCSplit, {"gradient_estimator": "minibatch"}, "blocks"),
-        (SGNHT, {}, "blocks"),
+        (SGHMCSplit, {}, "contiguous"),
+        (SGHMCSplit, {"gradient_estimator": "minibatch"}, "contiguous"),
+        (SGNHT, {}, "contiguous"),
         (SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
-        (SGMGT, {"gradient_estimator": "minibatch"}, "blocks"),
+        (SGMGT, {"gradient_estimator": "minibatch"}, "contiguous"),
         (SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
     ],
 )
@@ -121,7 +121,7 @@ def test_simulated_chains_know_what_a_metric_does_to_noise():
     exact, excess = of()
     assert exact == 0.02
     assert excess == pytest.approx((1 / (1 - 0.02 * 4 / 2)) ** 0.5 - 1, abs=0.01)
-    noisy, excess = of(variance=3.0)
+    noisy, excess = of(noise_variance=3.0)
     assert noisy == pytest.approx(0.6 * 0.02)
     assert 0.02 < excess < 0.06
 

@@ -99,8 +99,8 @@ def test_every_minibatch_holds_them_and_the_others_are_all_visited(scheme):
 @pytest.mark.parametrize("of", [model, two_outcomes])
 def test_the_gradient_stays_unbiased(of):
     target, arguments = ready(of, 11, 5)
-    stepped = target.add_included_rows((("rows", (3, 7)),))
-    assert stepped is target.add_included_rows((("rows", (3, 7)),))
+    stepped = target.with_included_rows((("rows", (3, 7)),))
+    assert stepped is target.with_included_rows((("rows", (3, 7)),))
     q = jnp.linspace(-0.4, 0.7, target.dim)
     places = np.arange(9, dtype=np.int32).reshape(3, 3)
     each = [
@@ -119,7 +119,7 @@ def test_shares_of_rows_add_up_to_the_potential(of):
     target, arguments = ready(of, 11, 5)
     q = jnp.linspace(-0.4, 0.7, target.dim)
     some, others = ({"rows": jnp.array(r)} for r in ([0, 3, 7, 8, 2], [1, 4, 5, 6, 10]))
-    whole = target.potential(q, some, arguments) - target.potential(q, others, arguments)
+    whole = target.value(q, some, arguments) - target.value(q, others, arguments)
     shares = [target.pointwise_potentials(q, r, arguments).sum() for r in (some, others)]
     assert target.pointwise_potentials(q, some, arguments).shape == (5,)
     np.testing.assert_allclose((shares[0] - shares[1]) * 11 / 5, whole, rtol=1e-4)
@@ -210,4 +210,4 @@ def test_where_nobody_decides_nothing_changes():
     mcmc = MCMC(SGHMCSplit(model), num_warmup=10, num_samples=10, progress_bar=False)
     mcmc.run(jax.random.key(0), z, x, y, batch_size=BATCH)
     assert mcmc.sampler.adaptation.included_rows == ()
-    assert mcmc.sampler.potential.add_included_rows(()) is mcmc.sampler.potential
+    assert mcmc.sampler.potential.with_included_rows(()) is mcmc.sampler.potential
