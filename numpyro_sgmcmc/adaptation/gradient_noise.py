@@ -1,9 +1,15 @@
-"""The gradient's noise at typical positions: what decides whether the posterior is right.
+r"""Statistics of the gradient noise, its effect on the posterior, and the largest curvature.
 
-What minibatch gradients at some positions tell: their noise, what it does, and the curvature.
+Everything is in preconditioned coordinates and estimated from minibatch gradients at positions in
+the bulk of the posterior (:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BatchedGradients`):
 
-Everything is in whitened coordinates, and made from gradients alone
-(:class:`~numpyro_sgmcmc.adaptation.batched_gradients.RowGradients`).
+- :class:`GradientNoiseStats` holds the variance of the gradient noise and how much it depends on
+  the position; from these follows the inflation of the posterior variance at a step size.
+- :func:`measure_noise` measures these statistics for each gradient estimator.
+- :func:`predict_mean_bias_from_noise` and :func:`predict_mean_bias_per_variance_inflation` predict
+  the bias of means that a wider distribution causes where the posterior is not Gaussian.
+- :func:`measure_noise_covariance` is the covariance that noise compensation subtracts.
+- :func:`estimate_max_curvature` bounds the stable step size.
 """
 
 from __future__ import annotations
@@ -29,11 +35,12 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 __all__ = [
-    "GradientNoiseStats",
     "NO_NOISE",
-    "NoiseStatsBySubsampling",
     "UNKNOWN_NOISE",
+    "GradientNoiseStats",
+    "NoiseStatsBySubsampling",
     "compute_epoch_variance_fraction",
+    "compute_max_curvatures",
     "estimate_max_curvature",
     "measure_noise",
     "measure_noise_covariance",
@@ -41,25 +48,53 @@ __all__ = [
     "predict_mean_bias_per_variance_inflation",
 ]
 
+# Smallest fraction of the variance inflation that an epoch leaves of position-dependent noise: in
+# simulated epochs of 15 minibatches the prediction was off by this much.
+_MIN_EPOCH_VARIANCE_FRACTION = 0.1
+
+# Standard errors by which a coordinate's noise variance must differ between positions to count.
+_NUM_STANDARD_ERRORS_OF_VARIANCE = 3.0
+
+# Positions and minibatches at which the noise is measured: with fewer than 16 minibatches a
+# variance has an SD of more than a third of itself, so that positions are dropped first.
+_MAX_NOISE_POSITIONS, _MIN_NOISE_POSITIONS = 16, 4
+_MIN_NOISE_MINIBATCHES = 16
+
+# Minibatches in all beyond which the maximum over coordinates is no longer the maximum of the
+# sampling errors.
+_MIN_MINIBATCHES_FOR_MAX_VARIANCE = 128
+
+# Bounds on computing time and memory: row gradients, and entries of the minibatch gradients.
+_MAX_NOISE_ROWS = 2**20
+_MAX_NOISE_GRADIENT_ENTRIES = 2**26
+
+# Entries of the gradients of single rows at one position, a bound on memory.
 _MAX_ROW_GRADIENT_ENTRIES = 2**22
 
+# Prediction of the bias of means: positions; standard errors by which an estimate is shrunk; SD of
+# the perturbations, at which third derivatives show; and the value (posterior SDs) that stands for
+# a bias that is too large to be predicted.
+_MAX_MEAN_BIAS_POSITIONS = 8
+_NUM_STANDARD_ERRORS_OF_BIAS = 2.0
+_PERTURBATION_SD = 0.3
+_UNPREDICTABLE_MEAN_BIAS_SD = 100.0
 
-_MIN_EPOCH_VARIANCE_FRACTION = 0.1
-"""Share of the effect of noise that grows with the distance from the anchor: in simulated epochs of
-15 minibatches the variance was off by that, to the other side."""
+# Finite difference of the power iteration, in preconditioned units: a tenth of a posterior SD.
+_POWER_ITERATION_STEP_LENGTH = 0.1
 
 
 class GradientNoiseStats(NamedTuple):
-    """What the choice of the step size must know of the gradient's noise.
+    """Statistics of the gradient noise that the step size depends on.
 
-    - **variance** - its variance in the noisiest coordinate, or on average where too few
-      minibatches were seen to tell.
-    - **position_dependent_fraction** - the share of it that differs from place to place, from 0 to 1: on average
-      over coordinates, or in one that clearly differs more.
-    - **mean_variance** - its variance, mean over coordinates.
-    - **batches_per_epoch** - minibatches in an epoch over which their noise cancels; 0 for independent
-      ones.
-    - **noise_exponent** - the noise is proportional to this power of the distance from the anchor.
+    - **variance** - variance in the noisiest coordinate, or the mean over coordinates where
+      only few minibatches were seen.
+    - **position_dependent_fraction** - SD of the variance over positions relative to its mean,
+      from 0 to 1: over all coordinates, or of one that clearly varies more.
+    - **mean_variance** - variance, mean over coordinates.
+    - **batches_per_epoch** - minibatches of an epoch over which the noise cancels; 0 for
+      independent minibatches.
+    - **noise_exponent** - power of the distance from the reference position that the noise is
+      proportional to.
     """
 
     variance: float
@@ -69,53 +104,61 @@ class GradientNoiseStats(NamedTuple):
     noise_exponent: int = 0
 
     def predict_variance_inflation(self, dynamics: Dynamics, step_size: float) -> float:
-        """Predicted relative excess of a unit posterior variance.
+        """Return the predicted relative inflation of a unit posterior variance.
 
-        :param dynamics: tells how noise acts.
+        :param dynamics: SDE, which determines the response to noise.
         :param step_size: step size.
         """
         inflation = dynamics.variance_inflation(
             self.variance, step_size, self.position_dependent_fraction
         )
-        # A thermostat cools what seems to it heat: nothing has cancelled for it.
+        # A thermostat responds to the noise of each step, before any of it has cancelled.
         if self.batches_per_epoch == 0 or dynamics.has_thermostat:
             return inflation
-        share = compute_epoch_variance_fraction(
+        fraction = compute_epoch_variance_fraction(
             dynamics, step_size, self.batches_per_epoch, self.noise_exponent
         )
-        # Noise that moves with the position cancels to first order in its strength.
-        return inflation * (share + (self.noise_exponent > 0) * inflation / 4.0)
+        # Noise that depends on the position cancels only to first order; the second-order term is
+        # a quarter of the squared inflation.
+        second_order = (self.noise_exponent > 0) * inflation / 4.0
+        return inflation * (fraction + second_order)
 
     @classmethod
     def from_variances(
         cls, variances: np.ndarray, num_minibatches: int, use_noisiest_coordinate: bool
     ) -> GradientNoiseStats:
-        """From variances of shape ``(positions, d)``, each measured on some minibatches."""
+        """Build the statistics from variances that were measured at some positions.
+
+        :param variances: shape ``(positions, d)``.
+        :param num_minibatches: minibatches that each variance was measured on.
+        :param use_noisiest_coordinate: whether **variance** is the maximum over coordinates; else
+            the mean.
+        """
+        degrees_of_freedom = max(1, len(variances) - 1)
         mean = variances.mean(0)
-        spread = np.square(variances - mean).sum(0) / max(1, len(variances) - 1)
-        # As much a variance measured on so few numbers spreads by itself.
-        own = 2.0 / (num_minibatches - 1) * np.square(variances).mean(0)
-        surprise = 1.0 + 3.0 * np.sqrt(2.0 / max(1, len(variances) - 1))
-        square = np.maximum(np.square(mean), np.finfo(float).tiny)
-        on_average = (spread - own).sum() / square.sum()
-        clearly = ((spread - surprise * own) / square).max()
-        varying = float(np.sqrt(np.clip(max(on_average, clearly), 0.0, 1.0)))
-        worst = mean.max() if use_noisiest_coordinate else mean.mean()
-        return cls(float(worst), varying, float(mean.mean()))
+        total = np.square(variances - mean).sum(0) / degrees_of_freedom
+        # Sampling error: the variance of a variance v of n normals is 2 v^2 / (n - 1).
+        sampling = 2.0 / (num_minibatches - 1) * np.square(variances).mean(0)
+        limit = 1.0 + _NUM_STANDARD_ERRORS_OF_VARIANCE * np.sqrt(2.0 / degrees_of_freedom)
+        squared_mean = np.maximum(np.square(mean), np.finfo(float).tiny)
+        overall = (total - sampling).sum() / squared_mean.sum()
+        largest_significant = ((total - limit * sampling) / squared_mean).max()
+        fraction = float(np.sqrt(np.clip(max(overall, largest_significant), 0.0, 1.0)))
+        variance = mean.max() if use_noisiest_coordinate else mean.mean()
+        return cls(float(variance), fraction, float(mean.mean()))
 
 
 NO_NOISE = GradientNoiseStats(0.0, 0.0, 0.0)
 
-
 UNKNOWN_NOISE = GradientNoiseStats(float("nan"), float("nan"), float("nan"))
-"""That of a run whose warm-up had nothing to look for, and measured nothing."""
+"""Statistics of a run whose settings are all given, so that nothing was measured."""
 
 
 class NoiseStatsBySubsampling(NamedTuple):
-    """The noise of each estimator by the kind of rows in a minibatch.
+    """Gradient noise of each estimator, by subsampling.
 
-    - **iid** - of random rows.
-    - **contiguous** - of consecutive rows.
+    - **iid** - for minibatches of random rows.
+    - **contiguous** - for minibatches of consecutive rows.
     """
 
     iid: dict[GradientEstimator, GradientNoiseStats]
@@ -124,127 +167,40 @@ class NoiseStatsBySubsampling(NamedTuple):
     def for_subsampling(
         self, subsampling: Subsampling
     ) -> dict[GradientEstimator, GradientNoiseStats]:
-        """That of a scheme's kind of rows."""
+        """Return the noise of each estimator for a subsampling."""
         return self.contiguous if subsampling.is_contiguous else self.iid
 
 
 def compute_epoch_variance_fraction(
     dynamics: Dynamics, step_size: float, batches_per_epoch: int, noise_exponent: int = 0
 ) -> float:
-    r"""What is left of the noise's effect where each minibatch comes once in an epoch.
+    r"""Return the fraction of the variance inflation that is left with shuffled minibatches.
 
-    K minibatches in random order have noise of autocovariance
-    :math:`-(1 - k/K) V / (K - 1)` at lag k; the position answers it as it answers white noise,
-    with its own autocorrelation :math:`\rho`:
+    K minibatches in random order have noise of autocovariance :math:`-(1 - k/K) V / (K - 1)` at
+    lag k. Positions respond as to white noise, with their autocorrelation :math:`\rho`:
 
     .. math:: 1 - \frac{2}{K - 1} \sum_{k=1}^{K-1} \left(1 - \frac{k}{K}\right) \rho(kh)
 
-    About 0 for epochs that are short beside the relaxation time, 1 for long ones. Noise that grows
-    with the distance from an anchor changes while the position moves, and cancels less: its own
-    correlation, a power of the position's, is another factor under the sum.
+    The fraction is about 0 for epochs that are short compared with the relaxation time and 1 for
+    long ones. Noise that grows with the distance from the reference position changes while the
+    position moves and cancels less: its own correlation, a power of the position's, is another
+    factor under the sum.
 
-    :param dynamics: tells how positions relax.
+    :param dynamics: SDE, for the autocorrelation of positions.
     :param step_size: step size h.
     :param batches_per_epoch: number of minibatches K.
-    :param noise_exponent: that power.
+    :param noise_exponent: power of the distance that the noise is proportional to.
     """
     if batches_per_epoch < 2:
         return 0.0
-    remembered = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
-    lags = np.arange(1, min(batches_per_epoch, remembered + 2))
+    # Beyond ten relaxation times the correlation is zero.
+    num_correlated = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
+    lags = np.arange(1, min(batches_per_epoch, num_correlated + 2))
     correlation = dynamics.autocorrelation(lags * step_size, step_size)
     correlation = correlation * np.abs(correlation) ** noise_exponent
-    cancelled = (
-        2.0 / (batches_per_epoch - 1) * np.sum((1.0 - lags / batches_per_epoch) * correlation)
-    )
-    return float(np.clip(1.0 - cancelled, _MIN_EPOCH_VARIANCE_FRACTION * (noise_exponent > 0), 1.0))
-
-
-@partial(jax.jit, static_argnames=("potential", "estimator", "is_dense"))
-def _compute_row_gradient_covariance(
-    potential: Potential,
-    arguments: Arguments,
-    preconditioner: Preconditioner,
-    positions: Array,
-    indices: Indices,
-    estimator: GradientEstimator,
-    is_dense: bool,
-) -> Array:
-    def at(q: Array, rows: Indices) -> Array:
-        def one(row: Indices) -> Array:
-            single = {name: i[None] for name, i in row.items()}
-            return make_gradient_fn(estimator, potential, arguments, preconditioner, single)(q)
-
-        gradients = jax.vmap(one)(dict(rows))
-        return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
-
-    return jax.lax.map(lambda x: at(*x), (positions, dict(indices))).mean(0)
-
-
-def measure_noise_covariance(
-    potential: Potential,
-    arguments: Arguments,
-    preconditioner: Preconditioner,
-    positions: Array,
-    rng: np.random.Generator,
-    estimator: GradientEstimator,
-    is_dense: bool,
-) -> np.ndarray:
-    """Covariance of the whitened gradient's noise from the gradients of single rows.
-
-    For minibatches of independent rows: that of one row over their number, plate by plate. The
-    mean over positions.
-
-    :param positions: whitened positions, shape ``(k, d)``.
-    :param estimator: how the gradient is estimated.
-    :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
-    """
-    shape = len(positions), int(np.clip(_MAX_ROW_GRADIENT_ENTRIES // potential.dim, 16, 1024))
-    total = np.zeros((potential.dim,) * (1 + is_dense))
-    for varied in potential.plates:
-        rows = {
-            p.name: np.broadcast_to(
-                rng.integers(0, p.size, shape if p is varied else (shape[0], 1), dtype=np.int32),
-                shape,
-            )
-            for p in potential.plates
-        }
-        of_rows = _compute_row_gradient_covariance(
-            potential, arguments, preconditioner, positions, rows, estimator, is_dense
-        )
-        total += np.asarray(of_rows, np.float64) / varied.subsample_size
-    return total
-
-
-_MAX_NOISE_POSITIONS, _MIN_NOISE_MINIBATCHES = 16, 16
-
-
-_MAX_NOISE_ROWS = 2**20  # at which gradients are taken for the noise, at most
-
-
-_MAX_NOISE_GRADIENT_ENTRIES = 2**26  # in these gradients together, at most
-
-
-_MIN_NOISE_POSITIONS = 4
-
-
-_MIN_MINIBATCHES_FOR_MAX_VARIANCE = (
-    128  # minibatches in all that tell the noise of the noisiest coordinate
-)
-
-
-_MAX_MEAN_BIAS_POSITIONS = 8
-
-
-_UNPREDICTABLE_MEAN_BIAS_SD = 100.0  # sds: a shift that is too large to be predicted
-
-
-_PERTURBATION_SD = (
-    0.3  # whitened units: deviations in which the posterior's third derivatives are felt
-)
-
-
-_POWER_ITERATION_STEP_LENGTH = 0.1
+    weighted_sum = np.sum((1.0 - lags / batches_per_epoch) * correlation)
+    fraction = 1.0 - 2.0 / (batches_per_epoch - 1) * weighted_sum
+    return float(np.clip(fraction, _MIN_EPOCH_VARIANCE_FRACTION * (noise_exponent > 0), 1.0))
 
 
 def measure_noise(
@@ -256,32 +212,41 @@ def measure_noise(
     max_minibatches: int,
     rng: np.random.Generator,
 ) -> dict[GradientEstimator, GradientNoiseStats]:
-    """The gradient's noise by estimator, on minibatches of a scheme's kind.
+    """Measure the gradient noise of each estimator.
 
     :param batched_gradients: gradients on minibatches.
-    :param q: whitened positions from about the posterior, of which the first few are taken.
-    :param max_minibatches: at each of them, at most.
+    :param preconditioner: coordinates, with the reference gradient at their center.
+    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
+    :param estimators: gradient estimators.
+    :param subsampling: whether minibatches have random or consecutive rows.
+    :param max_minibatches: minibatches per position, at most.
+    :param rng: random number generator.
     """
-    target = batched_gradients.potential
-    if not target.plates:
+    potential = batched_gradients.potential
+    if not potential.plates:
         return dict.fromkeys(estimators, NO_NOISE)
-    batch = sum(p.subsample_size for p in target.plates)
+    batch_size = sum(p.subsample_size for p in potential.plates)
     num_positions = min(len(q), _MAX_NOISE_POSITIONS)
-    fitting = (
-        min(_MAX_NOISE_ROWS // batch, _MAX_NOISE_GRADIENT_ENTRIES // target.dim) // num_positions
-    )
-    if fitting < _MIN_NOISE_MINIBATCHES:
+    max_gradients = min(_MAX_NOISE_ROWS // batch_size, _MAX_NOISE_GRADIENT_ENTRIES // potential.dim)
+    num_minibatches = max_gradients // num_positions
+    if num_minibatches < _MIN_NOISE_MINIBATCHES:
         num_positions = min(len(q), _MIN_NOISE_POSITIONS)
-    num = int(np.clip(fitting, _MIN_NOISE_MINIBATCHES, max_minibatches))
-    found = _sample_gradient_estimates(
-        batched_gradients, preconditioner, q[:num_positions], estimators, subsampling, num, rng
+    num_minibatches = int(np.clip(num_minibatches, _MIN_NOISE_MINIBATCHES, max_minibatches))
+    estimates = _sample_gradient_estimates(
+        batched_gradients,
+        preconditioner,
+        q[:num_positions],
+        estimators,
+        subsampling,
+        num_minibatches,
+        rng,
     )
-    is_enough = num_positions * num >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
+    is_enough = num_positions * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
     return {
-        e: GradientNoiseStats.from_variances(v.var(1, ddof=1), num, is_enough)._replace(
-            noise_exponent=e.noise_exponent
-        )
-        for e, v in found.items()
+        estimator: GradientNoiseStats.from_variances(
+            gradients.var(1, ddof=1), num_minibatches, is_enough
+        )._replace(noise_exponent=estimator.noise_exponent)
+        for estimator, gradients in estimates.items()
     }
 
 
@@ -294,23 +259,31 @@ def _sample_gradient_estimates(
     num_minibatches: int,
     rng: np.random.Generator,
 ) -> dict[GradientEstimator, np.ndarray]:
-    """Whitened estimates by ``num_minibatches`` minibatches, up to a constant; shape ``(k, num, d)`` each."""
-    drawn = sample_minibatch_indices(
+    """Return preconditioned gradient estimates up to a constant, shape ``(k, minibatches, d)``."""
+    minibatches = sample_minibatch_indices(
         batched_gradients.step_potential, rng, (num_minibatches,), subsampling
     )
-    probes = {e: [e.noise_eval_points(x, preconditioner) for x in q] for e in estimators}
-    every = (p for of in probes.values() for some in of for p, _ in some)
-    places = {p.tobytes(): p for p in every}
-    at, of = np.divmod(np.arange(len(places) * num_minibatches), num_minibatches)
-    positions = np.stack(list(places.values()))
-    gradients = np.concatenate(
-        [g for _, _, g in batched_gradients.evaluate_step_minibatches(positions, drawn, at, of)]
+    eval_points = {e: [e.noise_eval_points(x, preconditioner) for x in q] for e in estimators}
+    # Estimators share evaluation points: each is evaluated once.
+    unique_points = {
+        point.tobytes(): point
+        for by_position in eval_points.values()
+        for points in by_position
+        for point, _ in points
+    }
+    pairs = np.arange(len(unique_points) * num_minibatches)
+    position_index, minibatch_index = np.divmod(pairs, num_minibatches)
+    results = batched_gradients.evaluate_step_minibatches(
+        np.stack(list(unique_points.values())), minibatches, position_index, minibatch_index
     )
-    gradients = preconditioner.apply_transpose(gradients).reshape(len(places), num_minibatches, -1)
-    there = dict(zip(places, gradients, strict=True))
+    gradients = preconditioner.apply_transpose(np.concatenate([r.gradients for r in results]))
+    gradients = gradients.reshape(len(unique_points), num_minibatches, -1)
+    gradients_at = dict(zip(unique_points, gradients, strict=True))
     return {
-        e: np.stack([sum(w * there[p.tobytes()] for p, w in some) for some in of])
-        for e, of in probes.items()
+        estimator: np.stack(
+            [sum(w * gradients_at[x.tobytes()] for x, w in points) for points in by_position]
+        )
+        for estimator, by_position in eval_points.items()
     }
 
 
@@ -324,23 +297,31 @@ def predict_mean_bias_from_noise(
     num_minibatches: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    r"""How far the gradient's noise is predicted to move the posterior's mean, in posterior sds.
+    r"""Predict the bias of posterior means from gradient noise, in posterior SDs.
 
-    Noise of covariance V adds :math:`c V` to the posterior's covariance. The deviations
-    :math:`\zeta` of :func:`_shift` are those of minibatch gradients themselves, with all their
-    correlations.
+    Noise of covariance V adds :math:`c V` to the posterior's covariance. The perturbations
+    :math:`\zeta` of :func:`_predict_mean_bias` are deviations of the minibatch gradients
+    themselves, scaled by :math:`\sqrt c`, so that all their correlations are accounted for.
 
-    :param q: whitened positions from about the posterior, of which the first few are taken.
-    :param variance_inflation_per_noise_variance: c, the excess of a unit variance that noise of variance one makes.
-    :param num_minibatches: minibatches a position.
-    :return: each coordinate's shift as far as it is clear, shape ``(d,)``.
+    :param batched_gradients: gradients on minibatches.
+    :param preconditioner: coordinates.
+    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
+    :param estimator: gradient estimator.
+    :param subsampling: whether minibatches have random or consecutive rows.
+    :param variance_inflation_per_noise_variance: c, the relative inflation of a unit variance by
+        noise of variance one.
+    :param num_minibatches: minibatches per position.
+    :param rng: random number generator.
+    :return: predicted bias shrunk by two standard errors, zero within these; shape ``(d,)``.
     """
-    target = batched_gradients.potential
-    if not target.plates or target.is_stochastic or not variance_inflation_per_noise_variance > 0.0:
-        return np.zeros(target.dim)
+    potential = batched_gradients.potential
+    has_noise = potential.plates and variance_inflation_per_noise_variance > 0.0
+    if not has_noise or potential.is_stochastic:
+        return np.zeros(potential.dim)
     q = q[:_MAX_MEAN_BIAS_POSITIONS]
     num = max(2, num_minibatches * _MAX_MEAN_BIAS_POSITIONS // len(q))
-    noise = np.concatenate(
+    # Independent minibatches at each position.
+    gradients = np.concatenate(
         [
             _sample_gradient_estimates(
                 batched_gradients, preconditioner, x[None], (estimator,), subsampling, num, rng
@@ -348,10 +329,9 @@ def predict_mean_bias_from_noise(
             for x in q
         ]
     )
-    zeta = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1)) * (
-        noise - noise.mean(1, keepdims=True)
-    )
-    return _predict_mean_bias(batched_gradients, preconditioner, q, zeta)
+    deviations = gradients - gradients.mean(1, keepdims=True)
+    scale = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1))
+    return _predict_mean_bias(batched_gradients, preconditioner, q, scale * deviations)
 
 
 def predict_mean_bias_per_variance_inflation(
@@ -361,18 +341,23 @@ def predict_mean_bias_per_variance_inflation(
     num_directions: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    r"""The same for draws wider in all directions: over the relative excess of their variance.
+    """Predict the bias of means (posterior SDs) per relative inflation of all variances.
 
-    :param q: whitened positions from about the posterior, of which the first few are taken.
-    :param num_directions: directions a position.
-    :return: each coordinate's shift as far as it is clear, over the excess, shape ``(d,)``.
+    :param batched_gradients: gradients on minibatches.
+    :param preconditioner: coordinates.
+    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
+    :param num_directions: random directions per position.
+    :param rng: random number generator.
+    :return: predicted bias shrunk by two standard errors, zero within these, over the inflation;
+        shape ``(d,)``.
     """
     if batched_gradients.potential.is_stochastic:
         return np.zeros(batched_gradients.potential.dim)
     q = q[:_MAX_MEAN_BIAS_POSITIONS]
     num = max(2, num_directions * _MAX_MEAN_BIAS_POSITIONS // len(q))
-    zeta = _PERTURBATION_SD * rng.standard_normal((len(q), num, q.shape[1]))
-    return _predict_mean_bias(batched_gradients, preconditioner, q, zeta) / _PERTURBATION_SD**2
+    perturbations = _PERTURBATION_SD * rng.standard_normal((len(q), num, q.shape[1]))
+    mean_bias = _predict_mean_bias(batched_gradients, preconditioner, q, perturbations)
+    return mean_bias / _PERTURBATION_SD**2
 
 
 def _predict_mean_bias(
@@ -381,39 +366,102 @@ def _predict_mean_bias(
     q: np.ndarray,
     perturbations: np.ndarray,
 ) -> np.ndarray:
-    r"""How far a posterior's mean moves, in posterior sds, to which deviations are added.
+    r"""Predict the bias of means, in posterior SDs, where perturbations are added to the posterior.
 
-    To first order by
+    To first order the mean moves by
 
-    .. math:: -\tfrac12\,E[D^2 \nabla U(\zeta, \zeta)]
+    .. math:: -\tfrac12\,E[D^2 \nabla U(\zeta, \zeta)],
 
-    where the posterior is not Gaussian. Many coordinates that are each hardly wider may move one
-    far that they have in common: a scale that hundreds of effects share.
+    which is zero for a Gaussian posterior. Many coordinates that are each hardly wider can move a
+    coordinate that they have in common: the scale of hundreds of effects.
 
-    :param q: whitened positions, shape ``(k, d)``.
-    :param perturbations: deviations, shape ``(k, num, d)``.
-    :return: each coordinate's mean less two standard errors, and zero within these; ``(d,)``.
-        Deviations to where there is no density do not count, unless they are most: then 100.
+    :param q: preconditioned positions, shape ``(k, d)``.
+    :param perturbations: shape ``(k, num, d)``.
+    :return: mean shrunk by two standard errors, zero within these; ``(d,)``. Perturbations out of
+        the support are left out; where most are, the bias is 100 SDs.
     """
-    num = perturbations.shape[1]
-    both = np.concatenate([q[:, None], q[:, None] + perturbations, q[:, None] - perturbations], 1)
-    values, found = batched_gradients.evaluate_on_subset(
-        preconditioner.to_position(both.reshape(-1, q.shape[1]))
+    dim, num = q.shape[1], perturbations.shape[1]
+    points = np.concatenate([q[:, None], q[:, None] + perturbations, q[:, None] - perturbations], 1)
+    values, gradients = batched_gradients.evaluate_on_subset(
+        preconditioner.to_position(points.reshape(-1, dim))
     )
-    # A gradient may well be finite where the density is not.
-    found = np.where(np.isfinite(values)[:, None], found, np.nan)
-    found = preconditioner.apply_transpose(found).reshape(both.shape)
-    there, above, below = np.split(found, [1, 1 + num], 1)
-    shifts = -0.5 * (above + below - 2.0 * there).reshape(-1, q.shape[1])
-    in_sds = preconditioner.apply(shifts) / preconditioner.sds
-    fine = np.isfinite(in_sds).all(1)
-    if 2 * fine.sum() < len(fine):
-        return np.full(
-            q.shape[1], _UNPREDICTABLE_MEAN_BIAS_SD
-        )  # the posterior ends where deviations lead
-    in_sds = in_sds[fine]
-    mean, error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
-    return np.sign(mean) * np.maximum(np.abs(mean) - 2.0 * error, 0.0)
+    # A gradient can be finite where the density is not.
+    gradients = np.where(np.isfinite(values)[:, None], gradients, np.nan)
+    gradients = preconditioner.apply_transpose(gradients).reshape(points.shape)
+    center, plus, minus = np.split(gradients, [1, 1 + num], 1)
+    displacements = -0.5 * (plus + minus - 2.0 * center).reshape(-1, dim)
+    in_sds = preconditioner.apply(displacements) / preconditioner.sds
+    is_finite = np.isfinite(in_sds).all(1)
+    if 2 * is_finite.sum() < len(is_finite):
+        return np.full(dim, _UNPREDICTABLE_MEAN_BIAS_SD)
+    in_sds = in_sds[is_finite]
+    mean, standard_error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
+    shrunk = np.maximum(np.abs(mean) - _NUM_STANDARD_ERRORS_OF_BIAS * standard_error, 0.0)
+    return np.sign(mean) * shrunk
+
+
+def measure_noise_covariance(
+    potential: Potential,
+    arguments: Arguments,
+    preconditioner: Preconditioner,
+    q: Array,
+    rng: np.random.Generator,
+    estimator: GradientEstimator,
+    is_dense: bool,
+) -> np.ndarray:
+    """Return the covariance of the gradient noise from the gradients of single rows.
+
+    For minibatches of independent rows it is the covariance of one row's gradient over the batch
+    size, summed over plates, here averaged over positions.
+
+    :param potential: the posterior.
+    :param arguments: the model's arguments.
+    :param preconditioner: coordinates.
+    :param q: preconditioned positions, shape ``(k, d)``.
+    :param rng: random number generator.
+    :param estimator: gradient estimator.
+    :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
+    """
+    num_rows = int(np.clip(_MAX_ROW_GRADIENT_ENTRIES // potential.dim, 16, 1024))
+    shape = len(q), num_rows
+    total = np.zeros((potential.dim,) * (1 + is_dense))
+    for varied in potential.plates:
+        # Rows of one plate vary; the others stay at one random row per position.
+        indices = {
+            p.name: np.broadcast_to(
+                rng.integers(0, p.size, shape if p is varied else (shape[0], 1), dtype=np.int32),
+                shape,
+            )
+            for p in potential.plates
+        }
+        covariance = _compute_row_gradient_covariance(
+            potential, arguments, preconditioner, q, indices, estimator, is_dense
+        )
+        total += np.asarray(covariance, np.float64) / varied.subsample_size
+    return total
+
+
+@partial(jax.jit, static_argnames=("potential", "estimator", "is_dense"))
+def _compute_row_gradient_covariance(
+    potential: Potential,
+    arguments: Arguments,
+    preconditioner: Preconditioner,
+    q: Array,
+    indices: Indices,
+    estimator: GradientEstimator,
+    is_dense: bool,
+) -> Array:
+    """Return the covariance of gradients of single rows, mean over positions."""
+
+    def covariance_at(q: Array, indices: Indices) -> Array:
+        def row_gradient(row: Indices) -> Array:
+            minibatch = {name: i[None] for name, i in row.items()}
+            return make_gradient_fn(estimator, potential, arguments, preconditioner, minibatch)(q)
+
+        gradients = jax.vmap(row_gradient)(dict(indices))
+        return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
+
+    return jax.lax.map(lambda x: covariance_at(*x), (q, dict(indices))).mean(0)
 
 
 def estimate_max_curvature(
@@ -423,19 +471,48 @@ def estimate_max_curvature(
     num_iterations: int,
     rng: np.random.Generator,
 ) -> float:
-    """Largest whitened curvature at some typical positions, by power iterations.
+    """Estimate the largest preconditioned curvature at some positions, at least 1.
 
-    :param q: whitened positions from about the posterior.
-    :param num_iterations: iterations.
+    :param batched_gradients: gradients on minibatches.
+    :param preconditioner: coordinates.
+    :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
+    :param num_iterations: power iterations.
+    :param rng: random number generator, for the initial directions.
     """
     positions = preconditioner.to_position(q)
-    v = rng.standard_normal(positions.shape)
-    _, base = batched_gradients.evaluate_on_subset(positions)
+    directions = rng.standard_normal(positions.shape)
+    curvatures = compute_max_curvatures(
+        batched_gradients, preconditioner, positions, directions, num_iterations
+    )
+    return float(curvatures[np.isfinite(curvatures)].max(initial=1.0))
+
+
+def compute_max_curvatures(
+    batched_gradients: BatchedGradients,
+    preconditioner: Preconditioner,
+    positions: np.ndarray,
+    directions: np.ndarray,
+    num_iterations: int,
+    step_length: float = _POWER_ITERATION_STEP_LENGTH,
+) -> np.ndarray:
+    """Return the largest preconditioned curvature at each position, by power iterations.
+
+    Products with the Hessian are differences of gradients on the representative subset.
+
+    :param batched_gradients: gradients on minibatches.
+    :param preconditioner: coordinates.
+    :param positions: shape ``(k, d)``.
+    :param directions: initial directions in preconditioned coordinates, shape ``(k, d)``.
+    :param num_iterations: power iterations.
+    :param step_length: length of the finite difference, in preconditioned units.
+    :return: shape ``(k,)``; not finite where a gradient is not.
+    """
+    _, gradients = batched_gradients.evaluate_on_subset(positions)
     for _ in range(num_iterations):
-        v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
-        _, moved = batched_gradients.evaluate_on_subset(
-            positions + _POWER_ITERATION_STEP_LENGTH * preconditioner.apply(v)
+        norms = np.linalg.norm(directions, axis=1, keepdims=True)
+        directions = directions / np.maximum(norms, np.finfo(float).tiny)
+        _, moved_gradients = batched_gradients.evaluate_on_subset(
+            positions + step_length * preconditioner.apply(directions)
         )
-        v = preconditioner.apply_transpose(moved - base) / _POWER_ITERATION_STEP_LENGTH
-    largest = np.linalg.norm(v, axis=1)
-    return float(largest[np.isfinite(largest)].max(initial=1.0))
+        directions = preconditioner.apply_transpose(moved_gradients - gradients) / step_length
+    return np.asarray(np.linalg.norm(directions, axis=1))

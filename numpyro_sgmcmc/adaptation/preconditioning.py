@@ -1,6 +1,14 @@
-"""The factor L of the whitened coordinates: from draws and gradients, or from curvature.
+r"""Estimation of the preconditioner: from curvature, or from draws and their gradients.
 
-The whitening after a window of pilot chains: from their draws and the gradients there.
+Sampling runs in coordinates :math:`q = L^{-1}(\theta - c)` in which the posterior should be close
+to a standard normal. The factor L is a vector (diagonal), a vector with a low-rank correction, or a
+matrix:
+
+- :func:`factor_from_curvature` takes the inverse square root of the Hessian.
+- :func:`factor_from_gradients` balances the covariance of draws and that of their gradients
+  (Seyboldt, Carlson and Carpenter 2026), which needs few draws and tolerates inflated ones.
+- :func:`update_preconditioner` moves the center and refits the factor after a window of pilot
+  chains. In high dimension it refines the low-rank directions by :func:`refine_directions`.
 """
 
 from __future__ import annotations
@@ -9,10 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.batched_gradients import (
-    BatchedGradients,
-    JittedPotential,
-)
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
@@ -22,64 +27,82 @@ if TYPE_CHECKING:
 
 __all__ = [
     "assemble_dense_factor",
+    "compute_geometric_mean_with_inverse",
     "factor_from_curvature",
     "factor_from_gradients",
     "factorize_covariance",
     "factorize_spd",
     "fit_low_rank_along",
     "refine_directions",
+    "thin_draws",
     "update_preconditioner",
 ]
 
+# Smallest eigenvalue of a matrix with unit diagonal, relative to the largest: the rounding error
+# of a Hessian in float32.
+_MIN_RELATIVE_EIGENVALUE = 1e-7
+
+# Random sign vectors for the diagonal of a Hessian: the relative error of an entry is the norm of
+# its off-diagonal row over 8. Estimates below a tenth of the median are raised to it.
 _NUM_PROBE_VECTORS = 64
+_MIN_DIAGONAL_TO_MEDIAN_RATIO = 0.1
+_MIN_DIAGONAL_TO_MAX_RATIO = 1e-12
 
+# Leading principal directions of the draws, and as many of their gradients: a bound on the size
+# of the low-rank problem.
+_MAX_LEADING_DIRECTIONS = 128
 
-_MAX_LEADING_DIRECTIONS = 128  # leading ones of the draws, and as many of their gradients
-
-
+# Alternations between the diagonal and the low-rank correction.
 _NUM_SCALING_ITERATIONS = 3
 
+# Bound on the ratio of a diagonal entry and the SD of the draws, either way: for coordinates in
+# which the gradient hardly varies.
+_MAX_SCALE_TO_SD_RATIO = 100.0
 
-_MAX_SCALE_TO_SD_RATIO = (
-    100.0  # times: a scale further from the draws' sd is none of the posterior's
-)
+# Ridge that is added to covariances in the subspace, relative to their mean variance.
+_RIDGE_VARIANCE_FRACTION = 1e-5
 
+# A direction is kept if its eigenvalue is above this value or below its inverse (nutpie: 2).
+_LOW_RANK_EIGENVALUE_CUTOFF = 1.5
 
-_RIDGE_VARIANCE_FRACTION = 1e-5  # of the mean variance
-
-
-_LOW_RANK_EIGENVALUE_CUTOFF = (
-    1.5  # eigenvalue: beyond it, or below its inverse, a direction is kept
-)
-
-
+# Dimension beyond which only a diagonal is fitted: a bound on memory and time.
 _LOW_RANK_MAX_DIM = 50_000
+
+# Conjugate gradients: iterations, and length of finite differences in preconditioned units.
+_NUM_CG_ITERATIONS, _CG_STEP_LENGTH = 12, 0.3
+
+# Directions that are refined, and draws of a window from which they are estimated.
+_MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
+
+# Gradient noise variance to which full-data gradients are estimated. A direction is visible up to
+# the variance 1 / 0.02 of the posterior along it.
+_TARGET_GRADIENT_NOISE_VARIANCE = 0.02
 
 
 def factorize_spd(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
-    """R with ``R R^T`` the matrix (or its inverse), made positive definite where it is not.
+    """Return R with ``R R^T`` the matrix, or its inverse, made positive definite where it is not.
 
-    Rows and columns are scaled to a unit diagonal first, so that columns measured in very
-    different units do not drown each other; negative eigenvalues are turned round and tiny ones
-    raised.
+    Rows and columns are scaled to a unit diagonal first, so that columns in very different units
+    do not lose precision. Negative eigenvalues change sign and tiny ones are raised.
 
     :param matrix: symmetric, shape ``(d, d)``.
-    :return: the root; NaN where the matrix is not finite.
+    :param inverse: whether to factorise the inverse.
+    :return: shape ``(d, d)``, not symmetric; NaN where the matrix is not finite.
     """
     if not np.isfinite(matrix).all():
         return np.full_like(matrix, np.nan)
     diagonal = np.abs(np.diagonal(matrix))
     scale = np.sqrt(np.where(diagonal > 0, diagonal, 1.0))
-    values, vectors = np.linalg.eigh(matrix / np.outer(scale, scale))
-    values = np.abs(values)
-    values = np.maximum(values, 1e-7 * (values.max() or 1.0))
+    eigenvalues, vectors = np.linalg.eigh(matrix / np.outer(scale, scale))
+    eigenvalues = np.abs(eigenvalues)
+    eigenvalues = np.maximum(eigenvalues, _MIN_RELATIVE_EIGENVALUE * (eigenvalues.max() or 1.0))
     if inverse:
-        return vectors / np.sqrt(values) / scale[:, None]
-    return vectors * np.sqrt(values) * scale[:, None]
+        return vectors / np.sqrt(eigenvalues) / scale[:, None]
+    return vectors * np.sqrt(eigenvalues) * scale[:, None]
 
 
 def factorize_covariance(covariance: np.ndarray) -> np.ndarray:
-    """L with ``L L^T`` the matrix, ``(d, d)``, or the diagonal one of shape ``(d,)``."""
+    """Return L with ``L L^T`` the covariance: ``(d, d)``, or ``(d,)`` for variances."""
     return factorize_spd(covariance) if covariance.ndim == 2 else np.sqrt(covariance)
 
 
@@ -90,30 +113,28 @@ def factor_from_curvature(
     jitted_potential: JittedPotential,
     position: np.ndarray,
 ) -> np.ndarray:
-    """L from the Hessian: its inverse root if dense, the inverse roots of its diagonal if not.
+    """Return L from the Hessian: its inverse root if dense, else that of its diagonal.
 
     :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
-        estimated from products with random signs (Hutchinson 1990).
-    :param mass_matrix_mask: shape ``(d, d)``, True within the blocks of a structured mass matrix, or None.
-    :param jitted_potential: on which to estimate the diagonal.
-    :param position: where.
+        estimated from products with random sign vectors (Hutchinson 1990).
+    :param mass_matrix_mask: blocks of a structured mass matrix, shape ``(d, d)``, or None.
+    :param is_dense: whether L is a matrix.
+    :param jitted_potential: potential for the products.
+    :param position: position of the Hessian.
     :return: shape ``(d, d)`` or ``(d,)``.
     """
     if is_dense:
         assert hessian is not None
         factor = factorize_spd(hessian, inverse=True)
-        return (
-            factor
-            if mass_matrix_mask is None
-            else factorize_spd(np.where(mass_matrix_mask, factor @ factor.T, 0.0))
-        )
+        return _apply_mask(factor, mass_matrix_mask)
     if hessian is not None:
         diagonal = np.abs(np.diagonal(hessian))
     else:
         signs = np.random.default_rng(0).choice([-1.0, 1.0], (_NUM_PROBE_VECTORS, position.size))
         diagonal = (signs * jitted_potential.hessian_products(position, signs)).mean(0)
-        diagonal = np.maximum(diagonal, 0.1 * np.median(np.abs(diagonal)))
-    return 1.0 / np.sqrt(np.maximum(diagonal, 1e-12 * diagonal.max()))
+        floor = _MIN_DIAGONAL_TO_MEDIAN_RATIO * np.median(np.abs(diagonal))
+        diagonal = np.maximum(diagonal, floor)
+    return 1.0 / np.sqrt(np.maximum(diagonal, _MIN_DIAGONAL_TO_MAX_RATIO * diagonal.max()))
 
 
 def factor_from_gradients(
@@ -122,196 +143,202 @@ def factor_from_gradients(
     extra_positions: np.ndarray | None = None,
     allow_low_rank: bool = True,
 ) -> tuple[np.ndarray, LowRankFactor | None]:
-    r"""The diagonal, and the few directions besides, in which draws and gradients are alike.
+    r"""Return a diagonal and a low-rank factor that balance draws and gradients.
 
-    Under the right whitening the covariance of draws and that of their gradients are the same, in
-    any number of draws if the posterior is Gaussian. So the diagonal is
-    :math:`(\operatorname{var} x / \operatorname{var} g)^{1/4}`, and scaled by it the rest is the
-    geometric mean :math:`C_x \# C_g^{-1}` of the covariances, in the span of the leading
-    directions of both; only what clearly differs from one is kept.
+    In the right coordinates draws and their gradients have the same covariance; if the posterior
+    is Gaussian, this holds for any number of draws. The diagonal is
+    :math:`(\operatorname{var} x / \operatorname{var} g)^{1/4}`. In its scale, the rest is the
+    geometric mean :math:`C_x \# C_g^{-1}` of the covariances in the span of the leading directions
+    of both, of which only directions with eigenvalues clearly different from one are kept.
 
-    :param positions: about independent draws, shape ``(n, d)``.
-    :param gradients: gradients on all rows there, of the same shape.
-    :param extra_positions: further draws: in many coordinates a direction in which the posterior is wide
-        stands out of a few hundred draws only if it is very wide.
+    :param positions: approximately independent draws, shape ``(n, d)``.
+    :param gradients: full-data gradients there, of the same shape.
+    :param extra_positions: more draws, from which leading directions are chosen: in many
+        coordinates a moderately wide direction does not stand out of a few hundred draws.
     :param allow_low_rank: False for the diagonal alone.
 
     Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
     minimizing Fisher divergence*.
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
-    extra_positions = x if extra_positions is None else extra_positions - extra_positions.mean(0)
-    factor, stretch = _compute_balancing_scale(x, g), None
+    extra_x = x if extra_positions is None else extra_positions - extra_positions.mean(0)
+    factor = _compute_balancing_scale(x, g)
     if x.shape[1] > _LOW_RANK_MAX_DIM or not allow_low_rank:
         return factor, None
     for _ in range(_NUM_SCALING_ITERATIONS):
-        scale, stretch = _fit_low_rank(x / factor, g * factor, extra_positions / factor)
+        scale, low_rank = _fit_low_rank(x / factor, g * factor, extra_x / factor)
         factor = scale * factor
-        if stretch is None:
+        if low_rank is None:
             break
-        # A few stiff directions take part in many coordinates: the diagonal of what is left.
+        # A few stiff directions can involve many coordinates: refit the diagonal without them.
         factor = factor * _compute_balancing_scale(
-            stretch.solve(x / factor), stretch.apply(g * factor)
+            low_rank.solve(x / factor), low_rank.apply(g * factor)
         )
-    scale, stretch = _fit_low_rank(x / factor, g * factor, extra_positions / factor)
-    return scale * factor, stretch
-
-
-def assemble_dense_factor(
-    factor: np.ndarray, low_rank: LowRankFactor | None, mass_matrix_mask: np.ndarray | None
-) -> np.ndarray:
-    """The factor and the stretch as one matrix, ``(d, d)``.
-
-    :param mass_matrix_mask: blocks of a structured mass matrix, or None.
-    """
-    matrix = np.diag(factor)
-    if low_rank is not None:
-        matrix = factor[:, None] * low_rank.apply(np.eye(factor.size))
-    return (
-        matrix
-        if mass_matrix_mask is None
-        else factorize_spd(np.where(mass_matrix_mask, matrix @ matrix.T, 0.0))
-    )
+    scale, low_rank = _fit_low_rank(x / factor, g * factor, extra_x / factor)
+    return scale * factor, low_rank
 
 
 def _compute_balancing_scale(x: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """The diagonal by which to divide draws and multiply gradients for equal variances.
-
-    Where the gradient does not vary, as in a flat place, the draws' own width must do.
-    """
-    of_x, of_g = (np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g))
-    sd = np.sqrt(of_x)
-    return np.clip((of_x / of_g) ** 0.25, sd / _MAX_SCALE_TO_SD_RATIO, sd * _MAX_SCALE_TO_SD_RATIO)
+    """Return the diagonal D for which ``x / D`` and ``g * D`` have equal variances, ``(d,)``."""
+    variance_x, variance_g = (np.maximum(v.var(0), np.finfo(np.float32).tiny) for v in (x, g))
+    sd = np.sqrt(variance_x)
+    min_scale, max_scale = sd / _MAX_SCALE_TO_SD_RATIO, sd * _MAX_SCALE_TO_SD_RATIO
+    return np.clip((variance_x / variance_g) ** 0.25, min_scale, max_scale)
 
 
 def _fit_low_rank(
     x: np.ndarray, g: np.ndarray, extra_x: np.ndarray
 ) -> tuple[float, LowRankFactor | None]:
-    """The scale of most directions, and those that differ from it clearly.
+    """Return the scale of most directions, and a low-rank factor of those that differ from it.
 
     :param x: centred and scaled draws, shape ``(n, d)``.
-    :param g: their gradients, likewise.
-    :param extra_x: further draws, likewise; they choose directions and have no part in the rest, where
-        what draws and their own gradients have in common cancels.
+    :param g: their gradients, centred and scaled.
+    :param extra_x: more draws. They only choose directions: the errors of ``x`` and ``g``, which
+        belong to the same draws, cancel in the eigenvalues.
     """
-    num = min(_MAX_LEADING_DIRECTIONS, len(x) // 3, x.shape[1])
-    span = np.linalg.qr(
-        np.concatenate([_compute_leading_directions(v, num) for v in (extra_x, g)]).T
-    )[0]
-    if span.shape[1] < 2:
+    num_directions = min(_MAX_LEADING_DIRECTIONS, len(x) // 3, x.shape[1])
+    leading = [_compute_leading_directions(v, num_directions) for v in (extra_x, g)]
+    basis = np.linalg.qr(np.concatenate(leading).T)[0]
+    if basis.shape[1] < 2:
         return 1.0, None
-    values, vectors = _eigendecompose_in_subspace(span, x, g)
-    most = float(np.median(values))
-    return np.sqrt(most), _select_low_rank(values / most, vectors)
+    eigenvalues, directions = _eigendecompose_in_subspace(basis, x, g)
+    typical = float(np.median(eigenvalues))
+    return np.sqrt(typical), _select_low_rank(eigenvalues / typical, directions)
 
 
 def fit_low_rank_along(
     directions: np.ndarray, factor: np.ndarray, positions: np.ndarray, gradients: np.ndarray
 ) -> LowRankFactor | None:
-    """What draws and gradients say of some directions, the diagonal given.
+    """Return the low-rank factor within the span of given directions.
 
-    :param directions: columns, in the diagonal's whitened coordinates, shape ``(d, k)``.
-    :param factor: the diagonal.
-    :param positions: as for :func:`factor_from_gradients`.
-    :param gradients: as there.
+    :param directions: columns in the coordinates of the diagonal, shape ``(d, k)``.
+    :param factor: the diagonal, shape ``(d,)``.
+    :param positions: draws, shape ``(n, d)``.
+    :param gradients: full-data gradients there, of the same shape.
     """
     x, g = positions - positions.mean(0), gradients - gradients.mean(0)
-    span = np.linalg.qr(directions)[0]
-    return _select_low_rank(*_eigendecompose_in_subspace(span, x / factor, g * factor))
+    basis = np.linalg.qr(directions)[0]
+    return _select_low_rank(*_eigendecompose_in_subspace(basis, x / factor, g * factor))
 
 
 def _eigendecompose_in_subspace(
     basis: np.ndarray, x: np.ndarray, g: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Variances in a subspace by which draws and gradients are alike, and their directions."""
-    of_x, of_g = (np.atleast_2d(np.cov(v @ basis, rowvar=False)) for v in (x, g))
-    ridges = [
-        _RIDGE_VARIANCE_FRACTION * np.eye(len(c)) * np.trace(c) / len(c) for c in (of_x, of_g)
-    ]
-    values, vectors = np.linalg.eigh(
-        _spd_geometric_mean_with_inverse(of_x + ridges[0], of_g + ridges[1])
-    )
-    return values, basis @ vectors
+    """Return eigenvalues and directions of ``Cov(x) # Cov(g)^-1`` within a subspace."""
+    ridged = []
+    for v in (x, g):
+        covariance = np.atleast_2d(np.cov(v @ basis, rowvar=False))
+        dim = len(covariance)
+        ridge = _RIDGE_VARIANCE_FRACTION * np.eye(dim) * np.trace(covariance) / dim
+        ridged.append(covariance + ridge)
+    eigenvalues, vectors = np.linalg.eigh(compute_geometric_mean_with_inverse(*ridged))
+    return eigenvalues, basis @ vectors
 
 
 def _select_low_rank(eigenvalues: np.ndarray, directions: np.ndarray) -> LowRankFactor | None:
-    kept = (eigenvalues > _LOW_RANK_EIGENVALUE_CUTOFF) | (
-        eigenvalues < 1.0 / _LOW_RANK_EIGENVALUE_CUTOFF
-    )
-    return LowRankFactor(directions[:, kept], np.sqrt(eigenvalues[kept])) if kept.any() else None
+    """Return the directions whose eigenvalues differ clearly from one."""
+    cutoff = _LOW_RANK_EIGENVALUE_CUTOFF
+    is_kept = (eigenvalues > cutoff) | (eigenvalues < 1.0 / cutoff)
+    if not is_kept.any():
+        return None
+    return LowRankFactor(directions[:, is_kept], np.sqrt(eigenvalues[is_kept]))
 
 
 def _compute_leading_directions(samples: np.ndarray, num_directions: int) -> np.ndarray:
-    """The directions in which the rows of ``samples`` vary most, shape ``(num, d)``."""
-    # By the smaller of the two products: few rows are thousands of numbers long.
+    """Return the directions in which samples vary most, shape ``(num_directions, d)``."""
+    # Of the two products the smaller one is decomposed.
     if len(samples) >= samples.shape[1]:
         return np.linalg.eigh(samples.T @ samples)[1].T[::-1][:num_directions]
-    values, vectors = np.linalg.eigh(samples @ samples.T)
+    eigenvalues, vectors = np.linalg.eigh(samples @ samples.T)
     directions = vectors.T[::-1][:num_directions] @ samples
-    return directions / np.sqrt(
-        np.maximum(values[::-1][:num_directions, None], np.finfo(float).tiny)
-    )
+    squared_norms = np.maximum(eigenvalues[::-1][:num_directions, None], np.finfo(float).tiny)
+    return directions / np.sqrt(squared_norms)
 
 
-def _spd_geometric_mean_with_inverse(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The symmetric S with ``S b S = a``: the geometric mean of ``a`` and the inverse of ``b``."""
-    values, vectors = np.linalg.eigh(b)
-    root = vectors * np.sqrt(values) @ vectors.T
-    inverse = vectors / np.sqrt(values) @ vectors.T
-    values, vectors = np.linalg.eigh(root @ a @ root)
-    middle = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
-    return inverse @ middle @ inverse
+def compute_geometric_mean_with_inverse(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    r"""Return the geometric mean :math:`a \# b^{-1}`, the symmetric S with ``S b S = a``.
+
+    .. math:: S = b^{-1/2} (b^{1/2} a\, b^{1/2})^{1/2} b^{-1/2}
+
+    :param a: positive semidefinite, shape ``(d, d)``.
+    :param b: positive definite, shape ``(d, d)``.
+    """
+    eigenvalues, vectors = np.linalg.eigh(b)
+    root = vectors * np.sqrt(eigenvalues) @ vectors.T
+    inverse_root = vectors / np.sqrt(eigenvalues) @ vectors.T
+    eigenvalues, vectors = np.linalg.eigh(root @ a @ root)
+    middle = vectors * np.sqrt(np.maximum(eigenvalues, 0.0)) @ vectors.T
+    return inverse_root @ middle @ inverse_root
 
 
-_NUM_CG_ITERATIONS, _CG_STEP_LENGTH = 12, 0.3
+def assemble_dense_factor(
+    factor: np.ndarray, low_rank: LowRankFactor | None, mass_matrix_mask: np.ndarray | None
+) -> np.ndarray:
+    """Return a diagonal and its low-rank factor as one matrix, shape ``(d, d)``.
+
+    :param factor: the diagonal, shape ``(d,)``.
+    :param low_rank: the low-rank factor, or None.
+    :param mass_matrix_mask: blocks of a structured mass matrix, shape ``(d, d)``, or None.
+    """
+    matrix = np.diag(factor)
+    if low_rank is not None:
+        matrix = factor[:, None] * low_rank.apply(np.eye(factor.size))
+    return _apply_mask(matrix, mass_matrix_mask)
+
+
+def _apply_mask(factor: np.ndarray, mass_matrix_mask: np.ndarray | None) -> np.ndarray:
+    """Return the factor of the covariance without the entries outside the blocks of a mask."""
+    if mass_matrix_mask is None:
+        return factor
+    return factorize_spd(np.where(mass_matrix_mask, factor @ factor.T, 0.0))
 
 
 def refine_directions(
     batched_gradients: BatchedGradients, preconditioner: Preconditioner, directions: np.ndarray
 ) -> np.ndarray:
-    """Wide directions nearer to the widest ones: one inverse iteration with the curvature.
+    r"""Move wide directions towards the widest ones, by one inverse iteration with the Hessian.
 
-    Of draws fewer than coordinates the widest directions come out with a little of all others, in
-    which the gradient varies far more. The curvature at the anchor, asked for by differences of
-    gradients, is inverted by conjugate gradients.
+    With fewer draws than coordinates, estimated wide directions contain a little of all others, in
+    which the gradient varies far more. The equation :math:`A x = b`, A the Hessian at the center
+    and b a direction, is solved by conjugate gradients:
 
-    :param directions: whitened ones as columns, shape ``(d, k)``.
-    :return: of the same shape, not normalised.
+    .. math::
+        \alpha = \frac{r \cdot r}{p \cdot A p}, \quad x \mathrel{+}= \alpha p, \quad
+        r' = r - \alpha A p, \quad \beta = \frac{r' \cdot r'}{r \cdot r}, \quad p' = r' + \beta p
+
+    :param batched_gradients: gradients, of which products with A are differences.
+    :param preconditioner: coordinates.
+    :param directions: columns in preconditioned coordinates, shape ``(d, k)``.
+    :return: of the same shape, not normalised; unchanged where the Hessian is not positive along
+        the direction.
     """
 
-    def curved(v: np.ndarray) -> np.ndarray:
-        length = _CG_STEP_LENGTH / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-30)
-        moved = preconditioner.apply(length * v)
-        _, found = batched_gradients.evaluate_on_subset(
-            np.concatenate([preconditioner.center + moved, preconditioner.center - moved])
+    def hessian_product(p: np.ndarray) -> np.ndarray:
+        length = _CG_STEP_LENGTH / np.maximum(np.linalg.norm(p, axis=1, keepdims=True), 1e-30)
+        displacement = preconditioner.apply(length * p)
+        _, gradients = batched_gradients.evaluate_on_subset(
+            np.concatenate(
+                [preconditioner.center + displacement, preconditioner.center - displacement]
+            )
         )
-        above, below = np.split(preconditioner.apply_transpose(found), 2)
-        return (above - below) / (2.0 * length)
+        plus, minus = np.split(preconditioner.apply_transpose(gradients), 2)
+        return (plus - minus) / (2.0 * length)
 
-    found = np.zeros_like(directions.T)
-    rest = ahead = directions.T
+    x = np.zeros_like(directions.T)
+    r = p = directions.T
     for _ in range(_NUM_CG_ITERATIONS):
-        bent, square = curved(ahead), np.square(rest).sum(1, keepdims=True)
-        along = (ahead * bent).sum(1, keepdims=True)
-        # Where the posterior is not convex a direction is left as far as it has come.
-        share = np.where(along > 0.0, square / np.where(along > 0.0, along, 1.0), 0.0)
-        found = found + share * ahead
-        rest = rest - share * bent
-        following = np.square(rest).sum(1, keepdims=True) / np.maximum(square, 1e-30)
-        ahead = np.where(along > 0.0, rest + following * ahead, ahead)
-    fine = np.isfinite(found).all(1) & (found != 0.0).any(1)
-    return np.where(fine, found.T, directions)
-
-
-_NUM_DIRECTION_DRAWS = 1_024  # of a window, from which its widest directions are seen
-
-
-_MAX_REFINED_DIRECTIONS = 32
-
-
-_TARGET_GRADIENT_NOISE_VARIANCE = (
-    0.02  # variance: directions up to so many times as wide are seen, one over it
-)
+        Ap = hessian_product(p)
+        r_dot_r = np.square(r).sum(1, keepdims=True)
+        p_dot_Ap = (p * Ap).sum(1, keepdims=True)
+        # Along a direction of negative curvature the iteration stops.
+        is_convex = p_dot_Ap > 0.0
+        alpha = np.where(is_convex, r_dot_r / np.where(is_convex, p_dot_Ap, 1.0), 0.0)
+        x = x + alpha * p
+        r = r - alpha * Ap
+        beta = np.square(r).sum(1, keepdims=True) / np.maximum(r_dot_r, 1e-30)
+        p = np.where(is_convex, r + beta * p, p)
+    is_usable = np.isfinite(x).all(1) & (x != 0.0).any(1)
+    return np.where(is_usable, x.T, directions)
 
 
 def update_preconditioner(
@@ -321,79 +348,81 @@ def update_preconditioner(
     noise_stats: GradientNoiseStats,
     is_converged: bool,
 ) -> Preconditioner | None:
-    """The whitening moved to the draws' mean, its factor from some of them and their gradients.
+    """Move the center to the mean of the draws, and refit the factor.
 
-    :param draws: whitened draws, shape ``(chains, draws, d)``.
-    :param noise_stats: of the gradient's estimate by the anchor on a minibatch.
-    :param is_converged: whether chains stay where they are; else another window follows.
-    :return: None where the gradient there is not finite.
+    :param preconditioner: coordinates of the draws.
+    :param draws: preconditioned draws, shape ``(chains, draws, d)``.
+    :param noise_stats: gradient noise of the control variate.
+    :param is_converged: whether the chains are stationary; if not, another window follows.
+    :return: None where the gradient at the new center is not finite.
     """
-    anchor = preconditioner.to_position(draws.mean((0, 1)))
-    if context.settings.inverse_mass_matrix is not None:
-        moved = context.build_preconditioner(anchor, preconditioner.factor)
-        return moved if moved.is_finite() else None
-    positions = preconditioner.to_position(_thin_draws(draws, context.budget.num_full_gradients))
-    # In a matrix another window mends what noise has hidden; of many directions only some are seen.
-    is_rough = context.settings.is_dense and not is_converged
-    rows = (
-        context.budget.num_representative_rows
-        if is_rough
-        else _choose_num_gradient_rows(context, noise_stats)
+    settings, budget, potential = context.settings, context.budget, context.potential
+    batched_gradients = context.batched_gradients
+    center = preconditioner.to_position(draws.mean((0, 1)))
+    if settings.inverse_mass_matrix is not None:
+        updated = context.build_preconditioner(center, preconditioner.factor)
+        return updated if updated.is_finite() else None
+
+    num_rows = budget.num_representative_rows
+    # A matrix of chains that are not stationary yet is refitted anyway. A low-rank factor keeps
+    # only visible directions: with noisy gradients it needs more rows.
+    is_provisional = settings.is_dense and not is_converged
+    if not is_provisional and not potential.is_stochastic and noise_stats.variance > 0.0:
+        needed_rows = (
+            noise_stats.variance
+            * count_rows_per_gradient(potential, context.arguments)
+            / _TARGET_GRADIENT_NOISE_VARIANCE
+        )
+        num_rows = int(np.clip(needed_rows, num_rows, budget.max_representative_rows))
+    dim = draws.shape[-1]
+    thinned = thin_draws(draws, budget.num_full_gradients).reshape(-1, dim)
+    positions = preconditioner.to_position(thinned)
+    gradients = batched_gradients.estimate_full_gradients(positions, preconditioner, num_rows)
+    is_finite = np.isfinite(gradients).all(1)
+    positions, gradients = positions[is_finite], gradients[is_finite]
+    extra_q = thin_draws(draws, _NUM_DIRECTION_DRAWS).reshape(-1, dim)
+    factor, low_rank = factor_from_gradients(
+        positions, gradients, preconditioner.to_position(extra_q), not settings.is_site_aligned
     )
-    gradients = context.batched_gradients.estimate_full_gradients(positions, preconditioner, rows)
-    fine = np.isfinite(gradients).all(1)
-    more = preconditioner.to_position(_thin_draws(draws, _NUM_DIRECTION_DRAWS))
-    may_stretch = not context.settings.is_site_aligned
-    factor, stretch = factor_from_gradients(positions[fine], gradients[fine], more, may_stretch)
-    is_sharp = context.potential.is_stochastic or anchor.size <= len(positions)
-    if stretch is not None and not is_sharp:
-        stretch = _refine_low_rank(
-            context, anchor, factor, stretch, positions[fine], gradients[fine]
+    has_enough_draws = potential.is_stochastic or dim <= len(thinned)
+    if low_rank is not None and not has_enough_draws:
+        low_rank = _refine_low_rank(
+            batched_gradients, center, factor, low_rank, positions, gradients
         )
-    if context.settings.is_dense:
-        factor, stretch = (
-            assemble_dense_factor(factor, stretch, context.settings.mass_matrix_mask),
-            None,
-        )
-    moved = context.build_preconditioner(anchor, factor)._replace(low_rank=stretch)
-    return moved if moved.is_finite() else None
+    if settings.is_dense:
+        factor = assemble_dense_factor(factor, low_rank, settings.mass_matrix_mask)
+        low_rank = None
+    updated = context.build_preconditioner(center, factor)._replace(low_rank=low_rank)
+    return updated if updated.is_finite() else None
 
 
 def _refine_low_rank(
-    context: WarmupContext,
+    batched_gradients: BatchedGradients,
     center: np.ndarray,
     factor: np.ndarray,
     low_rank: LowRankFactor,
     positions: np.ndarray,
     gradients: np.ndarray,
 ) -> LowRankFactor | None:
-    """The stretch with its wide directions nearer to the posterior's."""
-    wide = np.argsort(-low_rank.scales)[:_MAX_REFINED_DIRECTIONS]
-    wide = wide[low_rank.scales[wide] > 1.0]
-    if not len(wide):
+    """Return the low-rank factor with its widest directions refined."""
+    widest = np.argsort(-low_rank.scales)[:_MAX_REFINED_DIRECTIONS]
+    widest = widest[low_rank.scales[widest] > 1.0]
+    if not len(widest):
         return low_rank
-    others = np.setdiff1d(np.arange(len(low_rank.scales)), wide)
-    plain = Preconditioner(center, factor)
-    directions = refine_directions(context.batched_gradients, plain, low_rank.directions[:, wide])
-    directions = np.concatenate([directions, low_rank.directions[:, others]], axis=1)
+    others = np.setdiff1d(np.arange(len(low_rank.scales)), widest)
+    refined = refine_directions(
+        batched_gradients, Preconditioner(center, factor), low_rank.directions[:, widest]
+    )
+    directions = np.concatenate([refined, low_rank.directions[:, others]], axis=1)
     return fit_low_rank_along(directions, factor, positions, gradients)
 
 
-def _choose_num_gradient_rows(context: WarmupContext, noise_stats: GradientNoiseStats) -> int:
-    """Rows on which gradients are to be taken, so that a wide direction does not drown in noise."""
-    effort, target = context.budget, context.potential
-    if target.is_stochastic or not noise_stats.variance > 0.0:
-        return effort.num_representative_rows
-    wanted = (
-        noise_stats.variance
-        * count_rows_per_gradient(target, context.arguments)
-        / _TARGET_GRADIENT_NOISE_VARIANCE
-    )
-    return int(np.clip(wanted, effort.num_representative_rows, effort.max_representative_rows))
+def thin_draws(draws: np.ndarray, num_draws: int) -> np.ndarray:
+    """Return evenly spaced draws, the same number (at least two) of each chain.
 
-
-def _thin_draws(draws: np.ndarray, num_draws: int) -> np.ndarray:
-    """About so many of the draws, as many of each chain; shape ``(n, d)``."""
-    each = int(np.clip(num_draws // len(draws), 2, draws.shape[1]))
-    places = np.linspace(0, draws.shape[1] - 1, each).astype(int)
-    return draws[:, places].reshape(-1, draws.shape[-1])
+    :param draws: shape ``(chains, draws, d)``.
+    :param num_draws: number of draws to keep of all chains together, about.
+    :return: shape ``(chains, n, d)``.
+    """
+    per_chain = min(draws.shape[1], max(2, num_draws // len(draws)))
+    return draws[:, np.linspace(0, draws.shape[1] - 1, per_chain).astype(int)]

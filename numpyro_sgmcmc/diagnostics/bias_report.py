@@ -37,6 +37,7 @@ from numpyro import diagnostics
 from numpyro.infer import MCMC, Gibbs
 
 from numpyro_sgmcmc import errors
+from numpyro_sgmcmc.adaptation.preconditioning import compute_geometric_mean_with_inverse
 from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache
 from numpyro_sgmcmc.diagnostics.diagnosis import (
     DIAGNOSES,
@@ -803,17 +804,10 @@ def _compute_correction_matrix(
             return np.sqrt(posterior_covariance / chain_covariance)
     if not np.isfinite(posterior_covariance).all():
         return posterior_covariance
-    root = _compute_matrix_power(chain_covariance, 0.5)
-    inverse = _compute_matrix_power(chain_covariance, -0.5)
-    return inverse @ _compute_matrix_power(root @ posterior_covariance @ root, 0.5) @ inverse
-
-
-def _compute_matrix_power(matrix: np.ndarray, exponent: float) -> np.ndarray:
-    """A power of a symmetric matrix; NaN where it is not positive definite."""
-    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2.0)
-    if not (values > 0).all():
-        return np.full_like(matrix, np.nan)
-    return (vectors * values**exponent) @ vectors.T
+    matrices = [(m + m.T) / 2.0 for m in (posterior_covariance, chain_covariance)]
+    if not all(np.linalg.eigvalsh(m).min() > 0.0 for m in matrices):
+        return np.full_like(posterior_covariance, np.nan)
+    return compute_geometric_mean_with_inverse(*matrices)
 
 
 def print_summary(

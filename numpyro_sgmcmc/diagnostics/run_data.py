@@ -29,11 +29,12 @@ from numpyro.infer.util import unconstrain_fn
 
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
-    WeightedMinibatch,
     iter_weighted_minibatches,
     sample_minibatch_indices,
 )
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, count_rows_per_gradient
+from numpyro_sgmcmc.adaptation.gradient_noise import compute_max_curvatures
+from numpyro_sgmcmc.adaptation.preconditioning import thin_draws
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.errors import InvalidArgumentError
@@ -396,7 +397,7 @@ def compute_gradients_at_draws(
     coordinates = get_chain_preconditioners(mcmc.last_state)
     batch = count_rows_per_gradient(target, rows.arguments)
     num = int(np.clip(_MAX_GRADIENT_ROWS // (2 * batch), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS))
-    positions = _thin_draws_evenly(draws, num)
+    positions = thin_draws(draws, num)
     flat = positions.reshape(-1, target.dim)
     of_chain = np.repeat(np.arange(len(positions)), positions.shape[1])
     gradients = _estimate_gradients(rows, coordinates, flat, of_chain).reshape(positions.shape)
@@ -406,17 +407,15 @@ def compute_gradients_at_draws(
     for alike in _group_chains_by_center(coordinates):
         some = np.isin(of_chain[curved], alike)
         there = coordinates[alike[0]]
-        curvature[some] = _compute_max_curvature(rows, there, flat[curved][some], start[some])
+        curvature[some] = compute_max_curvatures(
+            rows,
+            there,
+            flat[curved][some],
+            there.apply_transpose(start[some]),
+            _NUM_CURVATURE_ITERATIONS,
+            _CURVATURE_DIFFERENCE_STEP,
+        )
     return GradientsAtDraws(positions, gradients, curved, curvature)
-
-
-def _thin_draws_evenly(draws: np.ndarray, num_draws: int) -> np.ndarray:
-    """About so many of the draws, as many of each chain.
-
-    :param draws: shape ``(chains, draws, d)``.
-    """
-    each = min(draws.shape[1], max(2, num_draws // len(draws)))
-    return draws[:, np.linspace(0, draws.shape[1] - 1, each).astype(int)]
 
 
 def _group_chains_by_center(preconditioners: Sequence[Preconditioner]) -> list[list[int]]:
@@ -482,27 +481,6 @@ def _compute_center_gradients(
 def _count_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
     """Minibatches in a pass over all rows, about."""
     return sum(p.batches_per_epoch for p in batched_gradients.potential.plates)
-
-
-def _compute_max_curvature(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    positions: np.ndarray,
-    initial_directions: np.ndarray,
-) -> np.ndarray:
-    """Largest whitened curvature at each position, by power iterations from its gradient."""
-    some: list[WeightedMinibatch] = batched_gradients.subset_minibatches
-    base = batched_gradients.weighted_mean(positions, some)[1]
-    v = preconditioner.apply_transpose(initial_directions)
-    length = np.zeros(len(v))
-    for _ in range(_NUM_CURVATURE_ITERATIONS):
-        v /= np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(float).tiny)
-        moved = batched_gradients.weighted_mean(
-            positions + _CURVATURE_DIFFERENCE_STEP * preconditioner.apply(v), some
-        )[1]
-        v = preconditioner.apply_transpose(moved - base) / _CURVATURE_DIFFERENCE_STEP
-        length = np.linalg.norm(v, axis=1)
-    return length
 
 
 def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
