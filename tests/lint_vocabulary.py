@@ -8,9 +8,12 @@ of docstrings are checked as well: those of functions begin with a verb.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -57,16 +60,16 @@ RETIRED = {
     r"\d %": "5%, without a blank",
     r"[«»]": "quotation marks",
 }
-# Where a pattern has an ordinary meaning: names of other libraries, mathematics.
-EXCEPTIONS = {
-    r"\.sd\b",
-    r"_sd\b",
-    r"sd[_=\[]",
-    r"\bsd\s*=",
+# Patterns for prose only: as names of variables and sites these words are ordinary.
+PROSE_ONLY = (r"sds|sd(?=[ ,.;:)])", r"\d %", r"[«»]")
+_SEPARATED = r"(?<![A-Za-z])(?:{})(?![A-Za-z])"
+_PROSE = re.compile(_SEPARATED.format("|".join(f"(?:{w})" for w in RETIRED)))
+_NAMES = re.compile(_SEPARATED.format("|".join(f"(?:{w})" for w in RETIRED if w not in PROSE_ONLY)))
+_STRING_TOKENS = {
+    getattr(tokenize, name)
+    for name in ("STRING", "FSTRING_START", "FSTRING_MIDDLE")
+    if hasattr(tokenize, name)
 }
-_PATTERN = re.compile(
-    r"(?<![A-Za-z])(?:" + "|".join(f"(?:{w})" for w in RETIRED) + r")(?![A-Za-z])"
-)
 _OK = re.compile(r"vocabulary: ok")
 _BAD_SUMMARY = re.compile(
     r"^(?:That|Of|What|Where|Whether|The same|How|Which|It|They|If|With|From|At|By|In|On|As|For)\b"
@@ -84,20 +87,37 @@ def searched_files() -> list[Path]:
     return [ROOT / name for name in listed.stdout.split() if Path(name).name not in _SKIPPED]
 
 
+def texts_of_code(source: str) -> Iterator[tuple[int, str, re.Pattern]]:
+    """Yield line number, text and pattern of each name, comment and string of a Python file."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string.replace("_", " "), _NAMES
+        elif token.type == tokenize.COMMENT:
+            yield token.start[0], token.string, _PROSE
+        elif token.type in _STRING_TOKENS:
+            for number, line in enumerate(token.string.split("\n"), token.start[0]):
+                yield number, line, _PROSE if " " in line.strip() else _NAMES
+
+
+def texts_of_page(source: str) -> Iterator[tuple[int, str, re.Pattern]]:
+    """Yield line number, text and pattern of each line of a page."""
+    is_code = False
+    for number, line in enumerate(source.split("\n"), 1):
+        if line.startswith("```"):
+            is_code = not is_code
+        yield number, line if is_code else line.replace("_", " "), _NAMES if is_code else _PROSE
+
+
 def find_words(path: Path) -> list[str]:
     """List the retired words of one file, a line each."""
+    source = path.read_text()
+    lines = source.split("\n")
+    texts = texts_of_code(source) if path.suffix == ".py" else texts_of_page(source)
     found = []
-    lines = path.read_text().split("\n")
-    is_code = False
-    for number, line in enumerate(lines, 1):
-        if path.suffix == ".md" and line.startswith("```"):
-            is_code = not is_code
-        if _OK.search(line):
+    for number, text, pattern in texts:
+        if _OK.search(lines[number - 1]):
             continue
-        text = line.replace("_", " ") if not is_code else line
-        for match in _PATTERN.finditer(text):
-            if match.group() in ("sd", "sds") and re.search(r"[=\[(]", line) and '"' not in line:
-                continue  # a variable
+        for match in pattern.finditer(text):
             word = next(w for w in RETIRED if re.compile(w).match(text, match.start()))
             instead = f" (use: {RETIRED[word]})" if RETIRED[word] else ""
             found.append(f"{path.relative_to(ROOT)}:{number}: {match.group()!r}{instead}")
