@@ -63,7 +63,7 @@ def load_flights() -> tuple[dict, jax.Array, dict]:
 
 
 def model(x, num_levels, late=None, batch_size=None):
-    """P(late) by an intercept, distance, and effects of each factor with a scale of their own."""
+    """Model P(late) by an intercept, the distance, and effects of each factor with one scale per factor."""
     intercept = numpyro.sample("intercept", dist.Normal(0, 1.5))
     distance = numpyro.sample("distance", dist.Normal(0, 1))
     effects = {}
@@ -122,7 +122,7 @@ def speed(mcmc: MCMC, seconds: float) -> str:
 
 
 def comparison(ours: MCMC, reference: MCMC) -> pd.DataFrame:
-    """Each site's means and sds beside the reference's, the worst coordinate of each."""
+    """Compare each site's means and SDs with the reference, at the worst coordinate of each."""
     rows = {}
     a, b = (summary(m.get_samples(group_by_chain=True)) for m in (ours, reference))
     for name in a:
@@ -130,10 +130,10 @@ def comparison(ours: MCMC, reference: MCMC) -> pd.DataFrame:
         error = np.sqrt(1 / a[name]["n_eff"] + 1 / b[name]["n_eff"])
         ratio = a[name]["std"] / b[name]["std"]
         rows[name] = {
-            "largest mean shift (sd)": np.max(np.abs(shift)),
+            "largest mean bias (SD)": np.max(np.abs(shift)),
             "its Monte Carlo error": np.ravel(error)[np.argmax(np.abs(shift))],
-            "smallest sd ratio": np.min(ratio),
-            "largest sd ratio": np.max(ratio),
+            "smallest SD ratio": np.min(ratio),
+            "largest SD ratio": np.max(ratio),
         }
     return pd.DataFrame(rows).T.round(3)
 
@@ -192,7 +192,7 @@ def plot_effects(posterior, x: dict, late: jax.Array, levels: dict[str, list]) -
         right.set_axisbelow(True)
         right.set(
             title="Some carriers are late more often than others",
-            xlabel="odds ratio to the average flight (50 and 95 %)",
+            xlabel="odds ratio to the average flight (50% and 95%)",
         )
     return figure
 

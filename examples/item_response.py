@@ -36,7 +36,7 @@ COLOURS = {"curse": "#1f4e6e", "scold": "#d9822b", "shout": "#6fa8cb"}
 
 
 def model(person, item, anger, is_man, num_items, answer=None, batch_size=None):
-    """How prone persons are, how severe items, and how sharply these tell persons apart."""
+    """Model the proneness of persons, and the severity and discrimination of items."""
     of_anger = numpyro.sample("of_anger", dist.Normal(0, 1))
     of_men = numpyro.sample("of_men", dist.Normal(0, 1))
     expected = of_anger * anger + of_men * is_man

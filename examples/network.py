@@ -111,7 +111,7 @@ def plot(mcmc: MCMC, others: pd.DataFrame) -> plt.Figure:
         figure, axes = plt.subplot_mosaic("AB;CC", figsize=(8, 7.4), layout="constrained")
         maps = {
             "A": (p.mean(0), "YlOrBr", "Late by more than 15 minutes"),
-            "B": (high - low, "viridis", "Width of the 95 % interval"),
+            "B": (high - low, "viridis", "Width of the 95% interval"),
         }
         for key, (z, colors, title) in maps.items():
             ax = axes[key]
@@ -161,7 +161,7 @@ def main() -> None:
         width = high - low
         at = ", ".join(map(str, hours))
         print(
-            f"95 % intervals at {at} h: {width.min():.0%} to {width.max():.0%} wide over the year"
+            f"95% intervals at {at} h: {width.min():.0%} to {width.max():.0%} wide over the year"
         )
     plot(mcmc, others).savefig(options.output, dpi=150)
 

@@ -69,7 +69,7 @@ def write(folder, num_rows, copies):
 
 
 def fit(folder, where):
-    """A run on these files, in a process of its own: draws go to a file beside them."""
+    """Run on these files in a separate process; draws go to a file beside them."""
     shapes = {"X": (-1, len(COLUMNS)), "made_up": (-1,)}
     if where == "disk":
         maps = [np.memmap(folder / name, np.float32, "r") for name in shapes]
@@ -133,7 +133,7 @@ def main() -> None:
             draws[where] = dict(np.load(folder / f"{where}.npz"))
     gaps = [(draws["disk"][name] - x) / x.std() for name, x in draws["memory"].items()]
     means, each = (max(abs(f(x)).max() for x in gaps) for f in (np.mean, np.asarray))
-    print(f"\nMeans are at most {means:.3f} posterior sds apart, single draws at most {each:.2f}")
+    print(f"\nMeans are at most {means:.3f} posterior SDs apart, single draws at most {each:.2f}")
     plot(draws["memory"], draws["disk"]).savefig(options.output, dpi=150)
 
 

@@ -87,7 +87,7 @@ def plot(log_rate, airline, codes, truth, is_back):
             ax.scatter(marks, (came[:, None] > marks).mean(0), s=14, color=colour,
                        edgecolor="white", linewidth=0.6, zorder=3, clip_on=False)  # fmt: skip
             ax.scatter([], [], s=24, marker="s", color=colour, label=names[code])
-        ax.plot([], [], color="0.3", label="the model, with 95 %")
+        ax.plot([], [], color="0.3", label="the model, with 95% intervals")
         ax.plot([], [], ":", color="0.3", label="open rows dropped")
         ax.scatter([], [], s=14, color="0.3", label="what the rest of the year showed")
         ticks = {4: "4 h", 6: "6 h", 12: "12 h", 24: "1 day", 48: "2", 96: "4", 192: "8", 384: "16"}
@@ -95,7 +95,7 @@ def plot(log_rate, airline, codes, truth, is_back):
             xscale="log", xlim=(4, 780), ylim=(0, 1),
             xlabel="hours and days since departure from New York",
             ylabel="departures whose plane is not back",
-            title="January alone tells what February will show",
+            title="Predictions for February from January alone",
         )  # fmt: skip
         ax.set_xticks([*ticks, 744], [*ticks.values(), "31"])
         ax.minorticks_off()

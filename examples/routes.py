@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 
 def model(route, num_routes, late=None, batch_size=None):
-    """P(late) of each route; routes are alike as far as their flights do not tell otherwise."""
+    """Model P(late) of each route, partially pooled over routes."""
     mean = numpyro.sample("mean", dist.Normal(-1, 1))
     sd = numpyro.sample("sd", dist.HalfNormal(1))
     with numpyro.plate("routes", num_routes):
@@ -43,7 +43,7 @@ def plot(draws, share, flown, names):
         ax.vlines(flown, low, high, color="#2b6a99", alpha=0.25, linewidth=1.2)
         ax.vlines(flown, share, estimate, color="#d9822b", alpha=0.5, linewidth=0.6)
         ax.scatter(flown, share, s=12, color="#d9822b", label="share of the route's own flights")
-        ax.scatter(flown, estimate, s=12, color="#2b6a99", label="partially pooled, with 95 %")
+        ax.scatter(flown, estimate, s=12, color="#2b6a99", label="partially pooled, with 95% intervals")
         ax.axhline(everywhere, color="0.6", linewidth=0.8, linestyle="--")
         worst = np.argsort(np.abs(share - everywhere) * (flown < 100))[-3:]
         for k in worst:

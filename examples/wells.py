@@ -48,7 +48,7 @@ def model(slopes, batch_size=None):
 
 
 def rows(num=100, batch_size=10, sd=2.0):
-    """Slopes that sum to zero; those of a minibatch, scaled up, have this sd."""
+    """Slopes that sum to zero; those of a minibatch, scaled up, have this SD."""
     slopes = np.random.default_rng(0).standard_normal(num)
     slopes -= slopes.mean()
     return jnp.asarray(slopes / slopes.std() * sd * np.sqrt(batch_size) / num)
@@ -77,7 +77,7 @@ def run(kernel, wells, num_steps):
                 chain_method="vectorized", progress_bar=False)  # fmt: skip
     start = {"theta": jnp.full(CHAINS, wells.deepest)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing is looked for, and there are other modes
+        warnings.simplefilter("ignore")  # all settings are given, and the posterior has other modes
         mcmc.run(jax.random.key(0), rows(), batch_size=10, init_params=start)
     return np.asarray(mcmc.get_samples(group_by_chain=True)["theta"])
 
@@ -144,7 +144,7 @@ def animate(runs, wells, output):
         panels.show(num_steps - 1)
         panels.figure.savefig(output.with_suffix(".png"), dpi=150)
         sample = panels.frame()
-        sample.paste(ORANGE, (0, 0, 120, 120))  # else so few pixels get no colour of their own
+        sample.paste(ORANGE, (0, 0, 120, 120))  # without them so few pixels would share a colour
         palette = sample.quantize(COLOURS)
         frames = []
         for step in range(0, num_steps, every):

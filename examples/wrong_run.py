@@ -1,4 +1,4 @@
-"""A run that is wrong, how the report shows it, and what cures it, with NUTS as the truth.
+"""A biased run, how the report shows it, and what removes the bias, with NUTS as the reference.
 
 python examples/wrong_run.py                # 20,000 flights, and NUTS twice on them
 python examples/wrong_run.py --rows 5000    # quickly
@@ -64,7 +64,7 @@ def fit(key, kernel, *data, num_samples=1000, **sizes):
 
 
 def against(mcmc, nuts):
-    """Mean shifts in NUTS's sds, and sds over NUTS's less one."""
+    """Return the biases of means, in SDs of NUTS, and of SDs, relative to NUTS."""
     a, b = (m.get_samples()["beta"] for m in (mcmc, nuts))
     return np.asarray((a.mean(0) - b.mean(0)) / b.std(0)), np.asarray(a.std(0) / b.std(0) - 1)
 
@@ -87,7 +87,7 @@ def plot(runs, nuts, names):
             axes[0].set_xlim(-0.3, 0.3)
         parts[0].axes[1].legend(loc="upper center")
         ax = plot_speed(runs, nuts, moment="sd", ax=below.subplots())
-        ax.set(title="Error of sds, by time", xlabel="seconds of CPU, compilation included")
+        ax.set(title="Error of SDs, by time", xlabel="seconds of CPU, compilation included")
     return figure
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         print(f"\n{name}:\n{bias_report(mcmc)}")
     runs["NUTS again"] = fit(2, NUTS(model, dense_mass=True), *data)
 
-    print("\nworst of the coordinates  CPU s  draws from  mean shift  sd inflation")
+    print("\nworst of the coordinates  CPU s  draws from  mean bias     SD bias")
     for name, ((begun, ended), mcmc) in runs.items():
         shift, inflation = (x[np.abs(x).argmax()] for x in against(mcmc, nuts))
         print(f"{name:<25}{ended:>7.0f}{begun:>12.0f}{shift:>+12.3f}{inflation:>+14.1%}")
