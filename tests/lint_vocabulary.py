@@ -25,7 +25,7 @@ RETIRED = {
     r"necks?": "funnel neck",
     r"by volume": "variational initialisation",
     r"houses?|rooms?": "package layout, subpackage",
-    r"hotter|colder|hot|heats?|heated": "kinetic temperature, variance inflation",
+    r"hotter|colder|(?<!one )hot|heats?|heated": "kinetic temperature, variance inflation",
     r"of its own|of their own|of one's own": "separate",
     r"to be had": "available",
     r"mends?|mended": "fix",
