@@ -1,4 +1,4 @@
-"""Stochastic-gradient MCMC for NumPyro: swap ``NUTS(model)`` for ``SGHMCSplit(model)``."""
+"""Stochastic-gradient MCMC for NumPyro: replace ``NUTS(model)`` by ``SGHMCSplit(model)``."""
 
 import numpyro.infer
 from numpyro.infer import initialization
@@ -33,6 +33,6 @@ __all__ = [
 __all__ += sampling.__all__
 __version__ = "0.1.0"
 
-# Imported before NumPyro, ArviZ 1.x leaves a lazy module in its place, whose `infer` does not know
-# the submodule that `az.from_numpyro` looks up there.
+# ArviZ 1.x, imported before NumPyro, replaces it by a lazy module whose `infer` lacks the submodule
+# that `az.from_numpyro` uses.
 numpyro.infer.initialization = initialization

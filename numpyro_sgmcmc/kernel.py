@@ -1,4 +1,4 @@
-"""Where :class:`SGMCMCKernel`, the base of all kernels, may be imported from."""
+"""Public import path of :class:`SGMCMCKernel`, the base class of all kernels."""
 
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.options import KernelOptions

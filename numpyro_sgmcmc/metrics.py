@@ -1,4 +1,4 @@
-"""Where the ready-made metrics may be imported from."""
+"""Public import path of the ready-made metrics."""
 
 from numpyro_sgmcmc.sampling.metrics import *  # noqa: F403
 from numpyro_sgmcmc.sampling.metrics import __all__ as __all__

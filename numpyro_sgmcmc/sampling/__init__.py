@@ -1,4 +1,4 @@
-"""The kernels, one short file each: an SDE, its schemes and defaults, and when to choose it."""
+"""The sampling kernels, and what they share: options, states, steps, schedules and metrics."""
 
 from numpyro_sgmcmc.sampling.kernels import (
     SGHMC,

@@ -1,22 +1,16 @@
-r"""Moments that tell a chain's bias, accumulated while it runs.
+r"""Running sums of a chain: for the bias report, and for the warm-up's check of the step size.
 
-For the exact posterior :math:`E[\nabla U] = 0` and
-:math:`E[(q - m)(\nabla U)^\top] = I` (Stein's identity, integration by parts). A minibatch gradient
-that is independent of the position is unbiased, so that its running mean tells how far the chain's
-mean is off, and its covariance with the position how far the chain's covariance is.
+For the exact posterior :math:`E[\nabla U] = 0` and :math:`E[(q - m)(\nabla U)^\top] = I` (Stein's
+identity, by integration by parts). A minibatch gradient that is independent of the position is
+unbiased, so that its running mean estimates the bias of the chain's mean, and its covariance with
+the position that of the chain's covariance. :class:`Moments` keeps these sums in a fixed number of
+batches, whose length grows with the run: batch means give the standard errors.
 
-Batch means give the error bars: a fixed number of batches, whose lengths grow with the run. They
-are few numbers beside the draws and cost little beside a gradient.
-
-The warm-up's check of its own step size: each chain watches its temperatures.
-
-The step size is chosen from measured noise and curvature. Where those mislead (a posterior far
-from Gaussian, tails that no pilot chain has seen), the chain itself tells: the mean of
-:math:`q_j\,\partial_j U` is its configurational temperature in coordinate j, one on average for
-an exact sampler. Where it is beyond prediction and error bar, or the chain diverges, the step
-shrinks.
-
-It costs two vectors in the state. Like NUTS's, each chain's step size is its own.
+:math:`E[q_j\,\partial_j U]` is the configurational temperature of coordinate j, one for an exact
+sampler. Step sizes are chosen from measured noise and curvature, which can mislead if the
+posterior is far from Gaussian or has tails that no pilot chain has reached.
+:class:`StepSizeMonitor` therefore compares each chain's temperatures in warm-up with the predicted
+ones, and shortens that chain's step where they are too high or too low.
 """
 
 from __future__ import annotations
@@ -39,24 +33,31 @@ __all__ = [
 ]
 
 FULL_MOMENTS_MAX_DIM = 64
-"""Up to so many coordinates the moments are matrices."""
+"""Number of coordinates up to which second moments are matrices: a bound on a step's cost."""
 
+# Batches per chain, and fewer above this number of coordinates: a bound on memory.
+_NUM_MOMENT_BATCHES, _NUM_MOMENT_BATCHES_HIGH_DIM, _MOMENTS_HIGH_DIM = 16, 8, 10_000
 
-_NUM_MOMENT_BATCHES, _NUM_MOMENT_BATCHES_HIGH_DIM = 16, 8
-
-
-_MOMENTS_HIGH_DIM = 10_000
+# A temperature differs from one beyond this many standard errors; with so many coordinates and
+# chains a smaller number would often be exceeded by chance.
+_NUM_STANDARD_ERRORS = 4.0
+# Iterations below which standard errors are not reliable.
+_MIN_MONITORED_ITERATIONS = 20.0
+# Range of the factor by which one check shortens the step.
+_MIN_STEP_SCALE, _MAX_STEP_SCALE = 1 / 8, 1 / 2
 
 
 class RunningSums(NamedTuple):
-    """Weighted sums over readings. A product of vectors is a matrix up to 64 coordinates.
+    """Weighted sums over positions and gradients, in coordinates of the preconditioner's scale.
+
+    Second moments are matrices up to :data:`FULL_MOMENTS_MAX_DIM` coordinates, else diagonals.
 
     - **weight** - sum of the weights.
-    - **position** - of whitened positions, shape ``(d,)``.
-    - **gradient** - of whitened gradients, shape ``(d,)``.
-    - **position_gradient** - of positions times gradients, shape ``(d, d)`` or ``(d,)``.
-    - **position_position** - of positions times positions, of the same shape.
-    - **kinetic_temperature** - of kinetic temperatures.
+    - **position** - sum of positions, shape ``(d,)``.
+    - **gradient** - sum of gradients, shape ``(d,)``.
+    - **position_gradient** - sum of positions times gradients, shape ``(d, d)`` or ``(d,)``.
+    - **position_position** - sum of positions times positions, of the same shape.
+    - **kinetic_temperature** - sum of kinetic temperatures.
     """
 
     weight: Array
@@ -68,52 +69,52 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> RunningSums:
-        """Sums of nothing."""
+        """Return empty sums."""
         square = jnp.zeros((dim, dim) if dim <= FULL_MOMENTS_MAX_DIM else (dim,), dtype)
         vector, scalar = jnp.zeros(dim, dtype), jnp.zeros((), dtype)
         return cls(scalar, vector, vector, square, square, scalar)
 
     def add(self, position: Array, gradient: Array) -> RunningSums:
-        """With one reading more, of weight one."""
+        """Return the sums with one more (position, gradient) pair of weight one."""
         return self._replace(
             weight=self.weight + 1.0,
             position=self.position + position,
             gradient=self.gradient + gradient,
-            position_gradient=self.position_gradient + self.compute_product(position, gradient),
+            position_gradient=self.position_gradient + self._product(position, gradient),
         )
 
     @property
     def configurational_temperatures(self) -> Array:
         """Mean product of position and gradient in each coordinate, shape ``(d,)``."""
-        stein = (
-            jnp.diagonal(self.position_gradient)
-            if self.position_gradient.ndim == 2
-            else self.position_gradient
-        )
-        return stein / self.weight
+        is_full = self.position_gradient.ndim == 2
+        sums = jnp.diagonal(self.position_gradient) if is_full else self.position_gradient
+        return sums / self.weight
 
     def finalize_iteration(
         self, position: Array, kinetic_temperature: Any, weight: Array
     ) -> RunningSums:
-        """The iteration's means times its weight, with what is read once an iteration."""
-        share = weight / self.weight
-        return jax.tree.map(
-            lambda x: x * share,
-            self._replace(
-                position_position=self.weight * self.compute_product(position, position),
-                kinetic_temperature=self.weight * kinetic_temperature,
-            ),
-        )
+        """Return the iteration's means times its weight, with what is read once per iteration.
 
-    def compute_product(self, a: Array, b: Array) -> Array:
-        """The product of two vectors in the shape of the second moments."""
+        :param position: the iteration's draw.
+        :param kinetic_temperature: kinetic temperature at the draw.
+        :param weight: weight of the draw.
+        """
+        completed = self._replace(
+            position_position=self.weight * self._product(position, position),
+            kinetic_temperature=self.weight * kinetic_temperature,
+        )
+        factor = weight / self.weight
+        return jax.tree.map(lambda x: x * factor, completed)
+
+    def _product(self, a: Array, b: Array) -> Array:
+        """Return the product of two vectors in the shape of the second moments."""
         return jnp.outer(a, b) if self.position_gradient.ndim == 2 else a * b
 
 
 class Moments(NamedTuple):
     """
-    - **batches** - :class:`Sums` with a leading axis of batches.
-    - **num_iterations** - iterations so far, warm-up not counted.
+    - **batches** - :class:`RunningSums` with a leading axis of batches.
+    - **num_iterations** - iterations so far, without those of the warm-up.
     """
 
     batches: RunningSums
@@ -121,43 +122,43 @@ class Moments(NamedTuple):
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> Moments:
-        """Moments of a chain that has not begun."""
+        """Return the moments of a chain before its first iteration."""
         num = _NUM_MOMENT_BATCHES if dim <= _MOMENTS_HIGH_DIM else _NUM_MOMENT_BATCHES_HIGH_DIM
-        empty = jax.tree.map(
+        batches = jax.tree.map(
             lambda x: jnp.zeros((num, *x.shape), x.dtype), RunningSums.zeros(dim, dtype)
         )
-        return cls(empty, jnp.array(0))
+        return cls(batches, jnp.array(0))
 
     def add(self, sums: RunningSums, is_sampling: Array, is_valid: Array) -> Moments:
-        """With one iteration more.
+        """Return the moments with one more iteration.
 
-        :param sums: the iteration's.
-        :param is_sampling: False in warm-up, which does not count.
-        :param is_valid: False where the sums are to be left out.
+        :param sums: the iteration's sums.
+        :param is_sampling: False in warm-up, whose iterations are not counted.
+        :param is_valid: False if the sums are to be left out.
         """
-        place = compute_batch_index(self.num_iterations, len(self.batches.weight))
+        index = compute_batch_index(self.num_iterations, len(self.batches.weight))
 
-        def put(batches: Array, x: Array) -> Array:
-            return batches.at[place].add(jnp.where(is_valid, x, jnp.zeros_like(x)))
+        def add_to_batch(batches: Array, x: Array) -> Array:
+            return batches.at[index].add(jnp.where(is_valid, x, jnp.zeros_like(x)))
 
-        batches = jax.tree.map(put, self.batches, sums)
+        batches = jax.tree.map(add_to_batch, self.batches, sums)
         return Moments(batches, self.num_iterations + is_sampling)
 
 
 def compute_batch_index(iteration: Array, num_batches: int) -> Array:
-    """The batch that an iteration belongs to, so that batches grow with the run, untouched.
+    """Return the batch of an iteration, so that batches grow with the run without being moved.
 
     A quarter of the batches hold one iteration each, the next quarter two, then four, and so on,
-    round and round: what a batch held before weighs a sixteenth of what comes to it.
+    cyclically: what a batch held before is a sixteenth of what is added to it.
     """
     quarter = num_batches // 4
     octave = 31 - lax.clz(jnp.asarray(iteration // quarter + 1, jnp.int32))
-    first = quarter * ((1 << octave) - 1)
-    return (quarter * octave + ((iteration - first) >> octave)) % num_batches
+    octave_start = quarter * ((1 << octave) - 1)
+    return (quarter * octave + ((iteration - octave_start) >> octave)) % num_batches
 
 
 class FirstGradientRecorder:
-    """A gradient function that remembers what it was first asked for and said.
+    """A gradient function that keeps its first value: a step's gradient at the integrator's start.
 
     :param gradient_fn: maps a position to a gradient.
     """
@@ -167,33 +168,24 @@ class FirstGradientRecorder:
         self._first_gradient: Array | None = None
 
     def __call__(self, q: Array) -> Array:
-        g = self._gradient_fn(q)
+        gradient = self._gradient_fn(q)
         if self._first_gradient is None:
-            self._first_gradient = g
-        return g
+            self._first_gradient = gradient
+        return gradient
 
     @property
     def first_gradient(self) -> Array:
-        """The first gradient, once there is one."""
+        """Value of the first call."""
         assert self._first_gradient is not None
         return self._first_gradient
 
 
-_NUM_STANDARD_ERRORS = 4.0
-
-
-_MIN_MONITORED_ITERATIONS = 20.0  # iterations that tell anything
-
-
-_MIN_STEP_SCALE, _MAX_STEP_SCALE = 1 / 8, 1 / 2
-
-
 class StepSizeMonitor(NamedTuple):
-    """Temperatures of the iterations since the last check.
+    """Sums of temperatures over the iterations since the last check of the step size.
 
-    - **num_iterations** - their number.
-    - **temperature_sum** - sum of their temperatures, those of the coordinates and the mean of all last,
-      shape ``(d + 1,)``.
+    - **num_iterations** - number of these iterations.
+    - **temperature_sum** - sum of their temperatures: those of the coordinates, then the mean over
+      coordinates, shape ``(d + 1,)``.
     - **temperature_sq_sum** - sum of their squares, of the same shape.
     """
 
@@ -203,46 +195,51 @@ class StepSizeMonitor(NamedTuple):
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> StepSizeMonitor:
-        """Nothing seen yet of so many temperatures."""
-        blank = jnp.zeros(dim + 1, dtype)
-        return cls(jnp.zeros((), dtype), blank, blank)
+        """Return empty sums of ``dim`` temperatures."""
+        zeros = jnp.zeros(dim + 1, dtype)
+        return cls(jnp.zeros((), dtype), zeros, zeros)
 
     def add(self, temperatures: Array, is_valid: Array) -> StepSizeMonitor:
-        """With one iteration more.
+        """Return the sums with one more iteration.
 
         :param temperatures: means over the iteration of position times gradient, shape ``(d,)``.
-        :param is_valid: False for an iteration that does not count.
+        :param is_valid: False if the iteration is to be left out.
         """
-        all_and_mean = jnp.append(temperatures, temperatures.mean())
-        seen = jnp.where(is_valid, all_and_mean, 0.0)
+        temperatures = jnp.append(temperatures, temperatures.mean())
+        temperatures = jnp.where(is_valid, temperatures, 0.0)
         return StepSizeMonitor(
             self.num_iterations + is_valid,
-            self.temperature_sum + seen,
-            self.temperature_sq_sum + jnp.square(seen),
+            self.temperature_sum + temperatures,
+            self.temperature_sq_sum + jnp.square(temperatures),
         )
 
     def compute_step_scale(
         self, allowed_variance_inflation: Array, ess_per_iteration: Array
     ) -> Array:
-        """By what to multiply the step size: 1, or from 1/8 to 1/2 where it proves too long.
+        """Return a factor for the step size: 1, or 1/8 to 1/2 if the step is too long.
 
-        The excess grows with the step size at least proportionally.
+        The deviation of a temperature from one grows at least in proportion to the step size.
 
-        :param allowed_variance_inflation: excess of temperature that is no surprise.
-        :param ess_per_iteration: how many independent draws an iteration is worth, from 0 to 1.
+        :param allowed_variance_inflation: deviation that was predicted.
+        :param ess_per_iteration: effective sample size of an iteration, from 0 to 1.
         """
         size = jnp.maximum(self.num_iterations, 2.0)
         mean = self.temperature_sum / size
         variance = (self.temperature_sq_sum / size - jnp.square(mean)) * size / (size - 1.0)
         error = jnp.sqrt(jnp.maximum(variance, 0.0) / (size * ess_per_iteration))
-        excess = mean - 1.0
-        # Squares are skewed: by chance their mean is small and its error underrated together.
-        least = jnp.sqrt(2.0 / (size * ess_per_iteration)) * (excess < 0.0)
-        error = jnp.maximum(error, least.at[-1].set(0.0))
-        is_clear = jnp.abs(excess) - _NUM_STANDARD_ERRORS * error > allowed_variance_inflation
-        is_clear &= self.num_iterations >= _MIN_MONITORED_ITERATIONS
-        worst = jnp.where(is_clear, jnp.abs(excess), 0.0).max()
-        shorter = jnp.clip(
-            allowed_variance_inflation / jnp.maximum(worst, 1e-30), _MIN_STEP_SCALE, _MAX_STEP_SCALE
+        deviation = mean - 1.0
+        # Squares of normal numbers are skewed: a mean that is small by chance comes with a standard
+        # error that is too small. The SD of such a mean, sqrt(2 / ESS), is a lower bound there.
+        min_error = jnp.sqrt(2.0 / (size * ess_per_iteration)) * (deviation < 0.0)
+        error = jnp.maximum(error, min_error.at[-1].set(0.0))
+        is_significant = (
+            jnp.abs(deviation) - _NUM_STANDARD_ERRORS * error > allowed_variance_inflation
         )
-        return jnp.where(is_clear.any(), shorter, 1.0)
+        is_significant &= self.num_iterations >= _MIN_MONITORED_ITERATIONS
+        largest = jnp.where(is_significant, jnp.abs(deviation), 0.0).max()
+        scale = jnp.clip(
+            allowed_variance_inflation / jnp.maximum(largest, 1e-30),  # 0 if none is significant
+            _MIN_STEP_SCALE,
+            _MAX_STEP_SCALE,
+        )
+        return jnp.where(is_significant.any(), scale, 1.0)

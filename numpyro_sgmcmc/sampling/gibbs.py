@@ -1,16 +1,17 @@
-"""A kernel as a block of NumPyro's Gibbs: where it warms up, and what other values change.
+"""A kernel as a block of NumPyro's ``Gibbs``: its conditional potential and its warm-up.
 
-Gibbs initialises a block at draws of the other sites from their prior. Where that is wide, the
-block's conditional posterior there is nothing like the one in which it will sample: data far from
-what the others predict make the gradient noisy and steps tiny. So the other sites have values from
-the midst of the joint posterior instead, by the start by volume that a kernel for all sites makes.
+``Gibbs`` initialises a block with draws of the other blocks' sites from their prior. If that prior
+is wide, the block's conditional posterior given them is unlike the one that it will sample: data
+far from their prediction make gradients noisy and steps tiny. The warm-up therefore conditions on
+values in the bulk of the joint posterior, found by the variational initialisation that a kernel
+for all sites makes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
@@ -31,94 +32,83 @@ from numpyro_sgmcmc.sampling.options import (
 )
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.sampling.kernel import AdaptationRecord
-
 __all__ = [
     "build_conditional_potential",
     "condition_on_variational_means",
+    "find_continuous_global_sites",
     "recenter_state",
     "with_conditioning",
 ]
 
 
+def with_conditioning(arguments: Arguments, conditioning_values: Mapping[str, Any]) -> Arguments:
+    """Return the arguments with these values of other blocks' sites."""
+    return Arguments(
+        arguments.args, {**arguments.kwargs, GIBBS_SITES_KWARG: dict(conditioning_values)}
+    )
+
+
 def build_conditional_potential(
     model: Callable, conditioning_values: Mapping[str, Any], arguments: Arguments, options: Options
 ) -> Potential:
-    """The posterior of all sites of a block's model but those given."""
-    with warnings.catch_warnings():  # which the block gives
+    """Return the potential of all sites of a block's model except those conditioned on."""
+    with warnings.catch_warnings():  # the block itself gives these warnings
         warnings.simplefilter("ignore", UserWarning)
         return build_potential_from_model(
             model, with_conditioning(arguments, conditioning_values), options
         )
 
 
-def with_conditioning(arguments: Arguments, conditioning_values: Mapping[str, Any]) -> Arguments:
-    """The arguments with these values of other blocks' sites."""
-    return Arguments(
-        arguments.args, {**arguments.kwargs, GIBBS_SITES_KWARG: dict(conditioning_values)}
-    )
-
-
-def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
-    """A state with the control variates anchored at its position.
-
-    :param arguments: with the present values of other blocks' sites.
-    """
-    if state.local_state is not None:
-        arguments = with_local_values(arguments, state.local_state.values)
-    anchor = ravel_pytree(potential.select_global_values(state.z))[0].astype(potential.dtype)
-    before = state.adapt_state
-    whitening = before.preconditioner._replace(
-        center=anchor, reference_gradient=potential.full_gradient(anchor, arguments)
-    )
-    if whitening.reference_hessian is not None:
-        whitening = whitening._replace(
-            reference_hessian=potential.full_value_grad_hessian(anchor, arguments)[2]
+def find_continuous_global_sites(
+    model: Callable, site_names: Iterable[str], arguments: Arguments, options: Options
+) -> list[str]:
+    """Return those of the named sites that are continuous and outside of plates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trace = trace_model(
+            model, with_conditioning(arguments, {}), options.init_strategy, options.gibbs_config
         )
-    centre = (
-        before.preconditioner.center if before.initial_center is None else before.initial_center
-    )
-    return state._replace(
-        dynamics_state=state.dynamics_state._replace(position=jnp.zeros_like(anchor)),
-        adapt_state=before._replace(preconditioner=whitening, initial_center=centre),
-    )
+    return [
+        site.name
+        for site in trace.sample_sites
+        if site.name in site_names
+        and not (site.plate_frames or site.support.is_discrete or site.is_delta)
+        and site.unconstrained_shape is not None
+    ]
 
 
 def condition_on_variational_means(
     model: Callable,
     arguments: Arguments,
+    replaced_sites: list[str],
     options: Options,
     dynamics: Dynamics,
     integrator: str,
-    record: AdaptationRecord | None,
 ) -> Arguments:
-    """A block's arguments with likely values of the other sites in place of draws from the prior.
+    """Return a block's arguments with variational means in place of draws from the prior.
 
-    Those that no gradient can move, and those of rows, keep the values that they have; the others
-    are likely given these. Nothing changes for a block with local values of its own.
+    The other conditioning values stay, and the means are conditional on them. A model with local
+    latent variables keeps the draws from the prior.
 
     :param arguments: the block's, concrete.
+    :param replaced_sites: the sites whose values are replaced
+        (:func:`find_continuous_global_sites`).
     :param options: the block's.
-    :param record: of its last warm-up, whose values serve again where all else is the same.
-    :raises RuntimeError: where no start of all sites is finite.
+    :raises InitializationError: if no initial position of all sites has a finite log density.
     """
-    given = arguments.kwargs[GIBBS_SITES_KWARG]
-    moved = _find_continuous_global_sites(model, given, arguments, options)
-    if not moved:
-        return arguments
-    kept = {name: x for name, x in given.items() if name not in moved}
-    joint = with_conditioning(arguments, kept)
-    if record is not None and record.is_valid_for_gibbs_block(joint):
-        return record.arguments
-    shared = ("init_strategy", "forward_mode_differentiation")
-    of_all = Options(**{name: getattr(options, name) for name in shared})
-    target = build_conditional_potential(model, kept, arguments, of_all)
-    if target.local_latents is not None:
+    values = arguments.kwargs[GIBBS_SITES_KWARG]
+    kept = {name: x for name, x in values.items() if name not in replaced_sites}
+    joint_options = Options(
+        init_strategy=options.init_strategy,
+        forward_mode_differentiation=options.forward_mode_differentiation,
+    )
+    joint_arguments = with_conditioning(arguments, kept)
+    potential = build_conditional_potential(model, kept, arguments, joint_options)
+    if potential.local_latents is not None:
         return arguments
     settings = build_warmup_settings(
-        of_all,
-        target,
+        joint_options,
+        potential,
         dynamics,
         integrator,
         lambda _: dynamics,
@@ -126,24 +116,39 @@ def condition_on_variational_means(
         is_site_aligned=False,
     )
     with show_adaptation_progress(arguments.host_arrays) as progress:
-        starts = generate_init_positions(target, joint, None, has_chain_axis=False)
-        position = fit_variational_mean(target, joint, settings, starts, progress)
-    values = target.constrain(target.unravel(jnp.asarray(position, target.dtype)), joint)
-    return with_conditioning(arguments, {**given, **{name: values[name] for name in moved}})
+        init_positions = generate_init_positions(
+            potential, joint_arguments, None, has_chain_axis=False
+        )
+        mean = fit_variational_mean(potential, joint_arguments, settings, init_positions, progress)
+    z = potential.unravel(jnp.asarray(mean, potential.dtype))
+    means = potential.constrain(z, joint_arguments)
+    return with_conditioning(
+        arguments, {**values, **{name: means[name] for name in replaced_sites}}
+    )
 
 
-def _find_continuous_global_sites(
-    model: Callable, names: Iterable[str], arguments: Arguments, options: Options
-) -> list[str]:
-    """Names of the sites, of these, that a gradient moves."""
-    free = with_conditioning(arguments, {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        facts = trace_model(model, free, options.init_strategy, options.gibbs_config)
-    return [
-        site.name
-        for site in facts.sample_sites
-        if site.name in names
-        and not (site.plate_frames or site.support.is_discrete or site.is_delta)
-        and site.unconstrained_shape is not None
-    ]
+def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
+    """Return the state with the control variates' reference at its position.
+
+    :param arguments: with the present values of other blocks' sites.
+    """
+    if state.local_state is not None:
+        arguments = with_local_values(arguments, state.local_state.values)
+    center = ravel_pytree(potential.select_global_values(state.z))[0].astype(potential.dtype)
+    adapt_state = state.adapt_state
+    initial_center = adapt_state.initial_center
+    if initial_center is None:
+        initial_center = adapt_state.preconditioner.center
+    preconditioner = adapt_state.preconditioner._replace(
+        center=center, reference_gradient=potential.full_gradient(center, arguments)
+    )
+    if preconditioner.reference_hessian is not None:
+        preconditioner = preconditioner._replace(
+            reference_hessian=potential.full_value_grad_hessian(center, arguments)[2]
+        )
+    return state._replace(
+        dynamics_state=state.dynamics_state._replace(position=jnp.zeros_like(center)),
+        adapt_state=adapt_state._replace(
+            preconditioner=preconditioner, initial_center=initial_center
+        ),
+    )

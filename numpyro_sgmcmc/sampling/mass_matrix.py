@@ -1,13 +1,14 @@
-"""The inverse mass matrix as NumPyro shows it: a dict of blocks by tuples of site names.
+"""Mass matrices by site: the user's, parsed, and the adapted one in NumPyro's format.
 
-A user's mass matrix, and the blocks of a structured one, on flat positions.
+NumPyro shows an inverse mass matrix as a dict from tuples of site names to blocks. Here the
+preconditioner is one flat matrix or diagonal; :class:`MassMatrixBlocks` extracts the blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,231 +19,259 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error
 from numpyro_sgmcmc.model.potential import GlobalSite
 
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.sampling.options import Options
-
 __all__ = [
     "MassMatrixBlocks",
     "build_mass_matrix_blocks",
     "build_mass_matrix_mask",
     "compute_mass_matrix_sqrt",
+    "is_positive_definite",
     "parse_inverse_mass_matrix",
 ]
 
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class MassMatrixBlocks:
-    """
-    - **site_sizes** - names of the latent sites with their numbers of coordinates, in their order.
-    - **blocks** - tuples of site names, which hold each site once, and whether each block is shown
-      as a matrix (True), by its diagonal (False), or as the matrix itself is (None).
-
-    Part of a chain's state that no program changes, and therefore no leaf of it.
-    """
-
-    site_sizes: tuple[tuple[str, int], ...]
-    blocks: tuple[tuple[tuple[str, ...], bool | None], ...]
-
-    def extract(self, matrix: Array, is_dense: bool) -> dict[tuple[str, ...], Array]:
-        """The blocks of a matrix.
-
-        :param matrix: shape ``(d, d)``, or ``(d,)`` for a diagonal; axes of chains before.
-        :param is_dense: which of the two.
-        """
-        return dict(self._iter_blocks(matrix, is_dense))
-
-    def _iter_blocks(
-        self, matrix: Array, is_dense: bool
-    ) -> Iterator[tuple[tuple[str, ...], Array]]:
-        for names, as_matrix in self.blocks:
-            where = self._coordinate_indices(names)
-            if not is_dense:
-                variances = matrix[..., where]
-                own = variances[..., None] * jnp.eye(where.size, dtype=matrix.dtype)
-                yield names, own if as_matrix else variances
-            elif as_matrix is False:
-                yield names, matrix[..., where, where]
-            else:
-                yield names, matrix[..., where[:, None], where]
-
-    def _coordinate_indices(self, site_names: tuple[str, ...]) -> np.ndarray:
-        """Flat coordinates of a block, in the order of its names."""
-        stops = np.cumsum([size for _, size in self.site_sizes], dtype=int)
-        places = {
-            n: np.arange(stop - k, stop)
-            for (n, k), stop in zip(self.site_sizes, stops, strict=True)
-        }
-        return np.concatenate([np.empty(0, int), *(places[name] for name in site_names)])
+# Relative asymmetry that float32 arithmetic can cause in a symmetric matrix, and the same in units
+# of the largest entry, for entries near zero.
+_SYMMETRY_RTOL, _SYMMETRY_ATOL = 1e-4, 1e-6
 
 
-def compute_mass_matrix_sqrt(inverse_mass_matrix: Array, is_dense: bool) -> tuple[Array, Array]:
-    """Of an inverse mass matrix: S with ``S S^T`` the mass matrix, lower triangular, and ``S^-1``.
-
-    :param inverse_mass_matrix: shape ``(k, k)``, or ``(k,)`` for a diagonal; axes of chains before.
-    :param is_dense: which of the two.
-    """
-    if not is_dense:
-        inverse = jnp.sqrt(inverse_mass_matrix)
-        return 1.0 / inverse, inverse
-    # Cholesky's of the mirrored matrix is a factor by an upper triangle, whose transpose is S^-1.
-    upper = jnp.linalg.cholesky(inverse_mass_matrix[..., ::-1, ::-1])[..., ::-1, ::-1]
-    inverse = jnp.swapaxes(upper, -2, -1)
-    identity = jnp.broadcast_to(
-        jnp.eye(inverse_mass_matrix.shape[-1], dtype=inverse_mass_matrix.dtype),
-        inverse_mass_matrix.shape,
-    )
-    return solve_triangular(inverse, identity, lower=True), inverse
+# The user's matrix.
 
 
 def build_mass_matrix_mask(
     dense_mass: Any, sites: tuple[GlobalSite, ...], dim: int
 ) -> np.ndarray | None:
-    """Blocks of NumPyro's structured ``dense_mass=[("a", "b"), ...]``; None for a bool or None."""
-    if dense_mass is None or isinstance(dense_mass, (bool, np.bool_)):
+    """Return the mask of NumPyro's structured ``dense_mass=[("a", "b"), ...]``, shape ``(d, d)``.
+
+    None for a bool, None or an empty list.
+    """
+    if dense_mass is None or _is_bool(dense_mass):
         return None
     if not isinstance(dense_mass, list):
         raise InvalidArgumentError(
-            f"`dense_mass` is {dense_mass!r}, but must be True, False, None or a list of tuples "
-            "of site names."
+            f"`dense_mass` is {dense_mass!r}, which is neither a bool nor a list of tuples.",
+            "pass True, False, None or a list of tuples of site names.",
+            "dense-mass",
         )
     if not dense_mass:
         return None
     mask = np.eye(dim, dtype=bool)
-    for names in dense_mass:
-        block = _find_site_coordinates("dense_mass", names, sites)
-        mask[np.ix_(block, block)] = True
+    for block in dense_mass:
+        indices = _find_block_indices("dense_mass", block, sites)
+        mask[np.ix_(indices, indices)] = True
     return mask
 
 
 def parse_inverse_mass_matrix(
     inverse_mass_matrix: Any, sites: tuple[GlobalSite, ...], dim: int
 ) -> np.ndarray | None:
-    """A user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
+    """Return a user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
 
-    A dict maps tuples of site names to blocks, as in NumPyro; sites it leaves out get ones.
+    A dict maps tuples of site names to blocks, as in NumPyro; sites that it leaves out get ones.
     """
     if inverse_mass_matrix is None:
         return None
-    matrix = (
-        _assemble_inverse_mass_matrix(inverse_mass_matrix, sites, dim)
-        if isinstance(inverse_mass_matrix, dict)
-        else _as_float_array(inverse_mass_matrix)
-    )
+    if isinstance(inverse_mass_matrix, dict):
+        matrix = _assemble_blocks(inverse_mass_matrix, sites, dim)
+    else:
+        matrix = _as_float_array(inverse_mass_matrix)
     if matrix.shape not in ((dim,), (dim, dim)):
         raise InvalidArgumentError(
             f"`inverse_mass_matrix` has shape {matrix.shape}, but the model has {dim} "
-            f"unconstrained coordinates: give shape ({dim},) or ({dim}, {dim})."
+            "unconstrained coordinates.",
+            f"pass shape ({dim},) or ({dim}, {dim}), or a dict of blocks by site names.",
+            "mass-matrix-shape",
         )
-    if not (np.isfinite(matrix).all() and _is_positive_definite(matrix)):
-        raise InvalidArgumentError("`inverse_mass_matrix` must be positive definite.")
+    if not is_positive_definite(matrix):
+        raise InvalidArgumentError(
+            "`inverse_mass_matrix` is not positive definite.",
+            "pass the posterior covariance in unconstrained space, or its diagonal.",
+            "positive-definite",
+        )
     return matrix
 
 
-def build_mass_matrix_blocks(
-    options: Options, sites: tuple[GlobalSite, ...] | None
-) -> MassMatrixBlocks | None:
-    """How NumPyro would show the mass matrix that these options give; None without a model.
-
-    Blocks of ``dense_mass`` are matrices; those of a user's dict have the form that they have
-    there; all other sites stand together, by their variances. Without any block all sites do.
-
-    :param options: ``dense_mass`` and ``inverse_mass_matrix``.
-    :param sites: the latent sites.
-    """
-    dense_mass, value = options.dense_mass, options.inverse_mass_matrix
-    if sites is None:
-        return None
-    sizes = tuple((site.name, site.size) for site in sites)
-    names = tuple(name for name, _ in sizes)
-    blocks: dict[tuple[str, ...], bool | None] = {}
-    if isinstance(value, dict) and dense_mass is not True:
-        blocks |= {_normalize_site_names(block): np.ndim(x) == 2 for block, x in value.items()}
-    if isinstance(dense_mass, list) and (value is None or isinstance(value, dict)):
-        blocks |= {_normalize_site_names(block): True for block in dense_mass}
-    stated = [name for block in blocks for name in block]
-    if not stated or len(set(stated)) < len(stated):
-        blocks, stated = {names: True if dense_mass is True else None}, list(names)
-    others = tuple(name for name in names if name not in stated)
-    if others:
-        blocks[others] = False
-    return MassMatrixBlocks(sizes, tuple((k, x) for k, x in blocks.items() if k))
-
-
-def _assemble_inverse_mass_matrix(
+def _assemble_blocks(
     matrix_by_block: dict[Any, Any], sites: tuple[GlobalSite, ...], dim: int
 ) -> np.ndarray:
-    """The whole matrix, diagonal if all blocks are."""
+    """Return the full matrix, or its diagonal if all blocks are diagonals."""
     blocks = [
-        (_find_site_coordinates("inverse_mass_matrix", k, sites), _as_float_array(v))
-        for k, v in matrix_by_block.items()
+        (_find_block_indices("inverse_mass_matrix", names, sites), _as_float_array(value))
+        for names, value in matrix_by_block.items()
     ]
-    taken = np.concatenate([np.empty(0, int), *(where for where, _ in blocks)])
-    if len(np.unique(taken)) < len(taken):
+    used = np.concatenate([np.empty(0, int), *(indices for indices, _ in blocks)])
+    if len(np.unique(used)) < len(used):
         raise InvalidArgumentError(
-            f"`inverse_mass_matrix` names a site twice in {list(matrix_by_block)}: each may stand in one "
-            "block."
+            f"`inverse_mass_matrix` names a site twice: its blocks are {list(matrix_by_block)}.",
+            "name each site in one block only.",
+            "mass-matrix-blocks",
         )
     full = np.eye(dim)
-    for where, block in blocks:
-        if block.shape not in ((where.size,), (where.size, where.size)):
+    for indices, block in blocks:
+        if block.shape not in ((indices.size,), (indices.size, indices.size)):
             raise InvalidArgumentError(
                 f"`inverse_mass_matrix` has a block of shape {block.shape} for "
-                f"{where.size} coordinates."
+                f"{indices.size} coordinates.",
+                f"pass shape ({indices.size},) or ({indices.size}, {indices.size}) for the block.",
+                "mass-matrix-shape",
             )
-        full[np.ix_(where, where)] = np.diag(block) if block.ndim == 1 else block
-    return full if any(b.ndim == 2 for _, b in blocks) else np.diagonal(full).copy()
+        full[np.ix_(indices, indices)] = np.diag(block) if block.ndim == 1 else block
+    return full if any(block.ndim == 2 for _, block in blocks) else np.diagonal(full).copy()
 
 
-def _find_site_slices(sites: tuple[GlobalSite, ...]) -> dict[str, slice]:
-    """Where each site's coordinates lie in the flat position."""
-    found, start = {}, 0
-    for site in sites:
-        size = int(np.prod(site.shape))
-        found[site.name] = slice(start, start + size)
-        start += size
-    return found
-
-
-def _find_site_coordinates(
-    arg_name: str, site_names: Any, sites: tuple[GlobalSite, ...]
-) -> np.ndarray:
-    """Flat coordinates of a tuple of site names, in the order of the tuple."""
-    slices = _find_site_slices(sites)
-    if not isinstance(site_names, (str, tuple, list)) or not site_names:
+def _find_block_indices(arg_name: str, block: Any, sites: tuple[GlobalSite, ...]) -> np.ndarray:
+    """Return the flat coordinates of a user's tuple of site names, in the order of the tuple."""
+    if not isinstance(block, (str, tuple, list)) or not block:
         raise InvalidArgumentError(
-            f"`{arg_name}` has {site_names!r} where a tuple of site names is expected."
+            f"`{arg_name}` has {block!r} where a tuple of site names is expected.",
+            "write a block as a tuple of names, for example ('a', 'b').",
+            "mass-matrix-blocks",
         )
-    site_names = _normalize_site_names(site_names)
-    for name in site_names:
-        if name not in slices:
+    indices_by_site = _coordinate_indices_by_site(tuple((s.name, s.size) for s in sites))
+    names = _as_tuple(block)
+    for name in names:
+        if name not in indices_by_site:
+            listed = ", ".join(repr(s) for s in indices_by_site)
             raise InvalidArgumentError(
-                f"`{arg_name}` names site '{name}', but the latent sites are "
-                f"{', '.join(repr(s) for s in slices) or 'not known for a potential function'}."
+                f"`{arg_name}` names site '{name}', which is not a latent site of the model.",
+                f"use these sites: {listed}." if listed else "pass an array: there are no sites.",
+                "mass-matrix-blocks",
             )
-    return np.concatenate([np.arange(slices[n].start, slices[n].stop) for n in site_names])
+    return np.concatenate([indices_by_site[name] for name in names])
 
 
-def _normalize_site_names(block: Any) -> tuple[str, ...]:
-    """Site names of a block, of which one may stand alone."""
+def _as_tuple(block: Any) -> tuple[str, ...]:
+    """Return the site names of a block, which may be one name."""
     return (block,) if isinstance(block, str) else tuple(block)
 
 
 def _as_float_array(value: Any) -> np.ndarray:
-    """A user's matrix or its diagonal as an array of floats."""
+    """Return a user's matrix or diagonal as an array of floats."""
     try:
-        found = np.asarray(value)
-        if found.dtype.kind not in "iuf":
-            raise TypeError(f"its type is {found.dtype}")
-        return found.astype(np.float64)
+        array = np.asarray(value)
+        if array.dtype.kind not in "iuf":
+            raise TypeError(f"its type is {array.dtype}")
+        return array.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(
-            f"`inverse_mass_matrix` must be an array of numbers, but {summarise_error(error)}."
+            f"`inverse_mass_matrix` is not an array of real numbers: {summarise_error(error)}.",
+            "pass an array of real numbers, or a dict of such arrays.",
+            "real-array",
         ) from error
 
 
-def _is_positive_definite(matrix: np.ndarray) -> bool:
-    if matrix.ndim == 1:
+def is_positive_definite(matrix: np.ndarray) -> bool:
+    """Return whether a matrix, a diagonal or a scalar is finite and positive definite."""
+    if not np.isfinite(matrix).all():
+        return False
+    if matrix.ndim < 2:
         return bool((matrix > 0).all())
-    is_symmetric = np.allclose(matrix, matrix.T, rtol=1e-4, atol=1e-6 * np.abs(matrix).max())
-    return bool(is_symmetric and np.linalg.eigvalsh(matrix).min() > 0)
+    atol = _SYMMETRY_ATOL * np.abs(matrix).max(initial=0.0)
+    is_symmetric = np.allclose(matrix, matrix.T, rtol=_SYMMETRY_RTOL, atol=atol)
+    return bool(is_symmetric and (np.linalg.eigvalsh(matrix) > 0).all())
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, (bool, np.bool_))
+
+
+# The matrix in NumPyro's format.
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class MassMatrixBlocks:
+    """
+    - **site_sizes** - names and numbers of coordinates of the latent sites, in flat order.
+    - **blocks** - tuples of site names, together each site once, and the form of each block: a
+      matrix (True), a diagonal (False), or the form of the full matrix (None).
+
+    It is a static part of a chain's state: no leaf of the pytree.
+    """
+
+    site_sizes: tuple[tuple[str, int], ...]
+    blocks: tuple[tuple[tuple[str, ...], bool | None], ...]
+
+    def extract(self, matrix: Array, is_dense: bool) -> dict[tuple[str, ...], Array]:
+        """Return the blocks of a matrix.
+
+        :param matrix: shape ``(d, d)``, or ``(d,)`` for a diagonal; leading axes of chains.
+        :param is_dense: whether it is a matrix.
+        """
+        return dict(self._iter_blocks(matrix, is_dense))
+
+    def _iter_blocks(
+        self, matrix: Array, is_dense: bool
+    ) -> Iterator[tuple[tuple[str, ...], Array]]:
+        indices_by_site = _coordinate_indices_by_site(self.site_sizes)
+        for names, as_matrix in self.blocks:
+            indices = np.concatenate([np.empty(0, int), *(indices_by_site[n] for n in names)])
+            if is_dense and as_matrix is False:
+                yield names, matrix[..., indices, indices]
+            elif is_dense:
+                yield names, matrix[..., indices[:, None], indices]
+            elif as_matrix:
+                yield names, matrix[..., indices, None] * jnp.eye(indices.size, dtype=matrix.dtype)
+            else:
+                yield names, matrix[..., indices]
+
+
+def build_mass_matrix_blocks(
+    dense_mass: Any, inverse_mass_matrix: Any, sites: tuple[GlobalSite, ...] | None
+) -> MassMatrixBlocks | None:
+    """Return the blocks in which NumPyro would show the mass matrix; None without a model.
+
+    Blocks of ``dense_mass`` are matrices. Blocks of a dict ``inverse_mass_matrix`` have the form
+    that they have there. All other sites form one diagonal block. Without any of these there is
+    one block of all sites.
+
+    :param dense_mass: the kernel's option.
+    :param inverse_mass_matrix: the kernel's option.
+    :param sites: the latent sites; None for a potential function.
+    """
+    if sites is None:
+        return None
+    is_fully_dense = _is_bool(dense_mass) and bool(dense_mass)
+    is_dict = isinstance(inverse_mass_matrix, dict)
+    names = tuple(site.name for site in sites)
+    blocks: dict[tuple[str, ...], bool | None] = {}
+    if is_dict and not is_fully_dense:
+        blocks |= {_as_tuple(k): np.ndim(x) == 2 for k, x in inverse_mass_matrix.items()}
+    if isinstance(dense_mass, list) and (inverse_mass_matrix is None or is_dict):
+        blocks |= {_as_tuple(k): True for k in dense_mass}
+    in_blocks = [name for block in blocks for name in block]
+    if not in_blocks or len(set(in_blocks)) < len(in_blocks):
+        blocks, in_blocks = {names: True if is_fully_dense else None}, list(names)
+    others = tuple(name for name in names if name not in in_blocks)
+    if others:
+        blocks[others] = False
+    site_sizes = tuple((site.name, site.size) for site in sites)
+    return MassMatrixBlocks(site_sizes, tuple((k, x) for k, x in blocks.items() if k))
+
+
+def compute_mass_matrix_sqrt(inverse_mass_matrix: Array, is_dense: bool) -> tuple[Array, Array]:
+    """Return S, lower triangular with ``S S^T`` the mass matrix, and its inverse.
+
+    :param inverse_mass_matrix: shape ``(k, k)``, or ``(k,)`` for a diagonal; leading axes of
+        chains.
+    :param is_dense: whether it is a matrix.
+    """
+    if not is_dense:
+        inverse_sqrt = jnp.sqrt(inverse_mass_matrix)
+        return 1.0 / inverse_sqrt, inverse_sqrt
+    # With J the reversal of the coordinates and M^-1 = U U^T, U upper triangular:
+    # J M^-1 J = (J U J)(J U J)^T is a Cholesky factorisation, and S^-1 = U^T.
+    upper = jnp.linalg.cholesky(inverse_mass_matrix[..., ::-1, ::-1])[..., ::-1, ::-1]
+    inverse_sqrt = jnp.swapaxes(upper, -2, -1)
+    identity = jnp.broadcast_to(
+        jnp.eye(inverse_mass_matrix.shape[-1], dtype=inverse_mass_matrix.dtype),
+        inverse_mass_matrix.shape,
+    )
+    return solve_triangular(inverse_sqrt, identity, lower=True), inverse_sqrt
+
+
+def _coordinate_indices_by_site(site_sizes: tuple[tuple[str, int], ...]) -> dict[str, np.ndarray]:
+    """Return the flat coordinates of each site."""
+    stops = np.cumsum([size for _, size in site_sizes], dtype=int)
+    return {
+        name: np.arange(stop - size, stop)
+        for (name, size), stop in zip(site_sizes, stops, strict=True)
+    }

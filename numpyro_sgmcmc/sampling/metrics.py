@@ -1,4 +1,4 @@
-r"""The Fisher metric of a simplex, in coordinates in which it is diagonal.
+r"""Fisher metric of a simplex, in coordinates in which it is diagonal.
 
 The expanded mean: real numbers :math:`t_k` with :math:`\pi_k = |t_k| / \sum_j |t_j|` and
 :math:`|t_k| \sim \mathrm{Gamma}(\alpha_k, 1)`, so that :math:`\pi \sim
@@ -7,8 +7,8 @@ The expanded mean: real numbers :math:`t_k` with :math:`\pi_k = |t_k| / \sum_j |
 .. math:: \operatorname{sign}(t_k)\bigl(\alpha_k - |t_k|\bigr)
     + |t_k|\,\partial_{t_k}\log p(y \mid \pi)
 
-has no pole at zero, whatever :math:`\alpha`. The reference reflects a step that comes out below
-zero. Here a density that is even in t says the same: its chain's :math:`|t|` is the reflected one.
+has no pole at zero, whatever :math:`\alpha`. The reference reflects a step that ends below zero.
+Here the density is even in t, which is equivalent: the chain's :math:`|t|` is the reflected one.
 
 Reference: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
 probability simplex*, section 3.
@@ -28,19 +28,19 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.infer.reparam import Reparam
 
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
 __all__ = ["ExpandedMean", "MirroredGamma", "expanded_mean"]
 
-_MIN_MAGNITUDE = 1e-30  # of |t|: its inverse is a float32 still
+_MIN_MAGNITUDE = 1e-30  # lower bound of |t|, so that its inverse is finite in float32
 _MIRRORED_SITE_SUFFIX = "_mirrored"
 
 
 class MirroredGamma(dist.Distribution):
-    """A gamma variable of scale one with a sign by the toss of a coin, on the real line.
+    """Gamma distribution of scale one with a random sign, on the real line.
 
-    :param concentration: of the gamma distribution, positive.
-    :param validate_args: whether it and values are checked; None as NumPyro is set.
+    :param concentration: concentration of the gamma distribution, positive.
+    :param validate_args: whether parameters and values are checked. Default: NumPyro's setting.
     """
 
     arg_constraints: ClassVar = {"concentration": constraints.positive}
@@ -73,10 +73,10 @@ class MirroredGamma(dist.Distribution):
 
 
 class ExpandedMean(Reparam):
-    """A Dirichlet site by its expanded mean, for :func:`numpyro.handlers.reparam`.
+    """Expanded-mean reparametrisation of a Dirichlet site, for :func:`numpyro.handlers.reparam`.
 
-    The site ``name`` becomes deterministic, and ``name_mirrored`` the latent one in its place, with
-    a real number for each entry. Its metric is :func:`expanded_mean`.
+    The site ``name`` becomes deterministic. A latent site ``name_mirrored`` takes its place, with a
+    real number for each entry. Its metric is :func:`expanded_mean`.
 
     :raises ValueError: for a site that is observed, or has another distribution.
 
@@ -92,10 +92,11 @@ class ExpandedMean(Reparam):
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Array]:
         fn, expand_shape, event_dim = self._unwrap(fn)
         if not isinstance(fn, dist.Dirichlet) or obs is not None:
-            what = type(fn).__name__ if obs is None else "observed"
-            raise InvalidArgumentError(
-                f"ExpandedMean is for latent sites with a Dirichlet distribution, but '{name}' is "
-                f"{what}."
+            raise InvalidModelError(
+                f"ExpandedMean cannot reparametrise site '{name}', which "
+                + (f"has distribution {type(fn).__name__}." if obs is None else "is observed."),
+                "use it for latent sites with a Dirichlet distribution only.",
+                "expanded-mean",
             )
         mirrored = self._wrap(MirroredGamma(fn.concentration).to_event(1), expand_shape, event_dim)
         size = jnp.maximum(
@@ -105,31 +106,34 @@ class ExpandedMean(Reparam):
 
 
 def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]]:
-    """The Fisher metric of simplex sites, for ``inverse_metric`` of a kernel in a metric.
+    """Return the Fisher metric of simplex sites, for ``inverse_metric`` of a Riemannian kernel.
 
-    Of sites written by :class:`ExpandedMean` its inverse is diag(:math:`|t|`), of all others 1.
-    With ``adapt_mass_matrix=False`` it is that of the reference, whose step size is twice the h of
-    here; a mass matrix multiplies it.
+    For sites reparametrised by :class:`ExpandedMean` its inverse is diag(:math:`|t|`), for all
+    others 1. With ``adapt_mass_matrix=False`` it is that of the reference, whose step size is twice
+    the h of this package; a mass matrix multiplies it.
 
-    :param names: of the Dirichlet sites, as the model states them.
-    :raises ValueError: where the model has no such site, or not by its expanded mean.
+    :param names: names of the Dirichlet sites in the model.
+    :raises ValueError: if the model does not have such a site, or it is not reparametrised.
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise InvalidArgumentError(
-            f"expanded_mean takes names of Dirichlet sites, but got {names!r}."
+            f"`names` of expanded_mean is {names!r}, which are not names of sites.",
+            "pass names of Dirichlet sites.",
+            "expanded-mean",
         )
-    mirrored = {n + _MIRRORED_SITE_SUFFIX: n for n in names}
+    name_by_mirrored_site = {n + _MIRRORED_SITE_SUFFIX: n for n in names}
 
     def inverse_metric(position: Mapping[str, Array]) -> dict[str, Any]:
-        for site, name in mirrored.items():
+        for site, name in name_by_mirrored_site.items():
             if site not in position:
                 raise InvalidArgumentError(
-                    f"expanded_mean('{name}') needs the site by its expanded mean: "
-                    f"numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}})."
+                    f"expanded_mean('{name}') needs the latent site '{site}', which is missing.",
+                    f"numpyro.handlers.reparam(model, config={{'{name}': ExpandedMean()}}).",
+                    "expanded-mean",
                 )
         return {
-            k: jnp.maximum(jnp.abs(x), _MIN_MAGNITUDE) if k in mirrored else 1.0
-            for k, x in position.items()
+            site: jnp.maximum(jnp.abs(x), _MIN_MAGNITUDE) if site in name_by_mirrored_site else 1.0
+            for site, x in position.items()
         }
 
     return inverse_metric

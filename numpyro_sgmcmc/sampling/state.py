@@ -1,6 +1,8 @@
-"""What a chain carries from iteration to iteration.
+"""State and configuration of a chain.
 
-What does not change from iteration to iteration, and how an iteration's randomness is drawn.
+:class:`SGMCMCState` is what a chain carries from iteration to iteration, :class:`StepCarry` the
+part of it that a step changes, and :class:`ChainConfig` what stays the same. :class:`Keys` and
+:func:`sample_iteration_indices` say how an iteration's randomness derives from the chain's key.
 """
 
 from __future__ import annotations
@@ -32,157 +34,33 @@ __all__ = [
     "SGMCMCState",
     "StepCarry",
     "get_key_data",
+    "has_chain_axis",
     "sample_iteration_indices",
 ]
 
 
-class PrefetchCursor(NamedTuple):
-    """Where the drawing of a chain's rows has come to, ahead of the chain.
-
-    - **rng_key** - key of the first iteration whose rows are not drawn yet.
-    - **streams** - the minibatch streams there.
-    """
-
-    rng_key: Array
-    streams: dict[str, Any]
-
-
-class PrefetchBuffer(NamedTuple):
-    """Rows read for the next iterations of a chain.
-
-    - **row_arrays** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
-    - **indices** - which rows these are, by plate, shape ``(iterations, num_steps, subsample_size)``.
-    - **next_indices** - the rows of as many iterations after them, which are being read.
-    - **cursor** - from where the rows after those are drawn.
-    - **num_used** - iterations used.
-    - **next_key_data** - words of the random key of the iteration that comes next: with another one, the
-      rows that have been read are not those that it draws.
-    """
-
-    row_arrays: tuple[Array, ...]
-    indices: dict[str, Array]
-    next_indices: dict[str, Array]
-    cursor: PrefetchCursor
-    num_used: Array
-    next_key_data: Array
-
-    def slice_step(
-        self, buffer_index: Array, step: Array
-    ) -> tuple[dict[str, Array], tuple[Array, ...]]:
-        """The rows of one step and the values there.
-
-        Copied for this step alone and with one index for all chains, which is as fast as memory.
-
-        :param buffer_index: number of the iteration in the block.
-        :param step: step in the iteration.
-        """
-
-        def one(x: Array) -> Array:
-            flat = x.reshape(-1, *x.shape[2:])
-            return lax.dynamic_index_in_dim(flat, buffer_index * x.shape[1] + step, keepdims=False)
-
-        return {p: one(x) for p, x in self.indices.items()}, tuple(one(x) for x in self.row_arrays)
-
-
-def get_key_data(rng_key: Array) -> Array:
-    """The integers of a typed or a raw key."""
-    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(rng_key) if is_typed else rng_key
-
-
-class AdaptState(NamedTuple):
-    """
-    - **step_size** - step size of the iteration's last step, in whitened units; a chain whose
-      warm-up finds it too long makes it shorter.
-    - **preconditioner** - the whitened coordinates, with the gradient on all rows at their origin and,
-      where the estimator needs it, the Hessian, a
-      :class:`~numpyro_sgmcmc.model.preconditioner.Whitening`. Where the model has local sites the
-      gradient is that for their present values.
-    - **gradient_noise_covariance** - covariance of the whitened gradient's noise, a
-      :class:`~numpyro_sgmcmc.dynamics.base.GradientNoise`; None unless it is compensated.
-    - **mass_matrix_blocks** - how the mass matrix is shown, a
-      :class:`~numpyro_sgmcmc.sampling.mass_matrix.MassBlocks`; None for a potential function.
-    - **initial_center** - the first anchor, where other blocks of Gibbs make it move, shape ``(d,)``; None
-      where it stays.
-    """
-
-    step_size: Array
-    preconditioner: Preconditioner
-    gradient_noise_covariance: GradientNoiseCovariance | None = None
-    mass_matrix_blocks: MassMatrixBlocks | None = None
-    initial_center: Array | None = None
-
-    @property
-    def inverse_mass_matrix(self) -> Any:
-        """About the posterior covariance, as NumPyro shows it: a dict of arrays ``(k,)`` or
-        ``(k, k)`` by tuples of site names; for a potential function one array.
-        """
-        return self._mass_matrices[0]
-
-    @property
-    def mass_matrix_sqrt(self) -> Any:
-        """S, lower triangular, with ``S S^T`` the mass matrix, in the same form."""
-        return self._mass_matrices[1]
-
-    @property
-    def mass_matrix_sqrt_inv(self) -> Any:
-        """The inverse of S, in the same form."""
-        return self._mass_matrices[2]
-
-    @property
-    def _mass_matrices(self) -> tuple[Any, Any, Any]:
-        """The three above."""
-        matrix, is_dense = self.preconditioner.inverse_mass_matrix, self.preconditioner.is_dense
-        if self.mass_matrix_blocks is None:
-            return matrix, *compute_mass_matrix_sqrt(matrix, is_dense)
-        found = self.mass_matrix_blocks.extract(matrix, is_dense)
-        no_chains = self.step_size.ndim
-        roots = {k: compute_mass_matrix_sqrt(x, x.ndim > 1 + no_chains) for k, x in found.items()}
-        return found, {k: s for k, (s, _) in roots.items()}, {k: r for k, (_, r) in roots.items()}
-
-    @property
-    def center(self) -> Array:
-        """Origin of the whitened coordinates and of the control variates, shape ``(d,)``."""
-        return self.preconditioner.center
-
-    @property
-    def reference_gradient(self) -> Array:
-        """Gradient on all rows at the anchor, shape ``(d,)``."""
-        return self.preconditioner.reference_gradient
-
-    @property
-    def reference_hessian(self) -> Array | None:
-        """Hessian on all rows at the anchor, shape ``(d, d)``; None unless it is needed."""
-        return self.preconditioner.reference_hessian
-
-    def with_reference_gradient(self, gradient: Array) -> AdaptState:
-        """With another gradient at the anchor: that for other local values."""
-        return self._replace(
-            preconditioner=self.preconditioner._replace(reference_gradient=gradient)
-        )
-
-
 class SGMCMCState(NamedTuple):
     """
-    - **i** - iteration, warm-up counted in.
+    - **i** - iteration, counted from the first of the warm-up.
     - **z** - dict of the unconstrained values of the latent sites.
-    - **dynamics_state** - state of the dynamic in whitened coordinates: position, momentum, ...
+    - **dynamics_state** - state of the SDE in preconditioned coordinates: position, momentum, ...
     - **streams** - state of the minibatch stream of each subsampled plate.
-    - **num_steps** - stochastic-gradient steps of the iteration.
+    - **num_steps** - stochastic-gradient steps per iteration.
     - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
       where a schedule explores.
-    - **diverging** - whether the iteration left the finite numbers; the chain then goes on from
-      where the iteration began, or halfway from there to the anchor in warm-up and after a second
-      failure in a row.
+    - **diverging** - whether the iteration reached numbers that are not finite or did not move.
+      The chain then restarts from the position at the iteration's start; in warm-up, and after a
+      second failure in a row, halfway between it and the center.
     - **adapt_state** - an :class:`AdaptState`.
-    - **moments** - what tells the chain's bias, :class:`~numpyro_sgmcmc.sampling.bias_monitor.Moments`.
-    - **step_size_monitor** - what the warm-up's check of the step size has seen since the last one, a
-      :class:`~numpyro_sgmcmc.sampling.bias_monitor.StepControl`.
+    - **moments** - running sums for estimates of the chain's bias, a
+      :class:`~numpyro_sgmcmc.sampling.bias_monitor.Moments`.
+    - **step_size_monitor** - temperatures for the warm-up's check of the step size, a
+      :class:`~numpyro_sgmcmc.sampling.bias_monitor.StepSizeMonitor`.
     - **rng_key** - random key of the next iteration.
-    - **prefetch_buffer** - rows read ahead, a :class:`~numpyro_sgmcmc.sampling.prefetch.Block`; None where all data
-      are in memory.
+    - **prefetch_buffer** - rows read ahead of the chain, a :class:`PrefetchBuffer`; None if all
+      data are in memory.
     - **local_state** - values of the latent sites inside the subsampled plate for all rows, a
-      :class:`~numpyro_sgmcmc.posterior.locals.LocalState`; None where there are none.
+      :class:`~numpyro_sgmcmc.model.local_moves.LocalLatentsState`; None if there are none.
     """
 
     i: Array
@@ -200,21 +78,155 @@ class SGMCMCState(NamedTuple):
     local_state: LocalLatentsState | None = None
 
 
-class StepCarry(NamedTuple):
-    """What a step moves.
+class AdaptState(NamedTuple):
+    """
+    - **step_size** - size of the iteration's last step, in preconditioned coordinates. A chain
+      shortens it in warm-up if it proves too long.
+    - **preconditioner** - coordinates, with the full-data gradient at their center and, where the
+      estimator needs it, the Hessian, a
+      :class:`~numpyro_sgmcmc.model.preconditioner.Preconditioner`. In a model with local latent
+      variables the gradient is that given their present values.
+    - **gradient_noise_covariance** - covariance of the preconditioned gradient's noise, a
+      :class:`~numpyro_sgmcmc.dynamics.base.GradientNoiseCovariance`; None unless the noise is
+      compensated.
+    - **mass_matrix_blocks** - blocks in which the mass matrix is shown, a
+      :class:`~numpyro_sgmcmc.sampling.mass_matrix.MassMatrixBlocks`; None for a potential function.
+    - **initial_center** - the center before other blocks of Gibbs moved it, shape ``(d,)``; None
+      if it has not moved.
+    """
 
-    - **dynamics_state** - state of the dynamic.
-    - **local_state** - local values of all rows; None where there are none.
-    - **reference_gradient** - gradient on all rows at the anchor for these local values; None where
-      there are none, for it then stays and is no part of the loop.
+    step_size: Array
+    preconditioner: Preconditioner
+    gradient_noise_covariance: GradientNoiseCovariance | None = None
+    mass_matrix_blocks: MassMatrixBlocks | None = None
+    initial_center: Array | None = None
+
+    @property
+    def inverse_mass_matrix(self) -> Any:
+        """Estimated posterior covariance in NumPyro's format.
+
+        A dict of arrays ``(k,)`` or ``(k, k)`` by tuples of site names; one array for a potential
+        function.
+        """
+        return self._mass_matrices[0]
+
+    @property
+    def mass_matrix_sqrt(self) -> Any:
+        """Matrix S, lower triangular, with ``S S^T`` the mass matrix, in the same format."""
+        return self._mass_matrices[1]
+
+    @property
+    def mass_matrix_sqrt_inv(self) -> Any:
+        """Inverse of S, in the same format."""
+        return self._mass_matrices[2]
+
+    @property
+    def _mass_matrices(self) -> tuple[Any, Any, Any]:
+        """Inverse mass matrix, S and the inverse of S."""
+        matrix, is_dense = self.preconditioner.inverse_mass_matrix, self.preconditioner.is_dense
+        if self.mass_matrix_blocks is None:
+            return matrix, *compute_mass_matrix_sqrt(matrix, is_dense)
+        blocks = self.mass_matrix_blocks.extract(matrix, is_dense)
+        num_chain_axes = self.step_size.ndim
+        roots = {
+            names: compute_mass_matrix_sqrt(block, block.ndim > 1 + num_chain_axes)
+            for names, block in blocks.items()
+        }
+        return (
+            blocks,
+            {names: root for names, (root, _) in roots.items()},
+            {names: inverse for names, (_, inverse) in roots.items()},
+        )
+
+    @property
+    def center(self) -> Array:
+        """Origin of the coordinates and reference of the control variates, shape ``(d,)``."""
+        return self.preconditioner.center
+
+    @property
+    def reference_gradient(self) -> Array:
+        """Full-data gradient at the center, shape ``(d,)``."""
+        return self.preconditioner.reference_gradient
+
+    @property
+    def reference_hessian(self) -> Array | None:
+        """Full-data Hessian at the center, shape ``(d, d)``; None unless it is needed."""
+        return self.preconditioner.reference_hessian
+
+    def with_reference_gradient(self, gradient: Array) -> AdaptState:
+        """Return the state with another full-data gradient at the center."""
+        return self._replace(
+            preconditioner=self.preconditioner._replace(reference_gradient=gradient)
+        )
+
+
+class PrefetchCursor(NamedTuple):
+    """Position of the row indices that are sampled ahead of a chain.
+
+    - **rng_key** - key of the first iteration whose indices are not sampled yet.
+    - **streams** - the minibatch streams at that iteration.
+    """
+
+    rng_key: Array
+    streams: dict[str, Any]
+
+
+class PrefetchBuffer(NamedTuple):
+    """Rows read for the next iterations of a chain.
+
+    - **row_arrays** - for each lookup, shape ``(iterations, num_steps, subsample_size, ...)``.
+    - **indices** - their row indices by plate, ``(iterations, num_steps, subsample_size)``.
+    - **next_indices** - indices of as many iterations after them, whose rows are being read.
+    - **cursor** - where the sampling of indices continues.
+    - **num_used** - iterations of the buffer that the chain has run.
+    - **next_key_data** - words of the next iteration's random key. If the chain's key differs, the
+      rows in the buffer are not those that the chain samples.
+    """
+
+    row_arrays: tuple[Array, ...]
+    indices: dict[str, Array]
+    next_indices: dict[str, Array]
+    cursor: PrefetchCursor
+    num_used: Array
+    next_key_data: Array
+
+    def slice_step(
+        self, buffer_index: Array, step: Array
+    ) -> tuple[dict[str, Array], tuple[Array, ...]]:
+        """Return the row indices of one step by plate, and the rows.
+
+        Copied for this step alone and with one index for all chains, which is as fast as data in
+        memory.
+
+        :param buffer_index: number of the iteration in the buffer.
+        :param step: step in the iteration.
+        """
+
+        def slice_array(x: Array) -> Array:
+            flat = x.reshape(-1, *x.shape[2:])
+            return lax.dynamic_index_in_dim(flat, buffer_index * x.shape[1] + step, keepdims=False)
+
+        return (
+            {plate: slice_array(x) for plate, x in self.indices.items()},
+            tuple(slice_array(x) for x in self.row_arrays),
+        )
+
+
+class StepCarry(NamedTuple):
+    """Part of the state that a step changes.
+
+    - **dynamics_state** - state of the SDE.
+    - **local_state** - local latent variables of all rows; None if there are none.
+    - **reference_gradient** - full-data gradient at the center given these; None if there are
+      none, since it then stays the same and is not part of the loop.
     """
 
     dynamics_state: Any
     local_state: LocalLatentsState | None = None
     reference_gradient: Array | None = None
 
-    def refresh_preconditioner(self, preconditioner: Preconditioner) -> Preconditioner:
-        """The coordinates, with the gradient at their origin for the present local values."""
+    def update_preconditioner(self, preconditioner: Preconditioner) -> Preconditioner:
+        """Return the preconditioner with the reference gradient given the local variables."""
         if self.reference_gradient is None:
             return preconditioner
         return preconditioner._replace(reference_gradient=self.reference_gradient)
@@ -223,17 +235,20 @@ class StepCarry(NamedTuple):
 @dataclass(frozen=True)
 class ChainConfig:
     """
-    - **potential** - the posterior.
-    - **adaptation** - what all chains share.
+    - **potential** - the potential.
+    - **adaptation** - the adaptation that all chains share.
     - **integrator** - name of the integrator.
-    - **bind_dynamics** - the SDE for given coordinates: a metric must know where a whitened position is.
+    - **bind_dynamics** - returns the SDE in the coordinates of a preconditioner, on which the
+      metric of a Riemannian SDE depends.
     - **step_size_schedule** - the user's step sizes by number of steps so far, or None.
     - **num_warmup** - warm-up iterations.
-    - **max_grad_norm** - largest norm of a whitened gradient, or None.
-    - **collected_local_sites** - local sites of which the state's ``z`` has the values of all rows.
-    - **can_shrink_user_step_size** - whether divergences in warm-up may shorten a step of the user's.
-    - **traced_step_size** - the user's step size where it is being traced, or None.
-    - **mass_matrix_blocks** - how the mass matrix is shown; None for a potential function.
+    - **max_grad_norm** - largest norm of a preconditioned gradient, or None.
+    - **collected_local_sites** - local sites of which ``z`` has the values of all rows.
+    - **can_shrink_user_step_size** - whether divergences in warm-up may shorten a step size of the
+      user's.
+    - **traced_step_size** - the user's step size if it is traced, or None.
+    - **mass_matrix_blocks** - blocks in which the mass matrix is shown; None for a potential
+      function.
     """
 
     potential: Potential
@@ -249,33 +264,30 @@ class ChainConfig:
     mass_matrix_blocks: MassMatrixBlocks | None = None
 
     def get_step_size(self, step_index: Array, adapt_state: AdaptState) -> Array:
-        """Size of the step that has ``step_index`` before it."""
-        if self.step_size_schedule is not None:
-            step_size = jnp.asarray(
-                self.step_size_schedule(step_index), adapt_state.step_size.dtype
-            )
-            # A negative step would run time backwards; the iteration then counts as diverging.
-            return jnp.where(step_size >= 0.0, step_size, jnp.nan)
-        return adapt_state.step_size
+        """Return the size of the step that ``step_index`` others precede."""
+        if self.step_size_schedule is None:
+            return adapt_state.step_size
+        step_size = jnp.asarray(self.step_size_schedule(step_index), adapt_state.step_size.dtype)
+        # A negative step would run time backwards: NaN makes the iteration count as diverging.
+        return jnp.where(step_size >= 0.0, step_size, jnp.nan)
 
     def compute_weight(self, step_indices: Array, adapt_state: AdaptState) -> Array:
-        """Weight in averages of a draw that took these steps."""
+        """Return the weight in averages of a draw after these steps."""
         if self.traced_step_size is not None:
             return len(step_indices) * adapt_state.step_size
         if self.step_size_schedule is None:
-            # The same for all chains, even if some have shortened their steps.
-            chosen = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)
-            return len(step_indices) * chosen
-        weights = jax.vmap(getattr(self.step_size_schedule, "weight", self.step_size_schedule))(
-            step_indices
-        )
-        # The draw is the last step's: where that explores, the draw does.
+            # The same for all chains, although some may have shortened their steps.
+            step_size = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)
+            return len(step_indices) * step_size
+        weight_fn = getattr(self.step_size_schedule, "weight", self.step_size_schedule)
+        weights = jax.vmap(weight_fn)(step_indices)
+        # The draw is the last step's: if that step explores, the draw has no weight.
         weight = jnp.where((weights[-1] > 0.0) & (weights >= 0.0).all(), weights.sum(), 0.0)
         return weight.astype(adapt_state.step_size.dtype)
 
 
 class Keys(NamedTuple):
-    """What an iteration's key is split into; **next_key** is the next iteration's."""
+    """The keys that an iteration's key is split into; **next_key** is the next iteration's."""
 
     next_key: Array
     normals: Array
@@ -287,22 +299,34 @@ class Keys(NamedTuple):
 
     @classmethod
     def split(cls, rng_key: Array) -> Keys:
-        """The keys of the iteration that begins with this one."""
+        """Return the keys of an iteration, given its key."""
         return cls(*random.split(rng_key, len(cls._fields)))
 
 
 def sample_iteration_indices(
     config: ChainConfig, streams: dict[str, Any], rng_key: Array
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """The streams after an iteration, and the rows of all its steps.
+    """Return the streams after an iteration, and the row indices of all its steps.
 
-    At once: small draws cost more than they yield, and indices computed inside the loop would be
-    fused into the gather and computed again there.
+    All at once: small samples cost more than they yield, and indices computed inside the loop
+    would be fused into the gather and computed again there.
     """
     adaptation, plates = config.adaptation, config.potential.plates
-    after, rows = {}, {}
+    next_streams, indices = {}, {}
     for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        after[p.name], rows[p.name] = sample_minibatches(
+        next_streams[p.name], indices[p.name] = sample_minibatches(
             adaptation.subsampling, p, streams[p.name], key, adaptation.num_steps
         )
-    return after, rows
+    return next_streams, indices
+
+
+def has_chain_axis(rng_key: Array) -> bool:
+    """Return whether there is one key per chain; raw keys have one more axis than typed ones."""
+    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+    return jnp.ndim(rng_key) == (1 if is_typed else 2)
+
+
+def get_key_data(rng_key: Array) -> Array:
+    """Return the words of a typed or a raw key."""
+    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(rng_key) if is_typed else rng_key

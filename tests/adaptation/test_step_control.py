@@ -155,7 +155,7 @@ def misled(kernel_class, factor):
             if not hasattr(self, "right"):
                 self.right = adaptation.step_size
                 adaptation = adaptation._replace(step_size=factor * adaptation.step_size)
-                self._cache.record = self._cache.record._replace(adaptation=adaptation)
+                self._cache.adaptation = adaptation
             return adaptation
 
     return Misled

@@ -52,8 +52,8 @@ def test_the_same_gradients_and_curvature():
     ]
     position, rows = jnp.array([0.3, -0.2, 1.0]), {"rows": jnp.arange(BATCH)}
     for of, given in (
-        ("potential_and_gradient", (rows, arguments)),
-        ("full_expansion", (arguments,)),
+        ("value_and_grad", (rows, arguments)),
+        ("full_value_grad_hessian", (arguments,)),
     ):
         backward, forward = (jax.jit(getattr(target, of))(position, *given) for target in both)
         for a, b in zip(backward, forward, strict=True):

@@ -179,7 +179,7 @@ def test_a_block_adapts_once_for_chains_that_start_elsewhere():
         kernel.init(jax.random.key(0), 10, None, (x, y), kwargs)
         found.append(kernel.adaptation)
     assert found[0] is found[1]
-    values = kernel._cache.record.arguments.kwargs[GIBBS_SITES_KWARG]
+    values = kernel._cache.adapted_arguments.kwargs[GIBBS_SITES_KWARG]
     assert values["k"] is k
     assert 0.4 < values["scale"] < 0.6
 

@@ -109,7 +109,7 @@ def test_a_step_costs_as_much_as_there_are_coordinates():
     mcmc = quietly(kernel_of(SGRLD, 1e-3, 2), num_warmup=0, num_samples=1)
     mcmc.run(random.key(0), COUNTS, batch_size=20)
     kernel, state = mcmc.sampler, mcmc.last_state
-    dynamics = kernel._bind_dynamics(kernel.potential, kernel.coordinates(state))
+    dynamics = kernel._bind_dynamics(kernel.potential, kernel.get_preconditioner(state))
     q = state.dynamics_state.position
     assert is_elementwise(dynamics.inverse_metric, q)
     expected = np.concatenate([[1.0], np.abs(state.z["shares_mirrored"])])

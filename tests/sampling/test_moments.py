@@ -46,9 +46,9 @@ def test_reading_is_the_draws_own_variance(name, scheme, h, k, variance):
         _, q, g = reading(step, unravel(z), h, lambda x: k * x + offset, noise)
         return jnp.concatenate([q, g])
 
-    origin = jnp.zeros_like(flat), jnp.zeros((step.draws, 1)), jnp.zeros(1)
+    origin = jnp.zeros_like(flat), jnp.zeros((step.num_noise, 1)), jnp.zeros(1)
     by_state, by_noise, by_offset = (np.asarray(x) for x in jax.jacobian(run, (0, 1, 2))(*origin))
-    covariance = stationary_covariance(step, state, step.draws, h, k * np.eye(1), variance)
+    covariance = stationary_covariance(step, state, step.num_noise, h, k * np.eye(1), variance)
     by_noise = by_noise.reshape(2, -1)
     both = by_state @ covariance @ by_state.T + by_noise @ by_noise.T
     both += variance * by_offset @ by_offset.T
@@ -77,7 +77,7 @@ def test_reading_of_nonlinear_dynamics(name, scheme):
     def chain(key):
         def one(state, key):
             noise_key, offset_key = jax.random.split(key)
-            noise = jax.random.normal(noise_key, (step.draws, 1))
+            noise = jax.random.normal(noise_key, (step.num_noise, 1))
             offset = jnp.sqrt(2.0) * jax.random.normal(offset_key, (1,))
             end, q, g = reading(step, state, h, lambda x: k * x + offset, noise)
             return end, jnp.stack([q[0] * g[0], k * end.position[0] ** 2])
@@ -154,7 +154,7 @@ def test_iterations_count_by_their_weight():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(2 * a, b), once, twice)
     assert all((x == 0).all() for x in never)
     np.testing.assert_allclose(once.position_gradient, np.outer(q, g))
-    np.testing.assert_allclose(once.spread, np.outer(q, q))
+    np.testing.assert_allclose(once.position_position, np.outer(q, q))
 
 
 # --- Putting them together ----------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_estimates_of_a_gaussian_with_the_wrong_covariance(dim):
     push = factor if factor.ndim == 2 else np.diag(factor)
     right, wide = (np.diagonal(push @ x @ push.T) for x in (posterior, chain))
     true_shift, true_inflation = push @ shift / np.sqrt(right), np.sqrt(wide / right) - 1
-    for name, truth in (("shift", true_shift), ("inflation", true_inflation)):
+    for name, truth in (("mean_bias", true_shift), ("sd_inflation", true_inflation)):
         value, error = getattr(found, name)
         assert (np.abs(value - truth) < 5 * error).all(), name
         assert 0.6 < np.sqrt(np.mean(((value - truth) / error) ** 2)) < 1.5, name
