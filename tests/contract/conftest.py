@@ -1,4 +1,4 @@
-"""Runs and settings that the battery's tests share."""
+"""Runs and settings that the tests of the NumPyro contract share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRA_FIELDS = (
 
 @pytest.fixture(scope="session")
 def fit_of():
-    """A run of two vectorized chains for each kernel, made when first asked for."""
+    """Return a function that returns a run of two vectorized chains of a kernel, made once."""
     fits: dict[Any, SimpleNamespace] = {}
 
     def fit(kernel_class: Any) -> SimpleNamespace:
@@ -51,6 +51,6 @@ def fit(fit_of):
 
 @pytest.fixture
 def progress_bar(monkeypatch):
-    """NumPyro shows none under CI and pytest-xdist, unless told."""
+    """Let NumPyro show its progress bar under CI and pytest-xdist."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.delenv("CI", raising=False)

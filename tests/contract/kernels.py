@@ -1,6 +1,6 @@
-"""What every kernel must do: the battery's kernels, a model that all can run, and measures.
+"""All kernels, a model with an exact posterior, and assertions about draws.
 
-A new kernel joins all tests of this folder by one name in :data:`KERNELS`.
+A new kernel is tested by the tests of this folder once it is in :data:`KERNELS`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.quick import quick_if
 
 
 class LangevinRecipe(RecipeKernel):
-    """Underdamped Langevin dynamics through the recipe, which has no dynamic of its own."""
+    """Underdamped Langevin dynamics by :class:`RecipeKernel`, which needs an SDE."""
 
     def __init__(
         self, model: Any = None, potential_fn: Any = None, *, friction: float = 1.5, **options: Any
@@ -62,20 +62,21 @@ KERNELS = [
     LangevinRecipe,
 ]
 
-# Of each kind one stands for all in `make test`: splitting, a thermostat, a metric, the recipe.
-STANDING_FOR_ALL = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
+# Run in `make test`: a splitting, a thermostat, a metric and the recipe.
+QUICK_KERNELS = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
 
 
+# Every kernel; those that are not quick by `make test-all` only.
 each_kernel = pytest.mark.parametrize(
-    "kernel_class", [quick_if(k in STANDING_FOR_ALL, k, id=k.__name__) for k in KERNELS]
+    "kernel_class", [quick_if(k in QUICK_KERNELS, k, id=k.__name__) for k in KERNELS]
 )
 
-# What all kernels do by the same code, or by dynamics that have tests of their own.
+# For code that all kernels share, and SDEs that have separate tests.
 one_kernel = pytest.mark.parametrize(
     "kernel_class", [quick_if(k is SGHMCSplit, k, id=k.__name__) for k in KERNELS]
 )
 
-# NumPyro's own, NUTS's as well, under a callable chain method without a progress bar.
+# NumPyro warns of this with NUTS as well, with a callable chain method and no progress bar.
 ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
 
@@ -89,7 +90,7 @@ class Data(NamedTuple):
 
 
 def survey(X: Any, y: Any = None, counts: Any = None, batch_size: int | None = None) -> None:
-    """A regression with known noise, and a rate: a posterior that is known exactly."""
+    """A regression with known noise and a Poisson rate, whose posterior is exact."""
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
     rate = numpyro.sample("rate", dist.Gamma(2, 1))
     numpyro.deterministic("contrast", beta[..., 0] - beta[..., 1])
@@ -100,7 +101,7 @@ def survey(X: Any, y: Any = None, counts: Any = None, batch_size: int | None = N
 
 
 def survey_data(seed: int = 0) -> Data:
-    """Rows of :func:`survey` as NumPy arrays."""
+    """Return data of :func:`survey` as NumPy arrays."""
     rng = np.random.default_rng(seed)
     X = rng.standard_normal((ROWS, 2)).astype(np.float32)
     X[:, 1] += 0.5 * X[:, 0]
@@ -109,7 +110,7 @@ def survey_data(seed: int = 0) -> Data:
 
 
 def survey_posterior(data: Data) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Exact posterior mean and sd of each site of :func:`survey`."""
+    """Return the exact posterior mean and SD of each site of :func:`survey`."""
     X, y = np.asarray(data.X, np.float64), np.asarray(data.y, np.float64)
     covariance = np.linalg.inv(np.eye(2) + X.T @ X)
     beta = covariance @ X.T @ y
@@ -126,12 +127,12 @@ def survey_posterior(data: Data) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def quietly(kernel: Any, **settings: Any) -> MCMC:
-    """An MCMC object for short runs without a progress bar."""
+    """Return an MCMC object for short runs without a progress bar."""
     return MCMC(kernel, **{"num_warmup": 20, "num_samples": 50, "progress_bar": False, **settings})
 
 
 class Moments(NamedTuple):
-    """Mean and sd of draws with their standard errors, a coordinate."""
+    """Mean and SD of draws with their standard errors, by coordinate."""
 
     mean: np.ndarray
     sd: np.ndarray
@@ -140,12 +141,12 @@ class Moments(NamedTuple):
 
 
 def moments(draws: Any) -> Moments:
-    """Moments of draws ``(chains, draws, ...)``; errors from the effective sample size."""
+    """Return moments of draws ``(chains, draws, ...)``; errors from the effective sample size."""
     x = np.asarray(draws, np.float64)
     mean = x.mean((0, 1))
     squares = np.square(x - mean)
     variance = squares.mean((0, 1))
-    # Draws may be antithetic, which NumPyro rewards with more effective draws than draws.
+    # The ESS of antithetic draws may exceed their number.
     size = np.minimum(effective_sample_size(x), x.shape[0] * x.shape[1])
     size_of_squares = np.minimum(effective_sample_size(squares), x.shape[0] * x.shape[1])
     sd = np.sqrt(variance)
@@ -156,43 +157,43 @@ def moments(draws: Any) -> Moments:
 def assert_posterior(
     draws: Any, mean: Any, sd: Any, *, mean_bias: float = 0.1, sd_bias: float = 0.1
 ) -> None:
-    """Whether draws ``(chains, draws, ...)`` have the exact mean and sd.
+    """Check that draws ``(chains, draws, ...)`` have the exact mean and SD.
 
-    Allowed are the bias that the kernels promise by default (a tenth of a posterior sd in the
-    mean, 10 % in the sd) and five standard errors.
+    The tolerance is the bias that kernels allow by default (a tenth of a posterior SD in the mean,
+    10% in the SD) and five standard errors.
     """
     found = moments(draws)
     mean, sd = np.asarray(mean), np.asarray(sd)
-    assert (found.mean_error < 0.2 * sd).all(), "too few effective draws to tell right from wrong"
-    shift = np.abs(found.mean - mean)
-    assert (shift <= mean_bias * sd + 5 * found.mean_error).all(), (found, mean, sd)
-    stretch = np.abs(found.sd - sd)
-    assert (stretch <= sd_bias * sd + 5 * found.sd_error).all(), (found, mean, sd)
+    assert (found.mean_error < 0.2 * sd).all(), "the effective sample size is too small to decide"
+    mean_error = np.abs(found.mean - mean)
+    assert (mean_error <= mean_bias * sd + 5 * found.mean_error).all(), (found, mean, sd)
+    sd_error = np.abs(found.sd - sd)
+    assert (sd_error <= sd_bias * sd + 5 * found.sd_error).all(), (found, mean, sd)
 
 
 def assert_same_distribution(a: Any, b: Any) -> None:
-    """Whether two sets of draws ``(chains, draws, ...)`` have equal means and sds."""
+    """Check that two sets of draws ``(chains, draws, ...)`` have equal means and SDs."""
     a, b = moments(a), moments(b)
     assert (np.abs(a.mean - b.mean) <= 5 * np.hypot(a.mean_error, b.mean_error)).all(), (a, b)
     assert (np.abs(a.sd - b.sd) <= 5 * np.hypot(a.sd_error, b.sd_error)).all(), (a, b)
 
 
 def num_compilations(fn: Callable[[], Any]) -> int:
-    """Number of programs that XLA compiles while ``fn`` runs."""
-    seen = []
+    """Return the number of programs that XLA compiles while ``fn`` runs."""
+    compilations = []
 
     def listen(event: str, duration: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
+            compilations.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         jax.block_until_ready(fn())
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    return len(seen)
+    return len(compilations)
 
 
 def as_jax(data: Data) -> Data:
-    """The same rows as JAX arrays."""
+    """Return the data as JAX arrays."""
     return Data(*(jnp.asarray(x) for x in data))

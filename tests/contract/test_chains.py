@@ -1,4 +1,4 @@
-"""The NumPyro contract: however chains are run, with whatever keys, they are the same chains."""
+"""The NumPyro contract: chain methods, random keys, continued and pickled runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from numpyro.infer import (
-    MCMC,
-)
+from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
@@ -25,8 +23,8 @@ from tests.contract.kernels import (
 )
 
 
-def test_sequential_chains_are_the_vectorized_ones(fit):
-    """Also: an excluded site, and JAX arrays in place of NumPy's."""
+def test_sequential_chains_equal_vectorized_chains(fit):
+    """The run also excludes a site, and has JAX arrays in place of NumPy's."""
     mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method="sequential")
     data = as_jax(fit.data)
     mcmc.run(jax.random.key(1), *data, batch_size=BATCH, extra_fields=("~z.rate",))
@@ -40,7 +38,7 @@ def test_sequential_chains_are_the_vectorized_ones(fit):
 
 @pytest.mark.slow
 @ignore_donation
-def test_callable_chain_method(fit):
+def test_callable_chain_method_runs_the_same_chains(fit):
     mcmc = quietly(fit.kernel, num_samples=100, thinning=2, num_chains=2, chain_method=jax.vmap)
     mcmc.run(jax.random.key(1), *fit.data, batch_size=BATCH)
     scale = survey_posterior(fit.data)["beta"][1]
@@ -52,8 +50,8 @@ def test_callable_chain_method(fit):
     )
 
 
-def test_warmup_then_run_then_more(fit, progress_bar):
-    """Warm-up draws, the state after it, and a chain continued from its last state."""
+def test_continued_run_equals_an_uninterrupted_one(fit, progress_bar):
+    """A warm-up with its draws, a run from its state, and a run from the last state."""
     rows = {"batch_size": BATCH}
     mcmc = quietly(fit.kernel, num_warmup=30, num_samples=30, progress_bar=True)
     mcmc.warmup(jax.random.key(5), *fit.data, **rows, collect_warmup=True)
@@ -74,7 +72,7 @@ def test_warmup_then_run_then_more(fit, progress_bar):
     np.testing.assert_allclose(np.concatenate([first, second]), uninterrupted, rtol=1e-4)
 
 
-def test_pickled_kernel_chains_and_states(fit):
+def test_pickled_kernel_continues_a_pickled_state(fit):
     kernel, mcmc, state = pickle.loads(pickle.dumps((fit.kernel, fit.mcmc, fit.mcmc.last_state)))
     assert kernel.model == fit.kernel.model
     np.testing.assert_array_equal(mcmc.get_samples()["beta"], fit.mcmc.get_samples()["beta"])
@@ -99,7 +97,7 @@ def test_pickled_kernel_chains_and_states(fit):
     ],
     ids=["raw", "typed, of another implementation"],
 )
-def test_random_keys_of_every_kind(fit, key):
+def test_random_keys_of_every_kind_sample_the_posterior(fit, key):
     mcmc = quietly(fit.kernel, num_samples=200, num_chains=2, chain_method="vectorized")
     mcmc.run(key, *fit.data, batch_size=BATCH)
     draws = mcmc.get_samples(group_by_chain=True)["beta"]
@@ -107,8 +105,8 @@ def test_random_keys_of_every_kind(fit, key):
     assert_posterior(draws, *survey_posterior(fit.data)["beta"])
 
 
-def test_one_raw_key_and_one_typed_key_make_the_same_chain(fit):
-    """One chain: a raw key of shape (2,) is not a batch of two keys."""
+def test_raw_key_initialises_the_same_chain_as_a_typed_key(fit):
+    """A raw key of shape (2,) is one key, not a batch of two."""
     states = [
         fit.kernel.init(key, 0, None, tuple(fit.data), {"batch_size": BATCH})
         for key in (jax.random.key(2), jax.random.PRNGKey(2))
@@ -117,17 +115,17 @@ def test_one_raw_key_and_one_typed_key_make_the_same_chain(fit):
     np.testing.assert_array_equal(states[0].z["beta"], states[1].z["beta"])
 
 
-def test_no_warmup_and_progress_bar(fit, progress_bar, capsys):
+def test_run_without_warmup_shows_a_progress_bar(fit, progress_bar, capsys):
     mcmc = MCMC(fit.kernel, num_warmup=0, num_samples=300, progress_bar=True)
     mcmc.run(jax.random.key(4), *fit.data, batch_size=BATCH)
     assert int(mcmc.last_state.i) == 300
     assert "steps of size" in capsys.readouterr().err
-    after_a_while = mcmc.get_samples(group_by_chain=True)["beta"][:, 50:]
-    assert_posterior(after_a_while, *survey_posterior(fit.data)["beta"])
+    draws = mcmc.get_samples(group_by_chain=True)["beta"][:, 50:]
+    assert_posterior(draws, *survey_posterior(fit.data)["beta"])
 
 
-def test_jitted_model_arguments_take_other_data(progress_bar):
-    """NumPyro traces every argument then, so that the minibatch's size is no argument."""
+def test_run_with_jit_model_args_accepts_other_data(progress_bar):
+    """NumPyro then traces every argument, so that the batch size cannot be one of them."""
     kernel = SGHMCSplit(partial(survey, batch_size=BATCH))
     mcmc = quietly(kernel, num_samples=300, jit_model_args=True, progress_bar=True)
     for seed in (0, 1):

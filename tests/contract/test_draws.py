@@ -1,4 +1,4 @@
-"""The NumPyro contract: what comes out of a run is what comes out with NUTS, for every kernel."""
+"""The NumPyro contract: draws, extra fields and summaries have the format of NUTS."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.contract.kernels import (
 
 @each_kernel
 @pytest.mark.parametrize("site", ["beta", "rate", "contrast"])
-def test_posterior_is_right_with_default_arguments(fit_of, kernel_class, site):
+def test_default_run_has_the_exact_posterior(fit_of, kernel_class, site):
     fit = fit_of(kernel_class)
     assert_posterior(fit.draws[site], *survey_posterior(fit.data)[site])
 
 
 @each_kernel
-def test_draws_have_numpyros_shapes(fit_of, kernel_class):
+def test_draws_have_the_shapes_of_nuts(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     shapes = {name: x.shape for name, x in fit.draws.items()}
     assert shapes == {"beta": (2, 600, 2), "contrast": (2, 600), "rate": (2, 600)}
@@ -39,21 +39,21 @@ def test_draws_have_numpyros_shapes(fit_of, kernel_class):
 
 
 @one_kernel
-def test_chains_start_apart_and_differ(fit_of, kernel_class):
+def test_chains_start_overdispersed_and_differ(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     a, b = np.asarray(fit.draws["beta"])
     assert not np.isclose(a, b).all(axis=-1).any()
     arguments = (tuple(fit.data), {"batch_size": BATCH})
     keys = jax.random.split(jax.random.key(3), 100)
-    starts = np.stack([fit.kernel.init(key, 20, None, *arguments).z["beta"] for key in keys])
+    positions = np.stack([fit.kernel.init(key, 20, None, *arguments).z["beta"] for key in keys])
     mean, sd = survey_posterior(fit.data)["beta"]
-    spread = starts.std(0) / sd
-    assert (spread > 1.5).all(), "R-hat means something only if the starts are over-dispersed"
-    assert (np.abs(starts.mean(0) - mean) < 5 * spread * sd / np.sqrt(100)).all()
+    dispersion = positions.std(0) / sd
+    assert (dispersion > 1.5).all(), "R-hat needs over-dispersed initial positions"
+    assert (np.abs(positions.mean(0) - mean) < 5 * dispersion * sd / np.sqrt(100)).all()
 
 
 @each_kernel
-def test_deterministic_outside_the_plate_follows_its_sites(fit_of, kernel_class):
+def test_deterministic_site_is_computed_from_its_draw(fit_of, kernel_class):
     draws = fit_of(kernel_class).draws
     np.testing.assert_allclose(
         draws["contrast"], draws["beta"][..., 0] - draws["beta"][..., 1], rtol=1e-5, atol=1e-6
@@ -61,7 +61,7 @@ def test_deterministic_outside_the_plate_follows_its_sites(fit_of, kernel_class)
 
 
 @each_kernel
-def test_extra_fields(fit_of, kernel_class):
+def test_extra_fields_have_one_value_per_draw(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     fields = fit.mcmc.get_extra_fields(group_by_chain=True)
     assert set(fields) == {*EXTRA_FIELDS, "diverging"}
@@ -76,12 +76,12 @@ def test_extra_fields(fit_of, kernel_class):
     assert matrix.shape == (2, 600, 3, 3)
     posterior = survey_posterior(fit.data)
     mean, sd = posterior["rate"]
-    expected = np.array([*posterior["beta"][1], sd / mean])  # sd of the log rate
+    expected = np.array([*posterior["beta"][1], sd / mean])  # SD of the log rate
     np.testing.assert_allclose(np.sqrt(np.diagonal(matrix[0, 0])), expected, rtol=0.25)
 
 
 @each_kernel
-def test_summary_and_diagnostics(fit_of, kernel_class, capsys):
+def test_summary_lists_sites_and_divergences(fit_of, kernel_class, capsys):
     fit = fit_of(kernel_class)
     fit.mcmc.print_summary()
     printed = capsys.readouterr().out
@@ -89,13 +89,13 @@ def test_summary_and_diagnostics(fit_of, kernel_class, capsys):
     assert "contrast" not in printed
     assert "Number of divergences: 0" in printed
     state = jax.tree.map(lambda x: x[0], fit.mcmc.last_state._replace(rng_key=None))
-    shown = fit.kernel.get_diagnostics_str(state)
-    assert f"{int(state.num_steps)} steps" in shown
-    assert f"{float(state.adapt_state.step_size):.2e}" in shown
+    diagnostics = fit.kernel.get_diagnostics_str(state)
+    assert f"{int(state.num_steps)} steps" in diagnostics
+    assert f"{float(state.adapt_state.step_size):.2e}" in diagnostics
 
 
 @one_kernel
-def test_refresh_constrain_and_wrap(fit_of, kernel_class):
+def test_kernel_has_the_methods_that_gibbs_calls(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     arguments = (tuple(fit.data), {"batch_size": BATCH})
     state = fit.kernel.init(jax.random.key(0), 10, None, *arguments)
@@ -105,9 +105,9 @@ def test_refresh_constrain_and_wrap(fit_of, kernel_class):
     processed = fit.kernel.postprocess_fn(*arguments)(state.z)
     assert set(processed) == {"beta", "rate", "contrast"}
 
-    same = fit.kernel.refresh(state, *arguments)
-    jax.tree.map(np.testing.assert_array_equal, same.z, state.z)
-    after = jax.jit(lambda state: fit.kernel.sample(state, *arguments))(same)
+    refreshed = fit.kernel.refresh(state, *arguments)
+    jax.tree.map(np.testing.assert_array_equal, refreshed.z, state.z)
+    after = jax.jit(lambda state: fit.kernel.sample(state, *arguments))(refreshed)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.z))
     assert not np.array_equal(after.z["beta"], state.z["beta"])
 
@@ -121,5 +121,5 @@ def test_refresh_constrain_and_wrap(fit_of, kernel_class):
     assert type(wrapped) is kernel_class
     assert calls == [survey]
     assert wrapped.model != fit.kernel.model
-    assert wrapped._sample_fn is None, "NumPyro must initialise the copy anew"
+    assert wrapped._sample_fn is None, "NumPyro must initialise the copy"
     assert fit.kernel._sample_fn is not None

@@ -1,4 +1,4 @@
-"""Gradients in forward mode: the same gradients, and models that have no others."""
+"""Gradients in forward mode: equal to those in reverse mode, and for models with while loops."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ ROWS = np.random.default_rng(0).normal(1.5, 1.0, 300).astype(np.float32)
 
 
 def doubled(y, batch_size=None):
-    """The mean is doubled until it is over 1, a number of times that depends on it."""
+    """The mean is doubled until it exceeds 1, a number of times that depends on it."""
     start = numpyro.sample("start", dist.Uniform(0.6, 0.9))
     mean = lax.while_loop(lambda x: x < 1.0, lambda x: 2.0 * x, start)
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -31,36 +31,36 @@ def run(model, *data, num_samples=400, **options):
     return mcmc
 
 
-def test_a_loop_of_unknown_length():
+def test_while_loop_with_forward_mode_has_the_exact_posterior():
     mcmc = run(doubled, ROWS, forward_mode_differentiation=True)
-    # Normal with the sd of the mean, halved; the bounds 0.6 and 0.9 are four sds away and more.
+    # Normal with half the standard error; the bounds 0.6 and 0.9 are at least four SDs away.
     draws = mcmc.get_samples(group_by_chain=True)["start"]
     assert_posterior(draws, ROWS.mean() / 2, 0.5 / np.sqrt(len(ROWS)))
     assert "start" in str(bias_report(mcmc))
 
 
-def test_without_the_option():
-    with pytest.raises(ValueError, match=r"while_loop.*forward_mode_differentiation=True"):
+def test_while_loop_in_reverse_mode_raises():
+    with pytest.raises(ValueError, match=r"(?s)while_loop.*forward_mode_differentiation"):
         run(doubled, ROWS)
 
 
-def test_the_same_gradients_and_curvature():
+def test_forward_mode_gives_the_gradients_and_hessians_of_reverse_mode():
     arguments = Arguments(tuple(survey_data()), {"batch_size": BATCH})
-    both = [
+    potentials = [
         get_model_potential(survey, arguments, init_to_uniform, forward_mode_differentiation=x)
         for x in (False, True)
     ]
-    position, rows = jnp.array([0.3, -0.2, 1.0]), {"rows": jnp.arange(BATCH)}
-    for of, given in (
-        ("value_and_grad", (rows, arguments)),
+    position, indices = jnp.array([0.3, -0.2, 1.0]), {"rows": jnp.arange(BATCH)}
+    for method, args in (
+        ("value_and_grad", (indices, arguments)),
         ("full_value_grad_hessian", (arguments,)),
     ):
-        backward, forward = (jax.jit(getattr(target, of))(position, *given) for target in both)
-        for a, b in zip(backward, forward, strict=True):
+        reverse, forward = (jax.jit(getattr(p, method))(position, *args) for p in potentials)
+        for a, b in zip(reverse, forward, strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-3)
 
 
-def test_potential_functions():
+def test_potential_function_with_a_while_loop_has_the_exact_posterior():
     def potential(z):
         return lax.while_loop(lambda x: x[0] < 3, lambda x: (x[0] + 1, x[1]), (0, z**2 / 2))[1]
 
@@ -71,12 +71,12 @@ def test_potential_functions():
     assert_posterior(mcmc.get_samples(group_by_chain=True), 0.0, 1.0)
 
 
-def test_local_sites():
+def test_forward_mode_with_local_latents_raises():
     def model(y, batch_size=None):
         mean = numpyro.sample("mean", dist.Normal(0, 1))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
             own = numpyro.sample("own", dist.Normal(mean, 1))
             numpyro.sample("y", dist.Normal(own, 1), obs=y[i])
 
-    with pytest.raises(ValueError, match=r"'own'.*leave out `forward_mode_differentiation`"):
+    with pytest.raises(ValueError, match=r"'own'.*forward_mode_differentiation"):
         run(model, ROWS, forward_mode_differentiation=True)

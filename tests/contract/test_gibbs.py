@@ -1,7 +1,7 @@
-"""A discrete global latent and a subsampled plate together, in NumPyro's Gibbs.
+"""Kernels as blocks of NumPyro's Gibbs, beside a discrete global latent site.
 
-Each value of ``k`` shifts the log rate by less than its posterior sd, so that ``k`` stays
-uncertain; the posterior is a sum over ``k`` of integrals on a grid.
+Each value of ``k`` changes the log rate by less than its posterior SD, so that ``k`` stays
+uncertain; the exact posterior is a sum over ``k`` of integrals on a grid.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def counts() -> np.ndarray:
     return np.random.default_rng(1).poisson(np.exp(0.3), 400)
 
 
-def enumerated() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """P(k), and mean and sd of the log rate given each k."""
+def exact_posterior() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return P(k), and mean and SD of the log rate given each k."""
     y, k = counts(), np.arange(3)
     mu = np.linspace(-1, 1.5, 20_001)[:, None]
     log_rate = mu + SHIFT * k
@@ -63,26 +63,27 @@ def enumerated() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return weights, mean, np.sqrt((p * (mu - mean) ** 2).sum(0) / weights)
 
 
-def assert_enumerated(draws: dict[str, Any]) -> None:
-    """Whether draws ``(chains, draws)`` have the enumerated P(k) and the moments given k."""
+def assert_exact_posterior(draws: dict[str, Any]) -> None:
+    """Check P(k), and the moments given k, of draws ``(chains, draws)``."""
     k, mu = np.asarray(draws["k"]), np.log(draws["rate"])
-    weights, means, sds = enumerated()
-    everywhere = moments(mu)
-    efficiency = min(1.0, float((everywhere.sd / everywhere.mean_error) ** 2 / mu.size))
+    weights, means, sds = exact_posterior()
+    marginal = moments(mu)
+    ess_per_draw = min(1.0, float((marginal.sd / marginal.mean_error) ** 2 / mu.size))
     for value, (weight, mean, sd) in enumerate(zip(weights, means, sds, strict=True)):
-        share = moments(k == value)
-        assert share.mean_error < 0.04, "too few effective draws"
-        assert abs(share.mean - weight) < 5 * share.mean_error + 0.01, (value, share, weight)
-        here = mu[k == value]
-        error = here.std() / np.sqrt(here.size * efficiency)
-        assert abs(here.mean() - mean) < 5 * error + 0.1 * sd, (value, here.mean(), mean)
-        assert abs(here.std() - sd) < 5 * error + 0.1 * sd, (value, here.std(), sd)
+        frequency = moments(k == value)
+        assert frequency.mean_error < 0.04, "the effective sample size is too small to decide"
+        error = abs(frequency.mean - weight)
+        assert error < 5 * frequency.mean_error + 0.01, (value, frequency, weight)
+        conditional = mu[k == value]
+        mcse = conditional.std() / np.sqrt(conditional.size * ess_per_draw)
+        assert abs(conditional.mean() - mean) < 5 * mcse + 0.1 * sd, (value, mean)
+        assert abs(conditional.std() - sd) < 5 * mcse + 0.1 * sd, (value, sd)
 
 
-def sweep(
+def run_gibbs(
     kernel: Any, num_samples: int, batch_size: int, sites: Any = ("k",), **settings: Any
 ) -> dict[str, Any]:
-    """Draws of a discrete block and a stochastic-gradient block in turn."""
+    """Return draws of a discrete block and a stochastic-gradient block in turn."""
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), sites), (kernel, None)])
     mcmc = quietly(gibbs, num_warmup=50, num_samples=num_samples, **settings)
     mcmc.run(jax.random.key(0), counts(), batch_size=batch_size)
@@ -97,42 +98,42 @@ def sweep(
     ],
     ids=lambda k: k.__name__,
 )
-def test_discrete_site_and_its_conditionals(kernel_class):
-    draws = sweep(kernel_class(switching), 4000, BATCH)
-    assert_enumerated(draws)
+def test_kernel_beside_a_discrete_block_has_the_exact_posterior(kernel_class):
+    draws = run_gibbs(kernel_class(switching), 4000, BATCH)
+    assert_exact_posterior(draws)
     np.testing.assert_allclose(
         draws["total"], draws["rate"] * np.exp(SHIFT * draws["k"]), rtol=1e-5
     )
 
 
 @pytest.mark.slow
-def test_plain_gradients_in_a_block():
-    """Nothing to refresh then: the conditioning reaches the gradient itself."""
+def test_minibatch_gradients_in_a_block_have_the_exact_posterior():
+    """There is no reference to update: the conditioning values are in the gradient itself."""
     kernel = SGHMCSplit(switching, gradient_estimator="minibatch")
-    assert_enumerated(sweep(kernel, 3000, 100, discrete_latent_sites))
+    assert_exact_posterior(run_gibbs(kernel, 3000, 100, discrete_latent_sites))
 
 
 @pytest.mark.slow
-def test_an_anchor_that_ignores_the_discrete_site_is_seen(monkeypatch):
-    """Without `refresh` the control variates keep the gradient of another conditional."""
+def test_stale_reference_gradient_biases_the_posterior(monkeypatch):
+    """Without `refresh` control variates keep the gradient of another conditional posterior."""
     monkeypatch.setattr(SGHMCSplit, "refresh", lambda self, state, args, kwargs: state)
     with pytest.raises(AssertionError):
-        assert_enumerated(
-            sweep(SGHMCSplit(switching, gradient_estimator="control_variate"), 3000, BATCH)
+        assert_exact_posterior(
+            run_gibbs(SGHMCSplit(switching, gradient_estimator="control_variate"), 3000, BATCH)
         )
 
 
-def test_kernel_without_a_model_is_refused():
+def test_kernel_without_a_model_as_a_block_raises():
     kernel = SGHMCSplit(potential_fn=lambda z: jnp.sum(jnp.square(z)))
     with pytest.raises(ValueError, match="potential function"):
         Gibbs([(kernel, None)])
 
 
-# --- Wide priors --------------------------------------------------------------------------------
+# Wide priors
 
 
 def line(x: Any, y: Any, batch_size: int | None = None) -> None:
-    """A regression whose priors say next to nothing."""
+    """A regression with wide priors."""
     k = numpyro.sample("k", dist.Categorical(jnp.asarray(WEIGHTS)))
     scale = numpyro.sample("scale", dist.HalfCauchy(25))
     slope = numpyro.sample("slope", dist.Normal(0, 100))
@@ -151,8 +152,8 @@ def line_given_two(x: Any, y: Any, batch_size: int | None = None) -> None:
 
 
 @ignore_donation
-def test_blocks_with_wide_priors_take_whole_steps():
-    """Each adapts where the other's site is likely, and its check of the step leaves it alone."""
+def test_blocks_with_wide_priors_keep_their_step_size():
+    """Each adapts to likely values of the other's site; the step-size check then leaves it alone."""
     scale, slope = SGHMCSplit(line_given_two), SGHMCSplit(line_given_two)
     gibbs = Gibbs([(scale, ["scale"]), (slope, ["slope"])])
     mcmc = quietly(gibbs, num_warmup=100, num_samples=500, num_chains=4, chain_method=jax.vmap)
@@ -168,27 +169,27 @@ def test_blocks_with_wide_priors_take_whole_steps():
     assert_posterior(draws["scale"], sigma, sigma / np.sqrt(2 * len(x)))
 
 
-def test_a_block_adapts_once_for_chains_that_start_elsewhere():
-    """Values of sites that a gradient moves are the same whatever their draws from the prior."""
+def test_block_adapts_once_whatever_the_draws_from_the_prior():
+    """Continuous sites have variational means in place of draws from the prior."""
     kernel = SGHMCSplit(line).wrap_model(conditioned)
     x, y = line_data()
-    k, found = jnp.asarray(2), []
+    k, adaptations = jnp.asarray(2), []
     for scale in (40.0, 0.01):
         given = {"k": k, "scale": jnp.asarray(scale)}
         kwargs = {"batch_size": 50, GIBBS_SITES_KWARG: given}
         kernel.init(jax.random.key(0), 10, None, (x, y), kwargs)
-        found.append(kernel.adaptation)
-    assert found[0] is found[1]
+        adaptations.append(kernel.adaptation)
+    assert adaptations[0] is adaptations[1]
     values = kernel._cache.adapted_arguments.kwargs[GIBBS_SITES_KWARG]
     assert values["k"] is k
     assert 0.4 < values["scale"] < 0.6
 
 
-# --- Latent sites inside the subsampled plate ---------------------------------------------------
+# Local latent variables
 
 
 def offset(y: Any, batch_size: int | None = None) -> None:
-    """The local values integrate out: given k the mean of y is ``mu`` plus a known shift."""
+    """The local variables integrate out: given k the mean of y is ``mu`` plus a constant."""
     k = numpyro.sample("k", dist.Categorical(jnp.asarray(WEIGHTS)))
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -196,8 +197,8 @@ def offset(y: Any, batch_size: int | None = None) -> None:
         numpyro.sample("y", dist.Normal(z + SHIFT * k, 1), obs=y[i])
 
 
-def test_values_of_another_block_are_those_of_the_minibatch_s_rows():
-    """What another block has drawn for all rows inside the plate is cut to the minibatch."""
+def test_values_of_another_block_are_indexed_by_the_minibatch():
+    """Another block has sampled the site inside the plate for all rows."""
     y = jnp.asarray(np.random.default_rng(0).standard_normal((60, 2)), jnp.float32)
 
     def pairs(y: Any, batch_size: int | None = None) -> None:
@@ -211,16 +212,17 @@ def test_values_of_another_block_are_those_of_the_minibatch_s_rows():
     kernel = SGHMCSplit(pairs, gradient_estimator="minibatch").wrap_model(conditioned)
     kwargs = {"batch_size": 20, GIBBS_SITES_KWARG: {"z": z}}
     kernel.init(jax.random.key(0), 10, None, (y,), kwargs)
-    rows = jnp.array([3, 1, 59, 7])
-    found = kernel.potential.value(jnp.array([0.3]), {"rows": rows}, Arguments((y,), kwargs))
-    log_joint = dist.Normal(0.3, 1).log_prob(z[rows]).sum()
-    log_joint += dist.Normal(z[rows].sum(-1), 1).log_prob(y[rows]).sum()
+    indices = jnp.array([3, 1, 59, 7])
+    arguments = Arguments((y,), kwargs)
+    value = kernel.potential.value(jnp.array([0.3]), {"rows": indices}, arguments)
+    log_joint = dist.Normal(0.3, 1).log_prob(z[indices]).sum()
+    log_joint += dist.Normal(z[indices].sum(-1), 1).log_prob(y[indices]).sum()
     expected = -15 * log_joint - dist.Normal(0, 1).log_prob(0.3)
-    assert abs(float(found - expected)) < 1e-3 * abs(float(expected))
+    assert abs(float(value - expected)) < 1e-3 * abs(float(expected))
 
 
 @pytest.mark.slow
-def test_a_kernel_with_local_values_beside_a_discrete_block():
+def test_kernel_with_local_latents_beside_a_discrete_block_has_the_exact_posterior():
     y = (0.2 + np.sqrt(2) * np.random.default_rng(2).standard_normal(400)).astype(np.float32)
     kernel = SGHMCSplit(offset, collect_local_sites=True)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
@@ -241,5 +243,5 @@ def test_a_kernel_with_local_values_beside_a_discrete_block():
     residual = draws["z"] - (draws["mu"][..., None] + y - SHIFT * draws["k"][..., None]) / 2
     assert abs(float(residual.mean())) < 0.02
     assert abs(float(residual.var()) - 0.5) < 0.02
-    with pytest.raises(ValueError, match=r"'z' is latent inside .* runs of one kernel"):
+    with pytest.raises(ValueError, match=r"'z'.*latent"):
         bias_report(mcmc)

@@ -1,4 +1,4 @@
-"""ArviZ finds NumPyro whole, whichever is imported first."""
+"""ArviZ converts a run whether ArviZ or NumPyro is imported first."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("order", IMPORTS)
-def test_from_numpyro(order):
+def test_from_numpyro_converts_a_run_in_any_import_order(order):
     command = [sys.executable, "-c", IMPORTS[order] + RUN]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ended(process := subprocess.Popen(command, env=environment(), **pipes)):

@@ -1,4 +1,4 @@
-"""The mass matrix is shown as NUTS shows its own: keys, shapes, and values where they are given."""
+"""The mass matrix has the format of NUTS: keys, shapes, and the values that the user gives."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ MATRICES = ("inverse_mass_matrix", "mass_matrix_sqrt", "mass_matrix_sqrt_inv")
 pytestmark = pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 
 
-def shapes() -> None:
-    """Sites whose names are not in the order of the program, of several shapes."""
+def three_sites() -> None:
+    """Sites of several shapes, whose alphabetical order is not that of the program."""
     numpyro.sample("slope", dist.Normal(0, 1).expand([2, 2]))
     numpyro.sample("level", dist.HalfNormal(1))
     numpyro.sample("noise", dist.Normal(0, 1).expand([3]))
 
 
-def shown(kernel, num_chains=None):
-    """The mass matrix at the start, of one chain or several."""
+def mass_matrices(kernel, num_chains=None):
+    """Return the mass matrix of the initial state, of one chain or several."""
     key = jax.random.key(0)
     keys = key if num_chains is None else jax.random.split(key, num_chains)
     adapt_state = kernel.init(keys, 0, None, (), {}).adapt_state
     return {name: getattr(adapt_state, name) for name in MATRICES}
 
 
-def without_warmup(**options):
-    """Ours with nothing left to find."""
+def kernel_without_warmup(**options):
+    """Return a kernel whose settings are all given."""
     fixed = {
         "step_size": 0.1,
         "num_steps": 1,
         "gradient_estimator": "minibatch",
         "subsampling": "iid",
     }
-    return SGHMCSplit(shapes, adapt_mass_matrix=False, **fixed, **options)
+    return SGHMCSplit(three_sites, adapt_mass_matrix=False, **fixed, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def without_warmup(**options):
     [
         {"dense_mass": False},
         {"dense_mass": True},
+        {"dense_mass": np.True_},
         {"dense_mass": []},
         {"dense_mass": [("slope", "level", "noise")]},
         {"dense_mass": [("noise", "level")]},
@@ -69,21 +70,23 @@ def without_warmup(**options):
         },
     ],
 )
-def test_a_mass_matrix_of_the_user_is_shown_as_by_nuts(options):
+def test_mass_matrix_of_the_user_has_the_format_of_nuts(options):
     # NUTS writes into the dict that it is given, and takes no NumPy arrays.
     matrix = jax.tree.map(jnp.asarray, options.get("inverse_mass_matrix"))
-    theirs = {**options, "inverse_mass_matrix": matrix}
-    expected = shown(NUTS(shapes, adapt_mass_matrix=False, **theirs))
-    found = shown(without_warmup(**options), num_chains=2)
+    nuts_options = {**options, "inverse_mass_matrix": matrix}
+    if options.get("dense_mass") is np.True_:
+        nuts_options["dense_mass"] = True
+    expected = mass_matrices(NUTS(three_sites, adapt_mass_matrix=False, **nuts_options))
+    found = mass_matrices(kernel_without_warmup(**options), num_chains=2)
     for name in MATRICES:
         assert set(found[name]) == set(expected[name])
         for block, matrix in expected[name].items():
-            several = np.stack([matrix] * 2)
-            assert found[name][block].shape == several.shape
-            np.testing.assert_allclose(found[name][block], several, atol=1e-5)
+            of_two_chains = np.stack([matrix] * 2)
+            assert found[name][block].shape == of_two_chains.shape
+            np.testing.assert_allclose(found[name][block], of_two_chains, atol=1e-5)
 
 
-def test_blocks_that_the_warmup_finds():
+def test_adapted_mass_matrix_has_blocks_of_dense_mass():
     covariance = np.eye(4)
     covariance[:2, :2] = [[2.0, 1.0], [1.0, 3.0]]
     covariance[2:, 2:] = np.diag([0.5, 4.0])
@@ -91,20 +94,20 @@ def test_blocks_that_the_warmup_finds():
     def model():
         names = ("a", "b", "c")
         sites = [numpyro.sample(n, dist.Normal(0, 100).expand([1 + (n == "c")])) for n in names]
-        found = jnp.concatenate([sites[0], sites[1], sites[2]])
-        numpyro.sample("obs", dist.MultivariateNormal(jnp.zeros(4), covariance), obs=found)
+        x = jnp.concatenate([sites[0], sites[1], sites[2]])
+        numpyro.sample("obs", dist.MultivariateNormal(jnp.zeros(4), covariance), obs=x)
 
     mcmc = quietly(SGHMCSplit(model, dense_mass=[("b", "a")]), num_warmup=10, num_samples=1)
     mcmc.run(jax.random.key(0))
-    found = mcmc.last_state.adapt_state.inverse_mass_matrix
-    assert set(found) == {("b", "a"), ("c",)}
-    np.testing.assert_allclose(found["b", "a"], [[3.0, 1.0], [1.0, 2.0]], rtol=0.3, atol=0.2)
-    np.testing.assert_allclose(found["c",], [0.5, 4.0], rtol=0.3)
+    blocks = mcmc.last_state.adapt_state.inverse_mass_matrix
+    assert set(blocks) == {("b", "a"), ("c",)}
+    np.testing.assert_allclose(blocks["b", "a"], [[3.0, 1.0], [1.0, 2.0]], rtol=0.3, atol=0.2)
+    np.testing.assert_allclose(blocks["c",], [0.5, 4.0], rtol=0.3)
     root = mcmc.last_state.adapt_state.mass_matrix_sqrt["b", "a"]
-    np.testing.assert_allclose(np.linalg.inv(root @ root.T), found["b", "a"], rtol=1e-4)
+    np.testing.assert_allclose(np.linalg.inv(root @ root.T), blocks["b", "a"], rtol=1e-4)
 
 
-def test_a_potential_function_has_one_array():
+def test_mass_matrix_of_a_potential_function_is_one_array():
     kernel = SGHMCSplit(
         potential_fn=lambda z: jnp.square(z).sum() / 2,
         step_size=0.1,

@@ -1,7 +1,7 @@
-"""Mistakes that stochastic-gradient samplers have shipped with, each looked for in every kernel.
+"""Mistakes that stochastic-gradient samplers have been released with, tested in every kernel.
 
-The model is a linear regression with known noise: its posterior is Gaussian and exact, and with
-control variates so is its gradient, so that what varies is the sampler's own noise.
+The model is a linear regression with known noise. Its posterior is an exact Gaussian, and with
+control variates the gradient has no noise, so that the only noise is the injected one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients
 from numpyro_sgmcmc.dynamics.riemannian import potential_metric
 from numpyro_sgmcmc.sampling.kernels import RiemannianKernel
 from tests.contract.kernels import (
@@ -30,19 +31,19 @@ from tests.contract.kernels import (
 
 ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 3000
 
-watched: list[tuple[int, ...]] | None = None
-"""Where the model notes the rows it is shown, while it is a list."""
+recorded_minibatches: list[tuple[int, ...]] | None = None
+"""If a list, the model appends the row indices of each minibatch."""
 
 
 def regression(X: Any, y: Any, batch_size: int | None = None) -> None:
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
-        if watched is not None:
-            jax.debug.callback(lambda rows: watched.append(tuple(rows.tolist())), i)
+        if (minibatches := recorded_minibatches) is not None:
+            jax.debug.callback(lambda rows: minibatches.append(tuple(rows.tolist())), i)
         numpyro.sample("y", dist.Normal(X[i] @ beta, 1), obs=y[i])
 
 
-def rows() -> tuple[np.ndarray, np.ndarray]:
+def regression_data() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((ROWS, 2)).astype(np.float32) * [1.0, 0.2]
     y = X @ [1.0, -2.0] + rng.standard_normal(ROWS)
@@ -56,17 +57,15 @@ def posterior(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """What is traced in here draws zeros for normal numbers."""
+    """Trace functions with zeros in place of standard normal numbers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            jax.random, "approximation", lambda key, shape, dtype: jnp.zeros(shape, dtype)
-        )
+        patch.setattr(jax.random, "normal", lambda key, shape, dtype: jnp.zeros(shape, dtype))
         yield
 
 
 @pytest.fixture(scope="module")
 def long_run_of():
-    """64 chains of single steps, at friction 4 where there is friction."""
+    """Return a function that returns 64 chains of single steps, with friction 4 if there is any."""
     runs: dict[Any, SimpleNamespace] = {}
 
     def run(kernel_class: Any) -> SimpleNamespace:
@@ -79,7 +78,7 @@ def long_run_of():
                 step_size=0.05,
                 **({"friction": 4.0} if has_friction else {}),
             )
-            data, batch = rows(), {"batch_size": BATCH}
+            data, batch = regression_data(), {"batch_size": BATCH}
             keys = jax.random.split(jax.random.key(0), CHAINS)
             state = kernel.init(keys, 0, None, data, batch)
 
@@ -88,8 +87,10 @@ def long_run_of():
                 def one(state, _):
                     after = kernel.sample(state, data, batch)
                     with without_noise():
-                        quiet = kernel.sample(state, data, batch)
-                    noise = jax.tree.map(jnp.subtract, after.dynamics_state, quiet.dynamics_state)
+                        noiseless = kernel.sample(state, data, batch)
+                    noise = jax.tree.map(
+                        jnp.subtract, after.dynamics_state, noiseless.dynamics_state
+                    )
                     return after, (after.z["beta"], after.dynamics_state, noise, after.diverging)
 
                 return jax.lax.scan(one, state, None, ITERATIONS)
@@ -105,7 +106,7 @@ def long_run_of():
                 last=last,
                 draws=draws,
                 dynamics=dynamics,
-                noise=noise[min(1, len(noise) - 1)],  # the momentum's, where there is one
+                noise=noise[min(1, len(noise) - 1)],  # of the momentum, if there is one
             )
         return runs[kernel_class]
 
@@ -113,37 +114,37 @@ def long_run_of():
 
 
 @one_kernel
-def test_steps_use_the_gradient(long_run_of, kernel_class):
-    """Every label flipped: from one state, with one key, the chain goes elsewhere.
+def test_step_moves_towards_the_posterior_of_its_data(long_run_of, kernel_class):
+    """With all labels negated, a chain with the same state and key goes elsewhere.
 
-    By control variates the labels speak through the anchor's gradient, which `refresh` renews.
-    Two steps: in the first of an explicit scheme the gradient moves the momentum only.
+    With control variates the labels enter by the reference gradient, which `refresh` computes.
+    Two steps: in the first of an explicit integrator the gradient changes the momentum only.
     """
     run = long_run_of(kernel_class)
     (X, y), batch = run.arguments
     state = jax.tree.map(lambda x: x[0], run.last)
     sample = jax.jit(lambda state, data: run.kernel.sample(state, data, batch))
 
-    def go(data: Any) -> np.ndarray:
+    def run_two_steps(data: Any) -> np.ndarray:
         after = run.kernel.refresh(state, data, batch)
         for _ in range(2):
             after = sample(after, data)
         return np.asarray(after.z["beta"])
 
-    ends = [go(data) for data in ((X, y), (X, -y), (X, y))]
+    ends = [run_two_steps(data) for data in ((X, y), (X, -y), (X, y))]
     np.testing.assert_array_equal(ends[0], ends[2])
-    whiten = np.linalg.inv(np.linalg.cholesky(posterior(X, y)[1]))
-    towards = whiten @ (posterior(X, -y)[0] - posterior(X, y)[0])
-    moved = whiten @ (ends[1] - ends[0]) @ towards / np.linalg.norm(towards)
-    assert moved > 1e-3, "in posterior sds"
+    inverse_factor = np.linalg.inv(np.linalg.cholesky(posterior(X, y)[1]))
+    direction = inverse_factor @ (posterior(X, -y)[0] - posterior(X, y)[0])
+    displacement = inverse_factor @ (ends[1] - ends[0])
+    assert displacement @ direction / np.linalg.norm(direction) > 1e-3, "in posterior SDs"
 
 
 @one_kernel
-def test_two_chains_from_one_start_part(long_run_of, kernel_class):
+def test_chains_with_equal_init_params_and_different_keys_differ(long_run_of, kernel_class):
     run = long_run_of(kernel_class)
     keys = jax.random.split(jax.random.key(1), CHAINS)
-    start = {"beta": jnp.zeros((CHAINS, 2))}
-    state = run.kernel.init(keys, 0, start, *run.arguments)
+    init_params = {"beta": jnp.zeros((CHAINS, 2))}
+    state = run.kernel.init(keys, 0, init_params, *run.arguments)
     np.testing.assert_allclose(state.z["beta"], 0, atol=1e-5)
     step = jax.jit(lambda state: run.kernel.sample(state, *run.arguments))
     after = np.asarray(step(state).z["beta"])
@@ -151,16 +152,14 @@ def test_two_chains_from_one_start_part(long_run_of, kernel_class):
 
 
 @one_kernel
-def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
-    """The step less what it would have been without noise is the noise.
-
-    It must be the same neither from step to step, nor from chain to chain, nor from coordinate
-    to coordinate.
-    """
+def test_injected_noise_is_independent_between_steps_chains_and_coordinates(
+    long_run_of, kernel_class
+):
+    """The noise is the difference between a step and the same step without noise."""
     run = long_run_of(kernel_class)
     assert (np.diff(run.draws, axis=1) != 0).any(-1).all()
     noise = np.asarray(run.noise, np.float64)[:, 1:]  # chains, steps, coordinates
-    if issubclass(kernel_class, RiemannianKernel):  # which scales the noise from place to place
+    if issubclass(kernel_class, RiemannianKernel):  # the noise depends on the position
         before = run.dynamics_state.position[:, :-1]
         noise = noise / np.sqrt(jax.vmap(jax.vmap(potential_metric))(before))[..., None]
     noise = noise / noise.std((0, 1))
@@ -176,8 +175,8 @@ def test_every_step_moves_and_draws_new_noise(long_run_of, kernel_class):
 
 
 @one_kernel
-def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
-    """Friction 4: noise by the friction in place of its root would make the variance 4 times."""
+def test_noise_balances_friction(long_run_of, kernel_class):
+    """With friction 4, noise in proportion to it, not to its root, would inflate the variance."""
     run = long_run_of(kernel_class)
     mean, covariance = posterior(*run.arguments[0])
     draws = run.draws[:, ITERATIONS // 3 :]
@@ -185,8 +184,8 @@ def test_noise_and_friction_are_in_balance(long_run_of, kernel_class):
 
 
 @one_kernel
-def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
-    """Drawn afresh it has, by the tests of the dynamics; at the start and much later it must."""
+def test_momentum_has_its_stationary_distribution(long_run_of, kernel_class):
+    """The initial momentum, and that of later steps; tests of dynamics cover its resampling."""
     run = long_run_of(kernel_class)
     if not hasattr(run.dynamics_state, "momentum"):
         pytest.skip("no momentum")
@@ -201,8 +200,8 @@ def test_momentum_has_its_stationary_law(long_run_of, kernel_class):
 
 
 @one_kernel
-def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
-    """Nothing in a step has as many elements as there are rows, the data apart."""
+def test_step_computes_on_its_minibatch_only(long_run_of, kernel_class):
+    """No array of a step, except the data, has as many elements as there are rows."""
     run = long_run_of(kernel_class)
     state = jax.tree.map(lambda x: x[0], run.last)
     data, batch = run.arguments
@@ -211,38 +210,37 @@ def test_a_step_touches_its_minibatch_only(long_run_of, kernel_class):
     )
 
     def sizes(jaxpr: Any) -> list[int]:
-        found = []
+        num_elements = []
         for equation in jaxpr.eqns:
             inner = [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
-            found += [n for j in inner for n in sizes(j)]
+            num_elements += [n for j in inner for n in sizes(j)]
             if not inner:
-                found += [int(np.prod(v.aval.shape)) for v in equation.outvars]
-        return found
+                num_elements += [int(np.prod(v.aval.shape)) for v in equation.outvars]
+        return num_elements
 
     assert BATCH <= max(sizes(step.jaxpr)) < ROWS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("minibatch", ["iid", "contiguous"])
-def test_every_step_has_a_minibatch_of_its_own(minibatch, monkeypatch):
-    # The moments of noisy gradients are read from minibatches besides: not here.
-    monkeypatch.setattr(
-        "numpyro_sgmcmc.adaptation.subsampling_choice.choose_separate_gradients", lambda *_: None
-    )
+@pytest.mark.parametrize("subsampling", ["iid", "contiguous"])
+def test_every_step_has_another_minibatch(subsampling, monkeypatch):
     kernel = SGHMCSplit(
-        regression, subsampling=minibatch, gradient_estimator="minibatch", num_steps=5
+        regression, subsampling=subsampling, gradient_estimator="minibatch", num_steps=5
     )
-    arguments = (rows(), {"batch_size": BATCH})
-    seen: list[tuple[int, ...]] = []
-    monkeypatch.setattr(f"{__name__}.watched", seen)
+    arguments = (regression_data(), {"batch_size": BATCH})
+    recorded: list[tuple[int, ...]] = []
+    monkeypatch.setattr(f"{__name__}.recorded_minibatches", recorded)
     state = kernel.init(jax.random.key(0), 0, None, *arguments)
+    # Moments from the steps' gradients, which need no further minibatches.
+    adaptation = kernel.adaptation._replace(monitor_gradients=MonitorGradients())
+    kernel = kernel.copy_with(adaptation=adaptation)
     jax.effects_barrier()
-    seen.clear()
+    recorded.clear()
     for _ in range(4):
         state = kernel.sample(state, *arguments)
         jax.effects_barrier()
-    minibatches = np.array(seen)
+    minibatches = np.array(recorded)
     assert minibatches.shape == (20, BATCH)
-    assert len({frozenset(m) for m in seen}) == 20
-    if minibatch != "iid":  # two passes over all rows
+    assert len({frozenset(m) for m in recorded}) == 20
+    if subsampling != "iid":  # two epochs
         assert (np.bincount(minibatches.ravel(), minlength=ROWS) == 2).all()

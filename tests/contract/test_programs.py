@@ -1,4 +1,4 @@
-"""The NumPyro contract: what is compiled, in float64 too, and potential functions."""
+"""The NumPyro contract: compilations, float64, and potential functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import (
-    MCMC,
-    NUTS,
-)
+from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import (
@@ -24,7 +21,7 @@ from tests.contract.kernels import (
     quietly,
 )
 
-# What is compiled.
+# Compilations
 
 
 def counts(y: Any, batch_size: int | None = None) -> None:
@@ -36,15 +33,15 @@ def counts(y: Any, batch_size: int | None = None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("has_bar", [True, False])
 def test_second_run_compiles_no_more_than_with_nuts(progress_bar, has_bar):
-    """With a progress bar on the same rows, without one on others."""
+    """With a progress bar on the same data, without one on other data."""
     rng = np.random.default_rng(0)
     first, other = (jnp.asarray(rng.poisson(3.0, 200)) for _ in range(2))
 
-    def compilations(kernel, **rows):
+    def compilations(kernel, **kwargs):
         mcmc = MCMC(kernel, num_warmup=5, num_samples=5, progress_bar=has_bar)
 
         def run(seed, y):
-            mcmc.run(jax.random.key(seed), y, **rows)
+            mcmc.run(jax.random.key(seed), y, **kwargs)
             return mcmc.get_samples()
 
         return [num_compilations(partial(run, seed, y)) for seed, y in enumerate(data)][1:]
@@ -53,10 +50,10 @@ def test_second_run_compiles_no_more_than_with_nuts(progress_bar, has_bar):
     assert compilations(SGHMCSplit(counts), batch_size=20) <= compilations(NUTS(counts))
 
 
-# Float64.
+# Float64
 
 
-def test_float64(x64):
+def test_run_in_float64_has_the_exact_posterior(x64):
     y = np.random.default_rng(0).poisson(3.0, 200)
     mcmc = quietly(SGHMCSplit(counts), num_samples=300)
     mcmc.run(jax.random.key(0), y, batch_size=20)
@@ -68,21 +65,21 @@ def test_float64(x64):
     assert_posterior(draws, shape / rate, np.sqrt(shape) / rate)
 
 
-# A potential function in place of a model.
+# Potential functions
 
 
 def tree_potential(z: Any) -> Any:
-    """Sd 2 at mean 1, and sds 0.1 at mean 0."""
+    """Normal with SD 2 and mean 1, and with SD 0.1 and mean 0."""
     a, b = z["a"], z["b"][0]["c"]
     return jnp.sum(jnp.square((a - 1) / 2)) / 2 + jnp.sum(jnp.square(b / 0.1)) / 2
 
 
-def test_potential_function_of_a_nested_tree_and_several_chains():
+def test_potential_function_of_a_nested_pytree_has_the_exact_posterior():
     kernel = SGHMCSplit(potential_fn=tree_potential)
     assert kernel.model is None
     mcmc = quietly(kernel, num_samples=1000, num_chains=2, chain_method="vectorized")
-    start = {"a": np.zeros((2, 3)), "b": ({"c": np.zeros((2, 1, 2))},)}
-    mcmc.run(jax.random.key(0), init_params=start)
+    init_params = {"a": np.zeros((2, 3)), "b": ({"c": np.zeros((2, 1, 2))},)}
+    mcmc.run(jax.random.key(0), init_params=init_params)
     draws = mcmc.get_samples(group_by_chain=True)
     a, b = draws["a"], draws["b"][0]["c"]
     assert a.shape == (2, 1000, 3)
@@ -92,13 +89,13 @@ def test_potential_function_of_a_nested_tree_and_several_chains():
 
 
 def cliff(z: Any) -> Any:
-    """A standard normal whose gradient is not a number where a coordinate exceeds 2.5."""
+    """A standard normal whose gradient is NaN where a coordinate exceeds 2.5."""
     return jnp.sum(jnp.square(z) / 2 + 1e-6 * jnp.sqrt(2.5 - z))
 
 
 @one_kernel
-def test_divergences_are_counted_and_survived(kernel_class, capsys):
-    """Also: a potential function of an array, and one chain from one start."""
+def test_chain_continues_after_divergences(kernel_class, capsys):
+    """The potential is a function of an array; one chain starts at given values."""
     mcmc = quietly(kernel_class(potential_fn=cliff), num_samples=2000)
     mcmc.run(jax.random.key(0), init_params=jnp.zeros(2))
     draws = np.asarray(mcmc.get_samples())
@@ -107,7 +104,7 @@ def test_divergences_are_counted_and_survived(kernel_class, capsys):
     assert np.isfinite(draws).all()
     assert 0 < diverging.sum() < 1000
     assert draws.max() < 3
-    # The chain goes on: it neither rests beside the cliff nor shuns the region before it.
+    # The chain neither stays beside the cliff nor avoids the region before it.
     is_new = (np.diff(draws, axis=0) != 0).all(1)
     assert is_new[~diverging[1:]].all()
     assert is_new.sum() > 1000

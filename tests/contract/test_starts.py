@@ -1,4 +1,4 @@
-"""The NumPyro contract: where chains start, and the kernel's model seen from outside."""
+"""The NumPyro contract: initial positions, and the kernel's model in NumPyro's functions."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from numpyro.infer import (
 )
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.initialisation import generate_init_positions
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.sampling.options import Options, build_potential_from_model
 from tests.contract.kernels import (
     BATCH,
     ROWS,
@@ -35,7 +38,7 @@ from tests.contract.kernels import (
 # Where chains start.
 
 
-def test_init_params_are_where_the_chain_starts(fit):
+def test_chain_starts_at_init_params(fit):
     arguments = (tuple(fit.data), {"batch_size": BATCH})
     one = {"beta": jnp.array([0.5, -0.2]), "rate": jnp.array(1.0)}
     state = fit.kernel.init(jax.random.key(0), 10, one, *arguments)
@@ -46,8 +49,8 @@ def test_init_params_are_where_the_chain_starts(fit):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), states.z, two)
 
 
-def test_init_params_pass_through_a_run_of_two_chains(fit):
-    """From 300 sds away the first of many short iterations is still on its way."""
+def test_chains_with_distant_init_params_converge(fit):
+    """At 300 SDs from the mean, the first of many short iterations has not converged."""
     far = {"beta": np.full((2, 2), 15.0), "rate": np.array([1.0, 1.0])}
     mcmc = quietly(
         fit.kernel, num_warmup=0, num_samples=40, num_chains=2, chain_method="vectorized"
@@ -66,18 +69,14 @@ def two_modes(y: Any, batch_size: int | None = None) -> None:
 
 
 @pytest.mark.parametrize("side", [-1.0, 1.0])
-def test_init_to_value_chooses_the_mode(side):
+def test_init_to_value_selects_the_mode(side):
     y = np.random.default_rng(0).normal(3.0, 1.0, 100).astype(np.float32)
     kernel = SGHMCSplit(two_modes, init_strategy=init_to_value(values={"mu": 5.0 * side}))
     state = kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 20})
     np.testing.assert_allclose(state.adapt_state.center, side * y.mean(), atol=0.05)
 
 
-class _Seen(Exception):
-    """Raised in place of the warm-up."""
-
-
-STARTS = {
+INIT_STRATEGIES = {
     "uniform": (init_to_uniform, lambda beta, rate: np.abs([*beta, np.log(rate)]).max() <= 2),
     "uniform, narrow": (
         init_to_uniform(radius=0.1),
@@ -94,27 +93,22 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_warmup_starts_where_the_strategy_says(name, monkeypatch):
-    strategy, is_right = STARTS[name]
-
-    def adapt(target, arguments, settings, starts, progress):
-        position = next(iter(starts))
-        raise _Seen(target.constrain(target.unravel(jnp.asarray(position)), arguments))
-
-    monkeypatch.setattr("numpyro_sgmcmc.sampling.kernel.adapt", adapt)
-    kernel = SGHMCSplit(survey, init_strategy=strategy)
-    with pytest.raises(_Seen) as seen:
-        kernel.init(jax.random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
-    found = seen.value.args[0]
-    assert is_right(np.asarray(found["beta"]), float(found["rate"])), found
+@pytest.mark.parametrize("name", INIT_STRATEGIES)
+def test_warmup_starts_at_the_values_of_init_strategy(name):
+    strategy, is_right = INIT_STRATEGIES[name]
+    arguments = Arguments(tuple(survey_data()), {"batch_size": BATCH})
+    options = Options(init_strategy=strategy)
+    potential = build_potential_from_model(survey, arguments, options)
+    position = next(generate_init_positions(potential, arguments, None, has_chain_axis=False))
+    values = potential.constrain(potential.unravel(jnp.asarray(position)), arguments)
+    assert is_right(np.asarray(values["beta"]), float(values["rate"])), values
 
 
-# The model seen from outside.
+# The kernel's model
 
 
 @each_kernel
-def test_kernel_model_is_the_model_on_all_rows(kernel_class):
+def test_kernel_model_is_the_model_on_the_full_data(kernel_class):
     kernel = kernel_class(survey)
     assert kernel.model == kernel_class(survey).model
     assert kernel.model == kernel.model
@@ -126,7 +120,7 @@ def test_kernel_model_is_the_model_on_all_rows(kernel_class):
     np.testing.assert_array_equal(trace["y"]["value"], survey_data().y)
 
 
-def test_predictive_and_log_likelihood(fit):
+def test_predictive_and_log_likelihood_of_the_kernel_model_use_all_rows(fit):
     draws = {k: v[:7] for k, v in fit.mcmc.get_samples().items()}
     key, X = jax.random.key(0), jnp.asarray(fit.data.X)
     on_kernel_model = Predictive(fit.kernel.model, draws)(key, fit.data.X, batch_size=BATCH)
@@ -143,7 +137,7 @@ def test_predictive_and_log_likelihood(fit):
 
 
 def test_wrapped_kernel_samples_the_wrapped_model():
-    def ten_higher(model):
+    def substitute_shift(model):
         return numpyro.handlers.substitute(model, data={"shift": 10.0})
 
     def model(y, batch_size=None):
@@ -153,6 +147,6 @@ def test_wrapped_kernel_samples_the_wrapped_model():
             numpyro.sample("y", dist.Normal(mu + shift, 1), obs=y[i])
 
     y = np.random.default_rng(0).normal(3.0, 1.0, 100).astype(np.float32)
-    kernel = SGHMCSplit(model).wrap_model(ten_higher)
+    kernel = SGHMCSplit(model).wrap_model(substitute_shift)
     state = kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 20})
     assert abs(float(state.adapt_state.center[0]) - (y.mean() - 10)) < 0.05

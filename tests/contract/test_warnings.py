@@ -1,5 +1,6 @@
-"""What NumPyro warns of in a model is warned of here."""
+"""Warnings of NumPyro about a model are given by kernels as well."""
 
+import re
 import warnings
 
 import jax
@@ -17,37 +18,37 @@ def no_plate():
     numpyro.sample("x", dist.Normal(0, 1).expand([3]))
 
 
-def whole():
+def full_plate():
     x = numpyro.sample("x", dist.Normal(0, 1))
     with numpyro.plate("N", 10):
         numpyro.sample("obs", dist.Normal(x, 1).expand([10]), obs=jnp.ones(10))
 
 
-def event():
+def event_shape():
     x = numpyro.sample("x", dist.Normal(0, 1))
     with numpyro.plate("N", 10):
         numpyro.sample("obs", dist.Normal(x, 1).expand([10, 2]).to_event(1), obs=jnp.ones((10, 2)))
 
 
-def of_data():
+def batch_dim_of_data():
     x = numpyro.sample("x", dist.Normal(0, 1))
     with numpyro.plate("N", 10):
         numpyro.sample("obs", dist.Normal(x, 1), obs=jnp.ones((5, 10)))
 
 
-def of_distribution():
+def batch_dims_of_distribution():
     with numpyro.plate("groups", 4):
         x = numpyro.sample("x", dist.Normal(jnp.zeros((2, 3, 4)), 1))
     numpyro.sample("obs", dist.Normal(x.sum(), 1), obs=1.0)
 
 
-def of_minibatch():
+def batch_dim_of_minibatch():
     x = numpyro.sample("x", dist.Normal(0, 1))
     with numpyro.plate("N", 10, subsample_size=2, dim=-2) as i:
         numpyro.sample("obs", dist.Normal(x, 1), obs=jnp.ones((10, 3))[i])
 
 
-def steps():
+def scan_steps():
     """The steps of a loop need no plate."""
 
     def step(x, y):
@@ -58,13 +59,14 @@ def steps():
     scan(step, jnp.zeros(3), jnp.ones(5))
 
 
-def missing(kernel):
-    """The dimensions and sites that are warned of."""
-    with warnings.catch_warnings(record=True) as seen:
+def missing_plates(kernel):
+    """Return the dimensions and sites of the warnings about missing plates."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kernel.init(jax.random.key(0), 0, None, (), {})
-    found = [str(w.message).split("'")[:2] for w in seen if "Missing a plate" in str(w.message)]
-    return sorted(map(tuple, found))
+    pattern = re.compile(r"plate.* dimension (-\d+).*?'(\w+)'")
+    found = (pattern.search(str(w.message)) for w in caught)
+    return sorted(match.groups() for match in found if match)
 
 
 FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "subsampling": "iid"}
@@ -74,16 +76,16 @@ FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "s
     ("model", "num"),
     [
         (no_plate, 0),
-        (whole, 0),
-        (event, 0),
-        (steps, 0),
-        (of_data, 1),
-        (of_distribution, 2),
-        (of_minibatch, 1),
+        (full_plate, 0),
+        (event_shape, 0),
+        (scan_steps, 0),
+        (batch_dim_of_data, 1),
+        (batch_dims_of_distribution, 2),
+        (batch_dim_of_minibatch, 1),
     ],
 )
-def test_missing_plates(model, num):
-    found = missing(SGHMCSplit(model, adapt_mass_matrix=False, **FIXED))
+def test_missing_plate_warns_as_with_nuts(model, num):
+    found = missing_plates(SGHMCSplit(model, adapt_mass_matrix=False, **FIXED))
     assert len(found) == num
-    if model is not of_minibatch:  # NUTS has none
-        assert found == missing(NUTS(model))
+    if model is not batch_dim_of_minibatch:  # NUTS has no minibatches
+        assert found == missing_plates(NUTS(model))

@@ -136,8 +136,8 @@ def normal(rows, batch_size=None):
 def test_expanded_mean_of_other_sites_raises():
     with pytest.raises(InvalidArgumentError, match="`names`"):
         expanded_mean()
-    with pytest.raises(InvalidModelError, match="'shares'.*Normal"):
+    with pytest.raises(InvalidModelError, match=r"'shares'.*Normal"):
         seed(expanded(normal), 0)(COUNTS)
     kernel = make_kernel(SGRLD, 1e-3, 20, multinomial)
-    with pytest.raises(ValueError, match="'shares'.*'shares_mirrored'"):
+    with pytest.raises(ValueError, match=r"'shares'.*'shares_mirrored'"):
         quietly(kernel).run(random.key(0), COUNTS, batch_size=20)

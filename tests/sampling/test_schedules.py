@@ -26,7 +26,7 @@ def test_optimal_decay_exponent_is_that_of_the_theorem():
     assert schedules.optimal_decay_exponent(2, "bias") == pytest.approx(1 / 3)
     assert schedules.optimal_decay_exponent(2, "mse") == pytest.approx(1 / 5)
     assert schedules.optimal_decay_exponent(1, "bias") == pytest.approx(1 / 2)
-    with pytest.raises(InvalidArgumentError, match="criterion.*'variance'"):
+    with pytest.raises(InvalidArgumentError, match=r"criterion.*'variance'"):
         schedules.optimal_decay_exponent(2, "variance")
 
 
@@ -109,7 +109,7 @@ def test_drop_exploration_keeps_draws_with_weight():
 
 
 def test_drop_exploration_with_weights_that_differ_between_chains_raises():
-    with pytest.raises(InvalidArgumentError, match="`weights`.*chains"):
+    with pytest.raises(InvalidArgumentError, match=r"`weights`.*chains"):
         schedules.drop_exploration(jnp.zeros((2, 2)), jnp.array([[0.0, 1.0], [1.0, 0.0]]))
 
 
@@ -124,7 +124,7 @@ def test_systematic_resample_repeats_draws_in_proportion_to_their_weights():
 def test_systematic_resample_of_a_chain_without_weight_raises():
     """One chain has weights, so that the total is positive."""
     weights = np.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
-    with pytest.raises(InvalidArgumentError, match="`weights` of chain 1.*zero"):
+    with pytest.raises(InvalidArgumentError, match=r"`weights` of chain 1.*zero"):
         schedules.systematic_resample(random.key(0), DRAWS, weights)
 
 
