@@ -153,7 +153,7 @@ def line_given_two(x: Any, y: Any, batch_size: int | None = None) -> None:
 
 @ignore_donation
 def test_blocks_with_wide_priors_keep_their_step_size():
-    """Each adapts to likely values of the other's site; the step-size check then leaves it alone."""
+    """Each adapts to likely values of the other's site; the step-size check keeps the step."""
     scale, slope = SGHMCSplit(line_given_two), SGHMCSplit(line_given_two)
     gibbs = Gibbs([(scale, ["scale"]), (slope, ["slope"])])
     mcmc = quietly(gibbs, num_warmup=100, num_samples=500, num_chains=4, chain_method=jax.vmap)

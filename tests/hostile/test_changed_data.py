@@ -35,9 +35,9 @@ def test_other_data_than_the_warm_up_had_are_refused():
     mcmc = quietly(SGHMCSplit(_mean_model), num_samples=20)
     mcmc.warmup(jax.random.key(0), y, batch_size=50)
     mcmc.run(jax.random.key(1), jnp.array(y), batch_size=50)  # the same in another object
-    with pytest.raises(ValueError, match="not those that the warm-up adapted to"):
+    with pytest.raises(ValueError, match=r"data.*warm-up"):
         mcmc.run(jax.random.key(1), y + 1.0, batch_size=50)
     y += 1.0  # in place; NumPyro would not compile `run` anew for the same object
     sample = jax.jit(lambda state: mcmc.sampler.sample(state, (y,), {"batch_size": 50}))
-    with pytest.raises(ValueError, match="not those that the warm-up adapted to"):
+    with pytest.raises(ValueError, match=r"data.*warm-up"):
         sample(mcmc.post_warmup_state)

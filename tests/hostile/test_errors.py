@@ -92,7 +92,7 @@ def test_missing_value_beyond_the_first_rows_is_found():
         ({"inverse_mass_matrix": jnp.ones(4)}, r"shape \(4,\).*3 unconstrained"),
         ({"inverse_mass_matrix": -jnp.ones(3)}, "positive definite"),
         ({"inverse_mass_matrix": {("c",): jnp.ones(3)}}, "names site 'c'"),
-        ({"potential_fn": lambda z: 0.0}, "Only one of `model` or `potential_fn`"),
+        ({"potential_fn": lambda z: 0.0}, "`model`.*`potential_fn`"),
     ],
 )
 def test_option_out_of_range(options, words):
