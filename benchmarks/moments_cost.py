@@ -20,7 +20,8 @@ from logistic_regression import BATCH_SIZE, DIM, logistic, make_data
 from timing import interleaved, print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.adaptation.settings import MonitorGradients, choose_step_gradients
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients
+from numpyro_sgmcmc.adaptation.subsampling_choice import choose_step_gradients
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, MinibatchGradient
 

@@ -1,4 +1,4 @@
-"""What all chains share, found once before any of them starts."""
+"""The warm-up: what all chains share is adapted once, before any of them starts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from numpyro_sgmcmc.adaptation import local_warmup, warmup
-from numpyro_sgmcmc.adaptation.context import WarmupContext
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
-from numpyro_sgmcmc.adaptation.settings import Adaptation, WarmupSettings, build_empty_adaptation
+from numpyro_sgmcmc.adaptation.settings import (
+    Adaptation,
+    StepSizeTrace,
+    WarmupInputs,
+    WarmupSettings,
+    build_empty_adaptation,
+)
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import ModelWarning
 from numpyro_sgmcmc.model.potential import Potential
@@ -20,6 +25,7 @@ __all__ = [
     "Adaptation",
     "GradientNoiseStats",
     "ModelWarning",
+    "StepSizeTrace",
     "WarmupSettings",
     "adapt",
     "fit_variational_mean",
@@ -33,26 +39,25 @@ def adapt(
     init_positions: Iterable[np.ndarray],
     progress: ProgressReporter | None = None,
 ) -> Adaptation:
-    """Find the typical set, whitening, anchor, estimator, minibatches and step size.
+    """Choose preconditioner, gradient estimator, subsampling, step size and steps per draw.
 
     :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
-    :param settings: what the user has fixed.
-    :param init_positions: first positions of shape ``(d,)``, of which the first finite ones are tried: the
-        user's alone, or several.
-    :param progress: told how far it has come.
-    :return: what all chains share.
-    :raises RuntimeError: where no start is finite, or the gradient on all rows is not.
-    :raises ValueError: where rows' local values cannot be moved one by one.
+    :param settings: the user's settings.
+    :param init_positions: positions of shape ``(d,)``: the user's, or several of which the first
+        finite ones are taken.
+    :param progress: display of the stages.
+    :raises InitializationError: where no position, or the full-data gradient, is finite.
+    :raises InvalidModelError: where local latents of different observations are dependent.
     """
     if potential.dim == 0:
         return build_empty_adaptation(potential, settings)
-    # What is not finite is looked for, and named; NumPy need not warn of it as well.
+    # Values that are not finite are searched for and reported; NumPy need not warn as well.
     with np.errstate(all="ignore"):
-        context = WarmupContext(potential, arguments, settings, progress or ProgressReporter())
+        inputs = WarmupInputs.create(potential, arguments, settings, progress)
         if potential.local_latents is None:
-            return warmup.warm_up(context, init_positions)
-        return local_warmup.warm_up(context, init_positions)
+            return warmup.warm_up_globals(inputs, init_positions)
+        return local_warmup.warm_up_locals(inputs, init_positions)
 
 
 def fit_variational_mean(
@@ -62,11 +67,11 @@ def fit_variational_mean(
     init_positions: Iterable[np.ndarray],
     progress: ProgressReporter,
 ) -> np.ndarray:
-    """Where most of the posterior is by the start by volume alone, shape ``(d,)``.
+    """Return the mean of a mean-field variational fit, shape ``(d,)``.
 
-    :param potential: the posterior, without local sites.
-    :raises RuntimeError: where no start is finite.
+    :param potential: the posterior, without local latents.
+    :raises InitializationError: where no initial position is finite.
     """
     with np.errstate(all="ignore"):
-        context = WarmupContext(potential, arguments, settings, progress)
-        return warmup.fit_variational_mean(context, init_positions)
+        inputs = WarmupInputs.create(potential, arguments, settings, progress)
+        return warmup.fit_variational_mean(inputs, init_positions)

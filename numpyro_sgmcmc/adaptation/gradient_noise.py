@@ -473,12 +473,16 @@ def estimate_max_curvature(
 ) -> float:
     """Estimate the largest preconditioned curvature at some positions, at least 1.
 
+    It is 1 for a randomised likelihood, whose gradients cannot be compared.
+
     :param batched_gradients: gradients on minibatches.
     :param preconditioner: coordinates.
     :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
     :param num_iterations: power iterations.
     :param rng: random number generator, for the initial directions.
     """
+    if batched_gradients.potential.is_stochastic:
+        return 1.0
     positions = preconditioner.to_position(q)
     directions = rng.standard_normal(positions.shape)
     curvatures = compute_max_curvatures(

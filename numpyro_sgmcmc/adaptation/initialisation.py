@@ -1,8 +1,14 @@
-"""Where chains and the warm-up start: the user's values, or the initialisation strategy's."""
+"""Initial positions of the warm-up and of the chains.
+
+Positions come from the user, from the initialisation strategy and from the prior. A mean-field
+normal is fitted from each (:mod:`.variational`); the fit with the largest evidence lower bound
+(ELBO) is where the pilot chains start, the others are candidates for further modes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,14 +17,25 @@ import numpy as np
 from jax import random
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, sample_minibatch_indices
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.adaptation.variational import MeanField, fit_mean_field
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Indices
+from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError
 from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 __all__ = [
+    "InitResult",
+    "VariationalFit",
+    "check_finite_gradient",
     "check_potential_fn_params",
+    "create_warmup_rng",
+    "find_finite_positions",
+    "find_init_positions",
+    "fit_inits",
     "generate_init_positions",
     "generate_prior_positions",
     "validate_init_params",
@@ -26,97 +43,245 @@ __all__ = [
 ]
 
 WARMUP_SEED = 0
-"""Of the warm-up: what it finds depends on model, data and settings alone, not on the run's key."""
+"""Seed of the warm-up: its result depends on model, data and options, not on the run's key."""
 
-_MAX_INIT_ATTEMPTS = 20
-_PRIOR_SAMPLES_PER_INIT = 4  # of which one is a start
+_MAX_INIT_ATTEMPTS = 20  # positions drawn from the initialisation strategy
+# Prior draws per initial position. The densest of all draws would lie in the narrowest mode.
+_PRIOR_SAMPLES_PER_INIT = 4
+_NUM_ELBO_SAMPLES = 8  # antithetic normals per ELBO; bounds its standard error to a few nats
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """Different initial positions with finite log density and gradient, each of shape ``(d,)``.
+
+    - **positions** - by the user or by the initialisation strategy.
+    - **prior_positions** - by the prior; empty where the user gave the initial position.
+    """
+
+    positions: tuple[np.ndarray, ...]
+    prior_positions: tuple[np.ndarray, ...] = ()
+
+
+@dataclass(frozen=True)
+class VariationalFit:
+    """A mean-field normal fitted to the posterior.
+
+    - **approximation** - mean and SDs.
+    - **elbo** - evidence lower bound up to a constant; -inf where it is not finite.
+    """
+
+    approximation: MeanField
+    elbo: float
+
+
+def create_warmup_rng() -> np.random.Generator:
+    """Return the random generator that all stages of one warm-up share."""
+    return np.random.default_rng(WARMUP_SEED)
+
+
+def find_init_positions(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    init_positions: Iterable[np.ndarray],
+) -> InitResult:
+    """Return the initial positions of the variational fits.
+
+    :param init_positions: positions by the user and by the initialisation strategy.
+    :raises InitializationError: where none is finite.
+    """
+    if inputs.settings.has_init_params:
+        return InitResult(find_finite_positions(inputs, batched_gradients, init_positions, 1))
+    num_inits, num_prior_inits = inputs.budget.num_inits, inputs.budget.num_prior_inits
+    positions = find_finite_positions(inputs, batched_gradients, init_positions, num_inits)
+    if not num_prior_inits:
+        return InitResult(positions)
+    prior_positions = generate_prior_positions(batched_gradients, num_prior_inits)
+    return InitResult(
+        positions, tuple(q for q in prior_positions if batched_gradients.is_finite(q))
+    )
+
+
+def find_finite_positions(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    init_positions: Iterable[np.ndarray],
+    num_positions: int,
+) -> tuple[np.ndarray, ...]:
+    """Return the first different positions with finite log density and gradient.
+
+    :param init_positions: candidates, generated only as far as needed.
+    :param num_positions: number of positions to return, if there are so many.
+    :raises InitializationError: where none is finite.
+    """
+    positions: list[np.ndarray] = []
+    for candidate in init_positions:
+        is_new = not any(np.array_equal(candidate, position) for position in positions)
+        if is_new and batched_gradients.is_finite(candidate):
+            positions.append(candidate)
+        if len(positions) == num_positions:
+            break
+    if not positions:
+        raise InitializationError(
+            "Cannot find an initial position with a finite log density and gradient.",
+            inputs.potential.diagnose_nonfinite(inputs.cast(candidate), inputs.arguments),
+            "no-finite-initial-position",
+        )
+    return tuple(positions)
+
+
+def check_finite_gradient(inputs: WarmupInputs, preconditioner: Preconditioner) -> None:
+    """Check the gradient over the whole data at the center.
+
+    :raises InitializationError: naming the sites that are not finite.
+    """
+    if not preconditioner.is_finite():
+        raise InitializationError(
+            "The full-data gradient is not finite at the initial position.",
+            inputs.potential.diagnose_nonfinite(
+                inputs.cast(preconditioner.center), inputs.arguments
+            ),
+            "no-finite-initial-position",
+        )
+
+
+def fit_inits(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    init_result: InitResult,
+    rng: np.random.Generator,
+) -> tuple[VariationalFit, ...]:
+    """Return a mean-field normal fitted from each initial position, the largest ELBO first."""
+
+    def fit(init_positions: tuple[np.ndarray, ...], batch_size: int | None) -> list[MeanField]:
+        def sample_indices(shape: tuple[int, ...]) -> Indices:
+            indices = sample_minibatch_indices(
+                batched_gradients.step_potential, rng, shape, IIDSubsampling()
+            )
+            return {name: i[..., :batch_size] for name, i in indices.items()}
+
+        return fit_mean_field(
+            inputs.potential,
+            inputs.arguments,
+            np.stack(init_positions),
+            sample_indices,
+            inputs.budget.num_vi_steps,
+            rng,
+            inputs.progress,
+        )
+
+    positions, prior_positions = init_result.positions, init_result.prior_positions
+    prior_batch_size = inputs.budget.prior_fit_batch_size
+    if prior_batch_size and prior_positions:
+        approximations = fit(positions, None) + fit(prior_positions, prior_batch_size)
+    else:
+        approximations = fit(positions + prior_positions, None)
+    normals = rng.standard_normal((_NUM_ELBO_SAMPLES // 2, inputs.potential.dim))
+    normals = np.concatenate([normals, -normals])
+    fits = []
+    for q in approximations:
+        potentials, _ = batched_gradients.evaluate_on_subset(q.mean + q.sd * normals)
+        elbo = float(np.log(q.sd).sum() - potentials.mean())
+        fits.append(VariationalFit(q, elbo if np.isfinite(elbo) else -np.inf))
+    return tuple(sorted(fits, key=lambda fit: -fit.elbo))
+
+
+def generate_init_positions(
+    potential: Potential, arguments: Arguments, init_params: Any, has_chain_axis: bool
+) -> Iterator[np.ndarray]:
+    """Yield the user's initial position if there is one, then some by the initialisation strategy.
+
+    :param init_params: the user's values, or None.
+    :param has_chain_axis: whether these are stacked along a leading axis; the first chain's count.
+    """
+    if init_params is not None and not is_traced(init_params):
+        first = jax.tree.map(lambda x: x[0], init_params) if has_chain_axis else init_params
+        yield np.asarray(ravel_pytree(first)[0])
+    sample_init_position = jit_low_optimization(potential.sample_init_position)
+    for seed in range(WARMUP_SEED * _MAX_INIT_ATTEMPTS, (WARMUP_SEED + 1) * _MAX_INIT_ATTEMPTS):
+        if (radius := potential.init_radius) is not None:  # without compilation
+            uniform = np.random.default_rng(seed).uniform(-radius, radius, potential.dim)
+            yield uniform.astype(potential.dtype)
+        else:
+            yield np.asarray(sample_init_position(random.key(seed), arguments))
+
+
+def generate_prior_positions(
+    batched_gradients: BatchedGradients, num_positions: int, seed: int | None = None
+) -> Iterator[np.ndarray]:
+    """Yield draws from the prior, each the one of four with the largest posterior density.
+
+    :param seed: default: the warm-up's.
+    """
+    if batched_gradients.potential.sample_prior_position is None:
+        return
+    sample = jit_low_optimization(batched_gradients.potential.sample_prior_position)
+    num_samples = num_positions * _PRIOR_SAMPLES_PER_INIT
+    first_key = (WARMUP_SEED if seed is None else seed) * num_samples
+    keys = (random.key(first_key + k) for k in range(num_samples))
+    positions = np.stack(
+        [np.asarray(sample(key, batched_gradients.arguments), np.float64) for key in keys]
+    )
+    is_finite = np.asarray(np.isfinite(positions).all(1))
+    potentials, _ = batched_gradients.evaluate_on_subset(
+        np.where(is_finite[:, None], positions, 0.0)
+    )
+    potentials = np.where(is_finite & np.isfinite(potentials), potentials, np.inf)
+    groups = zip(
+        np.split(positions, num_positions), np.split(potentials, num_positions), strict=True
+    )
+    for group_positions, group_potentials in groups:
+        if np.isfinite(group_potentials).any():
+            yield group_positions[group_potentials.argmin()]
 
 
 def validate_init_params(
     init_params: Any, potential: Potential, arguments: Arguments, num_chains: int | None
 ) -> Any:
-    """``init_params`` as they are, if chains can start there.
+    """Return ``init_params`` after checking that chains can start there.
 
-    :param num_chains: chains whose values are stacked along a first axis; None for one chain's.
-    :raises ValueError: for other shapes than the sites', or where the density is not finite.
+    :param num_chains: chains whose values are stacked along a leading axis; None for one chain.
+    :raises InvalidArgumentError: where shapes differ from the sites' or the density is not finite.
     """
     if init_params is None:
         return None
     validate_init_sites(init_params, potential, num_chains)
     if is_traced(init_params):
         return init_params
-    rows = BatchedGradients(potential, arguments)
+    batched_gradients = BatchedGradients(potential, arguments)
     for chain in range(num_chains or 1):
-        one = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
-        position = ravel_pytree(one)[0]
-        if not rows.is_finite(np.asarray(position)):
+        values = jax.tree.map(lambda x, c=chain: x[c], init_params) if num_chains else init_params
+        position = ravel_pytree(values)[0]
+        if not batched_gradients.is_finite(np.asarray(position)):
             of_chain = f" of chain {chain}" if num_chains else ""
             raise InvalidArgumentError(
-                f"Log density or gradient is not finite at the `init_params`{of_chain}. "
-                + potential.diagnose_nonfinite(position, arguments)
+                f"Log density or gradient is not finite at the `init_params`{of_chain}.",
+                potential.diagnose_nonfinite(position, arguments),
+                "init-params-not-finite",
             )
     return init_params
 
 
-def generate_init_positions(
-    potential: Potential, arguments: Arguments, init_params: Any, has_chain_axis: bool
-) -> Iterator[np.ndarray]:
-    """The user's start where it is known already, then some by the initialisation strategy."""
-    if init_params is not None and not is_traced(init_params):
-        first = jax.tree.map(lambda x: x[0], init_params) if has_chain_axis else init_params
-        yield np.asarray(ravel_pytree(first)[0])
-    start = jit_low_optimization(potential.sample_init_position)
-    for seed in range(WARMUP_SEED * _MAX_INIT_ATTEMPTS, (WARMUP_SEED + 1) * _MAX_INIT_ATTEMPTS):
-        if (radius := potential.init_radius) is not None:  # no program need be compiled
-            uniform = np.random.default_rng(seed).uniform(-radius, radius, potential.dim)
-            yield uniform.astype(potential.dtype)
-        else:
-            yield np.asarray(start(random.key(seed), arguments))
-
-
-def generate_prior_positions(
-    batched_gradients: BatchedGradients, num_positions: int
-) -> Iterator[np.ndarray]:
-    """Draws from the prior, each the one of a few with the largest posterior density.
-
-    The best of all would lie in one mode, where that is the narrowest.
-    """
-    if batched_gradients.potential.sample_prior_position is None:
-        return
-    draw, first = (
-        jit_low_optimization(batched_gradients.potential.sample_prior_position),
-        WARMUP_SEED * num_positions * _PRIOR_SAMPLES_PER_INIT,
-    )
-    keys = (random.key(first + k) for k in range(num_positions * _PRIOR_SAMPLES_PER_INIT))
-    positions = np.stack(
-        [np.asarray(draw(key, batched_gradients.arguments), np.float64) for key in keys]
-    )
-    is_finite = np.asarray(np.isfinite(positions).all(1))
-    potentials = batched_gradients.evaluate_on_subset(np.where(is_finite[:, None], positions, 0.0))[
-        0
-    ]
-    potentials = np.where(is_finite & np.isfinite(potentials), potentials, np.inf)
-    for of_few, these in zip(
-        np.split(potentials, num_positions), np.split(positions, num_positions), strict=True
-    ):
-        if np.isfinite(of_few).any():
-            yield these[of_few.argmin()]
-
-
 def check_potential_fn_params(init_params: Any) -> None:
-    """Refuse what a potential function cannot be a function of."""
+    """Check that ``init_params`` can be the argument of a potential function."""
     leaves = jax.tree.leaves(init_params)
     if not sum(np.size(x) for x in leaves):
-        raise InvalidArgumentError("`init_params` has no values: there is nothing to sample.")
+        raise InvalidArgumentError(
+            "`init_params` has no values, so that there is nothing to sample.",
+            "pass an array, or a dict of arrays, with the initial values of one chain.",
+            "init-params",
+        )
     for x in leaves:
         if jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
             raise InvalidArgumentError(
-                f"`init_params` has type {jnp.result_type(x)}, but must be real."
+                f"`init_params` has the complex type {jnp.result_type(x)}.",
+                "pass real numbers; sample real and imaginary parts as two values.",
+                "init-params",
             )
 
 
 def validate_init_sites(init_params: Any, potential: Potential, num_chains: int | None) -> Any:
-    """``init_params`` as they are, if they fit the latent sites.
+    """Return ``init_params`` after checking names, shapes and types against the latent sites.
 
     :param num_chains: length of the leading axis, or None for one chain without such an axis.
     """
@@ -124,33 +289,43 @@ def validate_init_sites(init_params: Any, potential: Potential, num_chains: int 
         return init_params
     if not isinstance(init_params, dict):
         raise InvalidArgumentError(
-            "`init_params` must be a dict of unconstrained values by site name."
+            f"`init_params` is of type {type(init_params).__name__}, which is not a dict.",
+            "pass a dict of unconstrained values by name of the latent site.",
+            "init-params",
         )
     shapes = {s.name: s.shape for s in potential.sites}
     unknown = sorted(set(init_params) - set(shapes))
     missing = sorted(set(shapes) - set(init_params))
     if unknown or missing:
-        found = [f"has unknown sites {unknown}"] * bool(unknown)
-        found += [f"lacks the sites {missing}"] * bool(missing)
+        parts = [f"has unknown sites {unknown}"] * bool(unknown)
+        parts += [f"lacks the sites {missing}"] * bool(missing)
         raise InvalidArgumentError(
-            f"`init_params` {' and '.join(found)}; the latent sites are {sorted(shapes)}."
+            f"`init_params` {' and '.join(parts)}.",
+            f"pass a value for each latent site: {sorted(shapes)}.",
+            "init-params",
         )
-    chains = () if num_chains is None else (num_chains,)
+    chain_shape = () if num_chains is None else (num_chains,)
     for name, shape in shapes.items():
-        given = np.shape(init_params[name])
-        if given != chains + shape:
-            each = "" if num_chains is None else f": one of shape {shape} for each chain"
-            raise InvalidArgumentError(
-                f"`init_params` of site '{name}' has shape {given}, but must have shape "
-                f"{chains + shape} in unconstrained space{each}."
-            )
         value = init_params[name]
-        kind = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
-        if kind is None or not (jnp.issubdtype(kind, jnp.floating) or kind.kind in "biu"):
+        if np.shape(value) != chain_shape + shape:
+            stacked = "" if num_chains is None else f", one of shape {shape} per chain"
             raise InvalidArgumentError(
-                f"`init_params` of site '{name}' has type {kind or type(value).__name__}, but must "
-                "be an array of real numbers."
+                f"`init_params` of site '{name}' has shape {np.shape(value)}, not "
+                f"{chain_shape + shape}.",
+                f"pass unconstrained values of shape {chain_shape + shape}{stacked}.",
+                "init-params",
+            )
+        dtype = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
+        if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
+            raise InvalidArgumentError(
+                f"`init_params` of site '{name}' has type {dtype or type(value).__name__}.",
+                "pass an array of real numbers.",
+                "init-params",
             )
         if not isinstance(value, jax.core.Tracer) and not np.isfinite(np.asarray(value)).all():
-            raise InvalidArgumentError(f"`init_params` of site '{name}' is not finite.")
+            raise InvalidArgumentError(
+                f"`init_params` of site '{name}' is not finite.",
+                "replace missing and infinite values.",
+                "init-params",
+            )
     return init_params

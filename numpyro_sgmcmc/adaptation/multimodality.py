@@ -1,33 +1,42 @@
-"""Other modes: fits that ended elsewhere with about as much of the posterior's mass.
+"""Detection of other modes, and posteriors without a dominant mode.
 
-Where a posterior has several modes, chains about one of them agree with each other and are wrong
-together. Several starts show some of the others: a fit far from where the pilot chains are, from
-which pilot chains do not come to these, and where there is about as much mass.
+Where a posterior has several modes, the chains in one of them agree with each other and are wrong
+together. A variational fit counts as another mode if it is far from the pilot chains, if pilot
+chains that start there do not come to them, if the density falls in between, and if the mass is
+comparable (:func:`find_other_modes`).
 
-Posteriors without a single region, as those of neural networks' weights.
-
-There pilot chains do not come to agree, whatever the whitening: units may be exchanged and turned,
-and a whitening learnt about one place is wrong a little further on. Its control variates are worse
-than none. Most weights are about as free as under the prior, whose sds are units that suit
-everywhere; with plain gradients in these, a chain goes from place to place.
+The weights of neural networks are not identified: hidden units can be exchanged and rotated, pilot
+chains do not come to agree with any preconditioner, and one that is adapted in one place is wrong
+nearby, as are control variates. Most weights are about as free as under the prior. Minibatch
+gradients in coordinates scaled by the prior SDs then let chains move from place to place
+(:func:`rescale_to_prior`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax import random
 from scipy.optimize import linear_sum_assignment
 
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
-from numpyro_sgmcmc.adaptation.context import WarmupContext
-from numpyro_sgmcmc.adaptation.pilot import run_pilot
-from numpyro_sgmcmc.adaptation.variational import MeanField
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_noise
+from numpyro_sgmcmc.adaptation.initialisation import VariationalFit
+from numpyro_sgmcmc.adaptation.pilot import (
+    PilotResult,
+    build_preconditioner_from_fit,
+    find_separated_coordinates,
+    run_pilot,
+    run_pilot_windows,
+    sample_pilot_q,
+)
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
-from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
+from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
     GradientEstimator,
@@ -37,416 +46,422 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 __all__ = [
-    "MAX_LOG_MASS_DEFICIT_NATS",
-    "Mode",
+    "MAX_TRIAL_VARIANCE_INFLATION",
     "NON_IDENTIFIED_WARNING",
-    "VariationalFit",
+    "Modes",
+    "compute_mass_fractions",
     "describe_other_modes",
-    "find_chains_outside_modes",
-    "find_separated_coordinates",
+    "find_modes",
+    "find_other_modes",
     "has_barrier",
     "interpolate_line",
     "is_drifting_towards",
     "is_fit_near",
+    "measure_trial_variance_inflation",
     "rescale_to_prior",
     "select_candidate_fits",
 ]
 
-MAX_LOG_MASS_DEFICIT_NATS = 2.5
-"""Nats by which a mode's mass may be smaller, to be told of: about a tenth is left."""
-
-
-_MAX_ELBO_GAP_NATS = 100.0  # nats: with many rows a fit ends several sds from its mode
-
-
-_FIT_ERROR_FACTOR = 2.0  # times the distance of the best fit from its mode
-
-
-_MAX_FIT_DISTANCE_SD = (
-    3.0  # sds of a fit beyond the sd of the pilot chains: perhaps not where these are
-)
-
-
-_MIN_SEPARATION_SD = 0.3  # between two groups of draws, of the sum of their sds
-
-
-_MIN_DRIFT_FRACTION = 0.1  # of the way that is left, in one window
-
-
-_NUM_LINE_POINTS = 9  # points
-
-
-_MIN_BARRIER_NATS = 0.5  # nats: a lower one keeps no chain where it is
-
-
-_PERMUTATION_TOLERANCE = (
-    0.2  # of the difference between modes, within which entries count as exchanged
-)
-
-
+# --- Other modes. Nats are of the log posterior density or log mass.
+_MAX_LOG_MASS_DEFICIT = 2.5  # nats below the main mode, about a tenth of the mass
+_MAX_ELBO_GAP = 100.0  # nats below the best fit; with many observations fits end several SDs off
+_MAX_NUM_WINDOWS = 4  # of pilot chains per candidate
+# A fit is near to pilot chains within one SD of these plus so many SDs of the fit plus so many
+# times the distance of the best fit from its own mode.
+_MAX_FIT_DISTANCE_SD, _FIT_ERROR_FACTOR = 3.0, 2.0
+_MIN_DRIFT_FRACTION = 0.1  # of the remaining distance in one window, for chains that still drift
+_NUM_LINE_POINTS = 9  # at which the potential is evaluated between two modes
+_MIN_BARRIER = 0.5  # nats: chains cross a lower barrier
+# Difference of matched entries, relative to that of the modes, up to which they are permuted.
+_PERMUTATION_TOLERANCE = 0.2
 _MAX_SITES_LISTED = 3
 
+# --- Posteriors without a dominant mode.
+# R-hat of pilot chains: 2.5 to 3.7 in networks, 1.5 in a Gaussian process.
+_MIN_NON_IDENTIFIED_R_HAT = 2.0
+# Median ratio of posterior to prior SDs: 0.25 to 0.75 in networks, 0.05 in regressions.
+_MIN_PRIOR_SD_RATIO = 0.1
+# Noise variance of control variates over that of minibatch gradients: 0.58 and 0.94 in networks,
+# 0.28 in a regression with groups.
+_MAX_CONTROL_VARIATE_NOISE_RATIO = 0.5
+# Trial run with minibatch gradients: about the shortest step to which chains shorten theirs.
+_TRIAL_STEP_SIZE, _NUM_TRIAL_STEPS = 1e-3, 400
+MAX_TRIAL_VARIANCE_INFLATION = 0.5
+"""Relative excess of the potential's deviation up to which minibatch gradients are accurate."""
+_MAX_PRIOR_SAMPLE_VALUES, _MAX_PRIOR_SAMPLES = 2**22, 1_024  # bound memory and time
+_NORMAL_INTERQUARTILE_RANGE = 1.349  # of a standard normal
 
-class VariationalFit(NamedTuple):
+NON_IDENTIFIED_WARNING = ModelWarning(
+    (),
+    ModelWarningKind.NON_IDENTIFIED,
+    format_message(
+        "No dominant posterior mode was found (typical of neural-network weights).",
+        "judge predictions with numpyro_sgmcmc.diagnostics.predictive_summary and "
+        "bias_report(mcmc, fn, rows); R-hat of single weights is not meaningful. Chains sample "
+        "with minibatch gradients in coordinates scaled by the prior SDs.",
+        "non-identified",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes that the warm-up found.
+
+    - **main** - the mode of the pilot chains.
+    - **others** - other modes of comparable mass.
+    - **has_dominant_mode** - False where ``main`` is scaled by the prior SDs, since pilot chains
+      did not agree.
     """
-    - **approximation** - the independent normals.
-    - **elbo** - evidence bound; -inf where it is none.
+
+    main: PilotResult
+    others: tuple[PilotResult, ...]
+    has_dominant_mode: bool
+
+
+def find_modes(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    pilot: PilotResult,
+    fits: Sequence[VariationalFit],
+    rng: np.random.Generator,
+) -> Modes:
+    """Return the mode of the pilot chains, and other modes or prior-scaled coordinates.
+
+    :param fits: variational fits; pilot chains started from the first.
     """
+    rescaled = rescale_to_prior(inputs, batched_gradients, pilot, rng)
+    if rescaled is not None:
+        return Modes(rescaled, (), has_dominant_mode=False)
+    others = find_other_modes(inputs, batched_gradients, pilot, fits, rng)
+    return Modes(pilot, others, has_dominant_mode=True)
 
-    approximation: MeanField
-    elbo: float
 
+def find_other_modes(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    main: PilotResult,
+    fits: Sequence[VariationalFit],
+    rng: np.random.Generator,
+) -> tuple[PilotResult, ...]:
+    """Run pilot chains from other variational fits, and return the modes of comparable mass.
 
-class Mode(NamedTuple):
+    :param main: the mode of the pilot chains.
+    :param fits: variational fits; these chains started from the first.
     """
-    - **preconditioner** - coordinates about it.
-    - **q** - whitened positions from about it, shape ``(n, d)``.
-    - **is_converged** - whether pilot chains about it agree and have stopped moving.
-    - **r_hat** - of theirs, the largest of any coordinate.
-    - **window_medians** - where they have been, window by window, the median one; each of shape ``(d,)``.
-    - **log_mass_deficit** - by how much the logarithm of its mass is smaller than that of the chains' mode.
-    - **is_distinct** - whether its pilot chains have not come to where others are.
-    """
+    known_modes = [main]
+    fit_error = np.abs(fits[0].approximation.mean - main.positions.mean(0))
 
-    preconditioner: Preconditioner
-    q: np.ndarray
-    is_converged: bool = True
-    r_hat: float = 1.0
-    window_medians: tuple[np.ndarray, ...] = ()
-    log_mass_deficit: float = 0.0
-    is_distinct: bool = True
+    def is_distinct(pilot: PilotResult, last_positions: np.ndarray) -> bool:
+        are_separated = all(
+            len(find_separated_coordinates(last_positions, mode.positions)) for mode in known_modes
+        )
+        return are_separated and (
+            not pilot.is_converged or _has_barrier_to_all(batched_gradients, pilot, known_modes)
+        )
 
-    @property
-    def positions(self) -> np.ndarray:
-        """The positions, shape ``(n, d)``."""
-        return np.asarray(self.preconditioner.to_position(self.q))
+    for fit in select_candidate_fits(fits):
+        if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
+            continue
+        preconditioner = build_preconditioner_from_fit(inputs, batched_gradients, fit.approximation)
+        if not preconditioner.is_finite():
+            continue
+        pilot = run_pilot_windows(
+            inputs,
+            batched_gradients,
+            preconditioner,
+            sample_pilot_q(inputs, preconditioner, fit.approximation, rng),
+            inputs.budget.pilot_window_steps[:_MAX_NUM_WINDOWS],
+            rng,
+            known_modes,
+            is_distinct,
+        )
+        if not pilot.is_distinct:
+            continue
+        if any(is_drifting_towards(pilot, mode.positions) for mode in known_modes):
+            continue
+        if not pilot.is_converged and not _has_barrier_to_all(
+            batched_gradients, pilot, known_modes
+        ):
+            continue
+        log_mass_deficit = _compute_log_mass(
+            batched_gradients, main.preconditioner
+        ) - _compute_log_mass(batched_gradients, pilot.preconditioner)
+        if log_mass_deficit < _MAX_LOG_MASS_DEFICIT:
+            known_modes.append(replace(pilot, log_mass_deficit=log_mass_deficit))
+    return tuple(known_modes[1:])
 
-    @property
-    def center(self) -> np.ndarray:
-        """In the midst of its pilot chains, shape ``(d,)``."""
-        return self.window_medians[-1] if self.window_medians else self.preconditioner.center
 
+def select_candidate_fits(fits: Sequence[VariationalFit]) -> list[VariationalFit]:
+    """Return the fits besides the best whose ELBO is not far below.
 
-def select_candidate_fits(fits: list[VariationalFit]) -> list[VariationalFit]:
-    """The fits besides the best that may be modes of their own, a few.
-
-    :param fits: in the order of their bounds, the largest first.
+    :param fits: fits, the largest ELBO first.
     """
     best, *others = fits
-    return [fit for fit in others if best.elbo - fit.elbo < _MAX_ELBO_GAP_NATS]
+    return [fit for fit in others if best.elbo - fit.elbo < _MAX_ELBO_GAP]
 
 
 def is_fit_near(fit: VariationalFit, positions: np.ndarray, fit_error: np.ndarray) -> bool:
-    """Whether a fit's mean is in the midst of pilot chains.
+    """Return whether the mean of a fit is within the range of pilot chains.
 
-    :param positions: ends of these chains, shape ``(n, d)``.
-    :param fit_error: how far from its mode a fit may have ended, shape ``(d,)``.
+    :param positions: last positions of these chains, shape ``(n, d)``.
+    :param fit_error: distance of a fit from its mode, shape ``(d,)``.
     """
-    away = np.abs(fit.approximation.mean - positions.mean(0))
-    return bool(
-        (
-            away
-            < positions.std(0)
-            + _MAX_FIT_DISTANCE_SD * fit.approximation.sd
-            + _FIT_ERROR_FACTOR * fit_error
-        ).all()
+    tolerance = (
+        positions.std(0)
+        + _MAX_FIT_DISTANCE_SD * fit.approximation.sd
+        + _FIT_ERROR_FACTOR * fit_error
     )
+    return bool((np.abs(fit.approximation.mean - positions.mean(0)) < tolerance).all())
 
 
-def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarray) -> np.ndarray:
-    """The coordinates in which most of one group's draws are beyond those of the other.
+def is_drifting_towards(pilot: PilotResult, positions: np.ndarray) -> bool:
+    """Return whether pilot chains that have not converged may still come to other draws.
 
-    Over a low barrier some chains get: an eighth of ours and three of theirs at either end do not
-    count.
+    Chains that cross a low barrier now and then never converge, and yet stay where they are; those
+    that are still on their way make a good part of it in every window.
 
-    :param positions: positions, shape ``(n, d)``.
-    :param other_positions: likewise.
+    :param positions: other draws, shape ``(n, d)``.
     """
-    positions, other_positions = _trim_and_sort(positions, 1), _trim_and_sort(other_positions, 3)
-    gap = np.maximum(
-        positions.min(0) - other_positions.max(0), other_positions.min(0) - positions.max(0)
-    )
-    return np.flatnonzero(gap > _MIN_SEPARATION_SD * (positions.std(0) + other_positions.std(0)))
-
-
-def find_chains_outside_modes(
-    last_positions: np.ndarray, mode_positions: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Which chains have not come to where others are known to be, shape ``(n,)``.
-
-    :param last_positions: of the chains, shape ``(n, d)``.
-    :param mode_positions: draws about modes, each of shape ``(m, d)``.
-    """
-    stays = np.ones(len(last_positions), bool)
-    for draws in mode_positions:
-        where = find_separated_coordinates(draws, last_positions)
-        inner = _trim_and_sort(draws, 1)[:, where]
-        slack = inner.std(0)
-        stays &= (
-            (last_positions[:, where] < inner[0] - slack)
-            | (last_positions[:, where] > inner[-1] + slack)
-        ).any(1)
-    return stays
-
-
-def _trim_and_sort(positions: np.ndarray, num_eighths: int) -> np.ndarray:
-    """Each coordinate's draws without so many at either end, sorted."""
-    few = num_eighths * len(positions) // 8
-    return np.sort(positions, axis=0)[few : len(positions) - few]
-
-
-def is_drifting_towards(mode: Mode, positions: np.ndarray) -> bool:
-    """Whether pilot chains that have not settled may yet come to other draws.
-
-    Chains that a low barrier lets out now and then never settle, and stay where they are all the
-    same; those that are still coming down move on by a good part of the way in every window.
-
-    :param positions: shape ``(n, d)``.
-    """
-    if mode.is_converged:
+    if pilot.is_converged:
         return False
-    apart = find_separated_coordinates(positions, mode.positions)
-    if len(mode.window_medians) < 2 or not len(apart):
+    separated = find_separated_coordinates(positions, pilot.positions)
+    if len(pilot.window_medians) < 2 or not len(separated):
         return True
-    scale = positions.std(0)[apart] + mode.positions.std(0)[apart]
-    before, now = (place[apart] / scale for place in mode.window_medians[-2:])
-    left = positions.mean(0)[apart] / scale - now
-    return bool((now - before) @ left > _MIN_DRIFT_FRACTION * (left @ left))
+    scale = positions.std(0)[separated] + pilot.positions.std(0)[separated]
+    previous, last = (median[separated] / scale for median in pilot.window_medians[-2:])
+    remaining = positions.mean(0)[separated] / scale - last
+    return bool((last - previous) @ remaining > _MIN_DRIFT_FRACTION * (remaining @ remaining))
 
 
 def interpolate_line(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Places at which the potential tells whether a barrier parts two others, these included."""
+    """Return positions on the line between two positions, including these; shape ``(9, d)``."""
     return start + np.linspace(0.0, 1.0, _NUM_LINE_POINTS)[:, None] * (end - start)
 
 
 def has_barrier(potentials: np.ndarray) -> bool:
-    """Whether between two places there is less density than at either.
+    """Return whether the density between two positions is lower than at either.
 
-    Of hundreds of coordinates some lie apart by chance, and along a ridge chains move slowly: no
-    modes, for the density does not fall between them.
+    Of hundreds of coordinates some are separated by chance, and along a ridge chains move slowly.
+    These are no modes, since the density does not fall in between.
 
-    :param potentials: on the line between them.
+    :param potentials: potential on the line between them.
     """
     ends = max(potentials[0], potentials[-1])
-    return not potentials.max() < ends + _MIN_BARRIER_NATS  # also where it is not finite
+    return not potentials.max() < ends + _MIN_BARRIER  # also where it is not finite
+
+
+def _has_barrier_to_all(
+    batched_gradients: BatchedGradients, pilot: PilotResult, known_modes: Sequence[PilotResult]
+) -> bool:
+    """Return whether the full-data density falls between a mode and each other."""
+    lines = (interpolate_line(mode.center, pilot.center) for mode in known_modes)
+    return all(has_barrier(batched_gradients.full_potentials(line)) for line in lines)
+
+
+def _compute_log_mass(batched_gradients: BatchedGradients, preconditioner: Preconditioner) -> float:
+    """Return the log mass of a mode up to a constant, by the Laplace approximation."""
+    (potential,) = batched_gradients.full_potentials(preconditioner.center[None])
+    return preconditioner.log_det - float(potential)
 
 
 def describe_other_modes(
-    potential: Potential, positions: np.ndarray, other_modes: Sequence[Mode], init_in_modes: bool
+    potential: Potential,
+    positions: np.ndarray,
+    other_modes: Sequence[PilotResult],
+    init_in_modes: bool,
 ) -> ModelWarning:
-    """What is to be said of other modes.
+    """Return the warning about other modes: their mass and the sites that differ.
 
-    :param positions: draws about the mode that the chains are to be in, shape ``(n, d)``.
-    :param other_modes: the other modes.
-    :param init_in_modes: whether chains start in them, too.
+    :param positions: draws in the main mode, shape ``(n, d)``.
+    :param init_in_modes: whether chains start in the other modes as well.
     """
-    shares = 100.0 * _compute_mass_fractions([mode.log_mass_deficit for mode in other_modes])
-    sites, exchanged = [], []
-    for theirs in (mode.positions for mode in other_modes):
-        apart = _find_separated_sites(
-            potential, find_separated_coordinates(positions, theirs), positions, theirs
-        )
-        sites += [name for name in apart[0] if name not in sites]
-        exchanged += [name for name in apart[1] if name not in exchanged]
-    what = (
-        f"another mode, with about {shares[0]:.0f} % of the mass, in which"
-        if len(other_modes) == 1
-        else f"{len(other_modes)} other modes or more, with about {shares.sum():.0f} % of the mass, in "
-        "which"
+    sites: list[str] = []
+    permuted_sites: list[str] = []
+    for mode in other_modes:
+        separated, permuted = _find_separated_sites(potential, positions, mode.positions)
+        sites += [name for name in separated if name not in sites]
+        permuted_sites += [name for name in permuted if name not in permuted_sites]
+    percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
+    num, plural = len(other_modes), "s" * (len(other_modes) > 1)
+    difference = (
+        f"components of {_join_site_names(permuted_sites)} permuted"
+        if permuted_sites
+        else f"other values of {_join_site_names(sites) or 'the position'}"
     )
-    if exchanged:
-        told = (
-            f"the entries of {_join_site_names(exchanged)} are exchanged: the model does not tell its "
-            f"components apart. {_describe_mode_coverage(init_in_modes)} Order the "
-            "components (numpyro.distributions.transforms.OrderedTransform), or read the draws as "
-            "those of components in any order."
-        )
-    else:
-        told = (
-            f"{_join_site_names(sites) or 'the position'} {'are' if len(sites) > 1 else 'is'} elsewhere. "
-            f"{_describe_mode_coverage(init_in_modes)} Rule the "
-            "others out by the prior, if they should not be; `init_params` decides in which mode "
-            "chains start."
-        )
+    coverage = (
+        "Chains start in each mode; their share of the draws does not estimate its mass."
+        if init_in_modes
+        else "Chains sample the main mode only; init_in_modes=True starts chains in each."
+    )
+    fix = (
+        "order the components (numpyro.distributions.transforms.OrderedTransform), or do not "
+        "distinguish them in the draws."
+        if permuted_sites
+        else "exclude modes by the prior, or choose one with `init_params`."
+    )
+    message = format_message(
+        f"The posterior has {num} other mode{plural} with about {percent:.0f}% of the mass, "
+        f"{difference}.",
+        f"{fix} {coverage}",
+        "multimodal",
+    )
     kind = ModelWarningKind.MODES_VISITED if init_in_modes else ModelWarningKind.MULTIMODAL
-    return ModelWarning(tuple(sites), kind, f"The posterior has {what} {told}")
+    return ModelWarning(tuple(sites), kind, message)
 
 
-def _describe_mode_coverage(init_in_modes: bool) -> str:
-    if init_in_modes:
-        return "Chains start in each in turn: its share of the draws is no estimate of its mass."
-    return (
-        "Chains start in one mode and, while they stay there, give its means and sds alone; with "
-        "init_in_modes=True they start in each."
-    )
+def compute_mass_fractions(log_mass_deficits: Sequence[float]) -> np.ndarray:
+    """Return the mass of each other mode relative to that of all modes.
 
-
-def _compute_mass_fractions(log_mass_deficits: list[float]) -> np.ndarray:
-    """Of the other modes in the mass of all, also where they have more."""
+    :param log_mass_deficits: log mass of the main mode minus that of each other; may be negative.
+    """
     masses = np.exp(-np.array([0.0, *log_mass_deficits]) + min(0.0, *log_mass_deficits))
     return np.asarray(masses[1:] / masses.sum())
 
 
 def _find_separated_sites(
-    potential: Potential,
-    separated_coordinates: np.ndarray,
-    positions: np.ndarray,
-    other_positions: np.ndarray,
+    potential: Potential, positions: np.ndarray, other_positions: np.ndarray
 ) -> tuple[list[str], list[str]]:
-    """The sites that differ, and those of them whose entries are exchanged."""
+    """Return the sites that differ between modes, and those of them that are permuted."""
     if potential.sites is None:
         return [], []
+    separated_coordinates = find_separated_coordinates(positions, other_positions)
     ends = np.cumsum([int(np.prod(s.shape)) for s in potential.sites])
-    sites, exchanged = [], []
+    separated, permuted = [], []
     for site, end in zip(potential.sites, ends, strict=True):
-        where = np.arange(end - int(np.prod(site.shape)), end)
-        if not np.isin(where, separated_coordinates).any():
+        coordinates = np.arange(end - int(np.prod(site.shape)), end)
+        if not np.isin(coordinates, separated_coordinates).any():
             continue
-        sites.append(site.name)
-        a, b = (x[:, where].mean(0).reshape(site.shape) for x in (positions, other_positions))
+        separated.append(site.name)
+        a, b = (x[:, coordinates].mean(0).reshape(site.shape) for x in (positions, other_positions))
         if any(_is_permutation(a, b, axis) for axis in range(len(site.shape))):
-            exchanged.append(site.name)
-    return sites, exchanged
+            permuted.append(site.name)
+    return separated, permuted
 
 
 def _is_permutation(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
-    """Whether the entries along an axis are those of the other in another order."""
+    """Return whether the entries of two arrays along an axis are the same in another order."""
     a, b = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (a, b))
     if len(a) < 2:
         return False
-    apart = np.abs(a - b).max()
     cost = np.abs(a[:, None] - b[None]).max(-1)
-    rows, columns = linear_sum_assignment(cost)
-    return bool(
-        (rows != columns).any() and cost[rows, columns].max() < _PERMUTATION_TOLERANCE * apart
-    )
+    i, j = linear_sum_assignment(cost)
+    tolerance = _PERMUTATION_TOLERANCE * np.abs(a - b).max()
+    return bool((i != j).any() and cost[i, j].max() < tolerance)
 
 
 def _join_site_names(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:_MAX_SITES_LISTED])
-    return shown + ", ..." * (len(names) > _MAX_SITES_LISTED)
+    listed = ", ".join(f"`{name}`" for name in names[:_MAX_SITES_LISTED])
+    return listed + ", ..." * (len(names) > _MAX_SITES_LISTED)
 
 
-NON_IDENTIFIED_WARNING = ModelWarning(
-    (),
-    ModelWarningKind.NON_IDENTIFIED,
-    "Pilot chains find no single region, as in a neural network's weights, and most coordinates "
-    "are not much narrower than under the prior: chains take plain gradients in units of the "
-    "prior's sds. Judge them by what they predict, as "
-    "numpyro_sgmcmc.diagnostics.predictive_summary and bias_report(mcmc, fn, rows) do: R-hat of "
-    "weights that may be exchanged means little.",
-)
+def rescale_to_prior(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    pilot: PilotResult,
+    rng: np.random.Generator,
+    high_dim: int = HIGH_DIM,
+) -> PilotResult | None:
+    """Return the pilot chains in coordinates scaled by the prior SDs, or None.
 
+    None where the chains agree, where the posterior is much narrower than the prior, where
+    minibatch gradients are too noisy, and where the user chose coordinates or gradients.
 
-_MIN_NON_IDENTIFIED_R_HAT = (
-    2.0  # R-hat of pilot chains: 2.5 to 3.7 in a network, 1.5 in a Gaussian process
-)
-
-
-_MIN_PRIOR_SD_RATIO = (
-    0.1  # median ratio of sds to the prior's: 0.25 to 0.75 in networks, 0.05 in regressions
-)
-
-
-_TRIAL_STEP_SIZE, _NUM_TRIAL_STEPS = (
-    1e-3,
-    400,
-)  # about the shortest that chains come to in their warm-up
-
-
-_MAX_TRIAL_VARIANCE_INFLATION = 0.5
-
-
-_MAX_CONTROL_VARIATE_NOISE_RATIO = (
-    0.5  # noise of control variates over plain: 0.58, 0.94 in a network, 0.28 in groups
-)
-
-
-_MAX_PRIOR_SAMPLE_VALUES, _MAX_PRIOR_SAMPLES = 2**22, 1_024  # of the prior
-
-
-_NORMAL_INTERQUARTILE_RANGE = 1.349  # between the quartiles of a standard normal
-
-
-def rescale_to_prior(context: WarmupContext, main_mode: Mode) -> Mode | None:
-    """The same positions in coordinates that suit where there is no single region.
-
-    :param main_mode: where pilot chains have ended.
-    :return: None where they agree, where the prior says little of the posterior's width or plain
-        gradients are too noisy, and where the user has said what coordinates or gradients to take.
+    :param high_dim: dimension beyond which R-hat alone does not count: a few of very many
+        coordinates have a large one after a short window.
     """
-    settings = context.settings
-    is_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
-    is_plain = settings.estimator in (None, MinibatchGradient()) and not settings.noise_compensation
-    if main_mode.r_hat < _MIN_NON_IDENTIFIED_R_HAT or not (is_free and is_plain):
+    settings = inputs.settings
+    are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
+    is_estimator_free = settings.estimator in (None, MinibatchGradient())
+    if not are_coordinates_free or not is_estimator_free or settings.noise_compensation:
         return None
-    if context.potential.dim > HIGH_DIM and _has_effective_control_variates(context, main_mode):
+    if pilot.r_hat < _MIN_NON_IDENTIFIED_R_HAT:
         return None
-    sds = _estimate_prior_sds(context)
-    if sds is None or np.median(main_mode.preconditioner.sds / sds) < _MIN_PRIOR_SD_RATIO:
+    if inputs.potential.dim > high_dim and _has_effective_control_variates(
+        inputs, batched_gradients, pilot, rng
+    ):
         return None
-    whitening = main_mode.preconditioner._replace(factor=sds, low_rank=None)
-    found = main_mode._replace(
-        preconditioner=whitening, q=whitening.solve(main_mode.positions - whitening.center)
-    )
-    return (
-        found
-        if _measure_trial_variance_inflation(context, found) < _MAX_TRIAL_VARIANCE_INFLATION
-        else None
-    )
+    prior_sds = _estimate_prior_sds(inputs)
+    if prior_sds is None:
+        return None
+    if np.median(pilot.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:
+        return None
+    preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
+    q = preconditioner.solve(pilot.positions - preconditioner.center)
+    rescaled = replace(pilot, preconditioner=preconditioner, q=q)
+    inflation = measure_trial_variance_inflation(inputs, batched_gradients, rescaled, rng)
+    return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
 
-def _has_effective_control_variates(context: WarmupContext, mode: Mode) -> bool:
-    """Whether control variates are clearly less noisy than plain gradients about a mode.
-
-    Of very many coordinates some have a large R-hat after a short window, region or not.
-    """
-    both: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
-    if context.potential.is_stochastic or not context.potential.plates:
+def _has_effective_control_variates(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    pilot: PilotResult,
+    rng: np.random.Generator,
+) -> bool:
+    """Return whether control variates are clearly less noisy than minibatch gradients."""
+    if inputs.potential.is_stochastic or not inputs.potential.plates:
         return False
-    plain, anchored = context.measure_gradient_noise(
-        mode.preconditioner, mode.q, both, IIDSubsampling()
+    estimators: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
+    minibatch, control_variate = measure_noise(
+        batched_gradients,
+        pilot.preconditioner,
+        pilot.q,
+        estimators,
+        IIDSubsampling(),
+        inputs.budget.max_noise_minibatches,
+        rng,
     ).values()
-    return anchored.mean_variance < _MAX_CONTROL_VARIATE_NOISE_RATIO * plain.mean_variance
+    max_variance = _MAX_CONTROL_VARIATE_NOISE_RATIO * minibatch.mean_variance
+    return control_variate.mean_variance < max_variance
 
 
-def _measure_trial_variance_inflation(context: WarmupContext, mode: Mode) -> float:
-    """By how much plain gradients heat the positions in short steps, as an excess of temperature.
+def measure_trial_variance_inflation(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    pilot: PilotResult,
+    rng: np.random.Generator,
+) -> float:
+    """Return the variance inflation by short steps with minibatch gradients.
 
-    In a funnel, and with few rows of many, no step that gets anywhere is short enough. Where
-    gradients cost much there are fewer steps, and longer ones that bring in as much noise.
+    It is the increase of the mean potential over ``d / 2``, infinite where chains diverge. In a
+    funnel, and with a few of many observations, no step of useful length is short enough. Where
+    gradients are expensive fewer and longer steps add as much noise.
     """
-    num_steps = min(_NUM_TRIAL_STEPS, context.budget.pilot_window_steps[0])
+    num_steps = min(_NUM_TRIAL_STEPS, inputs.budget.pilot_window_steps[0])
     draws = run_pilot(
-        context.batched_gradients.step_potential,
-        context.arguments,
-        mode.preconditioner.cast(context.potential.dtype),
-        mode.q,
+        batched_gradients.step_potential,
+        inputs.arguments,
+        pilot.preconditioner.cast(inputs.potential.dtype),
+        pilot.q,
         _TRIAL_STEP_SIZE * (_NUM_TRIAL_STEPS / num_steps) ** 0.5,
         num_steps,
-        context.rng,
+        rng,
         MinibatchGradient(),
-        context.progress,
+        inputs.progress,
     )
-    ends = mode.preconditioner.to_position(draws[:, -1].astype(np.float64))
+    last_positions = pilot.preconditioner.to_position(draws[:, -1].astype(np.float64))
     before, after = (
-        context.batched_gradients.evaluate_on_subset(x)[0] for x in (mode.positions, ends)
+        batched_gradients.evaluate_on_subset(x)[0] for x in (pilot.positions, last_positions)
     )
-    excess = float(np.mean(after) - np.mean(before)) / (0.5 * context.potential.dim)
-    return excess if np.isfinite(excess) else np.inf
+    inflation = float(np.mean(after) - np.mean(before)) / (0.5 * inputs.potential.dim)
+    return inflation if np.isfinite(inflation) else np.inf
 
 
-def _estimate_prior_sds(context: WarmupContext) -> np.ndarray | None:
-    """About the sds of the unconstrained coordinates under the prior, if it can be drawn from.
+def _estimate_prior_sds(inputs: WarmupInputs) -> np.ndarray | None:
+    """Estimate the prior SDs of the unconstrained coordinates from quartiles, shape ``(d,)``.
 
-    Of an improper prior those of the values with which NumPyro stands in for draws.
+    None for a potential function, and where they are not finite. For an improper prior NumPyro
+    draws from a proxy.
     """
-    target = context.potential
-    if target.sample_prior_position is None:
+    potential = inputs.potential
+    if potential.sample_prior_position is None:
         return None
-    draw = jit_low_optimization(target.sample_prior_position)
-    keys = map(random.key, range(min(_MAX_PRIOR_SAMPLES, _MAX_PRIOR_SAMPLE_VALUES // target.dim)))
-    draws = np.stack([np.asarray(draw(key, context.arguments)) for key in keys])
-    low, high = np.quantile(draws, (0.25, 0.75), axis=0)
+    sample = jit_low_optimization(potential.sample_prior_position)
+    num_samples = min(_MAX_PRIOR_SAMPLES, _MAX_PRIOR_SAMPLE_VALUES // potential.dim)
+    samples = np.stack(
+        [np.asarray(sample(key, inputs.arguments)) for key in map(random.key, range(num_samples))]
+    )
+    low, high = np.quantile(samples, (0.25, 0.75), axis=0)
     sds = (high - low) / _NORMAL_INTERQUARTILE_RANGE
     return sds if np.isfinite(sds).all() and (sds > 0.0).all() else None

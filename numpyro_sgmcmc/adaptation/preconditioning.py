@@ -13,17 +13,13 @@ matrix:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
-
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.adaptation.context import WarmupContext
 
 __all__ = [
     "assemble_dense_factor",
@@ -342,7 +338,8 @@ def refine_directions(
 
 
 def update_preconditioner(
-    context: WarmupContext,
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
     preconditioner: Preconditioner,
     draws: np.ndarray,
     noise_stats: GradientNoiseStats,
@@ -356,11 +353,12 @@ def update_preconditioner(
     :param is_converged: whether the chains are stationary; if not, another window follows.
     :return: None where the gradient at the new center is not finite.
     """
-    settings, budget, potential = context.settings, context.budget, context.potential
-    batched_gradients = context.batched_gradients
+    settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
     center = preconditioner.to_position(draws.mean((0, 1)))
     if settings.inverse_mass_matrix is not None:
-        updated = context.build_preconditioner(center, preconditioner.factor)
+        updated = Preconditioner(
+            center, preconditioner.factor, batched_gradients.full_gradient(center)
+        )
         return updated if updated.is_finite() else None
 
     num_rows = budget.num_representative_rows
@@ -370,7 +368,7 @@ def update_preconditioner(
     if not is_provisional and not potential.is_stochastic and noise_stats.variance > 0.0:
         needed_rows = (
             noise_stats.variance
-            * count_rows_per_gradient(potential, context.arguments)
+            * count_rows_per_gradient(potential, inputs.arguments)
             / _TARGET_GRADIENT_NOISE_VARIANCE
         )
         num_rows = int(np.clip(needed_rows, num_rows, budget.max_representative_rows))
@@ -392,7 +390,8 @@ def update_preconditioner(
     if settings.is_dense:
         factor = assemble_dense_factor(factor, low_rank, settings.mass_matrix_mask)
         low_rank = None
-    updated = context.build_preconditioner(center, factor)._replace(low_rank=low_rank)
+    full_gradient = batched_gradients.full_gradient(center)
+    updated = Preconditioner(center, factor, full_gradient, low_rank=low_rank)
     return updated if updated.is_finite() else None
 
 

@@ -1,30 +1,24 @@
-"""Where the local values of the chains start.
+"""Inputs and results of the warm-up.
 
-Where the moments that tell the bias come from: each step for nothing, or now and then apart.
-
-Minibatches of an epoch are not independent of the position, which earlier ones of the same epoch
-have moved: where their noise matters the gradient must come from a minibatch of its own. So must
-one whose noise would drown what it tells.
-
-What was weighed when the warm-up chose: kept for who asks why.
-
-What the warm-up's shared part is given, and what it finds.
+:class:`WarmupInputs` is what every stage reads, :class:`WarmupSettings` the part of it that the
+user has fixed, :class:`Candidates` what a stage may still choose. :class:`Adaptation` is the
+result, which all chains share; its :class:`AdaptationTrace` records the numbers behind the choices
+for ``warmup_report``. All of them are immutable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_sgmcmc.adaptation.gradient_noise import (
-    NO_NOISE,
-    GradientNoiseStats,
-    NoiseStatsBySubsampling,
-)
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Subsampling
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
@@ -33,152 +27,51 @@ from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, Minibatc
 from numpyro_sgmcmc.model.local_latents import LocalValues
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.progress import ProgressReporter
 
 __all__ = [
+    "MAX_CONVERGED_R_HAT",
     "Adaptation",
     "AdaptationTrace",
+    "Candidates",
     "LocalLatentsInit",
-    "MAX_CONVERGED_R_HAT",
-    "MONITOR_INTERVAL",
     "MonitorGradients",
+    "StepSizeLimit",
+    "StepSizeTrace",
+    "SubsamplingChoice",
+    "WarmupInputs",
     "WarmupSettings",
     "build_empty_adaptation",
-    "choose_separate_gradients",
-    "choose_step_gradients",
 ]
 
-
-class LocalLatentsInit(NamedTuple):
-    """
-    - **values** - local values of all rows from several pilot chains, which the leading axis
-      numbers.
-    - **scale** - length scales of the local moves, shape ``(N, k)``.
-    - **covariance_factor** - R with ``R R^T`` the covariance of the globals' posterior in whitened
-      coordinates, shape ``(d, d)`` or ``(d,)``.
-    """
-
-    values: LocalValues
-    scale: Array
-    covariance_factor: Array
-
-
-MONITOR_INTERVAL = 20
-"""Steps between gradients on a minibatch of their own."""
-
-
-_MIN_MONITOR_VARIANCE_RATIO = 4.0
-
-
-_MAX_DIM_MONITORED_EACH_STEP = 10_000
-
-
-_MAX_STEP_GRADIENT_INTERVAL = 5
-
-
-class MonitorGradients(NamedTuple):
-    """
-    - **interval** - steps from one gradient that counts to the next, a divisor of the steps of an
-      iteration; 0 for none.
-    - **estimator** - that of a gradient on a minibatch of its own, at the end of a step; None for
-      the step's own gradient, where it does not depend on the position.
-    """
-
-    interval: int = 1
-    estimator: GradientEstimator | None = None
-
-
-def choose_step_gradients(dim: int, num_steps: int) -> MonitorGradients:
-    """The steps' own gradients: at every step, or at some where vectors are long.
-
-    Sums of long vectors cost as much as the step's other arithmetic.
-    """
-    most = 1 if dim <= _MAX_DIM_MONITORED_EACH_STEP else _MAX_STEP_GRADIENT_INTERVAL
-    return MonitorGradients(max(k for k in range(1, most + 1) if num_steps % k == 0))
-
-
-def choose_separate_gradients(
-    noise_variances: Mapping[GradientEstimator, float],
-    estimator: GradientEstimator,
-    is_independent: bool,
-    num_steps: int,
-) -> MonitorGradients | None:
-    """Gradients apart, or None where the steps' own serve.
-
-    :param noise_variances: the gradient's noise by estimator.
-    :param estimator: the one with which the chain runs.
-    :param is_independent: whether the chain's own minibatches do not depend on its position.
-    :param num_steps: steps of an iteration.
-    """
-    divisors = (k for k in range(1, num_steps + 1) if num_steps % k == 0)
-    every = next(k for k in divisors if k >= min(MONITOR_INTERVAL, num_steps))
-    best = min(noise_variances, key=lambda e: noise_variances[e])
-    own, apart = (
-        noise_variances[estimator] / num_steps,
-        noise_variances[best] / (num_steps // every),
-    )
-    if is_independent and own <= _MIN_MONITOR_VARIANCE_RATIO * apart:
-        return None
-    return MonitorGradients(every, best)
-
-
 MAX_CONVERGED_R_HAT = 1.1
-"""R-hat of pilot chains that have forgotten their starts."""
+"""R-hat of pilot chains below which they count as converged (Gelman and Rubin 1992)."""
 
-
-class AdaptationTrace(NamedTuple):
-    """
-    - **step_size_limits** - how the step size came to be: by the name of what limits it, how long a step
-      may be after that; ``"integrator"``, ``"curvature"``, ``"noise"``, ``"settings"``, ``"means"`` in
-      this order, or ``"given"`` alone.
-    - **max_curvature** - the largest whitened curvature at typical positions.
-    - **noise_variances** - variance of the gradient's noise, mean over whitened coordinates, by estimator: of
-      random rows and of blocks; empty where every step reads all rows.
-    - **variance_inflation** - relative excess of posterior variances predicted at the step size chosen.
-    - **mean_bias** - by how many sds a mean is predicted to be off at most.
-    - **num_pilot_windows** - of pilot chains; 0 where there were none of this kind.
-    - **r_hat** - of these chains in the last window, the largest of any coordinate.
-    """
-
-    step_size_limits: dict[str, float]
-    max_curvature: float
-    noise_variances: dict[str, tuple[float, float]]
-    variance_inflation: float
-    mean_bias: float
-    num_pilot_windows: int = 0
-    r_hat: float = 1.0
-
-    @staticmethod
-    def tabulate_noise_variances(
-        noise_by_subsampling: NoiseStatsBySubsampling,
-    ) -> dict[str, tuple[float, float]]:
-        """The noise of each estimator by its name, of random rows and of blocks."""
-        return {
-            e.name: (of.mean_variance, noise_by_subsampling.contiguous[e].mean_variance)
-            for e, of in noise_by_subsampling.iid.items()
-        }
+# Relative reduction of the step size below which a limit does not count as binding.
+_BINDING_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """
+    """The kernel's options as the warm-up reads them; None stands for what it has to choose.
+
     - **dynamics** - the SDE.
     - **integrator** - name of the integrator.
-    - **bind_dynamics** - the SDE for given coordinates.
-    - **step_size** - the user's step size, or None to choose it.
-    - **has_constant_step_size** - whether that is the one of all steps: no schedule, and not traced.
-    - **num_steps** - the user's steps an iteration, or None to choose.
-    - **estimator** - the user's estimator, or None to choose it.
-    - **subsampling** - the user's way to visit the rows, or None to choose it.
-    - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None to adapt it.
-    - **is_dense** - whether the adapted one is dense.
-    - **is_site_aligned** - whether coordinates must be the sites' own, each in its unit: nothing besides
-      a diagonal is adapted then.
-    - **mass_matrix_mask** - blocks of a structured dense one, shape ``(d, d)``, or None.
-    - **target_sd_bias** - allowed relative error of posterior sds.
-    - **noise_compensation** - whether the gradient's noise is taken from what is injected.
-    - **init_in_modes** - whether chains start in each of the modes found.
-    - **has_init_params** - whether the first start is the user's.
-    - **has_dominant_mode** - whether pilot chains have found one in which means can be predicted.
+    - **bind_dynamics** - maps a preconditioner to the SDE in its coordinates.
+    - **step_size** - the user's step size, or None.
+    - **has_constant_step_size** - False for a schedule and for a traced step size.
+    - **num_steps** - the user's steps per iteration, or None.
+    - **estimator** - the user's gradient estimator, or None.
+    - **subsampling** - the user's subsampling, or None.
+    - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None.
+    - **is_dense** - whether an adapted mass matrix is dense.
+    - **is_site_aligned** - whether coordinates must be those of the sites: only a diagonal is
+      adapted then.
+    - **mass_matrix_mask** - blocks of a structured dense matrix, shape ``(d, d)``, or None.
+    - **target_sd_bias** - allowed relative error of posterior SDs.
+    - **noise_compensation** - whether gradient noise is subtracted from the injected noise.
+    - **init_in_modes** - whether chains start in each of the detected modes.
+    - **has_init_params** - whether the first initial position is the user's.
     """
 
     dynamics: Dynamics
@@ -197,40 +90,226 @@ class WarmupSettings:
     noise_compensation: bool
     init_in_modes: bool
     has_init_params: bool
-    has_dominant_mode: bool = True
+
+
+@dataclass(frozen=True)
+class WarmupInputs:
+    """The input of every stage of the warm-up.
+
+    - **potential** - the posterior.
+    - **arguments** - the model's arguments, concrete and on the device.
+    - **settings** - the user's settings.
+    - **budget** - number of gradients that each stage may take.
+    - **progress** - display of the stages.
+    """
+
+    potential: Potential
+    arguments: Arguments
+    settings: WarmupSettings
+    budget: WarmupBudget
+    progress: ProgressReporter = field(default_factory=ProgressReporter)
+
+    @classmethod
+    def create(
+        cls,
+        potential: Potential,
+        arguments: Arguments,
+        settings: WarmupSettings,
+        progress: ProgressReporter | None = None,
+    ) -> WarmupInputs:
+        """Move the arguments to the device and choose the budget."""
+        arguments = arguments.map_arrays(jnp.asarray)  # once, and not at every call
+        budget = WarmupBudget.for_potential(potential, arguments)
+        return cls(potential, arguments, settings, budget, progress or ProgressReporter())
+
+    def with_arguments(self, arguments: Arguments) -> WarmupInputs:
+        """Return these inputs with other arguments of the same model."""
+        return replace(self, arguments=arguments.map_arrays(jnp.asarray))
 
     @property
     def is_fully_specified(self) -> bool:
-        """Whether all that a warm-up looks for is given: then it need not look for it."""
-        given = (self.step_size, self.num_steps, self.estimator, self.subsampling)
-        has_all = all(x is not None for x in (*given, self.inverse_mass_matrix))
-        # Control variates need an anchor in the posterior's midst.
-        has_anchor = self.has_init_params or not (self.estimator and self.estimator.needs_reference)
-        return has_all and has_anchor and not self.noise_compensation
+        """Whether the user fixed, or the model determines, everything that a warm-up chooses."""
+        settings = self.settings
+        estimator, subsampling = settings.estimator, settings.subsampling
+        if not self.potential.plates:  # every step takes the whole data
+            estimator, subsampling = MinibatchGradient(), IIDSubsampling()
+        given = (settings.step_size, settings.num_steps, estimator, subsampling)
+        has_all = all(x is not None for x in (*given, settings.inverse_mass_matrix))
+        # A control variate needs a reference in the bulk of the posterior.
+        has_reference = settings.has_init_params or not (estimator and estimator.needs_reference)
+        return has_all and has_reference and not settings.noise_compensation
+
+    def cast(self, x: np.ndarray) -> Array:
+        """Return an array in the model's floating-point type."""
+        return jnp.asarray(x, self.potential.dtype)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The gradient estimators and subsampling among which a stage may choose.
+
+    - **estimators** - candidate gradient estimators.
+    - **subsampling** - the subsampling, or None where it is to be chosen.
+    - **is_estimator_free** - whether the estimator was left to the warm-up.
+    """
+
+    estimators: tuple[GradientEstimator, ...]
+    subsampling: Subsampling | None
+    is_estimator_free: bool
+
+
+@dataclass(frozen=True)
+class SubsamplingChoice:
+    """A gradient estimator, a subsampling, and the step size at which noise allows them.
+
+    - **estimator** - gradient estimator.
+    - **subsampling** - subsampling.
+    - **noise_stats** - gradient noise in preconditioned coordinates.
+    - **step_size** - longest step size for the curvature and this noise.
+    - **variance_inflation** - relative excess of posterior variances predicted at it.
+    """
+
+    estimator: GradientEstimator
+    subsampling: Subsampling
+    noise_stats: GradientNoiseStats
+    step_size: float
+    variance_inflation: float
+
+
+@dataclass(frozen=True)
+class StepSizeLimit:
+    """The step size after one limit was applied.
+
+    - **name** - cause of the limit.
+    - **step_size** - the step size that it leaves.
+    """
+
+    name: Literal[
+        "user",
+        "integrator",
+        "stability",
+        "gradient_noise",
+        "dynamics",
+        "mean_bias",
+        "other_modes",
+    ]
+    step_size: float
+
+
+@dataclass(frozen=True)
+class StepSizeTrace:
+    """The limits that were applied to the step size one after the other.
+
+    - **limits** - in the order of their application. ``"user"`` stands alone; otherwise these are
+      the ``"integrator"``'s default step size, ``"stability"`` at the largest curvature,
+      ``"gradient_noise"`` (bias of SDs), ``"dynamics"`` (discretisation error with the kernel's
+      options), ``"mean_bias"`` (bias of means) and, if chains start in several modes,
+      ``"other_modes"``.
+    """
+
+    limits: tuple[StepSizeLimit, ...]
+
+    @property
+    def step_size(self) -> float:
+        """The step size after all limits."""
+        return self.limits[-1].step_size
+
+    @property
+    def is_user_step_size(self) -> bool:
+        """Whether the user fixed the step size."""
+        return self.limits[0].name == "user"
+
+    @property
+    def binding(self) -> tuple[StepSizeLimit, ...]:
+        """The limits that reduced the step size by at least 1%, in their order."""
+        binding, current = [], self.limits[0].step_size
+        for limit in self.limits[1:]:
+            if limit.step_size < (1.0 - _BINDING_TOLERANCE) * current:
+                binding.append(limit)
+                current = limit.step_size
+        return tuple(binding)
+
+    def __getitem__(self, name: str) -> float:
+        """Return the step size after the limit of that name."""
+        for limit in self.limits:
+            if limit.name == name:
+                return limit.step_size
+        raise KeyError(name)
+
+
+class MonitorGradients(NamedTuple):
+    """Gradients from which a chain estimates its bias.
+
+    - **interval** - steps between two such gradients, a divisor of the steps of an iteration; 0
+      for none.
+    - **estimator** - estimator of a gradient on a separate minibatch at the end of a step; None
+      for the gradient of the step itself, where that is independent of the position.
+    """
+
+    interval: int = 1
+    estimator: GradientEstimator | None = None
+
+
+class LocalLatentsInit(NamedTuple):
+    """Initial local latent variables.
+
+    - **values** - local values of all observations, stacked along a leading axis of pilot chains.
+    - **scale** - length scales of the local moves, shape ``(N, k)``.
+    - **covariance_factor** - R with ``R R^T`` the posterior covariance of the global parameters in
+      preconditioned coordinates, shape ``(d, d)`` or ``(d,)``.
+    """
+
+    values: LocalValues
+    scale: Array
+    covariance_factor: Array
+
+
+class AdaptationTrace(NamedTuple):
+    """The numbers behind the choices of a warm-up.
+
+    - **step_size_limits** - the limits of the step size.
+    - **max_curvature** - the largest preconditioned curvature in the bulk of the posterior.
+    - **noise_variances** - variance of the gradient noise, mean over preconditioned coordinates,
+      by name of the estimator: with iid and with contiguous minibatches; empty where every step
+      takes the whole data.
+    - **variance_inflation** - relative excess of posterior variances predicted at the step size.
+    - **mean_bias** - largest predicted bias of a mean, in posterior SDs.
+    - **num_pilot_windows** - windows of pilot chains; 0 for the warm-up with local latents.
+    - **r_hat** - largest R-hat of the pilot chains in their last window.
+    """
+
+    step_size_limits: StepSizeTrace
+    max_curvature: float
+    noise_variances: dict[str, tuple[float, float]]
+    variance_inflation: float
+    mean_bias: float
+    num_pilot_windows: int = 0
+    r_hat: float = 1.0
 
 
 class Adaptation(NamedTuple):
-    """
-    - **preconditioner** - coordinates and the full gradient at their anchor.
+    """The result of the warm-up, which all chains share.
+
+    - **preconditioner** - coordinates and the full-data gradient at their center.
     - **step_size** - step size.
-    - **num_steps** - steps an iteration.
-    - **estimator** - how the gradient is estimated.
-    - **subsampling** - how the rows are visited.
-    - **gradient_noise_covariance** - covariance of the gradient's noise, if it is compensated; else None.
-    - **noise_stats** - the noise measured at typical positions.
-    - **monitor_gradients** - where the moments come from that tell the bias.
-    - **allowed_variance_inflation** - excess of temperature at which a chain in warm-up does not shorten its
-      step; None where the step size is the user's.
-    - **relaxation_time** - time between about independent draws.
-    - **uses_init_strategy** - whether nothing was looked for: the chains then start where the initialisation
-      strategy says.
-    - **included_rows** - rows that are in every minibatch, by plate.
-    - **model_warnings** - what makes the posterior wrong whatever the chains say.
-    - **other_mode_preconditioners** - coordinates about other modes, in which chains start in turn.
-    - **has_dominant_mode** - whether pilot chains have found a single region.
-    - **local_init** - where the local values start, a
-      :class:`~numpyro_sgmcmc.adaptation.settings.LocalStart`; None where there are none.
-    - **trace** - what these choices were made by; None where nothing was looked for.
+    - **num_steps** - steps per iteration.
+    - **estimator** - gradient estimator.
+    - **subsampling** - subsampling.
+    - **gradient_noise_covariance** - covariance of the gradient noise if that is compensated, or
+      None.
+    - **noise_stats** - gradient noise in the bulk of the posterior.
+    - **monitor_gradients** - gradients from which the bias is estimated.
+    - **allowed_variance_inflation** - excess of the kinetic temperature up to which a chain in
+      warm-up keeps its step size; None for the user's step size.
+    - **relaxation_time** - time between approximately independent draws.
+    - **uses_init_strategy** - whether chains start by the initialisation strategy, since every
+      setting was given.
+    - **included_rows** - influential observations included in every minibatch, by plate.
+    - **model_warnings** - detected properties of the posterior that make draws wrong.
+    - **other_mode_preconditioners** - coordinates about the other modes in which chains start.
+    - **has_dominant_mode** - whether pilot chains found one mode that holds most of the mass.
+    - **local_init** - initial local latent variables, or None.
+    - **trace** - the numbers behind these choices; None where every setting was given.
     """
 
     preconditioner: Preconditioner
@@ -253,11 +332,11 @@ class Adaptation(NamedTuple):
 
 
 def build_empty_adaptation(potential: Potential, settings: WarmupSettings) -> Adaptation:
-    """What chains of a model without latent values share: nothing that matters."""
-    nowhere = np.zeros(0)
-    whitening = Preconditioner(nowhere, np.zeros((0, 0)) if settings.is_dense else nowhere, nowhere)
+    """Return the adaptation of a model without latent sites."""
+    empty = np.zeros(0)
+    preconditioner = Preconditioner(empty, np.zeros((0, 0)) if settings.is_dense else empty, empty)
     return Adaptation(
-        preconditioner=whitening.cast(potential.dtype),
+        preconditioner=preconditioner.cast(potential.dtype),
         step_size=settings.step_size or 1.0,
         num_steps=settings.num_steps or 1,
         estimator=MinibatchGradient(),

@@ -1,18 +1,27 @@
-"""What a step of finite size makes of a standard normal, exactly where the step is linear.
+"""Choice of the step size: as long as integrator, curvature, noise and means allow.
 
-Of a stationary chain the mean of all kicks is zero. So it is where gradients are taken that the
-means of a posterior come right, and there the variances should be right: a scale that thousands of
-effects share follows what spread these have at the kicks.
+:func:`choose_step_size` starts from the integrator's default step size and applies one limit after
+the other; :class:`.StepSizeTrace` lists them:
 
-The step size: as large as noise, stiffness and the scheme allow.
+1. ``stability``: the largest preconditioned curvature;
+2. ``gradient_noise``: the excess of posterior variances that gradient noise makes;
+3. ``dynamics``: the discretisation error with unusual options of the kernel (a large friction, a
+   small mass, a steep metric), on a standard normal;
+4. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error.
+
+The discretisation error is exact where a step is linear in the state. The second half of this
+module computes it: of draws, and of the positions at which gradients are taken. The mean of all
+gradients of a stationary chain is zero, so that a mean is right where the variance at these
+positions is; a scale that thousands of effects share follows their variance there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,197 +30,256 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from jax.interpreters.ad import JVPTracer
 
-from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.gradient_noise import (
+    GradientNoiseStats,
+    predict_mean_bias_from_noise,
+    predict_mean_bias_per_variance_inflation,
+)
+from numpyro_sgmcmc.adaptation.settings import (
+    StepSizeLimit,
+    StepSizeTrace,
+    SubsamplingChoice,
+    WarmupInputs,
+)
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 __all__ = [
     "MAX_NUM_STEPS",
+    "MEAN_BIAS_TO_TARGET_RATIO",
+    "PredictedMeanBias",
+    "StepSizeChoice",
     "choose_num_steps",
+    "choose_step_size",
     "compute_draw_variance_inflation",
     "compute_effective_curvature",
     "compute_kick_variance_inflation",
     "compute_noise_variance_inflation",
     "compute_stability_limit",
+    "find_num_batches_per_epoch",
     "limit_step_size_by_discretisation",
     "limit_step_size_by_noise",
+    "recommend_step_size",
     "simulate_sd_inflation",
 ]
 
-_MAX_RESOLVED_EIGENVALUE = (
-    1.0 - 1e-6
-)  # a state of which a step leaves so much: rounding hides what it does
-
-
-_MAX_ACCURATE_EIGENVALUE = 1.0 - 1e-5  # the same where a variance is to be right
-
-
-_MIN_FORGOTTEN_FRACTION = (
-    1e-4  # share that the SDE forgets in a step, of which more than 1e-5 should be seen
-)
-
-
-LinearStep = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""A step on a normal: the factors of state and entries in it, and in where gradients are taken."""
-
-
-@lru_cache(maxsize=64)
-def compute_kick_variance_inflation(dynamics: Dynamics, integrator: str, step_size: float) -> float:
-    """Relative excess of a unit variance where gradients are taken, with exact ones.
-
-    :param integrator: name of the integrator.
-    :return: the mean over a step's gradients; zero for an SDE of which no linear form is known, and
-        for a step that changes next to nothing.
-    """
-    linear = _linearise_step(dynamics, integrator, step_size, 1.0)
-    if linear is None or abs(_find_slowest_eigenvalue(linear)) > _MAX_RESOLVED_EIGENVALUE:
-        return 0.0
-    covariance, at = _compute_stationary_covariance(dynamics, linear), linear[2]
-    size = len(covariance)
-    variances = ((at[:, :size] @ covariance) * at[:, :size]).sum(1) + np.square(at[:, size:]).sum(1)
-    return float(variances.mean() - 1.0)
-
-
-@lru_cache(maxsize=64)
-def compute_draw_variance_inflation(
-    dynamics: Dynamics,
-    integrator: str,
-    step_size: float,
-    curvature: float = 1.0,
-    noise_variance: float = 0.0,
-) -> float | None:
-    """Relative excess of a normal's variance that draws have.
-
-    :param integrator: name of the integrator.
-    :param curvature: of the normal's potential.
-    :param noise_variance: of the gradient's noise, a new one each step.
-    :return: infinite for a step that is not stable, -1 for one that friction brings to a stand, and
-        None for an SDE of which no linear form is known, for a thermostat, which is not linear, and
-        for noise where a step forgets too little to be told from rounding.
-    """
-    linear = _linearise_step(dynamics, integrator, step_size, curvature, noise_variance)
-    if linear is None or dynamics.has_thermostat:
-        return None
-    slowest = _find_slowest_eigenvalue(linear)
-    if (
-        abs(slowest) > _MAX_ACCURATE_EIGENVALUE
-        and abs(slowest - 1.0) > 1.0 - _MAX_ACCURATE_EIGENVALUE
-    ):
-        return math.inf
-    if abs(slowest) > _MAX_ACCURATE_EIGENVALUE and noise_variance > 0.0:
-        return None
-    if abs(slowest) > _MAX_ACCURATE_EIGENVALUE:
-        forgotten = -math.expm1(-2.0 * step_size / dynamics.relaxation_time(step_size))
-        return -1.0 if forgotten > _MIN_FORGOTTEN_FRACTION else 0.0
-    return float(curvature * _compute_stationary_covariance(dynamics, linear)[0, 0] - 1.0)
-
-
-def _linearise_step(
-    dynamics: Dynamics,
-    integrator: str,
-    step_size: float,
-    curvature: float,
-    noise_variance: float = 0.0,
-) -> LinearStep | None:
-    """The step on a normal of some curvature; None for an SDE of which no linear form is known.
-
-    :param noise_variance: of the gradient's noise, the last entry.
-    """
-    linear = dynamics.linear_approximation
-    if linear is None or integrator not in linear.integrators:
-        return None
-    if any(part.every_n_steps > 1 for part in linear.integrators[integrator].parts):
-        return None
-    size, respond = _compile_step_jacobian(linear, integrator)
-    found = respond(step_size, curvature, math.sqrt(noise_variance))
-    ends, places = (np.asarray(x, float) for x in found)
-    return ends[:, :size], ends[:, size:], places
-
-
-@lru_cache(maxsize=64)
-def _compile_step_jacobian(linear_dynamics: Dynamics, integrator: str) -> tuple[int, Callable]:
-    """Numbers in a state of one coordinate, and ``(step_size, curvature, sd) -> the factors``."""
-    step = linear_dynamics.make_step(integrator)
-    form = jax.eval_shape(linear_dynamics.init, jnp.zeros(1), jax.random.key(0))
-    size = sum(math.prod(x.shape) for x in jax.tree.leaves(form))
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), form)
-
-    @jax.jit
-    def respond(step_size: Array, curvature: Array, sd: Array) -> tuple[Array, Array]:
-        def response(entries: Array) -> tuple[Array, Array]:
-            """The state after a step, and where it asked for gradients."""
-            _, unravel = ravel_pytree(zeros)
-            state, noise, places = unravel(entries[:size]), entries[size:-1, None], []
-
-            def gradient(q: Array) -> Array:
-                if not isinstance(q, JVPTracer):  # of a derivative
-                    places.append(q)
-                return curvature * q + sd * entries[-1]
-
-            end = step(state, step_size, gradient, noise)
-            return ravel_pytree(end)[0], jnp.concatenate(places)
-
-        return jax.vmap(response, out_axes=1)(jnp.eye(size + step.num_noise + 1))
-
-    return size, respond
-
-
-def _find_slowest_eigenvalue(linear_step: LinearStep) -> complex:
-    """By what a step multiplies the slowest part of a state; infinite where numbers end."""
-    a, b, _ = linear_step
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return math.inf
-    return complex(max(np.linalg.eigvals(a), key=abs))
-
-
-def _compute_stationary_covariance(dynamics: Dynamics, linear_step: LinearStep) -> np.ndarray:
-    """Of the stationary state."""
-    a, b, _ = linear_step
-    size = len(a)
-    covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
-    covariance = covariance.reshape(size, size)
-    if dynamics.has_thermostat:
-        # It cools or heats until momenta have the unit variance that the step alone denies them.
-        covariance = covariance / covariance[1, 1]
-    return covariance
-
-
 MAX_NUM_STEPS = 500
+"""Most steps per draw: no limit shortens the step below 1/500 of the relaxation time."""
 
+MEAN_BIAS_TO_TARGET_RATIO = 1.2
+"""Largest allowed bias of a mean in posterior SDs, relative to the target for SDs."""
 
+# Largest preconditioned curvature up to which integrators behave as on a standard normal.
 _MAX_HARMLESS_CURVATURE = 3.5
+# Share of the variance target that gradient noise may take: it biases means as well where it
+# differs over the posterior.
+_NOISE_TO_TARGET_RATIO = 0.5
+_COVARIANCE_RELATIVE_ERROR = 0.03  # of the noise covariance that is compensated
+_NOISE_SHRINK_FACTOR, _MEAN_BIAS_SHRINK_FACTOR = 0.99, 0.97  # resolution of the step size
+# The same for the discretisation error; a simulation costs more than the formula.
+_SIMULATED_SHRINK_FACTOR, _ANALYTIC_SHRINK_FACTOR = 0.6, 0.9
+_MIN_STEP_SIZE_RATIO = 0.6**20  # to the first step size, at which the search ends with an error
+# Share of the SD target that a known discretisation error may take; others come on top of it.
+_ANALYTIC_BIAS_FRACTION = 0.5
+# Modulus of the slowest eigenvalue of a step beyond which float32 rounding hides its effect, and
+# beyond which it hides the variance of draws.
+_MAX_RESOLVED_EIGENVALUE, _MAX_ACCURATE_EIGENVALUE = 1.0 - 1e-6, 1.0 - 1e-5
+# Decay of the correlation in a step by the SDE beyond which an eigenvalue of one is not rounding.
+_MIN_CORRELATION_DECAY = 1e-4
+# Size of a simulation of the discretisation error: coordinates of all chains, chains, steps.
+_NUM_SIMULATED_COORDINATES, _SIMULATED_CHAINS, _SIMULATED_STEPS = 4096, (4, 1024), (64, 2048)
 
 
-_COVARIANCE_RELATIVE_ERROR = 0.03  # relative error of the covariance that is compensated
+class PredictedMeanBias(NamedTuple):
+    """Bias of the posterior means, in posterior SDs, as a function of the step size.
+
+    - **noise_bias_per_step_size** - bias by gradient noise over the step size, shape ``(d,)``.
+    - **bias_per_variance_inflation** - bias by the discretisation error over the variance
+      inflation that this makes, shape ``(d,)``.
+    - **discretisation_variance_inflation** - maps a step size to that variance inflation.
+    """
+
+    noise_bias_per_step_size: np.ndarray
+    bias_per_variance_inflation: np.ndarray
+    discretisation_variance_inflation: Callable[[float], float]
+
+    @classmethod
+    def zero(cls) -> PredictedMeanBias:
+        """Return means without bias."""
+        return cls(np.zeros(1), np.zeros(1), lambda step_size: 0.0)
+
+    @property
+    def by_noise(self) -> PredictedMeanBias:
+        """The part by gradient noise."""
+        return self._replace(bias_per_variance_inflation=np.zeros(1))
+
+    @property
+    def by_discretisation(self) -> PredictedMeanBias:
+        """The part by the discretisation error."""
+        return self._replace(noise_bias_per_step_size=np.zeros(1))
+
+    def compute_max(self, step_size: float, batch_size_factor: float = 1.0) -> float:
+        """Return the largest absolute bias of a mean, in posterior SDs.
+
+        :param batch_size_factor: batch size relative to the model's.
+        """
+        by_discretisation = (
+            self.bias_per_variance_inflation * self.discretisation_variance_inflation(step_size)
+        )
+        by_noise = self.noise_bias_per_step_size * step_size / batch_size_factor
+        return float(np.abs(by_noise + by_discretisation).max())
+
+    def limit_step_size(
+        self,
+        step_size: float,
+        min_step_size: float,
+        max_mean_bias: float,
+        batch_size_factor: float = 1.0,
+    ) -> float:
+        """Return the longest step size at which no mean is biased by more than ``max_mean_bias``.
+
+        :param step_size: longest step size.
+        :param min_step_size: the result where the bias is larger at all step sizes.
+        """
+        return _shrink_until(
+            lambda h: not self.compute_max(h, batch_size_factor) > max_mean_bias,
+            step_size,
+            min_step_size,
+            _MEAN_BIAS_SHRINK_FACTOR,
+        )
 
 
-_SIMULATED_SHRINK_FACTOR, _ANALYTIC_SHRINK_FACTOR = (
-    0.6,
-    0.9,
-)  # steps at a time, where that is simulated and where known
+@dataclass(frozen=True)
+class StepSizeChoice:
+    """The step size and its predicted effects.
+
+    - **step_size** - the user's, or the chosen one.
+    - **trace** - the limits that led to it.
+    - **noise_stats** - gradient noise, with the number of minibatches over which it cancels.
+    - **variance_inflation** - predicted relative excess of posterior variances.
+    - **mean_bias** - predicted bias of posterior means.
+    """
+
+    step_size: float
+    trace: StepSizeTrace
+    noise_stats: GradientNoiseStats
+    variance_inflation: float
+    mean_bias: PredictedMeanBias
 
 
-_MIN_STEP_SIZE_RATIO = 0.6**20
+def choose_step_size(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    choice: SubsamplingChoice,
+    max_curvature: float,
+    bound_dynamics: Dynamics,
+    preconditioner: Preconditioner,
+    q: np.ndarray,
+    has_dominant_mode: bool,
+    rng: np.random.Generator,
+) -> StepSizeChoice:
+    """Choose the step size, or predict the effects of the user's.
+
+    :param choice: gradient estimator and subsampling, with the step size that noise allows.
+    :param max_curvature: largest preconditioned curvature.
+    :param bound_dynamics: the SDE in preconditioned coordinates.
+    :param q: preconditioned positions in the bulk of the posterior, shape ``(n, d)``.
+    :param has_dominant_mode: whether means can be predicted there.
+    """
+    settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
+    step_size = settings.step_size
+    if step_size is not None:
+        variance_inflation = compute_noise_variance_inflation(
+            dynamics, noise_stats, step_size, settings.noise_compensation
+        )
+    else:
+        step_size, sd_inflation = _limit_step_size_by_dynamics(
+            inputs, bound_dynamics, noise_stats, choice.step_size
+        )
+        variance_inflation = max(
+            choice.variance_inflation, float(np.square(1.0 + sd_inflation) - 1.0)
+        )
+    dynamics_limit = float(step_size)
+    mean_bias = _predict_mean_bias(
+        inputs,
+        batched_gradients,
+        choice,
+        bound_dynamics,
+        preconditioner,
+        q,
+        has_dominant_mode,
+        dynamics_limit,
+        rng,
+    )
+    if settings.step_size is not None:
+        limits = [StepSizeLimit("user", float(step_size))]
+    else:
+        step_size = _limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+        integrator_limit = dynamics.integrators[settings.integrator].step_size
+        stability_limit = compute_stability_limit(dynamics, integrator_limit, max_curvature)
+        limits = [
+            StepSizeLimit("integrator", float(integrator_limit)),
+            StepSizeLimit("stability", float(stability_limit)),
+            StepSizeLimit("gradient_noise", float(choice.step_size)),
+            StepSizeLimit("dynamics", dynamics_limit),
+            StepSizeLimit("mean_bias", float(step_size)),
+        ]
+    is_independent = choice.subsampling.is_independent
+    noise_stats = noise_stats._replace(
+        batches_per_epoch=0 if is_independent else find_num_batches_per_epoch(batched_gradients)
+    )
+    if noise_stats.batches_per_epoch:
+        variance_inflation = min(
+            variance_inflation, noise_stats.predict_variance_inflation(dynamics, float(step_size))
+        )
+    return StepSizeChoice(
+        step_size, StepSizeTrace(tuple(limits)), noise_stats, variance_inflation, mean_bias
+    )
 
 
-_ANALYTIC_BIAS_FRACTION = (
-    0.5  # of the target: an error that is known comes on top of all that are not
-)
+def recommend_step_size(
+    inputs: WarmupInputs,
+    bound_dynamics: Dynamics,
+    choice: SubsamplingChoice,
+    mean_bias: PredictedMeanBias,
+) -> float:
+    """Return the step size that would be chosen in place of the user's.
+
+    :param choice: gradient estimator and subsampling, with the step size that noise allows.
+    :param mean_bias: bias of means predicted at the user's step size.
+    """
+    step_size, _ = _limit_step_size_by_dynamics(
+        inputs, bound_dynamics, choice.noise_stats, float(choice.step_size)
+    )
+    return _limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+
+
+def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
+    """Return the steps between approximately independent draws, from 1 to 500."""
+    return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
+
+
+def find_num_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
+    """Return the number of minibatches in an epoch; 0 without a subsampled plate."""
+    plates = batched_gradients.step_potential.plates
+    return max((p.batches_per_epoch for p in plates), default=0)
 
 
 def compute_stability_limit(
     dynamics: Dynamics, integrator_step_size: float, max_curvature: float
 ) -> float:
-    """The step size that suits the largest whitened curvature, and an exact gradient.
+    """Return the step size for the largest preconditioned curvature and an exact gradient.
 
-    :param integrator_step_size: that which suits a whitened Gaussian.
+    :param integrator_step_size: step size for a standard normal.
     """
     integrator_step_size = min(integrator_step_size, dynamics.max_step_size)
     return integrator_step_size / dynamics.stiffness(compute_effective_curvature(max_curvature))
 
 
 def compute_effective_curvature(max_curvature: float) -> float:
-    """What counts of the largest whitened curvature: up to 3.5 it is like a whitened Gaussian's."""
+    """Return the curvature that limits the step: up to 3.5 it counts as a standard normal's."""
     return max(1.0, max_curvature / _MAX_HARMLESS_CURVATURE)
 
 
@@ -223,45 +291,284 @@ def limit_step_size_by_noise(
     target_sd_bias: float,
     is_compensated: bool = False,
 ) -> tuple[float, float]:
-    """The largest step size whose predicted bias stays within the target.
+    """Return the longest step size at which gradient noise keeps within the target.
 
-    :param dynamics: tells how noise and curvature act.
-    :param integrator_step_size: step size that suits a whitened Gaussian and an exact gradient.
-    :param noise_stats: the whitened gradient's noise.
-    :param max_curvature: largest whitened curvature; up to 3.5 it costs nothing.
-    :param target_sd_bias: allowed relative error of posterior sds. Noise may use a quarter of it (of
-        the variance, a half): where it differs over the posterior it shifts means as well.
-    :param is_compensated: whether the noise's mean size is taken from what is injected.
-    :return: the step size, and the relative excess of the posterior variance predicted at it.
+    :param integrator_step_size: step size for a standard normal and an exact gradient.
+    :param noise_stats: gradient noise in preconditioned coordinates.
+    :param max_curvature: largest preconditioned curvature.
+    :param target_sd_bias: allowed relative error of posterior SDs. The variance inflation by noise
+        is kept to half of it, that of SDs to a quarter.
+    :param is_compensated: whether the noise covariance is subtracted from the injected noise.
+    :return: the step size and the variance inflation predicted at it, which exceeds the target
+        where the step would have to be shorter than 1/500 of the relaxation time.
     """
     step_size = compute_stability_limit(dynamics, integrator_step_size, max_curvature)
-    shortest = dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
-    while step_size > shortest:
-        if (
-            compute_noise_variance_inflation(dynamics, noise_stats, step_size, is_compensated)
-            <= target_sd_bias / 2.0
-        ):
-            break
-        step_size = max(0.99 * step_size, shortest)
-    return step_size, compute_noise_variance_inflation(
-        dynamics, noise_stats, step_size, is_compensated
+    compute_inflation = partial(
+        compute_noise_variance_inflation, dynamics, noise_stats, is_compensated=is_compensated
     )
+    step_size = _shrink_until(
+        lambda h: compute_inflation(h) <= _NOISE_TO_TARGET_RATIO * target_sd_bias,
+        step_size,
+        dynamics.relaxation_time(step_size) / MAX_NUM_STEPS,
+        _NOISE_SHRINK_FACTOR,
+    )
+    return step_size, compute_inflation(step_size)
 
 
 def compute_noise_variance_inflation(
     dynamics: Dynamics, noise_stats: GradientNoiseStats, step_size: float, is_compensated: bool
 ) -> float:
-    """The relative excess of the posterior variance that the gradient's noise makes.
+    """Return the relative excess of posterior variances that gradient noise makes.
 
-    :param is_compensated: then it is the part of noise that differs from place to place, and what
-        exceeds the injected.
+    :param is_compensated: whether the mean noise covariance is subtracted from the injected noise.
+        What remains is the part of it that depends on the position, and the part that exceeds the
+        injected noise.
     """
     if not is_compensated:
         return noise_stats.predict_variance_inflation(dynamics, step_size)
-    share = dynamics.variance_inflation(noise_stats.variance, step_size)
-    return max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR) * min(
-        share, 1.0
-    ) + max(share - 1.0, 0.0)
+    inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
+    uncompensated = max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR)
+    return uncompensated * min(inflation, 1.0) + max(inflation - 1.0, 0.0)
+
+
+def limit_step_size_by_discretisation(
+    dynamics: Dynamics,
+    integrator: str,
+    step_size: float,
+    dim: int,
+    target_sd_bias: float,
+    noise_variance: float = 0.0,
+) -> tuple[float, float]:
+    """Return the longest step size at which a standard normal keeps its SD.
+
+    Default step sizes hold for the default options of the kernels. The search first takes an exact
+    gradient and then a noisy one. The error is computed where a step is linear, else simulated.
+
+    :param step_size: longest step size.
+    :param dim: number of coordinates.
+    :param target_sd_bias: allowed relative error of the SD.
+    :param noise_variance: variance of the gradient noise in preconditioned coordinates.
+    :return: the step size, and the relative error of the SD at it.
+    :raises InvalidArgumentError: where no step size is short enough for an exact gradient.
+    """
+    compute_sd_inflation = partial(_compute_sd_inflation, dynamics, integrator, dim=dim)
+    is_analytic = (
+        _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance) is not None
+    )
+    shrink_factor = _ANALYTIC_SHRINK_FACTOR if is_analytic else _SIMULATED_SHRINK_FACTOR
+    allowed = _ANALYTIC_BIAS_FRACTION * target_sd_bias if is_analytic else target_sd_bias
+    sd_inflation, error = compute_sd_inflation(step_size, 0.0)
+    min_step_size = _MIN_STEP_SIZE_RATIO * step_size
+    while not abs(sd_inflation) <= allowed + 2.0 * error:
+        # Simulated chains that do not move at all move no more in shorter steps.
+        is_stuck = (
+            sd_inflation == -1.0
+            and _compute_analytic_sd_inflation(dynamics, integrator, step_size, 0.0) is None
+        )
+        if is_stuck or step_size < min_step_size:
+            raise InvalidArgumentError(
+                "With these options of the kernel no step size samples a standard normal.",
+                "check that the diffusion is not zero, and that friction, mass and metric are not "
+                "extreme.",
+                "no-valid-step-size",
+            )
+        step_size *= shrink_factor
+        sd_inflation, error = compute_sd_inflation(step_size, 0.0)
+    if noise_variance <= 0.0:
+        return step_size, sd_inflation
+    sd_inflation, error = compute_sd_inflation(step_size, noise_variance)
+    while not abs(sd_inflation) <= allowed + 2.0 * error:
+        if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
+            break
+        step_size *= shrink_factor
+        sd_inflation, error = compute_sd_inflation(step_size, noise_variance)
+    return step_size, sd_inflation
+
+
+def _shrink_until(
+    is_allowed: Callable[[float], bool], step_size: float, min_step_size: float, factor: float
+) -> float:
+    """Shorten a step size by a factor at a time until it is allowed or the shortest."""
+    while step_size > min_step_size and not is_allowed(step_size):
+        step_size = max(factor * step_size, min_step_size)
+    return step_size
+
+
+def _limit_step_size_by_dynamics(
+    inputs: WarmupInputs,
+    bound_dynamics: Dynamics,
+    noise_stats: GradientNoiseStats,
+    step_size: float,
+) -> tuple[float, float]:
+    """Shorten the step size where the kernel has unusual options.
+
+    :return: the step size, and the relative error of SDs at it; 0 with default options.
+    """
+    settings = inputs.settings
+    if bound_dynamics.has_default_settings:
+        return step_size, 0.0
+    return limit_step_size_by_discretisation(
+        bound_dynamics,
+        settings.integrator,
+        step_size,
+        inputs.potential.dim,
+        settings.target_sd_bias,
+        0.0 if settings.noise_compensation else noise_stats.mean_variance,
+    )
+
+
+def _limit_step_size_by_mean_bias(
+    inputs: WarmupInputs, mean_bias: PredictedMeanBias, step_size: float
+) -> float:
+    """Shorten the step size until no mean is biased by more than the target."""
+    min_step_size = inputs.settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
+    allowed = MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
+    return mean_bias.limit_step_size(step_size, min(step_size, min_step_size), allowed)
+
+
+def _predict_mean_bias(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    choice: SubsamplingChoice,
+    bound_dynamics: Dynamics,
+    preconditioner: Preconditioner,
+    q: np.ndarray,
+    has_dominant_mode: bool,
+    step_size: float,
+    rng: np.random.Generator,
+) -> PredictedMeanBias:
+    """Predict the bias of posterior means by gradient noise and discretisation error."""
+    settings, num_probes = inputs.settings, inputs.budget.num_bias_probes
+    if inputs.potential.local_latents is not None or not has_dominant_mode:
+        return PredictedMeanBias.zero()
+    by_noise = np.zeros(inputs.potential.dim)
+    if not settings.noise_compensation:
+        inflation_per_noise_variance = settings.dynamics.variance_inflation(
+            1.0, step_size, choice.noise_stats.position_dependent_fraction
+        )
+        by_noise = predict_mean_bias_from_noise(
+            batched_gradients,
+            preconditioner,
+            q,
+            choice.estimator,
+            choice.subsampling,
+            inflation_per_noise_variance,
+            num_probes,
+            rng,
+        )
+    # The variance inflation is computed at the longest step, where rounding is small beside it;
+    # at shorter ones it is smaller by the order of the integrator.
+    integrator = bound_dynamics.integrators[settings.integrator]
+    max_step_size = settings.dynamics.integrators[settings.integrator].step_size
+    inflation = compute_kick_variance_inflation(bound_dynamics, settings.integrator, max_step_size)
+    per_inflation = np.zeros(inputs.potential.dim)
+    if inflation != 0.0:
+        per_inflation = predict_mean_bias_per_variance_inflation(
+            batched_gradients, preconditioner, q, num_probes, rng
+        )
+    return PredictedMeanBias(
+        by_noise / step_size,
+        per_inflation,
+        lambda h: inflation * (h / max_step_size) ** integrator.order,
+    )
+
+
+# --- The discretisation error of a step on a normal -----------------------------------------------
+
+
+class _LinearStep(NamedTuple):
+    """A step on a normal: ``state <- A state + B normals``, gradients at ``C (state, normals)``."""
+
+    state_matrix: np.ndarray
+    normals_matrix: np.ndarray
+    gradient_positions: np.ndarray
+
+
+@lru_cache(maxsize=64)
+def compute_kick_variance_inflation(dynamics: Dynamics, integrator: str, step_size: float) -> float:
+    """Return the relative excess of a unit variance at the positions of gradients.
+
+    :param integrator: name of the integrator.
+    :return: mean over the gradients of a step, which are exact; 0 for an SDE whose linear form is
+        not known, and for a step whose effect rounding hides.
+    """
+    linear_step = _linearise_step(dynamics, integrator, step_size, 1.0)
+    if linear_step is None or abs(_find_slowest_eigenvalue(linear_step)) > _MAX_RESOLVED_EIGENVALUE:
+        return 0.0
+    covariance = _compute_stationary_covariance(dynamics, linear_step)
+    by_state, by_normals = np.split(linear_step.gradient_positions, [len(covariance)], axis=1)
+    variances = ((by_state @ covariance) * by_state).sum(1) + np.square(by_normals).sum(1)
+    return float(variances.mean() - 1.0)
+
+
+@lru_cache(maxsize=64)
+def compute_draw_variance_inflation(
+    dynamics: Dynamics,
+    integrator: str,
+    step_size: float,
+    curvature: float = 1.0,
+    noise_variance: float = 0.0,
+) -> float | None:
+    """Return the relative excess of the variance of draws from a normal.
+
+    :param integrator: name of the integrator.
+    :param curvature: curvature of the normal's potential.
+    :param noise_variance: variance of independent gradient noise.
+    :return: infinite for an unstable step; -1 where friction stops all movement; None for an SDE
+        whose linear form is not known, for a thermostat, which is not linear, and for gradient
+        noise where a step changes too little to be distinguished from rounding.
+    """
+    linear_step = _linearise_step(dynamics, integrator, step_size, curvature, noise_variance)
+    if linear_step is None or dynamics.has_thermostat:
+        return None
+    slowest = _find_slowest_eigenvalue(linear_step)
+    if abs(slowest) <= _MAX_ACCURATE_EIGENVALUE:
+        covariance = _compute_stationary_covariance(dynamics, linear_step)
+        return float(curvature * covariance[0, 0] - 1.0)
+    if abs(slowest - 1.0) > 1.0 - _MAX_ACCURATE_EIGENVALUE:
+        return math.inf
+    if noise_variance > 0.0:
+        return None
+    decay = -math.expm1(-2.0 * step_size / dynamics.relaxation_time(step_size))
+    return -1.0 if decay > _MIN_CORRELATION_DECAY else 0.0
+
+
+def simulate_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
+) -> tuple[float, float]:
+    """Return the relative error of the SD of simulated chains, and its standard error."""
+    num_chains = int(np.clip(_NUM_SIMULATED_COORDINATES // dim, *_SIMULATED_CHAINS))
+    num_steps = np.clip(3.0 * dynamics.relaxation_time(step_size) / step_size, *_SIMULATED_STEPS)
+    num_steps = 2 ** math.ceil(math.log2(num_steps))
+    sd, error = _simulate_sd(
+        dynamics, integrator, step_size, noise_variance, dim, num_chains, num_steps
+    )
+    return float(sd) - 1.0, float(error)
+
+
+def _compute_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
+) -> tuple[float, float]:
+    """Return the relative error of the SD of draws, and its standard error: 0 if it is exact."""
+    exact = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
+    if exact is None:
+        return simulate_sd_inflation(dynamics, integrator, step_size, noise_variance, dim)
+    return exact, 0.0
+
+
+def _compute_analytic_sd_inflation(
+    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float
+) -> float | None:
+    """Return the exact relative error of the SD of draws, or None.
+
+    None also for unstable steps: rounding does not distinguish them from nearly frictionless ones.
+    """
+    exact = compute_draw_variance_inflation(
+        dynamics, integrator, step_size, noise_variance=noise_variance
+    )
+    if exact is None or math.isinf(exact):
+        return None
+    return math.sqrt(max(0.0, 1.0 + exact)) - 1.0
 
 
 @partial(jax.jit, static_argnames=("dynamics", "integrator", "dim", "num_chains", "num_steps"))
@@ -274,120 +581,105 @@ def _simulate_sd(
     num_chains: int,
     num_steps: int,
 ) -> tuple[Array, Array]:
-    """Sd of simulated chains on a standard normal and its standard error; zero if none moves."""
+    """Return the SD of simulated chains on a standard normal, and its standard error.
+
+    The SD is zero where no chain moves.
+    """
     step = dynamics.make_step(integrator)
 
-    def chain(key: Array) -> Array:
-        start_key, state_key, key = random.split(key, 3)
-        start = random.normal(start_key, (dim,))
+    def run_chain(key: Array) -> Array:
+        position_key, state_key, key = random.split(key, 3)
+        position = random.normal(position_key, (dim,))
 
-        def one(state: Any, xs: Any) -> tuple[Any, Array]:
+        def run_step(state: Any, xs: Any) -> tuple[Any, Array]:
             key, count = xs
-            entries = random.normal(key, (step.num_noise + 1, dim))
-            offset = jnp.sqrt(noise_variance) * entries[0]
-            state = step(state, step_size, lambda q: q + offset, entries[1:], count)
+            normals = random.normal(key, (step.num_noise + 1, dim))
+            offset = jnp.sqrt(noise_variance) * normals[0]
+            state = step(state, step_size, lambda q: q + offset, normals[1:], count)
             return state, jnp.square(state.position).mean()
 
         xs = random.split(key, num_steps), jnp.arange(num_steps)
-        end, squares = lax.scan(one, dynamics.init(start, state_key), xs)
-        has_moved = (end.position != start).any()
+        last, squares = lax.scan(run_step, dynamics.init(position, state_key), xs)
+        has_moved = (last.position != position).any()
         return jnp.where(has_moved, squares[num_steps // 2 :].mean(), 0.0)
 
-    variances = jax.vmap(chain)(random.split(random.key(0), num_chains))
+    variances = jax.vmap(run_chain)(random.split(random.key(0), num_chains))
     sd = jnp.sqrt(variances.mean())
     return sd, variances.std() / math.sqrt(num_chains) / (2.0 * jnp.maximum(sd, 1e-30))
 
 
-def simulate_sd_inflation(
-    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
-) -> tuple[float, float]:
-    """Relative error of the sd that simulated chains have, and its standard error."""
-    num_chains = int(np.clip(4096 // dim, 4, 1024))
-    time = 3.0 * dynamics.relaxation_time(step_size)
-    num_steps = 2 ** math.ceil(math.log2(np.clip(time / step_size, 64, 2048)))
-    sd, error = _simulate_sd(
-        dynamics, integrator, step_size, noise_variance, dim, num_chains, num_steps
-    )
-    return float(sd) - 1.0, float(error)
-
-
-def limit_step_size_by_discretisation(
+def _linearise_step(
     dynamics: Dynamics,
     integrator: str,
     step_size: float,
-    dim: int,
-    target_sd_bias: float,
+    curvature: float,
     noise_variance: float = 0.0,
-) -> tuple[float, float]:
-    """A step size at which the scheme has a standard normal right.
+) -> _LinearStep | None:
+    """Return the step on a normal, or None for an SDE whose linear form is not known.
 
-    The largest step sizes suit the kernels' default settings. A large friction, a small mass or a
-    steep metric needs shorter ones, with an exact gradient and with a noisy one. How much is known
-    where the step is linear, and otherwise told by simulated chains.
-
-    :param step_size: where to begin.
-    :param dim: number of coordinates.
-    :param target_sd_bias: allowed relative error of the sd.
-    :param noise_variance: of the whitened gradient's noise.
-    :return: the step size, and the relative error of the sd that is left at it.
-    :raises ValueError: where no step size is short enough for an exact gradient.
+    :param curvature: curvature of the normal's potential.
+    :param noise_variance: variance of the gradient noise, whose normal comes last.
     """
-    of_step = partial(_compute_sd_inflation, dynamics, integrator, dim=dim)
-    is_known = (
-        _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance) is not None
-    )
-    shorter = _ANALYTIC_SHRINK_FACTOR if is_known else _SIMULATED_SHRINK_FACTOR
-    allowed = _ANALYTIC_BIAS_FRACTION * target_sd_bias if is_known else target_sd_bias
-    excess, error = of_step(step_size, 0.0)
-    shortest = _MIN_STEP_SIZE_RATIO * step_size
-    while not abs(excess) <= allowed + 2.0 * error:
-        # Simulated chains that no step moves, no shorter one will move.
-        is_stuck = (
-            excess == -1.0
-            and _compute_analytic_sd_inflation(dynamics, integrator, step_size, 0.0) is None
-        )
-        if is_stuck or step_size < shortest:
-            raise InvalidArgumentError(
-                "With these settings of the kernel no step size leaves a standard normal as it "
-                "is: is the diffusion zero, or are friction, mass or metric extreme?"
-            )
-        step_size *= shorter
-        excess, error = of_step(step_size, 0.0)
-    if noise_variance <= 0.0:
-        return step_size, excess
-    excess, error = of_step(step_size, noise_variance)
-    while not abs(excess) <= allowed + 2.0 * error:
-        if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
-            break
-        step_size *= shorter
-        excess, error = of_step(step_size, noise_variance)
-    return step_size, excess
-
-
-def _compute_sd_inflation(
-    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
-) -> tuple[float, float]:
-    """Relative error of the sd of draws, and its own standard error: zero where it is known."""
-    known = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
-    if known is None:
-        return simulate_sd_inflation(dynamics, integrator, step_size, noise_variance, dim)
-    return known, 0.0
-
-
-def _compute_analytic_sd_inflation(
-    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float
-) -> float | None:
-    """Relative error of the sd of draws where it is known; not of steps that are not stable, or so
-    nearly frictionless that rounding does not tell them from such.
-    """
-    exact = compute_draw_variance_inflation(
-        dynamics, integrator, step_size, noise_variance=noise_variance
-    )
-    if exact is None or math.isinf(exact):
+    linear = dynamics.linear_approximation
+    if linear is None or integrator not in linear.integrators:
         return None
-    return math.sqrt(max(0.0, 1.0 + exact)) - 1.0
+    if any(part.every_n_steps > 1 for part in linear.integrators[integrator].parts):
+        return None
+    state_size, compute_jacobian = _compile_step_jacobian(linear, integrator)
+    jacobians = compute_jacobian(step_size, curvature, math.sqrt(noise_variance))
+    state_jacobian, gradient_positions = (np.asarray(x, float) for x in jacobians)
+    return _LinearStep(
+        state_jacobian[:, :state_size], state_jacobian[:, state_size:], gradient_positions
+    )
 
 
-def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
-    """Steps between draws that are about independent, from 1 to 500."""
-    return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
+@lru_cache(maxsize=64)
+def _compile_step_jacobian(linear_dynamics: Dynamics, integrator: str) -> tuple[int, Callable]:
+    """Return the size of a state of one coordinate, and the compiled Jacobians of a step.
+
+    The function maps step size, curvature and SD of the gradient noise to the Jacobians, with
+    respect to state and normals, of the next state and of the positions of gradients.
+    """
+    step = linear_dynamics.make_step(integrator)
+    shapes = jax.eval_shape(linear_dynamics.init, jnp.zeros(1), jax.random.key(0))
+    state_size = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+    @jax.jit
+    def compute_jacobian(step_size: Array, curvature: Array, noise_sd: Array) -> Any:
+        def run_step(unit_vector: Array) -> tuple[Array, Array]:
+            _, unravel = ravel_pytree(zeros)
+            state, normals = unravel(unit_vector[:state_size]), unit_vector[state_size:-1, None]
+            positions = []
+
+            def gradient(q: Array) -> Array:
+                if not isinstance(q, JVPTracer):  # a position of the gradient's derivative
+                    positions.append(q)
+                return curvature * q + noise_sd * unit_vector[-1]
+
+            last = step(state, step_size, gradient, normals)
+            return ravel_pytree(last)[0], jnp.concatenate(positions)
+
+        return jax.vmap(run_step, out_axes=1)(jnp.eye(state_size + step.num_noise + 1))
+
+    return state_size, compute_jacobian
+
+
+def _find_slowest_eigenvalue(linear_step: _LinearStep) -> complex:
+    """Return the eigenvalue of largest modulus of a step; infinite after an overflow."""
+    a, b, _ = linear_step
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return math.inf
+    return complex(max(np.linalg.eigvals(a), key=abs))
+
+
+def _compute_stationary_covariance(dynamics: Dynamics, linear_step: _LinearStep) -> np.ndarray:
+    """Solve ``S = A S A^T + B B^T`` for the covariance of the stationary state."""
+    a, b, _ = linear_step
+    size = len(a)
+    covariance = np.linalg.solve(np.eye(size**2) - np.kron(a, a), (b @ b.T).ravel())
+    covariance = covariance.reshape(size, size)
+    if dynamics.has_thermostat:
+        # It scales the state until momenta have unit variance, which the step alone changes.
+        covariance = covariance / covariance[1, 1]
+    return covariance

@@ -1,433 +1,439 @@
-"""The order of the warm-up's shared part, for models without local sites.
+"""The warm-up of models without local latents, stage by stage.
 
-1. A start by volume: normals fitted to the posterior on minibatches, from several starts at once.
-2. Pilot chains, a window at a time. From some of their draws and the gradients on all rows there
-   comes the whitening, from their mean the anchor.
-3. At the pilot's draws the gradient's noise is measured: for each estimator, for random rows and
-   for blocks. It decides estimator, minibatches and step size.
+:func:`warm_up_globals` reads as the list of the stages. Each takes and returns immutable results;
+only the random generator is shared, and the display of the progress is written to.
 
-No Hessian and no optimum is asked for: what is known of the posterior are minibatch gradients
-(:class:`~numpyro_sgmcmc.adaptation.batched_gradients.RowGradients`). Work over all rows happens a fixed
-number of times. The arrays are concrete, so that Python may branch; nothing here runs under
+No stage needs a full Hessian or an optimum: everything is estimated from minibatch gradients
+(:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BatchedGradients`), with a fixed number of
+passes over the data. Arrays are concrete, so that Python may branch; nothing here runs under
 ``vmap`` or ``pmap``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation import influential, pilot, variational
-from numpyro_sgmcmc.adaptation.context import WarmupContext
-from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
-from numpyro_sgmcmc.adaptation.initialisation import generate_prior_positions
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, UNKNOWN_NOISE
+from numpyro_sgmcmc.adaptation.influential import (
+    find_influential_rows,
+    precompile_influential_rows,
+)
+from numpyro_sgmcmc.adaptation.initialisation import (
+    InitResult,
+    VariationalFit,
+    check_finite_gradient,
+    create_warmup_rng,
+    find_finite_positions,
+    find_init_positions,
+    fit_inits,
+)
 from numpyro_sgmcmc.adaptation.model_checks import (
     find_inconsistent_gradients,
     find_nonadditive_plates,
 )
 from numpyro_sgmcmc.adaptation.multimodality import (
-    MAX_LOG_MASS_DEFICIT_NATS,
     NON_IDENTIFIED_WARNING,
-    Mode,
-    VariationalFit,
+    Modes,
     describe_other_modes,
-    find_chains_outside_modes,
-    find_separated_coordinates,
-    has_barrier,
-    interpolate_line,
-    is_drifting_towards,
-    is_fit_near,
-    rescale_to_prior,
-    select_candidate_fits,
+    find_modes,
 )
-from numpyro_sgmcmc.adaptation.pilot import MAX_PILOT_STEP_SIZE, PILOT_DYNAMICS, run_pilot
-from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance, update_preconditioner
-from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, Adaptation
-from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.adaptation.pilot import (
+    PilotResult,
+    build_preconditioner_from_fit,
+    precompile_pilot,
+    run_pilot_windows,
+    sample_pilot_q,
+)
+from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance
+from numpyro_sgmcmc.adaptation.settings import (
+    Adaptation,
+    AdaptationTrace,
+    Candidates,
+    MonitorGradients,
+    StepSizeLimit,
+    StepSizeTrace,
+    SubsamplingChoice,
+    WarmupInputs,
+)
+from numpyro_sgmcmc.adaptation.step_size import StepSizeChoice, choose_num_steps, choose_step_size
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
-    build_adaptation_from_settings,
-    choose_sampler_settings,
+    MONITOR_INTERVAL,
+    NoiseMeasurement,
+    choose_monitor_gradients,
+    choose_separate_gradients,
+    choose_step_gradients,
+    choose_subsampling,
+    list_candidates,
+    measure_gradient_noise,
+    measure_noise_to_compensate,
 )
-from numpyro_sgmcmc.adaptation.variational import MeanField
-from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Indices
-from numpyro_sgmcmc.errors import warn_user
+from numpyro_sgmcmc.adaptation.variational import precompile_mean_field
+from numpyro_sgmcmc.adaptation.warnings import (
+    warn_about_gradient_noise,
+    warn_about_user_step_size,
+)
+from numpyro_sgmcmc.data.subsampling import IIDSubsampling
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
+from numpyro_sgmcmc.errors import ModelWarning, warn_user
 from numpyro_sgmcmc.model.gradient_estimators import (
-    ControlVariate,
     GradientEstimator,
     MinibatchGradient,
 )
+from numpyro_sgmcmc.model.potential import IncludedRows
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = ["find_other_modes", "fit_variational_mean", "locate_main_mode", "warm_up"]
+__all__ = [
+    "ModeSettings",
+    "adapt_to_mode",
+    "build_adaptation_from_settings",
+    "combine_modes",
+    "create_batched_gradients",
+    "fit_variational_mean",
+    "warm_up_globals",
+]
 
-_NUM_ELBO_SAMPLES = 8
-_MAX_MODE_WINDOWS = 4  # of pilot chains that tell whether another fit is a mode of its own
-_GLOBAL_PILOT_TARGET_SD_BIAS = (
-    1.0  # draws too hot by a half leave the whitening as it is: so are their gradients
-)
-_MAX_PILOT_DISTANCE_SD = 1e3  # whitened units from the anchor at which a pilot chain counts as lost
-_MAX_CENTER_SHIFT_SD = 0.5
-_NUM_CURVATURE_POSITIONS = 4  # at which pilot chains look for the largest curvature
+# Kinetic temperature above the predicted one, relative to the predicted excess, at which chains in
+# warm-up shorten their step.
+_VARIANCE_INFLATION_TOLERANCE = 1.5
 
 
-def warm_up(context: WarmupContext, init_positions: Iterable[np.ndarray]) -> Adaptation:
-    """Find what all chains share.
+def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> Adaptation:
+    """Run all stages of the warm-up.
 
-    :param init_positions: first positions, of which the first finite ones are tried.
+    :param init_positions: positions of shape ``(d,)``, generated only as far as needed.
     """
-    if context.is_fully_specified:
-        return build_adaptation_from_settings(
-            context, context.find_finite_positions(init_positions, 1)[0]
+    rng, settings = create_warmup_rng(), inputs.settings
+    batched_gradients = create_batched_gradients(inputs)
+    if inputs.is_fully_specified:
+        (position,) = find_finite_positions(inputs, batched_gradients, init_positions, 1)
+        return build_adaptation_from_settings(inputs, batched_gradients, position)
+    candidates = list_candidates(inputs)
+    _start_compilation(inputs, batched_gradients, candidates)
+
+    init_result = find_init_positions(inputs, batched_gradients, init_positions)
+    inputs.progress.set_total(inputs.budget.max_gradient_evaluations)
+    inputs.progress.begin_stage("variational fit")
+    fits = fit_inits(inputs, batched_gradients, init_result, rng)
+    if _can_include_rows(inputs):
+        included_rows = find_influential_rows(
+            inputs.potential, inputs.arguments, fits[0].approximation, rng
         )
-    _start_compilation(context)
-    first, fits = locate_main_mode(context, *_collect_init_positions(context, init_positions))
-    everywhere = rescale_to_prior(context, first)
-    others = (
-        [] if everywhere else find_other_modes(context, first, fits)
-    )  # of no region there are none
-    context.progress.begin_stage("gradient noise")
-    are_visited, findings = context.settings.init_in_modes, []
-    if everywhere:
-        first = everywhere
-        findings.append(NON_IDENTIFIED_WARNING)
-        context.set_settings(
-            replace(context.settings, estimator=MinibatchGradient(), has_dominant_mode=False)
-        )
-    if others:
-        findings.append(
-            describe_other_modes(context.potential, first.positions, others, are_visited)
-        )
-    findings += find_nonadditive_plates(context.batched_gradients, first.preconditioner, first.q)
-    findings += find_inconsistent_gradients(
-        context.batched_gradients,
-        first.preconditioner,
-        first.q,
-        context.budget.num_consistency_lines,
+        batched_gradients = create_batched_gradients(inputs, included_rows)
+    pilot = _run_first_pilot(inputs, batched_gradients, init_result, fits[0], rng)
+    modes = find_modes(inputs, batched_gradients, pilot, fits, rng)
+
+    inputs.progress.begin_stage("gradient noise")
+    model_warnings = _check_model(inputs, batched_gradients, modes)
+    for model_warning in model_warnings:
+        warn_user(model_warning.message, model_warning.category)
+    if not modes.has_dominant_mode:
+        # Control variates need a reference in the bulk of the posterior.
+        candidates = Candidates((MinibatchGradient(),), settings.subsampling, False)
+    main = adapt_to_mode(
+        inputs, batched_gradients, candidates, modes.main, modes.has_dominant_mode, rng
     )
-    for finding in findings:
-        warn_user(finding.message)
-    adaptation = choose_sampler_settings(context, first, others if are_visited else ())
+    # The chains of all modes share the main mode's estimator and subsampling.
+    shared = Candidates((main.choice.estimator,), main.choice.subsampling, False)
+    others = [
+        adapt_to_mode(inputs, batched_gradients, shared, mode, modes.has_dominant_mode, rng)
+        for mode in (modes.others if settings.init_in_modes else ())
+    ]
+    adaptation = combine_modes(inputs, modes.main, main, others, modes.has_dominant_mode)
     return adaptation._replace(
-        model_warnings=tuple(findings), included_rows=context.batched_gradients.included_rows
+        model_warnings=model_warnings, included_rows=batched_gradients.included_rows
     )
 
 
-def fit_variational_mean(
-    context: WarmupContext, init_positions: Iterable[np.ndarray]
-) -> np.ndarray:
-    """Mean of the normal with the largest evidence bound."""
-    context.progress.begin_stage("start by volume")
-    mean: np.ndarray = _fit_all_inits(context, *_collect_init_positions(context, init_positions))[
-        0
-    ].approximation.mean
-    return mean
+def fit_variational_mean(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> np.ndarray:
+    """Return the mean of the variational fit with the largest ELBO, shape ``(d,)``."""
+    rng, batched_gradients = create_warmup_rng(), create_batched_gradients(inputs)
+    inputs.progress.begin_stage("variational fit")
+    init_result = find_init_positions(inputs, batched_gradients, init_positions)
+    best_fit, *_ = fit_inits(inputs, batched_gradients, init_result, rng)
+    return best_fit.approximation.mean
 
 
-def _start_compilation(context: WarmupContext) -> None:
-    """Begin to compile what the first stages run, while starts are looked for."""
-    settings, effort, target = context.settings, context.budget, context.potential
-    num_starts = 1 if settings.has_init_params else effort.num_whole_batch_inits
-    variational.precompile_mean_field(target, context.arguments, num_starts, effort.num_vi_steps)
-    if effort.prior_fit_batch_size and not settings.has_init_params:
-        variational.precompile_mean_field(
-            target,
-            context.arguments,
-            effort.num_prior_inits,
-            effort.num_vi_steps,
-            effort.prior_fit_batch_size,
+def create_batched_gradients(
+    inputs: WarmupInputs, included_rows: IncludedRows = ()
+) -> BatchedGradients:
+    """Create the gradients on minibatches that all stages share.
+
+    :param included_rows: influential observations in every minibatch, by plate.
+    """
+    return BatchedGradients(
+        inputs.potential, inputs.arguments, inputs.budget.num_representative_rows, included_rows
+    )
+
+
+def _start_compilation(
+    inputs: WarmupInputs, batched_gradients: BatchedGradients, candidates: Candidates
+) -> None:
+    """Start to compile the functions of the first stages, while initial positions are found."""
+    potential, arguments, settings = inputs.potential, inputs.arguments, inputs.settings
+    budget = inputs.budget
+    num_inits = 1 if settings.has_init_params else budget.num_whole_batch_inits
+    precompile_mean_field(potential, arguments, num_inits, budget.num_vi_steps)
+    if budget.prior_fit_batch_size and not settings.has_init_params:
+        precompile_mean_field(
+            potential,
+            arguments,
+            budget.num_prior_inits,
+            budget.num_vi_steps,
+            budget.prior_fit_batch_size,
         )
     matrix = settings.inverse_mass_matrix
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
-    pilot.precompile_pilot(
-        target, context.arguments, is_dense, effort.num_pilot_chains, effort.pilot_window_steps[0]
-    )
-    if _can_include_rows(context):
-        influential.precompile_influential_rows(target, context.arguments)
-    if any(e.needs_hessian for e in context.candidate_estimators):
-        context.batched_gradients.precompile_hessian()
+    num_chains, num_steps = budget.num_pilot_chains, budget.pilot_window_steps[0]
+    precompile_pilot(potential, arguments, is_dense, num_chains, num_steps)
+    if _can_include_rows(inputs):
+        precompile_influential_rows(potential, arguments)
+    if any(e.needs_hessian for e in candidates.estimators):
+        batched_gradients.precompile_hessian()
 
 
-def _collect_init_positions(
-    context: WarmupContext, init_positions: Iterable[np.ndarray]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Finite starts: the user's alone, or by the initialisation strategy, and from the prior."""
-    if context.settings.has_init_params:
-        return context.find_finite_positions(init_positions, 1), []
-    found, by_prior = context.find_finite_positions(init_positions, context.budget.num_inits), []
-    if num := context.budget.num_prior_inits:
-        by_prior = [
-            q
-            for q in generate_prior_positions(context.batched_gradients, num)
-            if context.batched_gradients.is_finite(q)
-        ]
-    return found, by_prior
+def _can_include_rows(inputs: WarmupInputs) -> bool:
+    """Return whether influential observations may be included in every minibatch.
 
-
-def locate_main_mode(
-    context: WarmupContext, init_positions: list[np.ndarray], prior_positions: list[np.ndarray]
-) -> tuple[Mode, list[VariationalFit]]:
-    """Where most of the posterior is.
-
-    :param init_positions: first positions; the fit that is best is gone on with.
-    :param prior_positions: others, whose fits may take fewer rows.
-    :return: also the fits, that one first.
+    They make control variates noisy, not minibatch gradients; noise compensation is for iid rows.
     """
-    context.progress.set_total(context.budget.max_gradient_evaluations)
-    context.progress.begin_stage("start by volume")
-    fits = _fit_all_inits(context, init_positions, prior_positions)
-    if _can_include_rows(context):
-        about = fits[0].approximation
-        context.set_included_rows(
-            influential.find_influential_rows(
-                context.potential, context.arguments, about, context.rng
+    settings = inputs.settings
+    may_need_reference = settings.estimator is None or settings.estimator.needs_reference
+    return may_need_reference and not settings.noise_compensation
+
+
+def _run_first_pilot(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    init_result: InitResult,
+    fit: VariationalFit,
+    rng: np.random.Generator,
+) -> PilotResult:
+    """Run pilot chains from the variational fit with the largest ELBO."""
+    approximation = fit.approximation
+    preconditioner = build_preconditioner_from_fit(inputs, batched_gradients, approximation)
+    if not preconditioner.is_finite():
+        center = init_result.positions[0]
+        preconditioner = Preconditioner(
+            center, preconditioner.factor, batched_gradients.full_gradient(center)
+        )
+    check_finite_gradient(inputs, preconditioner)
+    q = sample_pilot_q(inputs, preconditioner, approximation, rng)
+    window_steps = inputs.budget.pilot_window_steps
+    return run_pilot_windows(inputs, batched_gradients, preconditioner, q, window_steps, rng)
+
+
+def _check_model(
+    inputs: WarmupInputs, batched_gradients: BatchedGradients, modes: Modes
+) -> tuple[ModelWarning, ...]:
+    """Return warnings about the modes, and about a wrong gradient or likelihood."""
+    model_warnings: list[ModelWarning] = []
+    if not modes.has_dominant_mode:
+        model_warnings.append(NON_IDENTIFIED_WARNING)
+    if modes.others:
+        model_warnings.append(
+            describe_other_modes(
+                inputs.potential, modes.main.positions, modes.others, inputs.settings.init_in_modes
             )
         )
-    whitening = _build_preconditioner_from_fit(context, fits[0].approximation)
-    if not whitening.is_finite():
-        whitening = context.build_preconditioner(init_positions[0], whitening.factor)
-    context.check_finite_gradient(whitening)
-    q = _sample_pilot_positions(context, whitening, fits[0].approximation)
-    return _run_global_pilot(context, whitening, q, context.budget.pilot_window_steps), fits
+    preconditioner, q = modes.main.preconditioner, modes.main.q
+    model_warnings += find_nonadditive_plates(batched_gradients, preconditioner, q)
+    model_warnings += find_inconsistent_gradients(
+        batched_gradients, preconditioner, q, inputs.budget.num_consistency_lines
+    )
+    return tuple(model_warnings)
 
 
-def _can_include_rows(context: WarmupContext) -> bool:
-    """Whether rows may be in every minibatch: they are those that make control variates noisy, and
-    what noise is left is not that of single rows, which is compensated.
+@dataclass(frozen=True)
+class ModeSettings:
+    """The settings of chains in one mode.
+
+    - **preconditioner** - coordinates in the model's type.
+    - **choice** - gradient estimator and subsampling.
+    - **step** - step size and its predicted effects.
+    - **num_steps** - steps per iteration.
+    - **relaxation_time** - time between approximately independent draws.
+    - **noise_covariance** - covariance of compensated gradient noise, or None.
+    - **monitor_gradients** - gradients from which the bias is estimated.
+    - **noise** - gradient noise and curvature.
     """
-    settings = context.settings
-    is_plain = settings.estimator is not None and not settings.estimator.needs_reference
-    return not (is_plain or settings.noise_compensation)
+
+    preconditioner: Preconditioner
+    choice: SubsamplingChoice
+    step: StepSizeChoice
+    num_steps: int
+    relaxation_time: float
+    noise_covariance: GradientNoiseCovariance | None
+    monitor_gradients: MonitorGradients
+    noise: NoiseMeasurement
 
 
-def _build_preconditioner_from_fit(context: WarmupContext, fit: MeanField) -> Preconditioner:
-    """Coordinates in which a fit is the standard normal, or as the user has given them."""
-    settings, matrix = context.settings, context.settings.inverse_mass_matrix
-    factor = np.diag(fit.sd) if settings.is_dense else fit.sd
-    return context.build_preconditioner(
-        fit.mean, factor if matrix is None else factorize_covariance(matrix)
+def adapt_to_mode(
+    inputs: WarmupInputs,
+    batched_gradients: BatchedGradients,
+    candidates: Candidates,
+    pilot: PilotResult,
+    has_dominant_mode: bool,
+    rng: np.random.Generator,
+) -> ModeSettings:
+    """Choose estimator, subsampling, step size and steps per iteration of chains in one mode."""
+    settings, dynamics = inputs.settings, inputs.settings.dynamics
+    preconditioner, q = pilot.preconditioner, pilot.q
+    noise = measure_gradient_noise(inputs, batched_gradients, candidates, preconditioner, q, rng)
+    choice = choose_subsampling(inputs, candidates, noise)
+    bound_dynamics = settings.bind_dynamics(preconditioner.cast(inputs.potential.dtype))
+    step = choose_step_size(
+        inputs,
+        batched_gradients,
+        choice,
+        noise.max_curvature,
+        bound_dynamics,
+        preconditioner,
+        q,
+        has_dominant_mode,
+        rng,
+    )
+    step_size = float(step.step_size)
+    relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
+    num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
+    warn_about_gradient_noise(inputs, candidates, choice, step, noise.max_curvature, num_steps)
+    warn_about_user_step_size(
+        inputs, choice, step, noise.max_curvature, bound_dynamics, has_dominant_mode
+    )
+    chain_preconditioner = _add_reference_hessian(
+        batched_gradients, preconditioner, choice.estimator
+    ).cast(inputs.potential.dtype)
+    noise_covariance = None
+    if settings.noise_compensation and inputs.potential.plates:
+        noise_covariance = measure_noise_to_compensate(
+            inputs, batched_gradients, chain_preconditioner, q, choice, step_size, rng
+        )
+    monitor_gradients = choose_monitor_gradients(
+        inputs,
+        batched_gradients,
+        candidates,
+        choice,
+        noise,
+        step_size,
+        num_steps,
+        preconditioner,
+        q,
+        rng,
+    )
+    return ModeSettings(
+        chain_preconditioner,
+        choice,
+        step,
+        num_steps,
+        float(relaxation_time),
+        noise_covariance,
+        monitor_gradients,
+        noise,
     )
 
 
-def _sample_pilot_positions(
-    context: WarmupContext, preconditioner: Preconditioner, fit: MeanField
-) -> np.ndarray:
-    """Whitened starts of the pilot chains, as a fit spreads."""
-    noise = context.rng.standard_normal((context.budget.num_pilot_chains, context.potential.dim))
-    return preconditioner.solve(fit.sd * noise)
+def combine_modes(
+    inputs: WarmupInputs,
+    pilot: PilotResult,
+    main: ModeSettings,
+    others: Sequence[ModeSettings],
+    has_dominant_mode: bool,
+) -> Adaptation:
+    """Return the adaptation of chains that run in all modes: the shortest step, the most steps.
+
+    :param pilot: pilot chains of the main mode.
+    :param main: settings of the main mode.
+    :param others: settings of the other modes in which chains start.
+    """
+    settings, step, all_modes = inputs.settings, main.step, (main, *others)
+    step_size = min(mode.step.step_size for mode in all_modes)
+    limits = step.trace.limits
+    if others and settings.step_size is None:
+        limits = (*limits, StepSizeLimit("other_modes", float(step_size)))
+    allowed_variance_inflation = None
+    if settings.step_size is None:
+        allowed_variance_inflation = max(
+            2.0 * settings.target_sd_bias, _VARIANCE_INFLATION_TOLERANCE * step.variance_inflation
+        )
+    trace = AdaptationTrace(
+        step_size_limits=StepSizeTrace(limits),
+        max_curvature=main.noise.max_curvature,
+        noise_variances=main.noise.tabulate_variances() if inputs.potential.plates else {},
+        variance_inflation=float(step.variance_inflation),
+        mean_bias=step.mean_bias.compute_max(float(step.step_size)),
+        num_pilot_windows=len(pilot.window_medians),
+        r_hat=pilot.r_hat,
+    )
+    return Adaptation(
+        preconditioner=main.preconditioner,
+        step_size=step_size,
+        num_steps=max(mode.num_steps for mode in all_modes),
+        estimator=main.choice.estimator,
+        subsampling=main.choice.subsampling,
+        gradient_noise_covariance=main.noise_covariance,
+        noise_stats=step.noise_stats,
+        monitor_gradients=main.monitor_gradients,
+        allowed_variance_inflation=allowed_variance_inflation,
+        relaxation_time=max(mode.relaxation_time for mode in all_modes),
+        other_mode_preconditioners=tuple(mode.preconditioner for mode in others),
+        has_dominant_mode=has_dominant_mode,
+        trace=trace,
+    )
 
 
-def _run_global_pilot(
-    context: WarmupContext,
+def build_adaptation_from_settings(
+    inputs: WarmupInputs, batched_gradients: BatchedGradients, position: np.ndarray
+) -> Adaptation:
+    """Return the user's settings, centered at an initial position, without any measurement."""
+    settings, potential = inputs.settings, inputs.potential
+    matrix, step_size, num_steps = (
+        settings.inverse_mass_matrix,
+        settings.step_size,
+        settings.num_steps,
+    )
+    estimator, subsampling = settings.estimator, settings.subsampling
+    if not potential.plates:  # every step takes the whole data
+        estimator, subsampling = MinibatchGradient(), subsampling or IIDSubsampling()
+    assert matrix is not None
+    assert step_size is not None
+    assert num_steps is not None
+    assert estimator is not None
+    assert subsampling is not None
+    factor = factorize_covariance(matrix)
+    preconditioner = Preconditioner(position, factor, np.zeros_like(position))
+    if estimator.needs_reference:
+        preconditioner = Preconditioner(position, factor, batched_gradients.full_gradient(position))
+        check_finite_gradient(inputs, preconditioner)
+        preconditioner = _add_reference_hessian(batched_gradients, preconditioner, estimator)
+    # Separate gradients are worth their cost only if it is spread over many steps.
+    uses_steps = subsampling.is_independent or num_steps < MONITOR_INTERVAL
+    separate = choose_separate_gradients({estimator: 0.0}, estimator, uses_steps, num_steps)
+    return Adaptation(
+        preconditioner=preconditioner.cast(potential.dtype),
+        step_size=step_size,
+        num_steps=num_steps,
+        estimator=estimator,
+        subsampling=subsampling,
+        gradient_noise_covariance=None,
+        noise_stats=UNKNOWN_NOISE if potential.plates else NO_NOISE,
+        monitor_gradients=separate or choose_step_gradients(potential.dim, num_steps),
+        allowed_variance_inflation=None,
+        relaxation_time=float(settings.dynamics.relaxation_time(step_size)),
+        uses_init_strategy=not settings.has_init_params,
+    )
+
+
+def _add_reference_hessian(
+    batched_gradients: BatchedGradients,
     preconditioner: Preconditioner,
-    q: np.ndarray,
-    window_steps: Sequence[int],
-    known_modes: Sequence[Mode] = (),
-) -> Mode:
-    """Where pilot chains come to, a window at a time, until they agree.
-
-    :param known_modes: modes of which chains that have come there need go no further.
-    """
-    chains, shorter = len(q), 1.0
-    mode = Mode(preconditioner, q, r_hat=np.inf)
-    for num_steps in window_steps:
-        context.progress.begin_stage("pilot chains")
-        estimator, step_size, noise = _choose_pilot_step(
-            context, mode.preconditioner, mode.q, shorter
-        )
-        draws = run_pilot(
-            context.batched_gradients.step_potential,
-            context.arguments,
-            mode.preconditioner.cast(context.potential.dtype),
-            mode.q,
-            step_size,
-            num_steps,
-            context.rng,
-            estimator,
-            context.progress,
-        )
-        alive = _find_surviving_chains(context, mode.preconditioner, draws)
-        if alive.sum() <= chains // 2:
-            shorter *= 4.0
-            mode = mode._replace(q=mode.q / 2.0)
-            continue
-        found = draws[alive].astype(np.float64)
-        if known_modes:
-            at_end = mode.preconditioner.to_position(found[:, -1])
-            stays = find_chains_outside_modes(at_end, [other.positions for other in known_modes])
-            found = found[stays] if stays.sum() > 1 else found
-        ends = found[context.rng.choice(len(found), chains), -1]
-        ends[: len(found)] = found[:, -1]
-        ends = mode.preconditioner.to_position(ends)
-        trail = (
-            *mode.window_medians,
-            mode.preconditioner.to_position(np.median(found.mean(1), axis=0)),
-        )
-        mode = mode._replace(
-            is_converged=_is_pilot_converged(found),
-            r_hat=_compute_max_r_hat(found),
-            window_medians=trail,
-        )
-        if not _is_distinct_mode(context, mode, ends, known_modes):
-            q = mode.preconditioner.solve(ends - mode.preconditioner.center)
-            return mode._replace(q=q, is_distinct=False)
-        moved = update_preconditioner(context, mode.preconditioner, found, noise, mode.is_converged)
-        if moved is None:
-            shorter *= 2.0
-            mode = mode._replace(is_converged=False)
-            continue
-        mode = mode._replace(preconditioner=moved, q=moved.solve(ends - moved.center))
-        if mode.is_converged:
-            break
-    return mode
-
-
-def find_other_modes(
-    context: WarmupContext, main_mode: Mode, fits: list[VariationalFit]
-) -> list[Mode]:
-    """Other modes of comparable mass that the fits have found.
-
-    :param main_mode: where the pilot chains have ended.
-    :param fits: the first is the one that they have gone on with.
-    """
-    known = [main_mode]
-    # How far from its mode a fit may end.
-    unsure = np.abs(fits[0].approximation.mean - main_mode.positions.mean(0))
-    for fit in select_candidate_fits(fits):
-        if any(is_fit_near(fit, other.positions, unsure) for other in known):
-            continue
-        there = _build_preconditioner_from_fit(context, fit.approximation)
-        if not there.is_finite():
-            continue
-        starts = _sample_pilot_positions(context, there, fit.approximation)
-        windows = context.budget.pilot_window_steps[:_MAX_MODE_WINDOWS]
-        mode = _run_global_pilot(context, there, starts, windows, known)
-        is_coming = any(is_drifting_towards(mode, other.positions) for other in known)
-        if not mode.is_distinct or is_coming:
-            continue
-        if not mode.is_converged and not _has_barrier_to_all(context, mode, known):
-            continue
-        less = _compute_log_mass(context, main_mode.preconditioner) - _compute_log_mass(
-            context, mode.preconditioner
-        )
-        if less < MAX_LOG_MASS_DEFICIT_NATS:
-            known.append(mode._replace(log_mass_deficit=less))
-    return known[1:]
-
-
-def _is_distinct_mode(
-    context: WarmupContext, mode: Mode, last_positions: np.ndarray, known_modes: Sequence[Mode]
-) -> bool:
-    """Whether pilot chains are apart from all others, and once they have settled barred as well.
-
-    :param last_positions: their last positions, shape ``(n, d)``.
-    """
-    are_all_apart = all(
-        len(find_separated_coordinates(last_positions, other.positions)) for other in known_modes
+    estimator: GradientEstimator,
+) -> Preconditioner:
+    """Return the preconditioner with the full-data Hessian at its center if that is needed."""
+    if not estimator.needs_hessian or preconditioner.reference_hessian is not None:
+        return preconditioner
+    return preconditioner._replace(
+        reference_hessian=batched_gradients.full_hessian(preconditioner.center)
     )
-    return are_all_apart and not (
-        mode.is_converged and not _has_barrier_to_all(context, mode, known_modes)
-    )
-
-
-def _compute_log_mass(context: WarmupContext, preconditioner: Preconditioner) -> float:
-    """Logarithm of a mode's mass up to a constant, by its potential on all rows and its spread."""
-    (potential,) = context.batched_gradients.full_potentials(preconditioner.center[None])
-    return preconditioner.log_det - float(potential)
-
-
-def _has_barrier_to_all(context: WarmupContext, mode: Mode, known_modes: Sequence[Mode]) -> bool:
-    """Whether on all rows the density falls between a mode and each other."""
-    lines = (interpolate_line(other.center, mode.center) for other in known_modes)
-    return all(has_barrier(context.batched_gradients.full_potentials(line)) for line in lines)
-
-
-def _fit_all_inits(
-    context: WarmupContext, init_positions: list[np.ndarray], prior_positions: list[np.ndarray]
-) -> list[VariationalFit]:
-    """The normals to which the starts lead, that with the largest evidence bound first."""
-
-    def lead(starts: list[np.ndarray], few_rows: int | None) -> list[MeanField]:
-        def draw_rows(shape: tuple[int, ...]) -> Indices:
-            rows = context.sample_indices(shape, IIDSubsampling())
-            return {name: some[..., :few_rows] for name, some in rows.items()}
-
-        return variational.fit_mean_field(
-            context.potential,
-            context.arguments,
-            np.stack(starts),
-            draw_rows,
-            context.budget.num_vi_steps,
-            context.rng,
-            context.progress,
-        )
-
-    if context.budget.prior_fit_batch_size and prior_positions:
-        fits = lead(init_positions, None) + lead(
-            prior_positions, context.budget.prior_fit_batch_size
-        )
-    else:
-        fits = lead(init_positions + prior_positions, None)
-    noise = context.rng.standard_normal((_NUM_ELBO_SAMPLES // 2, context.potential.dim))
-    noise = np.concatenate([noise, -noise])
-    found = []
-    for fit in fits:
-        potentials = context.batched_gradients.evaluate_on_subset(fit.mean + fit.sd * noise)[0]
-        bound = float(np.log(fit.sd).sum() - potentials.mean())
-        found.append(VariationalFit(fit, bound if np.isfinite(bound) else -np.inf))
-    return sorted(found, key=lambda fit: -fit.elbo)
-
-
-def _choose_pilot_step(
-    context: WarmupContext, preconditioner: Preconditioner, q: np.ndarray, step_divisor: float
-) -> tuple[GradientEstimator, float, GradientNoiseStats]:
-    """Plain gradients or control variates, whichever goes further, and how far a step may go.
-
-    :return: these, and the noise of the one with an anchor, if there is one.
-    """
-    both: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
-    if context.potential.is_stochastic:
-        both = (MinibatchGradient(),)
-    noise = context.measure_gradient_noise(preconditioner, q, both, IIDSubsampling())
-    curvature = context.measure_max_curvature(preconditioner, q[:_NUM_CURVATURE_POSITIONS])
-    longest = MAX_PILOT_STEP_SIZE / step_divisor
-    step_sizes = {
-        e: limit_step_size_by_noise(
-            PILOT_DYNAMICS, longest, noise[e], curvature, _GLOBAL_PILOT_TARGET_SD_BIAS
-        )[0]
-        for e in both
-    }
-    estimator = max(both, key=lambda e: (step_sizes[e], e.needs_reference))
-    return estimator, step_sizes[estimator], noise[both[-1]]
-
-
-def _find_surviving_chains(
-    context: WarmupContext, preconditioner: Preconditioner, draws: np.ndarray
-) -> np.ndarray:
-    """Which chains neither ran off nor ended where there is no density.
-
-    :param draws: whitened draws, shape ``(chains, draws, d)``.
-    """
-    alive = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _MAX_PILOT_DISTANCE_SD)
-    ends = np.where(alive[:, None], draws[:, -1], 0.0)
-    values, _ = context.batched_gradients.evaluate_on_subset(
-        preconditioner.to_position(ends.astype(np.float64))
-    )
-    return np.asarray(alive & np.isfinite(values))
-
-
-def _is_pilot_converged(draws: np.ndarray) -> bool:
-    """Whether the chains agree, and lie about the anchor.
-
-    :param draws: whitened draws, shape ``(chains, draws, d)``.
-    """
-    away = np.abs(draws.mean((0, 1))).max()
-    return bool(_compute_max_r_hat(draws) < MAX_CONVERGED_R_HAT and away < _MAX_CENTER_SHIFT_SD)
-
-
-def _compute_max_r_hat(draws: np.ndarray) -> float:
-    """The largest of any coordinate."""
-    means, within = draws.mean(1), draws.var(1).mean(0)
-    r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
-    return float(r_hat.max())

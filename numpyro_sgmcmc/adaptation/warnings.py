@@ -1,142 +1,243 @@
-"""What the user is told of the gradient's noise, and which minibatch would serve better.
+"""Warnings of the warm-up about data order, gradient noise, discretisation and step size.
 
-The variance of the noise, and with it how far the means move, is inversely proportional to the
-number of rows: so it is known what a draw would cost with more of them.
-
-What is wrong with a step size that is given, told before any sampling.
+They are issued before any sampling, where the predicted bias exceeds the target or a draw costs far
+more than it need. The variance of the gradient noise, and with it the bias of means, is inversely
+proportional to the batch size, so that the cost of a draw with a larger batch size is known; the
+cheapest within the target is recommended.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.context import WarmupContext
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
+from numpyro_sgmcmc.adaptation.settings import Candidates, SubsamplingChoice, WarmupInputs
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
+    MEAN_BIAS_TO_TARGET_RATIO,
+    StepSizeChoice,
     choose_num_steps,
     compute_draw_variance_inflation,
     compute_effective_curvature,
     compute_stability_limit,
     limit_step_size_by_noise,
+    recommend_step_size,
     simulate_sd_inflation,
 )
-from numpyro_sgmcmc.data.subsampling import Subsampling
 from numpyro_sgmcmc.dynamics import Dynamics, UnderdampedLangevin
-from numpyro_sgmcmc.errors import warn_user
-from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
+from numpyro_sgmcmc.errors import (
+    DataOrderWarning,
+    DiscretisationWarning,
+    GradientNoiseWarning,
+    StepSizeWarning,
+    warn_user,
+)
 
 __all__ = [
-    "MEAN_BIAS_TO_TARGET_RATIO",
-    "PredictedMeanBias",
-    "StepSizeLimits",
-    "describe_scaled_batch_sizes",
     "is_thermostat_active",
     "warn_about_gradient_noise",
+    "warn_about_uncompensated_noise",
     "warn_about_user_step_size",
     "warn_sorted_data",
 ]
 
-MEAN_BIAS_TO_TARGET_RATIO = 1.2  # of the target: how far noise may move a mean, in sds
-
-
-_MAX_ADVISED_COST_RATIO = 2 / 3  # of the work: worth a word
-
-
-_ACCEPTABLE_STEPS_PER_DRAW = 50  # no word where a draw takes no more
-
-
+# Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
+# is issued from this multiple of what is allowed, for means and for variances.
+_MIN_WARNED_MEAN_BIAS_RATIO, _MIN_WARNED_VARIANCE_INFLATION_RATIO = 2.0, 3.0
+_MAX_ADVISED_COST_RATIO = 2 / 3  # of the computation that a recommendation leaves
+_ACCEPTABLE_STEPS_PER_DRAW = 50  # up to so many steps no recommendation is made
 _BATCH_SIZE_FACTORS = 2.0 ** np.arange(1, 21)
-
-
-_STEP_OVERHEAD_ROWS = 100  # whose gradients cost about what a step does besides
+_STEP_OVERHEAD_ROWS = 100  # observations whose gradients cost as much as the rest of a step
 
 
 def warn_sorted_data(noise_variance_ratio: float) -> None:
-    """Tell that random rows are used in place of blocks.
+    """Warn that random minibatches are used in place of contiguous ones.
 
-    :param noise_variance_ratio: how much noisier blocks are.
+    :param noise_variance_ratio: noise variance of contiguous minibatches over that of random ones.
     """
     warn_user(
-        f"Blocks of consecutive rows seem {noise_variance_ratio:.1f} times as noisy as random rows, as if these "
-        "were sorted by something that matters. Random rows are used instead, which cost more a "
-        "step; to spare that, shuffle the data once: i = numpy.random.permutation(len(y)); "
-        "X, y = X[i], y[i]."
+        "The data appear to be sorted: contiguous minibatches are "
+        f"{noise_variance_ratio:.1f} times as noisy as random ones.",
+        DataOrderWarning,
+        "shuffle the rows once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]. Until "
+        "then shuffled minibatches are used, which are slower.",
+        "sorted-data",
     )
 
 
-class PredictedMeanBias(NamedTuple):
-    """How far the posterior's means are predicted to be off, in sds.
+def warn_about_uncompensated_noise(ratios: np.ndarray, step_size: float) -> None:
+    """Warn that gradient noise exceeds the injected noise.
 
-    - **noise_bias_per_step_size** - by the gradient's noise, over the step size, shape ``(d,)``.
-    - **bias_per_variance_inflation** - by the step's own error, over the relative excess of variance that it makes.
-    - **discretisation_variance_inflation** - maps a step size to that excess.
+    :param ratios: variance of the gradient noise over that of the injected noise, per direction.
     """
+    num_directions, sd_inflation = (ratios > 1.0).sum(), np.sqrt(ratios.max()) - 1.0
+    warn_user(
+        f"Noise compensation is incomplete in {num_directions} of {len(ratios)} directions: SDs "
+        f"will be up to {100 * sd_inflation:.0f}% too wide.",
+        GradientNoiseWarning,
+        f"use a step_size below {step_size:.3g} or a larger subsample_size.",
+        "noise-compensation",
+    )
 
-    noise_bias_per_step_size: np.ndarray
-    bias_per_variance_inflation: np.ndarray
-    discretisation_variance_inflation: Callable[[float], float]
 
-    @classmethod
-    def zero(cls) -> PredictedMeanBias:
-        """Means that stay."""
-        return cls(np.zeros(1), np.zeros(1), lambda step_size: 0.0)
+def is_thermostat_active(
+    inputs: WarmupInputs, noise_stats: GradientNoiseStats, step_size: float
+) -> bool:
+    """Return whether a thermostat has to remove more noise than the target allows.
 
-    def compute_max(self, step_size: float, batch_size_factor: float = 1.0) -> float:
-        """The largest, with minibatches so many times as large."""
-        by_step = self.bias_per_variance_inflation * self.discretisation_variance_inflation(
-            step_size
+    The variance inflation is compared with the target for SDs, that is with half of the variance
+    inflation at which SDs reach the target.
+    """
+    dynamics = inputs.settings.dynamics
+    inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
+    return dynamics.has_thermostat and inflation > inputs.settings.target_sd_bias
+
+
+def warn_about_gradient_noise(
+    inputs: WarmupInputs,
+    candidates: Candidates,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    max_curvature: float,
+    num_steps: int,
+) -> None:
+    """Warn where noise or discretisation exceed the target, are costly, or mislead a thermostat.
+
+    Of a user-given step size only the last is reported.
+
+    :param num_steps: steps per draw.
+    """
+    settings, potential = inputs.settings, inputs.potential
+    target, step_size = settings.target_sd_bias, float(step.step_size)
+    is_unrestricted = (  # nothing but noise and means shortens steps
+        settings.num_steps is None
+        and candidates.is_estimator_free
+        and potential.local_latents is None
+        and settings.dynamics.has_default_settings
+    )
+    if settings.step_size is None and potential.plates:
+        mean_bias = step.mean_bias.by_noise.compute_max(step_size)
+        if step.variance_inflation > 2.0 * target:
+            sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
+            cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
+            warn_user(
+                f"Posterior SDs are predicted to be {100 * sd_inflation:.2g}% too wide by gradient "
+                f"noise (target_sd_bias: {100 * target:.2g}%).",
+                GradientNoiseWarning,
+                _describe_remedies(inputs, cheapest),
+                "gradient-noise-sds",
+            )
+        elif mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * MEAN_BIAS_TO_TARGET_RATIO * target:
+            cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
+            warn_user(
+                f"Gradient noise is predicted to bias posterior means by {mean_bias:.2g} SD.",
+                GradientNoiseWarning,
+                _describe_remedies(inputs, cheapest),
+                "gradient-noise-means",
+            )
+        elif is_unrestricted and num_steps > _ACCEPTABLE_STEPS_PER_DRAW:
+            _advise_batch_size(inputs, candidates, choice, step, max_curvature, num_steps)
+    if settings.step_size is None:
+        _advise_integrator(inputs, step)
+    is_dependent = not choice.subsampling.is_independent
+    if is_dependent and is_thermostat_active(inputs, choice.noise_stats, step_size):
+        warn_user(
+            f"subsampling={choice.subsampling.name!r} misleads the thermostat, since its noise "
+            "cancels over an epoch: SDs may be too narrow.",
+            GradientNoiseWarning,
+            "use a larger subsample_size, or a kernel without a thermostat."
+            if potential.local_latents is not None
+            else "use subsampling='iid', or leave `subsampling` out.",
+            "thermostat-subsampling",
         )
-        return float(
-            np.abs(self.noise_bias_per_step_size * step_size / batch_size_factor + by_step).max()
-        )
 
-    def limit_step_size(
-        self, step_size: float, min_step_size: float, max_mean_bias: float, batch_size_factor: float
-    ) -> float:
-        """The longest step size from one to another at which no mean is further off than allowed;
-        the shortest where there is none.
-        """
-        while (
-            step_size > min_step_size
-            and self.compute_max(step_size, batch_size_factor) > max_mean_bias
-        ):
-            step_size = max(0.97 * step_size, min_step_size)
-        return step_size
+
+def warn_about_user_step_size(
+    inputs: WarmupInputs,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    max_curvature: float,
+    bound_dynamics: Dynamics,
+    has_dominant_mode: bool,
+) -> None:
+    """Warn where the user's step size is predicted to make SDs or means clearly wrong.
+
+    Not for schedules and traced step sizes, with which chains take other steps, and not where no
+    dominant mode was found, so that nothing can be predicted.
+
+    :param bound_dynamics: the SDE in preconditioned coordinates.
+    """
+    settings, dynamics = inputs.settings, bound_dynamics
+    step_size, target = settings.step_size, settings.target_sd_bias
+    if step_size is None or not (settings.has_constant_step_size and has_dominant_mode):
+        return
+    noise_inflation = step.variance_inflation
+    if settings.noise_compensation:  # `warn_about_uncompensated_noise` covers this
+        noise_inflation = 0.0
+    elif (
+        noise_inflation > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target
+        and dynamics.has_thermostat
+        and not dynamics.linear_approximation
+    ):
+        # It removes a part of the noise that only a simulation shows.
+        simulated = _simulate_variance_inflation(
+            inputs, dynamics, step_size, choice.noise_stats.variance
+        )
+        noise_inflation = min(noise_inflation, simulated)
+    discretisation_inflation = _compute_discretisation_inflation(
+        inputs, max_curvature, dynamics, step_size
+    )
+    # The share of the noise that does not cancel over an epoch, for means as for variances.
+    iid_inflation = dynamics.variance_inflation(
+        choice.noise_stats.variance, step_size, choice.noise_stats.position_dependent_fraction
+    )
+    uncancelled = min(1.0, noise_inflation / iid_inflation) if iid_inflation > 0.0 else 1.0
+    bias = step.mean_bias._replace(
+        noise_bias_per_step_size=uncancelled * step.mean_bias.noise_bias_per_step_size
+    )
+    effects = []
+    total_inflation = noise_inflation + discretisation_inflation
+    if abs(total_inflation) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target:
+        effects.append(_describe_sd_bias(dynamics, discretisation_inflation, total_inflation))
+    max_mean_bias, is_moving = (
+        bias.compute_max(step_size),
+        -1.0 < discretisation_inflation < math.inf,
+    )
+    allowed_mean_bias = MEAN_BIAS_TO_TARGET_RATIO * target
+    if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
+        effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
+    if not effects:
+        return
+    recommended = recommend_step_size(inputs, bound_dynamics, choice, step.mean_bias)
+    remedies = [f"step_size={recommended:.2g}, or leave `step_size` out"]
+    batch_size_factor = max(
+        noise_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
+    )
+    if batch_size_factor > 2.0:  # otherwise it is not noise that makes them wrong
+        sizes = _scale_batch_sizes(inputs, batch_size_factor)
+        remedies.append(_describe_batch_sizes(inputs, sizes))
+        if settings.estimator is not None and not settings.estimator.needs_reference:
+            remedies.append("gradient_estimator='auto'")
+    warn_user(
+        f"step_size={step_size:.3g} is predicted to {' and '.join(effects)} "
+        f"(target_sd_bias: {100 * target:.2g}%).",
+        StepSizeWarning,
+        f"{'; or '.join(remedies)}.",
+        "user-step-size",
+    )
 
 
 @dataclass(frozen=True)
-class StepSizeLimits:
-    """What limits the step size.
+class _DrawCost:
+    """The computation per draw with larger minibatches.
 
-    - **estimator** - the gradient's.
-    - **noise_stats** - its noise.
-    - **max_curvature** - the largest, whitened.
-    - **integrator_step_size** - step size that suits an exact gradient.
-    - **mean_bias** - how far the posterior's means are off.
-    - **step_size_before_mean_bias** - the step size before these shortened it.
-    """
-
-    estimator: GradientEstimator
-    noise_stats: GradientNoiseStats
-    max_curvature: float
-    integrator_step_size: float
-    mean_bias: PredictedMeanBias
-    step_size_before_mean_bias: float
-
-
-class _DrawCost(NamedTuple):
-    """
-    - **batch_sizes** - rows of a minibatch, by plate.
-    - **num_steps** - steps a draw.
-    - **cost** - gradients of single rows, those of an estimator by their cost, from one draw to one
-      that is about independent, which may be further than a draw's steps.
-    - **is_within_target** - whether noise stays within the target.
+    - **batch_sizes** - batch size by plate.
+    - **num_steps** - steps per draw.
+    - **cost** - gradients of single observations per independent draw.
+    - **is_within_target** - whether gradient noise keeps within the target.
     """
 
     batch_sizes: dict[str, int]
@@ -145,355 +246,213 @@ class _DrawCost(NamedTuple):
     is_within_target: bool
 
 
-def _compute_draw_cost(
-    context: WarmupContext, limits: StepSizeLimits, batch_size_factor: float
+def _find_cheapest_draw(
+    inputs: WarmupInputs,
+    candidates: Candidates,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    max_curvature: float,
 ) -> _DrawCost:
-    """What a draw takes with minibatches so many times as large, at most all rows."""
-    settings, dynamics = context.settings, context.settings.dynamics
-    sizes = _scale_batch_sizes(context, batch_size_factor)
-    is_independent = settings.subsampling is not None and settings.subsampling.is_independent
-    is_all = all(sizes[p.name] == p.size for p in context.potential.plates) and not is_independent
-    of_estimator, noise = limits.estimator.relative_cost, limits.noise_stats
-    noise = noise._replace(
-        variance=noise.variance / batch_size_factor,
-        mean_variance=noise.mean_variance / batch_size_factor,
-        batches_per_epoch=math.ceil(noise.batches_per_epoch / batch_size_factor),
+    """Return the cheapest of larger batch sizes within the target, or the largest."""
+    costs = [
+        _compute_draw_cost(inputs, candidates, choice, step, max_curvature, float(factor))
+        for factor in _BATCH_SIZE_FACTORS
+    ]
+    return min((c for c in costs if c.is_within_target), key=lambda c: c.cost, default=costs[-1])
+
+
+def _compute_draw_cost(
+    inputs: WarmupInputs,
+    candidates: Candidates,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    max_curvature: float,
+    batch_size_factor: float,
+) -> _DrawCost:
+    """Predict the cost of a draw with batch sizes so many times as large, up to the whole data."""
+    settings, dynamics, potential = inputs.settings, inputs.settings.dynamics, inputs.potential
+    batch_sizes = _scale_batch_sizes(inputs, batch_size_factor)
+    is_independent = candidates.subsampling is not None and candidates.subsampling.is_independent
+    is_full_data = (
+        all(batch_sizes[p.name] == p.size for p in potential.plates) and not is_independent
     )
-    if is_all:
-        of_estimator, noise = 1.0, NO_NOISE
-    bias = settings.target_sd_bias
-    step_size, inflation = limit_step_size_by_noise(
+    relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
+    noise_stats = noise_stats._replace(
+        variance=noise_stats.variance / batch_size_factor,
+        mean_variance=noise_stats.mean_variance / batch_size_factor,
+        batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / batch_size_factor),
+    )
+    if is_full_data:
+        relative_cost, noise_stats, batch_size_factor = 1.0, NO_NOISE, math.inf
+    step_size, variance_inflation = limit_step_size_by_noise(
         dynamics,
-        limits.integrator_step_size,
-        noise,
-        limits.max_curvature,
-        bias,
+        dynamics.integrators[settings.integrator].step_size,
+        noise_stats,
+        max_curvature,
+        settings.target_sd_bias,
         settings.noise_compensation,
     )
-    shortest = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
-    batch_size_factor = math.inf if is_all else batch_size_factor
-    allowed = MEAN_BIAS_TO_TARGET_RATIO * bias
-    shorter = limits.mean_bias.limit_step_size(step_size, shortest, allowed, batch_size_factor)
-    time = dynamics.relaxation_time(shorter, noise.variance)
-    num_steps, needed = choose_num_steps(time, shorter), max(1.0, time / shorter)
-    is_right = (
-        inflation <= bias and limits.mean_bias.compute_max(shorter, batch_size_factor) <= allowed
+    min_step_size = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
+    allowed_mean_bias = MEAN_BIAS_TO_TARGET_RATIO * settings.target_sd_bias
+    step_size = step.mean_bias.limit_step_size(
+        step_size, min_step_size, allowed_mean_bias, batch_size_factor
     )
-    work = needed * (_STEP_OVERHEAD_ROWS + sum(sizes.values()) * of_estimator)
-    return _DrawCost(sizes, num_steps, work, is_right)
-
-
-def _scale_and_round_up(batch_size: int, batch_size_factor: float, max_batch_size: int) -> int:
-    """To two significant digits, upwards."""
-    unit = 10 ** max(0, math.floor(math.log10(batch_size * batch_size_factor)) - 1)
-    return min(max_batch_size, math.ceil(batch_size * batch_size_factor / unit) * unit)
-
-
-def _scale_batch_sizes(context: WarmupContext, batch_size_factor: float) -> dict[str, int]:
-    """Rows of minibatches so many times as large, by plate; at most all."""
-    return {
-        p.name: _scale_and_round_up(p.subsample_size, batch_size_factor, p.max_subsample_size)
-        for p in context.potential.plates
-    }
-
-
-def _describe_batch_sizes(context: WarmupContext, batch_sizes: dict[str, int]) -> str:
-    """Rows of a minibatch by plate, in words."""
-    return " and ".join(
-        f"of '{p.name}' {'all' if batch_sizes[p.name] == p.size else 'about'} {batch_sizes[p.name]}"
-        for p in context.potential.plates
+    relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
+    # An independent draw may be further away than the steps of a draw.
+    steps_per_independent_draw = max(1.0, relaxation_time / step_size)
+    cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
+    is_within_target = (
+        variance_inflation <= settings.target_sd_bias
+        and step.mean_bias.compute_max(step_size, batch_size_factor) <= allowed_mean_bias
+    )
+    return _DrawCost(
+        batch_sizes,
+        choose_num_steps(relaxation_time, step_size),
+        steps_per_independent_draw * cost_per_step,
+        is_within_target,
     )
 
 
-def describe_scaled_batch_sizes(context: WarmupContext, batch_size_factor: float) -> str:
-    """Rows of minibatches so many times as large, in words."""
-    return _describe_batch_sizes(context, _scale_batch_sizes(context, batch_size_factor))
-
-
-def _find_cheapest_draw(context: WarmupContext, limits: StepSizeLimits) -> _DrawCost:
-    """Of larger minibatches with which noise stays within the target that of least work."""
-    draws = [_compute_draw_cost(context, limits, float(times)) for times in _BATCH_SIZE_FACTORS]
-    return min((d for d in draws if d.is_within_target), key=lambda d: d.cost, default=draws[-1])
-
-
-def warn_about_gradient_noise(
-    context: WarmupContext,
-    limits: StepSizeLimits,
-    subsampling: Subsampling,
-    step_size: float,
+def _advise_batch_size(
+    inputs: WarmupInputs,
+    candidates: Candidates,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    max_curvature: float,
     num_steps: int,
-    variance_inflation: float,
 ) -> None:
-    """Say where the target cannot be met or is dear, or a thermostat would be misled.
-
-    :param step_size: with which the chains run.
-    :param num_steps: steps a draw.
-    :param variance_inflation: excess of the posterior variance predicted at that step size.
-    """
-    settings, target = context.settings, context.potential
-    if settings.step_size is None and target.plates:
-        shift = limits.mean_bias._replace(bias_per_variance_inflation=np.zeros(1)).compute_max(
-            step_size
-        )
-        if variance_inflation > 2.0 * settings.target_sd_bias:
-            _warn_sd_bias(context, limits, variance_inflation)
-        elif shift > 2.0 * MEAN_BIAS_TO_TARGET_RATIO * settings.target_sd_bias:
-            _warn_mean_bias(context, limits, shift)
-        elif _is_tuning_unrestricted(context) and num_steps > _ACCEPTABLE_STEPS_PER_DRAW:
-            _advise_batch_size(context, limits, num_steps)
-    if settings.step_size is None:
-        _advise_integrator(context, limits, step_size)
-    if not subsampling.is_independent and is_thermostat_active(
-        context, limits.noise_stats, step_size
-    ):
-        way_out = (
-            "a larger subsample_size, or a kernel without a thermostat"
-            if target.local_latents is not None
-            else "subsampling='iid', or leave it out"
-        )
-        warn_user(
-            f"minibatch={subsampling.name!r} makes noise that cancels over an epoch, which the "
-            f"thermostat takes for heat: posterior sds may be too narrow. Use {way_out}."
-        )
-
-
-def _is_tuning_unrestricted(context: WarmupContext) -> bool:
-    """Whether nothing but noise and means, which are the same for all, shortens steps."""
-    settings = context.settings
-    is_left = settings.num_steps is None and settings.estimator is None
-    return (
-        is_left
-        and context.potential.local_latents is None
-        and settings.dynamics.has_default_settings
-    )
-
-
-def is_thermostat_active(
-    context: WarmupContext, noise_stats: GradientNoiseStats, step_size: float
-) -> bool:
-    """Whether a thermostat must take away more noise than may be left."""
-    dynamics = context.settings.dynamics
-    inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
-    return dynamics.has_thermostat and inflation > context.settings.target_sd_bias
-
-
-def _warn_sd_bias(
-    context: WarmupContext, limits: StepSizeLimits, variance_inflation: float
-) -> None:
-    """Say that the target cannot be met, by how much, and what would meet it."""
-    excess, allowed = float(np.sqrt(1 + variance_inflation) - 1), context.settings.target_sd_bias
-    warning = ": do not trust them" if excess > 2.0 * allowed else ""
-    warn_user(
-        f"The minibatch gradient is so noisy that posterior sds are predicted to be "
-        f"{100 * excess:.2g} % too wide, where target_sd_bias allows {100 * allowed:.2g} %, at "
-        f"{MAX_NUM_STEPS} steps a draw{warning}. Use {_describe_remedies(context, _find_cheapest_draw(context, limits))}."
-    )
-
-
-def _warn_mean_bias(context: WarmupContext, limits: StepSizeLimits, mean_bias: float) -> None:
-    """Say that noise moves means, by how much, and what would hold them."""
-    warn_user(
-        f"The minibatch gradient is so noisy that means are predicted to be {mean_bias:.2g} posterior "
-        f"sds off at {MAX_NUM_STEPS} steps a draw: do not trust them. Use "
-        f"{_describe_remedies(context, _find_cheapest_draw(context, limits))}."
-    )
-
-
-def _advise_batch_size(context: WarmupContext, limits: StepSizeLimits, num_steps: int) -> None:
-    """Say where the same posterior is to be had for clearly less work."""
-    better = _find_cheapest_draw(context, limits)
-    rows = sum(p.subsample_size for p in context.potential.plates)
-    work = num_steps * (_STEP_OVERHEAD_ROWS + rows * limits.estimator.relative_cost)
-    if better.cost > _MAX_ADVISED_COST_RATIO * work or not better.is_within_target:
+    """Warn where larger minibatches make a draw clearly cheaper."""
+    cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
+    batch_size = sum(p.subsample_size for p in inputs.potential.plates)
+    cost = num_steps * (_STEP_OVERHEAD_ROWS + batch_size * choice.estimator.relative_cost)
+    if cheapest.cost > _MAX_ADVISED_COST_RATIO * cost or not cheapest.is_within_target:
         return
     warn_user(
-        f"The minibatch gradient is so noisy that a draw takes {num_steps} short steps. "
-        f"{work / better.cost:.1f} times less work would be {_describe_remedies(context, better)}."
+        f"Gradient noise is so large that a draw takes {num_steps} short steps.",
+        GradientNoiseWarning,
+        f"{_describe_remedies(inputs, cheapest)} That takes {cost / cheapest.cost:.1f} times less "
+        "computation.",
+        "gradient-noise-cost",
     )
 
 
-def _advise_integrator(context: WarmupContext, limits: StepSizeLimits, step_size: float) -> None:
-    """Say where the step's own error moves means or holds steps short: another one has none."""
-    allowed = MEAN_BIAS_TO_TARGET_RATIO * context.settings.target_sd_bias
-    off = limits.mean_bias._replace(noise_bias_per_step_size=np.zeros(1)).compute_max(step_size)
-    if off > 2.0 * allowed:
+def _advise_integrator(inputs: WarmupInputs, step: StepSizeChoice) -> None:
+    """Warn where the discretisation error biases means, or shortens the step for their sake."""
+    allowed = MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
+    step_size = float(step.step_size)
+    bias = step.mean_bias.by_discretisation.compute_max(step_size)
+    if bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed:
         warn_user(
-            f"Means are predicted to be {off:.2g} posterior sds off by the error of steps of "
-            f"{step_size:.2g}, small as it is, because many effects share it: do not trust them. "
-            "SHMC(model, integrator='baoab') has no such error."
+            f"Discretisation is predicted to bias posterior means by {bias:.2g} SD at step size "
+            f"{step_size:.2g}.",
+            DiscretisationWarning,
+            "use SHMC(model, integrator='baoab'), which does not have this error.",
+            "discretisation-means",
         )
         return
-    held, free = (
-        shifts.limit_step_size(
-            limits.step_size_before_mean_bias, step_size, allowed, batch_size_factor=1.0
-        )
-        for shifts in (
-            limits.mean_bias,
-            limits.mean_bias._replace(bias_per_variance_inflation=np.zeros(1)),
-        )
-    )
-    if (
-        isinstance(context.settings.dynamics, UnderdampedLangevin)
-        and held < _MAX_ADVISED_COST_RATIO * free
-    ):
+    longest = step.trace["dynamics"]
+    limit = step.mean_bias.limit_step_size(longest, step_size, allowed)
+    noise_limit = step.mean_bias.by_noise.limit_step_size(longest, step_size, allowed)
+    is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
+    if is_underdamped and limit < _MAX_ADVISED_COST_RATIO * noise_limit:
         warn_user(
-            f"The step's own error would move means that many effects share, so that steps are "
-            f"{held:.2g} long and not {free:.2g}. SHMC(model, integrator='baoab') has no such error."
+            f"The step size is {limit:.2g} instead of {noise_limit:.2g}, since the discretisation "
+            "error would bias posterior means.",
+            DiscretisationWarning,
+            "use SHMC(model, integrator='baoab'), which does not have this error.",
+            "discretisation-step-size",
         )
 
 
-def _describe_remedies(context: WarmupContext, draw_cost: _DrawCost) -> str:
-    """A larger minibatch and its steps, in words; or what spares it."""
-    settings, dynamics = context.settings, context.settings.dynamics
-    sizes = _describe_batch_sizes(context, draw_cost.batch_sizes)
-    cures = [f"a larger subsample_size ({sizes}: {draw_cost.num_steps} steps a draw)"]
+def _describe_remedies(inputs: WarmupInputs, draw_cost: _DrawCost) -> str:
+    """Return the larger batch sizes with their steps per draw, and options to leave out."""
+    settings, dynamics = inputs.settings, inputs.settings.dynamics
+    sizes = _describe_batch_sizes(inputs, draw_cost.batch_sizes)
+    remedies = [f"{sizes} ({draw_cost.num_steps} steps per draw)"]
     if settings.estimator is not None and not settings.estimator.needs_reference:
-        cures.append("gradient_estimator='auto'")
+        remedies.append("gradient_estimator='auto'")
     if settings.inverse_mass_matrix is not None:
-        cures.append("no inverse_mass_matrix of your own")
+        remedies.append("leave `inverse_mass_matrix` out")
     if (
         isinstance(dynamics, UnderdampedLangevin)
         and dynamics.friction != UnderdampedLangevin.friction
     ):
-        cures.append(f"the default friction of {UnderdampedLangevin.friction}")
-    return ", or ".join(cures)
+        remedies.append(f"the default friction of {UnderdampedLangevin.friction}")
+    return f"{'; or '.join(remedies)}."
 
 
-_MIN_WARNED_VARIANCE_INFLATION_RATIO = (
-    3.0  # excess of variance over the target for sds: the worst of many is overrated
-)
+def _scale_batch_sizes(inputs: WarmupInputs, batch_size_factor: float) -> dict[str, int]:
+    """Return batch sizes so many times as large by plate, at most all observations."""
+    return {
+        p.name: _scale_and_round_up(p.subsample_size, batch_size_factor, p.max_subsample_size)
+        for p in inputs.potential.plates
+    }
 
 
-def warn_about_user_step_size(
-    context: WarmupContext,
-    limits: StepSizeLimits,
-    dynamics: Dynamics,
-    noise_variance_inflation: float,
-    choose_default_step_size: Callable[[], float],
-) -> None:
-    """Say where a given step size is predicted to make sds or means clearly wrong.
+def _scale_and_round_up(batch_size: int, batch_size_factor: float, max_batch_size: int) -> int:
+    """Return a batch size times a factor, rounded up to two significant digits."""
+    unit = 10 ** max(0, math.floor(math.log10(batch_size * batch_size_factor)) - 1)
+    return min(max_batch_size, math.ceil(batch_size * batch_size_factor / unit) * unit)
 
-    Nothing is said of schedules and traced step sizes, with which chains run at other ones, nor
-    where pilot chains have found no region of which to predict anything.
 
-    :param dynamics: the SDE, for the whitened coordinates.
-    :param noise_variance_inflation: excess of the posterior variance predicted of the gradient's noise.
-    :param choose_default_step_size: finds the step size that would have been chosen.
-    """
-    settings = context.settings
-    step_size, allowed = settings.step_size, settings.target_sd_bias
-    if step_size is None or not (settings.has_constant_step_size and settings.has_dominant_mode):
-        return
-    if settings.noise_compensation:  # of which it is told where that cannot be
-        noise_variance_inflation = 0.0
-    elif (
-        noise_variance_inflation > _MIN_WARNED_VARIANCE_INFLATION_RATIO * allowed
-        and dynamics.has_thermostat
-        and not dynamics.linear_approximation
-    ):
-        # It takes away a part that no formula tells.
-        heard = _simulate_variance_inflation(
-            context, dynamics, step_size, limits.noise_stats.variance
-        )
-        noise_variance_inflation = min(noise_variance_inflation, heard)
-    own = _compute_discretisation_inflation(context, limits, dynamics, step_size)
-    by_noise = (
-        _compute_uncancelled_noise_fraction(dynamics, limits, step_size, noise_variance_inflation)
-        * limits.mean_bias.noise_bias_per_step_size
+def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> str:
+    """Return the batch sizes of all plates as arguments of a user."""
+    return " and ".join(
+        f"subsample_size={batch_sizes[p.name]} of plate '{p.name}'"
+        + " (the whole data)" * (batch_sizes[p.name] == p.size)
+        for p in inputs.potential.plates
     )
-    shifts = limits.mean_bias._replace(noise_bias_per_step_size=by_noise)
-    wrong = []
-    if abs(noise_variance_inflation + own) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * allowed:
-        wrong.append(_describe_sd_bias(dynamics, own, noise_variance_inflation, allowed))
-    shift, is_moving = shifts.compute_max(step_size), -1.0 < own < math.inf
-    if is_moving and shift > 2.0 * MEAN_BIAS_TO_TARGET_RATIO * allowed:
-        wrong.append(f"put means up to {shift:.2g} posterior sds off")
-    if not wrong:
-        return
-    cures = [f"about {choose_default_step_size():.2g}, or leave it to the warm-up"]
-    of_noise = shifts._replace(bias_per_variance_inflation=np.zeros(1)).compute_max(step_size)
-    times = max(
-        noise_variance_inflation / allowed, of_noise / (MEAN_BIAS_TO_TARGET_RATIO * allowed)
-    )
-    if times > 2.0:  # otherwise it is not noise that makes them wrong
-        cures.append(f"a larger subsample_size ({describe_scaled_batch_sizes(context, times)})")
-        if settings.estimator is not None and not settings.estimator.needs_reference:
-            cures.append("gradient_estimator='auto'")
-    said = f"step_size={step_size:.3g} is predicted to {' and '.join(wrong)}."
-    warn_user(f"{said} Use {', or '.join(cures)}.")
 
 
 def _compute_discretisation_inflation(
-    context: WarmupContext, limits: StepSizeLimits, dynamics: Dynamics, step_size: float
+    inputs: WarmupInputs, max_curvature: float, dynamics: Dynamics, step_size: float
 ) -> float:
-    """Relative excess of variance by the step's own error; infinite where it is not stable.
+    """Return the relative excess of variances by the discretisation error; infinite if unstable.
 
-    Zero where no linear form of the SDE is known, as where it changes with the position: its
-    functions have yet to be checked.
+    Zero where the linear form of the SDE is not known, as for a position-dependent metric, whose
+    functions have not been checked yet.
     """
+    integrator = inputs.settings.integrator
     if dynamics.linear_approximation is None and not dynamics.has_thermostat:
         return 0.0
-    curvature, scheme = (
-        compute_effective_curvature(limits.max_curvature),
-        context.settings.integrator,
-    )
-    is_short = step_size <= compute_stability_limit(
-        dynamics, limits.integrator_step_size, limits.max_curvature
-    )
+    integrator_step_size = inputs.settings.dynamics.integrators[integrator].step_size
+    is_short = step_size <= compute_stability_limit(dynamics, integrator_step_size, max_curvature)
     if is_short and dynamics.has_default_settings:
         return 0.0
-    exact = compute_draw_variance_inflation(dynamics, scheme, step_size, curvature)
+    curvature = compute_effective_curvature(max_curvature)
+    exact = compute_draw_variance_inflation(dynamics, integrator, step_size, curvature)
     if exact is not None:
         return exact
-    return _simulate_variance_inflation(
-        context, dynamics, step_size * dynamics.stiffness(curvature), 0.0
-    )
+    scaled_step_size = step_size * dynamics.stiffness(curvature)
+    return _simulate_variance_inflation(inputs, dynamics, scaled_step_size, 0.0)
 
 
 def _simulate_variance_inflation(
-    context: WarmupContext, dynamics: Dynamics, step_size: float, noise_variance: float
+    inputs: WarmupInputs, dynamics: Dynamics, step_size: float, noise_variance: float
 ) -> float:
-    """Relative excess of variance that simulated chains have, if it is clear; infinite where lost.
+    """Return the simulated relative excess of variances beyond two standard errors.
 
-    :param noise_variance: of the gradient's noise.
+    Infinite where chains diverge.
     """
-    scheme, dim = context.settings.integrator, context.potential.dim
-    sd, error = simulate_sd_inflation(dynamics, scheme, step_size, noise_variance, dim)
-    if not math.isfinite(sd):
-        return math.inf
-    return 0.0 if abs(sd) < 2.0 * error else (1.0 + sd) ** 2 - 1.0
-
-
-def _compute_uncancelled_noise_fraction(
-    dynamics: Dynamics, limits: StepSizeLimits, step_size: float, noise_variance_inflation: float
-) -> float:
-    """Of what noise does, the share that does not cancel over an epoch."""
-    at_once = dynamics.variance_inflation(
-        limits.noise_stats.variance, step_size, limits.noise_stats.position_dependent_fraction
+    sd_inflation, error = simulate_sd_inflation(
+        dynamics, inputs.settings.integrator, step_size, noise_variance, inputs.potential.dim
     )
-    return min(1.0, noise_variance_inflation / at_once) if at_once > 0.0 else 1.0
+    if not math.isfinite(sd_inflation):
+        return math.inf
+    return 0.0 if abs(sd_inflation) < 2.0 * error else (1.0 + sd_inflation) ** 2 - 1.0
 
 
 def _describe_sd_bias(
-    dynamics: Dynamics,
-    discretisation_variance_inflation: float,
-    noise_variance_inflation: float,
-    target_sd_bias: float,
+    dynamics: Dynamics, discretisation_inflation: float, total_inflation: float
 ) -> str:
-    """What becomes of the sds, in words."""
-    if math.isinf(discretisation_variance_inflation):
-        return "be too long to be stable, so that chains leave the posterior"
-    if discretisation_variance_inflation == -1.0:
-        friction = (
-            f" at friction {dynamics.friction:g}"
-            if isinstance(dynamics, UnderdampedLangevin)
-            else ""
-        )
-        return f"leave chains where they are: it ends all momentum{friction}"
-    excess = (
-        math.sqrt(max(0.0, 1.0 + discretisation_variance_inflation + noise_variance_inflation))
-        - 1.0
-    )
-    kind, percent = "wide" if excess > 0.0 else "narrow", 100.0 * abs(excess)
-    size = f"{percent:.2g}" if percent < 100.0 else f"{percent:.0f}"
-    return f"make posterior sds up to {size} % too {kind} (target_sd_bias allows {100 * target_sd_bias:.2g} %)"
+    """Return the effect of a step size on posterior SDs, as a verb phrase."""
+    if math.isinf(discretisation_inflation):
+        return "be unstable, so that chains diverge"
+    if discretisation_inflation == -1.0:
+        if isinstance(dynamics, UnderdampedLangevin):
+            return f"stop chains at friction {dynamics.friction:g}"
+        return "stop chains"
+    sd_inflation = math.sqrt(max(0.0, 1.0 + total_inflation)) - 1.0
+    percent, direction = 100.0 * abs(sd_inflation), "wide" if sd_inflation > 0.0 else "narrow"
+    percent_text = f"{percent:.2g}" if percent < 100.0 else f"{percent:.0f}"
+    return f"make posterior SDs up to {percent_text}% too {direction}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.adaptation import Adaptation
+from numpyro_sgmcmc.adaptation import Adaptation, StepSizeTrace
 from numpyro_sgmcmc.diagnostics.bias_report import BiasReport, bias_report
 from numpyro_sgmcmc.diagnostics.predictive import get_draws_by_site
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
@@ -89,12 +89,13 @@ _SELECTED_COLOR, _UNSELECTED_COLOR, _DIRECTION_SD_COLOR = "#4c78a8", "#b8c7d9", 
 
 
 _STEP_SIZE_LIMIT_LABELS = {
-    "given": "as given",
-    "integrator": "suits the scheme",
-    "curvature": "after curvature",
-    "noise": "after noise",
-    "settings": "after settings",
-    "means": "after means",
+    "user": "user",
+    "integrator": "integrator",
+    "stability": "stability",
+    "gradient_noise": "gradient noise",
+    "dynamics": "dynamics",
+    "mean_bias": "mean bias",
+    "other_modes": "other modes",
 }
 
 
@@ -179,7 +180,8 @@ def _wrap_estimator_name(name: str) -> str:
     return name.replace("second order ", "second order\n")
 
 
-def _plot_step_size_limits(ax: Any, step_sizes: dict[str, float]) -> None:
+def _plot_step_size_limits(ax: Any, trace: StepSizeTrace) -> None:
+    step_sizes = {limit.name: limit.step_size for limit in trace.limits}
     rows = range(len(step_sizes))
     colours = [_UNSELECTED_COLOR] * (len(step_sizes) - 1) + [_SELECTED_COLOR]
     ax.barh(rows, list(step_sizes.values()), color=colours, height=0.6)

@@ -36,10 +36,11 @@ _SUBSAMPLING_LABELS = {
     "iid": "Random rows, each minibatch independent of the others",
 }
 _STEP_SIZE_LIMIT_CLAUSES = {
-    "curvature": "the largest curvature leaves",
-    "noise": "the gradient's noise leaves",
-    "settings": "the kernel's settings, tried out on a Gaussian, leave",
-    "means": "means, which would move, leave",
+    "stability": "the largest curvature leaves",
+    "gradient_noise": "the gradient's noise leaves",
+    "dynamics": "the kernel's settings, tried out on a Gaussian, leave",
+    "mean_bias": "means, which would move, leave",
+    "other_modes": "the narrowest mode leaves",
 }
 
 
@@ -239,17 +240,13 @@ def _describe_subsampling(
 
 def _describe_step_size(adaptation: Adaptation, adaptation_trace: AdaptationTrace | None) -> str:
     chosen = f"{adaptation.step_size:.3g}"
-    if adaptation_trace is None or "given" in adaptation_trace.step_size_limits:
+    if adaptation_trace is None or adaptation_trace.step_size_limits.is_user_step_size:
         return f"{chosen}, as given."
-    longest = last = adaptation_trace.step_size_limits["integrator"]
-    why = []
-    for limit, words in _STEP_SIZE_LIMIT_CLAUSES.items():
-        if (step_size := adaptation_trace.step_size_limits[limit]) < _REDUCED_STEP_FRACTION * last:
-            why.append(f"{words} {step_size:.3g}")
-            last = step_size
+    limits = adaptation_trace.step_size_limits
+    why = [f"{_STEP_SIZE_LIMIT_CLAUSES[x.name]} {x.step_size:.3g}" for x in limits.binding]
     if not why:
         return f"{chosen}, the longest that suits the scheme: nothing asks for less."
-    return f"{chosen}. {longest:.3g} suits the scheme; of that {', '.join(why)}."
+    return f"{chosen}. {limits['integrator']:.3g} suits the scheme; of that {', '.join(why)}."
 
 
 def _describe_num_steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:

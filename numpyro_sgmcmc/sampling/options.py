@@ -592,7 +592,6 @@ def build_warmup_settings(
         "is_site_aligned": is_site_aligned and not is_dense,
         "mass_matrix_mask": mask,
         "has_init_params": has_init_params,
-        "has_dominant_mode": True,
     }
     names = {field.name for field in fields(WarmupSettings)} - made.keys()
     return WarmupSettings(**made, **{name: getattr(options, name) for name in names})

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.adaptation.step_size import (
+    PredictedMeanBias,
     compute_draw_variance_inflation,
     compute_kick_variance_inflation,
     limit_step_size_by_discretisation,
     simulate_sd_inflation,
 )
-from numpyro_sgmcmc.adaptation.warnings import PredictedMeanBias
 from numpyro_sgmcmc.dynamics import (
     MonomialGammaThermostat,
     NoseHooverThermostat,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from numpyro_sgmcmc.adaptation.settings import (
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients
+from numpyro_sgmcmc.adaptation.subsampling_choice import (
     MONITOR_INTERVAL,
-    MonitorGradients,
     choose_separate_gradients,
     choose_step_gradients,
 )

@@ -181,7 +181,7 @@ def test_init_params_of_another_number_of_chains(no_sampling):
 def test_init_params_where_the_density_is_not_finite(no_sampling, log_sigma):
     start = {"mu": np.float32(0), "sigma": np.float32(log_sigma)}
     message = refusal(
-        lambda: SGHMCSplit(scaled), Y, init_params=start, exception=(ValueError, RuntimeError)
+        lambda: SGHMCSplit(scaled), Y, init_params=start, exception=ValueError
     )
     assert "init_params" in message
 
@@ -195,7 +195,7 @@ def test_init_params_where_the_potential_function_is_not_finite(no_sampling, sta
     message = refusal(
         lambda: SGHMCSplit(potential_fn=potential),
         init_params=np.array(start, np.float32),
-        exception=(ValueError, RuntimeError),
+        exception=ValueError,
     )
     assert "init_params" in message
 
@@ -210,7 +210,7 @@ def test_data_outside_the_support_and_no_other_warning(no_sampling):
     y[7] = -1
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        message = refusal(lambda: SGHMCSplit(counted), y, exception=RuntimeError)
+        message = refusal(lambda: SGHMCSplit(counted), y, exception=ValueError)
     assert "'visits' (1 of 1000 values)" in message
     assert not [w for w in caught if "numpyro_sgmcmc" in w.filename]
 
@@ -247,7 +247,7 @@ def test_a_factor_that_is_not_finite_is_named(no_sampling):
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
             numpyro.sample("y", dist.Normal(x[i] @ b, 1), obs=y[i])
 
-    message = refusal(lambda: SGHMCSplit(factored), X, Y, exception=RuntimeError)
+    message = refusal(lambda: SGHMCSplit(factored), X, Y, exception=ValueError)
     assert "'penalty'" in message
 
 
@@ -272,7 +272,7 @@ def test_missing_values_among_the_covariates(no_sampling):
     x = np.array(X)
     x[5, 1] = np.nan
     y = np.zeros(N)
-    message = refusal(lambda: SGHMCSplit(binary), x, y, exception=(ValueError, RuntimeError))
+    message = refusal(lambda: SGHMCSplit(binary), x, y, exception=ValueError)
     assert "`x` (1 of its values)" in message
 
 
@@ -299,7 +299,7 @@ def test_a_perfect_fit_is_no_crash():
         warnings.simplefilter("ignore")
         try:
             SGHMCSplit(fitted).init(jax.random.key(0), 10, start, (Y, Y), {})
-        except (ValueError, RuntimeError) as error:
+        except ValueError as error:
             found = error
     assert not isinstance(found, np.linalg.LinAlgError)
 

@@ -9,6 +9,7 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMC, SGLD, SGHMCSplit
+from numpyro_sgmcmc.errors import InitializationError
 from tests.hostile.regression import X, Y, model
 
 
@@ -47,7 +48,7 @@ def test_array_of_another_length_is_named():
 @pytest.mark.parametrize("bad", [(X, Y.at[3].set(jnp.nan)), (X.at[3, 0].set(jnp.nan), Y)])
 @pytest.mark.filterwarnings("ignore:Out-of-support values")
 def test_missing_values_name_the_site(bad):
-    with pytest.raises(RuntimeError, match=r"site 'y' \(1 of 1000 values\)"):
+    with pytest.raises(InitializationError, match=r"site 'y' \(1 of 1000 values\)"):
         run(*bad)
 
 
@@ -61,7 +62,7 @@ def test_a_minibatch_s_own_spread_that_is_zero_is_thought_of():
             numpyro.sample("y", dist.Normal(x @ b, 1), obs=y[i])
 
     rare = X.at[:, 0].set(jnp.arange(len(X)) < 3)
-    with pytest.raises(RuntimeError, match="the minibatch's own rows, such as their standard"):
+    with pytest.raises(InitializationError, match="the minibatch's own rows, such as their standard"):
         SGHMCSplit(standardised).init(jax.random.key(0), 2, None, (rare, Y, 50), {})
 
 
@@ -70,7 +71,7 @@ def test_missing_value_beyond_the_first_rows_is_found():
     """One bad row among more than the warm-up looks at first."""
     n = 50_000
     x = jnp.ones((n, 3))
-    with pytest.raises(RuntimeError, match="site 'y'"):
+    with pytest.raises(InitializationError, match="site 'y'"):
         run(x, jnp.zeros(n).at[n // 2].set(jnp.nan))
 
 

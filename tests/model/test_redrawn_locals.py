@@ -219,7 +219,7 @@ def test_draws_on_the_boundary_name_the_site():
     kernel = SGHMCSplit(
         topics, gibbs_fn=draw_one, gibbs_sites=["shares"], gibbs_sweeps=1, **given(np.full(12, 0.1))
     )
-    with pytest.raises(RuntimeError, match=r"`gibbs_fn` draws values of 'shares'.*exactly 0: keep"):
+    with pytest.raises(ValueError, match=r"`gibbs_fn` draws values of 'shares'.*exactly 0: keep"):
         kernel.init(random.key(0), 2, None, (documents(),), {"batch_size": 8})
 
 
