@@ -169,7 +169,7 @@ def evaluate(
     draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
     outcome = compare(draws, args, reference)
     report = bias_report(mcmc)
-    said = report.stein_estimates.sd_inflation
+    said = report.sd_inflation
     return outcome._replace(
         seconds=seconds, said=said.value, said_error=said.error, is_flagged=report.is_flagged
     )

@@ -42,7 +42,7 @@ from verdict_shapes import Built
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation import initialisation
-from numpyro_sgmcmc.diagnostics.run_data import get_unconstrained_draws
+from numpyro_sgmcmc.diagnostics.run_data import RunData
 
 MEAN_TOLERANCE, SD_TOLERANCE = 0.3, 0.2
 _ERRORS = 3.0  # standard errors that chance may explain
@@ -168,7 +168,7 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
         warnings.simplefilter("always", UserWarning)
         try:
             mcmc.run(jax.random.key(seed), *args, batch_size=problem.batch_size)
-            outcome = judge(np.asarray(get_unconstrained_draws(mcmc, kernel)), reference)
+            outcome = judge(np.asarray(RunData.from_mcmc(mcmc, "verdicts").draws), reference)
             report = bias_report(mcmc)
             outcome = outcome._replace(
                 verdicts=tuple(sorted({s.diagnosis for s in report.sites})),

@@ -203,7 +203,7 @@ def draw_runs() -> None:
         true, told, error = [], [], []
         for step_size in (h for g, h in settings if g == gradient):
             mcmc = run(gradient_estimator=gradient, step_size=step_size)
-            estimate = bias_report(mcmc).stein_estimates.sd_inflation
+            estimate = bias_report(mcmc).sd_inflation
             sds = np.asarray(mcmc.get_samples()["beta"]).std(0)
             true += list(100 * (sds / truth.std(0) - 1))
             told += list(100 * estimate.value)

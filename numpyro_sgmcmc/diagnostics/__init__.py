@@ -1,4 +1,4 @@
-"""What can be known of a sampler's bias."""
+"""Diagnostics of finished runs: bias, the warm-up's choices, predictions, distances and plots."""
 
 from numpyro_sgmcmc.diagnostics.arviz import LooDifference, LooEstimate, loo, to_arviz
 from numpyro_sgmcmc.diagnostics.bias_report import (
@@ -7,7 +7,7 @@ from numpyro_sgmcmc.diagnostics.bias_report import (
     bias_report,
     print_summary,
 )
-from numpyro_sgmcmc.diagnostics.diagnosis import SiteBias
+from numpyro_sgmcmc.diagnostics.diagnosis import Diagnosis, SiteBias
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
 from numpyro_sgmcmc.diagnostics.plots import plot_bias, plot_speed, plot_warmup
@@ -24,6 +24,7 @@ from numpyro_sgmcmc.diagnostics.warmup_report import WarmupReport, warmup_report
 
 __all__ = [
     "BiasReport",
+    "Diagnosis",
     "FunctionSummary",
     "LooDifference",
     "LooEstimate",

@@ -35,7 +35,7 @@ from numpyro_sgmcmc.diagnostics.predictive import (
     get_subsampled_plate,
     validate_row_indices,
 )
-from numpyro_sgmcmc.diagnostics.run_data import check_finished_run, get_unconstrained_draws
+from numpyro_sgmcmc.diagnostics.run_data import RunData, check_finished_run
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
 __all__ = ["LooDifference", "LooEstimate", "loo", "to_arviz"]
@@ -286,6 +286,6 @@ def _compute_pointwise_loo(data: Any) -> tuple[np.ndarray, np.ndarray]:
 def _compute_posterior_mean_draw(mcmc: MCMC) -> dict[str, Any]:
     """The mean of the unconstrained draws as one draw of one chain."""
     kernel = mcmc.sampler
-    middle = get_unconstrained_draws(mcmc, kernel).mean((0, 1))
+    middle = RunData.from_mcmc(mcmc, "loo", allow_local_latents=True).draws.mean((0, 1))
     sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(middle))
     return {name: jnp.asarray(x)[None, None] for name, x in sites.items()}

@@ -1,32 +1,21 @@
-r"""What is known of a run's bias: a table, a verdict, and what ArviZ and pandas make of it.
+"""The bias report: how far a run's means and SDs are from the posterior's, measured in the run.
 
-The bias of runs of NumPyro's Gibbs: of all blocks together.
+A report is a chain of steps: :class:`~numpyro_sgmcmc.diagnostics.run_data.RunData` reads the run;
+bias is estimated from its running sums and from gradients at draws
+(:mod:`~numpyro_sgmcmc.diagnostics.stein_estimates`,
+:mod:`~numpyro_sgmcmc.diagnostics.draw_gradients`); heavy tails and funnel necks are found
+(:mod:`~numpyro_sgmcmc.diagnostics.geometry`); :class:`BiasReport` holds the results, and
+:mod:`~numpyro_sgmcmc.diagnostics.diagnosis` classifies and prints them.
 
-The moments that a block keeps are of little use here. Given the others its law may be right where
-its own is not, since they pass their errors on; and what is wrong in it is less wrong in its
-marginal, the more it follows the others. With :math:`\rho` the correlation of two coordinates in
-blocks of their own and a variance that the first block's steps make :math:`1 + \epsilon` times too
-large given the second, the marginal variances are
-
-.. math::
-
-    1 + \frac{\epsilon}{1 + \rho^2} \quad\text{and}\quad 1 + \frac{\rho^2\epsilon}{1 + \rho^2},
-
-while the blocks' own moments tell :math:`1 + \epsilon` and 1. So gradients of the joint posterior
-are taken at draws, after the run, in the coordinates of all blocks: Stein's identity does not ask
-how draws have come about. Where a site is discrete they are those given it.
-
-How far a run's means and standard deviations are from the posterior's, measured in the run.
-
-Draws rescaled by the bias that was measured: an approximation, and labelled as one.
-
-NumPyro's summary, and what the run says of its bias below it.
+:func:`bias_corrected_samples` applies an estimated bias to the draws, and :func:`print_summary`
+adds a line on bias to NumPyro's summary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -38,98 +27,112 @@ from numpyro.infer import MCMC, Gibbs
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation.preconditioning import compute_geometric_mean_with_inverse
-from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache
 from numpyro_sgmcmc.diagnostics.diagnosis import (
-    DIAGNOSES,
-    MAX_OK_R_HAT,
-    MAX_REPORTED_BIAS,
+    Diagnosis,
     SiteBias,
-    describe_report,
-    format_html_table,
-    format_r_hat,
+    describe,
+    diagnose_sites,
+    format_html,
+    format_text,
+    summarize_in_one_line,
+)
+from numpyro_sgmcmc.diagnostics.draw_gradients import (
+    compute_full_gradients_at_draws,
+    compute_gradients_at_draws,
+    predict_noise_mean_bias,
 )
 from numpyro_sgmcmc.diagnostics.function_bias import (
     FunctionBias,
     check_differentiable,
     estimate_function_bias,
 )
+from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform, find_funnel_necks
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_draws_by_site
-from numpyro_sgmcmc.diagnostics.run_data import (
-    ConvergenceStats,
-    GradientsAtDraws,
-    check_finished_run,
-    check_has_data,
-    compute_center_offsets,
-    compute_gradients_at_draws,
-    compute_unconstrained_draws,
-    convert_sums_to_first_chain,
-    get_chain_preconditioners,
-    get_coordinate_names,
-    get_potential_coordinate_names,
-    get_unconstrained_draws,
-    get_unconstrained_draws_or_none,
-    make_thinning_slice,
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, GibbsRunData, RunData
+from numpyro_sgmcmc.diagnostics.special_runs import (
+    find_unconverged_discrete_sites,
+    measure_bias_of_gibbs,
+    measure_bias_of_globals,
 )
-from numpyro_sgmcmc.diagnostics.special_runs import estimate_bias_of_globals
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
-    BiasDiagnostics,
+    BiasEstimate,
+    BiasMeasurements,
+    Estimate,
+    GradientsAtDraws,
     SteinEstimates,
     compute_between_chain_r_hat,
     compute_sums_at_draws,
-    estimate_bias_from_draws,
+    convert_sums_to_first_chain,
+    estimate_bias_at_draws,
     estimate_bias_from_sums,
+    estimate_tail_bias,
+    transform_tails,
 )
-from numpyro_sgmcmc.dynamics import Dynamics, Recipe
-from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning, ModelWarningKind
-from numpyro_sgmcmc.model.trace import trace_model
-from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
+from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
+from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 
 __all__ = [
     "BiasReport",
     "bias_corrected_samples",
     "bias_report",
-    "build_gibbs_report",
     "print_summary",
 ]
 
-_DIAGNOSIS_BY_WARNING = {
-    ModelWarningKind.MULTIMODAL: "multimodal",
-    ModelWarningKind.MODES_VISITED: "not converged",
-    ModelWarningKind.NON_IDENTIFIED: "ok",
-    ModelWarningKind.NOT_CONVERGED: "inconclusive",
-}
-"""Verdicts by kind of the warm-up's findings; of all others, biased."""
+_MAX_DIVERGENCE_FRACTION = 0.01
+"""Share of diverging iterations beyond which a run is flagged."""
+
+_KINETIC_Z = 3.0
+"""Standard errors beyond which an inflated kinetic temperature is attributed to gradient noise."""
 
 
 @dataclass(frozen=True, repr=False)
 class BiasReport:
-    """What :func:`~numpyro_sgmcmc.bias_report` found; prints as a table, in a notebook as HTML.
+    """Result of :func:`~numpyro_sgmcmc.bias_report`; prints as a table, in a notebook as HTML.
 
-    :param names: site and name of each coordinate.
-    :param stein_estimates: shift, inflation and temperatures.
-    :param bias_diagnostics: what the draws tell besides.
-    :param model_warnings: what the warm-up found to be wrong whatever the chains say.
-    :param step_size: the run's last step size, the longest of the chains'.
-    :param weak_order: weak order of the scheme.
-    :param gradient_noise_variance: variance of the whitened gradient's noise, measured in warm-up; NaN where
-        it had nothing to look for.
-    :param noise_sd_inflation: by how much that noise is predicted to widen sds, at most.
+    :param coordinate_names: site and name of each coordinate.
+    :param bias_estimates: estimates of the bias; the first is printed, the others are heard if
+        they clearly show a bias.
+    :param convergence: R-hat and ESS of each coordinate.
+    :param configurational_temperature: configurational temperature, 1 for an exact sampler.
+    :param kinetic_temperature: kinetic temperature; NaN without momenta.
+    :param chain_covariance: the chains' covariance in the first chain's preconditioned
+        coordinates, or its diagonal; variances of the values for functions of the draws.
+    :param posterior_covariance: the posterior's, of the same shape.
+    :param mcse: Monte Carlo standard errors of the chains' mean and SDs, in SDs, shape ``(2, d)``.
+    :param heavy_tailed_coordinates: coordinates judged after a tail transform, shape ``(k,)``.
+    :param funnel_necks: high-curvature regions that the chains do not reach.
+    :param num_gradient_draws: draws at which gradients were taken after the run.
+    :param noise_mean_bias: predicted mean bias by gradient noise, contained in the estimates, in
+        posterior SDs; shape ``(d,)``, or ``(0,)`` if it was not predicted.
+    :param model_warnings: problems that the warm-up has detected, whatever the chains show.
+    :param step_size: last step size, the largest of all chains.
+    :param weak_order: weak order of the integrator.
+    :param gradient_noise_variance: variance of the preconditioned gradient's noise as measured in
+        the warm-up; NaN if it was not measured.
+    :param noise_sd_inflation: upper bound of the predicted SD inflation by that noise.
     :param num_divergences: diverging iterations.
-    :param num_draws: iterations they are out of.
-    :param max_ess: as how many independent draws they count at most: their time over that
-        in which a Gaussian is forgotten.
-    :param full_data: whether the gradients were those on all rows.
-    :param is_for_functions: whether it is on values of functions of the draws, each as a site, in
-        place of the parameters.
-    :param has_custom_dynamics: whether SDE or scheme are the user's and not the package's.
-    :param max_grad_norm: to which norm the run has cut its gradients, or None.
-    :param notes: what else there is to know of how it was told.
+    :param num_draws: draws of all chains.
+    :param max_ess: upper bound of the ESS: time of the run over the relaxation time of a Gaussian.
+    :param full_data: whether gradients were taken on all rows.
+    :param is_for_functions: whether the report is on values of functions of the draws, each of
+        which is a site, in place of the parameters.
+    :param has_custom_dynamics: whether SDE or integrator are the user's.
+    :param max_grad_norm: norm to which the run has clipped gradients, or None.
+    :param notes: further notes on what was judged.
     """
 
-    names: list[tuple[str, str]]
-    stein_estimates: SteinEstimates
-    bias_diagnostics: BiasDiagnostics
+    coordinate_names: tuple[tuple[str, str], ...]
+    bias_estimates: tuple[BiasEstimate, ...]
+    convergence: ConvergenceStats
+    configurational_temperature: Estimate
+    kinetic_temperature: Estimate
+    chain_covariance: np.ndarray
+    posterior_covariance: np.ndarray
+    mcse: np.ndarray
+    heavy_tailed_coordinates: np.ndarray
+    funnel_necks: tuple[FunnelNeck, ...]
+    num_gradient_draws: int
+    noise_mean_bias: np.ndarray
     model_warnings: tuple[ModelWarning, ...]
     step_size: float
     weak_order: int
@@ -145,194 +148,86 @@ class BiasReport:
     notes: tuple[str, ...] = ()
 
     @property
-    def sites(self) -> list[SiteBias]:
-        """One row a site: its worst coordinates, and the verdict."""
-        by_site: dict[str, list[int]] = {}
-        for k, (site, _) in enumerate(self.names):
-            by_site.setdefault(site, []).append(k)
-        told, known = self.bias_diagnostics, self._diagnoses_by_site
-        return [
-            SiteBias.from_coordinates(
-                site, np.array(where), told.bias_estimates, told.convergence, known.get(site)
-            )
-            for site, where in by_site.items()
-        ]
+    def mean_bias(self) -> Estimate:
+        """Chains' mean minus the posterior's in posterior SDs, with standard errors."""
+        return self.bias_estimates[0].mean_bias
 
     @property
-    def _diagnoses_by_site(self) -> dict[str, str]:
-        """Sites of which a neck or the warm-up tells that they are wrong, and the verdict."""
-        everywhere = {site for site, _ in self.names}
-        found = dict.fromkeys(sorted(everywhere), "ok")
-        for finding in self.model_warnings:
-            told = _DIAGNOSIS_BY_WARNING.get(finding.kind, "biased")
-            for site in everywhere if self.is_for_functions else finding.sites or everywhere:
-                found[site] = min(found[site], told, key=DIAGNOSES.index)
-        for neck in self.bias_diagnostics.funnel_necks:
-            site, told = (
-                self.names[neck.coordinate][0],
-                "biased" if neck.is_significant else "inconclusive",
-            )
-            found[site] = min(found[site], told, key=DIAGNOSES.index)
-        return found
+    def sd_inflation(self) -> Estimate:
+        """Chains' SD over the posterior's, minus one, with standard errors."""
+        return self.bias_estimates[0].sd_inflation
 
     @property
     def r_hat(self) -> np.ndarray:
-        """How far the chains disagree, shape ``(d,)``; NaN for a single short chain."""
-        return self.bias_diagnostics.convergence.r_hat
+        """R-hat of each coordinate, shape ``(d,)``; NaN for a single chain."""
+        return self.convergence.r_hat
 
     @property
     def ess(self) -> np.ndarray:
-        """Effective sample sizes, shape ``(d,)``; NaN where the draws are not there."""
-        return self.bias_diagnostics.convergence.ess
+        """Effective sample size of each coordinate, ``(d,)``; NaN if draws were not kept."""
+        return self.convergence.ess
 
-    @property
-    def is_flagged(self) -> bool:
-        """Whether any site is clearly biased, chains disagree, or iterations diverged often."""
-        return self.has_many_divergences or any(
-            s.diagnosis in ("not converged", "biased", "multimodal") for s in self.sites
-        )
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether every site is right within error bars that are short enough to tell."""
-        return not self.has_many_divergences and all(s.diagnosis == "ok" for s in self.sites)
+    @cached_property
+    def sites(self) -> list[SiteBias]:
+        """Worst coordinates and diagnosis of each site."""
+        return diagnose_sites(self)
 
     @property
     def has_many_divergences(self) -> bool:
-        """Whether more than one iteration in a hundred diverged."""
-        return self.num_divergences > 0.01 * self.num_draws
+        """Whether more than 1% of the iterations diverged."""
+        return self.num_divergences > _MAX_DIVERGENCE_FRACTION * self.num_draws
+
+    @property
+    def is_flagged(self) -> bool:
+        """Whether a site is biased, multimodal or not converged, or many iterations diverged."""
+        flagged = (Diagnosis.NOT_CONVERGED, Diagnosis.BIASED, Diagnosis.MULTIMODAL)
+        return self.has_many_divergences or any(s.diagnosis in flagged for s in self.sites)
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether all sites are ok and few iterations diverged."""
+        all_ok = all(s.diagnosis == Diagnosis.OK for s in self.sites)
+        return all_ok and not self.has_many_divergences
 
     @property
     def diagnosis(self) -> str:
-        """The report in a few sentences: what is wrong, and what would cure it."""
-        return describe_report(self)
+        """Description of what is wrong and how to fix it, in a few sentences."""
+        return describe(self)
 
     @property
     def summary_line(self) -> str:
-        """The report in one line."""
-        sites = self.sites
-        shift = max(sites, key=lambda s: abs(s.mean_bias))
-        inflation = max(sites, key=lambda s: abs(s.sd_inflation))
-        return (
-            f"Bias: means off by at most {abs(shift.mean_bias):.2f} ± {shift.mean_bias_error:.2f}"
-            f" posterior sds, sds by {100 * inflation.sd_inflation:+.1f} % ± "
-            f"{100 * inflation.sd_inflation_error:.1f} %"
-        )
+        """Largest biases in one line."""
+        return summarize_in_one_line(self)
 
     def __str__(self) -> str:
-        header = ("site", "size", "mean shift", "sd inflation", "R-hat", "ESS", "verdict")
-        rows = [header, *self._make_table_cells()]
-        widths = [max(len(row[k]) for row in rows) for k in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(w) if k in (0, 6) else cell.rjust(w)
-                for k, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([*lines, "", *self._make_notes(), "", self.diagnosis])
+        return format_text(self)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        header = (
-            "site",
-            "size",
-            "mean shift (posterior sds)",
-            "sd inflation",
-            "R-hat",
-            "ESS",
-            "verdict",
-        )
-        return format_html_table(
-            header, self._make_table_cells(), [*self._make_notes(), self.diagnosis]
-        )
-
-    def _make_table_cells(self) -> list[tuple[str, ...]]:
-        return [
-            (
-                s.site,
-                str(s.size),
-                _format_bias(s.mean_bias, s.mean_bias_error, MAX_REPORTED_BIAS, "{:+.3f} ± {:.3f}"),
-                _format_bias(
-                    100 * s.sd_inflation,
-                    100 * s.sd_inflation_error,
-                    100 * MAX_REPORTED_BIAS,
-                    "{:+.1f} % ± {:.1f} %",
-                ),
-                format_r_hat(s.r_hat),
-                f"{s.ess:.0f}" if np.isfinite(s.ess) else "-",
-                s.diagnosis,
-            )
-            for s in self.sites
-        ]
-
-    def _make_notes(self) -> list[str]:
-        configurational, kinetic = (
-            self.stein_estimates.configurational_temperature,
-            self.stein_estimates.kinetic_temperature,
-        )
-        heat = f"configurational {configurational.value:.3f} ± {configurational.error:.3f}"
-        if np.isfinite(kinetic.value):
-            heat += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
-        widens = f"at most {100 * self.noise_sd_inflation:.1f} %"
-        if self.noise_sd_inflation > MAX_REPORTED_BIAS:
-            widens = f"more than {100 * MAX_REPORTED_BIAS:,.0f} %"
-        noise = (
-            f"Gradient noise: variance {self.gradient_noise_variance:.3g} in the noisiest whitened "
-            f"coordinate, which widens sds by {widens}"
-        )
-        moved = float(np.abs(self.bias_diagnostics.noise_mean_bias).max(initial=0.0))
-        noise += f" and moves means by at most {moved:.2f} sds." if moved >= 0.005 else "."
-        if np.isnan(self.gradient_noise_variance):
-            reason = ", because the warm-up had nothing to look for" * (not self.notes)
-            noise = f"Gradient noise: not measured{reason}."
-        gradients = "gradients on all rows" if self.full_data else "the run's own gradients"
-        if num := self.bias_diagnostics.num_gradient_draws:
-            gradients += f", and from gradients at {num} draws"
-        heavy = [
-            name
-            for _, name in (self.names[k] for k in self.bias_diagnostics.heavy_tailed_coordinates)
-        ]
-        of_tails = (
-            f"Heavy tails, whose sds mean nothing: {', '.join(heavy[:3])}"
-            f"{', ...' * (len(heavy) > 3)}. Told by quantiles, on a scale that bends the tails."
-        )
-        worst = "Worst coordinates, in unconstrained space"
-        if self.is_for_functions:
-            worst, gradients = "Worst values of each function", f"gradients at {num} draws"
-        return [
-            f"{worst}; mean shift in posterior sds; from {gradients}.",
-            f"Temperature (1 where exact): {heat}.",
-            noise,
-            *[of_tails] * bool(heavy),
-            *self.notes,
-        ]
+        return format_html(self)
 
     def to_dataset(self) -> Any:
-        """The report as an :class:`xarray.Dataset`, one entry a coordinate."""
+        """Convert the report to an :class:`xarray.Dataset` with an entry for each coordinate."""
         xarray = errors.import_optional("xarray", "BiasReport.to_dataset", "arviz")
-        shift, inflation = self.bias_diagnostics.bias_estimates[0]
         columns = {
-            "mean_shift": shift.value,
-            "mean_shift_error": shift.error,
-            "sd_inflation": inflation.value,
-            "sd_inflation_error": inflation.error,
+            "mean_bias": self.mean_bias.value,
+            "mean_bias_error": self.mean_bias.error,
+            "sd_inflation": self.sd_inflation.value,
+            "sd_inflation_error": self.sd_inflation.error,
             "r_hat": self.r_hat,
             "ess": self.ess,
         }
         return xarray.Dataset(
             {name: ("coordinate", values) for name, values in columns.items()},
             coords={
-                "coordinate": [name for _, name in self.names],
-                "site": ("coordinate", [site for site, _ in self.names]),
+                "coordinate": [name for _, name in self.coordinate_names],
+                "site": ("coordinate", [site for site, _ in self.coordinate_names]),
             },
             attrs={
-                "verdict": self.diagnosis,
-                "kinetic_temperature": float(self.stein_estimates.kinetic_temperature.value),
-                "configurational_temperature": float(
-                    self.stein_estimates.configurational_temperature.value
-                ),
+                "diagnosis": self.diagnosis,
+                "kinetic_temperature": float(self.kinetic_temperature.value),
+                "configurational_temperature": float(self.configurational_temperature.value),
                 "gradient_noise_variance": self.gradient_noise_variance,
                 "step_size": self.step_size,
                 "full_data": int(self.full_data),
@@ -340,9 +235,9 @@ class BiasReport:
         )
 
     def to_dataframe(self, coordinates: bool = False) -> Any:
-        """The report as a :class:`pandas.DataFrame`.
+        """Convert the report to a :class:`pandas.DataFrame`.
 
-        :param coordinates: one row a coordinate; default one row a site, with the verdicts.
+        :param coordinates: one row per coordinate; default one row per site, with its diagnosis.
         """
         pandas = errors.import_optional("pandas", "BiasReport.to_dataframe", "arviz")
         if coordinates:
@@ -350,146 +245,21 @@ class BiasReport:
         return pandas.DataFrame(self.sites).set_index("site")
 
     def add_to(self, data: Any) -> None:
-        """Put the report into an ArviZ object as its group ``bias_report``.
+        """Add the report to an ArviZ object as its group ``bias_report``.
 
         :param data: an ``InferenceData`` (ArviZ 0.23) or a ``DataTree`` (ArviZ 1.x).
         """
         dataset = self.to_dataset()
         if not hasattr(data, "groups"):
             raise InvalidArgumentError(
-                f"`data` is a {type(data).__name__}, but must be an ArviZ object."
+                f"`data` is a {type(data).__name__}, which is not an ArviZ object.",
+                "pass the result of `to_arviz(mcmc)`.",
+                "arviz-object",
             )
         if hasattr(data, "add_groups"):
             data.add_groups({"bias_report": dataset})
         else:
             data["bias_report"] = type(data)(dataset)
-
-
-def _format_bias(value: float, error: float, max_value: float, template: str) -> str:
-    return template.format(value, error) if abs(value) < max_value else "lost"
-
-
-def build_gibbs_report(mcmc: MCMC, num_draws: int) -> BiasReport:
-    """What gradients on all rows at some of the draws tell of the continuous sites.
-
-    :param mcmc: a run of NumPyro's Gibbs.
-    :param num_draws: number of draws, taken evenly.
-    :raises ValueError: where no block is one of this package's kernels, or before a run.
-    """
-    blocks = _get_sgmcmc_blocks(mcmc)
-    kernel, arguments = blocks[0][0], Arguments(mcmc._args, mcmc._kwargs)
-    discrete = _find_discrete_sites(kernel, arguments)
-    samples = mcmc.get_samples(group_by_chain=True)
-    if missing := [name for name in discrete if name not in samples]:
-        raise InvalidArgumentError(
-            f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
-        )
-    given = {name: samples[name] for name in discrete}
-    assert kernel._model is not None
-    one = {name: x[0, 0] for name, x in given.items()}
-    target = build_conditional_potential(kernel._model, one, arguments, kernel.options)
-    if not target.dim:
-        raise InvalidArgumentError(
-            "All sites are discrete: there is nothing for `bias_report` to tell."
-        )
-    draws = np.asarray(compute_unconstrained_draws(mcmc, target, kernel._model, given), np.float64)
-    some = make_thinning_slice(draws.shape[1], -(-num_draws // len(draws)))
-    flat = jnp.asarray(draws[:, some].reshape(-1, target.dim), target.dtype)
-    at = {name: x[:, some].reshape(-1, *x.shape[2:]) for name, x in given.items()}
-    gradients = full_gradients(target, DeviceArrayCache(), flat, arguments, at)
-    estimates, evidence = estimate_bias_from_draws(draws, some, np.asarray(gradients))
-    step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
-    return BiasReport(
-        names=get_potential_coordinate_names(target),
-        stein_estimates=estimates,
-        bias_diagnostics=evidence,
-        model_warnings=(*_collect_block_warnings(blocks), *_find_unconverged_discrete_sites(given)),
-        step_size=step_sizes.pop() if len(step_sizes) == 1 else np.nan,
-        weak_order=min(k.dynamics.integrators[k.integrator].order for k, _ in blocks),
-        gradient_noise_variance=np.nan,
-        noise_sd_inflation=np.nan,
-        num_divergences=sum(_count_block_divergences(*block) for block in blocks),
-        num_draws=max(int(np.sum(state.moments.num_iterations)) for _, state in blocks),
-        max_ess=float(np.fmax.reduce(evidence.convergence.ess)),
-        full_data=True,
-        notes=_make_scope_notes(discrete),
-    )
-
-
-def _get_sgmcmc_blocks(mcmc: MCMC) -> list[tuple[SGMCMCKernel, Any]]:
-    """The blocks that are kernels of this package's, and their states."""
-    assert isinstance(mcmc.sampler, Gibbs)
-    kernels = [kernel for kernel, _ in mcmc.sampler.blocks]
-    where = [k for k, kernel in enumerate(kernels) if isinstance(kernel, SGMCMCKernel)]
-    if not where:
-        raise InvalidArgumentError(
-            "`bias_report` is for the kernels of numpyro_sgmcmc, but none of this Gibbs' blocks is "
-            "one of them."
-        )
-    if mcmc.last_state is None:
-        raise InvalidArgumentError("There are no draws yet: call `mcmc.run` before `bias_report`.")
-    return [(kernels[k], mcmc.last_state.block_states[k]) for k in where]
-
-
-def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
-    """Names of the discrete latent sites, which have no gradient.
-
-    :raises ValueError: where sites of a block are latent inside a subsampled plate.
-    """
-    assert kernel._model is not None
-    facts = trace_model(
-        kernel._model, arguments, kernel.options.init_strategy, kernel.options.gibbs_config
-    )
-    latent = [s for s in facts.sample_sites if not s.is_observed]
-    if local := next((s.name for s in latent if s.plate_frames), None):
-        raise InvalidArgumentError(
-            f"Site '{local}' is latent inside the subsampled plate, and given its values gradients "
-            "do not tell how far the other sites' own law is off: `bias_report` is for runs of one "
-            "kernel then. Let it move all sites, or compare with a run of half the step_size."
-        )
-    return [s.name for s in latent if s.support.is_discrete]
-
-
-def _count_block_divergences(kernel: SGMCMCKernel, state: Any) -> int:
-    """Iterations of a block that its moments have left out, of all chains."""
-    if kernel.has_schedule:
-        return 0
-    weight = np.asarray(state.moments.batches.weight, np.float64).sum(-1)
-    kept = weight / (state.num_steps * np.asarray(state.adapt_state.step_size))
-    return int(np.sum(np.rint(state.moments.num_iterations - kept)))
-
-
-def _collect_block_warnings(blocks: list[tuple[SGMCMCKernel, Any]]) -> list[ModelWarning]:
-    """What the blocks' warm-ups have found, the others at likely values."""
-    found = [
-        f for kernel, _ in blocks if kernel.has_potential for f in kernel.adaptation.model_warnings
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[ModelWarning]:
-    """Discrete sites on which chains do not agree: where one is stuck, others look right."""
-    found = []
-    for name, x in discrete_samples.items():
-        r_hat = np.nan
-        if len(x) > 1:
-            values = np.asarray(x, np.float64).reshape(*x.shape[:2], -1)
-            r_hat = float(np.fmax.reduce(ConvergenceStats.from_draws(values).r_hat))
-        if r_hat > MAX_OK_R_HAT:
-            told = (
-                f"Chains disagree on the discrete site `{name}` (R-hat up to "
-                f"{format_r_hat(r_hat)}), given which the others are judged: run longer."
-            )
-            found.append(ModelWarning((), ModelWarningKind.NOT_CONVERGED, told))
-    return found
-
-
-def _make_scope_notes(discrete_sites: list[str]) -> tuple[str, ...]:
-    told = "All blocks of Gibbs are judged together, those of other kernels with them"
-    if discrete_sites:
-        names = ", ".join(f"`{name}`" for name in discrete_sites)
-        told += f"; not judged, and taken as given: {names} (discrete)"
-    return (told + ".",)
 
 
 def bias_report(
@@ -499,306 +269,377 @@ def bias_report(
     full_data: bool = False,
     num_draws: int = 400,
 ) -> BiasReport:
-    """What a finished run says of its own bias.
+    """Measure how far a finished run's means and SDs are from the posterior's.
 
-    Moments of the gradients that the run took say how far the chain's means and sds are from the
-    posterior's, coordinate by coordinate: by the step size, gradient noise, or too few draws. To
-    these, which are blind to what no kick undoes, come gradients at about a thousand of the draws,
-    which take a few seconds; the curvature there, which tells ends of coordinates where chains
-    cannot enter; R-hat and effective sample sizes; quantiles in place of sds where tails are
-    heavy; and what the warm-up found. A mode that no start has found stays unseen.
+    Sums of positions and gradients that the run has accumulated show the bias of each coordinate,
+    whether by discretisation, gradient noise or too few draws (Stein's identity). The report adds
+    gradients at about a thousand draws, which take a few seconds and show bias that averages to
+    zero in the sums; the curvature there, which shows high-curvature regions that the chains do
+    not reach; R-hat and effective sample sizes; a tail transform where tails are heavy; and the
+    warnings of the warm-up. A mode in which no chain was initialised stays undetected.
 
     With a function of the draws, such as a network's predictions, the report is on its values in
-    place of the parameters, from the gradients at draws alone. It is exact where these are linear
-    in a Gaussian's parameters, white in the run's coordinates, and rough elsewhere: of a square
-    half of the sd's excess is told::
+    place of the parameters, by gradients at draws alone. It is exact for linear functions of a
+    Gaussian's parameters that the run's preconditioner standardises, and rough elsewhere: of the
+    SD inflation of a square it shows half::
 
         def mean(draw, X):
             return X @ draw["beta"]
 
         bias_report(mcmc, mean, X_test)
 
-    Of NumPyro's Gibbs with blocks of this package's kernels all continuous sites are judged, in
-    whichever block, by gradients on all rows at draws; discrete sites are taken as given. Of models
-    with latent sites inside the subsampled plate the globals are judged, by gradients with the
-    local values renewed at draws, which cost as much as these draws in the run.
+    For NumPyro's Gibbs with blocks of this package's kernels all continuous sites of all blocks
+    are judged, by gradients on all rows at draws; discrete sites are conditioned on. For models
+    with latent sites inside the subsampled plate the globals are judged, by gradients at draws
+    with updated local values, which cost as much as these draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
-    :param fn: a function of one draw, a dict of values by site, and rows, that returns real numbers
-        or a dict of arrays of them and has second derivatives; as in
+    :param fn: a function of one draw, a dict of values by site, and of ``row_arrays``, that
+        returns real numbers or a dict of arrays of them and has second derivatives; as in
         :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
-    :param row_arrays: arrays to cut into chunks of rows, with as many rows each; ``fn`` gets the chunks
-        after the draw, and its results must have a place for each row along their first axis, made
-        of that row alone.
-    :param full_data: whether to take gradients on all rows at some of the draws in place of the
-        run's minibatch gradients. Sharper where those are noisy; costs ``num_draws`` passes over
-        the data.
-    :param num_draws: number of draws for ``full_data``, for Gibbs, and for models with latent sites
-        inside the subsampled plate, taken evenly. Default 400.
+    :param row_arrays: arrays with equal numbers of rows, which are passed to ``fn`` in chunks of
+        rows after the draw. The first axis of its results must be that of the rows, each of which
+        must depend on its own row alone.
+    :param full_data: whether to take gradients on all rows at some draws in place of the run's
+        minibatch gradients. More precise if these are noisy; costs ``num_draws`` passes over the
+        data.
+    :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
+        with latent sites inside the subsampled plate. Default 400.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
-        are not real and finite; and with a function where gradients at draws are not to be had
+        are not real and finite; and with a function if gradients at draws are not available
         without ``full_data``.
     """
     errors.check_positive_int("num_draws", num_draws)
     errors.check_bool("full_data", full_data)
     if row_arrays and fn is None:
-        raise InvalidArgumentError("`bias_report` takes rows only after a function of the draws.")
-    if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
-        if fn is not None:
-            raise InvalidArgumentError(
-                "`bias_report` tells the bias of parameters alone for runs of Gibbs: leave out the "
-                "function, or let one kernel move all sites."
-            )
-        return build_gibbs_report(mcmc, num_draws)
-    kernel = check_finished_run(mcmc, "bias_report", uses_moments=False)
-    if mcmc.last_state.local_state is not None:
-        if fn is not None:
-            raise InvalidArgumentError(
-                "`bias_report` tells the bias of global parameters alone where the model has "
-                "latent sites inside the subsampled plate: leave out the function."
-            )
-        return _build_globals_report(mcmc, kernel, num_draws)
-    functions = None if fn is None else _validate_draw_functions(mcmc, kernel, fn, row_arrays)
-    return _build_run_report(mcmc, kernel, functions, num_draws if full_data else None)
-
-
-def _build_run_report(
-    mcmc: MCMC, kernel: SGMCMCKernel, draw_functions: DrawFunctions | None, num_draws: int | None
-) -> BiasReport:
-    """The report by the moments that the chains have kept.
-
-    :param num_draws: number of draws with gradients on all rows in their place, or None.
-    """
-    coordinates = get_chain_preconditioners(mcmc.last_state)
-    factor = coordinates[0].factor
-    own = jax.tree.map(np.asarray, mcmc.last_state.moments.batches)
-    if mcmc.num_chains == 1:
-        own = jax.tree.map(lambda x: x[None], own)
-    if not (own.weight > 0).any():
         raise InvalidArgumentError(
-            "All draws diverged or have weight zero, so that there is nothing to report on."
+            "`bias_report` got arrays of rows, but `fn` is None.",
+            "pass a function of a draw and these arrays before them.",
+            "function-bias",
         )
-    exact = _compute_full_data_gradients(mcmc, kernel, num_draws) if num_draws is not None else None
+    if isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs):
+        _check_no_function(fn, "a run of Gibbs")
+        return _report_on_gibbs(GibbsRunData.from_mcmc(mcmc), num_draws)
+    run = RunData.from_mcmc(mcmc, "bias_report", allow_local_latents=True)
+    if run.local_state is not None:
+        _check_no_function(fn, "a model with latent sites inside the plate")
+        return _report_on_globals(run, num_draws)
+    functions = None
+    if fn is not None:
+        run.require_potential("bias_report")
+        if run.has_schedule:
+            raise InvalidArgumentError(
+                "`bias_report` does not support `fn` with a schedule of step sizes.",
+                "leave `fn` out, or run with a constant step_size.",
+                "function-bias",
+            )
+        functions = check_differentiable(fn, row_arrays, get_draws_by_site(run.site_draws, "mcmc"))
+    return _report_on_run(run, functions, num_draws if full_data else None)
+
+
+def _check_no_function(fn: Any, run_description: str) -> None:
+    if fn is not None:
+        raise InvalidArgumentError(
+            f"`bias_report` does not support `fn` for {run_description}.",
+            "leave `fn` out to judge the parameters.",
+            "function-bias",
+        )
+
+
+def _report_on_run(
+    run: RunData, functions: DrawFunctions | None, num_full_draws: int | None
+) -> BiasReport:
+    """Report on parameters, or on functions of them.
+
+    :param num_full_draws: draws at which to take gradients on all rows, or None.
+    """
+    if not (run.batch_sums.weight > 0).any():
+        raise InvalidArgumentError(
+            "All draws of the run diverged or have weight zero.",
+            "use a smaller step_size, or leave it out to adapt it.",
+            "all-diverged",
+        )
+    exact = None
+    if num_full_draws is not None:
+        run.require_potential("bias_report")
+        exact = compute_full_gradients_at_draws(run, num_full_draws)
     if exact is None:
-        sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), own)
+        # Batches of all chains, each in its chain's own coordinates.
+        sums = RunningSums(*(x.reshape(-1, *x.shape[2:]) for x in run.batch_sums))
+        factor = run.preconditioners[0].factor
     else:
         sums, factor = compute_sums_at_draws(
-            exact.subtract_offsets(compute_center_offsets(coordinates)), coordinates[0]
+            exact.subtract_offsets(run.center_offsets), run.preconditioners[0]
         )
-    estimates = estimate_bias_from_sums(sums, factor)
-    names = get_coordinate_names(mcmc)
-    if draw_functions is None:
-        together = convert_sums_to_first_chain(own, coordinates)
-        r_hat = compute_between_chain_r_hat(
-            jax.tree.map(lambda x: x.sum(1), together), coordinates[0].factor
-        )
-        evidence = BiasDiagnostics.from_run(mcmc, kernel, estimates, r_hat, exact)
-    else:
-        told = _compute_function_bias(mcmc, kernel, draw_functions, exact)
-        names, estimates = told.names, told.to_estimates(estimates)
-        evidence = BiasDiagnostics(
-            (estimates.bias_estimate,),
-            told.convergence,
-            np.zeros(0, int),
-            (),
-            told.num_gradient_draws,
-        )
-    is_exact = exact is not None
+    stein = estimate_bias_from_sums(sums, factor)
+    full_data = exact is not None
+    if functions is None:
+        return _assemble_report(run, _measure_bias(run, stein, exact), full_data=full_data)
+    bias = _estimate_function_bias(run, functions, exact)
     return _assemble_report(
-        mcmc, kernel, names, estimates, evidence, is_exact, draw_functions is not None
+        run, bias.to_measurements(stein), full_data=full_data, function_names=bias.names
     )
 
 
-def _build_globals_report(mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int) -> BiasReport:
-    """The report on a run with latent sites inside the subsampled plate."""
-    check_has_data(kernel, "bias_report")
-    target = kernel.potential
-    assert target.local_latents is not None
-    estimates, evidence = estimate_bias_of_globals(mcmc, kernel, num_draws)
-    own = ", ".join(f"`{name}`" for name in target.local_latents.names)
-    note = f"Globals alone, the local values integrated out; not judged: {own}."
-    names = get_potential_coordinate_names(target)
-    report = _assemble_report(mcmc, kernel, names, estimates, evidence, True, False)
-    independent = float(np.fmax.reduce(evidence.convergence.ess))
-    return replace(report, notes=(note,), max_ess=independent)
+def _measure_bias(
+    run: RunData, stein: SteinEstimates, exact: GradientsAtDraws | None
+) -> BiasMeasurements:
+    """Measure the bias of a run's parameters.
+
+    :param stein: estimates from the running sums, or from ``exact``.
+    :param exact: gradients on all rows at some draws, if they were asked for.
+    """
+    preconditioner = run.preconditioners[0]
+    sums = convert_sums_to_first_chain(run.batch_sums, run.preconditioners)
+    chain_sums = RunningSums(*(x.sum(1) for x in sums))
+    r_hat = compute_between_chain_r_hat(chain_sums, preconditioner.factor)
+    draws = run.finite_draws
+    if draws is None:
+        ess = (np.nan if run.has_schedule else 1.0) / np.square(stein.mcse[0])
+        return BiasMeasurements((stein.bias,), ConvergenceStats(r_hat, ess), stein)
+    offsets = run.center_offsets
+    tails = TailTransform.fit((draws - offsets).reshape(-1, draws.shape[-1]))
+    convergence = ConvergenceStats.from_draws(
+        draws if offsets.any() else transform_tails(draws, tails)
+    )
+    # Halves of a single chain differ because of few draws, which the ESS shows, and not of modes.
+    if len(draws) > 1:
+        r_hat = np.fmax(convergence.r_hat, r_hat)
+    noise_mean_bias = predict_noise_mean_bias(run, draws)
+    gradients = compute_gradients_at_draws(run, draws)
+    estimates, necks = [stein.bias], ()
+    if gradients is not None:
+        gradients = gradients.subtract_offsets(offsets)
+        estimates.append(estimate_bias_at_draws(gradients, preconditioner))
+        necks = _find_necks(run, gradients)
+    estimates = [b.add_mean_bias(noise_mean_bias) for b in estimates]
+    tail_gradients = gradients if exact is None else exact.subtract_offsets(offsets)
+    if tail_gradients is None:
+        dim = len(tails.coordinates)
+        unknown = Estimate(np.zeros(dim), np.full(dim, np.inf))
+        tail_bias = BiasEstimate(unknown, unknown)
+    else:
+        tail_bias = estimate_tail_bias(tail_gradients, tails)
+    return BiasMeasurements(
+        bias_estimates=tuple(
+            b.override_coordinates(tails.coordinates, tail_bias) for b in estimates
+        ),
+        convergence=convergence._replace(r_hat=r_hat),
+        stein=stein,
+        heavy_tailed_coordinates=tails.coordinates,
+        funnel_necks=necks,
+        num_gradient_draws=0 if gradients is None else gradients.num_draws,
+        noise_mean_bias=noise_mean_bias.value,
+    )
+
+
+def _find_necks(run: RunData, gradients: GradientsAtDraws) -> tuple[FunnelNeck, ...]:
+    """Find funnel necks, unless the SDE adapts its step to the position."""
+    if not run.dynamics.has_constant_metric:
+        return ()
+    dim = gradients.positions.shape[-1]
+    stiffness = [run.dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
+    necks = find_funnel_necks(
+        gradients.positions.reshape(-1, dim),
+        gradients.gradients.reshape(-1, dim),
+        gradients.curvature_indices,
+        np.square(run.step_size * np.array(stiffness)),
+    )
+    return tuple(necks)
+
+
+def _estimate_function_bias(
+    run: RunData, functions: DrawFunctions, exact: GradientsAtDraws | None
+) -> FunctionBias:
+    """Estimate the bias of functions of the draws, by gradients on all rows if there are some."""
+    gradients = exact
+    if gradients is None and (draws := run.finite_draws) is not None:
+        gradients = compute_gradients_at_draws(run, draws)
+    if gradients is None:
+        raise InvalidArgumentError(
+            "`bias_report` of `fn` needs gradients at draws, which are expensive for this run.",
+            "pass full_data=True to take them on all rows.",
+            "function-bias",
+        )
+    assert run.potential is not None
+    return estimate_function_bias(
+        functions,
+        get_draws_by_site(run.site_draws, "mcmc"),
+        gradients,
+        run.preconditioners[0].cast(run.potential.dtype),
+        run.make_constrain_fn(),
+    )
+
+
+def _report_on_globals(run: RunData, num_draws: int) -> BiasReport:
+    """Report on the globals of a run with latent sites inside the subsampled plate."""
+    potential = run.require_potential("bias_report")
+    assert potential.local_latents is not None
+    names = ", ".join(f"`{name}`" for name in potential.local_latents.names)
+    measured = measure_bias_of_globals(run, num_draws)
+    return _assemble_report(
+        run,
+        measured,
+        full_data=True,
+        max_ess=float(np.fmax.reduce(measured.convergence.ess)),
+        notes=(f"Only globals are judged, marginal over the local latent variables {names}.",),
+    )
+
+
+def _report_on_gibbs(run: GibbsRunData, num_draws: int) -> BiasReport:
+    """Report on all continuous sites of a run of NumPyro's Gibbs."""
+    measured = measure_bias_of_gibbs(run, num_draws)
+    note = "All blocks of Gibbs are judged together"
+    if run.discrete_samples:
+        names = ", ".join(f"`{name}`" for name in run.discrete_samples)
+        note += f", given the discrete sites {names}, which are not judged"
+    return BiasReport(
+        **_flatten(measured),
+        coordinate_names=run.coordinate_names,
+        model_warnings=(
+            *run.block_warnings,
+            *find_unconverged_discrete_sites(run.discrete_samples),
+        ),
+        step_size=run.step_size,
+        weak_order=run.weak_order,
+        gradient_noise_variance=np.nan,
+        noise_sd_inflation=np.nan,
+        num_divergences=run.num_divergences,
+        num_draws=run.num_draws,
+        max_ess=float(np.fmax.reduce(measured.convergence.ess)),
+        full_data=True,
+        notes=(f"{note}.",),
+    )
 
 
 def _assemble_report(
-    mcmc: MCMC,
-    kernel: SGMCMCKernel,
-    names: list[tuple[str, str]],
-    stein_estimates: SteinEstimates,
-    bias_diagnostics: BiasDiagnostics,
+    run: RunData,
+    measured: BiasMeasurements,
+    *,
     full_data: bool,
-    is_for_functions: bool,
+    function_names: tuple[tuple[str, str], ...] | None = None,
+    max_ess: float | None = None,
+    notes: tuple[str, ...] = (),
 ) -> BiasReport:
-    """What was found, with what the run was."""
-    arguments = Arguments(mcmc._args, mcmc._kwargs)
-    adaptation = kernel.get_cached_adaptation(arguments) if kernel.has_potential else None
-    noise = kernel.noise_stats
-    step_size = float(np.max(mcmc.last_state.adapt_state.step_size))
-    predicted = noise.predict_variance_inflation(kernel.dynamics, step_size)
-    num_draws = int(np.size(mcmc.get_extra_fields().get("diverging", 0)))
-    num_steps = int(np.max(mcmc.last_state.num_steps))
-    iterations = int(np.sum(mcmc.last_state.moments.num_iterations))
-    time = iterations * num_steps * float(np.mean(mcmc.last_state.adapt_state.step_size))
-    independent = time / float(kernel.dynamics.relaxation_time(step_size))
+    """Return the report on a run of one kernel."""
+    adaptation, noise_stats = run.adaptation, run.noise_stats
+    variance_inflation = noise_stats.predict_variance_inflation(run.dynamics, run.step_size)
     return BiasReport(
-        names=names,
-        stein_estimates=stein_estimates,
-        bias_diagnostics=bias_diagnostics,
+        **_flatten(measured),
+        coordinate_names=run.coordinate_names if function_names is None else function_names,
         model_warnings=() if adaptation is None else adaptation.model_warnings,
-        step_size=step_size,
-        weak_order=kernel.dynamics.integrators[kernel.integrator].order,
-        gradient_noise_variance=noise.variance,
+        step_size=run.step_size,
+        weak_order=run.weak_order,
+        gradient_noise_variance=noise_stats.variance,
         noise_sd_inflation=max(
-            float(np.sqrt(1.0 + predicted) - 1.0),
-            _compute_kinetic_sd_inflation(stein_estimates, step_size),
+            float(np.sqrt(1.0 + variance_inflation) - 1.0),
+            _compute_kinetic_sd_inflation(measured.stein.kinetic_temperature, run.step_size),
         ),
-        num_divergences=int(np.sum(mcmc.get_extra_fields().get("diverging", 0))),
-        num_draws=num_draws,
-        max_ess=max(1.0, min(independent, num_draws)),
+        num_divergences=run.num_divergences,
+        num_draws=run.num_draws,
+        max_ess=run.max_ess if max_ess is None else max_ess,
         full_data=full_data,
-        is_for_functions=is_for_functions,
-        has_custom_dynamics=_is_custom_dynamics(kernel.dynamics),
-        max_grad_norm=kernel.options.max_grad_norm,
+        is_for_functions=function_names is not None,
+        has_custom_dynamics=run.has_custom_dynamics,
+        max_grad_norm=run.max_grad_norm,
+        notes=notes,
     )
 
 
-def _is_custom_dynamics(dynamics: Dynamics) -> bool:
-    """Whether the user has written the SDE, or what it is made of."""
-    return isinstance(dynamics, Recipe) or not type(dynamics).__module__.startswith(
-        "numpyro_sgmcmc."
-    )
+def _flatten(measured: BiasMeasurements) -> dict[str, Any]:
+    """Return measurements by name, those of Stein's identity among them."""
+    values = measured._asdict()
+    stein = values.pop("stein")._asdict()
+    del stein["bias"]  # without noise and tails, which the first of the bias estimates includes
+    return values | stein
 
 
-def _validate_draw_functions(
-    mcmc: MCMC, kernel: SGMCMCKernel, fn: Callable[..., Any], row_arrays: tuple[Any, ...]
-) -> DrawFunctions:
-    """What the report is to be on, if it can be."""
-    check_has_data(kernel, "bias_report")
-    if kernel.has_schedule:
-        raise InvalidArgumentError(
-            "With a schedule the draws are weighted, and the bias of functions of them cannot be "
-            "told."
-        )
-    return check_differentiable(fn, row_arrays, get_draws_by_site(mcmc, "mcmc"))
+def _compute_kinetic_sd_inflation(kinetic_temperature: Estimate, step_size: float) -> float:
+    """Return the SD inflation that a kinetic temperature clearly above that of the step shows.
 
-
-def _compute_function_bias(
-    mcmc: MCMC,
-    kernel: SGMCMCKernel,
-    draw_functions: DrawFunctions,
-    exact_gradients: GradientsAtDraws | None,
-) -> FunctionBias:
-    """Their bias, by gradients on all rows if there are such."""
-    looked_at = exact_gradients
-    if looked_at is None and (draws := get_unconstrained_draws_or_none(mcmc, kernel)) is not None:
-        looked_at = compute_gradients_at_draws(mcmc, kernel, draws)
-    if looked_at is None:
-        raise InvalidArgumentError(
-            "There is no cheap way to gradients at this run's draws, which the bias of functions "
-            "is told by: pass full_data=True."
-        )
-    constrain = kernel.postprocess_fn(mcmc._args, mcmc._kwargs)
-    target = kernel.potential
-    return estimate_function_bias(
-        draw_functions,
-        get_draws_by_site(mcmc, "mcmc"),
-        looked_at,
-        get_chain_preconditioners(mcmc.last_state)[0].cast(target.dtype),
-        lambda q: constrain(target.unravel(q)),
-    )
-
-
-def _compute_kinetic_sd_inflation(stein_estimates: SteinEstimates, step_size: float) -> float:
-    """By how much momenta are clearly hotter than a step of this size makes them: noise does that,
-    and widens sds as much. NaN counts as nothing.
+    Discretisation raises it by about :math:`h^2/2`; gradient noise inflates momenta and positions
+    alike. Zero for NaN.
     """
-    value, error = (float(x) for x in stein_estimates.kinetic_temperature)
-    clear = value - 1.0 - 3.0 * error - step_size**2 / 2.0
-    return float(np.sqrt(1.0 + clear) - 1.0) if clear > 0.0 else 0.0
+    value, error = (float(x) for x in kinetic_temperature)
+    variance_inflation = value - 1.0 - _KINETIC_Z * error - step_size**2 / 2.0
+    return float(np.sqrt(1.0 + variance_inflation) - 1.0) if variance_inflation > 0.0 else 0.0
 
 
-def _compute_full_data_gradients(
-    mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int
-) -> GradientsAtDraws:
-    """Some of the draws, and the gradients on all rows there."""
-    positions = get_unconstrained_draws(mcmc, kernel)
-    per_chain = -(-num_draws // len(positions))
-    positions = positions[:, make_thinning_slice(positions.shape[1], per_chain)]
-    flat = positions.reshape(-1, positions.shape[-1])
-    gradients = kernel.full_gradients(flat, Arguments(mcmc._args, mcmc._kwargs))
-    return GradientsAtDraws.from_arrays(positions, gradients)
+# --- Corrected draws ----------------------------------------------------------------------------
 
 
 def bias_corrected_samples(
     mcmc: MCMC, report: BiasReport | None = None, *, group_by_chain: bool = False
 ) -> dict[str, Any]:
-    """The run's draws about their own mean, with the posterior's measured spread in place of the
-    chain's.
+    """Return the draws rescaled about their mean to the posterior's estimated covariance.
 
-    In unconstrained space; a linear map of all coordinates up to 64 of them, one scale each
-    beyond. Means stay as they are. The map is right for posteriors that are about Gaussian in
-    unconstrained space and chains that are too wide or too narrow by moderate factors; it is no
-    substitute for a smaller step size. Deterministic sites are computed anew.
+    An approximation in unconstrained space: a linear map of all coordinates up to 64 of them, one
+    scale each beyond. Means are not changed. It is right for posteriors that are approximately
+    Gaussian in unconstrained space and moderate errors of the SDs, and no substitute for a smaller
+    step size. Deterministic sites are recomputed.
 
     :param mcmc: a run of one of this package's kernels.
-    :param report: of :func:`~numpyro_sgmcmc.bias_report`; default: made here.
-    :param group_by_chain: whether to keep the chains apart, as in ``mcmc.get_samples``.
+    :param report: result of :func:`~numpyro_sgmcmc.bias_report`; default: computed here.
+    :param group_by_chain: whether to keep the axis of chains, as in ``mcmc.get_samples``.
     :return: samples by site, shape ``(chains * draws, ...)`` or ``(chains, draws, ...)``.
-    :raises ValueError: for a run of another kernel, before a run, or where the error bars of the
-        spread are too wide to correct it.
+    :raises ValueError: for a run of another kernel, before a run, or if the posterior's covariance
+        cannot be estimated with sufficient precision.
     """
-    kernel = check_finished_run(mcmc, "calibrated_samples")
-    check_has_data(kernel, "calibrated_samples")
+    run = RunData.from_mcmc(mcmc, "bias_corrected_samples")
+    run.require_potential("bias_corrected_samples")
     if report is None:
         report = bias_report(mcmc)
     if not isinstance(report, BiasReport):
         raise InvalidArgumentError(
-            f"`report` is a {type(report).__name__}, but must be a bias report."
+            f"`report` is a {type(report).__name__}, which is not a bias report.",
+            "pass the result of bias_report(mcmc), or leave it out.",
+            "report-of-another-run",
         )
-    if report.is_for_functions:
-        raise InvalidArgumentError("`report` is on functions of the draws: pass bias_report(mcmc).")
-    if report.names != get_coordinate_names(mcmc):
+    if report.coordinate_names != run.coordinate_names or report.is_for_functions:
         raise InvalidArgumentError(
-            "`report` is that of another run: its coordinates are not this run's."
+            "`report` has other coordinates than the run.",
+            "pass the result of bias_report(mcmc), without a function, for this run.",
+            "report-of-another-run",
         )
-    found = _compute_correction_matrix(
-        report.stein_estimates.chain_covariance, report.stein_estimates.posterior_covariance
-    )
-    if not np.isfinite(found).all():
+    correction = _compute_correction(report.chain_covariance, report.posterior_covariance)
+    if not np.isfinite(correction).all():
         raise InvalidArgumentError(
-            "The posterior's spread is measured too roughly to correct the draws: take more draws, "
-            "or pass bias_report(mcmc, full_data=True)."
+            "The posterior's covariance is estimated too imprecisely to correct draws.",
+            "use more draws, or pass report=bias_report(mcmc, full_data=True).",
+            "uncorrectable-draws",
         )
-    if compute_center_offsets(get_chain_preconditioners(mcmc.last_state)).any():
+    if run.center_offsets.any():
         raise InvalidArgumentError(
-            "Chains run in different modes, and the draws of each would have to be corrected by "
-            "themselves: run without `init_in_modes`."
+            "`bias_corrected_samples` does not support chains in different modes.",
+            "run without `init_in_modes`.",
+            "uncorrectable-draws",
         )
-    positions = get_unconstrained_draws(mcmc, kernel)
-    coordinates = kernel.get_preconditioner(mcmc.last_state)
-    centre = positions.mean((0, 1))
-    scale = jnp.asarray(found, positions.dtype)
+    positions = run.draws
+    # Covariances are those of coordinates without the low-rank part.
+    preconditioner = run.preconditioners[0]._replace(low_rank=None).cast(positions.dtype)
+    center = positions.mean((0, 1))
+    scale = jnp.asarray(correction, positions.dtype)
+    constrain = run.make_constrain_fn()
 
-    def rescaled(position: jax.Array) -> jax.Array:
-        q = coordinates.solve(position - centre)
+    def correct(position: jax.Array) -> dict[str, Any]:
+        q = preconditioner.solve(position - center)
         q = scale @ q if scale.ndim == 2 else scale * q
-        return centre + coordinates.apply(q)
+        return constrain(center + preconditioner.apply(q))
 
-    constrain = kernel.postprocess_fn(mcmc._args, mcmc._kwargs)
-    unravel = kernel.potential.unravel
-    samples = jax.vmap(jax.vmap(lambda x: constrain(unravel(rescaled(x)))))(positions)
+    samples = jax.vmap(jax.vmap(correct))(positions)
     if group_by_chain:
         return samples
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)
 
 
-def _compute_correction_matrix(
+def _compute_correction(
     chain_covariance: np.ndarray, posterior_covariance: np.ndarray
 ) -> np.ndarray:
-    """A with ``A chain A^T`` the posterior's covariance, symmetric where they commute."""
+    r"""Return the symmetric A with :math:`A\,\Sigma_\text{chain} A^\top` the posterior's covariance.
+
+    :math:`A = S^{-1}(S\,\Sigma_\text{posterior} S)^{1/2} S^{-1}` with
+    :math:`S = \Sigma_\text{chain}^{1/2}`, the optimal transport map between two Gaussians.
+    """
     if chain_covariance.ndim == 1:
         with np.errstate(invalid="ignore"):
             return np.sqrt(posterior_covariance / chain_covariance)
@@ -810,22 +651,24 @@ def _compute_correction_matrix(
     return compute_geometric_mean_with_inverse(*matrices)
 
 
+# --- Summary ------------------------------------------------------------------------------------
+
+
 def print_summary(
     mcmc: MCMC,
     prob: float = 0.9,
     exclude_deterministic: bool = True,
     sites: Sequence[str] | None = None,
 ) -> None:
-    """``mcmc.print_summary()`` and one line on bias; the verdict as well where there is something.
+    """Print ``mcmc.print_summary()``, a line on bias, and the diagnosis unless all is ok.
 
     :param mcmc: a run of one of this package's kernels.
     :param prob: probability mass of the intervals, from 0 to 1. Default 0.9.
     :param exclude_deterministic: whether to leave deterministic sites out. Default True.
-    :param sites: names of the sites to have in the table, deterministic ones too, or, with ``~``
-        before each, of those to leave out: ``["~effect"]``. The lines below are on all. Default
+    :param sites: names of the sites in the table, deterministic ones too, or, each after a ``~``,
+        of the sites to leave out: ``["~effect"]``. The lines below are on all sites. Default
         None: all.
-    :raises ValueError: for a run of another kernel, or before a run, and for sites that are not
-        there.
+    :raises ValueError: for a run of another kernel, or before a run, and for unknown sites.
     """
     report = bias_report(mcmc)
     errors.check_in_interval("prob", prob, 0.0, 1.0)
@@ -843,23 +686,25 @@ def print_summary(
 def _select_site_draws(
     mcmc: MCMC, sites: Sequence[str], exclude_deterministic: bool
 ) -> dict[str, Any]:
-    """Draws of the sites asked for, by chain."""
+    """Return the draws of the sites asked for, axes of chains and draws first."""
     draws = mcmc.get_samples(group_by_chain=True)
-    named = [sites] if isinstance(sites, str) else sites
-    if not (isinstance(named, (list, tuple)) and all(isinstance(name, str) for name in named)):
-        raise InvalidArgumentError(f"`sites` is {sites!r}, but must be a list of sites' names.")
-    there = list(draws) if isinstance(draws, dict) else []
-    if unknown := [name for name in named if name.removeprefix("~") not in there]:
+    names = [sites] if isinstance(sites, str) else sites
+    available = list(draws) if isinstance(draws, dict) else []
+    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    if not is_list or any(name.removeprefix("~") not in available for name in names):
         raise InvalidArgumentError(
-            f"`sites` has {', '.join(map(repr, unknown))}, but the run has draws of "
-            f"{', '.join(map(repr, there)) or 'no sites with names'}."
+            f"`sites` is {sites!r}, which is not a list of sites of the run.",
+            f"use names of {', '.join(map(repr, available)) or 'a model with named sites'}.",
+            "summary-sites",
         )
-    if len({name.startswith("~") for name in named}) != 1:
+    if len({name.startswith("~") for name in names}) != 1:
         raise InvalidArgumentError(
-            "`sites` must name sites to show, or, with ~ before each, to leave out."
+            "`sites` must either name sites to show or, each after a ~, sites to leave out.",
+            "pass one of the two kinds.",
+            "summary-sites",
         )
-    if not named[0].startswith("~"):
-        return {name: draws[name] for name in named}
+    if not names[0].startswith("~"):
+        return {name: draws[name] for name in names}
     latent = attrgetter(mcmc.sampler.sample_field)(mcmc.last_state)
-    shown = [name for name in there if name in latent or not exclude_deterministic]
-    return {name: draws[name] for name in shown if f"~{name}" not in named}
+    shown = [name for name in available if name in latent or not exclude_deterministic]
+    return {name: draws[name] for name in shown if f"~{name}" not in names}

@@ -1,14 +1,16 @@
-"""A report as HTML, for notebooks.
+"""Diagnoses of a bias report, and its text.
 
-The worst coordinate of one site, and what is said of it.
-
-A report in a few sentences: what is wrong, and what would cure it.
+:func:`diagnose_sites` finds the worst coordinates of each site and gives the site one of the
+diagnoses of :class:`Diagnosis`; :func:`describe` writes what is wrong and how to fix it;
+:func:`format_text` and :func:`format_html` print the whole report, and
+:func:`summarize_in_one_line` one line.
 """
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,97 +18,117 @@ import numpy as np
 
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
+from numpyro_sgmcmc.errors import ModelWarningKind
 
 if TYPE_CHECKING:
     from numpyro_sgmcmc.diagnostics.bias_report import BiasReport
 
-from numpyro_sgmcmc.errors import ModelWarningKind
-
 __all__ = [
-    "DIAGNOSES",
     "MAX_OK_R_HAT",
-    "MAX_REPORTED_BIAS",
     "MEAN_BIAS_TOLERANCE",
     "MIN_OK_ESS",
     "SD_INFLATION_TOLERANCE",
+    "Diagnosis",
     "SiteBias",
     "classify_bias",
-    "describe_report",
+    "describe",
     "describe_site_bias",
+    "diagnose_site",
+    "diagnose_sites",
+    "format_html",
     "format_html_table",
     "format_r_hat",
+    "format_text",
+    "format_text_table",
+    "summarize_in_one_line",
 ]
 
-
-def format_html_table(
-    header: Sequence[str], table_rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
-) -> str:
-    """A table with paragraphs below it; all text is escaped."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table_rows
-    )
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
-
-
-_MAX_SHOWN_R_HAT = 100.0  # an R-hat at which chains are lost
-
-
-def format_r_hat(r_hat: float, digits: int = 2) -> str:
-    """As a number where it is one that tells something."""
-    if np.isnan(r_hat):
-        return "-"
-    return f"{r_hat:.{digits}f}" if r_hat < _MAX_SHOWN_R_HAT else f">{_MAX_SHOWN_R_HAT:.0f}"
-
-
 MEAN_BIAS_TOLERANCE = 0.1
-"""Shift of a mean, in posterior sds, that the report lets pass."""
-
+"""Bias of a mean, in posterior SDs, beyond which a site is biased. It lowers the coverage of a
+central 90% interval to 89.8%."""
 
 SD_INFLATION_TOLERANCE = 0.05
-"""Relative error of an sd that the report lets pass."""
+"""Relative error of an SD beyond which a site is biased: about that of 200 independent draws."""
 
+_MEAN_BIAS_DETECTION_LIMIT, _SD_INFLATION_DETECTION_LIMIT = 0.2, 0.15
+"""Bias of a mean and of an SD that the error bars must exclude for a site to be ok."""
 
-_MEAN_BIAS_LIMITS = (
-    MEAN_BIAS_TOLERANCE,
-    0.2,
-)  # and what error bars must exclude for a site to be fine
+_SIMULTANEOUS_LEVEL = 0.95
+"""Joint level of the limits of all coordinates of a site, two-sided (Bonferroni)."""
 
-
-_SD_INFLATION_LIMITS = SD_INFLATION_TOLERANCE, 0.15
-
-
-DIAGNOSES = ("not converged", "biased", "multimodal", "inconclusive", "ok")
-"""The worst first."""
-
-
-MAX_OK_R_HAT = 1.05
-"""Above, nothing is fine."""
-
-
-_MAX_CONVERGED_R_HAT = 1.1  # above, chains are apart
-
+MAX_OK_R_HAT, _MAX_CONVERGED_R_HAT = 1.05, 1.1
+"""R-hat above which a site is not ok, and above which its chains have not converged. Vehtari et al.
+(2021) recommend 1.01 for all parameters of a long run; the largest of many R-hats of short chains
+that have converged exceeds that."""
 
 MIN_OK_ESS = 100
-"""Effective ones: with fewer nothing is fine."""
+"""ESS below which a site is not ok (Vehtari et al. 2021: 100 per chain)."""
+
+_MAX_PRINTED_BIAS = 100.0
+"""Posterior SDs, or times the SD: beyond, a number has no further meaning."""
+
+_MIN_PRINTED_MEAN_BIAS = 0.005
+"""Posterior SDs: a smaller predicted bias by noise is not printed."""
+
+_MAX_PRINTED_R_HAT = 100.0
+"""R-hat beyond which chains are stuck and its value has no further meaning."""
+
+_MAX_MONTE_CARLO_Z = 3.0
+"""Monte Carlo standard errors within which the number of draws may explain a bias."""
+
+_MAX_DESCRIBED_SITES = 3
+"""Sites that a text names one by one."""
+
+_MIN_LARGE_NOISE_RATIO = 5.0
+"""Ratio of variance inflation to the tolerated one, beyond which halving the step does not help."""
+
+_MAIN_CAUSE, _PARTIAL_CAUSE = 0.5, 0.2
+"""Share of the bias that a predicted one must have to be named as its cause, or as a part of it."""
+
+
+class Diagnosis(StrEnum):
+    """Diagnosis of a site, the worst first.
+
+    - **NOT_CONVERGED** - R-hat is above 1.1, or chains were initialised in different modes.
+    - **BIASED** - bias is clearly beyond the tolerance (0.1 posterior SD for means, 5% for SDs),
+      a model warning says so, or chains do not reach a part of the posterior.
+    - **MULTIMODAL** - the warm-up has detected other modes.
+    - **INCONCLUSIVE** - error bars are too wide, R-hat is above 1.05 or the ESS below 100.
+    - **OK** - none of these.
+    """
+
+    NOT_CONVERGED = "not converged"
+    BIASED = "biased"
+    MULTIMODAL = "multimodal"
+    INCONCLUSIVE = "inconclusive"
+    OK = "ok"
+
+
+_BY_SEVERITY = tuple(Diagnosis)
+
+_DIAGNOSIS_BY_WARNING = {
+    ModelWarningKind.MULTIMODAL: Diagnosis.MULTIMODAL,
+    ModelWarningKind.MODES_VISITED: Diagnosis.NOT_CONVERGED,
+    ModelWarningKind.NON_IDENTIFIED: Diagnosis.OK,
+    ModelWarningKind.NOT_CONVERGED: Diagnosis.INCONCLUSIVE,
+}
+"""Diagnosis that a model warning implies for its sites; biased for all other kinds."""
 
 
 class SiteBias(NamedTuple):
-    """The worst coordinate of one site, in unconstrained space.
+    """The worst coordinates of one site, in unconstrained space.
 
     - **site** - name.
     - **size** - number of coordinates.
-    - **mean_bias** - chain's mean minus the posterior's, in posterior sds.
+    - **mean_bias** - chains' mean minus the posterior's, in posterior SDs.
     - **mean_bias_error** - its standard error.
-    - **sd_inflation** - chain's sd over the posterior's, minus one.
+    - **sd_inflation** - chains' SD over the posterior's, minus one.
     - **sd_inflation_error** - its standard error.
-    - **r_hat** - how far the chains disagree, 1 where they agree; NaN for a single chain.
-    - **ess** - smallest effective sample size; NaN where the draws are not there.
-    - **diagnosis** - ``"ok"``, ``"biased"``, ``"inconclusive"`` (error bars are too wide, R-hat is above
-      1.05 or there are less than 100 effective draws), ``"multimodal"`` (the warm-up has found
-      others), or ``"not converged"``: R-hat is above 1.1.
+    - **r_hat** - largest R-hat; NaN for a single chain.
+    - **ess** - smallest effective sample size; NaN if the draws were not kept.
+    - **diagnosis** - ``"ok"``, ``"inconclusive"`` (error bars are too wide, R-hat is above 1.05 or
+      the ESS below 100), ``"multimodal"`` (the warm-up has detected other modes), ``"biased"``, or
+      ``"not converged"`` (R-hat is above 1.1); a :class:`Diagnosis`, which equals its string.
     """
 
     site: str
@@ -117,322 +139,512 @@ class SiteBias(NamedTuple):
     sd_inflation_error: float
     r_hat: float
     ess: float
-    diagnosis: str
+    diagnosis: Diagnosis
 
-    @classmethod
-    def from_coordinates(
-        cls,
-        site: str,
-        indices: np.ndarray,
-        bias_estimates: Sequence[BiasEstimate],
-        convergence: ConvergenceStats,
-        reported_diagnosis: str | None = None,
-    ) -> SiteBias:
-        """That of the coordinates ``indices``.
 
-        :param bias_estimates: of all coordinates. The first must be sure for a site to be fine, the
-            others are heard where they are sure that it is not.
-        :param convergence: of all coordinates.
-        :param reported_diagnosis: the verdict where something else has told one.
-        """
-        # Two-sided at 95 % for the worst of so many (Bonferroni).
-        z = NormalDist().inv_cdf(1.0 - 0.025 / len(indices))
-        shift, of_shift = _combine_estimates(
-            [w.mean_bias for w in bias_estimates], indices, z, _MEAN_BIAS_LIMITS
+# --- Diagnoses ----------------------------------------------------------------------------------
+
+
+def diagnose_sites(report: BiasReport) -> list[SiteBias]:
+    """Return the worst coordinates and the diagnosis of each site."""
+    indices_by_site: dict[str, list[int]] = {}
+    for k, (site, _) in enumerate(report.coordinate_names):
+        indices_by_site.setdefault(site, []).append(k)
+    reported = dict.fromkeys(indices_by_site, Diagnosis.OK)
+    for warning in report.model_warnings:
+        diagnosis = _DIAGNOSIS_BY_WARNING.get(warning.kind, Diagnosis.BIASED)
+        is_for_all = report.is_for_functions or not warning.sites
+        for site in reported if is_for_all else warning.sites:
+            reported[site] = _worse(reported.get(site, Diagnosis.OK), diagnosis)
+    for neck in report.funnel_necks:
+        site = report.coordinate_names[neck.coordinate][0]
+        diagnosis = Diagnosis.BIASED if neck.is_significant else Diagnosis.INCONCLUSIVE
+        reported[site] = _worse(reported[site], diagnosis)
+    return [
+        diagnose_site(
+            site, np.array(indices), report.bias_estimates, report.convergence, reported[site]
         )
-        inflation, of_inflation = _combine_estimates(
-            [w.sd_inflation for w in bias_estimates], indices, z, _SD_INFLATION_LIMITS
-        )
-        verdicts = {of_shift, of_inflation}
-        r_hat, ess = (
-            float(np.fmax.reduce(convergence.r_hat[indices])),
-            float(np.fmin.reduce(convergence.ess[indices])),
-        )
-        if reported_diagnosis is not None:
-            verdicts.add(reported_diagnosis)
-        if r_hat > MAX_OK_R_HAT:
-            verdicts.add("not converged" if r_hat > _MAX_CONVERGED_R_HAT else "inconclusive")
-        if ess < MIN_OK_ESS:
-            verdicts.add("inconclusive")
-        verdict = next(v for v in DIAGNOSES if v in verdicts)
-        return cls(site, len(indices), *shift, *inflation, r_hat, ess, verdict)
+        for site, indices in indices_by_site.items()
+    ]
+
+
+def _worse(*diagnoses: Diagnosis) -> Diagnosis:
+    return min(diagnoses, key=_BY_SEVERITY.index)
+
+
+def diagnose_site(
+    site: str,
+    indices: np.ndarray,
+    bias_estimates: Sequence[BiasEstimate],
+    convergence: ConvergenceStats,
+    reported: Diagnosis = Diagnosis.OK,
+) -> SiteBias:
+    r"""Return the worst coordinates of one site and its diagnosis.
+
+    Limits are simultaneous ones at 95% for all coordinates of the site (Bonferroni within a site;
+    not over sites): with d coordinates a bias is clear beyond
+    :math:`\Phi^{-1}(1 - 0.025/d)` standard errors.
+
+    :param site: name of the site.
+    :param indices: coordinates of the site.
+    :param bias_estimates: estimates for all coordinates. For a site to be ok the first must
+        exclude a bias; the others count if they clearly show one.
+    :param convergence: R-hat and ESS of all coordinates.
+    :param reported: a diagnosis by other means; the worse one counts.
+    """
+    z = NormalDist().inv_cdf(1.0 - (1.0 - _SIMULTANEOUS_LEVEL) / 2.0 / len(indices))
+    mean_bias, mean_diagnosis = _combine_estimates(
+        [b.mean_bias for b in bias_estimates],
+        indices,
+        z,
+        MEAN_BIAS_TOLERANCE,
+        _MEAN_BIAS_DETECTION_LIMIT,
+    )
+    sd_inflation, sd_diagnosis = _combine_estimates(
+        [b.sd_inflation for b in bias_estimates],
+        indices,
+        z,
+        SD_INFLATION_TOLERANCE,
+        _SD_INFLATION_DETECTION_LIMIT,
+    )
+    r_hat = float(np.fmax.reduce(convergence.r_hat[indices]))
+    ess = float(np.fmin.reduce(convergence.ess[indices]))
+    diagnosis = _worse(reported, mean_diagnosis, sd_diagnosis)
+    if r_hat > MAX_OK_R_HAT or ess < MIN_OK_ESS:
+        diagnosis = _worse(diagnosis, Diagnosis.INCONCLUSIVE)
+    if r_hat > _MAX_CONVERGED_R_HAT:
+        diagnosis = Diagnosis.NOT_CONVERGED
+    return SiteBias(site, len(indices), *mean_bias, *sd_inflation, r_hat, ess, diagnosis)
 
 
 def _combine_estimates(
-    candidates: Sequence[Estimate], indices: np.ndarray, z: float, limits: tuple[float, float]
-) -> tuple[tuple[float, float], str]:
-    """The worst of the first witness, or of one that is sure of a bias; and the verdict."""
-    verdicts = [classify_bias(f, indices, z, *limits) for f in candidates]
-    first = verdicts.index("biased") if "biased" in verdicts else 0
-    return _find_worst_coordinate(candidates[first], indices), verdicts[first]
-
-
-def _find_worst_coordinate(bias: Estimate, indices: np.ndarray) -> tuple[float, float]:
-    """The estimate that is furthest from zero beyond twice its error."""
-    value, error = bias.value[indices], bias.error[indices]
-    clear = np.abs(value) - 2.0 * np.where(np.isfinite(error), error, 0.0)
-    k = np.argmax(np.where(np.isfinite(value), clear, np.inf))
-    return float(value[k]), float(error[k])
+    estimates: Sequence[Estimate],
+    indices: np.ndarray,
+    z: float,
+    tolerance: float,
+    detection_limit: float,
+) -> tuple[tuple[float, float], Diagnosis]:
+    """Return value, error and diagnosis of the first estimate, or of one that shows a bias."""
+    diagnoses = [classify_bias(e, indices, z, tolerance, detection_limit) for e in estimates]
+    k = diagnoses.index(Diagnosis.BIASED) if Diagnosis.BIASED in diagnoses else 0
+    return _find_worst_coordinate(estimates[k], indices), diagnoses[k]
 
 
 def classify_bias(
     bias: Estimate, indices: np.ndarray, z: float, tolerance: float, detection_limit: float
-) -> str:
-    """Whether any coordinate is clearly beyond the tolerance, or may be far beyond it."""
-    size, slack = np.abs(bias.value[indices]), z * bias.error[indices]
-    if (size - slack > tolerance).any():
-        return "biased"
-    return "ok" if (size + slack < detection_limit).all() else "inconclusive"
+) -> Diagnosis:
+    """Return biased, inconclusive or ok, for some coordinates of an estimate.
+
+    :param z: standard errors of the limits.
+    :param tolerance: bias that must be clearly exceeded by a coordinate for a site to be biased.
+    :param detection_limit: bias that must be excluded for all coordinates for a site to be ok.
+    """
+    size, margin = np.abs(bias.value[indices]), z * bias.error[indices]
+    if (size - margin > tolerance).any():
+        return Diagnosis.BIASED
+    is_ok = (size + margin < detection_limit).all()
+    return Diagnosis.OK if is_ok else Diagnosis.INCONCLUSIVE
 
 
-MAX_REPORTED_BIAS = 100.0
-"""Sds: beyond, a number would say no more."""
+def _find_worst_coordinate(bias: Estimate, indices: np.ndarray) -> tuple[float, float]:
+    """Return value and error that lie furthest from zero beyond twice the error; NaN first."""
+    value, error = bias.value[indices], bias.error[indices]
+    distance = np.abs(value) - 2.0 * np.where(np.isfinite(error), error, 0.0)
+    k = np.argmax(np.where(np.isfinite(value), distance, np.inf))
+    return float(value[k]), float(error[k])
 
 
-_MAX_MONTE_CARLO_Z = 3.0  # standard errors that the number of draws may explain
+# --- Description --------------------------------------------------------------------------------
 
 
-_MAX_DESCRIBED_SITES = 3
-
-
-_MIN_LARGE_NOISE_RATIO = 5.0  # by which noise is too large: nobody halves so often
-
-
-def describe_report(report: BiasReport) -> str:
-    """What is wrong, and what would cure it."""
-    sites = report.sites
-    biased = [s for s in sites if s.diagnosis == "biased"]
-    unclear = [s for s in sites if s.diagnosis == "inconclusive"]
-    apart = [s for s in sites if s.diagnosis == "not converged"]
-    said = []
+def describe(report: BiasReport) -> str:
+    """Describe in a few sentences what is wrong with a run, and how to fix it."""
+    by_diagnosis: dict[Diagnosis, list[SiteBias]] = {d: [] for d in Diagnosis}
+    for site in report.sites:
+        by_diagnosis[site.diagnosis].append(site)
+    sentences = []
     if report.has_many_divergences:
-        said.append(
-            f"{report.num_divergences} of {report.num_draws} iterations diverged: take a smaller "
+        sentences.append(
+            f"{report.num_divergences} of {report.num_draws} iterations diverged. Fix: a smaller "
             "step_size."
         )
-    if apart:
-        worst = max(apart, key=lambda s: s.r_hat)
-        meaning = (
-            "as they start in different modes: shifts and inflations are within each, and their "
-            "means and sds together those of no posterior."
-            if any(
-                finding.kind == ModelWarningKind.MODES_VISITED for finding in report.model_warnings
+    if not_converged := by_diagnosis[Diagnosis.NOT_CONVERGED]:
+        r_hat = format_r_hat(max(s.r_hat for s in not_converged))
+        problem = f"The chains disagree on {_list_names(not_converged)} (R-hat up to {r_hat})"
+        if any(w.kind == ModelWarningKind.MODES_VISITED for w in report.model_warnings):
+            sentences.append(
+                f"{problem} because they were initialised in different modes: bias is reported "
+                "within each mode, and the pooled means and SDs are those of no posterior."
             )
-            else "and what the report says of them means little: run longer; chains that still "
-            "disagree then are in different modes, or turn back before a neck, such as a scale "
-            "near zero."
-        )
-        r_hat = format_r_hat(worst.r_hat)
-        said.append(
-            f"Chains disagree on {_list_site_names(apart)} (R-hat up to {r_hat}), {meaning}"
-        )
-    said += [finding.message for finding in report.model_warnings]
-    said += [_describe_funnel_neck(report, site) for site in _get_sites_with_necks(report)]
-    measured = [s for s in biased if describe_site_bias(s)]
-    said += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
-    if (more := len(measured) - _MAX_DESCRIBED_SITES) > 0:
-        said.append(f"{more} more site{'s are' if more > 1 else ' is'} biased.")
+        else:
+            sentences.append(
+                f"{problem}, so that their bias is not meaningful. Fix: a longer run. Chains that "
+                "still disagree are in different modes, or do not reach a funnel neck, such as a "
+                "scale near zero."
+            )
+    sentences += [warning.message for warning in report.model_warnings]
+    sites_with_necks = list(
+        dict.fromkeys(report.coordinate_names[n.coordinate][0] for n in report.funnel_necks)
+    )
+    sentences += [_describe_funnel_neck(report, site) for site in sites_with_necks]
+    measured = [s for s in by_diagnosis[Diagnosis.BIASED] if describe_site_bias(s)]
+    sentences += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
+    if (num_others := len(measured) - _MAX_DESCRIBED_SITES) > 0:
+        sentences.append(f"{num_others} more site{'s are' if num_others > 1 else ' is'} biased.")
     if measured:
-        said.append(_recommend_remedy(report, measured))
-    said += _describe_inconclusive(report, unclear)
-    if not said:
-        said.append(_describe_ok(report))
-    return " ".join(said)
+        sentences.append(_recommend_remedy(report, measured))
+    inconclusive = by_diagnosis[Diagnosis.INCONCLUSIVE]
+    sentences += _describe_inconclusive(report, inconclusive, sites_with_necks)
+    return " ".join(sentences) or _describe_ok(report)
 
 
 def _describe_ok(report: BiasReport) -> str:
-    """That all is right, and what that rests on."""
-    rests_on = []
+    support = []
     if np.isfinite(report.r_hat).any():
-        rests_on.append(f"R-hat is at most {format_r_hat(np.nanmax(report.r_hat), 3)}")
+        support.append(f"R-hat is at most {format_r_hat(float(np.nanmax(report.r_hat)), 3)}")
     if np.isfinite(report.ess).any():
-        rests_on.append(f"the smallest effective sample size is {np.nanmin(report.ess):.0f}")
-    if num := report.bias_diagnostics.num_gradient_draws:
-        rests_on.append(f"gradients at {num} draws tell the same")
-    told = ", and ".join([", ".join(rests_on[:-1])] * (len(rests_on) > 1) + rests_on[-1:])
-    told = f": {told}" if told else ""
+        support.append(f"the smallest ESS is {np.nanmin(report.ess):.0f}")
+    if report.num_gradient_draws:
+        support.append(f"gradients at {report.num_gradient_draws} draws agree")
+    if len(support) > 1:
+        support[-1] = f"and {support[-1]}"
+    details = f": {', '.join(support)}" if support else ""
     return (
-        f"Means and sds are right within the error bars{told}. A mode that no start has found "
-        "would stay unseen."
+        f"Means and SDs are right within the error bars{details}. A mode in which no chain was "
+        "initialised would stay undetected."
     )
 
 
-def _describe_inconclusive(report: BiasReport, inconclusive_sites: list[SiteBias]) -> list[str]:
-    """Why of some sites one cannot tell."""
-    said = []
-    few = [s for s in inconclusive_sites if s.ess < MIN_OK_ESS]
-    unsettled = [s for s in inconclusive_sites if s.r_hat > MAX_OK_R_HAT and s not in few]
-    if few:
-        worst = min(few, key=lambda s: s.ess)
-        said.append(
-            f"The draws of {_list_site_names(few)} are as good as {worst.ess:.0f} independent ones, which "
-            "is too few to tell: draw more."
+def _describe_inconclusive(
+    report: BiasReport, sites: list[SiteBias], sites_with_necks: list[str]
+) -> list[str]:
+    """Return a sentence for each reason why sites are inconclusive."""
+    sentences = []
+    low_ess = [s for s in sites if s.ess < MIN_OK_ESS]
+    high_r_hat = [s for s in sites if s.r_hat > MAX_OK_R_HAT and s not in low_ess]
+    if low_ess:
+        ess = min(s.ess for s in low_ess)
+        sentences.append(
+            f"The ESS of {_list_names(low_ess)} is {ess:.0f}, too small for a diagnosis. "
+            "Fix: more draws."
         )
-    if unsettled:
-        worst = max(unsettled, key=lambda s: s.r_hat)
-        said.append(
-            f"Chains do not quite agree on {_list_site_names(unsettled)} (R-hat up to "
-            f"{format_r_hat(worst.r_hat)}): draw more."
+    if high_r_hat:
+        r_hat = format_r_hat(max(s.r_hat for s in high_r_hat))
+        sentences.append(
+            f"The chains do not fully agree on {_list_names(high_r_hat)} (R-hat up to {r_hat}). "
+            "Fix: more draws."
         )
-    narrow = _get_sites_with_necks(report)
-    if rest := [s for s in inconclusive_sites if s not in few + unsettled and s.site not in narrow]:
-        widens = ""
+    others = [s for s in sites if s not in low_ess + high_r_hat and s.site not in sites_with_necks]
+    if others:
+        sentence = f"The error bars of {_list_names(others)} are too wide for a diagnosis. "
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
-            widens = (
-                f" Gradient noise is predicted to widen sds by up to "
-                f"{100 * report.noise_sd_inflation:.0f} %: a larger subsample_size or a shorter "
-                "step_size would spare that."
+            sentence += (
+                "Gradient noise is predicted to inflate SDs by up to "
+                f"{100 * report.noise_sd_inflation:.0f}%. Fix: more draws, and a larger "
+                "subsample_size or a smaller step_size."
             )
-        told = f"The error bars of {_list_site_names(rest)} are too wide to tell: more draws would."
-        said.append(told + widens)
-    return said
-
-
-def _get_sites_with_necks(report: BiasReport) -> list[str]:
-    return list(
-        dict.fromkeys(report.names[n.coordinate][0] for n in report.bias_diagnostics.funnel_necks)
-    )
+        else:
+            sentence += "Fix: more draws."
+        sentences.append(sentence)
+    return sentences
 
 
 def _describe_funnel_neck(report: BiasReport, site: str) -> str:
-    """Where chains cannot enter, and what helps."""
-    found = [
-        n for n in report.bias_diagnostics.funnel_necks if report.names[n.coordinate][0] == site
-    ]
-    worst = max(found, key=lambda n: n.missed_mass)
-    name = report.names[worst.coordinate][1]
-    if worst.is_step_too_large_in_bulk:  # no neck need be there
+    """Describe the region of a site that the chains do not reach, and how to fix it."""
+    necks = [n for n in report.funnel_necks if report.coordinate_names[n.coordinate][0] == site]
+    worst = max(necks, key=lambda n: n.missed_mass)
+    values = f"{'small' if worst.side == 'low' else 'large'} values of "
+    values += f"`{report.coordinate_names[worst.coordinate][1]}`"
+    if worst.is_step_too_large_in_bulk:  # the curvature is large everywhere
         return (
-            f"The step is too long for most of the posterior, and chains turn back at the "
-            f"{worst.side} end of `{name}`: take a shorter step_size."
+            f"The step_size is too large for most of the posterior: the chains do not reach "
+            f"{values}. Fix: a smaller step_size."
         )
-    # A scale near zero pinches what it scales; a large one, what is drawn before it is scaled.
-    form = "If it is a scale, write what it scales in "
+    # A scale near zero narrows the variables that it scales; a large one narrows the standardised
+    # variables of a non-centred parametrisation.
+    parametrisation = "centred parametrisation"
     if worst.side == "low":
-        form += "non-centred form (numpyro.infer.reparam.LocScaleReparam(0))"
-    else:
-        form += "centred form"
-    turn = "chains turn back" if worst.is_significant else "chains may turn back"
+        parametrisation = "non-centred parametrisation (numpyro.infer.reparam.LocScaleReparam(0))"
+    verb = "do not reach" if worst.is_significant else "may not reach"
     return (
-        f"At the {worst.side} end of `{name}` the posterior is too narrow for the step: {turn} "
-        f"where about {100 * worst.missed_mass:.0f} % of its mass or more still lies. {form}, give it a "
-        "prior that keeps it off that end, or take a shorter step_size."
+        f"The chains {verb} {values} (about {100 * worst.missed_mass:.0f}% of the posterior mass "
+        f"is missed). Fix: {parametrisation} of the variables that it scales, a prior that excludes "
+        "such values, or a smaller step_size."
     )
 
 
 def describe_site_bias(site_bias: SiteBias) -> str:
-    """What is wrong with one site, by how much; empty where that is not in its moments."""
-    found = []
-    if not abs(site_bias.sd_inflation) < MAX_REPORTED_BIAS:
-        found.append(f"sds of `{site_bias.site}` are too far off to be measured")
-    elif abs(site_bias.sd_inflation) > max(
-        SD_INFLATION_TOLERANCE, 2.0 * site_bias.sd_inflation_error
-    ):
-        side = "wide" if site_bias.sd_inflation > 0 else "narrow"
-        found.append(
-            f"sds of `{site_bias.site}` are up to {100 * abs(site_bias.sd_inflation):.0f} % ± "
-            f"{100 * site_bias.sd_inflation_error:.0f} % too {side}"
+    """Describe the bias of one site; empty if none is clear."""
+    site, clauses = site_bias.site, []
+    value, error = site_bias.sd_inflation, site_bias.sd_inflation_error
+    if not abs(value) < _MAX_PRINTED_BIAS:
+        clauses.append(f"SDs of `{site}` are too far off to be measured")
+    elif abs(value) > max(SD_INFLATION_TOLERANCE, 2.0 * error):
+        clauses.append(
+            f"SDs of `{site}` are up to {100 * abs(value):.0f}% ± {100 * error:.0f}% too "
+            f"{'wide' if value > 0 else 'narrow'}"
         )
-    if not abs(site_bias.mean_bias) < MAX_REPORTED_BIAS:
-        found.append(f"means of `{site_bias.site}` are more than {MAX_REPORTED_BIAS:.0f} sds off")
-    elif abs(site_bias.mean_bias) > max(MEAN_BIAS_TOLERANCE, 2.0 * site_bias.mean_bias_error):
-        side = "high" if site_bias.mean_bias > 0 else "low"
-        found.append(
-            f"means of `{site_bias.site}` are up to {abs(site_bias.mean_bias):.2f} ± "
-            f"{site_bias.mean_bias_error:.2f} sds too {side}"
+    value, error = site_bias.mean_bias, site_bias.mean_bias_error
+    if not abs(value) < _MAX_PRINTED_BIAS:
+        clauses.append(f"means of `{site}` are more than {_MAX_PRINTED_BIAS:.0f} SDs off")
+    elif abs(value) > max(MEAN_BIAS_TOLERANCE, 2.0 * error):
+        clauses.append(
+            f"means of `{site}` are up to {abs(value):.2f} ± {error:.2f} SD too "
+            f"{'high' if value > 0 else 'low'}"
         )
-    told = " and ".join(found)
-    return f"{told[0].upper()}{told[1:]}." if told else ""
+    if not clauses:
+        return ""
+    text = " and ".join(clauses)
+    if site_bias.size > 1:
+        text += f" (worst of {site_bias.size} coordinates, simultaneous 95% limits)"
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
-    """What to change, and what it costs."""
-    kinds = {finding.kind for finding in report.model_warnings}
+    """Name the cause of a bias and the change that removes it; the first cause that applies."""
+    kinds = {warning.kind for warning in report.model_warnings}
     if ModelWarningKind.INCONSISTENT_GRADIENT in kinds:
-        return "No step size and no minibatch mends what the gradient does not know."
+        return (
+            "No step_size and no subsample_size removes this bias: the gradient misses a part of "
+            "the log density."
+        )
     if ModelWarningKind.NON_ADDITIVE in kinds:
-        return "No step size mends rows that do not add up."
-    halve = f"halve the step size (to {report.step_size / 2:.2g}; twice the cost of a draw)"
-    if np.isnan(report.step_size):  # of several blocks
-        halve = "halve the step size of each block (twice the cost of a draw)"
-    # Noise widens; what is too narrow, or off in the mean alone, is not its doing.
-    excess = max(s.sd_inflation for s in biased_sites)
-    if excess > SD_INFLATION_TOLERANCE and report.noise_sd_inflation > 0.5 * excess:
-        return _recommend_noise_remedy(excess, halve)
+        return "No step_size removes the bias of a log likelihood that is not additive."
+    halve = f"halve step_size (to {report.step_size / 2:.2g}; twice the cost per draw)"
+    if np.isnan(report.step_size):
+        halve = "halve step_size of each block (twice the cost per draw)"
+    # Noise inflates SDs: if they are too small, or only means are off, it is not the cause.
+    sd_inflation = max((s.sd_inflation for s in biased_sites), key=_nan_as_inf)
+    sd_inflation = _nan_as_inf(sd_inflation)
+    is_inflated = sd_inflation > SD_INFLATION_TOLERANCE
+    if is_inflated and report.noise_sd_inflation > _MAIN_CAUSE * sd_inflation:
+        return _recommend_noise_remedy(sd_inflation, halve)
     if _is_mean_bias_from_noise(report, biased_sites):
         return (
-            "Gradient noise explains it, which widens all that these have to do with, and no "
-            f"gradient shows it: double the subsample_size, or {halve}; either about halves it."
+            "Gradient noise explains it: it widens all that these sites depend on. Fix: double "
+            f"subsample_size, or {halve}; either about halves the bias."
         )
-    if report.max_grad_norm is not None and excess > SD_INFLATION_TOLERANCE:
+    if report.max_grad_norm is not None and is_inflated:
         return (
-            f"Gradients are cut to a norm of {report.max_grad_norm:g}, which widens sds where it "
-            "shortens them often: double `max_grad_norm`, or leave it out."
+            f"Gradients are clipped to a norm of {report.max_grad_norm:g}, which inflates SDs if "
+            "it happens often. Fix: double `max_grad_norm`, or leave it out."
         )
     if _is_monte_carlo_error(report, biased_sites):
         return (
-            f"So few draws (as good as {report.max_ess:.0f} independent ones at most) "
-            "may explain it: draw more."
+            "Monte Carlo error may explain it: the ESS of the run is at most "
+            f"{report.max_ess:.0f}. Fix: more draws."
         )
-    if excess > SD_INFLATION_TOLERANCE and report.noise_sd_inflation > 0.2 * excess:
-        return f"Gradient noise explains a part: {halve}, or double the subsample_size."
+    if is_inflated and report.noise_sd_inflation > _PARTIAL_CAUSE * sd_inflation:
+        return f"Gradient noise explains a part. Fix: {halve}, or double subsample_size."
     if np.isnan(report.noise_sd_inflation):
         return (
-            f"Either the step or the gradient's noise, which was not measured: {halve}, or double "
-            "the subsample_size."
+            "The cause is either discretisation error or gradient noise, which was not measured. "
+            f"Fix: {halve}, or double subsample_size."
         )
-    own = (
-        " If it does not, the scheme, which is not one of the package's, is wrong: "
-        "diagnostics.check_invariance tells without sampling."
+    text = (
+        f"Gradient noise does not explain it; discretisation error does. Fix: {halve}; the error "
+        f"falls to about 1/{2**report.weak_order}."
     )
-    return (
-        f"Gradient noise does not explain it, so it is the step: {halve}, and the error "
-        f"falls to about 1/{2**report.weak_order}." + own * report.has_custom_dynamics
-    )
+    if report.has_custom_dynamics:
+        text += (
+            " If it does not, your integrator does not leave the posterior invariant: check it "
+            "with diagnostics.check_invariance."
+        )
+    return text
 
 
-def _recommend_noise_remedy(sd_inflation: float, halve_step_text: str) -> str:
-    """What to change where noise widens sds, which adds to the variance in proportion.
+def _nan_as_inf(value: float) -> float:
+    """Return a bias whose size can be compared: that of a site that cannot be measured is inf."""
+    return float("inf") if np.isnan(value) else value
 
-    :param sd_inflation: of the sds.
+
+def _recommend_noise_remedy(sd_inflation: float, halve_text: str) -> str:
+    """Recommend how to reduce gradient noise, whose variance inflation falls in proportion.
+
+    :param sd_inflation: relative error of the SDs.
+    :param halve_text: how to halve the step size.
     """
-    times = (np.square(1.0 + sd_inflation) - 1.0) / (np.square(1.0 + SD_INFLATION_TOLERANCE) - 1.0)
-    if times < _MIN_LARGE_NOISE_RATIO:
+    variance_inflation = np.square(1.0 + sd_inflation) - 1.0
+    ratio = variance_inflation / (np.square(1.0 + SD_INFLATION_TOLERANCE) - 1.0)
+    if ratio < _MIN_LARGE_NOISE_RATIO:
         return (
-            f"Gradient noise explains it: double the subsample_size, or {halve_step_text}; either about "
-            "halves the excess."
+            f"Gradient noise explains it. Fix: double subsample_size, or {halve_text}; either "
+            "about halves the bias."
         )
-    few = float(f"{times:.1g}")
     return (
-        "Gradient noise explains it: leave out `step_size` and `gradient` if they are yours, or "
-        f"take a subsample_size some {few:,.0f} times as large or a step size as much smaller; "
-        "the excess of the variance falls in proportion."
+        "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if you "
+        f"set them, or increase subsample_size or reduce step_size {float(f'{ratio:.1g}'):,.0f}-"
+        "fold; the variance inflation falls in proportion."
     )
 
 
 def _is_mean_bias_from_noise(report: BiasReport, biased_sites: list[SiteBias]) -> bool:
-    """Whether noise is predicted to have moved the means at least half as far as they are off."""
-    moved = report.bias_diagnostics.noise_mean_bias
-    if not len(moved) or report.is_for_functions:
+    """Return whether at least half of each mean's bias is predicted from gradient noise."""
+    if not len(report.noise_mean_bias) or report.is_for_functions:
         return False
-    off = [s for s in biased_sites if abs(s.mean_bias) > MEAN_BIAS_TOLERANCE]
-    by_site = {s.site: 0.0 for s in off}
-    for (site, _), by_noise in zip(report.names, np.abs(moved), strict=True):
-        if site in by_site:
-            by_site[site] = max(by_site[site], float(by_noise))
-    return bool(off) and all(by_site[s.site] > 0.5 * abs(s.mean_bias) for s in off)
+    sites = [s for s in biased_sites if abs(s.mean_bias) > MEAN_BIAS_TOLERANCE]
+    predicted = {s.site: 0.0 for s in sites}
+    noise_mean_bias = np.abs(report.noise_mean_bias)
+    for (site, _), value in zip(report.coordinate_names, noise_mean_bias, strict=True):
+        if site in predicted:
+            predicted[site] = max(predicted[site], float(value))
+    return bool(sites) and all(predicted[s.site] > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
 
 
 def _is_monte_carlo_error(report: BiasReport, biased_sites: list[SiteBias]) -> bool:
-    """Whether the number of draws explains all of it."""
-    least = np.sqrt([1.0, 0.5]) / np.sqrt(report.max_ess)
+    """Return whether the number of draws explains all biases."""
+    min_error = np.sqrt([1.0, 0.5]) / np.sqrt(report.max_ess)  # of mean and SD, in SDs
     for s in biased_sites:
-        where = np.array([site == s.site for site, _ in report.names])
-        errors = np.fmax(report.stein_estimates.mcse[:, where].max(1), least)
+        indices = np.array([site == s.site for site, _ in report.coordinate_names])
+        errors = np.fmax(report.mcse[:, indices].max(1), min_error)
         if not (np.abs([s.mean_bias, s.sd_inflation]) < _MAX_MONTE_CARLO_Z * errors).all():
             return False
     return True
 
 
-def _list_site_names(sites: list[SiteBias]) -> str:
-    return ", ".join(f"`{s.site}`" for s in sites[:3]) + ", ..." * (len(sites) > 3)
+def _list_names(sites: list[SiteBias]) -> str:
+    names = ", ".join(f"`{s.site}`" for s in sites[:_MAX_DESCRIBED_SITES])
+    return names + ", ..." * (len(sites) > _MAX_DESCRIBED_SITES)
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+_HEADER = ("site", "size", "mean bias (SD)", "SD bias (%)", "R-hat", "ESS", "diagnosis")
+
+
+def format_text(report: BiasReport) -> str:
+    """Return a report as text: its table, notes and description."""
+    table = format_text_table([_HEADER, *_format_cells(report)], left_aligned=(0, 6))
+    return "\n".join([table, "", *_format_notes(report), "", describe(report)])
+
+
+def format_html(report: BiasReport) -> str:
+    """Return a report as HTML for notebooks."""
+    notes = [*_format_notes(report), describe(report)]
+    return format_html_table(_HEADER, _format_cells(report), notes)
+
+
+def summarize_in_one_line(report: BiasReport) -> str:
+    """Return the largest biases of a report in one line."""
+    mean = max(report.sites, key=lambda s: _nan_as_inf(abs(s.mean_bias)))
+    sd = max(report.sites, key=lambda s: _nan_as_inf(abs(s.sd_inflation)))
+    return (
+        f"Bias: at most {abs(mean.mean_bias):.2f} ± {mean.mean_bias_error:.2f} SD in means, "
+        f"{100 * sd.sd_inflation:+.1f}% ± {100 * sd.sd_inflation_error:.1f}% in SDs"
+    )
+
+
+def _format_cells(report: BiasReport) -> list[tuple[str, ...]]:
+    return [
+        (
+            s.site,
+            str(s.size),
+            _format_bias(s.mean_bias, s.mean_bias_error, _MAX_PRINTED_BIAS, 3),
+            _format_bias(
+                100 * s.sd_inflation, 100 * s.sd_inflation_error, 100 * _MAX_PRINTED_BIAS, 1
+            ),
+            format_r_hat(s.r_hat),
+            f"{s.ess:.0f}" if np.isfinite(s.ess) else "-",
+            str(s.diagnosis),
+        )
+        for s in report.sites
+    ]
+
+
+def _format_bias(value: float, error: float, max_value: float, digits: int) -> str:
+    if np.isnan(value):
+        return "unknown"
+    if abs(value) >= max_value:
+        return f"{'>' if value > 0 else '<-'}{max_value:,.0f}"
+    return f"{value:+.{digits}f} ± {error:.{digits}f}"
+
+
+def format_r_hat(r_hat: float, digits: int = 2) -> str:
+    """Return R-hat as text; a dash for NaN, and an upper bound for chains that are stuck."""
+    if np.isnan(r_hat):
+        return "-"
+    return f"{r_hat:.{digits}f}" if r_hat < _MAX_PRINTED_R_HAT else f">{_MAX_PRINTED_R_HAT:.0f}"
+
+
+def _format_notes(report: BiasReport) -> list[str]:
+    """Return the notes below the table."""
+    subject = "value of each function" if report.is_for_functions else "coordinate of each site"
+    rows = f"Rows: the worst {subject}"
+    largest = max(s.size for s in report.sites)
+    if largest > 1:
+        unit = "values" if report.is_for_functions else "coordinates"
+        rows = f"Rows: the worst of up to {largest} {unit}, simultaneous 95% limits"
+    space = "" if report.is_for_functions else ", in unconstrained space"
+    source = "gradients on all rows" if report.full_data else "the run's minibatch gradients"
+    at_draws = f"gradients at {report.num_gradient_draws} draws"
+    if report.is_for_functions:
+        source = at_draws
+    elif report.num_gradient_draws:
+        source += f" and {at_draws}"
+    temperature, kinetic = report.configurational_temperature, report.kinetic_temperature
+    temperatures = f"configurational {temperature.value:.3f} ± {temperature.error:.3f}"
+    if np.isfinite(kinetic.value):
+        temperatures += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
+    notes = [
+        f"{rows}{space}; bias ± one standard error. Estimated from {source}.",
+        f"Temperature (1 if exact): {temperatures}.",
+        _format_noise_note(report),
+    ]
+    if heavy := [report.coordinate_names[k][1] for k in report.heavy_tailed_coordinates]:
+        names = ", ".join(heavy[:_MAX_DESCRIBED_SITES]) + ", ..." * (
+            len(heavy) > _MAX_DESCRIBED_SITES
+        )
+        notes.append(
+            f"Heavy tails, for which SDs are not meaningful: {names}. Their bias is that of a "
+            "transform with lighter tails (arsinh)."
+        )
+    return [*notes, *report.notes]
+
+
+def _format_noise_note(report: BiasReport) -> str:
+    if np.isnan(report.gradient_noise_variance):
+        reason = "" if report.notes else ", because all settings that depend on it were given"
+        return f"Gradient noise: not measured{reason}."
+    inflation = f"at most {100 * report.noise_sd_inflation:.1f}%"
+    if report.noise_sd_inflation > _MAX_PRINTED_BIAS:
+        inflation = f"more than {100 * _MAX_PRINTED_BIAS:,.0f}%"
+    note = (
+        f"Gradient noise: variance {report.gradient_noise_variance:.3g} in the noisiest "
+        f"preconditioned coordinate; predicted to inflate SDs by {inflation}"
+    )
+    mean_bias = float(np.abs(report.noise_mean_bias).max(initial=0.0))
+    if mean_bias >= _MIN_PRINTED_MEAN_BIAS:
+        note += f" and to bias means by at most {mean_bias:.2f} SD"
+    return f"{note}."
+
+
+def format_text_table(
+    table_rows: Sequence[Sequence[str]], left_aligned: tuple[int, ...] = (0,)
+) -> str:
+    """Return cells as lines of text, columns separated by two spaces.
+
+    :param table_rows: rows of cells, the header first.
+    :param left_aligned: columns that are aligned left; the others are aligned right.
+    """
+    widths = [max(len(row[k]) for row in table_rows) for k in range(len(table_rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if k in left_aligned else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in table_rows
+    ]
+    return "\n".join(lines)
+
+
+def format_html_table(
+    header: Sequence[str], table_rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
+) -> str:
+    """Return cells as an HTML table with paragraphs below it; all text is escaped."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in table_rows
+    )
+    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"

@@ -51,12 +51,12 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
         report = bias_report(report)
     if axes is not None and not (np.shape(axes) == (2,) and hasattr(axes[0], "errorbar")):
         raise InvalidArgumentError(f"`axes` is {axes!r}, but must be two matplotlib axes.")
-    names = [name for _, name in report.names]
+    names = [name for _, name in report.coordinate_names]
     if axes is None:
         height = 1.4 + 0.22 * min(len(names), _MAX_COORDINATE_LABELS)
         _, axes = pyplot.subplots(1, 2, sharey=True, figsize=(8.0, height), layout="constrained")
     rows = np.arange(len(names))
-    shift, inflation = report.bias_diagnostics.bias_estimates[0]  # as in the table
+    shift, inflation = report.bias_estimates[0]  # as in the table
     panels = (
         (shift, 1.0, 0.1, "mean shift / posterior sd"),
         (inflation, 100.0, 0.05, "sd inflation / %"),
@@ -77,7 +77,7 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     if len(names) <= _MAX_COORDINATE_LABELS:
         axes[0].set_yticks(rows, names)
     else:
-        sites = [site for site, _ in report.names]
+        sites = [site for site, _ in report.coordinate_names]
         places = {site: sites.index(site) + (sites.count(site) - 1) / 2 for site in sites}
         axes[0].set_yticks(list(places.values()), list(places))
     if not axes[0].yaxis_inverted():

@@ -1,275 +1,554 @@
-"""What the diagnostics ask of a finished run.
+"""The data of a finished run that the diagnostics use.
 
-Chains that run in coordinates of their own, put together.
-
-How far chains agree, and as how many independent draws theirs count.
-
-A run's draws looked at again, with gradients taken there.
-
-In a stationary chain the kicks cancel: their mean is zero whatever the bias, so that moments made
-of the gradients that moved the chain are blind to much. Gradients taken where the draws are, on
-rows that no step has seen, are not.
-
-What a draw costs.
+:class:`RunData` and :class:`GibbsRunData` are the only objects that read the ``MCMC`` object, its
+kernel and its last state; all other diagnostics take their values from them.
+:class:`ConvergenceStats` holds R-hat and effective sample sizes, and :func:`ess_per_gradient`
+relates the latter to the cost of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.distributions import biject_to
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import unconstrain_fn
 
-from numpyro_sgmcmc.adaptation.batched_gradients import (
-    BatchedGradients,
-    iter_weighted_minibatches,
-    sample_minibatch_indices,
-)
-from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, count_rows_per_gradient
-from numpyro_sgmcmc.adaptation.gradient_noise import compute_max_curvatures
-from numpyro_sgmcmc.adaptation.preconditioning import thin_draws
-from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.subsampling import IIDSubsampling
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.adaptation import Adaptation, GradientNoiseStats
+from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache
+from numpyro_sgmcmc.dynamics import Dynamics, Recipe
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, ModelWarning
+from numpyro_sgmcmc.model.local_moves import LocalLatentsState
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.trace import trace_model
 from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
-from numpyro_sgmcmc.sampling.state import SGMCMCState
+from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
+from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
 
 __all__ = [
     "ConvergenceStats",
-    "GradientsAtDraws",
+    "GibbsRunData",
+    "RunData",
     "check_finished_run",
     "check_has_data",
-    "compute_center_offsets",
-    "compute_gradients_at_draws",
-    "compute_unconstrained_draws",
-    "convert_sums_to_first_chain",
     "ess_per_gradient",
-    "get_chain_preconditioners",
+    "format_coordinate_names",
     "get_coordinate_names",
-    "get_potential_coordinate_names",
-    "get_unconstrained_draws",
-    "get_unconstrained_draws_or_none",
     "make_thinning_slice",
 ]
 
+_MAX_DRAW_ENTRIES = 2**27
+"""Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone."""
+
+_MIN_FINITE_FRACTION = 0.99
+"""Share of draws that must be finite in unconstrained space; the others repeat the previous one."""
+
+_MAX_CHUNK_ENTRIES = 2**20
+"""Numbers in the draws for which ESS and R-hat are computed at once: a bound on memory."""
+
+_MIN_DRAWS_FOR_ESS = 8
+"""Draws per chain; below, autocorrelations are not estimated and the ESS is the number of draws."""
+
+_MIN_DRAWS_FOR_R_HAT = 50
+"""Draws per chain; below, split R-hat of independent draws often exceeds 1.05."""
+
 
 def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGMCMCKernel:
-    """The kernel of a run of this package's.
+    """Return the kernel of a finished run.
 
-    :param mcmc: what the user passed.
-    :param caller: name of the function that needs it, for the message.
-    :param uses_moments: whether it goes by the run's moments.
-    :raises ValueError: where it is something else, or has not run.
+    :param mcmc: the object that the user passed.
+    :param caller: name of the function that needs the run, for the message.
+    :param uses_moments: whether the caller interprets the run's running sums, which for models
+        with local latent variables are those of a conditional posterior.
+    :raises ValueError: if the object is no run of this package's kernels, or has no draws.
     """
     if not isinstance(mcmc, MCMC):
         raise InvalidArgumentError(
-            f"`{caller}` needs the MCMC object of a run, whose state holds the moments that "
-            f"tell the bias, but got {type(mcmc).__name__}: draws alone do not tell it."
+            f"`{caller}` got {type(mcmc).__name__} in place of an MCMC object.",
+            "pass the MCMC object after `run`; draws alone lack the gradients that show bias.",
+            "not-a-run",
         )
     kernel = mcmc.sampler
     if not isinstance(kernel, SGMCMCKernel):
         raise InvalidArgumentError(
-            f"`{caller}` is for the kernels of numpyro_sgmcmc, but this MCMC ran "
-            f"{type(kernel).__name__}, which keeps no moments that tell its bias."
+            f"`{caller}` got a run of {type(kernel).__name__}, not of a numpyro_sgmcmc kernel.",
+            "use a kernel of numpyro_sgmcmc; other kernels do not record gradients.",
+            "not-a-run",
         )
     state = mcmc.last_state
     if state is not None and not sum(np.size(x) for x in jax.tree.leaves(state.z)):
-        raise InvalidArgumentError(
-            f"The model has no latent site: there is nothing for `{caller}` to tell."
+        raise InvalidModelError(
+            f"`{caller}` got a run of a model without latent sites.",
+            "check the model: all of its sites are observed or conditioned on.",
+            "no-latent-sites",
         )
     if state is None or not np.any(np.asarray(state.moments.num_iterations) > 0):
-        raise InvalidArgumentError(f"There are no draws yet: call `mcmc.run` before `{caller}`.")
+        raise InvalidArgumentError(
+            f"`{caller}` got an MCMC object without draws.",
+            "call `mcmc.run` first.",
+            "no-draws",
+        )
     if state.local_state is not None and uses_moments:
         raise InvalidArgumentError(
-            f"`{caller}` cannot tell the bias of a model with latent sites inside the "
-            "subsampled plate: its moments are those of the globals given them. Compare with a "
-            "run of half the step_size, and use `mcmc.print_summary()`."
+            f"`{caller}` does not support models with latent sites inside the subsampled plate.",
+            "use `bias_report`, or compare with a run of half the step_size.",
+            "bias-of-local-latents",
         )
     return kernel
 
 
 def check_has_data(kernel: SGMCMCKernel, caller: str) -> None:
-    """Refuse a kernel that has been pickled, and with it has forgotten model and data.
+    """Check that a kernel has its model and data, which pickling discards.
 
     :raises ValueError: naming the function that needs them.
     """
     if not kernel.has_potential:
-        raise InvalidArgumentError(
-            f"`{caller}` needs the kernel's data, which it forgets when it is pickled: run it "
-            "again first."
+        raise _missing_data_error(caller)
+
+
+def _missing_data_error(caller: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"`{caller}` needs the kernel's data, which are discarded when a kernel is pickled.",
+        "call `mcmc.run` again first.",
+        "kernel-without-data",
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """All that the diagnostics read from a finished run.
+
+    :param arguments: the model's arguments.
+    :param model: the model, or None for a potential function.
+    :param potential: the posterior; None for a kernel that has been pickled.
+    :param dynamics: the SDE.
+    :param integrator: name of the integrator.
+    :param weak_order: weak order of the integrator.
+    :param has_custom_dynamics: whether the user has written the SDE or its parts.
+    :param has_schedule: whether the step size follows a schedule, so that draws are weighted.
+    :param max_grad_norm: norm to which gradients are clipped, or None.
+    :param compensates_noise: whether the integrator compensates gradient noise.
+    :param learns_mass_matrix: whether the warm-up has estimated the mass matrix.
+    :param noise_stats: gradient noise as measured in the warm-up.
+    :param num_chains: number of chains.
+    :param num_samples: sampling iterations per chain.
+    :param num_steps: steps per iteration, the largest of all chains.
+    :param step_size: last step size, the largest of all chains.
+    :param mean_step_size: last step size, the mean of all chains.
+    :param num_iterations: iterations after the warm-up, of all chains.
+    :param num_draws: draws of all chains.
+    :param num_divergences: diverging iterations among them.
+    :param batch_sums: running sums, axes of chains and of batches first.
+    :param preconditioners: preconditioner of each chain, float64.
+    :param coordinate_names: site and name of each coordinate of the flat position.
+    :param local_state: local latent variables with an axis of chains, or None.
+    """
+
+    arguments: Arguments
+    model: Callable | None
+    potential: Potential | None
+    dynamics: Dynamics
+    integrator: str
+    weak_order: int
+    has_custom_dynamics: bool
+    has_schedule: bool
+    max_grad_norm: float | None
+    compensates_noise: bool
+    learns_mass_matrix: bool
+    noise_stats: GradientNoiseStats
+    num_chains: int
+    num_samples: int
+    num_steps: int
+    step_size: float
+    mean_step_size: float
+    num_iterations: int
+    num_draws: int
+    num_divergences: int
+    batch_sums: RunningSums
+    preconditioners: tuple[Preconditioner, ...]
+    coordinate_names: tuple[tuple[str, str], ...]
+    local_state: LocalLatentsState | None
+    _get_samples: Callable[[], Any]
+    _get_adaptation: Callable[[], Adaptation | None]
+    _compute_full_gradients: Callable[[Array], Array]
+    _make_constrain_fn: Callable[[], Callable[[Any], dict[str, Array]]]
+
+    @classmethod
+    def from_mcmc(cls, mcmc: Any, caller: str, *, allow_local_latents: bool = False) -> RunData:
+        """Read a run.
+
+        :param mcmc: the object that the user passed.
+        :param caller: name of the function that needs the run, for the message.
+        :param allow_local_latents: whether the caller supports local latent variables.
+        :raises ValueError: if the object is no run of this package's kernels, or has no draws.
+        """
+        kernel = check_finished_run(mcmc, caller, uses_moments=not allow_local_latents)
+        state, options = mcmc.last_state, kernel.options
+        arguments = Arguments(mcmc._args, mcmc._kwargs)
+        has_chain_axis = state.i.ndim > 0
+
+        def with_chain_axis(tree: Any) -> Any:
+            return tree if has_chain_axis else jax.tree.map(lambda x: x[None], tree)
+
+        preconditioner = state.adapt_state.preconditioner._replace(reference_hessian=None)
+        preconditioner = with_chain_axis(
+            jax.tree.map(lambda x: np.asarray(x, np.float64), preconditioner)
+        )
+        step_sizes = np.asarray(state.adapt_state.step_size)
+        num_iterations = int(np.sum(state.moments.num_iterations))
+        diverging = mcmc.get_extra_fields().get("diverging")
+        return cls(
+            arguments=arguments,
+            model=kernel._model,
+            potential=kernel.potential if kernel.has_potential else None,
+            dynamics=kernel.dynamics,
+            integrator=kernel.integrator,
+            weak_order=kernel.dynamics.integrators[kernel.integrator].order,
+            has_custom_dynamics=_is_custom_dynamics(kernel.dynamics),
+            has_schedule=kernel.has_schedule,
+            max_grad_norm=options.max_grad_norm,
+            compensates_noise=bool(options.noise_compensation),
+            learns_mass_matrix=options.adapt_mass_matrix and options.inverse_mass_matrix is None,
+            noise_stats=kernel.noise_stats,
+            num_chains=mcmc.num_chains,
+            num_samples=mcmc.num_samples,
+            num_steps=int(np.max(state.num_steps)),
+            step_size=float(np.max(step_sizes)),
+            mean_step_size=float(np.mean(step_sizes)),
+            num_iterations=num_iterations,
+            num_draws=num_iterations // mcmc.thinning if diverging is None else np.size(diverging),
+            num_divergences=0 if diverging is None else int(np.sum(diverging)),
+            batch_sums=with_chain_axis(jax.tree.map(np.asarray, state.moments.batches)),
+            preconditioners=tuple(
+                jax.tree.map(lambda x, c=c: x[c], preconditioner)
+                for c in range(len(preconditioner.center))
+            ),
+            coordinate_names=get_coordinate_names(mcmc),
+            local_state=None if state.local_state is None else with_chain_axis(state.local_state),
+            _get_samples=partial(mcmc.get_samples, group_by_chain=True),
+            _get_adaptation=lambda: kernel.get_cached_adaptation(arguments),
+            _compute_full_gradients=lambda positions: kernel.full_gradients(positions, arguments),
+            _make_constrain_fn=lambda: kernel.postprocess_fn(mcmc._args, mcmc._kwargs),
         )
 
+    def require_potential(self, caller: str) -> Potential:
+        """Return the posterior.
 
-def get_coordinate_names(mcmc: MCMC) -> list[tuple[str, str]]:
-    """Site and name of each coordinate, in the order of the flat position."""
-    z = mcmc.last_state.z
-    if mcmc.num_chains > 1:
-        z = jax.tree.map(lambda x: x[0], z)
-    return _format_coordinate_names(z)
+        :raises ValueError: for a kernel that has been pickled.
+        """
+        if self.potential is None:
+            raise _missing_data_error(caller)
+        return self.potential
+
+    @cached_property
+    def adaptation(self) -> Adaptation | None:
+        """Results of the warm-up; None if the kernel has been pickled or run on other data."""
+        return None if self.potential is None else self._get_adaptation()
+
+    @cached_property
+    def site_draws(self) -> Any:
+        """Draws by site, axes of chains and draws first."""
+        return self._get_samples()
+
+    @cached_property
+    def draws(self) -> Array:
+        """Draws as flat unconstrained positions in the model's precision, ``(chains, draws, d)``.
+
+        :raises ValueError: if the draws of a site were not kept.
+        """
+        assert self.potential is not None
+        return _unconstrain_draws(self.site_draws, self.potential, self.model, self.arguments)
+
+    @cached_property
+    def finite_draws(self) -> np.ndarray | None:
+        """The same in float64, with the few that are not finite replaced by the draw before.
+
+        None if they were not kept, do not fit into memory or are weighted by a schedule.
+        """
+        num_entries = self.num_draws * len(self.coordinate_names)
+        if self.potential is None or self.has_schedule or num_entries > _MAX_DRAW_ENTRIES:
+            return None
+        try:
+            draws = np.asarray(self.draws, np.float64)
+        except (InvalidArgumentError, RuntimeError):  # some sites, or all draws, were not kept
+            return None
+        return _forward_fill_nonfinite(draws)
+
+    @property
+    def center_offsets(self) -> np.ndarray:
+        """Center of each chain's preconditioner minus the first one's, shape ``(chains, 1, d)``.
+
+        Chains in different modes have different centers; their draws minus these offsets lie about
+        one place.
+        """
+        first = self.preconditioners[0].center
+        return np.stack([p.center - first for p in self.preconditioners])[:, None]
+
+    @property
+    def max_ess(self) -> float:
+        """Upper bound of the ESS: the chains' time over the relaxation time of a Gaussian."""
+        time = self.num_iterations * self.num_steps * self.mean_step_size
+        num_relaxation_times = time / float(self.dynamics.relaxation_time(self.step_size))
+        return max(1.0, min(num_relaxation_times, self.num_draws))
+
+    def full_gradients(self, positions: Array) -> Array:
+        """Return gradients on all rows at flat positions, shape ``(n, d)``."""
+        return self._compute_full_gradients(positions)
+
+    def make_constrain_fn(self) -> Callable[[Array], dict[str, Array]]:
+        """Return a function that maps a flat position to a draw, deterministic sites included."""
+        assert self.potential is not None
+        constrain, unravel = self._make_constrain_fn(), self.potential.unravel
+        return lambda position: constrain(unravel(position))
 
 
-def get_potential_coordinate_names(potential: Potential) -> list[tuple[str, str]]:
-    """The same of a model's posterior."""
-    assert potential.sites is not None
-    return _format_coordinate_names({s.name: np.zeros(s.shape) for s in potential.sites})
+def _is_custom_dynamics(dynamics: Dynamics) -> bool:
+    """Return whether the user has written the SDE, or what it is made of."""
+    return isinstance(dynamics, Recipe) or not type(dynamics).__module__.startswith(
+        "numpyro_sgmcmc."
+    )
 
 
-def _format_coordinate_names(z: Any) -> list[tuple[str, str]]:
+def get_coordinate_names(mcmc: MCMC) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate of a run."""
+    state = mcmc.last_state
+    z = jax.tree.map(lambda x: x[0], state.z) if state.i.ndim else state.z
+    return format_coordinate_names(z)
+
+
+def format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate, in the order of the flat position.
+
+    :param z: unconstrained values by site, of one chain.
+    """
     names: list[tuple[str, str]] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
         site = str(getattr(path[0], "key", "z")) if path else "z"
-        places = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
-        names.extend((site, site + place) for place in places)
-    return names
+        suffixes = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
+        names.extend((site, site + suffix) for suffix in suffixes)
+    return tuple(names)
 
 
-def get_unconstrained_draws(mcmc: MCMC, kernel: SGMCMCKernel) -> jax.Array:
-    """The draws as flat unconstrained positions, shape ``(chains, draws, d)``."""
-    return compute_unconstrained_draws(mcmc, kernel.potential, kernel._model)
-
-
-def compute_unconstrained_draws(
-    mcmc: MCMC,
+def _unconstrain_draws(
+    samples: Any,
     potential: Potential,
     model: Callable | None,
-    conditioning_samples: dict[str, jax.Array] | None = None,
-) -> jax.Array:
-    """The draws as flat unconstrained positions of a posterior, shape ``(chains, draws, d)``.
+    arguments: Arguments,
+    conditioning_samples: dict[str, Array] | None = None,
+) -> Array:
+    """Return draws as flat unconstrained positions of a posterior, shape ``(chains, draws, d)``.
 
+    :param samples: draws by site, axes of chains and draws first.
     :param conditioning_samples: draws of the sites that the posterior is conditioned on.
     """
-    samples = mcmc.get_samples(group_by_chain=True)
     if potential.sites is None:
         z = samples
     else:
-        missing = [s.name for s in potential.sites if s.name not in samples]
-        if missing:
-            raise InvalidArgumentError(
-                f"The draws of site '{missing[0]}' were not kept: run without '~z.{missing[0]}'."
-            )
+        _check_sites_kept([s.name for s in potential.sites], samples)
         z = {s.name: samples[s.name] for s in potential.sites}
         if all(s.support is not None for s in potential.sites):
             z = {s.name: biject_to(s.support).inv(z[s.name]) for s in potential.sites}
-        else:
-            by_gibbs = (
+        else:  # supports that depend on other sites
+            gibbs_kwargs = (
                 {} if conditioning_samples is None else {GIBBS_SITES_KWARG: conditioning_samples}
             )
 
-            def one(values: dict[str, Any], others: dict[str, Any]) -> Any:
-                return unconstrain_fn(model, mcmc._args, {**mcmc._kwargs, **others}, values)
+            def unconstrain(values: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+                return unconstrain_fn(
+                    model, arguments.args, {**arguments.kwargs, **kwargs}, values
+                )
 
-            z = jax.vmap(jax.vmap(one))(z, by_gibbs)
+            z = jax.vmap(jax.vmap(unconstrain))(z, gibbs_kwargs)
             z = {s.name: z[s.name] for s in potential.sites}
-    leaves = jax.tree.leaves(z)
-    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], -1).astype(
-        potential.dtype
-    )
+    leaves = [x.reshape(*x.shape[:2], -1) for x in jax.tree.leaves(z)]
+    return jnp.concatenate(leaves, -1).astype(potential.dtype)
+
+
+def _check_sites_kept(names: Sequence[str], samples: Any) -> None:
+    """Check that the draws of these sites were kept."""
+    if missing := [name for name in names if name not in samples]:
+        raise InvalidArgumentError(
+            f"The draws of site '{missing[0]}' were not kept.",
+            f"leave '~z.{missing[0]}' out of `extra_fields` in `mcmc.run`.",
+            "sites-not-kept",
+        )
+
+
+def _forward_fill_nonfinite(draws: np.ndarray) -> np.ndarray | None:
+    """Replace draws that are not finite by the draw before.
+
+    In float32 a draw at the edge of its support may have no finite unconstrained value.
+
+    :param draws: shape ``(chains, draws, d)``.
+    :return: None if more than a few are not finite.
+    """
+    is_finite = np.isfinite(draws).all(-1)
+    if is_finite.all():
+        return draws
+    if is_finite.mean() < _MIN_FINITE_FRACTION or not is_finite[:, 0].all():
+        return None
+    indices = np.where(is_finite, np.arange(draws.shape[1]), 0)
+    indices = np.maximum.accumulate(indices, axis=1)
+    return np.take_along_axis(draws, indices[..., None], axis=1)
 
 
 def make_thinning_slice(num_draws: int, num_wanted: int) -> slice:
-    """About so many of ``num_draws`` draws, at least as many where there are, as far apart as can be."""
+    """Return a slice of at least ``num_wanted`` evenly spaced draws, of all if there are fewer."""
     return slice(None, None, max(1, num_draws // num_wanted))
 
 
-def get_chain_preconditioners(state: SGMCMCState) -> list[Preconditioner]:
-    """Each chain's whitened coordinates, in float64."""
-    several = state.adapt_state.preconditioner._replace(reference_hessian=None)
-    several = jax.tree.map(lambda x: np.asarray(x, np.float64), several)
-    if not state.i.ndim:
-        return [several]
-    return [jax.tree.map(lambda x, c=c: x[c], several) for c in range(len(state.i))]
+@dataclass(frozen=True, eq=False)
+class GibbsRunData:
+    """All that the bias report reads from a run of NumPyro's ``Gibbs``.
 
-
-def compute_center_offsets(preconditioners: Sequence[Preconditioner]) -> np.ndarray:
-    """Each chain's anchor less the first one's, shape ``(chains, 1, d)``.
-
-    Draws less these are about one place, modes laid over each other.
+    :param arguments: the model's arguments.
+    :param potential: the posterior of all continuous sites given the discrete ones.
+    :param coordinate_names: site and name of each coordinate of the flat position.
+    :param draws: flat unconstrained positions, float64, shape ``(chains, draws, d)``.
+    :param discrete_samples: draws of the discrete sites, axes of chains and draws first.
+    :param weak_order: the lowest weak order of the blocks' integrators.
+    :param step_size: the blocks' step size; NaN if they differ.
+    :param num_draws: sampling iterations of all chains.
+    :param num_divergences: diverging iterations, summed over blocks.
+    :param block_warnings: model warnings of the blocks' warm-ups.
     """
-    return np.stack([c.center - preconditioners[0].center for c in preconditioners])[:, None]
 
+    arguments: Arguments
+    potential: Potential
+    coordinate_names: tuple[tuple[str, str], ...]
+    draws: np.ndarray
+    discrete_samples: dict[str, Array]
+    weak_order: int
+    step_size: float
+    num_draws: int
+    num_divergences: int
+    block_warnings: tuple[ModelWarning, ...]
 
-def convert_sums_to_first_chain(
-    sums: RunningSums, preconditioners: Sequence[Preconditioner]
-) -> RunningSums:
-    r"""Moments of all chains in the first one's coordinates, as they are where all have the same.
+    @classmethod
+    def from_mcmc(cls, mcmc: MCMC) -> GibbsRunData:
+        """Read a run of NumPyro's Gibbs.
 
-    With :math:`q_0 = Mq + b` gradients become :math:`g_0 = M^{-\top} g`. The stretch is left out:
-    moments are kept without it.
-
-    :param sums: leading axes of chains and of batches.
-    :param preconditioners: each chain's coordinates; where moments are no matrices, diagonal ones.
-    """
-    first = preconditioners[0]
-    if all(np.array_equal(c.center, first.center) for c in preconditioners):
-        return sums
-    moved = [
-        _change_sums_coordinates(jax.tree.map(lambda x, c=c: x[c], sums), w, first)
-        for c, w in enumerate(preconditioners)
-    ]
-    return jax.tree.map(lambda *xs: np.stack(xs), *moved)
-
-
-def _change_sums_coordinates(
-    sums: RunningSums, source: Preconditioner, destination: Preconditioner
-) -> RunningSums:
-    """One chain's sums in other coordinates, each batch of them."""
-    sums = jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
-    weight = sums.weight[:, None]
-    away = source.center - destination.center
-    if sums.position_gradient.ndim == 2:  # diagonals
-        m, b = source.factor / destination.factor, away / destination.factor
-        gradient = sums.gradient / m
-        spread = m * m * sums.position_position + 2.0 * m * b * sums.position + weight * b * b
-        return sums._replace(
-            position=m * sums.position + weight * b,
-            gradient=gradient,
-            position_gradient=sums.position_gradient + b * gradient,
-            position_position=spread,
+        :raises ValueError: if no block is one of this package's kernels, or before a run.
+        """
+        blocks = _get_sgmcmc_blocks(mcmc)
+        kernel, arguments = blocks[0][0], Arguments(mcmc._args, mcmc._kwargs)
+        model = kernel._model
+        assert model is not None
+        discrete_sites = _find_discrete_sites(kernel, arguments)
+        samples = mcmc.get_samples(group_by_chain=True)
+        _check_sites_kept(discrete_sites, samples)
+        discrete_samples = {name: samples[name] for name in discrete_sites}
+        potential = build_conditional_potential(
+            model, {k: x[0, 0] for k, x in discrete_samples.items()}, arguments, kernel.options
         )
-    inverse = np.linalg.inv(_as_matrix(destination.factor))
-    m, b = inverse @ _as_matrix(source.factor), inverse @ away
-    back = np.linalg.inv(m)
-    position, gradient = sums.position @ m.T, sums.gradient @ back
-    cross = position[:, :, None] * b
-    spread = (
-        m @ sums.position_position @ m.T + cross + cross.mT + weight[..., None] * np.outer(b, b)
+        if not potential.dim:
+            raise InvalidModelError(
+                "All latent sites of the model are discrete; `bias_report` needs continuous ones.",
+                "judge discrete sites by R-hat and ESS (`mcmc.print_summary()`).",
+                "no-latent-sites",
+            )
+        assert potential.sites is not None
+        draws = _unconstrain_draws(samples, potential, model, arguments, discrete_samples)
+        step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
+        block_warnings = [
+            w for k, _ in blocks if k.has_potential for w in k.adaptation.model_warnings
+        ]
+        return cls(
+            arguments=arguments,
+            potential=potential,
+            coordinate_names=format_coordinate_names(
+                {s.name: np.zeros(s.shape) for s in potential.sites}
+            ),
+            draws=np.asarray(draws, np.float64),
+            discrete_samples=discrete_samples,
+            weak_order=min(k.dynamics.integrators[k.integrator].order for k, _ in blocks),
+            step_size=step_sizes.pop() if len(step_sizes) == 1 else np.nan,
+            num_draws=max(int(np.sum(state.moments.num_iterations)) for _, state in blocks),
+            num_divergences=sum(_count_block_divergences(*block) for block in blocks),
+            block_warnings=tuple(dict.fromkeys(block_warnings)),
+        )
+
+    def full_gradients(self, thinning: slice) -> np.ndarray:
+        """Return gradients on all rows at some draws of each chain, shape ``(n, d)``.
+
+        :param thinning: the draws of each chain, which come one chain after the other.
+        """
+        flat = jnp.asarray(
+            self.draws[:, thinning].reshape(-1, self.potential.dim), self.potential.dtype
+        )
+        conditioning_values = {
+            name: x[:, thinning].reshape(-1, *x.shape[2:])
+            for name, x in self.discrete_samples.items()
+        }
+        return np.asarray(
+            full_gradients(
+                self.potential, DeviceArrayCache(), flat, self.arguments, conditioning_values
+            )
+        )
+
+
+def _get_sgmcmc_blocks(mcmc: MCMC) -> list[tuple[SGMCMCKernel, Any]]:
+    """Return the blocks that are kernels of this package, and their states."""
+    assert isinstance(mcmc.sampler, Gibbs)
+    kernels = [kernel for kernel, _ in mcmc.sampler.blocks]
+    indices = [k for k, kernel in enumerate(kernels) if isinstance(kernel, SGMCMCKernel)]
+    if not indices:
+        raise InvalidArgumentError(
+            "`bias_report` got a run of Gibbs without a block of numpyro_sgmcmc.",
+            "use a kernel of numpyro_sgmcmc for at least one block.",
+            "not-a-run",
+        )
+    if mcmc.last_state is None:
+        raise InvalidArgumentError(
+            "`bias_report` got an MCMC object without draws.", "call `mcmc.run` first.", "no-draws"
+        )
+    return [(kernels[k], mcmc.last_state.block_states[k]) for k in indices]
+
+
+def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
+    """Return the names of the discrete latent sites, which have no gradient.
+
+    :raises ValueError: for latent sites inside a subsampled plate.
+    """
+    assert kernel._model is not None
+    trace = trace_model(
+        kernel._model, arguments, kernel.options.init_strategy, kernel.options.gibbs_config
     )
-    return sums._replace(
-        position=position + weight * b,
-        gradient=gradient,
-        position_gradient=m @ sums.position_gradient @ back + b[:, None] * gradient[:, None, :],
-        position_position=spread,
-    )
+    latent = [s for s in trace.sample_sites if not s.is_observed]
+    if local := next((s.name for s in latent if s.plate_frames), None):
+        raise InvalidArgumentError(
+            f"`bias_report` of Gibbs does not support site '{local}' inside the subsampled plate.",
+            "use one kernel for all sites, or compare with a run of half the step_size.",
+            "bias-of-local-latents",
+        )
+    return [s.name for s in latent if s.support.is_discrete]
 
 
-def _as_matrix(factor: np.ndarray) -> np.ndarray:
-    return np.diag(factor) if factor.ndim == 1 else factor
-
-
-_MAX_CHUNK_ENTRIES = 2**20  # numbers in the draws that are looked at in one go, about
-
-
-_MIN_DRAWS_FOR_ESS, _MIN_DRAWS_FOR_R_HAT = (
-    8,
-    50,
-)  # draws of a chain for ESS; for R-hat of its halves
+def _count_block_divergences(kernel: SGMCMCKernel, state: Any) -> int:
+    """Return the iterations of a block that its running sums have left out, of all chains."""
+    if kernel.has_schedule:
+        return 0
+    weight = np.asarray(state.moments.batches.weight, np.float64).sum(-1)
+    num_kept = weight / (state.num_steps * np.asarray(state.adapt_state.step_size))
+    return int(np.sum(np.rint(state.moments.num_iterations - num_kept)))
 
 
 class ConvergenceStats(NamedTuple):
-    """
-    - **r_hat** - split R-hat of each coordinate, shape ``(d,)``; NaN for few draws.
-    - **ess** - effective sample size of each coordinate, shape ``(d,)``: no more than the draws
-      where these are few; NaN where the draws are not independent of a schedule.
+    """R-hat and effective sample size of each coordinate.
+
+    - **r_hat** - split R-hat, shape ``(d,)``; NaN for few draws.
+    - **ess** - effective sample size, shape ``(d,)``: at most the number of draws if these are
+      few; NaN if the draws are weighted by a schedule.
     """
 
     r_hat: np.ndarray
@@ -277,236 +556,47 @@ class ConvergenceStats(NamedTuple):
 
     @classmethod
     def from_draws(cls, draws: np.ndarray) -> ConvergenceStats:
-        """By NumPyro's diagnostics.
+        """Compute both by NumPyro's diagnostics.
 
         :param draws: shape ``(chains, draws, d)``.
         """
-        chains, num, dim = draws.shape
-        if num < _MIN_DRAWS_FOR_ESS:
-            return cls(np.full(dim, np.nan), np.full(dim, float(chains * num)))
-        together = max(1, _MAX_CHUNK_ENTRIES // (chains * num))
-        found = []
-        for first in range(0, dim, together):
-            some = draws[..., first : first + together]
+        num_chains, num_draws, dim = draws.shape
+        if num_draws < _MIN_DRAWS_FOR_ESS:
+            return cls(np.full(dim, np.nan), np.full(dim, float(num_chains * num_draws)))
+        chunk_size = max(1, _MAX_CHUNK_ENTRIES // (num_chains * num_draws))
+        chunks = []
+        for start in range(0, dim, chunk_size):
+            chunk = draws[..., start : start + chunk_size]
             with np.errstate(divide="ignore", invalid="ignore"):
-                found.append((split_gelman_rubin(some), effective_sample_size(some)))
-        r_hat, ess = (np.concatenate(x) for x in zip(*found, strict=True))
-        ess = np.where(ess < 1.0, 1.0, ess)  # what NumPyro's rounds to below zero, of lost chains
-        return cls(r_hat if num >= _MIN_DRAWS_FOR_R_HAT else np.full(dim, np.nan), ess)
-
-
-_MAX_ARRAY_ENTRIES = 2**27  # in all draws together, at most
-
-
-_MIN_FINITE_FRACTION = 0.99  # of the draws
-
-
-_MAX_GRADIENT_DRAWS, _MIN_GRADIENT_DRAWS = 1_024, 64
-
-
-_MAX_GRADIENT_ROWS, _MAX_GRADIENT_BATCHES = (
-    2**24,
-    2**15,
-)  # rows, and minibatches, at which gradients are taken, at most
-
-
-_NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS, _CURVATURE_DIFFERENCE_STEP = 128, 3, 0.01
-
-
-class GradientsAtDraws(NamedTuple):
-    """
-    - **positions** - draws, by chain and in their order, shape ``(chains, n, d)``.
-    - **gradients** - estimates of the potential's gradient there, unbiased and independent of
-      each other given the draws.
-    - **curvature_indices** - draws, of all chains one after the other, whose curvature is known; ``(k,)``.
-    - **max_curvature** - there, the largest whitened one, shape ``(k,)``.
-    """
-
-    positions: np.ndarray
-    gradients: np.ndarray
-    curvature_indices: np.ndarray
-    max_curvature: np.ndarray
-
-    @classmethod
-    def from_arrays(cls, positions: Any, gradients: Any) -> GradientsAtDraws:
-        """Without curvature.
-
-        :param positions: shape ``(chains, n, d)``.
-        :param gradients: as many numbers.
-        """
-        at, found = (
-            np.asarray(x, np.float64).reshape(positions.shape) for x in (positions, gradients)
-        )
-        return cls(at, found, np.zeros(0, int), np.zeros(0))
-
-    def subtract_offsets(self, offsets: np.ndarray) -> GradientsAtDraws:
-        """With each chain's positions less this, shape ``(chains, 1, d)``."""
-        return self._replace(positions=self.positions - offsets)
-
-
-def get_unconstrained_draws_or_none(mcmc: MCMC, kernel: SGMCMCKernel) -> np.ndarray | None:
-    """All draws as flat unconstrained positions, ``(chains, draws, d)``; float64.
-
-    :return: None where they were not kept, are too many to be gone through again, or are not
-        draws of one posterior.
-    """
-    chains = mcmc.num_chains
-    num = int(np.size(mcmc.get_extra_fields().get("diverging", 0)))
-    dim = sum(np.size(x) for x in jax.tree.leaves(mcmc.last_state.z)) // chains
-    if not kernel.has_potential or kernel.has_schedule or num * dim > _MAX_ARRAY_ENTRIES:
-        return None
-    try:
-        found = np.asarray(get_unconstrained_draws(mcmc, kernel), np.float64)
-    except (InvalidArgumentError, RuntimeError):  # sites, or all draws, that were not kept
-        return None
-    return _forward_fill_nonfinite(found)
-
-
-def _forward_fill_nonfinite(draws: np.ndarray) -> np.ndarray | None:
-    """Draws at the very edge of a support, of which float32 knows no place, as those before them.
-
-    :param draws: shape ``(chains, draws, d)``.
-    :return: None where they are more than a few.
-    """
-    fine = np.isfinite(draws).all(-1)
-    if fine.all():
-        return draws
-    if fine.mean() < _MIN_FINITE_FRACTION or not fine[:, 0].all():
-        return None
-    places = np.where(fine, np.arange(draws.shape[1]), 0)
-    places = np.maximum.accumulate(places, axis=1)
-    return np.take_along_axis(draws, places[..., None], axis=1)
-
-
-def compute_gradients_at_draws(
-    mcmc: MCMC, kernel: SGMCMCKernel, draws: np.ndarray
-) -> GradientsAtDraws | None:
-    """Gradients at some of the draws on some of the rows.
-
-    :param draws: all of them, shape ``(chains, draws, d)``.
-    :return: None where there is no cheap way: for rows elsewhere than in memory, a randomised
-        likelihood, and very many parameters.
-    """
-    target, arguments = kernel.potential, Arguments(mcmc._args, mcmc._kwargs)
-    elsewhere = arguments.host_arrays or arguments.sharded_arrays
-    if elsewhere or target.is_stochastic or target.dim > HIGH_DIM:
-        return None
-    adaptation = kernel.get_cached_adaptation(arguments)
-    decisive = () if adaptation is None else adaptation.included_rows
-    rows = BatchedGradients(target, arguments, included_rows=decisive)
-    coordinates = get_chain_preconditioners(mcmc.last_state)
-    batch = count_rows_per_gradient(target, rows.arguments)
-    num = int(np.clip(_MAX_GRADIENT_ROWS // (2 * batch), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS))
-    positions = thin_draws(draws, num)
-    flat = positions.reshape(-1, target.dim)
-    of_chain = np.repeat(np.arange(len(positions)), positions.shape[1])
-    gradients = _estimate_gradients(rows, coordinates, flat, of_chain).reshape(positions.shape)
-    curved = np.unique(np.linspace(0, len(flat) - 1, _NUM_CURVATURE_DRAWS).astype(int))
-    start = gradients.reshape(flat.shape)[curved]
-    curvature = np.zeros(len(curved))
-    for alike in _group_chains_by_center(coordinates):
-        some = np.isin(of_chain[curved], alike)
-        there = coordinates[alike[0]]
-        curvature[some] = compute_max_curvatures(
-            rows,
-            there,
-            flat[curved][some],
-            there.apply_transpose(start[some]),
-            _NUM_CURVATURE_ITERATIONS,
-            _CURVATURE_DIFFERENCE_STEP,
-        )
-    return GradientsAtDraws(positions, gradients, curved, curvature)
-
-
-def _group_chains_by_center(preconditioners: Sequence[Preconditioner]) -> list[list[int]]:
-    """The chains that run in the same coordinates."""
-    by_anchor: dict[bytes, list[int]] = {}
-    for chain, whitening in enumerate(preconditioners):
-        by_anchor.setdefault(whitening.center.tobytes(), []).append(chain)
-    return list(by_anchor.values())
-
-
-def _estimate_gradients(
-    batched_gradients: BatchedGradients,
-    preconditioners: Sequence[Preconditioner],
-    positions: np.ndarray,
-    chain_index: np.ndarray,
-) -> np.ndarray:
-    """Unbiased gradients by control variates, each on rows of its own; exact where rows are few.
-
-    :param preconditioners: of each chain.
-    :param positions: shape ``(n, d)``.
-    :param chain_index: the chain of each.
-    """
-    target = batched_gradients.potential
-    batch = sum(p.subsample_size for p in target.plates)
-    if not batch:
-        return batched_gradients.evaluate_on_subset(positions)[1]
-    num = len(positions)
-    most = min(_MAX_GRADIENT_BATCHES, _MAX_ARRAY_ENTRIES // target.dim, _MAX_GRADIENT_ROWS // batch)
-    each = max(1, most // (2 * num))
-    all_rows = (
-        list(iter_weighted_minibatches(batched_gradients.plate_groups))
-        if _count_batches_per_epoch(batched_gradients) <= 2 * each
-        else []
-    )
-    if all_rows:
-        return batched_gradients.weighted_mean(positions, all_rows)[1]
-    rng = np.random.default_rng(0)
-    drawn = sample_minibatch_indices(
-        batched_gradients.step_potential, rng, (num * each,), IIDSubsampling()
-    )
-    # At each draw and, with the same rows, at the anchor.
-    both = np.concatenate([positions, [w.center for w in preconditioners]])
-    of, is_anchor = np.divmod(np.arange(2 * num * each), 2)
-    draw, sign = of // each, 1 - 2 * is_anchor
-    at = np.where(is_anchor, num + chain_index[draw], draw)
-    found = _compute_center_gradients(batched_gradients, preconditioners)[chain_index]
-    for part, _, gradients in batched_gradients.evaluate_step_minibatches(both, drawn, at, of):
-        np.add.at(found, draw[part], sign[part, None] / each * gradients)
-    return found
-
-
-def _compute_center_gradients(
-    batched_gradients: BatchedGradients, preconditioners: Sequence[Preconditioner]
-) -> np.ndarray:
-    """The gradient on all rows at each chain's anchor, shape ``(chains, d)``."""
-    found = np.stack([w.reference_gradient for w in preconditioners])
-    for alike in _group_chains_by_center(preconditioners):
-        if not found[alike[0]].any():  # nobody has asked for it
-            found[alike] = batched_gradients.full_gradient(preconditioners[alike[0]].center)
-    return found
-
-
-def _count_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
-    """Minibatches in a pass over all rows, about."""
-    return sum(p.batches_per_epoch for p in batched_gradients.potential.plates)
+                chunks.append((split_gelman_rubin(chunk), effective_sample_size(chunk)))
+        r_hat, ess = (np.concatenate(x) for x in zip(*chunks, strict=True))
+        # For chains that are stuck apart NumPyro's estimate can round to a negative number.
+        ess = np.where(ess < 1.0, 1.0, ess)
+        return cls(r_hat if num_draws >= _MIN_DRAWS_FOR_R_HAT else np.full(dim, np.nan), ess)
 
 
 def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
-    """Effective draws for each minibatch gradient, warm-up not counted.
+    """Return the effective sample size per minibatch gradient, warm-up not counted.
 
-    Unlike draws a second it does not depend on the machine; unlike draws an iteration it sees how
-    many steps an iteration takes. Gradients that a scheme takes on one minibatch count one each;
-    the one at the anchor that control variates take beside each does not.
+    Unlike ESS per second it does not depend on the machine, and unlike ESS per iteration it
+    accounts for the number of steps per iteration. Each gradient of an integrator with several per
+    step counts; the second one of a control variate, at the reference, does not.
 
     :param mcmc: a run of one of this package's kernels.
-    :return: for each latent site an array of its shape, of effective sample sizes over gradients.
+    :return: for each latent site an array of its shape.
     :raises ValueError: for a run of another kernel, or before a run.
     """
-    kernel = check_finished_run(mcmc, "ess_per_gradient")
-    check_has_data(kernel, "ess_per_gradient")
-    num_steps = int(np.max(mcmc.last_state.num_steps))
-    a_step = kernel.dynamics.make_step(kernel.integrator).num_gradients
-    gradients = mcmc.num_chains * mcmc.num_samples * num_steps * a_step
-    samples: Any = mcmc.get_samples(group_by_chain=True)
-    target = kernel.potential
-    if target.sites is None:
+    run = RunData.from_mcmc(mcmc, "ess_per_gradient")
+    potential = run.require_potential("ess_per_gradient")
+    gradients_per_step = run.dynamics.make_step(run.integrator).num_gradients
+    num_gradients = run.num_chains * run.num_samples * run.num_steps * gradients_per_step
+    samples: Any = run.site_draws
+    if potential.sites is None:
         samples = samples if isinstance(samples, dict) else {"z": samples}
     else:
-        samples = {s.name: samples[s.name] for s in target.sites if s.name in samples}
+        samples = {s.name: samples[s.name] for s in potential.sites if s.name in samples}
     return {
         name: np.asarray(jax.tree.map(lambda x: effective_sample_size(np.asarray(x)), draws))
-        / gradients
+        / num_gradients
         for name, draws in samples.items()
     }

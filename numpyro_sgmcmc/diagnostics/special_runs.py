@@ -1,13 +1,25 @@
-"""The bias of the globals of a model with latent sites inside the subsampled plate.
+r"""Runs that are judged by gradients at their draws alone, and the comparison with a finer run.
 
-The moments of such a run are those of the globals given the local values: how far these are off is
-not how far the globals' own law is. So gradients of the globals' own posterior are taken at draws,
-after the run, by Fisher's identity.
+**Local latent variables.** The running sums of such a run are those of the globals given the local
+values, whose bias is not that of the globals' marginal. :func:`measure_bias_of_globals` takes
+gradients of the marginal posterior of the globals at draws, by Fisher's identity.
 
-A second run with half the step or twice the minibatch beside the first: a check by brute force.
+**Gibbs.** A block's running sums are of little use. Given the other blocks it may be exact where
+its marginal is not, since the errors of the others propagate; and an error of its own is smaller in
+its marginal, the more it depends on the others. With :math:`\rho` the correlation of two
+coordinates in separate blocks and a first block that inflates its conditional variance by
+:math:`1 + \epsilon`, the marginal variances are inflated by
 
-Costs at least another run. :func:`~numpyro_sgmcmc.bias_report` says the same for nothing; this one
-assumes less, because it compares draws with draws.
+.. math::
+
+    1 + \frac{\epsilon}{1 + \rho^2} \quad\text{and}\quad 1 + \frac{\rho^2\epsilon}{1 + \rho^2},
+
+whereas the blocks' running sums show :math:`1 + \epsilon` and 1. :func:`measure_bias_of_gibbs`
+takes gradients of the joint posterior at draws, in the coordinates of all blocks, given the
+discrete sites.
+
+**A finer run.** :func:`compare_with_finer` runs on with half the step size or twice the batch size
+and compares draws with draws. It costs another run, and assumes less than the bias report.
 """
 
 from __future__ import annotations
@@ -24,23 +36,29 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.adaptation import Adaptation
-from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache
+from numpyro_sgmcmc.data.arguments import DeviceArrayCache
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.data.subsampling import Plate, init_stream
+from numpyro_sgmcmc.diagnostics.diagnosis import (
+    MAX_OK_R_HAT,
+    MEAN_BIAS_TOLERANCE,
+    SD_INFLATION_TOLERANCE,
+    format_r_hat,
+)
 from numpyro_sgmcmc.diagnostics.run_data import (
+    ConvergenceStats,
+    GibbsRunData,
+    RunData,
     check_finished_run,
-    get_coordinate_names,
-    get_unconstrained_draws,
+    check_has_data,
     make_thinning_slice,
 )
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
-    BiasDiagnostics,
+    BiasMeasurements,
     Estimate,
-    SteinEstimates,
     estimate_bias_from_draws,
 )
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.model.local_moves import NUM_LOCAL_UPDATES, estimate_marginal_gradients
 from numpyro_sgmcmc.progress import show_data_passes
 from numpyro_sgmcmc.sampling.bias_monitor import Moments
@@ -49,54 +67,93 @@ from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 __all__ = [
     "Refinement",
     "compare_with_finer",
-    "estimate_bias_of_globals",
+    "find_unconverged_discrete_sites",
+    "measure_bias_of_gibbs",
+    "measure_bias_of_globals",
 ]
 
 _MARGINAL_GRADIENT_SEED = 0
 
+_FINER_RUN_BURN_IN_FRACTION = 0.1
+"""Share of the finer run that is discarded, in which it moves from the coarser stationary law."""
 
-def estimate_bias_of_globals(
-    mcmc: MCMC, kernel: SGMCMCKernel, num_draws: int
-) -> tuple[SteinEstimates, BiasDiagnostics]:
-    """What gradients of the globals' own posterior at some of the draws tell.
+_VISIBLE_Z = 3.0
+"""Standard errors beyond the tolerance at which a difference counts as visible."""
+
+
+def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:
+    """Measure the bias of the globals by gradients of their marginal posterior at draws.
 
     The local values start from the run's last ones and follow the draws back in time.
 
-    :param kernel: the run's, which has its data.
-    :param num_draws: number of draws, taken evenly.
+    :param run: a run with local latent variables.
+    :param num_draws: number of evenly spaced draws, of all chains.
     """
-    target, arguments = kernel.potential, Arguments(mcmc._args, mcmc._kwargs)
-    draws = np.asarray(get_unconstrained_draws(mcmc, kernel), np.float64)
-    some = make_thinning_slice(draws.shape[1], -(-num_draws // len(draws)))
-    back = jnp.asarray(draws[:, some][:, ::-1], target.dtype)
-    state = mcmc.last_state.local_state
-    if mcmc.num_chains == 1:
-        state = jax.tree.map(lambda x: x[None], state)
-    keys = random.split(random.key(_MARGINAL_GRADIENT_SEED), len(back))
-    held = DeviceArrayCache().cache_arrays(arguments)
-    passes = back.shape[0] * back.shape[1] * NUM_LOCAL_UPDATES
-    shown = show_data_passes("gradients on all rows", arguments.host_arrays, passes)
-    with unwrap_callback_errors(arguments.host_arrays), shown:
+    potential, local_state = run.require_potential("bias_report"), run.local_state
+    assert local_state is not None
+    draws = np.asarray(run.draws, np.float64)
+    thinning = make_thinning_slice(draws.shape[1], -(-num_draws // len(draws)))
+    positions = jnp.asarray(draws[:, thinning][:, ::-1], potential.dtype)
+    keys = random.split(random.key(_MARGINAL_GRADIENT_SEED), len(positions))
+    cached_arguments = DeviceArrayCache().cache_arrays(run.arguments)
+    host_arrays = run.arguments.host_arrays
+    num_passes = positions.shape[0] * positions.shape[1] * NUM_LOCAL_UPDATES
+    progress = show_data_passes("gradients on all rows", host_arrays, num_passes)
+    with unwrap_callback_errors(host_arrays), progress:
         gradients = [
             np.asarray(
                 estimate_marginal_gradients(
-                    target, back[c], jax.tree.map(lambda x, c=c: x[c], state), held, keys[c]
+                    potential,
+                    positions[c],
+                    jax.tree.map(lambda x, c=c: x[c], local_state),
+                    cached_arguments,
+                    keys[c],
                 )
             )
-            for c in range(len(back))
+            for c in range(len(positions))
         ]
-    return estimate_bias_from_draws(draws, some, np.stack(gradients)[:, ::-1])
+    return estimate_bias_from_draws(draws, thinning, np.stack(gradients)[:, ::-1])
 
 
-_FINER_RUN_BURN_IN_FRACTION = 0.1
+def measure_bias_of_gibbs(run: GibbsRunData, num_draws: int) -> BiasMeasurements:
+    """Measure the bias of all continuous sites by gradients on all rows at draws.
+
+    :param run: a run of NumPyro's Gibbs.
+    :param num_draws: number of evenly spaced draws, of all chains.
+    """
+    thinning = make_thinning_slice(run.draws.shape[1], -(-num_draws // len(run.draws)))
+    return estimate_bias_from_draws(run.draws, thinning, run.full_gradients(thinning))
+
+
+def find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[ModelWarning]:
+    """Return a warning for each discrete site on which chains disagree.
+
+    Given a discrete site that is stuck, the other sites look right.
+
+    :param discrete_samples: draws by site, axes of chains and draws first.
+    """
+    model_warnings = []
+    for name, x in discrete_samples.items():
+        if len(x) < 2:
+            continue
+        values = np.asarray(x, np.float64).reshape(*x.shape[:2], -1)
+        r_hat = float(np.fmax.reduce(ConvergenceStats.from_draws(values).r_hat))
+        if r_hat > MAX_OK_R_HAT:
+            message = (
+                f"The chains disagree on the discrete site `{name}` (R-hat up to "
+                f"{format_r_hat(r_hat)}), given which the other sites are judged. Fix: a longer "
+                "run."
+            )
+            model_warnings.append(ModelWarning((), ModelWarningKind.NOT_CONVERGED, message))
+    return model_warnings
 
 
 class Refinement(NamedTuple):
-    """A run beside a finer one, coordinate by coordinate in unconstrained space.
+    """Comparison of a run with a finer one, by coordinate in unconstrained space.
 
-    - **names** - of the coordinates.
-    - **mean_difference** - mean of the run minus that of the finer one, in its sds.
-    - **sd_inflation** - sd of the run over that of the finer one, minus one.
+    - **names** - names of the coordinates.
+    - **mean_difference** - mean of the run minus that of the finer run, in the finer run's SDs.
+    - **sd_inflation** - SD of the run over that of the finer run, minus one.
     - **finer_run** - the finer run.
     """
 
@@ -107,36 +164,38 @@ class Refinement(NamedTuple):
 
     @property
     def is_visible(self) -> bool:
-        """Whether any coordinate differs by more than 0.1 sd or 5 %, beyond three errors."""
-        off = np.abs(self.mean_difference.value) > 0.1 + 3.0 * self.mean_difference.error
-        wide = np.abs(self.sd_inflation.value) > 0.05 + 3.0 * self.sd_inflation.error
-        return bool((off | wide).any())
+        """Whether any coordinate differs by more than 0.1 SD or 5%, beyond three errors."""
+        mean, sd = self.mean_difference, self.sd_inflation
+        has_mean_bias = np.abs(mean.value) > MEAN_BIAS_TOLERANCE + _VISIBLE_Z * mean.error
+        has_sd_bias = np.abs(sd.value) > SD_INFLATION_TOLERANCE + _VISIBLE_Z * sd.error
+        return bool((has_mean_bias | has_sd_bias).any())
 
 
 def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refinement:
-    """Run on from the last state with half the step size or twice the minibatch, and compare.
+    """Run on from the last state with half the step size or twice the batch size, and compare.
 
-    Where halving the step halves (order one) or quarters (order two) an error, the error that is
-    left in the finer run is as large as the difference, or a third of it.
+    If halving the step halves (order one) or quarters (order two) an error, the error that is left
+    in the finer run is as large as the difference, or a third of it.
 
     :param mcmc: a run of one of this package's kernels.
     :param rng_key: key of the second run.
-    :param change: ``"step"``: half the step size and twice the steps; ``"batch"``: twice the rows
-        of each subsampled plate, at the same step size.
-    :return: the comparison, and the finer run as ``finer``. Its first tenth is forgotten.
+    :param change: ``"step"``: half the step size and twice the steps; ``"batch"``: twice the
+        subsample size of each subsampled plate, at the same step size.
+    :return: the comparison, with the finer run as ``finer_run``. Its first tenth is discarded.
     :raises ValueError: for a run of another kernel, before a run, for a schedule of step sizes, or
-        where there is no larger minibatch.
+        if no minibatch can be larger.
     """
     kernel = check_finished_run(mcmc, "compare_with_finer")
     errors.check_choice("change", change, ("step", "batch"))
     errors.check_rng_key(rng_key)
+    check_has_data(kernel, "compare_with_finer")
     stream_key, rng_key = random.split(rng_key)
     if change == "step":
-        finer, state = _halve_step_size(kernel, mcmc)
+        finer_kernel, state = _halve_step_size(kernel, mcmc.last_state)
     else:
-        finer, state = _double_batch_size(kernel, mcmc, stream_key)
-    again = MCMC(
-        finer,
+        finer_kernel, state = _double_batch_size(kernel, mcmc.last_state, stream_key)
+    finer_run = MCMC(
+        finer_kernel,
         num_warmup=mcmc.num_warmup,
         num_samples=mcmc.num_samples,
         num_chains=mcmc.num_chains,
@@ -144,84 +203,79 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
         chain_method=mcmc.chain_method,
         progress_bar=mcmc.progress_bar,
     )
-    again.post_warmup_state = state
-    again.run(rng_key, *mcmc._args, **mcmc._kwargs)
-    ours, theirs = get_unconstrained_draws(mcmc, kernel), get_unconstrained_draws(again, finer)
-    theirs = theirs[:, int(_FINER_RUN_BURN_IN_FRACTION * theirs.shape[1]) :]
-    return Refinement(
-        [name for _, name in get_coordinate_names(mcmc)], *_compare_draws(ours, theirs), again
-    )
+    empty_moments = Moments(*jax.tree.map(jnp.zeros_like, state.moments))
+    finer_run.post_warmup_state = state._replace(moments=empty_moments)
+    finer_run.run(rng_key, *mcmc._args, **mcmc._kwargs)
+    run = RunData.from_mcmc(mcmc, "compare_with_finer")
+    finer_draws = RunData.from_mcmc(finer_run, "compare_with_finer").draws
+    finer_draws = finer_draws[:, int(_FINER_RUN_BURN_IN_FRACTION * finer_draws.shape[1]) :]
+    names = [name for _, name in run.coordinate_names]
+    return Refinement(names, *_compare_draws(run.draws, finer_draws), finer_run)
 
 
-def _halve_step_size(kernel: SGMCMCKernel, mcmc: MCMC) -> tuple[SGMCMCKernel, Any]:
+def _halve_step_size(kernel: SGMCMCKernel, state: Any) -> tuple[SGMCMCKernel, Any]:
+    """Return kernel and state with half the step size and twice the steps."""
     if callable(kernel.options.step_size):
         raise InvalidArgumentError(
-            "`compare_with_finer` cannot halve a schedule: give a constant step_size."
+            "`compare_with_finer` cannot halve the schedule `step_size`.",
+            "run with a constant step_size, or use change='batch'.",
+            "no-finer-run",
         )
-    adaptation = _get_adaptation(kernel)
-    step_size, num_steps = adaptation.step_size / 2, 2 * adaptation.num_steps
-    adaptation = adaptation._replace(step_size=step_size, num_steps=num_steps)
-    finer = kernel.copy_with(adaptation=adaptation)
-    state = mcmc.last_state
+    adaptation = kernel.adaptation
+    finer_kernel = kernel.copy_with(
+        adaptation=adaptation._replace(
+            step_size=adaptation.step_size / 2, num_steps=2 * adaptation.num_steps
+        )
+    )
     adapt_state = state.adapt_state._replace(step_size=state.adapt_state.step_size / 2)
-    state = state._replace(adapt_state=adapt_state, num_steps=2 * state.num_steps)
-    return finer, _reset_moments(state)
+    return finer_kernel, state._replace(adapt_state=adapt_state, num_steps=2 * state.num_steps)
 
 
 def _double_batch_size(
-    kernel: SGMCMCKernel, mcmc: MCMC, rng_key: Array
+    kernel: SGMCMCKernel, state: Any, rng_key: Array
 ) -> tuple[SGMCMCKernel, Any]:
-    _get_adaptation(kernel)  # refuses one that has forgotten its data
-    target = kernel.potential
+    """Return kernel and state with twice the subsample size of each plate."""
+    potential = kernel.potential
 
-    def larger(p: Plate) -> Plate:
+    def double(p: Plate) -> Plate:
         return p._replace(subsample_size=min(p.max_subsample_size, 2 * p.subsample_size))
 
-    plates = tuple(larger(p) for p in target.plates)
-    if plates == target.plates:
+    plates = tuple(double(p) for p in potential.plates)
+    if plates == potential.plates:
         raise InvalidArgumentError(
-            "Every minibatch is the whole plate already: there is no larger one."
+            "`compare_with_finer` cannot double subsample_size: minibatches are already full.",
+            "use change='step'.",
+            "no-finer-run",
         )
-    groups = tuple(tuple(larger(p) for p in group) for group in target.plate_groups)
-    finer = kernel.copy_with(potential=replace(target, plates=plates, plate_groups=groups))
-    state = mcmc.last_state
+    plate_groups = tuple(tuple(double(p) for p in group) for group in potential.plate_groups)
+    finer_kernel = kernel.copy_with(
+        potential=replace(potential, plates=plates, plate_groups=plate_groups)
+    )
     streams = {}
-    for p, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
-        make = partial(init_stream, p)
-        batched = mcmc.num_chains > 1
-        streams[p.name] = (
-            jax.vmap(make)(random.split(key, mcmc.num_chains)) if batched else make(key)
+    for plate, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
+        init = partial(init_stream, plate)
+        has_chain_axis = state.i.ndim > 0
+        streams[plate.name] = (
+            jax.vmap(init)(random.split(key, len(state.i))) if has_chain_axis else init(key)
         )
-    return finer, _reset_moments(state._replace(streams=streams))
-
-
-def _get_adaptation(kernel: SGMCMCKernel) -> Adaptation:
-    try:
-        return kernel.adaptation
-    except RuntimeError:
-        raise InvalidArgumentError(
-            "The kernel has forgotten its data (it was pickled): run it again first."
-        ) from None
-
-
-def _reset_moments(state: Any) -> Any:
-    """The state with empty moments."""
-    empty = jax.tree.map(jax.numpy.zeros_like, state.moments)
-    return state._replace(moments=Moments(*empty))
+    return finer_kernel, state._replace(streams=streams)
 
 
 def _compare_draws(run_draws: Array, finer_draws: Array) -> tuple[Estimate, Estimate]:
-    """Differences of means and sds, with errors from effective sample sizes."""
-    found = []
-    for draws in (run_draws, finer_draws):
-        x = np.asarray(draws, np.float64)
-        mean, sd = x.mean((0, 1)), x.std((0, 1))
-        ess, ess_sd = (np.atleast_1d(effective_sample_size(y)) for y in (x, np.square(x - mean)))
-        found.append((mean, sd, ess, ess_sd))
-    (mean, sd, ess, ess_sd), (right, right_sd, right_ess, right_ess_sd) = found
-    ratio = sd / right_sd
-    shift_error = np.sqrt(np.square(ratio) / ess + 1.0 / right_ess)
-    return (
-        Estimate((mean - right) / right_sd, shift_error),
-        Estimate(ratio - 1.0, ratio * np.sqrt(0.5 / ess_sd + 0.5 / right_ess_sd)),
-    )
+    """Return differences of means and SDs, with errors by effective sample sizes."""
+    mean, sd, mean_ess, sd_ess = _compute_moments_and_ess(run_draws)
+    finer_mean, finer_sd, finer_mean_ess, finer_sd_ess = _compute_moments_and_ess(finer_draws)
+    ratio = sd / finer_sd
+    mean_error = np.sqrt(np.square(ratio) / mean_ess + 1.0 / finer_mean_ess)
+    sd_error = ratio * np.sqrt(0.5 / sd_ess + 0.5 / finer_sd_ess)
+    return Estimate((mean - finer_mean) / finer_sd, mean_error), Estimate(ratio - 1.0, sd_error)
+
+
+def _compute_moments_and_ess(
+    draws: Array,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean and SD of each coordinate, and the ESS of the mean and of the variance."""
+    x = np.asarray(draws, np.float64)
+    mean, sd = x.mean((0, 1)), x.std((0, 1))
+    mean_ess, sd_ess = (effective_sample_size(y) for y in (x, np.square(x - mean)))
+    return mean, sd, np.atleast_1d(mean_ess), np.atleast_1d(sd_ess)

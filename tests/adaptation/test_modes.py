@@ -136,7 +136,7 @@ def test_chains_in_each_mode(chain_method):
     for site in verdicts.values():
         assert abs(site.mean_bias) < 0.15
         assert abs(site.sd_inflation) < 0.1
-    assert not report.bias_diagnostics.heavy_tailed_coordinates.size
+    assert not report.heavy_tailed_coordinates.size
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_a_network_predicts_as_nuts_does():
     own = kolmogorov_distance(*predictions).distance.mean()
     both = jnp.concatenate(predictions)
     assert kolmogorov_distance(ours, both).distance.mean() < own + 0.03
-    told = bias_report(mcmc, output, NEW).stein_estimates.sd_inflation
+    told = bias_report(mcmc, output, NEW).sd_inflation
     off = told.value - (np.asarray(ours).std(0) / np.asarray(both).std(0) - 1.0)
     assert np.sqrt(np.square(off).mean()) < 0.08
     assert abs(off.mean()) < 0.05

@@ -118,7 +118,7 @@ def test_reports():
     for full_data in (False, True):
         a, b = (bias_report(m, full_data=full_data, num_draws=50) for m in both)
         np.testing.assert_allclose(
-            a.stein_estimates.sd_inflation.value, b.stein_estimates.sd_inflation.value, atol=1e-3
+            a.sd_inflation.value, b.sd_inflation.value, atol=1e-3
         )
 
 

@@ -117,7 +117,7 @@ def test_the_report_is_on_the_globals_own_posterior(whole, capsys):
     report = bias_report(whole)
     assert [site.site for site in report.sites] == ["mu", "tau"]
     found = np.stack(
-        [report.stein_estimates.mean_bias.value, report.stein_estimates.sd_inflation.value]
+        [report.mean_bias.value, report.sd_inflation.value]
     )
     truth = true_bias(whole, normal_means_posterior(normal_means_data()))
     np.testing.assert_allclose(found, truth, atol=0.06)
@@ -142,7 +142,7 @@ def test_the_report_tells_noise_in_the_globals():
     assert truth[1].max() > 0.1
     report = bias_report(mcmc)
     assert report.is_flagged, report
-    np.testing.assert_allclose(report.stein_estimates.sd_inflation.value, truth[1], atol=0.1)
+    np.testing.assert_allclose(report.sd_inflation.value, truth[1], atol=0.1)
 
 
 @pytest.mark.slow

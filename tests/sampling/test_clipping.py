@@ -59,7 +59,7 @@ def test_draws_spread_as_far_as_the_cut_force_lets_them_and_the_report_says_so()
     np.testing.assert_allclose(sds - 1.0, expected, atol=0.05)
     report = bias_report(mcmc)
     # By the run's own gradients, and by those at draws.
-    np.testing.assert_allclose(report.stein_estimates.sd_inflation.value, expected, atol=0.1)
+    np.testing.assert_allclose(report.sd_inflation.value, expected, atol=0.1)
     (site,) = report.sites
     assert site.diagnosis == "biased"
     assert abs(site.sd_inflation - expected) < 0.1

@@ -1,0 +1,230 @@
+"""Gradients of the posterior at draws, after the run.
+
+In a stationary chain momentum changes average to zero whatever its bias, so that sums of the
+gradients that moved the chain miss some of it. Gradients at the draws themselves, on minibatches
+that no step has used, do not.
+
+The bias of means by gradient noise is in neither: the mean gradient of a stationary chain is zero
+whatever the noise. Unless the posterior is Gaussian, noise that widens many coordinates moves a
+coordinate that they depend on, such as the scale of hundreds of effects, by the third derivatives
+of the potential. :func:`predict_noise_mean_bias` predicts it
+(:func:`~numpyro_sgmcmc.adaptation.gradient_noise.predict_mean_bias_from_noise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from numpyro_sgmcmc.adaptation import Adaptation
+from numpyro_sgmcmc.adaptation.batched_gradients import (
+    BatchedGradients,
+    iter_weighted_minibatches,
+    sample_minibatch_indices,
+)
+from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, WarmupBudget, count_rows_per_gradient
+from numpyro_sgmcmc.adaptation.gradient_noise import (
+    compute_max_curvatures,
+    predict_mean_bias_from_noise,
+)
+from numpyro_sgmcmc.adaptation.preconditioning import thin_draws
+from numpyro_sgmcmc.data.subsampling import IIDSubsampling
+from numpyro_sgmcmc.diagnostics.run_data import RunData, make_thinning_slice
+from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, GradientsAtDraws
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+
+__all__ = [
+    "compute_full_gradients_at_draws",
+    "compute_gradients_at_draws",
+    "predict_noise_mean_bias",
+]
+
+_MAX_GRADIENT_DRAWS, _MIN_GRADIENT_DRAWS = 1_024, 64
+"""Draws at which gradients are taken, within the bound on rows below."""
+
+_MAX_GRADIENT_ROWS, _MAX_GRADIENT_BATCHES = 2**24, 2**15
+"""Row gradients and minibatches of all draws together: a few seconds of computation."""
+
+_MAX_GRADIENT_ENTRIES = 2**27
+"""Numbers in the gradients of all minibatches (1 GiB in float64): a bound on memory."""
+
+_NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS = 128, 3
+"""Draws at which the largest curvature is computed, and power iterations from the gradient there."""
+
+_CURVATURE_STEP = 0.01
+"""Step of finite differences of the gradient, in preconditioned coordinates (posterior SDs)."""
+
+_NUM_NOISE_BIAS_POSITIONS = 8
+"""Draws at which the mean bias by gradient noise is predicted."""
+
+_NOISE_BIAS_RELATIVE_ERROR = 0.25
+"""Standard error of the prediction, relative to it: a bound on terms of higher order in the noise."""
+
+
+def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAtDraws:
+    """Compute gradients on all rows at evenly spaced draws, ``num_draws`` in all chains."""
+    draws_per_chain = -(-num_draws // len(run.draws))
+    positions = run.draws[:, make_thinning_slice(run.draws.shape[1], draws_per_chain)]
+    gradients = run.full_gradients(positions.reshape(-1, positions.shape[-1]))
+    return GradientsAtDraws.from_arrays(positions, gradients)
+
+
+def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDraws | None:
+    """Compute minibatch gradients at evenly spaced draws, and the largest curvature at some.
+
+    :param draws: all draws, shape ``(chains, draws, d)``.
+    :return: None if that is expensive: for rows that are not in memory, a randomised likelihood
+        and very many parameters.
+    """
+    potential, arguments = run.potential, run.arguments
+    assert potential is not None
+    has_remote_rows = arguments.host_arrays or arguments.sharded_arrays
+    if has_remote_rows or potential.is_stochastic or potential.dim > HIGH_DIM:
+        return None
+    included_rows = () if run.adaptation is None else run.adaptation.included_rows
+    batched = BatchedGradients(potential, arguments, included_rows=included_rows)
+    batch_size = count_rows_per_gradient(potential, batched.arguments)
+    num_draws = int(
+        np.clip(
+            _MAX_GRADIENT_ROWS // (2 * batch_size), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS
+        )
+    )
+    positions = thin_draws(draws, num_draws)
+    flat = positions.reshape(-1, potential.dim)
+    chain_index = np.repeat(np.arange(len(positions)), positions.shape[1])
+    gradients = _estimate_gradients(batched, run.preconditioners, flat, chain_index)
+    indices = np.unique(np.linspace(0, len(flat) - 1, _NUM_CURVATURE_DRAWS).astype(int))
+    curvature = np.zeros(len(indices))
+    for chains in _group_chains_by_center(run.preconditioners):
+        in_group = np.isin(chain_index[indices], chains)
+        preconditioner = run.preconditioners[chains[0]]
+        curvature[in_group] = compute_max_curvatures(
+            batched,
+            preconditioner,
+            flat[indices][in_group],
+            preconditioner.apply_transpose(gradients[indices][in_group]),
+            _NUM_CURVATURE_ITERATIONS,
+            _CURVATURE_STEP,
+        )
+    return GradientsAtDraws(positions, gradients.reshape(positions.shape), indices, curvature)
+
+
+def _group_chains_by_center(preconditioners: Sequence[Preconditioner]) -> list[list[int]]:
+    """Return the chains that share their preconditioned coordinates."""
+    groups: dict[bytes, list[int]] = {}
+    for chain, preconditioner in enumerate(preconditioners):
+        groups.setdefault(preconditioner.center.tobytes(), []).append(chain)
+    return list(groups.values())
+
+
+def _estimate_gradients(
+    batched: BatchedGradients,
+    preconditioners: Sequence[Preconditioner],
+    positions: np.ndarray,
+    chain_index: np.ndarray,
+) -> np.ndarray:
+    """Return unbiased gradients by control variates, on independent minibatches, shape ``(n, d)``.
+
+    They are exact for few rows.
+
+    :param preconditioners: of each chain.
+    :param positions: shape ``(n, d)``.
+    :param chain_index: the chain of each position.
+    """
+    plates, dim = batched.potential.plates, batched.potential.dim
+    batch_size = sum(p.subsample_size for p in plates)
+    if not batch_size:
+        return batched.evaluate_on_subset(positions)[1]
+    num = len(positions)
+    max_batches = min(
+        _MAX_GRADIENT_BATCHES, _MAX_GRADIENT_ENTRIES // dim, _MAX_GRADIENT_ROWS // batch_size
+    )
+    batches_per_position = max(1, max_batches // (2 * num))
+    if sum(p.batches_per_epoch for p in plates) <= 2 * batches_per_position:
+        if all_rows := list(iter_weighted_minibatches(batched.plate_groups)):
+            return batched.weighted_mean(positions, all_rows)[1]
+    rng = np.random.default_rng(0)
+    minibatches = sample_minibatch_indices(
+        batched.step_potential, rng, (num * batches_per_position,), IIDSubsampling()
+    )
+    # Each minibatch is evaluated twice: at the position, and at the center of its chain.
+    centers = np.stack([p.center for p in preconditioners])
+    minibatch_index, is_center = np.divmod(np.arange(2 * num * batches_per_position), 2)
+    draw_index = minibatch_index // batches_per_position
+    weight = (1 - 2 * is_center) / batches_per_position
+    gradients = _compute_center_gradients(batched, preconditioners)[chain_index]
+    for part, _, part_gradients in batched.evaluate_step_minibatches(
+        np.concatenate([positions, centers]),
+        minibatches,
+        np.where(is_center, num + chain_index[draw_index], draw_index),
+        minibatch_index,
+    ):
+        np.add.at(gradients, draw_index[part], weight[part, None] * part_gradients)
+    return gradients
+
+
+def _compute_center_gradients(
+    batched: BatchedGradients, preconditioners: Sequence[Preconditioner]
+) -> np.ndarray:
+    """Return the gradient on all rows at the center of each chain, shape ``(chains, d)``."""
+    gradients = np.stack([p.reference_gradient for p in preconditioners])
+    for chains in _group_chains_by_center(preconditioners):
+        if not gradients[chains[0]].any():  # a minibatch gradient has no use for it
+            gradients[chains] = batched.full_gradient(preconditioners[chains[0]].center)
+    return gradients
+
+
+def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
+    """Predict the bias of each mean by gradient noise, in posterior SDs, shape ``(d,)``.
+
+    :param draws: all draws, shape ``(chains, draws, d)``.
+    :return: zeros where there is none, or where it cannot be predicted.
+    """
+    potential, adaptation = run.potential, run.adaptation
+    assert potential is not None
+    if (
+        adaptation is None
+        or not _is_noise_bias_predictable(run, adaptation)
+        or run.center_offsets.any()  # chains in several modes
+    ):
+        return Estimate(np.zeros(potential.dim), np.zeros(potential.dim))
+    flat = draws.reshape(-1, potential.dim)
+    indices = np.linspace(0, len(flat) - 1, _NUM_NOISE_BIAS_POSITIONS).astype(int)
+    preconditioner = run.preconditioners[0]
+    mean_bias = predict_mean_bias_from_noise(
+        BatchedGradients(potential, run.arguments, included_rows=adaptation.included_rows),
+        preconditioner,
+        preconditioner.solve(flat[indices] - preconditioner.center),
+        adaptation.estimator,
+        adaptation.subsampling,
+        _compute_variance_inflation_per_noise_variance(run, adaptation),
+        WarmupBudget.num_bias_probes,
+        np.random.default_rng(0),
+    )
+    return Estimate(mean_bias, _NOISE_BIAS_RELATIVE_ERROR * np.abs(mean_bias))
+
+
+def _is_noise_bias_predictable(run: RunData, adaptation: Adaptation) -> bool:
+    """Return whether noise acts, in coordinates preconditioned by one mode's covariance."""
+    potential = run.potential
+    assert potential is not None
+    has_noise = bool(potential.plates) and not (run.compensates_noise or potential.is_stochastic)
+    is_preconditioned = (
+        adaptation.trace is not None and adaptation.has_dominant_mode and run.learns_mass_matrix
+    )
+    return has_noise and is_preconditioned and potential.dim <= HIGH_DIM
+
+
+def _compute_variance_inflation_per_noise_variance(run: RunData, adaptation: Adaptation) -> float:
+    """Return the inflation of a unit variance by noise of variance one.
+
+    In an epoch a part of the noise cancels: the prediction for the measured noise accounts for it.
+    """
+    stats, dynamics, step_size = adaptation.noise_stats, run.dynamics, run.step_size
+    fraction = stats.position_dependent_fraction
+    unit = dynamics.variance_inflation(1.0, step_size, fraction)
+    measured = dynamics.variance_inflation(stats.variance, step_size, fraction)
+    if not measured > 0.0:
+        return 0.0
+    return unit * stats.predict_variance_inflation(dynamics, step_size) / measured
