@@ -69,7 +69,6 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     transform_tails,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
-from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 
 __all__ = [
     "BiasReport",
@@ -365,7 +364,7 @@ def _report_on_run(
         exact = compute_full_gradients_at_draws(run, num_full_draws)
     if exact is None:
         # Batches of all chains, each in its chain's own coordinates.
-        sums = RunningSums(*(x.reshape(-1, *x.shape[2:]) for x in run.batch_sums))
+        sums = run.batch_sums.map(lambda x: x.reshape(-1, *x.shape[2:]))
         factor = run.preconditioners[0].factor
     else:
         sums, factor = compute_sums_at_draws(
@@ -391,7 +390,7 @@ def _measure_bias(
     """
     preconditioner = run.preconditioners[0]
     sums = convert_sums_to_first_chain(run.batch_sums, run.preconditioners)
-    chain_sums = RunningSums(*(x.sum(1) for x in sums))
+    chain_sums = sums.map(lambda x: x.sum(1))
     r_hat = compute_between_chain_r_hat(chain_sums, preconditioner.factor)
     draws = run.finite_draws
     if draws is None:
@@ -407,7 +406,8 @@ def _measure_bias(
         r_hat = np.fmax(convergence.r_hat, r_hat)
     noise_mean_bias = predict_noise_mean_bias(run, draws)
     gradients = compute_gradients_at_draws(run, draws)
-    estimates, necks = [stein.bias], ()
+    estimates = [stein.bias]
+    necks: tuple[FunnelNeck, ...] = ()
     if gradients is not None:
         gradients = gradients.subtract_offsets(offsets)
         estimates.append(estimate_bias_at_draws(gradients, preconditioner))
@@ -635,10 +635,10 @@ def bias_corrected_samples(
 def _compute_correction(
     chain_covariance: np.ndarray, posterior_covariance: np.ndarray
 ) -> np.ndarray:
-    r"""Return the symmetric A with :math:`A\,\Sigma_\text{chain} A^\top` the posterior's covariance.
+    r"""Return the symmetric A with :math:`A\,\Sigma_\text{chain} A = \Sigma_\text{posterior}`.
 
-    :math:`A = S^{-1}(S\,\Sigma_\text{posterior} S)^{1/2} S^{-1}` with
-    :math:`S = \Sigma_\text{chain}^{1/2}`, the optimal transport map between two Gaussians.
+    It is the optimal transport map between two Gaussians; NaN if a covariance is not positive
+    definite.
     """
     if chain_covariance.ndim == 1:
         with np.errstate(invalid="ignore"):

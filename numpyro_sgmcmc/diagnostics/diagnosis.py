@@ -368,8 +368,8 @@ def _describe_funnel_neck(report: BiasReport, site: str) -> str:
     verb = "do not reach" if worst.is_significant else "may not reach"
     return (
         f"The chains {verb} {values} (about {100 * worst.missed_mass:.0f}% of the posterior mass "
-        f"is missed). Fix: {parametrisation} of the variables that it scales, a prior that excludes "
-        "such values, or a smaller step_size."
+        f"is missed). Fix: {parametrisation} of the variables that it scales, a prior that "
+        "excludes such values, or a smaller step_size."
     )
 
 

@@ -50,7 +50,7 @@ _MAX_GRADIENT_ENTRIES = 2**27
 """Numbers in the gradients of all minibatches (1 GiB in float64): a bound on memory."""
 
 _NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS = 128, 3
-"""Draws at which the largest curvature is computed, and power iterations from the gradient there."""
+"""Draws at which the largest curvature is computed, and power iterations at each."""
 
 _CURVATURE_STEP = 0.01
 """Step of finite differences of the gradient, in preconditioned coordinates (posterior SDs)."""
@@ -59,7 +59,7 @@ _NUM_NOISE_BIAS_POSITIONS = 8
 """Draws at which the mean bias by gradient noise is predicted."""
 
 _NOISE_BIAS_RELATIVE_ERROR = 0.25
-"""Standard error of the prediction, relative to it: a bound on terms of higher order in the noise."""
+"""Standard error of the prediction, relative to it: bounds terms of higher order in the noise."""
 
 
 def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAtDraws:
@@ -86,9 +86,7 @@ def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDr
     batched = BatchedGradients(potential, arguments, included_rows=included_rows)
     batch_size = count_rows_per_gradient(potential, batched.arguments)
     num_draws = int(
-        np.clip(
-            _MAX_GRADIENT_ROWS // (2 * batch_size), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS
-        )
+        np.clip(_MAX_GRADIENT_ROWS // (2 * batch_size), _MIN_GRADIENT_DRAWS, _MAX_GRADIENT_DRAWS)
     )
     positions = thin_draws(draws, num_draws)
     flat = positions.reshape(-1, potential.dim)
@@ -142,8 +140,8 @@ def _estimate_gradients(
     )
     batches_per_position = max(1, max_batches // (2 * num))
     if sum(p.batches_per_epoch for p in plates) <= 2 * batches_per_position:
-        if all_rows := list(iter_weighted_minibatches(batched.plate_groups)):
-            return batched.weighted_mean(positions, all_rows)[1]
+        all_rows = list(iter_weighted_minibatches(batched.plate_groups))
+        return batched.weighted_mean(positions, all_rows)[1]
     rng = np.random.default_rng(0)
     minibatches = sample_minibatch_indices(
         batched.step_potential, rng, (num * batches_per_position,), IIDSubsampling()

@@ -39,6 +39,7 @@ __all__ = [
     "ConvergenceStats",
     "GibbsRunData",
     "RunData",
+    "Sums",
     "check_finished_run",
     "check_has_data",
     "ess_per_gradient",
@@ -124,6 +125,29 @@ def _missing_data_error(caller: str) -> InvalidArgumentError:
     )
 
 
+class Sums(NamedTuple):
+    """:class:`~numpyro_sgmcmc.sampling.bias_monitor.RunningSums` as NumPy arrays.
+
+    Fields have leading axes of batches or of chains, or of both, chains first.
+    """
+
+    weight: np.ndarray
+    position: np.ndarray
+    gradient: np.ndarray
+    position_gradient: np.ndarray
+    position_position: np.ndarray
+    kinetic_temperature: np.ndarray
+
+    def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> Sums:
+        """Apply a function to each field."""
+        return Sums(*(fn(x) for x in self))
+
+    @classmethod
+    def from_arrays(cls, sums: RunningSums | Sums) -> Sums:
+        """Convert to float64."""
+        return cls(*(np.asarray(x, np.float64) for x in sums))
+
+
 @dataclass(frozen=True, eq=False)
 class RunData:
     """All that the diagnostics read from a finished run.
@@ -174,7 +198,7 @@ class RunData:
     num_iterations: int
     num_draws: int
     num_divergences: int
-    batch_sums: RunningSums
+    batch_sums: Sums
     preconditioners: tuple[Preconditioner, ...]
     coordinate_names: tuple[tuple[str, str], ...]
     local_state: LocalLatentsState | None
@@ -228,7 +252,7 @@ class RunData:
             num_iterations=num_iterations,
             num_draws=num_iterations // mcmc.thinning if diverging is None else np.size(diverging),
             num_divergences=0 if diverging is None else int(np.sum(diverging)),
-            batch_sums=with_chain_axis(jax.tree.map(np.asarray, state.moments.batches)),
+            batch_sums=Sums(*with_chain_axis(jax.tree.map(np.asarray, state.moments.batches))),
             preconditioners=tuple(
                 jax.tree.map(lambda x, c=c: x[c], preconditioner)
                 for c in range(len(preconditioner.center))
@@ -364,9 +388,7 @@ def _unconstrain_draws(
             )
 
             def unconstrain(values: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-                return unconstrain_fn(
-                    model, arguments.args, {**arguments.kwargs, **kwargs}, values
-                )
+                return unconstrain_fn(model, arguments.args, {**arguments.kwargs, **kwargs}, values)
 
             z = jax.vmap(jax.vmap(unconstrain))(z, gibbs_kwargs)
             z = {s.name: z[s.name] for s in potential.sites}

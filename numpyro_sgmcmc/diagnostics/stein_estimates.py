@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
-from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, Sums
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums
 
@@ -97,9 +97,7 @@ class BiasEstimate(NamedTuple):
     def add_mean_bias(self, other: Estimate) -> BiasEstimate:
         """Return the estimate with a mean bias added that gradients do not show."""
         value = self.mean_bias.value + other.value
-        return self._replace(
-            mean_bias=Estimate(value, np.hypot(self.mean_bias.error, other.error))
-        )
+        return self._replace(mean_bias=Estimate(value, np.hypot(self.mean_bias.error, other.error)))
 
 
 class SteinEstimates(NamedTuple):
@@ -180,35 +178,35 @@ class BiasMeasurements(NamedTuple):
 # --- Estimates from sums ------------------------------------------------------------------------
 
 
-def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstimates:
+def estimate_bias_from_sums(sums: RunningSums | Sums, factor: np.ndarray) -> SteinEstimates:
     """Estimate the bias of a chain's mean and SDs, coordinate by coordinate.
 
     :param sums: fields with a leading axis of approximately independent batches.
     :param factor: factor L of the preconditioner, shape ``(d,)`` or ``(d, d)``.
     :return: estimates with jackknife standard errors over batches.
     """
-    sums = RunningSums(*(np.asarray(x, np.float64) for x in sums))
-    sums = RunningSums(*(x[sums.weight > 0] for x in sums))
-    total = RunningSums(*(x.sum(0) for x in sums))
+    sums = Sums.from_arrays(sums)
+    has_weight = sums.weight > 0
+    sums = sums.map(lambda x: x[has_weight])
+    total = sums.map(lambda x: x.sum(0))
     weights = sums.weight / total.weight
     num_batches = len(weights) if len(weights) > 1 else 0
     leave_one_out = [
-        RunningSums(*(t - x[b] for t, x in zip(total, sums, strict=True)))
-        for b in range(num_batches)
+        Sums(*(t - x[b] for t, x in zip(total, sums, strict=True))) for b in range(num_batches)
     ]
 
-    def over_batches(statistic: Callable[[RunningSums], np.ndarray]) -> Estimate:
+    def over_batches(statistic: Callable[[Sums], np.ndarray]) -> Estimate:
         return jackknife(statistic(total), [statistic(x) for x in leave_one_out], weights)
 
     is_full = total.position_gradient.ndim == 2
     is_significant = None
     if is_full:
-        c = over_batches(lambda x: _compute_central_moments(x).stein_matrix)
+        matrix = over_batches(lambda x: _compute_central_moments(x).stein_matrix)
         # Sampling noise of all entries would accumulate in the inverse.
-        is_significant = np.abs(c.value) > _MIN_STEIN_ENTRY_Z * c.error
+        is_significant = np.abs(matrix.value) > _MIN_STEIN_ENTRY_Z * matrix.error
         np.fill_diagonal(is_significant, True)
 
-    def bias(x: RunningSums) -> np.ndarray:
+    def bias(x: Sums) -> np.ndarray:
         gradient, c, chain = _compute_central_moments(x)
         posterior = compute_posterior_covariance(c, chain, is_significant)
         chain_variance = _compute_position_variances(chain, factor)
@@ -223,15 +221,17 @@ def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstim
                 ]
             )
 
-    def mean_and_sd(x: RunningSums) -> np.ndarray:
+    def mean_and_sd(x: Sums) -> np.ndarray:
         variance = _compute_position_variances(_compute_central_moments(x).covariance, factor)
         mean = _scale_to_positions(x.position / x.weight, factor)
         return np.stack([mean, np.sqrt(variance)])
 
-    values, errors = over_batches(bias)
+    bias_of_mean_and_sd = over_batches(bias)
     _, c, chain = _compute_central_moments(total)
     return SteinEstimates(
-        bias=BiasEstimate(Estimate(values[0], errors[0]), Estimate(values[1], errors[1])),
+        bias=BiasEstimate(
+            *(Estimate(*x) for x in zip(*bias_of_mean_and_sd, strict=True)),
+        ),
         configurational_temperature=over_batches(_compute_mean_diagonal),
         kinetic_temperature=over_batches(lambda x: x.kinetic_temperature / x.weight),
         chain_covariance=chain,
@@ -240,18 +240,18 @@ def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstim
     )
 
 
-def compute_configurational_temperature(batch_sums: RunningSums) -> float:
+def compute_configurational_temperature(batch_sums: RunningSums | Sums) -> float:
     r"""Return :math:`\operatorname{tr} C / d` of all chains; NaN without an iteration.
 
     :param batch_sums: fields with a leading axis of batches, and one of chains before it if there
         are several.
     """
     axes = tuple(range(np.ndim(batch_sums.weight)))
-    total = RunningSums(*(np.asarray(x, np.float64).sum(axes) for x in batch_sums))
+    total = Sums.from_arrays(batch_sums).map(lambda x: x.sum(axes))
     return float(_compute_mean_diagonal(total)) if total.weight > 0 else float("nan")
 
 
-def compute_between_chain_r_hat(sums: RunningSums, factor: np.ndarray) -> np.ndarray:
+def compute_between_chain_r_hat(sums: Sums, factor: np.ndarray) -> np.ndarray:
     r"""Return R-hat of each coordinate, without a split of chains, shape ``(d,)``.
 
     :math:`\sqrt{1 + B/W}` with B the variance of the chains' means and W the mean of their
@@ -260,11 +260,11 @@ def compute_between_chain_r_hat(sums: RunningSums, factor: np.ndarray) -> np.nda
     :param sums: fields with a leading axis of chains.
     :param factor: factor L of the preconditioner, shape ``(d,)`` or ``(d, d)``.
     """
-    sums = RunningSums(*(np.asarray(x, np.float64) for x in sums))
+    sums = Sums.from_arrays(sums)
     indices = np.flatnonzero(sums.weight > 0)
     if len(indices) < 2:
         return np.full(factor.shape[0], np.nan)
-    chains = [RunningSums(*(x[c] for x in sums)) for c in indices]
+    chains = [Sums(*(x[c] for x in sums)) for c in indices]  # without those of weight zero
     means = np.stack([_scale_to_positions(x.position / x.weight, factor) for x in chains])
     within = np.mean(
         [_compute_position_variances(_compute_central_moments(x)[2], factor) for x in chains], 0
@@ -301,7 +301,7 @@ class _CentralMoments(NamedTuple):
     covariance: np.ndarray
 
 
-def _compute_central_moments(total: RunningSums) -> _CentralMoments:
+def _compute_central_moments(total: Sums) -> _CentralMoments:
     weight = total.weight
     q, g = total.position / weight, total.gradient / weight
     product = np.outer if total.position_gradient.ndim == 2 else np.multiply
@@ -312,7 +312,7 @@ def _compute_central_moments(total: RunningSums) -> _CentralMoments:
     )
 
 
-def _compute_mean_diagonal(total: RunningSums) -> np.ndarray:
+def _compute_mean_diagonal(total: Sums) -> np.ndarray:
     """Return the mean of the diagonal of Stein's matrix C."""
     c = _compute_central_moments(total).stein_matrix
     return np.asarray(np.mean(np.diagonal(c) if c.ndim == 2 else c))
@@ -359,9 +359,7 @@ def jackknife(
     return Estimate(full_estimate, np.sqrt(variance))
 
 
-def convert_sums_to_first_chain(
-    sums: RunningSums, preconditioners: Sequence[Preconditioner]
-) -> RunningSums:
+def convert_sums_to_first_chain(sums: Sums, preconditioners: Sequence[Preconditioner]) -> Sums:
     r"""Return the sums of all chains in the first chain's preconditioned coordinates.
 
     With :math:`q_0 = Mq + b` gradients become :math:`g_0 = M^{-\top} g`. The low-rank part of a
@@ -374,17 +372,14 @@ def convert_sums_to_first_chain(
     if all(np.array_equal(p.center, first.center) for p in preconditioners):
         return sums
     converted = [
-        _convert_sums(RunningSums(*(x[c] for x in sums)), p, first)
-        for c, p in enumerate(preconditioners)
+        _convert_sums(Sums(*(x[c] for x in sums)), p, first) for c, p in enumerate(preconditioners)
     ]
-    return RunningSums(*(np.stack(x) for x in zip(*converted, strict=True)))
+    return Sums(*(np.stack(x) for x in zip(*converted, strict=True)))
 
 
-def _convert_sums(
-    sums: RunningSums, source: Preconditioner, destination: Preconditioner
-) -> RunningSums:
+def _convert_sums(sums: Sums, source: Preconditioner, destination: Preconditioner) -> Sums:
     """Return one chain's batches of sums in another chain's coordinates."""
-    sums = RunningSums(*(np.asarray(x, np.float64) for x in sums))
+    sums = Sums.from_arrays(sums)
     weight = sums.weight[:, None]
     displacement = source.center - destination.center
     if sums.position_gradient.ndim == 2:  # batches of diagonals
@@ -420,7 +415,7 @@ def _convert_sums(
 
 def compute_sums_at_draws(
     gradients: GradientsAtDraws, preconditioner: Preconditioner
-) -> tuple[RunningSums, np.ndarray]:
+) -> tuple[Sums, np.ndarray]:
     """Return sums over draws and the gradients there, in batches by time, and the factor L.
 
     :param preconditioner: coordinates of the sums; its low-rank part is left out, so that each
@@ -459,7 +454,7 @@ def transform_tails(draws: np.ndarray, tail_transform: TailTransform) -> np.ndar
     return transformed
 
 
-def _accumulate_batch_sums(q: np.ndarray, g: np.ndarray, is_dense: bool) -> RunningSums:
+def _accumulate_batch_sums(q: np.ndarray, g: np.ndarray, is_dense: bool) -> Sums:
     """Return sums over batches of each chain's draws by time, with a leading axis of batches.
 
     :param is_dense: whether products are matrices.
@@ -471,7 +466,7 @@ def _accumulate_batch_sums(q: np.ndarray, g: np.ndarray, is_dense: bool) -> Runn
         x, y = q[:, indices], g[:, indices]
         weight = np.full(len(q), float(len(indices)))
         batches.append(
-            RunningSums(
+            Sums(
                 weight=weight,
                 position=x.sum(1),
                 gradient=y.sum(1),
@@ -480,7 +475,7 @@ def _accumulate_batch_sums(q: np.ndarray, g: np.ndarray, is_dense: bool) -> Runn
                 kinetic_temperature=weight * np.nan,
             )
         )
-    return RunningSums(*(np.concatenate(x) for x in zip(*batches, strict=True)))
+    return Sums(*(np.concatenate(x) for x in zip(*batches, strict=True)))
 
 
 # --- Estimates from draws of any kernel ---------------------------------------------------------
