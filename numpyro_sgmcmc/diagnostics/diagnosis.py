@@ -529,8 +529,8 @@ def summarize_in_one_line(report: BiasReport) -> str:
     mean = max(report.sites, key=lambda s: _nan_as_inf(abs(s.mean_bias)))
     sd = max(report.sites, key=lambda s: _nan_as_inf(abs(s.sd_inflation)))
     return (
-        f"Bias: at most {abs(mean.mean_bias):.2f} ± {mean.mean_bias_error:.2f} SD in means, "
-        f"{100 * sd.sd_inflation:+.1f}% ± {100 * sd.sd_inflation_error:.1f}% in SDs"
+        f"Bias: means off by at most {abs(mean.mean_bias):.2f} ± {mean.mean_bias_error:.2f} "
+        f"posterior SDs, SDs by {100 * sd.sd_inflation:+.1f}% ± {100 * sd.sd_inflation_error:.1f}%"
     )
 
 

@@ -43,7 +43,6 @@ __all__ = [
     "check_finished_run",
     "check_has_data",
     "ess_per_gradient",
-    "format_coordinate_names",
     "get_coordinate_names",
     "make_thinning_slice",
 ]
@@ -219,6 +218,7 @@ class RunData:
         kernel = check_finished_run(mcmc, caller, uses_moments=not allow_local_latents)
         state, options = mcmc.last_state, kernel.options
         arguments = Arguments(mcmc._args, mcmc._kwargs)
+        potential = kernel.potential if kernel.has_potential else None
         has_chain_axis = state.i.ndim > 0
 
         def with_chain_axis(tree: Any) -> Any:
@@ -234,7 +234,7 @@ class RunData:
         return cls(
             arguments=arguments,
             model=kernel._model,
-            potential=kernel.potential if kernel.has_potential else None,
+            potential=potential,
             dynamics=kernel.dynamics,
             integrator=kernel.integrator,
             weak_order=kernel.dynamics.integrators[kernel.integrator].order,
@@ -257,7 +257,11 @@ class RunData:
                 jax.tree.map(lambda x, c=c: x[c], preconditioner)
                 for c in range(len(preconditioner.center))
             ),
-            coordinate_names=get_coordinate_names(mcmc),
+            coordinate_names=(
+                get_coordinate_names(mcmc)
+                if state.local_state is None or potential is None
+                else _get_potential_coordinate_names(potential)  # collected local sites left out
+            ),
             local_state=None if state.local_state is None else with_chain_axis(state.local_state),
             _get_samples=partial(mcmc.get_samples, group_by_chain=True),
             _get_adaptation=lambda: kernel.get_cached_adaptation(arguments),
@@ -347,10 +351,16 @@ def get_coordinate_names(mcmc: MCMC) -> tuple[tuple[str, str], ...]:
     """Return site and name of each coordinate of a run."""
     state = mcmc.last_state
     z = jax.tree.map(lambda x: x[0], state.z) if state.i.ndim else state.z
-    return format_coordinate_names(z)
+    return _format_coordinate_names(z)
 
 
-def format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
+def _get_potential_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate of a posterior made from a model."""
+    assert potential.sites is not None
+    return _format_coordinate_names({s.name: np.zeros(s.shape) for s in potential.sites})
+
+
+def _format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
     """Return site and name of each coordinate, in the order of the flat position.
 
     :param z: unconstrained values by site, of one chain.
@@ -479,7 +489,6 @@ class GibbsRunData:
                 "judge discrete sites by R-hat and ESS (`mcmc.print_summary()`).",
                 "no-latent-sites",
             )
-        assert potential.sites is not None
         draws = _unconstrain_draws(samples, potential, model, arguments, discrete_samples)
         step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
         block_warnings = [
@@ -488,9 +497,7 @@ class GibbsRunData:
         return cls(
             arguments=arguments,
             potential=potential,
-            coordinate_names=format_coordinate_names(
-                {s.name: np.zeros(s.shape) for s in potential.sites}
-            ),
+            coordinate_names=_get_potential_coordinate_names(potential),
             draws=np.asarray(draws, np.float64),
             discrete_samples=discrete_samples,
             weak_order=min(k.dynamics.integrators[k.integrator].order for k, _ in blocks),

@@ -99,7 +99,9 @@ def test_an_unusual_friction_is_named():
 def test_what_was_found_is_told():
     changes = {
         "included_rows": (("rows", (3, 5)),),
-        "model_warnings": (ModelWarning((), ModelWarningKind.MULTIMODAL, "There is another mode."),),
+        "model_warnings": (
+            ModelWarning((), ModelWarningKind.MULTIMODAL, "There is another mode."),
+        ),
         "has_dominant_mode": False,
         "step_size": 10.0,
         "allowed_variance_inflation": 0.1,

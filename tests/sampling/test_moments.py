@@ -194,7 +194,7 @@ def test_bias_estimates_of_a_gaussian_are_within_their_standard_errors(dim):
         "sd_inflation": np.sqrt(chain_variance / posterior_variance) - 1,
     }
     for name, truth in exact.items():
-        value, error = getattr(estimates, name)
+        value, error = getattr(estimates.bias, name)
         assert (np.abs(value - truth) < 5 * error).all(), name
         assert 0.6 < np.sqrt(np.mean(((value - truth) / error) ** 2)) < 1.5, name
         assert error.max() < 0.03
@@ -205,4 +205,4 @@ def test_bias_estimates_of_a_gaussian_are_within_their_standard_errors(dim):
 def test_bias_estimate_from_one_batch_has_no_standard_error():
     sums = iteration_sums(jnp.ones(2), jnp.ones(2))
     batches = jax.tree.map(lambda x: np.asarray(x)[None], sums)
-    assert np.isnan(estimate_bias_from_sums(batches, np.ones(2)).mean_bias.error).all()
+    assert np.isnan(estimate_bias_from_sums(batches, np.ones(2)).bias.mean_bias.error).all()
