@@ -87,7 +87,7 @@ _MAX_CONTROL_VARIATE_NOISE_RATIO = 0.5
 # Trial run with minibatch gradients: about the shortest step to which chains shorten theirs.
 _TRIAL_STEP_SIZE, _NUM_TRIAL_STEPS = 1e-3, 400
 MAX_TRIAL_VARIANCE_INFLATION = 0.5
-"""Relative excess of the potential's deviation up to which minibatch gradients are accurate."""
+"""Relative increase of the potential's deviation up to which minibatch gradients are accurate."""
 _MAX_PRIOR_SAMPLE_VALUES, _MAX_PRIOR_SAMPLES = 2**22, 1_024  # bound memory and time
 _NORMAL_INTERQUARTILE_RANGE = 1.349  # of a standard normal
 

@@ -128,7 +128,7 @@ class WarmupInputs:
 
     @property
     def is_fully_specified(self) -> bool:
-        """Whether the user fixed, or the model determines, everything that a warm-up chooses."""
+        """True where the user fixed, or the model determines, all that a warm-up chooses."""
         settings = self.settings
         estimator, subsampling = settings.estimator, settings.subsampling
         if not self.potential.plates:  # every step takes the whole data
@@ -166,7 +166,7 @@ class SubsamplingChoice:
     - **subsampling** - subsampling.
     - **noise_stats** - gradient noise in preconditioned coordinates.
     - **step_size** - longest step size for the curvature and this noise.
-    - **variance_inflation** - relative excess of posterior variances predicted at it.
+    - **variance_inflation** - relative increase of posterior variances predicted at it.
     """
 
     estimator: GradientEstimator
@@ -216,7 +216,7 @@ class StepSizeTrace:
 
     @property
     def is_user_step_size(self) -> bool:
-        """Whether the user fixed the step size."""
+        """True where the user fixed the step size."""
         return self.limits[0].name == "user"
 
     @property
@@ -272,7 +272,7 @@ class AdaptationTrace(NamedTuple):
     - **noise_variances** - variance of the gradient noise, mean over preconditioned coordinates,
       by name of the estimator: with iid and with contiguous minibatches; empty where every step
       takes the whole data.
-    - **variance_inflation** - relative excess of posterior variances predicted at the step size.
+    - **variance_inflation** - relative increase of posterior variances predicted at the step size.
     - **mean_bias** - largest predicted bias of a mean, in posterior SDs.
     - **num_pilot_windows** - windows of pilot chains; 0 for the warm-up with local latents.
     - **r_hat** - largest R-hat of the pilot chains in their last window.
@@ -299,7 +299,7 @@ class Adaptation(NamedTuple):
       None.
     - **noise_stats** - gradient noise in the bulk of the posterior.
     - **monitor_gradients** - gradients from which the bias is estimated.
-    - **allowed_variance_inflation** - excess of the kinetic temperature up to which a chain in
+    - **allowed_variance_inflation** - increase of the kinetic temperature up to which a chain in
       warm-up keeps its step size; None for the user's step size.
     - **relaxation_time** - time between approximately independent draws.
     - **uses_init_strategy** - whether chains start by the initialisation strategy, since every

@@ -4,7 +4,7 @@
 the other; :class:`.StepSizeTrace` lists them:
 
 1. ``stability``: the largest preconditioned curvature;
-2. ``gradient_noise``: the excess of posterior variances that gradient noise makes;
+2. ``gradient_noise``: the increase of posterior variances that gradient noise makes;
 3. ``dynamics``: the discretisation error with unusual options of the kernel (a large friction, a
    small mass, a steep metric), on a standard normal;
 4. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error.
@@ -158,7 +158,7 @@ class StepSizeChoice:
     - **step_size** - the user's, or the chosen one.
     - **trace** - the limits that led to it.
     - **noise_stats** - gradient noise, with the number of minibatches over which it cancels.
-    - **variance_inflation** - predicted relative excess of posterior variances.
+    - **variance_inflation** - predicted relative increase of posterior variances.
     - **mean_bias** - predicted bias of posterior means.
     """
 
@@ -318,7 +318,7 @@ def limit_step_size_by_noise(
 def compute_noise_variance_inflation(
     dynamics: Dynamics, noise_stats: GradientNoiseStats, step_size: float, is_compensated: bool
 ) -> float:
-    """Return the relative excess of posterior variances that gradient noise makes.
+    """Return the relative increase of posterior variances that gradient noise makes.
 
     :param is_compensated: whether the mean noise covariance is subtracted from the injected noise.
         What remains is the part of it that depends on the position, and the part that exceeds the
@@ -486,7 +486,7 @@ class _LinearStep(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compute_kick_variance_inflation(dynamics: Dynamics, integrator: str, step_size: float) -> float:
-    """Return the relative excess of a unit variance at the positions of gradients.
+    """Return the relative increase of a unit variance at the positions of gradients.
 
     :param integrator: name of the integrator.
     :return: mean over the gradients of a step, which are exact; 0 for an SDE whose linear form is
@@ -509,7 +509,7 @@ def compute_draw_variance_inflation(
     curvature: float = 1.0,
     noise_variance: float = 0.0,
 ) -> float | None:
-    """Return the relative excess of the variance of draws from a normal.
+    """Return the relative increase of the variance of draws from a normal.
 
     :param integrator: name of the integrator.
     :param curvature: curvature of the normal's potential.

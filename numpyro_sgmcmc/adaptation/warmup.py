@@ -96,7 +96,7 @@ __all__ = [
     "warm_up_globals",
 ]
 
-# Kinetic temperature above the predicted one, relative to the predicted excess, at which chains in
+# Kinetic temperature above the predicted one, relative to the predicted increase, at which chains in
 # warm-up shorten their step.
 _VARIANCE_INFLATION_TOLERANCE = 1.5
 

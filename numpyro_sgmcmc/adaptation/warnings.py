@@ -407,7 +407,7 @@ def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> 
 def _compute_discretisation_inflation(
     inputs: WarmupInputs, max_curvature: float, dynamics: Dynamics, step_size: float
 ) -> float:
-    """Return the relative excess of variances by the discretisation error; infinite if unstable.
+    """Return the relative increase of variances by the discretisation error; infinite if unstable.
 
     Zero where the linear form of the SDE is not known, as for a position-dependent metric, whose
     functions have not been checked yet.
@@ -430,7 +430,7 @@ def _compute_discretisation_inflation(
 def _simulate_variance_inflation(
     inputs: WarmupInputs, dynamics: Dynamics, step_size: float, noise_variance: float
 ) -> float:
-    """Return the simulated relative excess of variances beyond two standard errors.
+    """Return the simulated relative increase of variances beyond two standard errors.
 
     Infinite where chains diverge.
     """

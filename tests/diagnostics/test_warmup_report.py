@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, warmup_report
-from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit
+from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit, StepSizeLimit, StepSizeTrace
 from numpyro_sgmcmc.diagnostics import plot_warmup
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
@@ -71,7 +71,7 @@ def test_numbers_are_the_warm_ups():
 
 def test_the_steps_fall_to_the_one_that_is_taken():
     found = run().sampler.adaptation
-    lengths = list(found.trace.step_size_limits.values())
+    lengths = [limit.step_size for limit in found.trace.step_size_limits.limits]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
     chosen = found.trace.noise_variances[found.estimator.name]
@@ -79,13 +79,14 @@ def test_the_steps_fall_to_the_one_that_is_taken():
 
 
 def test_what_limits_the_step_is_named():
-    step_sizes = {"integrator": 0.3, "curvature": 0.3, "noise": 0.1, "settings": 0.1, "means": 0.05}
-    told = page(with_changes(step_size=0.05, weighed={"step_size_limits": step_sizes}))["Step size"]
+    names = ("integrator", "stability", "gradient_noise", "dynamics", "mean_bias")
+    limits = StepSizeTrace(tuple(map(StepSizeLimit, names, (0.3, 0.3, 0.1, 0.1, 0.05))))
+    told = page(with_changes(step_size=0.05, weighed={"step_size_limits": limits}))["Step size"]
     assert told == (
         "0.05. 0.3 suits the scheme; of that the gradient's noise leaves 0.1, means, which would "
         "move, leave 0.05."
     )
-    all_alike = dict.fromkeys(step_sizes, 0.3)
+    all_alike = StepSizeTrace(tuple(StepSizeLimit(name, 0.3) for name in names))
     told = page(with_changes(step_size=0.3, weighed={"step_size_limits": all_alike}))["Step size"]
     assert told == "0.3, the longest that suits the scheme: nothing asks for less."
 
@@ -160,7 +161,7 @@ def test_plot():
     assert (np.diff(widths) <= 0).all()
     assert len(axes[1].patches) == 2 * len(found.trace.noise_variances)
     lengths = [bar.get_width() for bar in axes[2].patches]
-    assert lengths == list(found.trace.step_size_limits.values())
+    assert lengths == [limit.step_size for limit in found.trace.step_size_limits.limits]
     assert plot_warmup(run(), axes=axes) is axes
     pyplot.close(axes[0].figure)
 
