@@ -40,7 +40,7 @@ def write(folder: Path, parameters: int, draws: int) -> None:
     for start in range(0, draws, segment):
         shape = (1, min(segment, draws - start), parameters)
         values = {"z": {"w": rng.standard_normal(shape, np.float32)}}
-        blocks.append([start, start + shape[1], disk.write(values, start)])
+        blocks.append(disk.write(values, start))
     CheckpointStore(folder).write(Checkpoint(draws, draws, blocks, {}, np.zeros(1)))
     report("written", began)
 

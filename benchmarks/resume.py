@@ -77,7 +77,8 @@ def child(folder: Path, samples: int) -> None:
 
 def newest(folder: Path) -> tuple[int, float]:
     """Iteration and time of the newest checkpoint."""
-    found = [(int(p.parent.name), p) for p in folder.glob("checkpoints/*/checkpoint.json")]
+    paths = folder.glob("checkpoints/*/manifest/manifest.json")
+    found = [(int(p.parents[1].name), p) for p in paths if p.parents[1].name.isdigit()]
     if not found:
         return -1, 0.0
     try:
@@ -149,7 +150,7 @@ def measure(
         command = [sys.executable, __file__, "--samples", str(samples), *extra]
         subprocess.run(command, check=True)
         seconds[name] = time.perf_counter() - began
-    steps = json.loads(max(scratch.glob("whole/checkpoints/*/checkpoint.json")).read_text())
+    steps = json.loads(max(scratch.glob("whole/checkpoints/*/manifest/manifest.json")).read_text())
     last = steps["iterations"]
     print(", ".join(f"{name} run {taken:.1f} s" for name, taken in seconds.items()), flush=True)
 

@@ -1,4 +1,4 @@
-"""Long runs: in segments, each kept on disk, resumed to the same bits."""
+"""Long runs in segments: state and draws on disk, and a bitwise reproducible resume."""
 
 from numpyro_sgmcmc.checkpoint.draws import open_draws
 from numpyro_sgmcmc.checkpoint.mcmc import CheckpointedMCMC

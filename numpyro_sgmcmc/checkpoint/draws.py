@@ -1,4 +1,4 @@
-"""Draws on disk: a Zarr group with an array for each site and field, opened lazily by ArviZ."""
+"""Draws on disk: a Zarr group with one array per site and field, which ArviZ opens lazily."""
 
 from __future__ import annotations
 
@@ -12,40 +12,47 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.checkpoint.store import compute_checksum, decode, read_latest_header
+from numpyro_sgmcmc.checkpoint.store import compute_checksum, decode, read_latest_manifest
+from numpyro_sgmcmc.errors import format_message
 
 __all__ = ["DrawsOnDisk", "open_draws"]
 
+# A bound on memory: a reader of one parameter loads whole chunks of this size at most.
 _MAX_CHUNK_BYTES = 2**24
 
 
-def _import_zarr() -> Any:
-    return errors.import_optional("zarr", "`CheckpointedMCMC`", "checkpoint")
+def open_draws(folder: str | Path) -> Any:
+    """Open the draws of a checkpointed run as an ArviZ object that reads values on access.
 
+    While the run goes on, these are the draws up to its last checkpoint.
 
-def _iter_named_arrays(draws: dict[str, Any], sample_field: str) -> Iterator[tuple[str, Any]]:
-    """The arrays with their places in the group: sites by name, fields by field and path."""
-    for field, tree in draws.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            inner = jax.tree_util.keystr(path, simple=True, separator=".")
-            if field == sample_field:
-                yield f"posterior/{quote(inner or field, safe='')}", leaf
-            else:
-                name = f"{field}.{inner}" if inner else field
-                yield f"sample_stats/{quote(name, safe='')}", leaf
+    :param folder: the run's ``checkpoint``.
+    :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x, with the groups ``posterior``
+        (unless ``keep_draws=False``) and ``sample_stats``; dimensions ``(chain, draw, ...)``.
+    :raises FileNotFoundError: where the folder holds no run.
+    :raises ImportError: without ArviZ or Zarr.
+    """
+    _import_zarr()
+    arviz = errors.import_optional("arviz", "`open_draws`", "arviz")
+    import xarray  # a dependency of ArviZ
 
-
-def _compute_chunk_shape(
-    shape: tuple[int, ...], itemsize: int, draws_per_chunk: int
-) -> tuple[int, ...]:
-    """One chain and one segment, cut along the site's own axes where that is much."""
-    inner = list(shape[2:])
-    while (
-        inner and max(inner) > 1 and draws_per_chunk * np.prod(inner) * itemsize > _MAX_CHUNK_BYTES
-    ):
-        longest = inner.index(max(inner))
-        inner[longest] = -(-inner[longest] // 2)
-    return (1, draws_per_chunk, *inner)
+    folder = Path(folder)
+    num_draws = read_latest_manifest(folder)["draws"]
+    groups = {}
+    for group in ("posterior", "sample_stats"):
+        dataset = xarray.open_zarr(
+            str(folder / "draws.zarr"), group=group, chunks=None, consolidated=False
+        )
+        if not dataset.data_vars:
+            continue
+        dataset = dataset.rename({name: unquote(str(name)) for name in dataset.data_vars})
+        dataset = dataset.isel(draw=slice(0, num_draws))
+        groups[group] = dataset.assign_coords(
+            chain=np.arange(dataset.sizes["chain"]), draw=np.arange(num_draws)
+        )
+    if arviz.__version__.startswith("0."):
+        return arviz.InferenceData(**groups)
+    return xarray.DataTree.from_dict(groups)
 
 
 class DrawsOnDisk:
@@ -59,95 +66,102 @@ class DrawsOnDisk:
         self._zarr_path, self._sample_field = folder / "draws.zarr", sample_field
 
     def create(self, draws: dict[str, Any], num_draws: int) -> None:
-        """Make room for a run's draws; takes none on disk yet.
+        """Create the arrays of a run, without values.
 
-        :param draws: those of a segment, leaves of shape ``(chains, room, ...)``.
-        :param num_draws: draws of a chain in the whole run.
+        :param draws: shapes and types of a segment, leaves of shape ``(chains, draws, ...)``.
+        :param num_draws: draws per chain of the whole run.
         """
         zarr = _import_zarr()
         root = zarr.open_group(str(self._zarr_path), mode="w", zarr_format=3)
         for group in ("posterior", "sample_stats"):
             root.create_group(group)
-        for name, x in _iter_named_arrays(draws, self._sample_field):
-            inner = [f"{unquote(name.split('/')[1])}_dim_{k}" for k in range(len(x.shape) - 2)]
+        for name, x in self._iter_named_arrays(draws):
+            site_dims = [f"{unquote(name.split('/')[1])}_dim_{k}" for k in range(len(x.shape) - 2)]
             root.create_array(
                 name,
                 shape=(x.shape[0], num_draws, *x.shape[2:]),
-                chunks=_compute_chunk_shape(x.shape, x.dtype.itemsize, x.shape[1]),
+                chunks=_compute_chunk_shape(x.shape, x.dtype.itemsize),
                 dtype=x.dtype,
-                # What is missing shows, and what is damaged cannot be decompressed.
+                # Missing draws are NaN, and damaged ones cannot be decompressed.
                 fill_value=np.nan if x.dtype.kind == "f" else None,
                 compressors=zarr.codecs.ZstdCodec(checksum=True),
-                dimension_names=("chain", "draw", *inner),
+                dimension_names=("chain", "draw", *site_dims),
             )
 
-    def compute_checksum(self, draws: dict[str, Any]) -> int:
-        """Of draws, as :meth:`read` compares it."""
-        return compute_checksum(x for _, x in _iter_named_arrays(draws, self._sample_field))
-
-    def write(self, draws: dict[str, Any], first_draw: int) -> None:
-        """Write draws from ``first_draw`` on over whatever is there."""
+    def write(self, draws: dict[str, Any], first_draw: int) -> list[int]:
+        """Write draws from ``first_draw`` on, and return their block (:meth:`make_block`)."""
         root = _import_zarr().open_group(str(self._zarr_path), mode="r+")
-        for name, x in _iter_named_arrays(draws, self._sample_field):
+        for name, x in self._iter_named_arrays(draws):
             root[name][:, first_draw : first_draw + x.shape[1]] = x
+        return self.make_block(draws, first_draw)
+
+    def make_block(self, draws: dict[str, Any], first_draw: int) -> list[int]:
+        """Return ``[first, stop, checksum]`` of draws, as a manifest lists them."""
+        arrays = [x for _, x in self._iter_named_arrays(draws)]
+        return [first_draw, first_draw + arrays[0].shape[1], compute_checksum(arrays)]
 
     def read(self, layout: Any, draw_blocks: list[list[int]]) -> dict[str, Any]:
-        """The draws in some blocks, which follow each other.
+        """Return the draws of consecutive blocks.
 
-        :param layout: the structure of the draws, as a checkpoint's header has it.
+        :param layout: the structure of the draws, from the manifest.
         :param draw_blocks: of a :class:`~numpyro_sgmcmc.checkpoint.store.Checkpoint`.
-        :raises RuntimeError: naming the first block that is damaged.
+        :raises RuntimeError: naming the first damaged block.
         """
-        like = decode(layout, defaultdict(lambda: np.zeros(0)))
-        names = [name for name, _ in _iter_named_arrays(like, self._sample_field)]
-        parts: list[list[np.ndarray]] = []
-        for start, stop, crc in draw_blocks:
+        template = decode(layout, defaultdict(lambda: np.zeros(0)))
+        names = [name for name, _ in self._iter_named_arrays(template)]
+        blocks: list[list[np.ndarray]] = []
+        for start, stop, checksum in draw_blocks:
             try:
                 root = _import_zarr().open_group(str(self._zarr_path), mode="r")
                 arrays = [np.asarray(root[name][:, start:stop]) for name in names]
-                reason = "its checksum is another" if compute_checksum(arrays) != crc else None
+                damage = "checksum differs" if compute_checksum(arrays) != checksum else None
             except ImportError:
                 raise
-            # Whatever a damaged file makes its reader raise.
+            # A damaged file can make its reader raise anything.
             except Exception as error:
-                reason = " ".join(str(error).split())[:200]
-            if reason:
+                damage = " ".join(str(error).split())[:200]
+            if damage:
                 raise RuntimeError(
-                    f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({reason}); "
-                    "`open_draws` reads the others."
+                    format_message(
+                        f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({damage}).",
+                        "read the others with `open_draws`.",
+                        "damaged-draws",
+                    )
                 )
-            parts.append(arrays)
-        leaves = [np.concatenate(blocks, 1) for blocks in zip(*parts, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+            blocks.append(arrays)
+        leaves = [np.concatenate(arrays, 1) for arrays in zip(*blocks, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(template), leaves)
+
+    def read_leading(self, num_draws: int, max_per_axis: int) -> dict[str, np.ndarray]:
+        """Return the draws of the first values of each site, at most so many along each axis."""
+        group = _import_zarr().open_group(str(self._zarr_path), mode="r")["posterior"]
+        return {
+            name: np.asarray(x[:, :num_draws, *[slice(max_per_axis)] * (x.ndim - 2)])
+            for name, x in group.arrays()
+        }
+
+    def _iter_named_arrays(self, draws: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield each array with its path in the Zarr group: a site or ``field.path``, quoted."""
+        for field, tree in draws.items():
+            for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                leaf_name = jax.tree_util.keystr(path, simple=True, separator=".")
+                if field == self._sample_field:
+                    yield f"posterior/{quote(leaf_name or field, safe='')}", leaf
+                else:
+                    name = f"{field}.{leaf_name}" if leaf_name else field
+                    yield f"sample_stats/{quote(name, safe='')}", leaf
 
 
-def open_draws(folder: str | Path) -> Any:
-    """The draws of a checkpointed run as an ArviZ object, whose values are read when asked for.
+def _compute_chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return chunks of one chain and one segment, cut along the site's axes where too large."""
+    site_shape = list(shape[2:])
+    while site_shape and max(site_shape) > 1:
+        if shape[1] * np.prod(site_shape) * itemsize <= _MAX_CHUNK_BYTES:
+            break
+        longest_axis = site_shape.index(max(site_shape))
+        site_shape[longest_axis] = -(-site_shape[longest_axis] // 2)
+    return (1, shape[1], *site_shape)
 
-    Works while the run goes on, too: it has the draws of the last checkpoint.
 
-    :param folder: the run's ``checkpoint``.
-    :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x, with the groups ``posterior``
-        (unless draws were not kept) and ``sample_stats``; dimensions ``(chain, draw, ...)``.
-    :raises FileNotFoundError: where the folder holds no run.
-    """
-    _import_zarr()
-    arviz = errors.import_optional("arviz", "`open_draws`", "arviz")
-    import xarray  # ArviZ brings it
-
-    folder = Path(folder)
-    num_draws = read_latest_header(folder)["draws"]
-    groups = {}
-    for group in ("posterior", "sample_stats"):
-        found = xarray.open_zarr(
-            str(folder / "draws.zarr"), group=group, chunks=None, consolidated=False
-        )
-        if found.data_vars:
-            found = found.rename({name: unquote(str(name)) for name in found.data_vars})
-            found = found.isel(draw=slice(0, num_draws))
-            groups[group] = found.assign_coords(
-                chain=np.arange(found.sizes["chain"]), draw=np.arange(num_draws)
-            )
-    if arviz.__version__.startswith("0."):
-        return arviz.InferenceData(**groups)
-    return xarray.DataTree.from_dict(groups)
+def _import_zarr() -> Any:
+    return errors.import_optional("zarr", "`CheckpointedMCMC`", "checkpoint")

@@ -1,4 +1,7 @@
-"""What a run must have in common with the run that it continues, as short texts by name."""
+"""The fingerprint of a run: short texts, by name, of all that determines its draws but the key.
+
+A run is resumed only where all of them are equal.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,12 @@ from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
 __all__ = ["check_same_run", "compute_fingerprint", "describe", "shorten_text"]
 
+# Bounds on the time of a checksum: of larger arrays, so many evenly spaced rows are used.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512
+# A bound on nested objects, which may be cyclic.
 _MAX_DESCRIBE_DEPTH = 8
+# JAX's options that change a run's bits.
 _FINGERPRINTED_JAX_OPTIONS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
@@ -35,43 +41,90 @@ _FINGERPRINTED_JAX_OPTIONS = (
 )
 
 
-def _compute_array_checksum(x: Any) -> str:
-    """Of all values, or of some rows where they are many."""
-    if x.nbytes > _MAX_FULL_CHECKSUM_BYTES and len(x) > _NUM_CHECKSUM_ROWS:
-        x = x[np.linspace(0, len(x) - 1, _NUM_CHECKSUM_ROWS).astype(int)]
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return f"{zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
+def compute_fingerprint(
+    kernel: SGMCMCKernel,
+    settings: Mapping[str, Any],
+    model_args: tuple,
+    model_kwargs: dict,
+) -> dict[str, str]:
+    """Return texts by name on kernel, settings, model, data and versions."""
+    from numpyro_sgmcmc import __version__
+
+    kernel_settings = kernel.settings
+    model, potential_fn = kernel_settings.pop("model"), kernel_settings.pop("potential_fn")
+    model = model or potential_fn
+    assert model is not None
+    texts = {"kernel": type(kernel).__qualname__, "model": describe(model)}
+    for name, value in sorted(kernel_settings.items()):
+        texts[f"kernel option `{name}`"] = describe(value)
+    for name, value in settings.items():
+        texts[f"`{name}`"] = describe(value)
+    arguments = Arguments(model_args, model_kwargs)
+    for name, array in arguments.named_arrays(model):
+        texts[f"data {name}"] = describe(array)
+    sharded_hosts = [x.array for x in arguments.sharded_arrays if x.is_on_host]
+    for name, host in arguments.named_host_arrays(model):
+        # By the argument and not by the array's name, as the file may have moved.
+        text = f"{host.dtype}{host.shape} {host.checksum():08x}"
+        is_sharded = host in sharded_hosts
+        texts[f"HostArray {name}"] = _combine_over_processes(text) if is_sharded else text
+    others = arguments.map_host_arrays(lambda host: "rows on the host").map_sharded_arrays(
+        lambda x: f"{x.dtype}{x.shape} on hosts {x.shards.rows_per_shard}" if x.is_on_host else x
+    )
+    for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
+        if not is_array(x):  # the name of a keyword argument, or the index of a positional one
+            name = jax.tree_util.keystr(path[1:]).strip("[]'")
+            texts[f"argument `{name}`"] = describe(x)
+    texts["structure of the arguments"] = str(jax.tree.structure((others.args, others.kwargs)))
+    texts["floating-point type"] = jnp.result_type(float).name
+    texts["device"] = jax.default_backend()
+    for name in _FINGERPRINTED_JAX_OPTIONS:
+        texts[f"JAX's option `{name}`"] = describe(getattr(jax.config, name))
+    texts["version of numpyro_sgmcmc"] = __version__
+    texts["version of NumPyro"] = numpyro.__version__
+    texts["version of JAX"] = jax.__version__
+    texts["version of Python"] = ".".join(platform.python_version_tuple()[:2])
+    return texts
 
 
-def _compute_code_checksum(code: CodeType) -> int:
-    """Checksum of what a function does, wherever it stands in its file."""
+def check_same_run(
+    stored: Mapping[str, str], current: Mapping[str, str], folder: Any, args: tuple
+) -> None:
+    """Check that a stored run is the one to resume.
 
-    def constant(c: Any) -> Any:
-        if isinstance(c, CodeType):
-            return _compute_code_checksum(c)
-        return sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+    :param args: arguments of `resume`, which may begin with a key, as those of `run` do.
+    :raises ValueError: naming everything that differs.
+    """
+    if args and is_prng_key(args[0]) and stored != current:
+        raise InvalidArgumentError(
+            "`resume` got a key as its first argument.",
+            "leave the key out: the run continues with its own random numbers.",
+            "resume-key",
+        )
+    names = [n for n in {**stored, **current} if stored.get(n) != current.get(n)]
+    if names:
+        differences = "; ".join(
+            f"{n} was {shorten_text(stored.get(n, 'absent'))} and is now "
+            f"{shorten_text(current.get(n, 'absent'))}"
+            for n in names
+        )
+        raise InvalidArgumentError(
+            f"The run in '{folder}' cannot be resumed: {differences}.",
+            "resume with the kernel, settings, model, data and versions of the run, or run in "
+            "another folder.",
+            "resume-differs",
+        )
 
-    parts = [constant(c) for c in code.co_consts], code.co_names
-    return zlib.crc32(code.co_code + repr(parts).encode())
 
-
-def _get_closure_values(function: Any) -> list[Any]:
-    """What a function has closed over."""
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            found.append(None)
-    return found
+def shorten_text(text: str) -> str:
+    """Return a text of at most 80 characters, with a checksum where it is cut."""
+    return text if len(text) <= 80 else f"{text[:50]}... ({zlib.crc32(text.encode()):08x})"
 
 
 def describe(x: Any, depth: int = 0) -> str:
-    """A value as a short text that is the same in every process.
+    """Return a value as a short text that is the same in every process.
 
-    Functions count by their code and what they have closed over, other objects by their type and
-    what they hold.
+    Functions are described by their code and closure, other objects by type and attributes.
     """
     if x is None or isinstance(x, (bool, int, float, complex, str, bytes, np.generic)):
         return repr(x)
@@ -98,112 +151,59 @@ def describe(x: Any, depth: int = 0) -> str:
     if hasattr(x, "__func__"):
         return f"{inner(x.__self__)}.{inner(x.__func__)}"
     if isinstance(code := getattr(x, "__code__", None), CodeType):
-        return f"{name} {_compute_code_checksum(code):08x} {inner((_get_closure_values(x), x.__defaults__, x.__kwdefaults__))}"
+        values = (_get_closure_values(x), x.__defaults__, x.__kwdefaults__)
+        return f"{name} {_compute_code_checksum(code):08x} {inner(values)}"
     if isinstance(x, (type, ModuleType)) or not hasattr(x, "__dict__"):
         return name
-    kind = type(x).__qualname__
+    class_name = type(x).__qualname__
     if isinstance(x, Distribution):
-        return f"{kind}({inner(_get_distribution_parameters(x))})"
-    held = {k: v for k, v in vars(x).items() if not k.startswith("__")}
-    code = getattr(x, "__wrapped__", type(x).__call__) if callable(x) else None
-    return f"{kind}({inner(held)}) {inner(code)}"
+        # Its parameters, without values that it has computed since.
+        parameters = {
+            n: value
+            for n, value in sorted(vars(x).items())
+            if n != "_validate_args" and not isinstance(getattr(type(x), n, None), lazy_property)
+        }
+        return f"{class_name}({inner(parameters)})"
+    attributes = {k: v for k, v in vars(x).items() if not k.startswith("__")}
+    function = getattr(x, "__wrapped__", type(x).__call__) if callable(x) else None
+    return f"{class_name}({inner(attributes)}) {inner(function)}"
 
 
-def _get_distribution_parameters(x: Distribution) -> dict[str, Any]:
-    """What a distribution was made from, without what it has computed since."""
-    names = sorted(set(vars(x)) - {"_validate_args"})
-    return {
-        n: vars(x)[n] for n in names if not isinstance(getattr(type(x), n, None), lazy_property)
-    }
+def _compute_array_checksum(x: Any) -> str:
+    """Return the CRC-32 of an array's values, or of some of its rows where it is large."""
+    if x.nbytes > _MAX_FULL_CHECKSUM_BYTES and len(x) > _NUM_CHECKSUM_ROWS:
+        x = x[np.linspace(0, len(x) - 1, _NUM_CHECKSUM_ROWS).astype(int)]
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return f"{zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
 
 
-def _format_argument_name(path: tuple) -> str:
-    """A keyword argument's name, or a positional one's number."""
-    return jax.tree_util.keystr(path[1:]).strip("[]'")
+def _compute_code_checksum(code: CodeType) -> int:
+    """Return a checksum of what a function does, wherever it is in its file."""
+
+    def describe_constant(c: Any) -> Any:
+        if isinstance(c, CodeType):
+            return _compute_code_checksum(c)
+        return sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+
+    parts = [describe_constant(c) for c in code.co_consts], code.co_names
+    return zlib.crc32(code.co_code + repr(parts).encode())
+
+
+def _get_closure_values(function: Any) -> list[Any]:
+    values = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # not filled yet
+            values.append(None)
+    return values
 
 
 def _combine_over_processes(text: str) -> str:
-    """What tells of the texts of all processes, which have different rows."""
+    """Return a checksum of the texts of all processes, which have different rows."""
     if jax.process_count() == 1:
         return text
-    own = np.uint32(zlib.crc32(text.encode()))
-    return f"{zlib.crc32(multihost_utils.process_allgather(own).tobytes()):08x} of all processes"
-
-
-def _describe_host_shards(x: Any) -> Any:
-    return f"{x.dtype}{x.shape} on hosts {x.shards.rows_per_shard}" if x.is_on_host else x
-
-
-def compute_fingerprint(
-    kernel: SGMCMCKernel,
-    settings: Mapping[str, Any],
-    model_args: tuple,
-    model_kwargs: dict,
-) -> dict[str, str]:
-    """Everything that decides a run's draws but for its key: kernel, settings, data, versions."""
-    from numpyro_sgmcmc import __version__
-
-    chosen = kernel.settings
-    model, potential_fn = chosen.pop("model"), chosen.pop("potential_fn")
-    model = model or potential_fn
-    found = {"kernel": type(kernel).__qualname__, "model": describe(model)}
-    for name, value in sorted(chosen.items()):
-        found[f"kernel option `{name}`"] = describe(value)
-    for name, value in settings.items():
-        found[f"`{name}`"] = describe(value)
-    arguments = Arguments(model_args, model_kwargs)
-    assert model is not None
-    for name, array in arguments.named_arrays(model):
-        found[f"data {name}"] = describe(array)
-    spread = [x.array for x in arguments.sharded_arrays if x.is_on_host]
-    for name, host in arguments.named_host_arrays(model):
-        text = f"{host.dtype}{host.shape} {host.checksum():08x}"
-        # By the argument and not the array's own name: the file may have moved.
-        found[f"HostArray {name}"] = _combine_over_processes(text) if host in spread else text
-    others = arguments.map_host_arrays(lambda host: "rows on the host").map_sharded_arrays(
-        _describe_host_shards
-    )
-    for path, x in jax.tree_util.tree_flatten_with_path((others.args, others.kwargs))[0]:
-        if not is_array(x):
-            found[f"argument `{_format_argument_name(path)}`"] = describe(x)
-    found["how the arguments are passed"] = str(jax.tree.structure((others.args, others.kwargs)))
-    found["floating-point type"] = jnp.result_type(float).name
-    found["device"] = jax.default_backend()
-    for name in _FINGERPRINTED_JAX_OPTIONS:
-        found[f"JAX's option `{name}`"] = describe(getattr(jax.config, name))
-    found["version of numpyro_sgmcmc"] = __version__
-    found["version of NumPyro"] = numpyro.__version__
-    found["version of JAX"] = jax.__version__
-    found["version of Python"] = ".".join(platform.python_version_tuple()[:2])
-    return found
-
-
-def check_same_run(
-    stored: Mapping[str, str], current: Mapping[str, str], folder: Any, args: tuple
-) -> None:
-    """Refuse to continue a run as another.
-
-    :param args: what `resume` was given, which may begin with a key where `run` takes one.
-    :raises ValueError: naming everything that differs.
-    """
-    if args and is_prng_key(args[0]) and stored != current:
-        raise InvalidArgumentError(
-            "`resume` takes the model's arguments alone, for the run goes on with the key that it "
-            "began with: leave the key out."
-        )
-    differs = [n for n in {**stored, **current} if stored.get(n) != current.get(n)]
-    if differs:
-        each = "; ".join(
-            f"{n} was {shorten_text(stored.get(n, 'not there'))} and is now "
-            f"{shorten_text(current.get(n, 'not there'))}"
-            for n in differs
-        )
-        raise InvalidArgumentError(
-            f"The run in '{folder}' cannot be continued by this one, as it would not be the same "
-            f"run: {each}."
-        )
-
-
-def shorten_text(text: str) -> str:
-    """A text as a sentence has room for it, with a checksum where it is cut."""
-    return text if len(text) <= 80 else f"{text[:50]}... ({zlib.crc32(text.encode()):08x})"
+    checksum = np.uint32(zlib.crc32(text.encode()))
+    checksums = multihost_utils.process_allgather(checksum)
+    return f"{zlib.crc32(checksums.tobytes()):08x} of all processes"

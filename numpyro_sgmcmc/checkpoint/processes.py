@@ -1,10 +1,9 @@
-"""One process at a time in a run's folder.
+"""Locking of a run's folder, and the processes that share a run.
 
-The processes that share a run: they agree on what comes next, and fail together.
-
-Chains and draws are the same in all of them, bit for bit; only rows are spread. So the first
-process alone writes, the others wait until it has, and all read. What one process decides by its
-own clock, or is told by its own Ctrl-C, all must do: they would wait for each other for ever.
+Processes share a run where a ``ShardedArray`` spreads the rows over them. Chains and draws are
+bitwise equal in all of them, so the first process alone writes, the others wait until it has, and
+all read. They must agree on every decision (an error, Ctrl-C, the number of iterations of a
+chunk), or they would wait for each other in a collective that not all of them enter.
 """
 
 from __future__ import annotations
@@ -24,69 +23,65 @@ from jax import Array, random
 from jax.experimental import multihost_utils
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, format_message
 
-__all__ = [
-    "ProcessGroup",
-    "SINGLE_PROCESS",
-    "get_process_group",
-    "lock_folder",
-]
+__all__ = ["SINGLE_PROCESS", "ProcessGroup", "get_process_group", "lock_folder"]
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-
-_LOCK_FILENAME = "lock"
+# Bytes of a text that processes exchange: a bound on the size of a collective.
+_MAX_TEXT_BYTES = 1024
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the folder, which is made if need be, against every other run.
+    """Create the folder if needed, and lock it against every other run.
 
-    The system lets go of the lock when its process ends, whatever ends it. A file system that
-    knows no locks, and Windows, give none.
+    The system releases the lock when the process ends, for whatever reason. Windows, and file
+    systems without locks, do not lock.
 
-    :raises RuntimeError: naming the folder and the process that uses it.
+    :raises RuntimeError: naming the folder, and the process that uses it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RuntimeError(
-            f"'{folder}' cannot be made: {error.strerror}. Give `checkpoint` another folder."
+            format_message(
+                f"The folder `checkpoint='{folder}'` cannot be created: {error.strerror}.",
+                "give `checkpoint` another folder.",
+                "checkpoint-folder",
+            )
         ) from None
-    with open(folder / _LOCK_FILENAME, "a+") as file:
+    with open(folder / "lock", "a+") as file:
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 file.seek(0)
-                holder = file.read().strip() or "unknown"
+                owner = file.read().strip() or "unknown"
                 raise RuntimeError(
-                    f"'{folder}' is in use by another run, of process {holder}: wait until that "
-                    "ends, or give `checkpoint` another folder."
+                    format_message(
+                        f"'{folder}' is in use by another run, of process {owner}.",
+                        "wait until it ends, or give `checkpoint` another folder.",
+                        "checkpoint-lock",
+                    )
                 ) from None
-        # Its number is for the message alone: on a full disk the lock holds all the same. What is
-        # left in the file's own buffer would be written again, and fail, when it is closed.
+        # The process number is for the message only: on a full disk the lock works without. It is
+        # written unbuffered, as a buffer would be written again, and fail, when the file closes.
         with suppress(OSError):
             file.truncate(0)
             os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 
-_MAX_MESSAGE_BYTES = 1024
-
-
-_SHARED_TOKEN_FILENAME = "shared"
-
-
 class ProcessGroup(NamedTuple):
     """
-    - **num_processes** - how many share the run.
-    - **process_index** - this one's number among them.
+    - **num_processes** - processes that share the run.
+    - **process_index** - index of this one.
     """
 
     num_processes: int
@@ -94,93 +89,99 @@ class ProcessGroup(NamedTuple):
 
     @property
     def is_primary(self) -> bool:
-        """Whether this is the process that writes."""
+        """True in the process that writes."""
         return self.process_index == 0
 
     def allgather(self, value: Any) -> np.ndarray:
-        """A number, or an array of one shape, of each process: shape ``(num, ...)``."""
+        """Return a number or array of each process, shape ``(num_processes, ...)``."""
         value = np.asarray(value)
         if self.num_processes == 1:
             return value[None]
         return np.asarray(multihost_utils.process_allgather(value))
 
     def allgather_text(self, text: str) -> list[str]:
-        """A text of each process, cut to some hundred letters."""
+        """Return a text of each process, cut to 1,024 bytes."""
         if self.num_processes == 1:
             return [text]
-        told = np.zeros(_MAX_MESSAGE_BYTES, np.uint8)
-        own = np.frombuffer(text.encode()[:_MAX_MESSAGE_BYTES], np.uint8)
-        told[: len(own)] = own
-        return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in self.allgather(told)]
+        buffer = np.zeros(_MAX_TEXT_BYTES, np.uint8)
+        encoded = np.frombuffer(text.encode()[:_MAX_TEXT_BYTES], np.uint8)
+        buffer[: len(encoded)] = encoded
+        texts = self.allgather(buffer)
+        return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in texts]
 
     def check_equal(self, description: str, text: str) -> None:
-        """Refuse what is not the same in all processes.
+        """Check that a text is the same in all processes.
 
-        :raises ValueError: with what the first has and what another one.
+        :param description: what the text describes, for the message.
+        :raises ValueError: with the values of the first process and of one that differs.
         """
         texts = self.allgather_text(text)
-        for place, other in enumerate(texts):
+        for index, other in enumerate(texts):
             if other != texts[0]:
                 raise InvalidArgumentError(
-                    f"All processes must have the same {description}, but of {self.num_processes} the first has "
-                    f"{texts[0] or 'none'} and number {place} has {other or 'none'}."
+                    f"The processes differ in {description}: process 0 of {self.num_processes} has "
+                    f"{texts[0] or 'none'}, process {index} has {other or 'none'}.",
+                    "run the same script with the same arguments in all processes.",
+                    "processes-differ",
                 )
 
     def check_all_equal(self, texts: dict[str, str]) -> None:
-        """Refuse the first of many things by name that is not the same in all processes.
+        """Check that texts are the same in all processes, by name.
 
-        :raises ValueError: naming it.
+        :raises ValueError: naming the first that differs.
         """
         if self.num_processes > 1:
             self.check_equal("settings and arguments", ", ".join(texts))
-            for what, text in texts.items():
-                self.check_equal(what, text)
+            for description, text in texts.items():
+                self.check_equal(description, text)
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """What fails in one process fails in all of them, once all have come to the end of this.
+        """Raise in all processes where the block raises in one, once all have left the block.
 
-        What is done within must not wait for other processes.
+        The block must not wait for other processes.
 
-        :raises RuntimeError: in the others, with the words of the one that failed.
+        :raises RuntimeError: in the others, with the message of the one that failed.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        told = self.allgather_text(f"{type(failure).__name__}: {failure}" if failure else "")
+        texts = self.allgather_text(f"{type(failure).__name__}: {failure}" if failure else "")
         if failure is not None:
             raise failure
-        for place, text in enumerate(told):
+        for index, text in enumerate(texts):
             if text:
-                raise RuntimeError(f"Process {place} of {self.num_processes} failed. {text}")
+                raise RuntimeError(f"Process {index} of {self.num_processes} failed. {text}")
 
     @contextmanager
     def lock_shared_folder(self, folder: Path) -> Iterator[None]:
-        """Hold a folder that all of them see, against every other run.
+        """Lock a folder that all processes see, against every other run.
 
         :raises RuntimeError: where another run holds it, or a process sees another folder.
         """
         token = self.allgather_text(secrets.token_hex(8))[0]
-        with ExitStack() as held:
+        token_path = folder / "shared"
+        with ExitStack() as stack:
             with self.fail_together():
                 if self.is_primary:
-                    held.enter_context(lock_folder(folder))
+                    stack.enter_context(lock_folder(folder))
                     if self.num_processes > 1:
-                        (folder / _SHARED_TOKEN_FILENAME).write_text(token)
+                        token_path.write_text(token)
             with self.fail_together():
-                if self.num_processes > 1 and not _file_contains(
-                    folder / _SHARED_TOKEN_FILENAME, token
-                ):
+                if self.num_processes > 1 and _read_text(token_path) != token:
                     raise RuntimeError(
-                        f"'{folder}' is not the folder that process 0 has under this name: give "
-                        "`checkpoint` one on a file system that all processes share."
+                        format_message(
+                            f"`checkpoint='{folder}'` is not the same folder in all processes.",
+                            "give `checkpoint` a folder on a file system that all processes share.",
+                            "processes-differ",
+                        )
                     )
             yield
 
     def to_host(self, tree: Any) -> Any:
-        """A pytree with arrays that this process can read for itself."""
+        """Return a pytree with arrays that this process can read without the others."""
         return tree if self.num_processes == 1 else jax.tree.map(_to_addressable, tree)
 
 
@@ -188,27 +189,28 @@ SINGLE_PROCESS = ProcessGroup(1, 0)
 
 
 def get_process_group(arguments: Arguments) -> ProcessGroup:
-    """The processes that share the rows.
+    """Return the processes that share the rows.
 
-    :raises ValueError: where there are several, and share none.
+    :raises ValueError: where there are several processes that share none.
     """
     if jax.process_count() == 1:
         return SINGLE_PROCESS
     devices = {d for x in arguments.sharded_arrays for d in x.shards.mesh.devices.flat}
     if len({d.process_index for d in devices}) < 2:
         raise InvalidArgumentError(
-            "The processes share no rows, so that each runs chains of its own: start them without "
-            "jax.distributed.initialize, each with a `checkpoint` of its own, or spread the rows "
-            "over all of them by ShardedArray."
+            "The processes share no rows, so each would run separate chains.",
+            "start them without jax.distributed.initialize, each with another `checkpoint`, or "
+            "spread the rows over all of them by ShardedArray.",
+            "processes-share-nothing",
         )
     return ProcessGroup(jax.process_count(), jax.process_index())
 
 
-def _file_contains(path: Path, text: str) -> bool:
+def _read_text(path: Path) -> str | None:
     try:
-        return path.read_text() == text
+        return path.read_text()
     except OSError:
-        return False
+        return None
 
 
 def _to_addressable(x: Any) -> Any:
@@ -216,5 +218,5 @@ def _to_addressable(x: Any) -> Any:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return random.wrap_key_data(_to_addressable(random.key_data(x)), impl=random.key_impl(x))
-    whole = x if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
-    return jnp.asarray(np.asarray(whole))
+    full = x if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
+    return jnp.asarray(np.asarray(full))

@@ -1,16 +1,11 @@
-"""At which iterations a run stops for a checkpoint.
-
-What a long run shows while it goes on, and how it is stopped.
-"""
+"""Progress of a long run: when it stops for a checkpoint, Ctrl-C, and the progress bar."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,23 +14,22 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc.checkpoint.processes import ProcessGroup
-from numpyro_sgmcmc.checkpoint.store import Checkpoint
 from numpyro_sgmcmc.diagnostics.stein_estimates import compute_configurational_temperature
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-__all__ = [
-    "CheckpointSchedule",
-    "ChunkSizer",
-    "ProgressBar",
-    "SigintHandler",
-    "print_resume_position",
-]
+__all__ = ["CheckpointSchedule", "ChunkSizer", "ProgressBar", "SigintHandler"]
+
+# Seconds between two looks at Ctrl-C and updates of the bar: short for a user, long for a device.
+_POLL_INTERVAL_SECONDS = 0.5
+# Coordinates whose ESS is in the bar: a bound on the time it takes.
+MAX_ESS_COORDINATES = 8
 
 
 class CheckpointSchedule(NamedTuple):
     """
-    - **iterations_per_segment** - iterations from stop to stop.
-    - **num_discarded_iterations** - iterations before the first draw: warm-up, and what thinning leaves over.
+    - **iterations_per_segment** - iterations from checkpoint to checkpoint.
+    - **num_discarded_iterations** - iterations before the first draw: warm-up, and the remainder
+      of thinning.
     - **num_sampling_iterations** - iterations after that.
     """
 
@@ -45,57 +39,22 @@ class CheckpointSchedule(NamedTuple):
 
     @property
     def num_iterations(self) -> int:
-        """The iteration at which the run is complete."""
+        """Iterations of the complete run."""
         return self.num_discarded_iterations + self.num_sampling_iterations
 
     def next_stop(self, num_done: int) -> int:
-        """The next stop after ``num_done`` iterations: a multiple, so that chunks on disk are whole."""
-        if num_done < self.num_discarded_iterations:
-            return min(
-                self.num_discarded_iterations,
-                (num_done // self.iterations_per_segment + 1) * self.iterations_per_segment,
-            )
-        since = num_done - self.num_discarded_iterations
-        return min(
-            self.num_iterations,
-            self.num_discarded_iterations
-            + (since // self.iterations_per_segment + 1) * self.iterations_per_segment,
-        )
-
-
-_MAX_ESS_COORDINATES = 8  # coordinates whose effective draws are shown
-
-
-_POLL_INTERVAL_SECONDS = 0.5
-
-
-def print_resume_position(
-    process_group: ProcessGroup,
-    folder: Path,
-    checkpoint: Checkpoint,
-    num_draws: int,
-    num_iterations: int,
-) -> None:
-    """Where a resumed run goes on, in a line beside the progress bar, which may be off.
-
-    :param process_group: those that share the run; the first one says it.
-    :param checkpoint: the checkpoint.
-    :param num_draws: draws of a chain in the whole run.
-    :param num_iterations: iterations of the whole run.
-    """
-    if not process_group.is_primary:
-        return
-    on = f"going on after iteration {checkpoint.num_iterations} of {num_iterations}"
-    rest = "the run is complete" if checkpoint.num_iterations == num_iterations else on
-    print(
-        f"'{folder}': {checkpoint.num_draws} of {num_draws} draws a chain; {rest}.", file=sys.stderr
-    )
+        """Return the iteration of the next checkpoint, so that draws come in whole segments."""
+        first, end = 0, self.num_discarded_iterations
+        if num_done >= self.num_discarded_iterations:
+            first, end = self.num_discarded_iterations, self.num_iterations
+        num_segments = (num_done - first) // self.iterations_per_segment + 1
+        return min(end, first + num_segments * self.iterations_per_segment)
 
 
 class SigintHandler:
-    """Ctrl-C as a wish to stop, to be met at the next good moment; the second one stops at once.
+    """Ctrl-C as a request to stop at the next draw; a second one raises KeyboardInterrupt.
 
-    :param process_group: those that share the run; a wish that one is told is all of theirs.
+    :param process_group: processes that share the run: a request to one of them stops all.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -104,10 +63,9 @@ class SigintHandler:
         self._previous_handler: Any = None
 
     def poll(self) -> bool:
-        """Learn whether any process has been asked by now; all of them must look."""
-        self.is_stop_requested = bool(
-            self._process_group.allgather(self._is_local_stop_requested).any()
-        )
+        """Return whether any process got a request; all of them must call this."""
+        requests = self._process_group.allgather(self._is_local_stop_requested)
+        self.is_stop_requested = bool(requests.any())
         return self.is_stop_requested
 
     def _request_stop(self, signal_number: int, frame: FrameType | None) -> None:
@@ -116,27 +74,22 @@ class SigintHandler:
         self._is_local_stop_requested = True
 
     def __enter__(self) -> SigintHandler:
-        # Other threads can set no handlers; there Ctrl-C is not theirs to meet either. Nor is it a
-        # background process's, which its shell has told to ignore it.
+        # Python sets handlers in the main thread only, and a shell has background processes ignore
+        # Ctrl-C, which they must go on to do.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous_handler = signal.signal(signal.SIGINT, self._request_stop)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._previous_handler is not None:
             signal.signal(signal.SIGINT, self._previous_handler)
 
 
 class ChunkSizer:
-    """How many iterations to compute between two looks at the clock: about half a second's.
+    """Number of iterations that take about the poll interval.
 
-    :param process_group: those that share the run; the first one's clock counts.
+    :param process_group: processes that share the run, which follow the first one's clock.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -145,19 +98,13 @@ class ChunkSizer:
         self._chunk_start_seconds = 0.0
 
     def next_chunk(self, multiple_of: int, max_iterations: int) -> int:
-        """Iterations to do now, a multiple of ``multiple_of`` or all of ``max_iterations``."""
+        """Return a number of iterations, a multiple of ``multiple_of`` or ``max_iterations``."""
         self._chunk_start_seconds = time.perf_counter()
-        return int(
-            self._process_group.allgather(
-                min(
-                    max_iterations,
-                    max(multiple_of, self._chunk_length // multiple_of * multiple_of),
-                )
-            )[0]
-        )
+        length = max(multiple_of, self._chunk_length // multiple_of * multiple_of)
+        return int(self._process_group.allgather(min(max_iterations, length))[0])
 
     def record(self, num_iterations: int) -> None:
-        """Learn from how long they took."""
+        """Adapt the chunk's length to the time since :meth:`next_chunk`."""
         seconds = time.perf_counter() - self._chunk_start_seconds
         if seconds < _POLL_INTERVAL_SECONDS:
             self._chunk_length = max(self._chunk_length, 2 * num_iterations)
@@ -166,49 +113,40 @@ class ChunkSizer:
 
 
 class ProgressBar:
-    """A progress bar with step size, temperature and effective draws.
+    """A progress bar with step size, configurational temperature and effective sample size.
 
     :param is_shown: whether there is a bar at all.
-    :param num_iterations: of the whole run.
-    :param num_warmup: those of them that are warm-up.
-    :param num_done: those that were done before.
-    :param draws: draws so far, a pytree of shape ``(chains, draws, ...)``, or None.
+    :param num_iterations: iterations of the whole run.
+    :param num_warmup: warm-up iterations among them.
+    :param num_done: iterations done before.
     """
 
-    def __init__(
-        self, is_shown: bool, num_iterations: int, num_warmup: int, num_done: int, draws: Any
-    ) -> None:
+    def __init__(self, is_shown: bool, num_iterations: int, num_warmup: int, num_done: int) -> None:
         self._bar = tqdm_auto(total=num_iterations, initial=num_done, disable=not is_shown)
         self._num_warmup = num_warmup
         self._traces: list[np.ndarray] = []
         self._ess_text = ""
-        self.add_draws(draws)
 
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
 
     def advance(self, num_iterations: int) -> None:
-        """Some iterations more."""
+        """Show some more iterations."""
         self._bar.update(num_iterations)
         self._bar.set_description("warmup" if self._bar.n <= self._num_warmup else "sample", False)
 
     def add_draws(self, draws: Any) -> None:
-        """Draws for the effective sample size, of which a few coordinates are kept."""
-        if self._bar.disable or draws is None:
+        """Add draws, leaves of shape ``(chains, draws, ...)``, to the effective sample size."""
+        if self._bar.disable:
             return
         leaves = [np.asarray(x) for x in jax.tree.leaves(draws)]
         if not leaves or leaves[0].shape[1] == 0:
             return
-        flat = [x.reshape(*x.shape[:2], -1)[..., :_MAX_ESS_COORDINATES] for x in leaves]
-        self._traces.append(np.concatenate(flat, -1)[..., :_MAX_ESS_COORDINATES])
+        flat = [x.reshape(*x.shape[:2], -1)[..., :MAX_ESS_COORDINATES] for x in leaves]
+        self._traces.append(np.concatenate(flat, -1)[..., :MAX_ESS_COORDINATES])
         traces = np.concatenate(self._traces, 1)
         if traces.shape[1] >= 4:
             with np.errstate(all="ignore"):
@@ -216,11 +154,11 @@ class ProgressBar:
             self._ess_text = f", ESS {ess:.0f} of {traces.shape[0] * traces.shape[1]} draws"
 
     def show_state(self, state: SGMCMCState) -> None:
-        """The step size and the temperature of a state, which may be one of several chains."""
+        """Show mean step size and temperature of one chain's state, or of all chains'."""
         if self._bar.disable:
             return
-        parts = f"step size {np.mean(np.asarray(state.adapt_state.step_size)):.2g}"
+        text = f"step size {np.mean(np.asarray(state.adapt_state.step_size)):.2g}"
         temperature = compute_configurational_temperature(state.moments.batches)
         if np.isfinite(temperature):
-            parts += f", temperature {temperature:.2f}"
-        self._bar.set_postfix_str(parts + self._ess_text, refresh=False)
+            text += f", temperature {temperature:.2f}"
+        self._bar.set_postfix_str(text + self._ess_text, refresh=False)

@@ -1,24 +1,25 @@
-"""Pytrees as JSON and a list of NumPy arrays, and back: to the same types and the same bits.
+"""Checkpoints of a run: the state by orbax, and one JSON manifest each.
 
-No pickle: a checkpoint is data, and reading one runs no code of its own.
+``checkpoints/<iterations>/`` in the run's folder has two items of orbax's ``CheckpointManager``:
+``state``, the arrays, and ``manifest/manifest.json``, everything else. Orbax writes both into a
+temporary folder and renames it, so that a checkpoint is complete or absent whenever the process
+is killed. The last two are kept.
 
-A run's folder: checkpoints of the state by orbax, each complete or not there at all.
-
-``checkpoints/<iterations>/state`` is orbax's; ``checkpoint.json`` beside it is written last and
-moved into place at once, so that a folder without it does not count. It has a checksum of every
-array, and of every block of draws so far.
+Three things orbax does not do. It restores arrays into the structure of a template; a resumed run
+has none, as the structure depends on what the warm-up chose, so the manifest holds it
+(:func:`encode`). It has no checksums of the values, so the manifest holds those too. And it keeps
+no empty arrays.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,12 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.errors import InvalidArgumentError, warn_user
+from numpyro_sgmcmc.errors import (
+    CheckpointWarning,
+    InvalidArgumentError,
+    format_message,
+    warn_user,
+)
 
 __all__ = [
     "Checkpoint",
@@ -36,356 +42,371 @@ __all__ = [
     "compute_checksum",
     "decode",
     "encode",
-    "read_latest_header",
+    "read_latest_manifest",
     "report_write_failure",
 ]
 
-
-def _is_prng_key(x: Any) -> bool:
-    return isinstance(x, Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
-    """The structure of ``tree`` as JSON; its arrays are appended to ``arrays``.
-
-    :param tree: named tuples, dataclasses, dicts with strings or tuples of them as keys, lists,
-        tuples, arrays, random keys, numbers, strings, bools and None.
-    :raises TypeError: for anything else.
-    """
-    if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):
-        return tree
-    if _is_prng_key(tree):
-        arrays.append(np.asarray(random.key_data(tree)))
-        return {"key": len(arrays) - 1, "impl": str(random.key_impl(tree))}
-    if isinstance(tree, Array):
-        arrays.append(np.asarray(tree))
-        return {"jax": len(arrays) - 1}
-    if isinstance(tree, (np.ndarray, np.generic)):
-        arrays.append(np.asarray(tree))
-        return {"scalar" if isinstance(tree, np.generic) else "numpy": len(arrays) - 1}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        kind = f"{type(tree).__module__}:{type(tree).__qualname__}"
-        parts = zip(tree._fields, tree, strict=True)
-        return {"type": kind, "fields": {n: encode(x, arrays) for n, x in parts}}
-    if is_dataclass(tree) and not isinstance(tree, type):
-        kind = f"{type(tree).__module__}:{type(tree).__qualname__}"
-        values = {f.name: encode(getattr(tree, f.name), arrays) for f in fields(tree)}
-        return {"object": kind, **({"values": values} if values else {})}
-    if isinstance(tree, (list, tuple)):
-        return {type(tree).__name__: [encode(x, arrays) for x in tree]}
-    if isinstance(tree, dict) and all(isinstance(k, str) for k in tree):
-        return {"dict": {k: encode(x, arrays) for k, x in tree.items()}}
-    if isinstance(tree, dict) and all(isinstance(k, tuple) for k in tree):
-        return {"by tuples": [[list(k), encode(x, arrays)] for k, x in tree.items()]}
-    raise TypeError(f"A {type(tree).__name__} cannot be kept in a checkpoint.")
-
-
-def _resolve_type(qualified_name: str) -> type:
-    """A type of a module that is loaded already: reading a checkpoint imports nothing."""
-    module, name = qualified_name.split(":")
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    if not isinstance(found, type):
-        raise ValueError(f"{qualified_name} is no type.")
-    return found
-
-
-def _resolve_named_tuple(qualified_name: str) -> type:
-    found = _resolve_type(qualified_name)
-    if not (issubclass(found, tuple) and hasattr(found, "_fields")):
-        raise ValueError(f"{qualified_name} is no named tuple.")
-    return found
-
-
-def _resolve_dataclass(qualified_name: str) -> type:
-    """An estimator's, a minibatch scheme's, that of the mass matrix's blocks."""
-    found = _resolve_type(qualified_name)
-    if not is_dataclass(found):
-        raise ValueError(f"{qualified_name} is no dataclass.")
-    return found
-
-
-def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]) -> Any:
-    """The tree of :func:`encode`; JAX arrays are on the default device."""
-    if not isinstance(structure, dict):
-        return structure
-    match structure:
-        case {"key": place, "impl": impl}:
-            return random.wrap_key_data(jnp.array(arrays[place]), impl=impl)
-        case {"jax": place}:
-            return jnp.array(arrays[place])
-        case {"numpy": place}:
-            return arrays[place]
-        case {"scalar": place}:
-            return arrays[place][()]
-        case {"type": kind, "fields": parts}:
-            return _resolve_named_tuple(kind)(**{n: decode(x, arrays) for n, x in parts.items()})
-        case {"object": kind}:
-            values = structure.get("values", {})
-            return _resolve_dataclass(kind)(**{n: decode(x, arrays) for n, x in values.items()})
-        case {"list": items}:
-            return [decode(x, arrays) for x in items]
-        case {"tuple": items}:
-            return tuple(decode(x, arrays) for x in items)
-        case {"dict": items}:
-            return {k: decode(x, arrays) for k, x in items.items()}
-        case {"by tuples": items}:
-            return {tuple(k): decode(x, arrays) for k, x in items}
-    raise ValueError(f"A checkpoint holds no {structure!r}.")
-
-
-_HEADER_FILENAME = "checkpoint.json"
-
-
-_FORMAT_VERSION = 6
-"""Of what continues a run; draws on disk have been the same since format 1."""
+# Version of the manifest and of the state's structure. Draws on disk are the same since format 1.
+_FORMAT_VERSION = 7
+# Checkpoints kept: the second one is used where the newest is damaged.
+_MAX_CHECKPOINTS = 2
+# Digits of a checkpoint's folder, so that names sort as numbers do.
+_STEP_DIGITS = 12
+# Where a manifest is in its checkpoint's folder; the second is that of formats 1 to 6.
+_MANIFEST_PATHS = ("manifest/manifest.json", "checkpoint.json")
 
 
 class Checkpoint(NamedTuple):
     """
-    - **num_iterations** - complete iterations, warm-up counted in.
-    - **num_draws** - complete draws of a chain.
-    - **draw_blocks** - first and last draw (exclusive) of each block on disk, and its checksum.
-    - **header** - what else is JSON: fingerprint, settings, structure of the draws.
-    - **tree** - what continues the run.
+    - **num_iterations** - complete iterations, including warm-up.
+    - **num_draws** - complete draws per chain.
+    - **draw_blocks** - ``[first, stop, checksum]`` of each block of draws on disk.
+    - **manifest** - the JSON part: fingerprint, extra fields and layout of the draws.
+    - **tree** - the pytree that continues the run.
     """
-
-    @property
-    def label(self) -> str:
-        """Tells it from others."""
-        arrays = zlib.crc32(json.dumps(self.header["arrays"]).encode())
-        return f"that of iteration {self.num_iterations} ({arrays:08x})"
 
     num_iterations: int
     num_draws: int
     draw_blocks: list[list[int]]
-    header: dict[str, Any]
+    manifest: dict[str, Any]
     tree: Any
 
-
-def compute_checksum(arrays: Any) -> int:
-    """Of the values of some arrays, in order."""
-    total = 0
-    for x in arrays:
-        total = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, total)
-    return total
-
-
-def _create_checkpointer() -> Any:
-    ocp = errors.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-    if jax.process_count() == 1:
-        return ocp.StandardCheckpointer()
-    # One of several processes, which does not wait for the others to write or to read.
-    place = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=place, active_processes={place}, barrier_sync_key_prefix=f"process-{place}"
-    )
-    return ocp.StandardCheckpointer(multiprocessing_options=alone)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """All of the text or none of it, whatever happens meanwhile."""
-    draft = path.with_suffix(".draft")
-    with open(draft, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
-def _list_checkpoint_folders(folder: Path) -> list[Path]:
-    """The folders of complete checkpoints, newest first."""
-    found = folder.glob(f"checkpoints/*/{_HEADER_FILENAME}")
-    return sorted((f.parent for f in found), key=lambda p: p.name, reverse=True)
-
-
-def _read_header(checkpoint_folder: Path) -> dict[str, Any]:
-    header = json.loads((checkpoint_folder / _HEADER_FILENAME).read_text())
-    header["format"], header["draws"]
-    return header
-
-
-def read_latest_header(folder: Path) -> dict[str, Any]:
-    """What the newest readable checkpoint says of itself, whatever its format.
-
-    :raises FileNotFoundError: where there is none.
-    """
-    for step in _list_checkpoint_folders(folder):
-        try:
-            return _read_header(step)
-        except (ValueError, KeyError, OSError):
-            continue
-    raise FileNotFoundError(f"'{folder}' holds no checkpoint of a run.")
-
-
-@contextmanager
-def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
-    """Turn whatever goes wrong while writing into one sentence on what is safe.
-
-    :param num_draws: draws of a chain in the last checkpoint.
-    """
-    try:
-        yield
-    except ImportError:
-        raise
-    # Orbax and Zarr have errors of their own for a full disk.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise RuntimeError(
-            f"A checkpoint could not be written to '{folder}' ({reason}): {num_draws} draws a chain "
-            "are safe there and can be read by `open_draws`; once there is room, `resume` "
-            "continues the run."
-        ) from error
+    @property
+    def label(self) -> str:
+        """Iteration and checksum, to compare over processes."""
+        checksum = zlib.crc32(json.dumps(self.manifest["arrays"]).encode())
+        return f"that of iteration {self.num_iterations} ({checksum:08x})"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, of which the last two are kept.
+    """The checkpoints of one run.
 
     :param folder: the run's folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._latest_folder: Path | None = None
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether a run could be continued."""
-        return bool(_list_checkpoint_folders(self._folder))
-
-    def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Any:
-        """Keep a checkpoint, and of those before only the last.
-
-        :param is_writer: whether this process writes, and not another one that has the same.
-        :return: the tree as :meth:`newest` would give it.
-        """
-        arrays: list[np.ndarray] = []
-        structure = encode(checkpoint.tree, arrays)
-        if is_writer:
-            self._write_files(checkpoint, structure, arrays)
-        return decode(structure, arrays)
-
-    def _write_files(
-        self, checkpoint: Checkpoint, structure: Any, arrays: list[np.ndarray]
-    ) -> None:
-        step = self._folder / "checkpoints" / f"{checkpoint.num_iterations:012d}"
-        if step.exists():
-            _remove_checkpoint(step)
-        step.mkdir(parents=True)
-        with _create_checkpointer() as checkpointer:
-            # Orbax keeps no empty arrays; their shape says everything.
-            filled = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
-            checkpointer.save((step / "state").absolute(), filled)
-            checkpointer.wait_until_finished()
-        header = {
-            **checkpoint.header,
-            "format": _FORMAT_VERSION,
-            "iterations": checkpoint.num_iterations,
-            "draws": checkpoint.num_draws,
-            "blocks": checkpoint.draw_blocks,
-            "structure": structure,
-            "arrays": [[list(x.shape), x.dtype.name, compute_checksum([x])] for x in arrays],
-        }
-        _write_atomically(step / _HEADER_FILENAME, json.dumps(header))
-        for other in (self._folder / "checkpoints").iterdir():
-            if other not in (step, self._latest_folder):
-                _remove_checkpoint(other)
-        self._latest_folder = step
-
-    def read_headers(self) -> list[tuple[Path, dict[str, Any] | Exception]]:
-        """The checkpoints, newest first, each with its header or with what is wrong with it."""
-        found: list[tuple[Path, dict[str, Any] | Exception]] = []
-        for step in _list_checkpoint_folders(self._folder):
-            try:
-                found.append((step, _read_header(step)))
-            except (ValueError, KeyError, OSError) as error:
-                found.append((step, error))
-        return found
-
-    @property
-    def latest_fingerprint(self) -> dict[str, str] | None:
-        """That of the run, as the newest readable checkpoint has it; None where there is none."""
-        readable = (
-            h["fingerprint"] for _, h in self.read_headers() if not isinstance(h, Exception)
-        )
-        return next(readable, None)
+        """True if the folder holds a run that can be continued."""
+        return bool(_list_checkpoints(self._folder))
 
     def check_no_run(self) -> None:
-        """Refuse to begin a run where there is one.
+        """Check that the folder holds no run.
 
         :raises FileExistsError: naming the folder.
         """
         if self.has_checkpoint:
             raise FileExistsError(
-                f"'{self._folder}' holds a run already: call `resume` to continue it, or give "
-                "`checkpoint` another folder."
+                format_message(
+                    f"The folder `checkpoint='{self._folder}'` already holds a run.",
+                    "call `resume` to continue it, or give `checkpoint` another folder.",
+                    "checkpoint-folder",
+                )
             )
 
     def check_format_version(self) -> None:
-        """Refuse to continue a run that another version of the package has stored.
+        """Check that this version of the package can continue the run.
 
-        :raises ValueError: naming both formats, with the way out.
+        :raises ValueError: naming both formats.
         """
-        for _, header in self.read_headers():
-            if isinstance(header, Exception):
-                continue
-            found = header["format"]
-            if found == _FORMAT_VERSION:
-                return
-            age = "an older" if found < _FORMAT_VERSION else "a newer"
-            raise InvalidArgumentError(
-                f"The run in '{self._folder}' was stored in {age} format ({found}) than this "
-                f"version of numpyro_sgmcmc continues ({_FORMAT_VERSION}): continue it with the version "
-                "that began it, or run in another folder. Its draws can be read by `open_draws`."
-            )
-
-    def read_latest(self, check_draws: Any) -> Checkpoint:
-        """The newest checkpoint that is whole, with a warning where that is not the last one.
-
-        :param check_draws: called with a header; raises where the last draws on disk are damaged.
-        :raises RuntimeError: where none is whole.
-        """
-        wrong: list[str] = []
-        for step, header in self.read_headers():
-            try:
-                if isinstance(header, Exception):
-                    raise header
-                tree = _read_tree(step, header)
-                check_draws(header)
-            # Whatever a damaged file makes its reader raise.
-            except Exception as error:
-                reason = " ".join(str(error).split())[:200]
-                wrong.append(f"that of iteration {int(step.name)} is damaged ({reason})")
-                continue
-            if wrong:
-                warn_user(
-                    f"Of the checkpoints in '{self._folder}' {' and '.join(wrong)}: the run goes "
-                    f"on from the one before, of iteration {header['iterations']}."
-                )
-            self._latest_folder = step
-            return Checkpoint(header["iterations"], header["draws"], header["blocks"], header, tree)
-        raise RuntimeError(
-            f"No checkpoint in '{self._folder}' can be read: {' and '.join(wrong)}. Draws on disk "
-            "are left as they are; run in another folder."
+        version = next((m["format"] for _, m in self._iter_manifests()), _FORMAT_VERSION)
+        if version == _FORMAT_VERSION:
+            return
+        age = "an older" if version < _FORMAT_VERSION else "a newer"
+        raise InvalidArgumentError(
+            f"The run in '{self._folder}' has {age} format ({version}) than the present one "
+            f"({_FORMAT_VERSION}).",
+            "continue it with the version of numpyro_sgmcmc that began it, or run in another "
+            "folder; `open_draws` reads its draws.",
+            "checkpoint-format",
         )
 
+    @property
+    def latest_fingerprint(self) -> dict[str, str] | None:
+        """Fingerprint of the newest readable checkpoint; None where there is none."""
+        return next((m["fingerprint"] for _, m in self._iter_manifests()), None)
 
-def _read_tree(checkpoint_folder: Path, header: dict[str, Any]) -> Any:
-    stored = [(tuple(shape), np.dtype(dtype), crc) for shape, dtype, crc in header["arrays"]]
-    arrays = [np.zeros(shape, dtype) for shape, dtype, _ in stored]
-    target = {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
-    with _create_checkpointer() as checkpointer:
-        found = checkpointer.restore((checkpoint_folder / "state").absolute(), target)
-    for name, x in found.items():
-        arrays[int(name)] = np.asarray(x)
-    for x, (shape, dtype, crc) in zip(arrays, stored, strict=True):
-        if x.shape != shape or x.dtype != dtype or compute_checksum([x]) != crc:
-            raise ValueError("an array is not the one that was written")
-    return decode(header["structure"], arrays)
+    def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Any:
+        """Write a checkpoint, and return its tree as :meth:`read_latest` would.
+
+        :param is_writer: whether this process writes; the others only decode.
+        :raises TypeError: where the tree holds what cannot be encoded.
+        """
+        arrays: list[np.ndarray] = []
+        structure = encode(checkpoint.tree, arrays)
+        if is_writer:
+            manifest = {
+                **checkpoint.manifest,
+                "format": _FORMAT_VERSION,
+                "iterations": checkpoint.num_iterations,
+                "draws": checkpoint.num_draws,
+                "blocks": checkpoint.draw_blocks,
+                "structure": structure,
+                "arrays": [[list(x.shape), x.dtype.name, compute_checksum([x])] for x in arrays],
+            }
+            self._write_step(checkpoint.num_iterations, arrays, manifest)
+        return decode(structure, arrays)
+
+    def _write_step(
+        self, step: int, arrays: Sequence[np.ndarray], manifest: dict[str, Any]
+    ) -> None:
+        ocp = _import_orbax()
+        with _open_manager(self._folder, read_only=False) as manager:
+            # Those of later iterations are damaged: the run went on from one before.
+            for later_step in [s for s in manager.all_steps() if s >= step]:
+                manager.delete(later_step)
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(_name_nonempty(arrays)),
+                manifest=ocp.args.JsonSave(manifest),
+            )
+            manager.save(step, args=items, force=True)
+
+    def read_latest(self, check_draws: Any) -> Checkpoint:
+        """Return the newest undamaged checkpoint, with a warning where it is not the newest one.
+
+        :param check_draws: called with the manifest; raises where the last draws are damaged.
+        :raises RuntimeError: where all are damaged.
+        """
+        damages: list[str] = []
+        for path in _list_checkpoints(self._folder):
+            try:
+                manifest = _read_manifest(path)
+                tree = self._read_tree(int(path.name), manifest)
+                check_draws(manifest)
+            # A damaged file can make its reader raise anything.
+            except Exception as error:
+                reason = " ".join(str(error).split())[:200]
+                damages.append(f"iteration {int(path.name)} is damaged ({reason})")
+                continue
+            if damages:
+                warn_user(
+                    f"The checkpoint of {' and that of '.join(damages)}; resuming from that "
+                    f"before, of iteration {manifest['iterations']}.",
+                    CheckpointWarning,
+                    f"nothing, if this is rare; else check the disk that holds '{self._folder}'.",
+                    "damaged-checkpoint",
+                )
+            return Checkpoint(
+                manifest["iterations"], manifest["draws"], manifest["blocks"], manifest, tree
+            )
+        raise RuntimeError(
+            format_message(
+                f"No checkpoint in '{self._folder}' can be read: {' and '.join(damages)}.",
+                "run in another folder; `open_draws` reads the draws that are on disk.",
+                "damaged-checkpoint",
+            )
+        )
+
+    def _read_tree(self, step: int, manifest: dict[str, Any]) -> Any:
+        ocp = _import_orbax()
+        arrays = [np.zeros(shape, np.dtype(dtype)) for shape, dtype, _ in manifest["arrays"]]
+        with _open_manager(self._folder, read_only=True) as manager:
+            state_args = ocp.args.StandardRestore(_name_nonempty(arrays))
+            items = manager.restore(step, args=ocp.args.Composite(state=state_args))
+        for name, x in items["state"].items():
+            arrays[int(name)] = np.asarray(x)
+        for x, (shape, dtype, checksum) in zip(arrays, manifest["arrays"], strict=True):
+            layout = (list(x.shape), x.dtype.name, compute_checksum([x]))
+            if layout != (shape, dtype, checksum):
+                raise ValueError("the checksum of an array differs")
+        return decode(manifest["structure"], arrays)
+
+    def _iter_manifests(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield the readable manifests and their folders, newest first."""
+        for path in _list_checkpoints(self._folder):
+            try:
+                yield path, _read_manifest(path)
+            except (ValueError, KeyError, OSError):
+                continue
 
 
-def _remove_checkpoint(checkpoint_folder: Path) -> None:
-    """Remove a checkpoint, which is none from the first moment on."""
-    (checkpoint_folder / _HEADER_FILENAME).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint_folder, ignore_errors=True)
+def read_latest_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of the newest readable checkpoint, of any format.
+
+    :raises FileNotFoundError: where there is none.
+    """
+    for _, manifest in CheckpointStore(folder)._iter_manifests():
+        return manifest
+    raise FileNotFoundError(
+        format_message(
+            f"'{folder}' holds no checkpoint of a run.",
+            "pass the folder that `CheckpointedMCMC` got as `checkpoint`.",
+            "checkpoint-folder",
+        )
+    )
+
+
+@contextmanager
+def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
+    """Turn any error while writing into a RuntimeError that states how many draws are safe.
+
+    :param num_draws: draws per chain in the last checkpoint.
+    """
+    try:
+        yield
+    except ImportError:
+        raise
+    # Orbax and Zarr have error types for a full disk that are not OSErrors.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RuntimeError(
+            format_message(
+                f"Writing a checkpoint to '{folder}' failed ({reason}).",
+                f"free disk space and call `resume`; {num_draws} draws per chain are stored and "
+                "`open_draws` reads them.",
+                "checkpoint-write",
+            )
+        ) from error
+
+
+def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """Return the structure of a pytree as JSON, and append its arrays to ``arrays``.
+
+    JSON and not pickle: a checkpoint is data, and reading one runs no code of it.
+
+    :param tree: named tuples, dataclasses, enums, dicts with strings or tuples of strings as keys,
+        lists, tuples, arrays, random keys, numbers, strings, bools and None.
+    :raises TypeError: for anything else.
+    """
+    if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):
+        return tree
+    if isinstance(tree, Array) and jnp.issubdtype(tree.dtype, jax.dtypes.prng_key):
+        arrays.append(np.asarray(random.key_data(tree)))
+        return {"key": len(arrays) - 1, "impl": str(random.key_impl(tree))}
+    for kind, array_type in (("jax", Array), ("scalar", np.generic), ("numpy", np.ndarray)):
+        if isinstance(tree, array_type):
+            arrays.append(np.asarray(tree))
+            return {kind: len(arrays) - 1}
+    qualified_name = f"{type(tree).__module__}:{type(tree).__qualname__}"
+    if isinstance(tree, Enum):
+        return {"enum": qualified_name, "name": tree.name}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        names: Iterable[str] = tree._fields
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        names = [field.name for field in fields(tree)]
+    elif isinstance(tree, (list, tuple)):
+        return {type(tree).__name__: [encode(x, arrays) for x in tree]}
+    elif isinstance(tree, dict) and all(isinstance(k, (str, tuple)) for k in tree):
+        # Tuples become lists in JSON, which keys cannot be otherwise.
+        return {"dict": [[k, encode(x, arrays)] for k, x in tree.items()]}
+    else:
+        raise TypeError(f"A {type(tree).__name__} cannot be stored in a checkpoint.")
+    return {"class": qualified_name, "fields": {n: encode(getattr(tree, n), arrays) for n in names}}
+
+
+def decode(structure: Any, arrays: Sequence[np.ndarray] | Mapping[int, np.ndarray]) -> Any:
+    """Return the pytree of :func:`encode`; JAX arrays are on the default device."""
+    if not isinstance(structure, dict):
+        return structure
+    match structure:
+        case {"key": index, "impl": impl}:
+            return random.wrap_key_data(jnp.array(arrays[index]), impl=impl)
+        case {"jax": index}:
+            return jnp.array(arrays[index])
+        case {"numpy": index}:
+            return arrays[index]
+        case {"scalar": index}:
+            return arrays[index][()]
+        case {"enum": qualified_name, "name": name}:
+            return _resolve_class(qualified_name)[name]
+        case {"class": qualified_name, "fields": values}:
+            cls = _resolve_class(qualified_name)
+            return cls(**{name: decode(x, arrays) for name, x in values.items()})
+        case {"list": items}:
+            return [decode(x, arrays) for x in items]
+        case {"tuple": items}:
+            return tuple(decode(x, arrays) for x in items)
+        case {"dict": items}:
+            return {tuple(k) if isinstance(k, list) else k: decode(x, arrays) for k, x in items}
+    raise ValueError(f"a checkpoint has no {structure!r}")
+
+
+def _resolve_class(qualified_name: str) -> Any:
+    """Return a named tuple, dataclass or enum of a module that is loaded already."""
+    module, name = qualified_name.split(":")
+    cls: Any = sys.modules[module]
+    for part in name.split("."):
+        cls = getattr(cls, part)
+    is_named_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+    is_enum = isinstance(cls, type) and issubclass(cls, Enum)
+    if not (is_named_tuple or is_enum or is_dataclass(cls)):
+        raise ValueError(f"{qualified_name} is no named tuple, dataclass or enum")
+    return cls
+
+
+def compute_checksum(arrays: Iterable[Any]) -> int:
+    """Return the CRC-32 of the values of some arrays, in order."""
+    checksum = 0
+    for x in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, checksum)
+    return checksum
+
+
+def _name_nonempty(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays by number, without empty ones, which orbax cannot store."""
+    return {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
+
+
+def _list_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders of complete checkpoints, newest first; orbax's temporary ones have a
+    suffix.
+    """
+    paths = {
+        path.parents[depth.count("/")]
+        for depth in _MANIFEST_PATHS
+        for path in folder.glob(f"checkpoints/*/{depth}")
+    }
+    complete = [path for path in paths if path.name.isdigit()]
+    return sorted(complete, key=lambda path: path.name, reverse=True)
+
+
+def _read_manifest(checkpoint_folder: Path) -> dict[str, Any]:
+    paths = [checkpoint_folder / name for name in _MANIFEST_PATHS]
+    path = next((p for p in paths if p.exists()), paths[0])
+    manifest = json.loads(path.read_text())
+    manifest["format"], manifest["draws"]  # a KeyError where they are missing
+    return manifest
+
+
+def _import_orbax() -> Any:
+    return errors.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+
+
+@contextmanager
+def _open_manager(folder: Path, read_only: bool) -> Iterator[Any]:
+    """Open orbax's manager of the run's checkpoints.
+
+    It is opened for one call: a manager remembers which checkpoints there were, also after a save
+    that failed. It removes what a killed process left half written.
+    """
+    ocp = _import_orbax()
+    path = (folder / "checkpoints").absolute()
+    process_options = ocp.options.MultiprocessingOptions()
+    if jax.process_count() > 1:
+        # This process alone reads or writes and does not wait for the others.
+        index = jax.process_index()
+        process_options = ocp.options.MultiprocessingOptions(
+            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
+        )
+    if not read_only:
+        path.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=None if read_only else _MAX_CHECKPOINTS,
+        step_format_fixed_length=_STEP_DIGITS,
+        create=False,
+        read_only=read_only,
+        cleanup_tmp_directories=not read_only,
+        save_root_metadata=False,
+        enable_async_checkpointing=False,
+        multiprocessing_options=process_options,
+    )
+    handlers = {
+        "state": ocp.StandardCheckpointHandler(multiprocessing_options=process_options),
+        "manifest": ocp.JsonCheckpointHandler(
+            Path(_MANIFEST_PATHS[0]).name, multiprocessing_options=process_options
+        ),
+    }
+    with ocp.CheckpointManager(path, options=options, item_handlers=handlers) as manager:
+        yield manager

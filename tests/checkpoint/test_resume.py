@@ -1,4 +1,4 @@
-"""A run that is killed and resumed is the run that was not, to the last bit."""
+"""A run that is killed and resumed is bitwise equal to an uninterrupted one."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,9 @@ from tests.checkpoint.runs import (
     KERNEL,
     SETTINGS,
     Killed,
-    assert_same_bits,
-    compilation_cache,
-    copy,
+    assert_bitwise_equal,
     end_at,
     fail_writing,
-    foreground,
     kernel_of,
     kill,
     mcmc_of,
@@ -28,15 +25,12 @@ from tests.checkpoint.runs import (
     resume,
     run,
     slow,
-    whole,
 )
 from tests.contract.kernels import KERNELS, ignore_donation, quietly
 
-__all__ = ["compilation_cache", "copy", "foreground", "whole"]
-
 
 @pytest.mark.parametrize("method", [pytest.param("sequential", marks=slow), "vectorized"])
-def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
+def test_checkpointed_mcmc_gives_the_draws_of_mcmc(whole, method, tmp_path):
     settings = {k: v for k, v in SETTINGS.items() if k != "checkpoint_every"}
     settings["chain_method"] = method
     plain = quietly(KERNEL, **settings)
@@ -54,13 +48,13 @@ def test_draws_are_those_of_plain_mcmc(whole, method, tmp_path):
 
 
 @slow
-def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
+def test_run_killed_at_every_checkpoint_is_resumed_bitwise(whole, tmp_path, monkeypatch):
     write, kills = store.CheckpointStore.write, 0
 
     def write_and_die(self, checkpoint, is_writer):
         written = write(self, checkpoint, is_writer)
         if checkpoint.num_iterations < 19:
-            raise KeyboardInterrupt  # which no handler takes for a full disk
+            raise KeyboardInterrupt  # no handler treats it as a full disk
         return written
 
     monkeypatch.setattr(store.CheckpointStore, "write", write_and_die)
@@ -74,59 +68,59 @@ def test_killed_at_every_checkpoint(whole, tmp_path, monkeypatch):
         except KeyboardInterrupt:
             kills += 1
     assert kills == 5
-    assert_same_bits(mcmc, whole[1])
+    assert_bitwise_equal(mcmc, whole[1])
 
 
 @pytest.mark.parametrize(
     "iteration", [pytest.param(2, marks=slow), 9, pytest.param(17, marks=slow)]
 )
-def test_killed_inside_a_segment(whole, tmp_path, monkeypatch, iteration):
+def test_run_killed_inside_a_segment_is_resumed_bitwise(whole, tmp_path, monkeypatch, iteration):
     with monkeypatch.context() as patch:
         end_at(patch, iteration, kill)
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path))
-    assert_same_bits(resume(tmp_path), whole[1])
-    assert_same_bits(resume(tmp_path), whole[1])  # which is complete and only read
+    assert_bitwise_equal(resume(tmp_path), whole[1])
+    assert_bitwise_equal(resume(tmp_path), whole[1])  # complete: it is read only
 
 
 @slow
-@pytest.mark.parametrize("step", ["draws", "state", "header"])
-def test_killed_while_writing(whole, tmp_path, monkeypatch, step):
+@pytest.mark.parametrize("step", ["draws", "state", "manifest"])
+def test_run_killed_while_writing_is_resumed_bitwise(whole, tmp_path, monkeypatch, step):
     with monkeypatch.context() as patch:
         fail_writing(patch, step, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
             run(mcmc_of(tmp_path))
-    assert_same_bits(resume(tmp_path), whole[1])
+    assert_bitwise_equal(resume(tmp_path), whole[1])
 
 
 @slow
 @pytest.mark.parametrize("kernel_class", KERNELS)
-def test_every_kernel(kernel_class, tmp_path, monkeypatch):
+def test_run_of_every_kernel_is_resumed_bitwise(kernel_class, tmp_path, monkeypatch):
     kernel = kernel_of(kernel_class)
     expected = outcome(run(mcmc_of(tmp_path / "whole", kernel)))
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path / "killed", kernel))
-    assert_same_bits(resume(tmp_path / "killed", kernel_of(kernel_class)), expected)
+    assert_bitwise_equal(resume(tmp_path / "killed", kernel_of(kernel_class)), expected)
 
 
 @ignore_donation
 @slow
 @pytest.mark.parametrize("method", ["sequential", jax.vmap, "one chain"])
-def test_every_chain_method(method, tmp_path, monkeypatch):
+def test_run_by_every_chain_method_is_resumed_bitwise(method, tmp_path, monkeypatch):
     settings = {"num_chains": 1} if method == "one chain" else {"chain_method": method}
     expected = run(mcmc_of(tmp_path / "whole", **settings))
     with monkeypatch.context() as patch:
         end_at(patch, 12, kill)
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path / "killed", **settings))
-    assert_same_bits(resume(tmp_path / "killed", **settings), outcome(expected))
+    assert_bitwise_equal(resume(tmp_path / "killed", **settings), outcome(expected))
 
 
 @pytest.mark.slow
-def test_rows_on_the_host(tmp_path, monkeypatch):
-    """The rows read ahead are a part of the state; other values are other data."""
+def test_run_on_host_arrays_is_resumed_bitwise(tmp_path, monkeypatch):
+    """Prefetched rows are a part of the state; changed values are other data."""
     data = [HostArray(x, name=n) for n, x in DATA._asdict().items()]
     kernel = kernel_of()
     whole, killed = (mcmc_of(tmp_path / name, kernel) for name in ("whole", "killed"))
@@ -137,9 +131,9 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
             killed.run(jax.random.key(1), *data, batch_size=40)
     resumed = mcmc_of(tmp_path / "killed", kernel_of())
     resumed.resume(*data, batch_size=40)
-    assert_same_bits(resumed, outcome(whole))
-    moved = mcmc_of(tmp_path / "killed", kernel_of())
-    moved.resume(*[HostArray(x, name="elsewhere") for x in DATA], batch_size=40)
+    assert_bitwise_equal(resumed, outcome(whole))
+    renamed = mcmc_of(tmp_path / "killed", kernel_of())
+    renamed.resume(*[HostArray(x, name="renamed") for x in DATA], batch_size=40)
     others = [HostArray(x.copy()) for x in DATA]
     others[0]._source[7] += 1
     with pytest.raises(ValueError, match=r"HostArray `X` was"):
@@ -147,19 +141,18 @@ def test_rows_on_the_host(tmp_path, monkeypatch):
 
 
 @slow
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
-    """In its own words, with the draws up to the last checkpoint; a sound one goes on there."""
-    monkeypatch.setattr(
-        prefetch, "_MAX_PREFETCHED_ITERATIONS", 2
-    )  # read anew at every other iteration
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, monkeypatch, is_resumed):
+    """With its message and the draws up to the last checkpoint; an intact source continues."""
+    # Rows are read at every other iteration.
+    monkeypatch.setattr(prefetch, "_MAX_PREFETCHED_ITERATIONS", 2)
 
     class Failing:
         shape, dtype = DATA.y.shape, DATA.y.dtype
 
         def __getitem__(self, rows):
-            reached = (tmp_path / "broken" / "checkpoints").glob("*")
-            if any(int(step.name) > 10 for step in reached):
+            paths = (tmp_path / "broken" / "checkpoints").glob("*")
+            if any(int(step.name.partition(".")[0]) > 10 for step in paths):
                 raise OSError("disk on fire")
             return DATA.y[rows]
 
@@ -169,11 +162,11 @@ def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
         broken.run(jax.random.key(1), *data, batch_size=40)
     assert type(caught.value) is RuntimeError
     assert 0 < broken.get_samples(True)["beta"].shape[1] < 13
-    if goes_on:
+    if is_resumed:
         again, whole = mcmc_of(tmp_path / "broken"), mcmc_of(tmp_path / "whole")
         again.resume(*map(HostArray, DATA), batch_size=40)
         whole.run(jax.random.key(1), *map(HostArray, DATA), batch_size=40)
-        assert_same_bits(again, outcome(whole))
+        assert_bitwise_equal(again, outcome(whole))
 
 
 @slow
@@ -187,7 +180,7 @@ def test_a_source_that_fails_while_sampling(tmp_path, monkeypatch, goes_on):
     ],
     ids=["schedule", "compensated", "second order", "adapted"],
 )
-def test_what_else_a_state_holds(settings, tmp_path, monkeypatch):
+def test_run_with_other_options_is_resumed_bitwise(settings, tmp_path, monkeypatch):
     kernel = kernel_of(**settings)
     whole = run(mcmc_of(tmp_path / "whole", kernel), extra_fields=("weight", "z.rate"))
     with monkeypatch.context() as patch:
@@ -195,7 +188,7 @@ def test_what_else_a_state_holds(settings, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             run(mcmc_of(tmp_path / "killed", kernel), extra_fields=("weight", "z.rate"))
     mcmc = resume(tmp_path / "killed", kernel_of(**settings))
-    assert_same_bits(mcmc, outcome(whole))
+    assert_bitwise_equal(mcmc, outcome(whole))
     assert {"weight", "z.rate", "diverging"} == set(mcmc.get_extra_fields())
     weights = np.asarray(mcmc.get_extra_fields()["weight"], np.float64)
     mean = np.average(np.asarray(mcmc.get_samples()["rate"], np.float64), weights=weights)
@@ -204,7 +197,7 @@ def test_what_else_a_state_holds(settings, tmp_path, monkeypatch):
 
 @slow
 @pytest.mark.parametrize("start", [jnp.zeros(3), (jnp.zeros(()), [jnp.zeros(2)])])
-def test_potential_fn(start, tmp_path):
+def test_run_of_a_potential_fn_is_read_bitwise(start, tmp_path):
     def potential(z):
         return sum(jnp.square(x).sum() for x in jax.tree.leaves(z)) / 2
 
@@ -220,12 +213,12 @@ def test_potential_fn(start, tmp_path):
     again = make()
     again.resume()
     assert jax.tree.structure(again.get_samples()) == jax.tree.structure(start)
-    assert_same_bits(again, outcome(mcmc))
+    assert_bitwise_equal(again, outcome(mcmc))
 
 
 @slow
-def test_directions_of_a_long_position(tmp_path, monkeypatch):
-    """A few directions besides a diagonal are a part of the state from 100 parameters on."""
+def test_run_with_a_low_rank_preconditioner_is_resumed_bitwise(tmp_path, monkeypatch):
+    """From 100 parameters on, a few directions of a low-rank preconditioner are in the state."""
     inverse = jnp.eye(120) - 0.98 * jnp.full((120, 120), 1 / 120)
 
     def potential(z):
@@ -243,4 +236,4 @@ def test_directions_of_a_long_position(tmp_path, monkeypatch):
             make(tmp_path / "killed").run(jax.random.PRNGKey(0), init_params=jnp.zeros(120))
     again = make(tmp_path / "killed")
     again.resume()
-    assert_same_bits(again, outcome(whole))
+    assert_bitwise_equal(again, outcome(whole))

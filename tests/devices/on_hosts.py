@@ -192,9 +192,10 @@ def check_a_source_that_fails_is_told_by_all_devices():
         keep = CheckpointedMCMC._save_checkpoint
 
         def keep_and_lose(self, checkpoint):
-            keep(self, checkpoint)
-            if checkpoint.draws == 100:  # rows are there up to iteration 192
+            written = keep(self, checkpoint)
+            if checkpoint.num_draws == 100:  # rows are there up to iteration 192
                 is_gone.set()
+            return written
 
         patch.setattr(CheckpointedMCMC, "_save_checkpoint", keep_and_lose)
         with pytest.raises(RuntimeError, match=r"^HostArray\('X'.* could not read .*no such block"):

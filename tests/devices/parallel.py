@@ -58,4 +58,4 @@ def check_parallel_chains_that_are_killed_and_resumed():
                 runs.run(runs.mcmc_of(folder / "killed", **parallel))
         mcmc = runs.resume(folder / "killed", **parallel)
         assert mcmc.chain_method == "parallel"
-        runs.assert_same_bits(mcmc, expected)
+        runs.assert_bitwise_equal(mcmc, expected)

@@ -6,7 +6,7 @@ import pytest
 from jax import random
 
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit
-from tests.checkpoint.runs import Killed, assert_same_bits, end_at, kill, outcome
+from tests.checkpoint.runs import Killed, assert_bitwise_equal, end_at, kill, outcome
 from tests.contract.kernels import quietly
 from tests.model.hierarchies import indicator_odds, mixture, mixture_data, normal_means
 
@@ -68,4 +68,4 @@ def test_a_stored_run_goes_on(kind, tmp_path, monkeypatch):
             run(stored(tmp_path / "killed"), Y)
     mcmc = stored(tmp_path / "killed")
     mcmc.resume(Y, batch_size=20)
-    assert_same_bits(mcmc, whole)
+    assert_bitwise_equal(mcmc, whole)
