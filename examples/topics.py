@@ -117,7 +117,8 @@ def main() -> None:
         adapt_mass_matrix=False,
         gibbs_fn=draw_shares,
         gibbs_sites=["shares"],
-        gibbs_sweeps=5,
+        keep_locals=False,
+        num_gibbs_sweeps=5,
     )
     start = 0.5 * np.random.default_rng(0).gamma(100.0, 0.01, (TOPICS, size))
     with tempfile.TemporaryDirectory() as folder:

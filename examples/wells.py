@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("wells.gif"))
     options = parser.parse_args()
 
-    given = {"num_steps": 1, "adapt_mass_matrix": False, "adapt_step_size": False,
+    given = {"num_steps": 1, "adapt_mass_matrix": False, "shrink_step_size_on_divergence": False,
              "gradient_estimator": "minibatch", "subsampling": "iid"}  # fmt: skip
     kernels = {
         "SGLD, h = 0.004": SGLD(model, step_size=0.004, **given),

@@ -255,6 +255,8 @@ def evaluate_user_function(name: str, fn: Callable, *args: Any) -> np.ndarray:
         if jnp.issubdtype(traced.dtype, jnp.complexfloating):
             raise TypeError("it returns complex numbers")
         return np.asarray(jnp.asarray(fn(*args), float))
+    except InvalidArgumentError:
+        raise
     except Exception as error:
         raise InvalidArgumentError(
             f"Calling `{name}` failed: {summarise_error(error)}.",

@@ -109,7 +109,8 @@ def grid(
         adapt_mass_matrix=False,
         gibbs_fn=topics_model.draw_shares,
         gibbs_sites=["shares"],
-        gibbs_sweeps=size.sweeps,
+        keep_locals=False,
+        num_gibbs_sweeps=size.sweeps,
         **own,
     )
     first = topics_model.first(sampler.model, shape, seed)

@@ -18,7 +18,7 @@ from standard_errors import mean
 
 from numpyro_sgmcmc import SGLaplaceHMC
 from numpyro_sgmcmc.dynamics import MonomialGammaLangevin
-from numpyro_sgmcmc.dynamics.thermostats import Kinetics
+from numpyro_sgmcmc.dynamics.langevin import Kinetics
 
 NUM_ROWS, BATCH_SIZE = 100, 30
 FRICTION, STEP_SIZE, SOFTENING, STEPS = 7.0, 0.1, 1.0, 10

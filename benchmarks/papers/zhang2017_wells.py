@@ -15,7 +15,7 @@ from lanes import in_lanes, over_lanes
 from standard_errors import Mean, mean
 
 from numpyro_sgmcmc.dynamics import Dynamics, MonomialGammaThermostat, NoseHooverThermostat
-from numpyro_sgmcmc.dynamics.thermostats import Kinetics
+from numpyro_sgmcmc.dynamics.langevin import Kinetics
 
 COEFFICIENTS = np.array([-0.47, -0.83, -0.71, -0.02, 0.24, 0.01, 0.27, -0.37, 0.87, -0.37])
 FREQUENCIES = np.pi / 4 * np.arange(1, 11)

@@ -1,18 +1,17 @@
-r"""Gradient-noise compensation: inject less noise where the gradient brings its own.
+r"""The interface of an SDE, and mathematics that several SDEs share.
 
-A minibatch gradient of covariance V adds :math:`h^2 V` to a step that should add
-:math:`2\gamma h`. Injecting :math:`2\gamma h - h^2\hat V` in its place leaves the sum right
-(Ma, Chen and Fox 2015, *A complete recipe for stochastic gradient MCMC*, equation (9); Chen, Fox
-and Guestrin 2014). Where :math:`\hat V` exceeds what is injected, nothing is left to inject.
+:class:`Dynamics` is the interface: flows, integrators, stationary law of the auxiliary variables,
+and the predictions from which the warm-up chooses a step size. All SDEs are in preconditioned
+coordinates, in which the posterior covariance is about the identity.
 
-The divergence of a matrix function, which keeps SDEs with a varying D, Q or metric unbiased.
+:class:`GradientNoiseCovariance` compensates gradient noise. A minibatch gradient of covariance V
+adds :math:`h^2 V` to a step that should add :math:`2\gamma h`; injecting
+:math:`2\gamma h - h^2\hat V` instead restores the total (Ma, Chen and Fox 2015, *A complete recipe
+for stochastic gradient MCMC*, equation (9); Chen, Fox and Guestrin 2014). Directions in which
+:math:`h^2\hat V` exceeds :math:`2\gamma h` get no injected noise.
 
-For a diagonal whose entries each depend on their own coordinate alone, the Jacobian is diagonal and
-one directional derivative along ones is all of it: O(d) in place of the O(d^2) of ``jax.jacfwd``.
-That is read off the jaxpr, which holds wherever the function is evaluated; a look at numbers would
-hold where one has looked.
-
-What an SDE must tell the rest of the library about itself.
+:func:`divergence` is the correction term of SDEs whose diffusion, curl or metric depends on the
+position.
 """
 
 from __future__ import annotations
@@ -33,54 +32,19 @@ from numpyro_sgmcmc.jaxpr import propagate
 __all__ = [
     "Dynamics",
     "GradientNoiseCovariance",
+    "MomentumState",
+    "PositionState",
     "damped_oscillator_autocorrelation",
     "divergence",
     "is_elementwise",
 ]
 
-
-class GradientNoiseCovariance(NamedTuple):
-    """Covariance of the whitened gradient's noise, by its eigenvalues.
-
-    - **eigenvalues** - eigenvalues, or variances where the covariance is taken as diagonal, ``(d,)``.
-    - **eigenvectors** - eigenvectors as columns, shape ``(d, d)``; None for a diagonal.
-    """
-
-    eigenvalues: Array
-    eigenvectors: Array | None = None
-
-    @classmethod
-    def from_covariance(cls, covariance: Array) -> GradientNoiseCovariance:
-        """From a matrix of shape ``(d, d)``, or the diagonal of one, ``(d,)``."""
-        return cls(covariance) if covariance.ndim == 1 else cls(*jnp.linalg.eigh(covariance))
-
-    @property
-    def covariance(self) -> Array:
-        """The covariance, ``(d, d)`` or ``(d,)``."""
-        if self.eigenvectors is None:
-            return self.eigenvalues
-        return (self.eigenvectors * self.eigenvalues) @ self.eigenvectors.T
-
-    def subtract_from(self, normals: Array, fraction: Any) -> Array:
-        """Normal entries of covariance one, made to have ``1 - share * covariance``.
-
-        :param normals: shape ``(..., d)``.
-        :param fraction: what part of the injected variance a unit of this covariance is.
-        :return: the same shape; zero in directions where the difference is negative.
-        """
-        scale = jnp.sqrt(jnp.maximum(1.0 - fraction * self.eigenvalues, 0.0))
-        if self.eigenvectors is None:
-            return scale * normals
-        return ((normals @ self.eigenvectors) * scale) @ self.eigenvectors.T
-
-
-_CONSTANT_SOURCE, _MIXED_SOURCE = (
-    -1,
-    -2,
-)  # in place of the one entry of the argument that a number comes from
-
+# Markers of entries that do not come from one entry of the argument: from none, or from several.
+_CONSTANT_SOURCE = -1
+_MIXED_SOURCE = -2
 
 # fmt: off
+# Primitives whose output entry i depends on entry i of the inputs alone.
 _ELEMENTWISE_PRIMITIVES = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma",
@@ -89,180 +53,169 @@ _ELEMENTWISE_PRIMITIVES = {
     "mul", "ne", "neg", "not", "or", "pow", "rem", "round", "rsqrt", "select_n", "sign", "sin",
     "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
 }
-
-
-# They compute nothing, so that they may be applied to where entries come from.
+# Primitives that move entries and compute nothing: they can be applied to the sources themselves.
 _RESHAPING_PRIMITIVES = {
     "broadcast_in_dim", "concatenate", "expand_dims", "reshape", "rev", "slice", "split", "squeeze",
     "transpose",
 }
-
-
 # fmt: on
 
 
-def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
-    r""":math:`\sum_j \partial_j M_{ji}` of a scalar, diagonal or dense matrix function.
+class PositionState(NamedTuple):
+    """State of an SDE without auxiliary variables.
 
-    O(d) for a scalar, and for a diagonal of which each entry depends on its own coordinate alone.
+    - **position** - preconditioned position, shape ``(d,)``.
     """
-    kind = jax.eval_shape(matrix_fn, q).ndim
-    if kind == 0:
-        return jax.grad(matrix_fn)(q)
-    if kind == 1 and is_elementwise(matrix_fn, q):
-        return jax.jvp(matrix_fn, (q,), (jnp.ones_like(q),))[1]
-    slope = jax.jacfwd(matrix_fn)(q)
-    return jnp.diagonal(slope) if kind == 1 else jnp.einsum("jij->i", slope)
+
+    position: Array
 
 
-def is_elementwise(fn: Callable[[Array], Array], x: Array) -> bool:
-    """Whether entry i of ``fn(x)`` depends on entry i of ``x`` alone, for every ``x``.
+class MomentumState(NamedTuple):
+    """State of an SDE with a momentum.
 
-    :param fn: maps shape ``(d,)`` to ``(d,)``.
-    :param x: any argument, of which only shape and type count.
-    :return: False also where that cannot be seen.
+    - **position** - preconditioned position, shape ``(d,)``.
+    - **momentum** - momentum, shape ``(d,)``.
     """
-    closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    (found,) = propagate(
-        closed.jaxpr,
-        [np.arange(x.size)],
-        _propagate_sources,
-        lambda atom: np.full(atom.aval.shape, _CONSTANT_SOURCE),
-    )
-    is_own = (found == _CONSTANT_SOURCE) | (found == np.arange(x.size))
-    return bool(is_own.all())
+
+    position: Array
+    momentum: Array
 
 
-def _propagate_sources(eqn: Any, input_sources: list[np.ndarray]) -> list[np.ndarray]:
-    """Return which entry of the argument each entry of an equation's outputs comes from."""
-    name = eqn.primitive.name
-    if name in _RESHAPING_PRIMITIVES:
-        with jax.ensure_compile_time_eval():
-            moved = eqn.primitive.bind(*(i.astype(np.int32) for i in input_sources), **eqn.params)
-        return [np.asarray(m) for m in (moved if eqn.primitive.multiple_results else [moved])]
-    shapes = [v.aval.shape for v in eqn.outvars]
-    if name in _ELEMENTWISE_PRIMITIVES and len(shapes) == 1:
-        return [_merge_sources([np.broadcast_to(i, shapes[0]) for i in input_sources])]
-    is_free = all((i == _CONSTANT_SOURCE).all() for i in input_sources)
-    return [np.full(shape, _CONSTANT_SOURCE if is_free else _MIXED_SOURCE) for shape in shapes]
+class GradientNoiseCovariance(NamedTuple):
+    """Covariance of the noise of the preconditioned gradient, by its eigenvalues.
 
-
-def _merge_sources(input_sources: list[np.ndarray]) -> np.ndarray:
-    """Where entries come from that are computed of several, each of these at the same place."""
-    found = input_sources[0]
-    for other in input_sources[1:]:
-        both = np.where(found == other, found, _MIXED_SOURCE)
-        found = np.where(
-            other == _CONSTANT_SOURCE, found, np.where(found == _CONSTANT_SOURCE, other, both)
-        )
-    return found
-
-
-def damped_oscillator_autocorrelation(friction: float, lag: np.ndarray) -> np.ndarray:
-    """Autocorrelation of a unit oscillator's position under friction and white noise.
-
-    :param friction: friction, not negative.
-    :param lag: lags, of any shape.
+    - **eigenvalues** - eigenvalues, or variances if the covariance is taken as diagonal, ``(d,)``.
+    - **eigenvectors** - eigenvectors as columns, shape ``(d, d)``; None for a diagonal.
     """
-    decay = friction / 2.0
-    # Where the two rates meet, at critical friction, they are held apart. Their product is one, by
-    # which the slow one is exact at any friction. Neither exponential overflows.
-    fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
-    slow = 1.0 / fast
-    turned = fast * np.exp(-slow * lag) - slow * np.exp(-fast * lag)
-    return (turned / (fast - slow)).real
+
+    eigenvalues: Array
+    eigenvectors: Array | None = None
+
+    @classmethod
+    def from_covariance(cls, covariance: Array) -> GradientNoiseCovariance:
+        """Decompose a covariance matrix of shape ``(d, d)``, or its diagonal of shape ``(d,)``."""
+        return cls(covariance) if covariance.ndim == 1 else cls(*jnp.linalg.eigh(covariance))
+
+    @property
+    def covariance(self) -> Array:
+        """Covariance matrix, shape ``(d, d)``, or its diagonal, shape ``(d,)``."""
+        if self.eigenvectors is None:
+            return self.eigenvalues
+        return (self.eigenvectors * self.eigenvalues) @ self.eigenvectors.T
+
+    def subtract_from(self, normals: Array, fraction: Any) -> Array:
+        """Scale normals of unit covariance to covariance ``1 - fraction * covariance``.
+
+        :param normals: standard normal entries, shape ``(..., d)``.
+        :param fraction: fraction of the injected variance that a gradient variance of one adds.
+        :return: the same shape; zero in directions in which the difference is negative.
+        """
+        scale = jnp.sqrt(jnp.maximum(1.0 - fraction * self.eigenvalues, 0.0))
+        if self.eigenvectors is None:
+            return scale * normals
+        return ((normals @ self.eigenvectors) * scale) @ self.eigenvectors.T
 
 
 @dataclass(frozen=True)
 class Dynamics:
-    """An SDE over a flat position of shape ``(d,)`` and its auxiliary variables.
+    """An SDE over a flat position of shape ``(d,)`` and auxiliary variables.
 
-    Everything is in whitened coordinates: unit mass, posterior covariance about the identity.
+    Everything is in preconditioned coordinates: unit mass, posterior covariance about the identity.
     A state is a NamedTuple of arrays whose first field is the position. Subclasses are frozen
-    dataclasses: they are compiled into the step. Their fields' defaults are the settings at which
-    the schemes' step sizes are known to suit; at others a Gaussian is simulated to find one.
+    dataclasses, because they are compiled into the step. The integrators' step sizes are tuned for
+    the defaults of the subclass's fields; for other values the warm-up simulates a Gaussian to find
+    a step size.
 
-    A subclass has a ``State``, :attr:`flows`, :attr:`schemes`, :meth:`draw` (or an :meth:`init`),
-    :meth:`relaxation_time`, :meth:`noise_inflation` and :meth:`stiffness`, and :meth:`energy` where
-    there are auxiliary variables, for
-    :func:`~numpyro_sgmcmc.diagnostics.check_invariance`. The rest has defaults.
+    A subclass has a ``State``, :attr:`flows`, :attr:`integrators`, :meth:`sample_auxiliary` (or an
+    :meth:`init`), :meth:`relaxation_time`, :meth:`variance_inflation` and :meth:`stiffness`, and
+    :meth:`energy` if there are auxiliary variables, for
+    :func:`~numpyro_sgmcmc.diagnostics.check_invariance`. All other members have defaults.
     """
 
     State: ClassVar[type]
-    """The state's NamedTuple: ``position``, then the auxiliary variables."""
+    """NamedTuple of the state: ``position``, then the auxiliary variables."""
 
     has_thermostat: ClassVar[bool] = False
-    """Whether its friction adapts to the momenta's temperature."""
+    """Whether the friction adapts to the kinetic temperature."""
 
     has_constant_metric: ClassVar[bool] = True
-    """Whether a step is as long everywhere: with a metric it is not."""
+    """Whether the metric is the same at all positions."""
 
     @property
     def has_default_settings(self) -> bool:
-        """Whether the schemes' step sizes are known to suit these settings."""
+        """True if all fields have their defaults, for which the step sizes are tuned."""
         return all(getattr(self, field.name) == field.default for field in fields(self))
 
     @property
     def integrators(self) -> Mapping[str, Integrator]:
-        """The schemes that this SDE has, by name."""
+        """Integrators of this SDE, by name."""
         raise NotImplementedError
 
     @property
     def linear_approximation(self) -> Dynamics | None:
-        """About the same SDE, with steps that are linear on a normal; None if there is none."""
+        """An SDE close to this one whose steps are linear on a Gaussian; None if there is none."""
         return None
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        """The flows from which the schemes are composed, by name."""
+        """Flows of which the integrators are composed, by name."""
         raise NotImplementedError
 
     @property
     def resampling_periods(self) -> Mapping[str, int]:
-        """Auxiliary variables that are drawn afresh, with the number of steps between draws."""
+        """Auxiliary variables that are resampled, with the number of steps between resamplings."""
         return {}
 
     def make_step(self, integrator: str) -> Step:
-        """The step of one of the schemes."""
+        """Return the step of an integrator.
+
+        :param integrator: name of the integrator.
+        """
         return compose(self.flows, self.integrators[integrator])
 
     def sample_auxiliary(
         self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
     ) -> Array:
-        """Draws of an auxiliary variable from its stationary law.
+        """Sample an auxiliary variable from its stationary distribution.
 
         :param name: name of the variable.
-        :param shape: the position's shape, with any number of axes before it.
+        :param rng_key: random key.
+        :param shape: shape of the position, with any number of batch axes before it.
+        :param dtype: type of the position.
         """
         raise NotImplementedError
 
     def energy(self, state: Any) -> Array:
-        """Minus the log stationary density of the auxiliary variables, up to a constant."""
+        """Return minus the log stationary density of the auxiliary variables, up to a constant."""
         return jnp.zeros(())
 
     def kinetic_temperature(self, state: Any) -> Array:
-        r"""Kinetic temperature, the mean over coordinates of :math:`p\,\partial_p K`.
+        r"""Return the kinetic temperature, the mean over coordinates of :math:`p\,\partial_p K`.
 
-        One on average for an exact sampler; NaN without momenta.
+        Its expectation is one for an exact sampler; NaN without momenta.
         """
         return jnp.full((), jnp.nan)
 
     def init(self, position: Array, rng_key: Array) -> Any:
-        """The state at ``position``, auxiliary variables drawn from their stationary law."""
+        """Return a state at ``position`` with auxiliary variables from their stationary law."""
         names = self.State._fields[1:]  # type: ignore[attr-defined]
         keys = random.split(rng_key, max(1, len(names)))
-        drawn = (
-            self.sample_auxiliary(n, k, position.shape, position.dtype)
-            for n, k in zip(names, keys, strict=False)
+        auxiliary = (
+            self.sample_auxiliary(name, key, position.shape, position.dtype)
+            for name, key in zip(names, keys, strict=False)
         )
-        return self.State(position, *drawn)
+        return self.State(position, *auxiliary)
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
-        """Time between about independent draws of a whitened Gaussian."""
+        """Return the time between approximately independent positions on a standard Gaussian.
+
+        :param step_size: step size.
+        :param gradient_variance: variance of the gradient estimate per coordinate.
+        """
         raise NotImplementedError
 
     def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
-        """Autocorrelation of the position on a whitened Gaussian.
+        """Return the autocorrelation of the position on a standard Gaussian.
 
         :param lag: lags, of any shape.
         :param step_size: step size.
@@ -272,36 +225,114 @@ class Dynamics:
     def variance_inflation(
         self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
-        """Predicted relative excess of a unit posterior variance.
+        """Return the predicted relative increase of a posterior variance of one.
 
-        :param gradient_variance: variance of the gradient's estimate, a coordinate.
+        :param gradient_variance: variance of the gradient estimate per coordinate.
         :param step_size: step size.
-        :param position_dependent_fraction: share of the noise that differs over the posterior, from 0 to 1, which
-            no thermostat can take away.
+        :param position_dependent_fraction: fraction of the gradient variance that varies over the
+            posterior, from 0 to 1; a thermostat cannot compensate it.
         """
         raise NotImplementedError
 
     def compensate_gradient_noise(
         self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
-        """The step's normal entries, less what the gradient's own noise brings.
+        """Return the step's normals, scaled down by the variance that gradient noise adds.
 
-        :param state: the state before the step.
-        :param normals: standard normal entries, shape ``(draws, d)``.
+        :param state: state before the step.
+        :param normals: standard normal entries, shape ``(num_noise, d)``.
         :param step_size: step size.
-        :param noise_covariance: covariance of the gradient's noise.
+        :param noise_covariance: covariance of the gradient noise.
         """
         return noise_covariance.subtract_from(normals, self.gradient_noise_fraction(step_size))
 
     def gradient_noise_fraction(self, step_size: Any) -> float:
-        """What part of the injected variance a gradient's variance of one brings."""
+        """Return the fraction of the injected variance that a gradient variance of one adds."""
         return self.variance_inflation(1.0, step_size)
 
     @property
     def max_step_size(self) -> float:
-        """A bound on step sizes that has other reasons than bias and stability."""
+        """Upper bound of the step size for reasons other than bias and stability."""
         return math.inf
 
     def stiffness(self, curvature: float) -> float:
-        """How many times shorter a step must be at ``curvature`` than at curvature one."""
+        """Return the factor by which ``curvature`` shortens the step size of curvature one."""
         raise NotImplementedError
+
+
+def damped_oscillator_autocorrelation(friction: float, lag: np.ndarray) -> np.ndarray:
+    r"""Return the autocorrelation of the position of a damped oscillator driven by white noise.
+
+    For :math:`dq = p\,dt`, :math:`dp = -q\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW` and the rates
+    :math:`r_\pm = \gamma/2 \pm \sqrt{\gamma^2/4 - 1}` it is
+    :math:`(r_+ e^{-r_- t} - r_- e^{-r_+ t}) / (r_+ - r_-)`.
+
+    :param friction: friction :math:`\gamma`, not negative.
+    :param lag: lags t, of any shape.
+    """
+    decay = friction / 2.0
+    # At critical friction the rates coincide and the quotient is 0 / 0: 1e-8 separates them, below
+    # which the difference would be rounding. The product of the rates is one, so that the slow one
+    # is exact at any friction, and neither exponential overflows.
+    fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
+    slow = 1.0 / fast
+    combined = fast * np.exp(-slow * lag) - slow * np.exp(-fast * lag)
+    return (combined / (fast - slow)).real
+
+
+def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
+    r"""Return :math:`\sum_j \partial_j M_{ji}` of a scalar, diagonal or dense matrix function.
+
+    The cost is O(d) for a scalar, and for a diagonal of which each entry depends on the same
+    entry of the position alone: its Jacobian is diagonal, so that one directional derivative along
+    ones gives all of it. Otherwise it is that of ``jax.jacfwd``.
+
+    :param matrix_fn: maps a position of shape ``(d,)`` to shape ``()``, ``(d,)`` or ``(d, d)``.
+    :param q: position, shape ``(d,)``.
+    """
+    ndim = jax.eval_shape(matrix_fn, q).ndim
+    if ndim == 0:
+        return jax.grad(matrix_fn)(q)
+    if ndim == 1 and is_elementwise(matrix_fn, q):
+        return jax.jvp(matrix_fn, (q,), (jnp.ones_like(q),))[1]
+    jacobian = jax.jacfwd(matrix_fn)(q)
+    return jnp.diagonal(jacobian) if ndim == 1 else jnp.einsum("jij->i", jacobian)
+
+
+def is_elementwise(fn: Callable[[Array], Array], x: Array) -> bool:
+    """Return whether entry i of ``fn(x)`` depends on entry i of ``x`` alone, for every ``x``.
+
+    The answer is read off the jaxpr, so that it holds for every ``x``; values at some points would
+    show nothing about others.
+
+    :param fn: maps shape ``(d,)`` to ``(d,)``.
+    :param x: any argument, of which only shape and type count.
+    :return: False also if the function contains primitives that are not known.
+    """
+    closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    (sources,) = propagate(
+        closed.jaxpr,
+        [np.arange(x.size)],
+        _propagate_sources,
+        lambda atom: np.full(atom.aval.shape, _CONSTANT_SOURCE),
+    )
+    return bool(((sources == _CONSTANT_SOURCE) | (sources == np.arange(x.size))).all())
+
+
+def _propagate_sources(eqn: Any, input_sources: list[np.ndarray]) -> list[np.ndarray]:
+    """Return, for each output entry of an equation, the entry of the argument it depends on."""
+    name = eqn.primitive.name
+    if name in _RESHAPING_PRIMITIVES:
+        with jax.ensure_compile_time_eval():
+            moved = eqn.primitive.bind(*(i.astype(np.int32) for i in input_sources), **eqn.params)
+        return [np.asarray(m) for m in (moved if eqn.primitive.multiple_results else [moved])]
+    shapes = [v.aval.shape for v in eqn.outvars]
+    if name in _ELEMENTWISE_PRIMITIVES and len(shapes) == 1:
+        merged = np.broadcast_to(input_sources[0], shapes[0])
+        for other in input_sources[1:]:
+            equal = np.where(merged == other, merged, _MIXED_SOURCE)
+            unless_constant = np.where(merged == _CONSTANT_SOURCE, other, equal)
+            merged = np.where(other == _CONSTANT_SOURCE, merged, unless_constant)
+        return [merged]
+    is_constant = all((i == _CONSTANT_SOURCE).all() for i in input_sources)
+    return [np.full(shape, _CONSTANT_SOURCE if is_constant else _MIXED_SOURCE) for shape in shapes]

@@ -9,10 +9,10 @@ with D positive semi-definite and Q skew has the stationary density :math:`\prop
 Here :math:`z` is the position and any auxiliary variables, and
 :math:`H(z) = U(\theta) + h(z)`: the posterior comes from the model, :math:`h` from the user.
 
+:func:`check_recipe` checks the user's D, Q and h at the start of a run.
+
 Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations (2)
 to (6); (6) has the sign of :math:`\Gamma` misprinted.
-
-What a recipe's functions must be for the posterior to be the position's marginal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.dynamics.base import Dynamics, GradientNoiseCovariance, divergence
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance, divergence
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
+from numpyro_sgmcmc.dynamics.langevin import OverdampedDynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError, standard_normal_points
 
 __all__ = [
@@ -37,10 +38,22 @@ __all__ = [
     "check_recipe",
 ]
 
+# Eigenvalues of D below this fraction of the largest are taken as zero: float32 rounding.
+_ZERO_EIGENVALUE = 1e-6
+# Relative tolerances, for float32 rounding: of symmetry and definiteness of D and Q, and of the
+# change of the energy h.
+_MATRIX_TOLERANCE = 1e-5
+_ENERGY_TOLERANCE = 1e-4
+# A change of the energy counts as one if it exceeds its rounding error this many times.
+_CLEAR_CHANGE = 10.0
+# Largest number of auxiliary variables for which the Hessian of h is computed: a bound on time.
+_MAX_HESSIAN_DIM = 100
+
 
 class RecipeState(NamedTuple):
-    """
-    - **position** - whitened position, shape ``(d,)``.
+    """State of the recipe.
+
+    - **position** - preconditioned position, shape ``(d,)``.
     - **auxiliary** - auxiliary variables, shape ``(k,)``.
     """
 
@@ -49,13 +62,13 @@ class RecipeState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe(Dynamics):
+class Recipe(OverdampedDynamics):
     """The complete recipe over ``z``, the position and then the auxiliary variables.
 
     :param diffusion: D: maps z of shape ``(n,)`` to its diagonal ``(n,)`` or a matrix ``(n, n)``.
     :param curl: Q: maps z to a skew matrix of shape ``(n, n)``.
-    :param hamiltonian: h: maps z to the energy besides the posterior's.
-    :param init_auxiliary: ``(rng_key, dim) -> (k,)``, the auxiliary variables' first values;
+    :param hamiltonian: h: maps z to the energy that is added to the posterior's.
+    :param init_auxiliary: ``(rng_key, dim) -> (k,)``, initial values of the auxiliary variables;
         ``auxiliary`` of :class:`~numpyro_sgmcmc.RecipeKernel`.
     """
 
@@ -69,15 +82,16 @@ class Recipe(Dynamics):
 
     @property
     def integrators(self) -> Mapping[str, Integrator]:
-        # Short, and shorter where a simulation of the user's SDE says so: it has no defaults.
+        # The fields have no defaults for which it could be tuned: a short step, which the warm-up
+        # shortens further if a simulation of the user's SDE requires it.
         return {"euler": Integrator((Part("euler"),), order=1, step_size=0.02)}
 
     @property
     def flows(self) -> Mapping[str, Flow]:
-        # As many rows of d normal entries as z may need: in one dimension, its length.
+        # The normals are vectors of length d, and z needs n entries: in one dimension, n vectors.
         key = jax.eval_shape(lambda: jax.random.key(0))
-        num = jax.eval_shape(lambda k: self.init_auxiliary(k, 1), key).size
-        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1 + num)}
+        num_auxiliary = jax.eval_shape(lambda k: self.init_auxiliary(k, 1), key).size
+        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1 + num_auxiliary)}
 
     def init(self, position: Array, rng_key: Array) -> RecipeState:
         auxiliary = self.init_auxiliary(rng_key, position.size)
@@ -87,49 +101,44 @@ class Recipe(Dynamics):
         return self.hamiltonian(jnp.concatenate(state))
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
-        return 3.0
-
-    def variance_inflation(
-        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
-    ) -> float:
-        return gradient_variance * step_size / 2.0
+        return 3.0  # that of underdamped Langevin dynamics at the default friction of 1.5
 
     def compensate_gradient_noise(
         self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
     ) -> Array:
-        """Of D is taken what enters it by D + Q; what enters elsewhere cannot be compensated."""
+        """Subtract the gradient noise that enters by D + Q from the noise injected by D.
+
+        In directions without injected noise it cannot be compensated.
+        """
         z = jnp.concatenate(state)
         dim, covariance = state.position.size, noise_covariance.covariance
         full = jnp.diag(covariance) if covariance.ndim == 1 else covariance
         diffusion = self.diffusion(z)
         diffusion = jnp.diag(diffusion) if diffusion.ndim == 1 else diffusion
-        carried = (diffusion + self.curl(z))[:, :dim]
+        gradient_coefficients = (diffusion + self.curl(z))[:, :dim]
         values, vectors = jnp.linalg.eigh(diffusion)
-        is_stirred = values > 1e-6 * values.max()
-        unit = vectors * jnp.where(is_stirred, 1.0 / jnp.sqrt(jnp.abs(values)), 0.0)
-        brought = GradientNoiseCovariance.from_covariance(
-            unit.T @ carried @ full @ carried.T @ unit
+        has_noise = values > _ZERO_EIGENVALUE * values.max()
+        unit = vectors * jnp.where(has_noise, 1.0 / jnp.sqrt(jnp.abs(values)), 0.0)
+        relative = GradientNoiseCovariance.from_covariance(
+            unit.T @ gradient_coefficients @ full @ gradient_coefficients.T @ unit
         )
-        shrunk = vectors @ brought.subtract_from(
-            vectors.T @ normals.ravel()[: z.size], step_size / 2.0
-        )
-        return normals.ravel().at[: z.size].set(shrunk).reshape(normals.shape)
-
-    def stiffness(self, curvature: float) -> float:
-        return curvature
+        used = normals.ravel()[: z.size]
+        compensated = vectors @ relative.subtract_from(vectors.T @ used, step_size / 2.0)
+        return normals.ravel().at[: z.size].set(compensated).reshape(normals.shape)
 
     def drift(self, z: Array, potential_gradient: Array) -> Array:
-        """The SDE's drift.
+        """Return the drift of the SDE.
 
         :param z: position and auxiliary variables, shape ``(n,)``.
         :param potential_gradient: gradient of U at the position, shape ``(d,)``.
         """
-        slope = jax.grad(self.hamiltonian)(z).at[: potential_gradient.size].add(potential_gradient)
+        gradient = jax.grad(self.hamiltonian)(z)
+        gradient = gradient.at[: potential_gradient.size].add(potential_gradient)
         diffusion = self.diffusion(z)
-        spread = diffusion * slope if diffusion.ndim == 1 else diffusion @ slope
+        descent = diffusion * gradient if diffusion.ndim == 1 else diffusion @ gradient
         correction = divergence(self.diffusion, z)
         correction += jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
-        return correction - spread - self.curl(z) @ slope
+        return correction - descent - self.curl(z) @ gradient
 
     def _euler(
         self, state: RecipeState, time: Any, gradient_fn: GradientFn, normals: Array
@@ -137,140 +146,161 @@ class Recipe(Dynamics):
         z = jnp.concatenate(state)
         diffusion, zeta = self.diffusion(z), normals.ravel()[: z.size]
         if diffusion.ndim == 1:
-            # Where D is zero its root has no derivative, and needs none.
-            is_stirred = diffusion > 0.0
-            spread = jnp.where(is_stirred, jnp.sqrt(jnp.where(is_stirred, diffusion, 1.0)), 0.0)
-            spread = spread * zeta
+            # The square root has no derivative where D is zero; check_invariance takes one.
+            has_noise = diffusion > 0.0
+            root = jnp.where(has_noise, jnp.sqrt(jnp.where(has_noise, diffusion, 1.0)), 0.0)
+            noise = root * zeta
         else:
             values, vectors = jnp.linalg.eigh(diffusion)
-            spread = vectors @ (jnp.sqrt(jnp.maximum(values, 0.0)) * (vectors.T @ zeta))
-        z = z + time * self.drift(z, gradient_fn(state.position)) + jnp.sqrt(2.0 * time) * spread
+            noise = vectors @ (jnp.sqrt(jnp.maximum(values, 0.0)) * (vectors.T @ zeta))
+        z = z + time * self.drift(z, gradient_fn(state.position)) + jnp.sqrt(2.0 * time) * noise
         dim = state.position.size
         return RecipeState(z[:dim], z[dim:])
 
 
-_MAX_HESSIAN_DIM = 100  # auxiliary variables whose Hessian is taken
-
-
 def check_recipe(dynamics: Recipe, dim: int) -> None:
-    """Refuse functions of wrong shapes, that make no diffusion, or that move the marginal.
+    """Check that a recipe's functions define a diffusion with the posterior as its marginal.
 
+    :param dynamics: the recipe.
     :param dim: number of coordinates.
-    :raises ValueError: naming the function.
+    :raises InvalidArgumentError: naming the function whose values have the wrong shape, define no
+        diffusion, or change the position's marginal.
     """
     origin = jnp.zeros(dim)
-    drawn = errors.evaluate_user_function(
+    auxiliary = errors.evaluate_user_function(
         "auxiliary", lambda key: dynamics.init_auxiliary(key, dim), random.key(0)
     )
-    if drawn.ndim != 1:
+    if auxiliary.ndim != 1:
         raise InvalidArgumentError(
-            f"`auxiliary` returns shape {drawn.shape}, but must return a flat array."
+            f"`auxiliary` returns shape {auxiliary.shape}, which is not a flat array.",
+            "return an array of shape (k,), the initial values of k auxiliary variables.",
+            "recipe-shape",
         )
-    if drawn.size > (dynamics.make_step("euler").num_noise - 1) * dim:
+    if auxiliary.size > (dynamics.make_step("euler").num_noise - 1) * dim:
         raise InvalidArgumentError(
-            f"`auxiliary` returns {drawn.size} entries for {dim} coordinates, more in proportion "
-            "than for one: let their number grow at most in proportion to the coordinates'."
+            f"`auxiliary` returns {auxiliary.size} entries for {dim} coordinates, more in "
+            "proportion than for one.",
+            "let the number of auxiliary variables grow at most in proportion to that of the "
+            "coordinates.",
+            "recipe-shape",
         )
     positions = jnp.concatenate([origin[None], standard_normal_points(origin)])
     for q in positions:
-        _check_recipe_values(dynamics, jnp.concatenate([q, jnp.asarray(drawn, q.dtype)]), dim)
-    _check_position_marginal(dynamics, positions, drawn.size)
+        _check_values(dynamics, jnp.concatenate([q, jnp.asarray(auxiliary, q.dtype)]), dim)
+    _check_position_marginal(dynamics, positions, auxiliary.size)
 
 
-def _check_recipe_values(dynamics: Recipe, z: Array, dim: int) -> None:
-    """Refuse functions whose values at ``z`` have wrong shapes, or make no diffusion."""
+def _check_values(dynamics: Recipe, z: Array, dim: int) -> None:
+    """Check shapes of the recipe's functions at ``z``, and that D and Q define a diffusion."""
     n = z.size
-    energy = errors.evaluate_user_function("hamiltonian", dynamics.hamiltonian, z).shape
-    if energy != ():
+    energy_shape = errors.evaluate_user_function("hamiltonian", dynamics.hamiltonian, z).shape
+    if energy_shape != ():
         raise InvalidArgumentError(
-            f"`hamiltonian` returns shape {energy}, but must return a scalar."
+            f"`hamiltonian` returns shape {energy_shape}, which is not a scalar.",
+            "return a scalar, such as jnp.square(p).sum() / 2.",
+            "recipe-shape",
         )
     diffusion = errors.evaluate_user_function("diffusion", dynamics.diffusion, z)
     curl = errors.evaluate_user_function("curl", dynamics.curl, z)
-    if diffusion.shape not in ((n,), (n, n)):
-        raise InvalidArgumentError(
-            f"`diffusion` returns shape {diffusion.shape}, but z has {n} entries ({dim} of the "
-            f"position and {n - dim} by `auxiliary`): return shape ({n},) or ({n}, {n})."
-        )
-    if curl.shape != (n, n):
-        raise InvalidArgumentError(
-            f"`curl` returns shape {curl.shape}, but z has {n} entries ({dim} of the "
-            f"position and {n - dim} by `auxiliary`): return shape ({n}, {n})."
-        )
-    if not (np.isfinite(diffusion).all() and np.isfinite(curl).all()):
-        raise InvalidArgumentError("`diffusion` and `curl` must be finite, but are not everywhere.")
+    for name, value, shapes in (
+        ("diffusion", diffusion, ((n,), (n, n))),
+        ("curl", curl, ((n, n),)),
+    ):
+        if value.shape not in shapes:
+            raise InvalidArgumentError(
+                f"`{name}` returns shape {value.shape}, but z has {n} entries: {dim} of the "
+                f"position and {n - dim} by `auxiliary`.",
+                f"return shape {' or '.join(str(s) for s in shapes)}.",
+                "recipe-shape",
+            )
+        if not np.isfinite(value).all():
+            raise InvalidArgumentError(
+                f"`{name}` is not finite at a typical position.",
+                "return finite values at all positions.",
+                "recipe-diffusion",
+            )
     full = np.diag(diffusion) if diffusion.ndim == 1 else diffusion
-    slack = 1e-5 * max(1.0, np.abs(full).max())
-    if not np.allclose(full, full.T, atol=slack):
+    tolerance = _MATRIX_TOLERANCE * max(1.0, np.abs(full).max())
+    if not np.allclose(full, full.T, atol=tolerance):
         raise InvalidArgumentError(
-            "`diffusion` must be symmetric, but is not at a typical position."
+            "`diffusion` is not symmetric at a typical position.",
+            "return a symmetric matrix, such as (D + D.T) / 2.",
+            "recipe-diffusion",
         )
-    if np.linalg.eigvalsh(full).min() < -slack:
+    if np.linalg.eigvalsh(full).min() < -tolerance:
         raise InvalidArgumentError(
-            "`diffusion` must be positive semi-definite everywhere, but is not at a typical "
-            "position."
+            "`diffusion` is not positive semi-definite at a typical position.",
+            "return a matrix that is positive semi-definite everywhere, such as A @ A.T, or a "
+            "diagonal without negative entries.",
+            "recipe-diffusion",
         )
-    if not np.allclose(curl, -curl.T, atol=1e-5 * max(1.0, np.abs(curl).max())):
+    tolerance = _MATRIX_TOLERANCE * max(1.0, np.abs(curl).max())
+    if not np.allclose(curl, -curl.T, atol=tolerance):
         raise InvalidArgumentError(
-            "`curl` must be skew-symmetric everywhere, but is not at a typical position."
+            "`curl` is not skew-symmetric at a typical position.",
+            "return a matrix that is skew-symmetric everywhere, such as Q - Q.T.",
+            "recipe-diffusion",
         )
 
 
 def _check_position_marginal(dynamics: Recipe, positions: Array, num_auxiliary: int) -> None:
-    r"""Refuse an energy h for which :math:`\int e^{-h}\,da` is not the same at all positions.
+    r"""Check that :math:`\int e^{-h}\,da` is the same at all positions.
 
-    It is told where h is a sum of a function of the position and one of the auxiliary variables,
-    and where it is quadratic in these, as with a metric; of other energies nothing is told.
+    Changes are detected if h is a sum of a function of the position and one of the auxiliary
+    variables, or quadratic in these, as with a metric; other energies are not checked.
     """
 
     def h(q: Array, a: Array) -> Array:
         return jnp.asarray(dynamics.hamiltonian(jnp.concatenate([q, a])), float)
 
-    some = random.normal(random.key(1), (4, num_auxiliary), positions.dtype)
-    energies = _evaluate_all_pairs(h, positions, some)
+    auxiliaries = random.normal(random.key(1), (4, num_auxiliary), positions.dtype)
+    energies = _evaluate_all_pairs(h, positions, auxiliaries)
     change = energies - energies[0]
-    slack = 1e-4 * (1.0 + np.abs(energies).max())
-    if not np.isfinite(energies).all() or np.abs(change).max() < slack:
+    tolerance = _ENERGY_TOLERANCE * (1.0 + np.abs(energies).max())
+    if not np.isfinite(energies).all() or np.abs(change).max() < tolerance:
         return
     if num_auxiliary == 0:
         raise InvalidArgumentError(
-            "`hamiltonian` changes with the position, but there are no auxiliary variables: give "
-            "`auxiliary`, a function of a random key and the number of coordinates that returns "
-            "their first values, or a `hamiltonian` of 0.0."
+            "`hamiltonian` changes with the position, but there are no auxiliary variables.",
+            "pass `auxiliary`, a function of a random key and the number of coordinates that "
+            "returns their initial values, or return 0.0 from `hamiltonian`.",
+            "recipe-marginal",
         )
-    clear = 10.0 * slack  # of rounding
-    is_sum = np.ptp(change, axis=1).max() < slack and np.abs(change).max() > clear
+    clear = _CLEAR_CHANGE * tolerance
+    is_sum = np.ptp(change, axis=1).max() < tolerance and np.abs(change).max() > clear
     if is_sum or (
-        num_auxiliary <= _MAX_HESSIAN_DIM and _free_energy_change(h, positions, some) > clear
+        num_auxiliary <= _MAX_HESSIAN_DIM and _free_energy_change(h, positions, auxiliaries) > clear
     ):
         raise InvalidArgumentError(
-            "`hamiltonian` changes with the position, and the posterior would not be the "
-            "position's marginal: let it read the auxiliary variables alone, z[d:] for d "
-            "coordinates, or have the same integral of exp(-hamiltonian) over them everywhere (a "
-            "metric's has half its log determinant in it)."
+            "`hamiltonian` changes with the position, so that the position's marginal is not the "
+            "posterior.",
+            "let it depend on the auxiliary variables alone, z[d:] for d coordinates, or add the "
+            "term that makes the integral of exp(-hamiltonian) over them the same everywhere (for "
+            "a metric, half its log determinant).",
+            "recipe-marginal",
         )
 
 
 def _free_energy_change(energy_fn: Any, positions: Array, auxiliaries: Array) -> float:
-    """How far minus the log integral over normal auxiliary variables changes with the position."""
-    hessians = _evaluate_all_pairs(jax.hessian(energy_fn, argnums=1), positions, auxiliaries[:2])
+    r"""Return the range over positions of :math:`-\log\int e^{-h}\,da` for a quadratic h.
+
+    :return: zero if h is not quadratic in the auxiliary variables, or not convex.
+    """
+    hessian_fn, gradient_fn = jax.hessian(energy_fn, argnums=1), jax.grad(energy_fn, argnums=1)
+    hessians = _evaluate_all_pairs(hessian_fn, positions, auxiliaries[:2])
     if not np.allclose(hessians, hessians[:, :1], rtol=1e-3, atol=1e-3):
-        return 0.0  # not quadratic
+        return 0.0
     if np.linalg.eigvalsh(hessians[:, 0]).min() <= 0.0:
         return 0.0
 
-    def free(q: Array, a: Array) -> Array:
-        hessian, slope = (
-            jax.hessian(energy_fn, argnums=1)(q, a),
-            jax.grad(energy_fn, argnums=1)(q, a),
-        )
-        lowest = a - jnp.linalg.solve(hessian, slope)
-        return energy_fn(q, lowest) + jnp.linalg.slogdet(hessian)[1] / 2.0
+    def free_energy(q: Array, a: Array) -> Array:
+        hessian = hessian_fn(q, a)
+        minimum = a - jnp.linalg.solve(hessian, gradient_fn(q, a))
+        return energy_fn(q, minimum) + jnp.linalg.slogdet(hessian)[1] / 2.0
 
-    return float(np.ptp(_evaluate_all_pairs(free, positions, auxiliaries[:1])))
+    return float(np.ptp(_evaluate_all_pairs(free_energy, positions, auxiliaries[:1])))
 
 
 def _evaluate_all_pairs(fn: Any, positions: Array, auxiliaries: Array) -> np.ndarray:
-    """Values at all pairs, the positions along the first axis."""
-    each = jax.vmap(jax.vmap(fn, (None, 0)), (0, None))
-    return np.asarray(jax.jit(each)(positions, auxiliaries))
+    """Return the values at all pairs, positions along the first axis."""
+    return np.asarray(jax.jit(jax.vmap(jax.vmap(fn, (None, 0)), (0, None)))(positions, auxiliaries))

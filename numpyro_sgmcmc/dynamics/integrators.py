@@ -1,10 +1,9 @@
-r"""Integrators as data: a scheme is a sequence of flows, each run for a fraction of the step.
+r"""Integrators as data: an :class:`Integrator` is a sequence of flows and fractions of the step.
 
-A dynamic gives named flows (drift, friction, kick, ...): exact or approximate solutions of one
-part of its SDE. A :class:`Scheme` says in which order and for which fractions of the step size
-they run; :func:`compose` makes the step. A new scheme is one line, and its order can be tested
-without sampling, because a step is a pure function of state, step size, gradient function and
-noise.
+An SDE provides named flows (drift, friction, kick, ...), each the exact or approximate solution of
+one part of the SDE. An :class:`Integrator` lists the flows in their order with the fraction of the
+step size for which each runs, and :func:`compose` makes the step. A step is a pure function of
+state, step size, gradient function and normals, so that its order can be tested without sampling.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ GradientFn: TypeAlias = Callable[[Array], Array]
 
 
 class Flow(NamedTuple):
-    """One part of an SDE, followed for a time.
+    """The solution of one part of an SDE over a time.
 
-    - **apply** - ``(state, time, gradient, noise) -> state``, the identity for time zero.
-      ``gradient`` maps a position of shape ``(d,)`` to the minibatch's gradient of U there, and
-      ``noise`` has shape ``(draws, d)`` and standard normal entries.
+    - **apply** - ``(state, time, gradient_fn, normals) -> state``, the identity for time zero.
+      ``gradient_fn`` maps a position of shape ``(d,)`` to the minibatch gradient of U there, and
+      ``normals`` has shape ``(num_noise, d)`` and standard normal entries.
     - **num_gradients** - gradient evaluations. Default 0.
     - **num_noise** - standard normal vectors. Default 0.
     """
@@ -47,11 +46,12 @@ class Flow(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Where a flow stands in a scheme.
+    """A flow's place in an integrator.
 
-    - **flow_name** - a flow's name.
+    - **flow_name** - name of the flow.
     - **fraction** - fraction of the step for which it runs. Default 1.
-    - **every_n_steps** - it runs at every so many steps only, and for the time of that many. Default 1.
+    - **every_n_steps** - period in steps: the flow runs in the last step of each period, for the
+      time of the whole period. Default 1.
     """
 
     flow_name: str
@@ -60,14 +60,16 @@ class Part(NamedTuple):
 
 
 class Integrator(NamedTuple):
-    """An integrator: flows one after the other.
+    """An integrator: flows that run one after the other.
 
-    - **parts** - the flows, one after the other.
-    - **order** - weak order: expectations are wrong by O(step_size ** order).
-    - **step_size** - the largest that suits a whitened Gaussian and an exact gradient, at the
-      default settings of the SDE: its sds are within 5 % up to a curvature of 3.5.
-    - **gradient_at_end** - whether the step's first gradient is taken at the position where the step
-      ends; otherwise it is at, or about, the one where it starts. Default False.
+    - **parts** - the flows in their order.
+    - **order** - weak order: the error of expectations is O(step_size ** order).
+    - **step_size** - largest step size, in preconditioned units, at the SDE's default settings and
+      with an exact gradient. Tuned so that the SDs of Gaussians up to curvature 3.5 are within 5%:
+      see ``test_default_step_size_*`` in tests/dynamics/test_orders.py and
+      tests/sampling/test_kernels.py.
+    - **gradient_at_end** - whether the step's first gradient is taken at the position where the
+      step ends; otherwise it is taken at, or near, the position where it starts. Default False.
     """
 
     parts: tuple[Part, ...]
@@ -83,16 +85,16 @@ SYMMETRIC_SPLITTING = (
     Part("friction", 0.5),
     Part("drift", 0.5),
 )
-"""The symmetric splitting of Chen, Ding and Carin (2015), of order two where each flow is."""
+"""The symmetric splitting of Chen, Ding and Carin (2015): order two if each flow has order two."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a scheme, a pure function.
+    """One step of an integrator, a pure function.
 
-    :param tuple parts: the flows with the parts of the scheme they play.
+    :param tuple parts: the flows with their places in the integrator.
     :param int order: weak order.
-    :param bool reads_end: whether its first gradient is one at the position where it ends.
+    :param bool gradient_at_end: whether the first gradient is taken where the step ends.
     """
 
     parts: tuple[tuple[Flow, Part], ...]
@@ -101,12 +103,12 @@ class Step:
 
     @property
     def num_gradients(self) -> int:
-        """Gradient evaluations a step, all on one minibatch."""
+        """Gradient evaluations per step, all on one minibatch."""
         return sum(flow.num_gradients for flow, _ in self.parts)
 
     @property
     def num_noise(self) -> int:
-        """Standard normal vectors a step."""
+        """Standard normal vectors per step."""
         return sum(flow.num_noise for flow, _ in self.parts)
 
     def __call__(
@@ -117,46 +119,47 @@ class Step:
         normals: Array,
         step_index: Any = 0,
     ) -> Any:
-        """The state after one step.
+        """Return the state after one step.
 
-        :param state: a state of the dynamic.
+        :param state: a state of the SDE.
         :param step_size: step size.
-        :param gradient_fn: the gradient's estimate on one minibatch.
-        :param normals: standard normal entries, shape ``(draws, d)``; each flow gets rows of its own.
-        :param step_index: steps before this one, for parts that do not run at every step.
+        :param gradient_fn: estimate of the gradient on one minibatch.
+        :param normals: standard normal entries, shape ``(num_noise, d)``; each flow uses separate
+            vectors.
+        :param step_index: number of steps before this one, for parts that do not run in every step.
         """
         used = 0
         for flow, part in self.parts:
             time = part.every_n_steps * part.fraction * step_size
             if part.every_n_steps > 1:
-                time = jnp.where(
-                    (step_index + 1) % part.every_n_steps == 0, time, jnp.zeros_like(time)
-                )
+                is_last = (step_index + 1) % part.every_n_steps == 0
+                time = jnp.where(is_last, time, jnp.zeros_like(time))
             state = flow.apply(state, time, gradient_fn, normals[used : used + flow.num_noise])
             used += flow.num_noise
         return state
 
 
-def clip_grad_norm(gradient_fn: GradientFn, max_norm: float | None) -> GradientFn:
-    """The gradient, cut to a norm where it is longer.
-
-    :param max_norm: the norm; None for the gradient as it is.
-    """
-    if max_norm is None:
-        return gradient_fn
-
-    def cut(q: Array) -> Array:
-        g = gradient_fn(q)
-        return g * jnp.minimum(1.0, max_norm / jnp.linalg.norm(g))
-
-    return cut
-
-
 def compose(flows: Mapping[str, Flow], integrator: Integrator) -> Step:
-    """The step that runs the scheme's flows one after the other.
+    """Return the step that runs an integrator's flows one after the other.
 
-    :param flows: the dynamic's flows by name.
+    :param flows: the SDE's flows by name.
     :param integrator: their order and fractions.
     """
     parts = tuple((flows[part.flow_name], part) for part in integrator.parts)
     return Step(parts, integrator.order, integrator.gradient_at_end)
+
+
+def clip_grad_norm(gradient_fn: GradientFn, max_norm: float | None) -> GradientFn:
+    """Return a gradient function whose values are scaled down to a maximal norm.
+
+    :param gradient_fn: the gradient function.
+    :param max_norm: largest norm; None returns the function unchanged.
+    """
+    if max_norm is None:
+        return gradient_fn
+
+    def clipped(q: Array) -> Array:
+        g = gradient_fn(q)
+        return g * jnp.minimum(1.0, max_norm / jnp.linalg.norm(g))
+
+    return clipped

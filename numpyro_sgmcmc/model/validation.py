@@ -683,8 +683,8 @@ def check_local_sites(model_trace: ModelTrace) -> None:
     if model_trace.gibbs.num_sweeps is not None and name not in gibbs_sites:
         raise InvalidArgumentError(
             f"Site '{name}' has a latent value for each row, which `gibbs_fn` does not draw: with "
-            "`gibbs_sweeps`, which keeps no such values, it must draw all of them. Name the site "
-            "in `gibbs_sites`, or leave out `gibbs_sweeps`."
+            "`keep_locals=False` it must draw all of them. Name the site "
+            "in `gibbs_sites`, or leave out `keep_locals`."
         )
     if len(plates) > 1:
         raise InvalidArgumentError(

@@ -52,12 +52,12 @@ from numpyro_sgmcmc.sampling.options import (
     KernelOptions,
     KernelReprMixin,
     Options,
+    add_options_to_signature,
     build_potential_from_fn,
     build_potential_from_model,
     build_warmup_settings,
     check_chain_method,
     check_gibbs_block_collects_locals,
-    document_shared_options,
     get_single_chain_shapes,
 )
 from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
@@ -84,7 +84,7 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        document_shared_options(cls)
+        add_options_to_signature(cls)
 
     def __init__(
         self,
@@ -656,4 +656,4 @@ def _are_arrays_equal(a: Any, b: Any) -> bool:
     return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
 
 
-document_shared_options(SGMCMCKernel)
+add_options_to_signature(SGMCMCKernel)

@@ -1,24 +1,8 @@
-"""What the kernels in a metric share: the user's metric, in whitened coordinates, and its check.
+"""The kernels: for each the SDE, the integrators, the defaults, and when to choose it.
 
-SGHMC by symmetric splitting.
-
-SGHMC by the Euler scheme.
-
-Stochastic Hamiltonian Monte Carlo with a choice of integrators.
-
-SGLD: overdamped Langevin dynamics by the Euler scheme.
-
-SGNHT: the stochastic-gradient Nosé-Hoover thermostat.
-
-SGMGT: the stochastic-gradient monomial-gamma thermostat, and its "D" form.
-
-Stochastic Laplacian HMC: Langevin dynamics with Laplace-like momenta.
-
-SGRHMC: Hamiltonian dynamics in a metric that depends on the position.
-
-SGRLD: Langevin dynamics in a metric that depends on the position.
-
-The complete recipe as a kernel: any diffusion that has the posterior as its marginal.
+All share the keywords of :class:`~numpyro_sgmcmc.kernel.Options` and the warm-up and output of
+:class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`. A constructor checks the keywords of its SDE and
+builds it.
 """
 
 from __future__ import annotations
@@ -35,6 +19,7 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.dynamics import (
     Dynamics,
+    Kinetics,
     MonomialGammaLangevin,
     MonomialGammaThermostat,
     NoseHooverThermostat,
@@ -45,7 +30,6 @@ from numpyro_sgmcmc.dynamics import (
     UnderdampedLangevin,
 )
 from numpyro_sgmcmc.dynamics.general import check_recipe
-from numpyro_sgmcmc.dynamics.thermostats import Kinetics
 from numpyro_sgmcmc.errors import InvalidArgumentError, standard_normal_points
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -53,124 +37,24 @@ from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.options import KernelOptions
 
 __all__ = [
-    "RecipeKernel",
-    "RiemannianKernel",
     "SGHMC",
-    "SGHMCSplit",
     "SGLD",
-    "SGLaplaceHMC",
     "SGMGT",
     "SGNHT",
     "SGRHMC",
     "SGRLD",
     "SHMC",
+    "RecipeKernel",
+    "RiemannianKernel",
+    "SGHMCSplit",
+    "SGLaplaceHMC",
 ]
 
 
-def _flatten_diagonal_by_site(
-    diagonal_by_site: dict[str, Any], position: dict[str, Array]
-) -> Array:
-    """A diagonal given by site, flat."""
-    if not isinstance(position, dict) or set(diagonal_by_site) != set(position):
-        sites = ", ".join(f"'{s}'" for s in position)
-        raise InvalidArgumentError(
-            f"`inverse_metric` returns {sorted(diagonal_by_site)}, but the sites are {sites}."
-        )
-    try:
-        same = {k: jnp.broadcast_to(diagonal_by_site[k], jnp.shape(x)) for k, x in position.items()}
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"`inverse_metric` returns values that do not fit their sites' shapes: {error}"
-        ) from error
-    return ravel_pytree(same)[0]
-
-
-def _check_inverse_metric_value(inverse_metric: np.ndarray, dim: int) -> None:
-    """Refuse what is no inverse metric."""
-    if inverse_metric.shape not in ((), (dim,), (dim, dim)):
-        raise InvalidArgumentError(
-            f"`inverse_metric` returns shape {inverse_metric.shape}, but the model has {dim} "
-            f"unconstrained coordinates: return a scalar, shape ({dim},) or ({dim}, {dim})."
-        )
-    if inverse_metric.ndim == 2:
-        is_symmetric = np.allclose(inverse_metric, inverse_metric.T, rtol=1e-4, atol=1e-6)
-        is_positive = is_symmetric and np.linalg.eigvalsh(inverse_metric).min() > 0
-    else:
-        is_positive = np.all(inverse_metric > 0)
-    if not (np.isfinite(inverse_metric).all() and is_positive):
-        raise InvalidArgumentError(
-            "`inverse_metric` must be positive definite everywhere, but is not at a typical "
-            "position: take a square or an exponential of it."
-        )
-
-
-class RiemannianKernel(SGMCMCKernel):
-    """Base of the kernels in a metric.
-
-    :param inverse_metric: ``"potential"``, or the user's function.
-    :param dynamics: the SDE.
-    :param integrator: name of the integrator.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
-        of the wrong shape or not positive definite.
-    """
-
-    def __init__(
-        self,
-        model: Callable | None,
-        potential_fn: Callable | None,
-        *,
-        inverse_metric: str | Callable[[Any], Any],
-        dynamics: Dynamics,
-        integrator: str,
-        **options: Unpack[KernelOptions],
-    ) -> None:
-        is_named = isinstance(inverse_metric, str) and inverse_metric == "potential"
-        if not (is_named or callable(inverse_metric)):
-            raise InvalidArgumentError(
-                f"`inverse_metric` is {inverse_metric!r}, but must be 'potential' or a function "
-                "of the unconstrained values."
-            )
-        self._inverse_metric_fn = inverse_metric
-        if callable(inverse_metric) and options.get("dense_mass") is None:
-            options["dense_mass"] = False  # a diagonal then belongs to the sites
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
-
-    @property
-    def _is_site_aligned(self) -> bool:
-        return callable(self._inverse_metric_fn)
-
-    def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Any:
-        given = self._inverse_metric_fn
-        if not callable(given):
-            return self._dynamics
-
-        def inverse_metric(q: Array) -> Array:
-            position = potential.unravel(preconditioner.to_position(q))
-            value = given(position)
-            if isinstance(value, dict):
-                value = _flatten_diagonal_by_site(value, position)
-            return jnp.asarray(value, potential.dtype)
-
-        assert isinstance(
-            self._dynamics, (RiemannianUnderdampedLangevin, RiemannianOverdampedLangevin)
-        )
-        return replace(self._dynamics, inverse_metric=inverse_metric)
-
-    def _check_inverse_metric_fn(self, dynamics: Any, potential: Potential) -> None:
-        origin = jnp.zeros(potential.dim, potential.dtype)
-        at = [origin, *standard_normal_points(origin)]
-        values = [
-            errors.evaluate_user_function("inverse_metric", dynamics.inverse_metric, q) for q in at
-        ]
-        for value in values:
-            _check_inverse_metric_value(value, potential.dim)
-
-
 class SGHMCSplit(SGMCMCKernel):
-    r"""Stochastic-gradient HMC with the symmetric splitting scheme: the kernel to start from.
+    r"""Stochastic-gradient HMC with the symmetric splitting integrator: the recommended kernel.
 
-    Weak order 2, one minibatch gradient a step (two with control variates). One step of size
+    Weak order 2, one minibatch gradient per step (two with control variates). One step of size
     :math:`h` from :math:`(\theta, p)`:
 
     .. math::
@@ -191,11 +75,13 @@ class SGHMCSplit(SGMCMCKernel):
     algorithms with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation
     (8).
 
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
-        in whitened units. Default 1.5.
-    :param str scheme: ``"symmetric"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
+        in preconditioned units. Default 1.5.
+    :param str integrator: ``"symmetric"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
 
     **Example**
 
@@ -229,73 +115,18 @@ class SGHMCSplit(SGMCMCKernel):
         **options: Unpack[KernelOptions],
     ) -> None:
         errors.check_positive("friction", friction)
-        super().__init__(
-            model,
-            potential_fn,
-            dynamics=UnderdampedLangevin(float(friction)),
-            integrator=integrator,
-            **options,
-        )
-
-
-class SGHMC(SGMCMCKernel):
-    r"""Stochastic-gradient HMC with the Euler scheme.
-
-    Weak order 1, one minibatch gradient a step (two with control variates). Choose it to compare
-    with published results; :class:`~numpyro_sgmcmc.SGHMCSplit` costs the same and takes steps
-    three times as large for the same bias. One step of size :math:`h` from :math:`(\theta, p)`:
-
-    .. math::
-
-        p \leftarrow p - \gamma h p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta, \quad
-        \theta \leftarrow \theta + h p
-
-    .. math::
-
-        d\theta = p\,dt, \qquad
-        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
-
-    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
-
-    Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
-    equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
-
-    :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
-        in whitened units. Default 1.5.
-    :param str scheme: ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
-    """
-
-    integrators = ("euler",)
-
-    def __init__(
-        self,
-        model: Callable | None = None,
-        potential_fn: Callable | None = None,
-        *,
-        friction: float = 1.5,
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
-    ) -> None:
-        errors.check_positive("friction", friction)
-        super().__init__(
-            model,
-            potential_fn,
-            dynamics=UnderdampedLangevin(float(friction)),
-            integrator=integrator,
-            **options,
-        )
+        dynamics = UnderdampedLangevin(float(friction))
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
 
 
 class SHMC(SGMCMCKernel):
-    r"""Stochastic-gradient HMC by any of seven schemes, among them HMC without accept/reject.
+    r"""Stochastic-gradient HMC by any of seven integrators, among them HMC without accept/reject.
 
-    The SDE is :class:`~numpyro_sgmcmc.SGHMCSplit`'s. Choose this kernel to compare integrators, or
-    for one of theirs that suits the problem:
+    The SDE is that of :class:`~numpyro_sgmcmc.SGHMCSplit`. Choose this kernel to compare
+    integrators, or for one whose properties the problem needs:
 
     ===============  =====  =========  ============================================
-    scheme           order  gradients  remark
+    integrator       order  gradients  remark
     ===============  =====  =========  ============================================
     ``leapfrog``     1      1          positions without bias on Gaussians
     ``lie_trotter``  2      1          HMC with refreshment, see ``num_leapfrog``
@@ -303,11 +134,11 @@ class SHMC(SGMCMCKernel):
     ``baoab``        2      1          positions without bias on Gaussians
     ``obabo``        2      1          friction and noise outermost
     ``mt3``          3      3          and one Hessian-vector product
-    ``euler``        1      1          the scheme of SGHMC
+    ``euler``        1      1          the integrator of SGHMC
     ===============  =====  =========  ============================================
 
-    With minibatches that visit all rows in random order no scheme has a bias of higher order than
-    two (theorem 3 of the paper), with independent ones of higher order than one.
+    With minibatches that visit all rows in random order the bias of every integrator has order two
+    at most (theorem 3 of the paper), with independent minibatches order one.
 
     .. math::
 
@@ -319,15 +150,18 @@ class SHMC(SGMCMCKernel):
     Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
     stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.
 
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`C` in the paper), positive,
-        in whitened units. Default 1.5.
-    :param str scheme: one of the table's. Default ``"leapfrog"``.
+        in preconditioned units. Default 1.5.
+    :param str integrator: one of the table. Default ``"leapfrog"``.
     :param int num_leapfrog: for ``"lie_trotter"``, leapfrog steps between refreshments of the
-        momentum, :math:`N_l` in the paper, each on a minibatch of its own. The momentum keeps the
-        share :math:`e^{-\gamma h N_l}`: a large friction refreshes it fully. The step size is
-        then at most 1.5 / N_l: at a half period, :math:`N_l h = \pi`, nothing would mix. Default 1.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
+        momentum, :math:`N_l` in the paper, each on a separate minibatch. The momentum keeps the
+        fraction :math:`e^{-\gamma h N_l}`: a large friction refreshes it completely. The step size
+        is then at most 1.5 / N_l, because at a half period, :math:`N_l h = \pi`, chains would not
+        mix. Default 1.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
     """
 
     integrators = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
@@ -347,8 +181,11 @@ class SHMC(SGMCMCKernel):
         errors.check_choice("integrator", integrator, self.integrators)
         if num_leapfrog > 1 and integrator != "lie_trotter":
             raise InvalidArgumentError(
-                f"`num_leapfrog` is for integrator='lie_trotter', but the scheme is {integrator!r}."
+                f"`num_leapfrog` is {num_leapfrog}, but `integrator` is {integrator!r}.",
+                "pass integrator='lie_trotter', or leave out `num_leapfrog`.",
+                "num-leapfrog",
             )
+        self._num_leapfrog = num_leapfrog  # for `settings`: the SDE has None for other integrators
         dynamics = UnderdampedLangevin(
             float(friction),
             num_leapfrog=num_leapfrog if integrator == "lie_trotter" else None,
@@ -357,49 +194,13 @@ class SHMC(SGMCMCKernel):
         super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
 
 
-class SGLD(SGMCMCKernel):
-    r"""Stochastic-gradient Langevin dynamics.
-
-    Weak order 1, one minibatch gradient a step (two with control variates). Choose it as the
-    simplest baseline: it needs about four times the steps of
-    :class:`~numpyro_sgmcmc.SGHMCSplit` for the same bias. One step of size :math:`h`:
-
-    .. math:: \theta \leftarrow \theta - h\nabla\tilde U(\theta) + \sqrt{2h}\,\zeta
-
-    .. math:: d\theta = -\nabla U(\theta)\,dt + \sqrt{2}\,dW
-
-    with stationary density :math:`\propto e^{-U(\theta)}`.
-
-    Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin
-    dynamics*, equation (4), whose step :math:`\epsilon` is :math:`2h`.
-
-    :param str scheme: ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
-    """
-
-    integrators = ("euler",)
-
-    def __init__(
-        self,
-        model: Callable | None = None,
-        potential_fn: Callable | None = None,
-        *,
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
-    ) -> None:
-        super().__init__(
-            model, potential_fn, dynamics=OverdampedLangevin(), integrator=integrator, **options
-        )
-
-
 class SGNHT(SGMCMCKernel):
     r"""The stochastic-gradient Nosé-Hoover thermostat.
 
-    Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control variates).
+    Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control variates).
     The friction adapts until the momenta have the right temperature, so that gradient noise of a
-    constant size does not widen the posterior. Choose it where control variates cannot be had: for
-    randomised likelihoods, or where the plain gradient must do.
+    constant size does not widen the posterior. Choose it where control variates are not available:
+    for randomised likelihoods, or with the minibatch gradient.
 
     .. math::
 
@@ -413,13 +214,16 @@ class SGNHT(SGMCMCKernel):
     Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with
     high-order integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
 
-    :param float friction: injected noise A, which is the friction's stationary mean without
-        gradient noise; positive, in whitened units. Default 1.5.
-    :param bool per_coordinate: one thermostat a coordinate, which also takes away noise that
-        differs between coordinates; False for the one thermostat of the paper. Default True.
-    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param float friction: injected noise A, which is the stationary mean of the friction without
+        gradient noise; positive, in preconditioned units. Default 1.5.
+    :param bool per_coordinate: whether there is one thermostat per coordinate, which also
+        compensates noise that differs between coordinates; False for the one thermostat of the
+        paper. Default True.
+    :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
     """
 
     integrators = ("symmetric", "euler")
@@ -443,12 +247,12 @@ class SGNHT(SGMCMCKernel):
 class SGMGT(SGMCMCKernel):
     r"""The stochastic-gradient monomial-gamma thermostat.
 
-    Weak order 2 with the default scheme, 1 where ``sigma_theta`` is positive or with ``"euler"``;
-    one minibatch gradient a step (two with control variates). Choose it to try momenta of heavier
-    than Gaussian tails, or thermostats whose momenta are drawn afresh: on five wells the fresh
-    draws, more than the tails, brought more crossings. ``a=0.5`` with ``m=2`` and no fresh draws is
-    SGNHT with a thermostat a coordinate, ``a=1`` and ``a=2`` are the paper's; larger ``a`` needs
-    shorter steps.
+    Weak order 2 with the default integrator, 1 if ``sigma_theta`` is positive or with ``"euler"``;
+    one minibatch gradient per step (two with control variates). Choose it to try momenta with
+    heavier tails than Gaussian ones, or thermostats whose momenta are resampled: on five wells the
+    resampling, more than the tails, increased the number of crossings. ``a=0.5`` with ``m=2`` and
+    without resampling is SGNHT with a thermostat per coordinate, ``a=1`` and ``a=2`` are the
+    paper's; larger ``a`` needs shorter steps.
 
     .. math::
 
@@ -460,25 +264,27 @@ class SGMGT(SGMCMCKernel):
 
     elementwise, with stationary density
     :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}` and the softened kinetics of
-    :class:`~numpyro_sgmcmc.dynamics.thermostats.Kinetics`.
+    :class:`~numpyro_sgmcmc.dynamics.Kinetics`.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (13), appendices C (kinetics) and E (splitting).
 
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float a: shape of the kinetics, in [0.5, 2]. Default 1.
     :param float m: mass of the kinetics, positive. Default 1.
-    :param float c: softening, positive; the larger, the less is softened. Default 3.
-    :param float sigma_p: noise of the momentum and the friction's mean, positive. Default 1.5.
+    :param float c: softening, positive; larger values soften less. Default 3.
+    :param float sigma_p: noise of the momentum and mean of the friction, positive. Default 1.5.
     :param float sigma_theta: noise of the position, not negative. Default 0.
     :param float sigma_xi: noise of the friction, not negative. Default 0.
-    :param float gamma: the friction's stationary variance, positive. Default 1.
-    :param int momentum_period: steps between fresh momenta, :math:`T_p`; None for never.
-        Default 100.
-    :param int thermostat_period: steps between fresh frictions, :math:`T_\xi`; None for never.
-        Default 100.
-    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
+    :param float gamma: stationary variance of the friction, positive. Default 1.
+    :param int momentum_period: steps between resamplings of the momentum, :math:`T_p`; None for
+        never. Default 100.
+    :param int thermostat_period: steps between resamplings of the friction, :math:`T_\xi`; None for
+        never. Default 100.
+    :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
     """
 
     integrators = ("symmetric", "euler")
@@ -501,22 +307,19 @@ class SGMGT(SGMCMCKernel):
         **options: Unpack[KernelOptions],
     ) -> None:
         errors.check_in_interval("a", a, 0.5, 2.0)
-        for name, value in (("m", m), ("c", c), ("sigma_p", sigma_p), ("gamma", gamma)):
-            errors.check_positive(name, value)
-        for name, value in (("sigma_theta", sigma_theta), ("sigma_xi", sigma_xi)):
-            errors.check_nonnegative(name, value)
-        periods = {"momentum_period": momentum_period, "thermostat_period": thermostat_period}
-        for name, period in periods.items():
-            if period is not None:
-                errors.check_positive_int(name, period)
+        _check_positive(m=m, c=c, sigma_p=sigma_p, gamma=gamma)
+        errors.check_nonnegative("sigma_theta", sigma_theta)
+        errors.check_nonnegative("sigma_xi", sigma_xi)
+        _check_period("momentum_period", momentum_period)
+        _check_period("thermostat_period", thermostat_period)
         dynamics = MonomialGammaThermostat(
-            Kinetics(float(a), float(m), float(c)),
-            float(sigma_p),
-            float(gamma),
-            float(sigma_theta),
-            float(sigma_xi),
-            momentum_period,
-            thermostat_period,
+            kinetics=Kinetics(float(a), float(m), float(c)),
+            sigma_p=float(sigma_p),
+            gamma=float(gamma),
+            sigma_theta=float(sigma_theta),
+            sigma_xi=float(sigma_xi),
+            momentum_period=momentum_period,
+            thermostat_period=thermostat_period,
         )
         super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
 
@@ -524,25 +327,27 @@ class SGMGT(SGMCMCKernel):
 class SGLaplaceHMC(SGMCMCKernel):
     r"""Stochastic-gradient HMC with Laplace-like momenta.
 
-    Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control variates).
-    The speed of every coordinate is bounded by 1/m, so that a single large gradient throws no
+    Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control variates).
+    The speed of every coordinate is bounded by 1/m, so that one large gradient does not move a
     chain far: choose it for gradients with heavy tails.
 
     .. math:: d\theta = \nabla K(p)\,dt, \qquad
         dp = -(\nabla U(\theta) + A\nabla K(p))\,dt + \sqrt{2A}\,dW
 
     with stationary density :math:`\propto e^{-U(\theta) - K(p)}` and the softened kinetics
-    :class:`~numpyro_sgmcmc.dynamics.thermostats.Kinetics` with a = 1.
+    :class:`~numpyro_sgmcmc.dynamics.Kinetics` with a = 1.
 
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
-    sampler*, equation (27), where it mends the naive stochastic slice sampler.
+    sampler*, equation (27), where it corrects the naive stochastic slice sampler.
 
-    :param float friction: friction coefficient A, positive, in whitened units. Default 1.5.
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param float friction: friction coefficient A, positive, in preconditioned units. Default 1.5.
     :param float m: mass of the kinetics, positive. Default 1.
-    :param float c: softening, positive; the larger, the less is softened. Default 3.
-    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range.
+    :param float c: softening, positive; larger values soften less. Default 3.
+    :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
     """
 
     integrators = ("symmetric", "euler")
@@ -558,18 +363,81 @@ class SGLaplaceHMC(SGMCMCKernel):
         integrator: str = "symmetric",
         **options: Unpack[KernelOptions],
     ) -> None:
-        for name, value in (("friction", friction), ("m", m), ("c", c)):
-            errors.check_positive(name, value)
+        _check_positive(friction=friction, m=m, c=c)
         dynamics = MonomialGammaLangevin(Kinetics(1.0, float(m), float(c)), float(friction))
         super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+
+
+class RiemannianKernel(SGMCMCKernel):
+    """Base of the kernels in a metric that depends on the position.
+
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param inverse_metric: ``"potential"``, or the user's function of the unconstrained values.
+    :param dynamics: the SDE, whose metric the user's replaces.
+    :param integrator: name of the integrator.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
+        wrong shape or not positive definite.
+    """
+
+    def __init__(
+        self,
+        model: Callable | None,
+        potential_fn: Callable | None,
+        *,
+        inverse_metric: str | Callable[[Any], Any],
+        dynamics: Dynamics,
+        integrator: str,
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        is_default = isinstance(inverse_metric, str) and inverse_metric == "potential"
+        if not (is_default or callable(inverse_metric)):
+            raise InvalidArgumentError(
+                f"`inverse_metric` is {inverse_metric!r}, which is not a function.",
+                "pass 'potential' or a function of the unconstrained values.",
+                "inverse-metric",
+            )
+        self._inverse_metric_fn = inverse_metric
+        if callable(inverse_metric) and options.get("dense_mass") is None:
+            options["dense_mass"] = False  # so that a diagonal metric belongs to the sites
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+
+    @property
+    def _is_site_aligned(self) -> bool:
+        return callable(self._inverse_metric_fn)
+
+    def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Any:
+        user_metric = self._inverse_metric_fn
+        if not callable(user_metric):
+            return self._dynamics
+
+        def inverse_metric(q: Array) -> Array:
+            position = potential.unravel(preconditioner.to_position(q))
+            value = user_metric(position)
+            if isinstance(value, dict):
+                value = _flatten_diagonal_by_site(value, position)
+            return jnp.asarray(value, potential.dtype)
+
+        dynamics = self._dynamics
+        assert isinstance(dynamics, (RiemannianUnderdampedLangevin, RiemannianOverdampedLangevin))
+        return replace(dynamics, inverse_metric=inverse_metric)
+
+    def _check_inverse_metric_fn(self, dynamics: Any, potential: Potential) -> None:
+        origin = jnp.zeros(potential.dim, potential.dtype)
+        for q in (origin, *standard_normal_points(origin)):
+            _check_inverse_metric(
+                errors.evaluate_user_function("inverse_metric", dynamics.inverse_metric, q),
+                potential.dim,
+            )
 
 
 class SGRHMC(RiemannianKernel):
     r"""Stochastic-gradient Riemannian HMC; gSGRHMC with its default metric.
 
-    Weak order 2 (1 with ``"euler"``), one minibatch gradient a step (two with control
-    variates). Choose it where the posterior's scale changes from place to place, as in funnels and
-    bananas, and a metric that follows it is known.
+    Weak order 2 (1 with ``"euler"``), one minibatch gradient per step (two with control
+    variates). Choose it if the scale of the posterior changes from place to place, as in funnels
+    and bananas, and a metric that follows it is known.
 
     .. math::
 
@@ -582,20 +450,22 @@ class SGRHMC(RiemannianKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equation
     (17) with its signs corrected, and Algorithm 1.
 
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
         of the usual length: a function of the unconstrained values (a dict by site name) that
         returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
         of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
-        it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
-        in units of its posterior sd. Or ``"potential"`` (default),
+        a function ``dense_mass`` is False unless given, so that the coordinates are those of the
+        sites, each in units of its posterior SD. Or ``"potential"`` (default),
         :func:`~numpyro_sgmcmc.dynamics.potential_metric`.
     :param float friction: friction coefficient :math:`\gamma`, positive; 1 in the paper. Default
         1.5.
-    :param int momentum_period: steps between fresh momenta; None (default) for never.
-    :param str scheme: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
-        of the wrong shape or not positive definite.
+    :param int momentum_period: steps between resamplings of the momentum; None (default) for never.
+    :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
+        wrong shape or not positive definite.
     """
 
     integrators = ("symmetric", "euler")
@@ -612,8 +482,7 @@ class SGRHMC(RiemannianKernel):
         **options: Unpack[KernelOptions],
     ) -> None:
         errors.check_positive("friction", friction)
-        if momentum_period is not None:
-            errors.check_positive_int("momentum_period", momentum_period)
+        _check_period("momentum_period", momentum_period)
         super().__init__(
             model,
             potential_fn,
@@ -629,9 +498,9 @@ class SGRHMC(RiemannianKernel):
 class SGRLD(RiemannianKernel):
     r"""Stochastic-gradient Riemannian Langevin dynamics.
 
-    Weak order 1, one minibatch gradient a step (two with control variates). Choose it where a
-    good metric is known and a momentum does not help; otherwise
-    :class:`~numpyro_sgmcmc.SGRHMC`, which takes longer steps.
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose it if a good
+    metric is known and a momentum does not help; otherwise :class:`~numpyro_sgmcmc.SGRHMC`, which
+    takes longer steps.
 
     .. math:: d\theta = (-G^{-1}\nabla U + \Gamma)\,dt + \sqrt{2G^{-1}}\,dW, \qquad
         \Gamma_i = \textstyle\sum_j \partial_j (G^{-1})_{ij}
@@ -642,17 +511,13 @@ class SGRLD(RiemannianKernel):
     probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient
     MCMC*, equation (14), with the sign of :math:`\Gamma` corrected.
 
-    :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
-        of the usual length: a function of the unconstrained values (a dict by site name) that
-        returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
-        of the sites' shapes, or scalars), or a positive definite matrix of shape ``(d, d)``. With
-        it ``dense_mass`` is False unless given, so that coordinates are those of the sites, each
-        in units of its posterior sd. Or ``"potential"`` (default),
-        :func:`~numpyro_sgmcmc.dynamics.potential_metric`.
-    :param str scheme: ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range, and at ``init`` for a metric
-        of the wrong shape or not positive definite.
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param inverse_metric: as for :class:`~numpyro_sgmcmc.SGRHMC`.
+    :param str integrator: ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
+        wrong shape or not positive definite.
     """
 
     integrators = ("euler",)
@@ -677,17 +542,18 @@ class SGRLD(RiemannianKernel):
 
 
 def _init_no_auxiliary(rng_key: Array, dim: int) -> Array:
+    """Return no auxiliary variables."""
     return jnp.zeros(0)
 
 
 class RecipeKernel(SGMCMCKernel):
-    r"""A sampler from the user's own D, Q and h.
+    r"""A sampler from the user's D, Q and h.
 
-    Weak order 1, one minibatch gradient a step (two with control variates). Choose it to try a new
-    dynamic; the dedicated kernels are faster and have better schemes. The derivatives in
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose it to try a
+    new SDE; the dedicated kernels are faster and have better integrators. The derivatives in
     :math:`\Gamma` are taken automatically.
 
-    All functions are of :math:`z = (\theta, a)`, flat: the position in whitened units, shape
+    All functions are of :math:`z = (\theta, a)`, flat: the position in preconditioned units, shape
     ``(d,)``, then the auxiliary variables, ``n`` in all.
 
     .. math::
@@ -700,21 +566,22 @@ class RecipeKernel(SGMCMCKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations
     (2) to (6).
 
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
         diagonal.
     :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
-    :param hamiltonian: h: maps z to the energy besides the posterior's, a scalar. The integral of
-        :math:`e^{-h}` over the auxiliary variables must be the same at every position, as it is
-        where h reads these alone; without any, h is constant.
-    :param auxiliary: ``(rng_key, d) -> (n - d,)``, first values of the auxiliary variables;
-        :class:`~numpyro_sgmcmc.dynamics.Recipe` has it as ``draw_auxiliary``. Default: there are
-        none.
-    :param str scheme: ``"euler"``.
-    :param options: keywords shared by all kernels.
-    :raises ValueError: for an option that is unknown or out of range, and at ``init`` where D is
-        not positive semi-definite, Q not skew, one of the wrong shape, or where h changes with the
-        position. The last is told of energies that are a sum of a function of the position and one
-        of the auxiliary variables, or quadratic in these (100 at most).
+    :param hamiltonian: h: maps z to the energy that is added to the posterior's, a scalar. The
+        integral of :math:`e^{-h}` over the auxiliary variables must be the same at every position,
+        as it is if h depends on these alone; without auxiliary variables h is constant.
+    :param auxiliary: ``(rng_key, d) -> (n - d,)``, initial values of the auxiliary variables,
+        ``init_auxiliary`` of :class:`~numpyro_sgmcmc.dynamics.Recipe`. Default: there are none.
+    :param str integrator: ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range, and at ``init`` if D is not positive
+        semi-definite, Q not skew, one of the wrong shape, or if h changes with the position. The
+        last is detected for energies that are a sum of a function of the position and one of the
+        auxiliary variables, or quadratic in these (100 at most).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 
@@ -752,14 +619,11 @@ class RecipeKernel(SGMCMCKernel):
         integrator: str = "euler",
         **options: Unpack[KernelOptions],
     ) -> None:
-        functions = {
-            "diffusion": diffusion,
-            "curl": curl,
-            "hamiltonian": hamiltonian,
-            "auxiliary": auxiliary,
-        }
-        for name, function in functions.items():
-            errors.check_callable(name, function)
+        errors.check_callable("diffusion", diffusion)
+        errors.check_callable("curl", curl)
+        errors.check_callable("hamiltonian", hamiltonian)
+        errors.check_callable("auxiliary", auxiliary)
+        self._auxiliary = auxiliary  # for `settings`: the SDE calls it `init_auxiliary`
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
         super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
 
@@ -767,3 +631,149 @@ class RecipeKernel(SGMCMCKernel):
         dynamics = self._dynamics
         assert isinstance(dynamics, Recipe)
         check_recipe(dynamics, potential.dim)
+
+
+class SGHMC(SGMCMCKernel):
+    r"""Stochastic-gradient HMC with Euler's method.
+
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose it to compare
+    with published results; :class:`~numpyro_sgmcmc.SGHMCSplit` costs the same and takes steps
+    three times as large for the same bias. One step of size :math:`h` from :math:`(\theta, p)`:
+
+    .. math::
+
+        p \leftarrow p - \gamma h p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta, \quad
+        \theta \leftarrow \theta + h p
+
+    .. math::
+
+        d\theta = p\,dt, \qquad
+        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+
+    Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
+    equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
+
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
+        in preconditioned units. Default 1.5.
+    :param str integrator: ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
+    """
+
+    integrators = ("euler",)
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        friction: float = 1.5,
+        integrator: str = "euler",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        errors.check_positive("friction", friction)
+        dynamics = UnderdampedLangevin(float(friction))
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+
+
+class SGLD(SGMCMCKernel):
+    r"""Stochastic-gradient Langevin dynamics.
+
+    Weak order 1, one minibatch gradient per step (two with control variates). Choose it as the
+    simplest baseline: it needs about four times the steps of
+    :class:`~numpyro_sgmcmc.SGHMCSplit` for the same bias. One step of size :math:`h`:
+
+    .. math:: \theta \leftarrow \theta - h\nabla\tilde U(\theta) + \sqrt{2h}\,\zeta
+
+    .. math:: d\theta = -\nabla U(\theta)\,dt + \sqrt{2}\,dW
+
+    with stationary density :math:`\propto e^{-U(\theta)}`.
+
+    Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin
+    dynamics*, equation (4), whose step :math:`\epsilon` is :math:`2h`.
+
+    :param model: model with a subsampled plate around the data.
+    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
+    :param str integrator: ``"euler"``.
+    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
+    :raises InvalidArgumentError: for an option out of range.
+    """
+
+    integrators = ("euler",)
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        integrator: str = "euler",
+        **options: Unpack[KernelOptions],
+    ) -> None:
+        dynamics = OverdampedLangevin()
+        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+
+
+def _check_positive(**values: Any) -> None:
+    """Check that keywords are positive numbers."""
+    for name, value in values.items():
+        errors.check_positive(name, value)
+
+
+def _check_period(name: str, period: Any) -> None:
+    """Check that a number of steps between resamplings is a positive integer or None."""
+    if period is not None:
+        errors.check_positive_int(name, period)
+
+
+def _flatten_diagonal_by_site(
+    diagonal_by_site: dict[str, Any], position: dict[str, Array]
+) -> Array:
+    """Return the flat form of a diagonal by site name, shape ``(d,)``."""
+    if not isinstance(position, dict) or set(diagonal_by_site) != set(position):
+        sites = ", ".join(f"'{s}'" for s in position)
+        raise InvalidArgumentError(
+            f"`inverse_metric` returns the keys {sorted(diagonal_by_site)}, which are not the "
+            "sites.",
+            f"return a dict with the keys {sites}.",
+            "inverse-metric",
+        )
+    diagonal = {}
+    for site, value in position.items():
+        entries, shape = diagonal_by_site[site], jnp.shape(value)
+        try:
+            diagonal[site] = jnp.broadcast_to(entries, shape)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"`inverse_metric` returns shape {jnp.shape(entries)} for '{site}' of shape "
+                f"{shape}.",
+                "return an array of the site's shape, or a scalar.",
+                "inverse-metric",
+            ) from None
+    return ravel_pytree(diagonal)[0]
+
+
+def _check_inverse_metric(inverse_metric: np.ndarray, dim: int) -> None:
+    """Check that a value is a positive scalar, diagonal or positive definite matrix."""
+    if inverse_metric.shape not in ((), (dim,), (dim, dim)):
+        raise InvalidArgumentError(
+            f"`inverse_metric` returns shape {inverse_metric.shape}, but the model has {dim} "
+            "unconstrained coordinates.",
+            f"return a scalar, shape ({dim},) or ({dim}, {dim}).",
+            "inverse-metric",
+        )
+    if inverse_metric.ndim == 2:
+        # Tolerances of float32 rounding.
+        is_symmetric = np.allclose(inverse_metric, inverse_metric.T, rtol=1e-4, atol=1e-6)
+        is_positive = is_symmetric and np.linalg.eigvalsh(inverse_metric).min() > 0
+    else:
+        is_positive = np.all(inverse_metric > 0)
+    if not (np.isfinite(inverse_metric).all() and is_positive):
+        raise InvalidArgumentError(
+            "`inverse_metric` is not positive definite at a typical position.",
+            "return the square or the exponential of it, which is positive everywhere.",
+            "inverse-metric",
+        )

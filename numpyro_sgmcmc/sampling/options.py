@@ -1,21 +1,17 @@
-"""The keywords that all kernels share, each with its type, default, description and check.
+r"""The keywords that all kernels share: declaration, checks, and what is built from them.
 
-What `help` shows of a kernel (its own keywords, and those that all kernels share), and what a
-prompt and a notebook show of it: what differs from the defaults.
-
-From what a kernel is made of to the posterior: the model or the potential function, read.
-
-What a posterior does not bear: options of the kernel, and ways to run it.
-
-What the warm-up is told: a kernel's options, made to fit the posterior.
+:class:`Options` declares each keyword with its type, default, description and check;
+:class:`KernelOptions` repeats the types for type checkers. :func:`add_options_to_signature` shows
+them in every kernel's signature, :class:`KernelReprMixin` prints a kernel as the call that makes
+it. From a kernel's options :func:`build_potential_from_model` and :func:`build_potential_from_fn`
+build the posterior, and :func:`build_warmup_settings` the settings of the warm-up.
 """
 
 from __future__ import annotations
 
 import html
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
@@ -30,7 +26,7 @@ from numpyro_sgmcmc.adaptation.initialisation import check_potential_fn_params
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.errors import InvalidArgumentError, warn_user
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, PlateWarning, warn_user
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 from numpyro_sgmcmc.model.local_latents import get_gibbs_fn_keywords, select_collected_sites
 from numpyro_sgmcmc.model.potential import Potential, make_function_potential
@@ -46,86 +42,95 @@ __all__ = [
     "KernelOptions",
     "KernelReprMixin",
     "Options",
+    "add_options_to_signature",
     "build_potential_from_fn",
     "build_potential_from_model",
     "build_warmup_settings",
     "check_chain_method",
     "check_gibbs_block_collects_locals",
     "check_options_match_model",
-    "document_shared_options",
     "get_single_chain_shapes",
 ]
 
-_BOOL_OPTIONS = (
-    "adapt_step_size",
-    "adapt_mass_matrix",
-    "noise_compensation",
-    "forward_mode_differentiation",
-    "init_in_modes",
-)
+# Parameters up to which `dense_mass=None` adapts a dense mass matrix: a bound on the time of the
+# adaptation, which needs several draws per parameter.
+_MAX_DENSE_MASS_MATRIX_DIM = 100
+# Characters of a value in a kernel's repr; longer values are printed as "...".
+_MAX_REPR_CHARS = 60
+# Keyword of the monomial-gamma kernels, the paper's symbol -> field of their Kinetics.
+_KINETICS_FIELD_NAMES = {"a": "a", "m": "mass", "c": "softening"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Options:
-    r"""The keywords that all kernels share; a kernel's signature and docstring take them from here.
+    r"""Keywords of all kernels.
 
-    :param step_size: step size in whitened units (posterior standard deviations), positive; or a
-        schedule ``int -> float`` of the number of steps so far, warm-up counted in, such as any
-        optax schedule. One that jit or vmap traces is the chains'; the warm-up, which must know a
-        number, goes by the scheme's own. Default None: chosen in warm-up.
-    :param num_steps: stochastic-gradient steps an iteration. Default None: as many as make draws
-        about independent, from 1 to 500.
-    :param inverse_mass_matrix: about the posterior covariance in unconstrained space: shape
-        ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Kept as given. Default
-        None: found in warm-up.
-    :param dense_mass: whether the mass matrix found is dense: a bool, or a list of tuples of site
-        names that form blocks. Default None: dense for up to 100 coordinates. One that is not
-        dense is a diagonal with a few directions besides that draws and gradients show.
-    :param adapt_step_size: if False and no ``step_size`` is given, take the scheme's own; one that
-        is given is then kept even where a chain's warm-up diverges again and again, which else
-        halves it. Default True.
-    :param adapt_mass_matrix: if False and no ``inverse_mass_matrix`` is given, take the identity.
-    :param gradient_estimator: ``"minibatch"``, ``"control_variate"``, ``"second_order_control_variate"`` (keeps
-        a Hessian, so for few coordinates), or ``"auto"`` (default): the one that goes furthest
-        at the same cost, by the noise measured in warm-up.
-    :param subsampling: ``"contiguous"`` blocks of consecutive rows, ``"shuffled"`` (random rows, each once an
-        epoch), ``"iid"`` (random rows), or ``"auto"`` (default): blocks, unless they prove
-        clearly noisier than random rows.
-    :param noise_compensation: whether to inject less noise where the minibatch gradient brings its
-        own: :math:`2\gamma h - h^2\hat V` in place of :math:`2\gamma h` (Ma, Chen and Fox 2015,
-        equation (9)), with :math:`\hat V` from the gradients of single rows, measured in warm-up
-        at typical positions. For plain gradients, whose noise is about the same everywhere; that
-        of control variates it compensates on average only. Needs independent minibatches:
+    :param step_size: step size in preconditioned units (posterior standard deviations), positive;
+        or a schedule ``int -> float`` of the number of steps so far, warm-up included, such as any
+        optax schedule. A value that jit or vmap traces is used by the chains alone; the warm-up,
+        which needs a number, uses the integrator's default. Default None: chosen in warm-up.
+    :param num_steps: stochastic-gradient steps per iteration. Default None: chosen in warm-up so
+        that draws are approximately independent, from 1 to 500.
+    :param inverse_mass_matrix: estimate of the posterior covariance in unconstrained space: shape
+        ``(d,)``, ``(d, d)``, or a dict of blocks by tuples of site names. Used as given. Default
+        None: adapted in warm-up.
+    :param dense_mass: whether the adapted mass matrix is dense: a bool, or a list of tuples of site
+        names that form blocks. Default None: dense for up to 100 coordinates. Otherwise it is a
+        diagonal plus a matrix of low rank, estimated from draws and gradients.
+    :param adapt_step_size: whether to choose the step size in warm-up if ``step_size`` is None. If
+        False, the integrator's default is used. Default True.
+    :param shrink_step_size_on_divergence: whether to halve a number given as ``step_size``, chain
+        by chain, if iterations diverge repeatedly in warm-up. Default True.
+    :param adapt_mass_matrix: whether to adapt the mass matrix in warm-up if
+        ``inverse_mass_matrix`` is None. If False, the identity is used. Default True.
+    :param gradient_estimator: ``"minibatch"``, ``"control_variate"``,
+        ``"second_order_control_variate"`` (keeps a Hessian, so for few coordinates), or ``"auto"``
+        (default): the one of highest estimated efficiency per gradient evaluation, by the gradient
+        noise measured in warm-up.
+    :param subsampling: ``"contiguous"`` (consecutive rows), ``"shuffled"`` (random rows, each once
+        per epoch), ``"iid"`` (random rows with replacement), or ``"auto"`` (default): contiguous
+        minibatches, unless they are clearly noisier than random ones.
+    :param noise_compensation: whether to inject less noise where the minibatch gradient adds noise:
+        :math:`2\gamma h - h^2\hat V` instead of :math:`2\gamma h` (Ma, Chen and Fox 2015, equation
+        (9)), with :math:`\hat V` estimated in warm-up from per-observation gradients at typical
+        positions. For minibatch gradients, whose noise is about the same everywhere; that of
+        control variates is compensated on average only. Needs independent minibatches:
         ``subsampling`` is then ``"iid"``. Default False.
-    :param max_grad_norm: largest norm of the gradient in a step, in whitened units, where that at a
-        draw from a normal posterior is about :math:`\sqrt d`; longer ones are cut to it. Biased as
-        soon as it cuts: draws spread wider, and :func:`~numpyro_sgmcmc.bias_report`, which reads
-        gradients uncut, says by how much. Default None: gradients as they are.
-    :param target_sd_bias: relative error of posterior standard deviations that the choice of the
-        step size may allow. Default 0.05.
+    :param max_grad_norm: largest norm of the gradient in a step, in preconditioned units, in which
+        the norm at a draw from a Gaussian posterior is about :math:`\sqrt d`; longer gradients are
+        scaled down to it. Clipping biases the draws, which become overdispersed;
+        :func:`~numpyro_sgmcmc.bias_report` uses gradients without clipping and estimates by how
+        much. Default None: no clipping.
+    :param target_sd_bias: largest predicted relative error of posterior standard deviations at the
+        step size chosen in warm-up. Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
     :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
-        with ``lax.while_loop``; they cost as much more as there are coordinates. Default False.
-    :param init_in_modes: whether chains start in turn in each of the modes of comparable mass
-        that the warm-up finds, each with whitening and control variates of its own, and R-hat
-        compares them. Default False: all in the one whose fit is best, and a warning where there
-        are others. Vectorized and parallel chains take turns; others start in one at random.
-    :param gibbs_fn: draws of sites inside the subsampled plate from their conditional, as in
-        :class:`~numpyro.infer.hmc_gibbs.HMCGibbs` and for the rows of a minibatch:
-        ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called by these keywords with dicts of
-        constrained values (of the minibatch's rows for sites inside the plate) and the rows'
-        indices, returns a dict of new values of all ``gibbs_sites``. Where it takes them,
-        ``model_args`` and ``model_kwargs`` are the model's own arguments, whose arrays on the host
-        may be indexed by ``rows``. That the draws come from the conditional is the user's affair.
+        with ``lax.while_loop``; their cost grows with the number of coordinates. Default False.
+    :param init_in_modes: whether to distribute the chains over the posterior modes of comparable
+        mass that the warm-up detects, each with a separate preconditioner and control variate;
+        R-hat then compares modes. Vectorized and parallel chains are assigned in turn, others at
+        random. Default False: all chains start in the mode of best fit, with a warning if there are
+        others.
+    :param gibbs_fn: samples sites inside the subsampled plate from their conditional distribution,
+        as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch:
+        ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called with these keywords, dicts of
+        constrained values (those of the minibatch for sites inside the plate) and the indices of
+        the rows, returns a dict of new values of all ``gibbs_sites``. If its signature has
+        ``model_args`` and ``model_kwargs``, it gets the model's arguments, of which arrays on the
+        host can be indexed by ``rows``. That the values come from the conditional distribution is
+        not checked.
     :param gibbs_sites: names of those sites, which may be discrete.
-    :param gibbs_sweeps: keep no local values: at each minibatch those of its rows are drawn from
-        their prior given the globals, then by so many calls of ``gibbs_fn``, and dropped after the
-        step. For streams of rows, whose local values would not fit in memory. The posterior of the
-        globals is right as far as the calls forget where they began, which nothing checks; one
-        is enough where ``gibbs_fn`` draws all sites together. Default None: values stay.
-    :param collect_local_sites: whether draws hold the sites inside the subsampled plate, for all rows:
-        a bool, or names of such sites. Default False: they take the memory of all rows a draw.
-    :raises ValueError: for a value out of range.
+    :param keep_locals: whether the values of ``gibbs_sites`` are kept from one visit of a row to
+        the next. If False, they are sampled from their prior given the global sites at each
+        minibatch, updated by ``num_gibbs_sweeps`` calls of ``gibbs_fn``, and dropped after the
+        step: for data so large that local values do not fit in memory. The posterior of the global
+        sites is then right only as far as the calls converge, which is not checked. Default True.
+    :param num_gibbs_sweeps: calls of ``gibbs_fn`` per minibatch with ``keep_locals=False``; one is
+        enough if ``gibbs_fn`` samples all sites jointly. Default 1.
+    :param collect_local_sites: whether draws contain the sites inside the subsampled plate, for all
+        rows: a bool, or names of such sites. Default False, because a draw then takes memory
+        proportional to the number of rows.
+    :raises InvalidArgumentError: for a value out of range.
     """
 
     step_size: float | Callable[[Any], Any] | None = None
@@ -133,6 +138,7 @@ class Options:
     inverse_mass_matrix: Any = None
     dense_mass: bool | list[tuple[str, ...]] | None = None
     adapt_step_size: bool = True
+    shrink_step_size_on_divergence: bool = True
     adapt_mass_matrix: bool = True
     gradient_estimator: str = "auto"
     subsampling: str = "auto"
@@ -144,7 +150,8 @@ class Options:
     init_in_modes: bool = False
     gibbs_fn: Callable | None = None
     gibbs_sites: Sequence[str] = ()
-    gibbs_sweeps: int | None = None
+    keep_locals: bool = True
+    num_gibbs_sweeps: int = 1
     collect_local_sites: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
@@ -156,79 +163,168 @@ class Options:
         if self.num_steps is not None:
             errors.check_positive_int("num_steps", self.num_steps)
         errors.check_positive("target_sd_bias", self.target_sd_bias)
+        self._set("target_sd_bias", float(self.target_sd_bias))
         if self.max_grad_norm is not None:
             errors.check_positive("max_grad_norm", self.max_grad_norm)
-            self._set_option("max_grad_norm", float(self.max_grad_norm))
-        for name in _BOOL_OPTIONS:
-            errors.check_bool(name, getattr(self, name))
-        if is_traced(self.step_size):
-            _check_traced_step_size(self.step_size)
-        elif self.step_size is not None and not callable(self.step_size):
-            errors.check_positive("step_size", self.step_size)
-            self._set_option("step_size", float(self.step_size))
-        self._set_option("target_sd_bias", float(self.target_sd_bias))
-        self._set_option("noise_compensation", bool(self.noise_compensation))
-        self._set_option("init_in_modes", bool(self.init_in_modes))
-        self._set_option("forward_mode_differentiation", bool(self.forward_mode_differentiation))
+            self._set("max_grad_norm", float(self.max_grad_norm))
+        for field in fields(self):
+            if field.type == "bool":  # a string, as all annotations of this module
+                errors.check_bool(field.name, getattr(self, field.name))
+                self._set(field.name, bool(getattr(self, field.name)))
+        self._check_step_size()
         if self.noise_compensation:
-            _check_independent_subsampling(self.subsampling)
-            _check_single_mode(self.init_in_modes)
-            self._set_option("subsampling", "iid")
-        _check_gibbs_sites(self.gibbs_fn, self.gibbs_sites)
-        if self.gibbs_fn is not None:
-            errors.check_callable("gibbs_fn", self.gibbs_fn)
-            _check_callable_keywords(
-                "gibbs_fn", self.gibbs_fn, get_gibbs_fn_keywords(self.gibbs_fn)
-            )
-        _check_collect_local_sites(self.collect_local_sites)
-        if self.gibbs_sweeps is not None:
-            _check_gibbs_sweeps(self.gibbs_sweeps, self.gibbs_fn, self.collect_local_sites)
-        self._set_option("gibbs_sites", tuple(self.gibbs_sites))
+            self._check_noise_compensation()
+            self._set("subsampling", "iid")
+        dense_mass: Any = self.dense_mass
+        if isinstance(dense_mass, np.bool_):
+            self._set("dense_mass", bool(dense_mass))
+        self._check_gibbs()
+        self._set("gibbs_sites", tuple(self.gibbs_sites))
 
     @property
     def can_shrink_user_step_size(self) -> bool:
-        """Whether divergences in warm-up may shorten a step size that is given."""
-        return self.adapt_step_size and isinstance(self.step_size, float)
+        """True if divergences in warm-up may shorten the user's step size."""
+        return self.shrink_step_size_on_divergence and isinstance(self.step_size, float)
 
     @property
     def traced_step_size(self) -> Any:
-        """The step size where jit or vmap traces it, so that only the chains can have it."""
+        """Step size that jit or vmap traces, so that only the chains can use it; None otherwise."""
         return self.step_size if is_traced(self.step_size) else None
 
     @property
     def gibbs_config(self) -> GibbsConfig:
-        """The user's draws of local sites."""
-        return GibbsConfig(self.gibbs_fn, tuple(self.gibbs_sites), self.gibbs_sweeps)
+        """The user's updates of local sites."""
+        num_sweeps = None if self.keep_locals else self.num_gibbs_sweeps
+        return GibbsConfig(self.gibbs_fn, tuple(self.gibbs_sites), num_sweeps)
 
     @classmethod
     def find_unknown(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords that no kernel knows."""
-        known = {field.name for field in fields(cls)}
-        return {name: x for name, x in keywords.items() if name not in known}
-
-    def _set_option(self, name: str, value: Any) -> None:
-        """A checked value in its plain type."""
-        object.__setattr__(self, name, value)
+        """Return the keywords that are not options."""
+        names = {field.name for field in fields(cls)}
+        return {name: x for name, x in keywords.items() if name not in names}
 
     def check_no_local_options(self) -> None:
-        """Refuse what concerns local sites: a potential function has none.
+        """Check that there is no option about local sites: a potential function has none.
 
-        :raises ValueError: for such options.
+        :raises InvalidArgumentError: for such options.
         """
         if self.gibbs_fn is not None or self.collect_local_sites:
             raise InvalidArgumentError(
-                "`gibbs_fn` and `collect_local_sites` need a kernel made from a model."
+                "`gibbs_fn` and `collect_local_sites` are not supported with `potential_fn`.",
+                "pass a model, or leave them out.",
+                "gibbs-options",
             )
+
+    def _set(self, name: str, value: Any) -> None:
+        """Replace an option's value by one of a plain type."""
+        object.__setattr__(self, name, value)
+
+    def _check_step_size(self) -> None:
+        """Check that the step size is a positive number, as far as it is known, or a schedule."""
+        if is_traced(self.step_size):
+            traced: Any = self.step_size
+            if traced.shape != () or traced.dtype.kind not in "iuf":
+                raise InvalidArgumentError(
+                    f"`step_size` is traced and has type {traced.dtype} and shape {traced.shape}.",
+                    "pass a positive number.",
+                    "traced-step-size",
+                )
+        elif self.step_size is not None and not callable(self.step_size):
+            errors.check_positive("step_size", self.step_size)
+            self._set("step_size", float(self.step_size))
+
+    def _check_noise_compensation(self) -> None:
+        """Check that minibatches are independent and measured in one mode."""
+        if self.subsampling not in ("auto", "iid"):
+            raise InvalidArgumentError(
+                f"`noise_compensation` needs independent minibatches, but `subsampling` is "
+                f"{self.subsampling!r}.",
+                "use subsampling='iid', or leave out `noise_compensation`.",
+                "noise-compensation",
+            )
+        if self.init_in_modes:
+            raise InvalidArgumentError(
+                "`noise_compensation` and `init_in_modes` exclude each other.",
+                "leave out one of them; the gradient noise is measured in one mode alone.",
+                "noise-compensation",
+            )
+
+    def _check_gibbs(self) -> None:
+        """Check the options about local sites."""
+        if not _are_names(self.gibbs_sites):
+            raise InvalidArgumentError(
+                f"`gibbs_sites` is {self.gibbs_sites!r}, which is not a list of site names.",
+                "pass a list of strings.",
+                "gibbs-options",
+            )
+        if (self.gibbs_fn is None) != (len(self.gibbs_sites) == 0):
+            raise InvalidArgumentError(
+                "Only one of `gibbs_fn` and `gibbs_sites` was given.",
+                "pass both: the function, and the names of the sites whose values it returns.",
+                "gibbs-options",
+            )
+        if self.gibbs_fn is not None:
+            errors.check_callable("gibbs_fn", self.gibbs_fn)
+            self._check_gibbs_fn_signature(self.gibbs_fn)
+        collected = self.collect_local_sites
+        if isinstance(collected, (bool, np.bool_)):
+            self._set("collect_local_sites", bool(collected))
+        elif _are_names(collected):
+            self._set("collect_local_sites", tuple(collected))
+        else:
+            raise InvalidArgumentError(
+                f"`collect_local_sites` is {collected!r}, which is neither a bool nor a list of "
+                "names.",
+                "pass True, False or a list of site names.",
+                "gibbs-options",
+            )
+        errors.check_positive_int("num_gibbs_sweeps", self.num_gibbs_sweeps)
+        if self.keep_locals:
+            if self.num_gibbs_sweeps > 1:
+                raise InvalidArgumentError(
+                    f"`num_gibbs_sweeps` is {self.num_gibbs_sweeps}, but `keep_locals` is True.",
+                    "pass keep_locals=False, or leave out `num_gibbs_sweeps`.",
+                    "keep-locals",
+                )
+        elif self.gibbs_fn is None:
+            raise InvalidArgumentError(
+                "`keep_locals` is False, but there is no `gibbs_fn`.",
+                "pass `gibbs_fn` and `gibbs_sites`, or leave out `keep_locals`.",
+                "keep-locals",
+            )
+        elif self.collect_local_sites:
+            raise InvalidArgumentError(
+                "`collect_local_sites` needs the local values that `keep_locals=False` drops.",
+                "leave out one of the two.",
+                "keep-locals",
+            )
+
+    @staticmethod
+    def _check_gibbs_fn_signature(gibbs_fn: Callable) -> None:
+        keywords = get_gibbs_fn_keywords(gibbs_fn)
+        try:
+            signature = inspect.signature(gibbs_fn)
+        except (TypeError, ValueError):  # some built-in functions have none
+            return
+        try:
+            signature.bind(**dict.fromkeys(keywords))
+        except TypeError as error:
+            raise InvalidArgumentError(
+                f"`gibbs_fn` cannot be called with its keywords: {error}.",
+                f"let it take the keywords {', '.join(keywords)}.",
+                "gibbs-options",
+            ) from None
 
 
 class KernelOptions(TypedDict, total=False):
-    """:class:`Options` as type checkers need them to check a kernel's keywords."""
+    """Types of :class:`Options`, with which type checkers check a kernel's keywords."""
 
     step_size: float | Callable[[Any], Any] | None
     num_steps: int | None
     inverse_mass_matrix: Any
     dense_mass: bool | list[tuple[str, ...]] | None
     adapt_step_size: bool
+    shrink_step_size_on_divergence: bool
     adapt_mass_matrix: bool
     gradient_estimator: str
     subsampling: str
@@ -240,200 +336,90 @@ class KernelOptions(TypedDict, total=False):
     init_in_modes: bool
     gibbs_fn: Callable | None
     gibbs_sites: Sequence[str]
-    gibbs_sweeps: int | None
+    keep_locals: bool
+    num_gibbs_sweeps: int
     collect_local_sites: bool | Sequence[str]
 
 
-def _check_traced_step_size(step_size: Any) -> None:
-    """Refuse a traced step size that is no number, as far as that can be seen."""
-    if step_size.shape != () or step_size.dtype.kind not in "iuf":
-        raise InvalidArgumentError(
-            f"`step_size` is traced and has type {step_size.dtype} and shape {step_size.shape}, "
-            "but must be a positive number."
-        )
+def _are_names(value: Any) -> bool:
+    """Return whether a value is a list (or other collection) of strings."""
+    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
+    return is_list and all(isinstance(name, str) for name in value)
 
 
-def _check_independent_subsampling(subsampling: str) -> None:
-    """Refuse to compensate noise that other minibatches take back."""
-    if subsampling not in ("auto", "iid"):
-        raise InvalidArgumentError(
-            f"`noise_compensation` needs independent minibatches, but `minibatch` is "
-            f"{subsampling!r}, in which the noise of one minibatch takes back that of others: "
-            "use subsampling='iid', or leave it out."
-        )
-
-
-def _check_single_mode(init_in_modes: bool) -> None:
-    """Refuse to compensate in several modes what is measured in one."""
-    if init_in_modes:
-        raise InvalidArgumentError(
-            "`noise_compensation` takes back the noise of one mode: leave out either it or "
-            "`init_in_modes`."
-        )
-
-
-def _check_gibbs_sites(gibbs_fn: Any, gibbs_sites: Any) -> None:
-    """Refuse what is no list of names, names that no function draws, and a function of none."""
-    if isinstance(gibbs_sites, str) or not all(isinstance(n, str) for n in gibbs_sites):
-        raise InvalidArgumentError(
-            f"`gibbs_sites` is {gibbs_sites!r}, but must be a list of names of sites."
-        )
-    if (gibbs_fn is None) != (len(gibbs_sites) == 0):
-        raise InvalidArgumentError(
-            "`gibbs_fn` and `gibbs_sites` go together: a function, and the names of the sites "
-            "that it draws."
-        )
-
-
-def _check_gibbs_sweeps(num_gibbs_sweeps: Any, gibbs_fn: Any, collect_local_sites: Any) -> None:
-    """Refuse what is no number of sweeps, sweeps of nothing, and draws of what is dropped."""
-    errors.check_positive_int("gibbs_sweeps", num_gibbs_sweeps)
-    if gibbs_fn is None:
-        raise InvalidArgumentError(
-            "`gibbs_sweeps` says how often to call `gibbs_fn`, which is missing."
-        )
-    if collect_local_sites:
-        raise InvalidArgumentError(
-            "`gibbs_sweeps` drops local values after each step, so that there are none for "
-            "`collect_local_sites`: leave out one of the two."
-        )
-
-
-def _check_callable_keywords(name: str, fn: Callable, keywords: Sequence[str]) -> None:
-    """Refuse a function that cannot be called with these keywords."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return
-    try:
-        signature.bind(**dict.fromkeys(keywords))
-    except TypeError as error:
-        raise InvalidArgumentError(
-            f"`{name}` is called with the keywords {', '.join(keywords)}, but {error}."
-        ) from None
-
-
-def _check_collect_local_sites(collect_local_sites: Any) -> None:
-    """Refuse what is neither a bool nor a list of names."""
-    if isinstance(collect_local_sites, str) or not (
-        isinstance(collect_local_sites, bool)
-        or all(isinstance(n, str) for n in collect_local_sites)
-    ):
-        raise InvalidArgumentError(
-            f"`collect_local_sites` is {collect_local_sites!r}, but must be True, False or a list of names "
-            "of sites."
-        )
-
-
-_MODEL_PARAMS_DOC = """\
-:param model: Python callable containing NumPyro primitives, with a subsampled plate around
-    the data. Exclusive with ``potential_fn``.
-:param potential_fn: potential energy of a pytree of unconstrained values, in place of a model.
-"""
-
-
-_KINETICS_FIELD_NAMES = {"a": "a", "m": "mass", "c": "softening"}
-
-
-_MAX_REPR_CHARS = 60  # characters of a value
-
-
-_OPTIONS_PARAM_PATTERN = re.compile(r":param options:.*\n?( .*\n?)*")
-
-
-def document_shared_options(kernel_class: type) -> None:
-    """Put the shared keywords into a kernel's signature and docstring.
-
-    In the signature they stand for ``**options``, in the docstring for ``:param options:``.
-    """
+def add_options_to_signature(kernel_class: type) -> None:
+    """Show the shared keywords in a kernel's signature, in the place of ``**options``."""
     own = inspect.signature(kernel_class.__init__).parameters  # type: ignore[misc]
     if "options" not in own:
         return
-    visible = [p for n, p in own.items() if n not in ("self", "options")]
-    shared = [p for n, p in inspect.signature(Options).parameters.items() if n not in own]
-    kernel_class.__signature__ = inspect.Signature(visible + shared)  # type: ignore[attr-defined]
-    kernel_class.__doc__ = _insert_shared_params(vars(kernel_class).get("__doc__"))
-
-
-def _insert_shared_params(docstring: str | None) -> str | None:
-    """A docstring with the parameters that all kernels share: first the model, last the options."""
-    if docstring is None or Options.__doc__ is None or ":param options:" not in docstring:
-        return docstring
-    docstring, shared = inspect.cleandoc(docstring), inspect.cleandoc(Options.__doc__)
-    shared = shared[shared.index(":param") : shared.index(":raises")]
-    docstring = _OPTIONS_PARAM_PATTERN.sub(lambda _: shared, docstring)
-    if ":param model:" in docstring:
-        return docstring
-    first = docstring.index(":param")
-    return docstring[:first] + _MODEL_PARAMS_DOC + docstring[first:]
+    own_visible = [p for name, p in own.items() if name not in ("self", "options")]
+    shared = [p for name, p in inspect.signature(Options).parameters.items() if name not in own]
+    kernel_class.__signature__ = inspect.Signature(own_visible + shared)  # type: ignore[attr-defined]
 
 
 class KernelReprMixin:
-    """A kernel that prints as the call that makes it, defaults left out."""
+    """Mixin that prints a kernel as the call that makes it, without default values."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that was chosen at construction, by name."""
+        """All arguments of the constructor, by name."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._format_arguments())})"
+        arguments = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value, default = self._get_setting(name, parameter.default), parameter.default
+            is_plain = isinstance(value, (bool, int, float, str, tuple))
+            is_equal = is_plain and type(value) is type(default) and value == default
+            if value is default or is_equal:
+                continue
+            text = getattr(value, "__name__", None) or repr(value)
+            text = text if "\n" not in text and len(text) <= _MAX_REPR_CHARS else "..."
+            arguments.append(text if name == "model" else f"{name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"
 
-    def _format_arguments(self) -> list[str]:
-        shown = []
-        for name, parameter in inspect.signature(type(self)).parameters.items():
-            value = self._get_setting(name, parameter.default)
-            if value is parameter.default or _is_default(value, parameter.default):
-                continue
-            text = getattr(value, "__name__", None) or repr(value)
-            text = text if "\n" not in text and len(text) <= _MAX_REPR_CHARS else "..."
-            shown.append(text if name == "model" else f"{name}={text}")
-        return shown
-
     def _get_setting(self, name: str, default: Any) -> Any:
-        """What a keyword was set to: kept by the kernel, its SDE, or the SDE's kinetics."""
+        """Return a constructor argument: an attribute of the kernel, its SDE or its kinetics."""
         settings = self.settings
-        for kept in (name, f"{name}_fn"):
-            if kept in settings:
-                return settings[kept]
+        for key in (name, f"{name}_fn"):
+            if key in settings:
+                return settings[key]
         dynamics = settings["dynamics"]
         if name in _KINETICS_FIELD_NAMES and hasattr(dynamics, "kinetics"):
             return getattr(dynamics.kinetics, _KINETICS_FIELD_NAMES[name])
         return getattr(dynamics, name, default)
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    """Whether a value is the default one; arrays and functions never are."""
-    return (
-        type(value) is type(default)
-        and isinstance(value, (bool, int, float, str, tuple))
-        and (value == default)
-    )
-
-
 def build_potential_from_model(
     model: Callable, arguments: Arguments, options: Options
 ) -> Potential:
-    """The posterior of a model that bears the options.
+    """Return the potential of a model, and check that the options are supported for it.
 
-    :raises ValueError: naming the site, plate or option that cannot be sampled.
+    :param model: the model.
+    :param arguments: its arguments.
+    :param options: the kernel's options.
+    :raises InvalidModelError: naming the site or plate that cannot be sampled.
+    :raises InvalidArgumentError: naming the option that the model does not support.
     """
-    is_forward = options.forward_mode_differentiation
-    target = get_model_potential(
-        model, arguments, options.init_strategy, options.gibbs_config, is_forward
+    potential = get_model_potential(
+        model,
+        arguments,
+        options.init_strategy,
+        options.gibbs_config,
+        options.forward_mode_differentiation,
     )
     check_local_latents_options(
-        target,
+        potential,
         arguments,
         options.subsampling,
         options.gradient_estimator,
         options.collect_local_sites,
     )
-    check_options_match_model(target, options)
-    return target
+    check_options_match_model(potential, options)
+    return potential
 
 
 def build_potential_from_fn(
@@ -442,11 +428,14 @@ def build_potential_from_fn(
     options: Options,
     potential_cache: dict[Any, Potential],
 ) -> Potential:
-    """The posterior of a potential function.
+    """Return the potential of a potential function.
 
-    :param value_shapes: shapes and types of the values of which it is a function.
-    :param potential_cache: those read before, by names and shapes of the values; gains this one.
-    :raises ValueError: for what is no such function.
+    :param potential_fn: the user's function.
+    :param value_shapes: shapes and types of its argument.
+    :param options: the kernel's options.
+    :param potential_cache: potentials by structure and shapes of the argument, which gains this
+        one.
+    :raises InvalidArgumentError: for a function that does not return a real scalar.
     """
     leaves, structure = jax.tree.flatten(value_shapes)
     form = structure, tuple(x.shape for x in leaves)
@@ -457,13 +446,17 @@ def build_potential_from_fn(
 
 
 def get_single_chain_shapes(init_params: Any, is_batch: bool) -> Any:
-    """Shapes and types of the values of which a potential is a function.
+    """Return shapes and types of one chain's initial values, for a potential function.
 
-    :raises ValueError: where there are none.
+    :param init_params: the user's initial values.
+    :param is_batch: whether they have a leading chain axis.
+    :raises InvalidArgumentError: for missing values.
     """
     if init_params is None:
         raise InvalidArgumentError(
-            "Valid value of `init_params` must be provided with `potential_fn`."
+            "`init_params` is None, but `potential_fn` needs initial values.",
+            "pass init_params to MCMC.run, a pytree of unconstrained values.",
+            "potential-fn-init-params",
         )
     check_potential_fn_params(init_params)
     return jax.tree.map(
@@ -473,81 +466,91 @@ def get_single_chain_shapes(init_params: Any, is_batch: bool) -> Any:
 
 
 def check_chain_method(arguments: Arguments) -> None:
-    """Refuse to spread chains over the devices that rows are spread over."""
+    """Check that chains are not distributed over the devices that hold the data's shards."""
     if arguments.sharded_arrays and jax.sharding.get_abstract_mesh().manual_axes:
         raise InvalidArgumentError(
-            "chain_method='parallel' gives every device a chain, but the devices share the "
-            "rows: use chain_method='vectorized'."
+            "chain_method='parallel' needs a device per chain, but the data are sharded over them.",
+            "use chain_method='vectorized'.",
+            "sharded-parallel-chains",
         )
 
 
 def check_gibbs_block_collects_locals(potential: Potential, options: Options) -> None:
-    """Refuse to be a block of NumPyro's Gibbs that does not hand on its local values."""
+    """Check that a block of NumPyro's Gibbs hands its local values to the other blocks."""
     local = potential.local_latents
     if local is None:
         return
+    collected = select_collected_sites(local, options.collect_local_sites)
     for name in local.names:
-        if name not in select_collected_sites(local, options.collect_local_sites):
+        if name not in collected:
             raise InvalidArgumentError(
-                f"Site '{name}' is latent inside the subsampled plate, and the other blocks of "
-                "Gibbs need its values for all rows: pass collect_local_sites=True."
+                f"Site '{name}' is latent inside the subsampled plate, and Gibbs needs its values.",
+                "pass collect_local_sites=True, so that the other blocks get the values of all "
+                "rows.",
+                "gibbs-block-locals",
             )
 
 
 def check_options_match_model(potential: Potential, options: Options) -> None:
-    """Refuse options that make no sense for a model; warn of one without a subsampled plate.
+    """Check that a model supports the options; warn of a model without subsampled plate.
 
-    :raises ValueError: naming the option, with the way out.
+    :raises InvalidArgumentError: naming the option.
     """
     if not potential.plates and potential.dim:
         warn_user(
-            "The model has no subsampled plate: every step uses the gradient on all rows. "
-            "Give the data's plate a subsample_size, for example 100; where that is an argument "
-            "of the model, pass it to `run`."
+            "The model has no subsampled plate: every step computes the gradient on all data.",
+            PlateWarning,
+            "give the plate of the data a subsample_size, for example 100; if it is an argument of "
+            "the model, pass it to `run`.",
+            "no-subsampled-plate",
         )
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:
         raise InvalidArgumentError(
-            f"{_describe_randomness(options)}, so that the gradient on all rows is random too and "
-            f"gradient_estimator={options.gradient_estimator!r} has nothing to hold on to. Use gradient_estimator='minibatch' or "
-            "'auto'."
+            f"gradient_estimator={options.gradient_estimator!r} needs a deterministic likelihood, "
+            f"but {_describe_randomness(options)}.",
+            "use gradient_estimator='minibatch' or 'auto'.",
+            "random-likelihood",
         )
     if options.forward_mode_differentiation and potential.local_latents is not None:
         raise InvalidArgumentError(
-            f"Site '{potential.local_latents.names[0]}' has a latent value for each row, whose gradients are "
-            "taken in reverse mode: leave out `forward_mode_differentiation`."
+            f"Site '{potential.local_latents.names[0]}' is latent in the subsampled plate: no "
+            "forward_mode_differentiation.",
+            "leave out `forward_mode_differentiation`.",
+            "forward-mode-locals",
         )
     if options.noise_compensation:
-        _check_noise_compensation(potential, options)
+        _check_observations_are_independent(potential, options)
 
 
 def _describe_randomness(options: Options) -> str:
-    if options.gibbs_sweeps is not None:
-        return "With `gibbs_sweeps` local values are drawn anew at each evaluation"
-    return "The model draws random keys (numpyro.prng_key)"
+    if not options.keep_locals:
+        return "keep_locals=False samples locals"
+    return "it draws keys (numpyro.prng_key)"
 
 
-def _check_noise_compensation(potential: Potential, options: Options) -> None:
-    """Refuse to compensate noise that is not that of independent rows."""
+def _check_observations_are_independent(potential: Potential, options: Options) -> None:
+    """Check that per-observation gradients show the gradient noise, as compensation needs."""
     if potential.shards is not None:
         raise InvalidArgumentError(
-            "`noise_compensation` needs the gradients of single rows, which rows spread over "
-            "devices do not have: leave it out."
+            "`noise_compensation` is not supported for sharded data.",
+            "leave out `noise_compensation`, which needs per-observation gradients.",
+            "noise-compensation",
         )
     if potential.is_stochastic:
         raise InvalidArgumentError(
-            f"{_describe_randomness(options)}, whose noise the gradients of single rows do not show: "
-            "leave out `noise_compensation`."
+            "`noise_compensation` needs a deterministic likelihood, but "
+            f"{_describe_randomness(options)}.",
+            "leave out `noise_compensation`.",
+            "random-likelihood",
         )
     for group in potential.plate_groups:
         if len(group) > 1:
             names = " and ".join(f"'{p.name}'" for p in group)
-            raise InvalidArgumentError(
-                f"The subsampled plates {names} meet at one site, so that its rows are not "
-                "independent: leave out `noise_compensation`, or subsample one of them."
+            raise InvalidModelError(
+                f"The subsampled plates {names} meet at one site: no `noise_compensation`.",
+                "leave out `noise_compensation`, or subsample one of the plates.",
+                "noise-compensation",
             )
-
-
-_MAX_DENSE_MASS_MATRIX_DIM = 100
 
 
 def build_warmup_settings(
@@ -559,49 +562,60 @@ def build_warmup_settings(
     has_init_params: bool,
     is_site_aligned: bool,
 ) -> WarmupSettings:
-    """The settings of the warm-up.
+    """Return the settings of the warm-up.
 
-    An option that has a field of its name there is passed on as it is; the others are made here.
-
-    :raises ValueError: for a mass matrix or a schedule that does not fit.
+    :param options: the kernel's options.
+    :param potential: the posterior.
+    :param dynamics: the SDE.
+    :param integrator: name of the integrator.
+    :param bind_dynamics: returns the SDE in given preconditioned coordinates.
+    :param has_init_params: whether the user passed initial values.
+    :param is_site_aligned: whether the SDE must run in the coordinates of the sites.
+    :raises InvalidArgumentError: for a mass matrix or a schedule that does not match the model.
     """
     sites = () if potential.sites is None else potential.sites
     mask = build_mass_matrix_mask(options.dense_mass, sites, potential.dim)
-    matrix = parse_inverse_mass_matrix(options.inverse_mass_matrix, sites, potential.dim)
-    if matrix is None and not options.adapt_mass_matrix:
-        matrix = np.ones(potential.dim)
+    inverse_mass_matrix = parse_inverse_mass_matrix(
+        options.inverse_mass_matrix, sites, potential.dim
+    )
+    if inverse_mass_matrix is None and not options.adapt_mass_matrix:
+        inverse_mass_matrix = np.ones(potential.dim)
     is_dense = options.dense_mass
-    # Moments of chains in different coordinates are put together: see the bias report.
-    most_dense = FULL_MOMENTS_MAX_DIM if options.init_in_modes else _MAX_DENSE_MASS_MATRIX_DIM
-    if options.init_in_modes and is_dense and potential.dim > most_dense:
+    # With several modes the bias report combines the moments of chains in different coordinates,
+    # for which it needs full ones.
+    max_dense_dim = FULL_MOMENTS_MAX_DIM if options.init_in_modes else _MAX_DENSE_MASS_MATRIX_DIM
+    if options.init_in_modes and is_dense and potential.dim > max_dense_dim:
         raise InvalidArgumentError(
-            f"`init_in_modes` has a diagonal mass matrix above {most_dense} parameters, but "
-            f"`dense_mass` is set and there are {potential.dim}: leave one of them out."
+            f"`dense_mass` with `init_in_modes` needs at most {max_dense_dim} parameters, not "
+            f"{potential.dim}.",
+            "leave out one of them.",
+            "dense-mass-in-modes",
         )
-    made: dict[str, Any] = {
-        "dynamics": dynamics,
-        "integrator": integrator,
-        "bind_dynamics": bind_dynamics,
-        "step_size": _get_fixed_step_size(options, dynamics.integrators[integrator].step_size),
-        "has_constant_step_size": not callable(options.step_size)
-        and options.traced_step_size is None,
-        "estimator": GRADIENT_ESTIMATORS.get(options.gradient_estimator),
-        "subsampling": SUBSAMPLINGS.get(options.subsampling),
-        "inverse_mass_matrix": matrix,
-        "is_dense": potential.dim <= most_dense if is_dense is None else bool(is_dense),
-        "is_site_aligned": is_site_aligned and not is_dense,
-        "mass_matrix_mask": mask,
-        "has_init_params": has_init_params,
-    }
-    names = {field.name for field in fields(WarmupSettings)} - made.keys()
-    return WarmupSettings(**made, **{name: getattr(options, name) for name in names})
-
-
-def _get_fixed_step_size(options: Options, default_step_size: float) -> float | None:
-    """The step size where it is not to be chosen: the user's, or the scheme's own."""
+    default_step_size = dynamics.integrators[integrator].step_size
+    is_unknown = options.traced_step_size is not None
+    step_size: float | None
     if callable(options.step_size):
-        return first_step_size(options.step_size)
-    is_unknown = options.step_size is None and not options.adapt_step_size
-    if is_unknown or options.traced_step_size is not None:
-        return default_step_size
-    return options.step_size
+        step_size = first_step_size(options.step_size)
+    elif is_unknown or (options.step_size is None and not options.adapt_step_size):
+        step_size = default_step_size
+    else:
+        step_size = options.step_size
+    has_constant_step_size = not callable(options.step_size) and not is_unknown
+    return WarmupSettings(
+        dynamics=dynamics,
+        integrator=integrator,
+        bind_dynamics=bind_dynamics,
+        step_size=step_size,
+        has_constant_step_size=has_constant_step_size,
+        num_steps=options.num_steps,
+        estimator=GRADIENT_ESTIMATORS.get(options.gradient_estimator),
+        subsampling=SUBSAMPLINGS.get(options.subsampling),
+        inverse_mass_matrix=inverse_mass_matrix,
+        is_dense=potential.dim <= max_dense_dim if is_dense is None else bool(is_dense),
+        is_site_aligned=is_site_aligned and not is_dense,
+        mass_matrix_mask=mask,
+        target_sd_bias=options.target_sd_bias,
+        noise_compensation=options.noise_compensation,
+        init_in_modes=options.init_in_modes,
+        has_init_params=has_init_params,
+    )

@@ -50,8 +50,8 @@ def test_step_size_that_diverges_is_shortened_in_warmup_only():
 
 
 @pytest.mark.parametrize("step_size", [10.0, 0.03])
-def test_step_size_is_kept_with_adapt_step_size_false(step_size):
-    _, in_warmup, after = run(step_size, adapt_step_size=False)
+def test_user_step_size_is_kept_without_shrinking(step_size):
+    _, in_warmup, after = run(step_size, shrink_step_size_on_divergence=False)
     assert (in_warmup["adapt_state.step_size"] == np.float32(step_size)).all()
     assert (after["adapt_state.step_size"] == np.float32(step_size)).all()
     assert bool(after["diverging"].any()) is (step_size > 1.0)

@@ -16,7 +16,7 @@ from numpyro_sgmcmc.dynamics import (
     RiemannianUnderdampedLangevin,
     UnderdampedLangevin,
 )
-from numpyro_sgmcmc.dynamics.thermostats import Kinetics
+from numpyro_sgmcmc.dynamics.langevin import Kinetics
 from tests.dynamics.sdes import (
     FRICTION,
     GAMMA,

@@ -97,7 +97,13 @@ def step_of(name, scheme):
     example = EXAMPLES[name]
     if scheme != "lie_trotter":
         return example.step(scheme), example.num_draws(scheme)
-    parts = (("fluctuation", 0.5), ("drift", 0.5), ("kick",), ("drift", 0.5), ("fluctuation", 0.5))
+    parts = (
+        ("ornstein_uhlenbeck", 0.5),
+        ("drift", 0.5),
+        ("kick",),
+        ("drift", 0.5),
+        ("ornstein_uhlenbeck", 0.5),
+    )
     return scheme_of(*parts), 2
 
 
@@ -266,7 +272,9 @@ def test_step_without_gradient_has_no_stationary_covariance():
 
 def sd_ratio(dynamics, scheme, step_size, curvature):
     step, state = dynamics.make_step(scheme), dynamics.init(jnp.zeros(1), jax.random.key(0))
-    covariance = stationary_covariance(step, state, step.num_noise, step_size, np.array([[curvature]]))
+    covariance = stationary_covariance(
+        step, state, step.num_noise, step_size, np.array([[curvature]])
+    )
     return np.sqrt(curvature * covariance[0, 0])
 
 

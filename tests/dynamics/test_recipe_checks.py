@@ -85,9 +85,9 @@ def at_check(hamiltonian, auxiliary, **functions):
 @pytest.mark.parametrize(
     ("hamiltonian", "auxiliary", "words"),
     [
-        (normal, none, "there are no auxiliary variables"),
-        (without_determinant, some, "`hamiltonian` changes with the position, and"),
-        (of_the_position, some, "`hamiltonian` changes with the position, and"),
+        (normal, none, "hamiltonian.*auxiliary"),
+        (without_determinant, some, "hamiltonian.*marginal"),
+        (of_the_position, some, "hamiltonian.*marginal"),
     ],
 )
 def test_energies_that_move_the_marginal_are_refused(looked_at, hamiltonian, auxiliary, words):
@@ -106,9 +106,9 @@ def test_others_are_not(hamiltonian):
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
-        ("diffusion", lambda z: jnp.ones(7), r"`diffusion` returns shape \(7,\), but z has 2"),
-        ("curl", lambda z: jnp.zeros((7, 7)), r"`curl` returns shape \(7, 7\), but z has 2"),
-        ("curl", lambda z: jnp.eye(z.size), "`curl` must be skew-symmetric"),
+        ("diffusion", lambda z: jnp.ones(7), r"diffusion.*\(7,\)"),
+        ("curl", lambda z: jnp.zeros((7, 7)), r"curl.*\(7, 7\)"),
+        ("curl", lambda z: jnp.eye(z.size), "curl.*skew"),
     ],
 )
 def test_what_makes_no_diffusion_is_refused_before_the_check(name, wrong, words):

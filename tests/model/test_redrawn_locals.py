@@ -110,7 +110,9 @@ def test_the_posterior_of_the_globals():
     exact = normal_means_posterior(y)
     (_, sd), (mean, sd_of_tau) = exact["mu"], exact["tau"]
     settings = given([sd, sd_of_tau / mean], friction=4.0)
-    kernel = SGHMCSplit(normal_means, gibbs_fn=draw, gibbs_sites=["z"], gibbs_sweeps=1, **settings)
+    kernel = SGHMCSplit(
+        normal_means, gibbs_fn=draw, gibbs_sites=["z"], keep_locals=False, **settings
+    )
     mcmc = quietly(kernel, num_warmup=50, num_samples=400, num_chains=2, chain_method="vectorized")
     start = {"mu": np.full(2, exact["mu"][0]), "tau": np.full(2, np.log(mean))}
     mcmc.run(random.key(1), y, batch_size=1000, init_params=start)
@@ -128,7 +130,12 @@ def test_rows_may_be_on_the_host():
     found = []
     for rows in (Y, HostArray(Y)):
         kernel = SGHMCSplit(
-            normal_means, gibbs_fn=draw, gibbs_sites=["z"], gibbs_sweeps=2, **settings
+            normal_means,
+            gibbs_fn=draw,
+            gibbs_sites=["z"],
+            keep_locals=False,
+            num_gibbs_sweeps=2,
+            **settings,
         )
         mcmc = quietly(kernel, num_warmup=2, num_samples=4)
         mcmc.run(random.key(1), rows, batch_size=10)
@@ -157,7 +164,7 @@ def draw_endless(rng_key, gibbs_sites, hmc_sites, rows):
 def test_memory_is_that_of_a_minibatch():
     """Gigabytes, were there anything for each row; a look before any values is kept small, too."""
     draws = {"gibbs_fn": draw_endless, "gibbs_sites": ["z"]}
-    kernel = SGHMCSplit(endless, **draws, gibbs_sweeps=1, **given([1e-4], num_steps=2))
+    kernel = SGHMCSplit(endless, **draws, keep_locals=False, **given([1e-4], num_steps=2))
     mcmc = quietly(kernel, num_warmup=2, num_samples=3)
     mcmc.run(random.key(0), init_params={"mu": np.array(0.0)})
     assert np.isfinite(mcmc.get_samples()["mu"]).all()
@@ -200,7 +207,8 @@ def test_values_that_a_simplex_bounds(sweeps):
         topics,
         gibbs_fn=draw_shares,
         gibbs_sites=["shares"],
-        gibbs_sweeps=sweeps,
+        keep_locals=sweeps is None,
+        num_gibbs_sweeps=sweeps or 1,
         **given(np.full(12, 0.1)),
     )
     mcmc = quietly(kernel, num_warmup=5, num_samples=5)
@@ -217,7 +225,11 @@ def test_draws_on_the_boundary_name_the_site():
         return {"shares": jax.nn.one_hot(random.randint(rng_key, (len(rows),), 0, 3), 3)}
 
     kernel = SGHMCSplit(
-        topics, gibbs_fn=draw_one, gibbs_sites=["shares"], gibbs_sweeps=1, **given(np.full(12, 0.1))
+        topics,
+        gibbs_fn=draw_one,
+        gibbs_sites=["shares"],
+        keep_locals=False,
+        **given(np.full(12, 0.1)),
     )
     with pytest.raises(ValueError, match=r"`gibbs_fn` draws values of 'shares'.*exactly 0: keep"):
         kernel.init(random.key(0), 2, None, (documents(),), {"batch_size": 8})
@@ -226,7 +238,7 @@ def test_draws_on_the_boundary_name_the_site():
 @pytest.mark.slow
 def test_a_run_can_be_stored(tmp_path):
     settings = given([0.1, 0.1], step_size=0.01)
-    kernel = SGNHT(normal_means, gibbs_fn=draw, gibbs_sites=["z"], gibbs_sweeps=1, **settings)
+    kernel = SGNHT(normal_means, gibbs_fn=draw, gibbs_sites=["z"], keep_locals=False, **settings)
     mcmc = CheckpointedMCMC(
         kernel, num_warmup=3, num_samples=6, checkpoint=tmp_path / "run", progress_bar=False
     )
@@ -242,20 +254,20 @@ def two_effects(y, batch_size=None):
 
 
 def test_what_makes_no_sense_is_refused():
-    draws = {"gibbs_fn": draw, "gibbs_sites": ["z"], "gibbs_sweeps": 1}
+    draws = {"gibbs_fn": draw, "gibbs_sites": ["z"], "keep_locals": False}
     for wrong, words in [
-        ({**draws, "gibbs_sweeps": 0}, "`gibbs_sweeps` is 0"),
-        ({"gibbs_sweeps": 1}, "`gibbs_fn`, which is missing"),
-        ({**draws, "collect_local_sites": True}, "there are none for `collect_local_sites`"),
+        ({**draws, "num_gibbs_sweeps": 0}, "num_gibbs_sweeps"),
+        ({"keep_locals": False}, "keep_locals.*gibbs_fn"),
+        ({**draws, "collect_local_sites": True}, "collect_local_sites.*keep_locals"),
     ]:
         with pytest.raises(ValueError, match=words):
             SGHMCSplit(normal_means, **wrong)
     for wrong, words in [
         (
             {**draws, "gradient_estimator": "control_variate"},
-            "With `gibbs_sweeps` local values are drawn",
+            "gradient_estimator.*keep_locals",
         ),
-        ({**draws, "noise_compensation": True}, "leave out `noise_compensation`"),
+        ({**draws, "noise_compensation": True}, "noise_compensation"),
     ]:
         with pytest.raises(ValueError, match=words):
             quietly(SGHMCSplit(normal_means, **wrong)).run(random.key(0), Y, batch_size=10)

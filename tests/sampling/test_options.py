@@ -1,14 +1,16 @@
-"""An option is written once: what is written elsewhere says the same."""
+"""The options: declared once, shown in every kernel's signature, checked and converted."""
 
 import inspect
 import re
 import typing
 from dataclasses import fields
 
+import numpy as np
 import pytest
 from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
+from numpyro_sgmcmc import SGHMC, SGHMCSplit
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.kernels import RiemannianKernel
 from numpyro_sgmcmc.sampling.options import KernelOptions, Options
@@ -16,64 +18,64 @@ from numpyro_sgmcmc.sampling.options import KernelOptions, Options
 KERNELS = [
     x for x in vars(numpyro_sgmcmc).values() if isinstance(x, type) and issubclass(x, MCMCKernel)
 ]
-NAMES = [field.name for field in fields(Options)]
-FUNCTIONS = dict.fromkeys(("diffusion", "curl", "hamiltonian"), abs)  # of RecipeKernel
+OPTION_NAMES = [field.name for field in fields(Options)]
+RECIPE_FUNCTIONS = dict.fromkeys(("diffusion", "curl", "hamiltonian"), abs)
 
 
-def made(kernel, **options):
-    own = FUNCTIONS if kernel is numpyro_sgmcmc.RecipeKernel else {}
-    return kernel(lambda: None, **own, **options)
+def make_kernel(kernel_class, **options):
+    required = RECIPE_FUNCTIONS if kernel_class is numpyro_sgmcmc.RecipeKernel else {}
+    return kernel_class(lambda: None, **required, **options)
 
 
-def test_type_checkers_see_the_options():
+def documented_parameters(cls):
+    return re.findall(r":param (?:\w+ )?(\w+):", inspect.getdoc(cls))
+
+
+def test_kernel_options_types_equal_options():
     assert typing.get_type_hints(KernelOptions) == typing.get_type_hints(Options)
 
 
-def test_every_option_is_described_in_its_place():
-    assert re.findall(r":param (\w+):", Options.__doc__) == NAMES
+def test_options_docstring_describes_every_option_in_order():
+    assert documented_parameters(Options) == OPTION_NAMES
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, RiemannianKernel, SGMCMCKernel])
-def test_help_shows_every_keyword(kernel):
-    parameters = inspect.signature(kernel).parameters
-    assert list(parameters)[-len(NAMES) :] == NAMES
+@pytest.mark.parametrize("kernel_class", [*KERNELS, RiemannianKernel, SGMCMCKernel])
+def test_kernel_signature_shows_every_option(kernel_class):
+    parameters = inspect.signature(kernel_class).parameters
+    assert list(parameters)[-len(OPTION_NAMES) :] == OPTION_NAMES
     for field in fields(Options):
         assert parameters[field.name].default is field.default
-    described = re.findall(r":param (?:\w+ )?(\w+):", inspect.getdoc(kernel))
-    assert described == list(parameters)
 
 
-def test_a_kernel_of_the_users_own():
-    class Mine(numpyro_sgmcmc.SGHMC):
-        """Mine.
+@pytest.mark.parametrize("kernel_class", [*KERNELS, RiemannianKernel])
+def test_kernel_docstring_describes_own_parameters_and_links_to_options(kernel_class):
+    own = list(inspect.signature(kernel_class).parameters)[: -len(OPTION_NAMES)]
+    assert documented_parameters(kernel_class) == [*own, "options"]
+    assert "numpyro_sgmcmc.kernel.Options" in inspect.getdoc(kernel_class)
 
-        :param friction: friction.
-        :param options: all the others,
-            and they are legion.
-        """
 
+def test_user_kernel_signature_shows_options_and_suggests_keywords():
+    class UserKernel(SGHMC):
         def __init__(self, model, friction=2.0, **options):
             super().__init__(model, friction=friction, **options)
 
-    assert list(inspect.signature(Mine).parameters) == ["model", "friction", *NAMES]
-    assert inspect.getdoc(Mine).startswith("Mine.\n\n:param model:")
-    assert "legion" not in inspect.getdoc(Mine)
-    assert not made(Mine).dynamics.has_default_settings
-    with pytest.raises(TypeError, match=r"Mine.*'stepsize'; did you mean 'step_size'\?"):
-        Mine(lambda: None, stepsize=0.1)
+    assert list(inspect.signature(UserKernel).parameters) == ["model", "friction", *OPTION_NAMES]
+    assert not make_kernel(UserKernel).dynamics.has_default_settings
+    with pytest.raises(TypeError, match=r"UserKernel.*'stepsize'.*'step_size'"):
+        UserKernel(lambda: None, stepsize=0.1)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_step_sizes_suit_the_kernels_own_defaults(kernel):
-    for scheme in kernel.integrators:
-        dynamics = made(kernel, integrator=scheme).dynamics
-        assert 0 < dynamics.integrators[scheme].step_size < 1
-        is_known = kernel is not numpyro_sgmcmc.RecipeKernel
-        assert dynamics.has_default_settings == is_known
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_kernel_defaults_are_those_the_step_sizes_are_tuned_for(kernel_class):
+    for integrator in kernel_class.integrators:
+        dynamics = make_kernel(kernel_class, integrator=integrator).dynamics
+        assert 0 < dynamics.integrators[integrator].step_size < 1
+        has_defaults = kernel_class is not numpyro_sgmcmc.RecipeKernel
+        assert dynamics.has_default_settings == has_defaults
 
 
 @pytest.mark.parametrize(
-    ("kernel", "settings"),
+    ("kernel_name", "settings"),
     [
         ("SGHMCSplit", {"friction": 1.0}),
         ("SHMC", {"integrator": "lie_trotter", "num_leapfrog": 5}),
@@ -84,15 +86,79 @@ def test_step_sizes_suit_the_kernels_own_defaults(kernel):
         ("SGRHMC", {"momentum_period": 3}),
     ],
 )
-def test_other_settings_are_noticed(kernel, settings):
-    kernel = getattr(numpyro_sgmcmc, kernel)
-    assert not made(kernel, **settings).dynamics.has_default_settings
+def test_has_default_settings_with_other_settings_is_false(kernel_name, settings):
+    kernel_class = getattr(numpyro_sgmcmc, kernel_name)
+    assert not make_kernel(kernel_class, **settings).dynamics.has_default_settings
 
 
-def test_settings_name_all_that_was_chosen():
+def test_kernel_settings_contain_every_argument():
     kernel = numpyro_sgmcmc.SGRHMC(abs, num_steps=3, noise_compensation=True)
     own = {"model", "potential_fn", "dynamics", "integrator", "inverse_metric_fn"}
-    assert set(kernel.settings) == own | set(NAMES)
+    assert set(kernel.settings) == own | set(OPTION_NAMES)
     assert kernel.settings["model"] is abs
     assert kernel.settings["num_steps"] == 3
     assert kernel.settings["subsampling"] == "iid"
+
+
+def gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows):
+    return gibbs_sites
+
+
+GIBBS = {"gibbs_fn": gibbs_fn, "gibbs_sites": ["z"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"gibbs_sites": None}, "gibbs_sites"),
+        ({"gibbs_sites": 3}, "gibbs_sites"),
+        ({"gibbs_sites": "z", "gibbs_fn": gibbs_fn}, "gibbs_sites"),
+        ({"gibbs_sites": ["z"]}, "gibbs_fn"),
+        ({"collect_local_sites": None}, "collect_local_sites"),
+        ({"collect_local_sites": [1]}, "collect_local_sites"),
+        ({**GIBBS, "num_gibbs_sweeps": 2}, "num_gibbs_sweeps.*keep_locals"),
+        ({**GIBBS, "num_gibbs_sweeps": 0, "keep_locals": False}, "num_gibbs_sweeps"),
+        ({"keep_locals": False}, "keep_locals.*gibbs_fn"),
+        ({**GIBBS, "keep_locals": False, "collect_local_sites": True}, "collect_local_sites"),
+        ({**GIBBS, "keep_locals": None}, "keep_locals"),
+        ({"shrink_step_size_on_divergence": "no"}, "shrink_step_size_on_divergence"),
+    ],
+)
+def test_options_of_local_sites_and_step_size_out_of_range_raise(options, match):
+    with pytest.raises(ValueError, match=match):
+        SGHMCSplit(lambda: None, **options)
+
+
+def test_options_accept_numpy_bools_and_collections_of_names():
+    options = Options(
+        **{**GIBBS, "gibbs_sites": np.array(["z"])},
+        collect_local_sites=np.True_,
+        dense_mass=np.False_,
+    )
+    assert options.gibbs_sites == ("z",)
+    assert options.collect_local_sites is True
+    assert options.dense_mass is False
+
+
+@pytest.mark.parametrize(
+    ("options", "num_sweeps"),
+    [({}, None), ({"keep_locals": False}, 1), ({"keep_locals": False, "num_gibbs_sweeps": 3}, 3)],
+)
+def test_gibbs_config_has_sweeps_only_without_kept_locals(options, num_sweeps):
+    assert Options(**GIBBS, **options).gibbs_config.num_sweeps == num_sweeps
+
+
+@pytest.mark.parametrize(
+    ("options", "can_shrink"),
+    [
+        ({}, False),
+        ({"step_size": 0.1}, True),
+        ({"step_size": 0.1, "adapt_step_size": False}, True),
+        ({"step_size": 0.1, "shrink_step_size_on_divergence": False}, False),
+        ({"step_size": lambda i: 0.1}, False),
+    ],
+)
+def test_user_step_size_can_shrink_unless_it_is_a_schedule_or_the_option_is_off(
+    options, can_shrink
+):
+    assert Options(**options).can_shrink_user_step_size is can_shrink
