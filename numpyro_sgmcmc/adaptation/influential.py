@@ -1,19 +1,24 @@
-r"""Rows that decide: few that tell of some parameter what all others do not.
+r"""Detection of influential observations, which every minibatch then includes.
 
-A covariate that is other than zero in five of 50,000 rows is learnt from these alone, and a
-minibatch of a hundred holds one of them once in a hundred steps, five hundredfold: no step size
-makes that right. In every minibatch, weighted so that the gradient stays unbiased, they make no
-noise.
+A covariate that is non-zero in five of 50,000 observations is informed by these alone. A minibatch
+of a hundred contains one of them once in a hundred steps, with weight five hundred, and no step
+size makes up for that noise. If every minibatch includes them, with weight one so that the gradient
+stays unbiased, they cause no noise.
 
-They are known by how their share of the potential bends over the posterior. About an anchor a row's
-share is :math:`u_i(a) + \delta \cdot \nabla u_i + r_i(\delta)`; control variates take the first two
-terms exactly, and the even part of what is left,
-:math:`\tfrac12(u_i(a + \delta) + u_i(a - \delta)) - u_i(a)`, needs no derivative. With m rows in
-every minibatch of B the noise goes as
+Influential (high-leverage) observations are those whose share of the potential is far from linear
+over the posterior. About a reference position a, observation i has
 
-.. math:: \frac{N - m}{B - m} \sum_{i > m} \operatorname{Var} r_i
+.. math:: u_i(a + \delta) = u_i(a) + \delta \cdot \nabla u_i(a) + r_i(\delta).
 
-over the rows in falling order, which has its minimum where the rows no longer decide.
+Control variates take the first two terms exactly. The even part of the remainder,
+:math:`\tfrac12(u_i(a + \delta) + u_i(a - \delta)) - u_i(a)`, is computed without derivatives. With
+m of N observations in every minibatch of size B, the variance of the gradient noise is proportional
+to
+
+.. math:: \frac{N - m}{B - m} \sum_{i > m} \operatorname{Var} r_i,
+
+observations in decreasing order of :math:`\operatorname{Var} r_i`. Its minimum over m is the number
+of influential observations.
 """
 
 from __future__ import annotations
@@ -39,106 +44,117 @@ __all__ = [
     "precompile_influential_rows",
 ]
 
-_NUM_ANTITHETIC_PAIRS = 6  # of positions at which each row is looked at
-_MAX_ROWS_PER_CALL = 8_192  # looked at in one go
-_MAX_REMAINING_NOISE_FRACTION = (
-    0.5  # of the noise that has to be saved for rows to be in every minibatch
-)
-_MIN_GRADIENT_NOISE_VARIANCE = (
-    0.02  # variance of the noise, summed over whitened coordinates, that shortens steps
-)
-_MAX_INFLUENTIAL_BATCH_FRACTION = 0.5  # of a minibatch
+# Pairs of positions a + delta, a - delta at which each observation is evaluated.
+_NUM_ANTITHETIC_PAIRS = 6
+
+# Observations evaluated in one call: a bound on memory.
+_MAX_ROWS_PER_CALL = 8_192
+
+# Observations are included in every minibatch if that at least halves the noise, and if the noise
+# without them has a variance, summed over preconditioned coordinates, that shortens the step.
+_MAX_REMAINING_NOISE_FRACTION = 0.5
+_MIN_GRADIENT_NOISE_VARIANCE = 0.02
+
+# Largest fraction of a minibatch that is included rather than sampled.
+_MAX_INFLUENTIAL_BATCH_FRACTION = 0.5
 
 
 def find_influential_rows(
     potential: Potential, arguments: Arguments, variational_fit: MeanField, rng: np.random.Generator
 ) -> IncludedRows:
-    """The rows that are to be in every minibatch, by plate; none where no few of them decide.
+    """Return the rows that every minibatch has to include, by plate.
 
-    One pass over the rows, without derivatives. Not for several plates, rows elsewhere than in
-    memory, randomised likelihoods, local sites or very many coordinates.
+    It takes one pass over the rows, without derivatives. Not supported (and empty) for several
+    plates, rows outside of memory, randomised likelihoods, local latent variables and very high
+    dimension.
 
-    :param variational_fit: where the posterior is, about.
+    :param potential: the posterior.
+    :param arguments: the model's arguments.
+    :param variational_fit: approximation of the posterior.
+    :param rng: random number generator.
     """
-    if not _can_find_influential_rows(potential, arguments):
+    if not _is_supported(potential, arguments):
         return ()
     plate = potential.plates[0]
-    found = compute_remainder_variances(potential, arguments, variational_fit, rng)
-    num = choose_num_influential(found, plate.subsample_size)
-    if not num:
+    variances = compute_remainder_variances(potential, arguments, variational_fit, rng)
+    num_influential = choose_num_influential(variances, plate.subsample_size)
+    if not num_influential:
         return ()
-    rows = np.sort(np.argsort(-found, kind="stable")[:num])
+    rows = np.sort(np.argsort(-variances, kind="stable")[:num_influential])
     return ((plate.name, tuple(int(row) for row in rows)),)
 
 
 def precompile_influential_rows(potential: Potential, arguments: Arguments) -> None:
-    """Begin to compile :func:`decisive_rows`."""
-    if not _can_find_influential_rows(potential, arguments):
+    """Start the compilation of :func:`find_influential_rows`."""
+    if not _is_supported(potential, arguments):
         return
     plate = potential.plates[0]
-    positions = jax.ShapeDtypeStruct(
-        (2 * _NUM_ANTITHETIC_PAIRS + 1, potential.dim), potential.dtype
-    )
-    rows = {plate.name: jax.ShapeDtypeStruct((min(_MAX_ROWS_PER_CALL, plate.size),), np.int32)}
-    aot_compile(_evaluate_remainder_variances, potential, arguments, positions, rows)
+    num_positions = 2 * _NUM_ANTITHETIC_PAIRS + 1
+    positions = jax.ShapeDtypeStruct((num_positions, potential.dim), potential.dtype)
+    rows = jax.ShapeDtypeStruct((min(_MAX_ROWS_PER_CALL, plate.size),), np.int32)
+    aot_compile(_evaluate_remainder_variances, potential, arguments, positions, {plate.name: rows})
 
 
-def _can_find_influential_rows(potential: Potential, arguments: Arguments) -> bool:
-    """Whether a pass tells what rows decide."""
-    is_plain = len(potential.plates) == 1 and potential.pointwise_potential_fn is not None
-    elsewhere = arguments.host_arrays or arguments.sharded_arrays or potential.shards is not None
-    if not is_plain or elsewhere or potential.is_stochastic or potential.local_latents is not None:
-        return False
+def _is_supported(potential: Potential, arguments: Arguments) -> bool:
+    """Return True if the influence of single observations can be computed and matters."""
+    is_in_memory = not (arguments.host_arrays or arguments.sharded_arrays)
     return (
-        potential.dim <= HIGH_DIM and potential.plates[0].subsample_size < potential.plates[0].size
+        is_in_memory
+        and potential.shards is None
+        and len(potential.plates) == 1
+        and potential.plates[0].subsample_size < potential.plates[0].size
+        and potential.pointwise_potential_fn is not None
+        and not potential.is_stochastic
+        and potential.local_latents is None
+        and potential.dim <= HIGH_DIM
     )
 
 
 def compute_remainder_variances(
     potential: Potential, arguments: Arguments, variational_fit: MeanField, rng: np.random.Generator
 ) -> np.ndarray:
-    """Variance over the fit of each row's even remainder, shape ``(rows,)``."""
+    """Return the variance of each observation's even remainder over the fit, shape ``(rows,)``."""
     plate = potential.plates[0]
-    deviations = variational_fit.sd * rng.standard_normal((_NUM_ANTITHETIC_PAIRS, potential.dim))
-    both = np.concatenate(
-        [
-            variational_fit.mean[None],
-            variational_fit.mean + deviations,
-            variational_fit.mean - deviations,
-        ]
-    )
-    positions = both.astype(potential.dtype)
-    together = min(_MAX_ROWS_PER_CALL, plate.size)
-    found = np.zeros(plate.size)
-    for first in range(0, plate.size, together):
-        first = min(first, plate.size - together)  # as many each time: one program
-        rows = {plate.name: np.arange(first, first + together, dtype=np.int32)}
-        found[first : first + together] = _evaluate_remainder_variances(
-            potential, arguments, positions, rows
+    normals = rng.standard_normal((_NUM_ANTITHETIC_PAIRS, potential.dim))
+    mean, deviations = variational_fit.mean, variational_fit.sd * normals
+    positions = np.concatenate([mean[None], mean + deviations, mean - deviations])
+    positions = positions.astype(potential.dtype)
+    num_rows = min(_MAX_ROWS_PER_CALL, plate.size)
+    variances = np.zeros(plate.size)
+    for start in range(0, plate.size, num_rows):
+        start = min(start, plate.size - num_rows)  # all calls have one shape
+        rows = np.arange(start, start + num_rows, dtype=np.int32)
+        variances[rows] = _evaluate_remainder_variances(
+            potential, arguments, positions, {plate.name: rows}
         )
-    return np.where(np.isfinite(found), found, 0.0)
+    return np.where(np.isfinite(variances), variances, 0.0)
 
 
 @partial(jax.jit, static_argnames="potential")
 def _evaluate_remainder_variances(
     potential: Potential, arguments: Arguments, positions: Array, indices: Indices
 ) -> Array:
-    each = jax.lax.map(lambda q: potential.pointwise_potentials(q, indices, arguments), positions)
-    above, below = jnp.split(each[1:], 2)
-    return jnp.var((above + below) / 2.0 - each[0], axis=0, ddof=1)
+    """Return the variances of some observations; the first position is the reference."""
+    values = jax.lax.map(lambda q: potential.pointwise_potentials(q, indices, arguments), positions)
+    plus, minus = jnp.split(values[1:], 2)
+    return jnp.var((plus + minus) / 2.0 - values[0], axis=0, ddof=1)
 
 
 def choose_num_influential(remainder_variances: np.ndarray, batch_size: int) -> int:
-    """How many rows are to be in every minibatch.
+    """Return how many observations every minibatch has to include.
 
-    :param remainder_variances: of each row, shape ``(rows,)``.
+    :param remainder_variances: of each observation, shape ``(rows,)``.
     :param batch_size: rows of a minibatch.
     """
-    size, most = len(remainder_variances), int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
-    falling = -np.sort(-remainder_variances)
-    rest = remainder_variances.sum() - np.concatenate([[0.0], np.cumsum(falling[:most])])
-    num = np.arange(len(rest))
-    noise = 2.0 * (size - num) / (batch_size - num) * np.maximum(rest, 0.0)
+    size = len(remainder_variances)
+    max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
+    decreasing = -np.sort(-remainder_variances)
+    included_sums = np.concatenate([[0.0], np.cumsum(decreasing[:max_included])])
+    remaining = np.maximum(remainder_variances.sum() - included_sums, 0.0)
+    num = np.arange(len(remaining))
+    # For a quadratic remainder r = d'Hd / 2 with standard normal d, Var r = tr(H^2) / 2, and
+    # tr(H^2) is the variance of its gradient Hd: hence the factor 2.
+    noise = 2.0 * (size - num) / (batch_size - num) * remaining
     best = int(np.argmin(noise))
     is_worth_it = (
         noise[0] > _MIN_GRADIENT_NOISE_VARIANCE

@@ -1,16 +1,20 @@
-r"""The start by volume: a mean-field Gaussian fitted to the posterior on minibatches.
+r"""Variational initialisation: a mean-field normal fitted to the posterior on minibatches.
 
-With :math:`\theta = m + s\epsilon` and a minibatch gradient g there, Adam follows g for the mean
-m and :math:`g\,\epsilon\,s - 1` for :math:`\log s`; the one is the entropy's. It leads to where
-most of the mass is. The mode is no such place: in a hierarchy the density grows without bound as a
-scale goes to zero with all that it scales, but the volume there does not.
+With :math:`\theta = m + s\epsilon` and g the minibatch gradient of the potential there, the
+gradients of the negative evidence lower bound (ELBO) are g with respect to the mean m and
+:math:`g\,\epsilon\,s - 1` with respect to :math:`\log s`; Adam follows both. The fit finds the bulk
+of the posterior, and not a mode: the density of a hierarchical model grows without bound as a scale
+goes to zero with all effects that it scales, but the volume there vanishes.
 
-Several starts run at once, on the same minibatches. Reference: Kucukelbir, Tran, Ranganath, Gelman
-and Blei (2017), *Automatic differentiation variational inference*.
+Several initialisations run at once, on the same minibatches.
+
+Reference: Kucukelbir, Tran, Ranganath, Gelman and Blei (2017), *Automatic differentiation
+variational inference*.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,38 +32,115 @@ from numpyro_sgmcmc.progress import ProgressReporter
 
 __all__ = ["MeanField", "fit_mean_field", "precompile_mean_field"]
 
+# Initial SD of all coordinates, in unconstrained units.
 _INIT_SD = 0.1
+
+# Learning rate of Adam with cosine decay. With a million rows the posterior SD is a thousandth of
+# the prior's: decay to a fiftieth left the mean up to six SDs off and the ELBO 100 nats lower.
 _INIT_LEARNING_RATE = 0.05
-# With a million rows a posterior is a thousandth of its prior: a fiftieth left the mean up to six
-# sds off and the bound 100 nats lower.
 _FINAL_LEARNING_RATE_FRACTION = 1 / 1_000
+
+# Steps per compiled call, and the normals that it consumes: a bound on memory.
 _MAX_STEPS_PER_CALL = 250
-_MAX_NORMALS_PER_CALL = 2**25  # random ones, at most
+_MAX_NORMALS_PER_CALL = 2**25
 
 
 class MeanField(NamedTuple):
     """Independent normals.
 
     - **mean** - shape ``(d,)``.
-    - **sd** - of the same shape.
+    - **sd** - SDs, shape ``(d,)``.
     """
 
     mean: np.ndarray
-    sd: np.ndarray
+    sd: np.ndarray  # vocabulary: ok
+
+
+def fit_mean_field(
+    potential: Potential,
+    arguments: Arguments,
+    init_positions: np.ndarray,
+    sample_indices: Callable[[tuple[int, ...]], Indices],
+    num_steps: int,
+    rng: np.random.Generator,
+    progress: ProgressReporter,
+) -> list[MeanField]:
+    """Fit a normal from each initial position.
+
+    :param potential: the posterior.
+    :param arguments: the model's arguments.
+    :param init_positions: initial means, shape ``(num_inits, d)``.
+    :param sample_indices: ``(shape) -> minibatches``, an array of minibatches of that shape.
+    :param num_steps: Adam steps, rounded up to whole compiled calls.
+    :param rng: random number generator.
+    :param progress: counts gradient evaluations.
+    """
+    num_calls, steps_per_call = _choose_call_sizes(num_steps, *init_positions.shape)
+    total_steps = num_calls * steps_per_call
+    carry = _init_fit(init_positions.astype(potential.dtype), total_steps)
+    for call in range(num_calls):
+        shape = (steps_per_call, *init_positions.shape)
+        normals = rng.standard_normal(shape, np.float32).astype(potential.dtype)
+        keys = random.split(random.key(call), steps_per_call) if potential.is_stochastic else None
+        indices = sample_indices((steps_per_call,))
+        carry = _run_fit_steps(potential, arguments, carry, indices, normals, keys, total_steps)
+        progress.advance(steps_per_call * len(init_positions))
+    means, log_sds = (np.asarray(x, np.float64) for x in carry[0])
+    return [MeanField(m, np.exp(s)) for m, s in zip(means, log_sds, strict=True)]
+
+
+def precompile_mean_field(
+    potential: Potential,
+    arguments: Arguments,
+    num_inits: int,
+    num_steps: int,
+    batch_size: int | None = None,
+) -> None:
+    """Start the compilation of :func:`fit_mean_field`.
+
+    :param potential: the posterior.
+    :param arguments: the model's arguments.
+    :param num_inits: number of initial positions.
+    :param num_steps: Adam steps.
+    :param batch_size: rows of a minibatch; None for those of the plates.
+    """
+    num_calls, steps_per_call = _choose_call_sizes(num_steps, num_inits, potential.dim)
+    total_steps = num_calls * steps_per_call
+    indices = {
+        p.name: jax.ShapeDtypeStruct((steps_per_call, batch_size or p.subsample_size), np.int32)
+        for p in potential.plates
+    }
+    aot_compile(
+        _run_fit_steps,
+        potential,
+        arguments,
+        _init_fit(np.zeros((num_inits, potential.dim), potential.dtype), total_steps),
+        indices,
+        jax.ShapeDtypeStruct((steps_per_call, num_inits, potential.dim), potential.dtype),
+        random.split(random.key(0), steps_per_call) if potential.is_stochastic else None,
+        total_steps,
+    )
+
+
+def _choose_call_sizes(num_steps: int, num_inits: int, dim: int) -> tuple[int, int]:
+    """Return the number of compiled calls and the steps of each."""
+    max_steps = _MAX_NORMALS_PER_CALL // (num_inits * dim)
+    steps_per_call = max(1, min(_MAX_STEPS_PER_CALL, max_steps, num_steps))
+    return -(-num_steps // steps_per_call), steps_per_call
 
 
 def _make_optimizer(num_steps: int) -> optax.GradientTransformation:
+    """Return Adam with cosine decay of the learning rate."""
     return optax.adam(
         optax.cosine_decay_schedule(_INIT_LEARNING_RATE, num_steps, _FINAL_LEARNING_RATE_FRACTION)
     )
 
 
 def _init_fit(means: np.ndarray, num_steps: int) -> Any:
-    """All starts' parameters, and the optimizer's state for each."""
+    """Return means and log SDs of all fits, and the state of the optimizer of each."""
     params = means, np.full_like(means, np.log(_INIT_SD))
-    state = _make_optimizer(num_steps).init(
-        tuple(x[0] for x in params)
-    )  # no program: starts are alike
+    # One state, repeated by NumPy: this compiles nothing.
+    state = _make_optimizer(num_steps).init(tuple(x[0] for x in params))
     return params, jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], len(means), 0), state)
 
 
@@ -73,98 +154,33 @@ def _run_fit_steps(
     rng_keys: Array | None,
     num_steps: int,
 ) -> Any:
-    """One call's steps of all starts.
+    """Run the steps of one call, for all fits.
 
-    :param indices: one minibatch a step, shape ``(steps, subsample_size)`` for each plate.
-    :param normals: standard normal entries, shape ``(steps, starts, d)``.
-    :param rng_keys: one a step, for a randomised likelihood.
-    :param num_steps: those of all calls together.
+    :param carry: parameters and optimizer states, as from :func:`_init_fit`.
+    :param indices: one minibatch per step, shape ``(steps, subsample_size)`` for each plate.
+    :param normals: standard normals, shape ``(steps, num_inits, d)``.
+    :param rng_keys: one key per step, for a randomised likelihood.
+    :param num_steps: steps of all calls together, for the learning rate.
     """
     optimizer = _make_optimizer(num_steps)
 
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        rows, noise, key = xs
+        indices, normals, key = xs
 
-        def one(carry: Any, noise: Array) -> Any:
+        def update_fit(carry: Any, normals: Array) -> Any:
             (mean, log_sd), state = carry
-            deviation = jnp.exp(log_sd) * noise
-            gradient = potential.gradient_or_nan(mean + deviation, rows, arguments, key)
-            # Where there is no density there is no way to go; the next minibatch may know one.
-            # (`optax.apply_if_finite` is slower: under `vmap` it copies all it has.)
+            deviation = jnp.exp(log_sd) * normals
+            gradient = potential.gradient_or_nan(mean + deviation, indices, arguments, key)
+            # Where the density is zero a step is left out; the next minibatch may have a gradient.
+            # (`optax.apply_if_finite` is slower: under `vmap` it copies its whole state.)
             is_finite = jnp.isfinite(gradient)
-            slopes = (
+            elbo_gradient = (
                 jnp.where(is_finite, gradient, 0.0),
                 jnp.where(is_finite, gradient * deviation - 1.0, 0.0),
             )
-            updates, state = optimizer.update(slopes, state)
+            updates, state = optimizer.update(elbo_gradient, state)
             return optax.apply_updates((mean, log_sd), updates), state
 
-        return jax.vmap(one)(carry, noise), None
+        return jax.vmap(update_fit)(carry, normals), None
 
     return lax.scan(step, carry, (indices, normals, rng_keys))[0]
-
-
-def _choose_call_sizes(num_steps: int, num_inits: int, dim: int) -> tuple[int, int]:
-    """How many calls, and the steps of each."""
-    fitting = _MAX_NORMALS_PER_CALL // (num_inits * dim)
-    a_call = max(1, min(_MAX_STEPS_PER_CALL, fitting, num_steps))
-    return -(-num_steps // a_call), a_call
-
-
-def precompile_mean_field(
-    potential: Potential,
-    arguments: Arguments,
-    num_inits: int,
-    num_steps: int,
-    batch_size: int | None = None,
-) -> None:
-    """Begin to compile a :func:`fit` from so many starts.
-
-    :param batch_size: rows of a minibatch on which it is fitted; None for all.
-    """
-    num_calls, a_call = _choose_call_sizes(num_steps, num_inits, potential.dim)
-    means = jax.ShapeDtypeStruct((num_inits, potential.dim), potential.dtype)
-    rows = {
-        p.name: jax.ShapeDtypeStruct((a_call, batch_size or p.subsample_size), np.int32)
-        for p in potential.plates
-    }
-    aot_compile(
-        _run_fit_steps,
-        potential,
-        arguments,
-        _init_fit(np.zeros(means.shape, means.dtype), num_calls * a_call),
-        rows,
-        jax.ShapeDtypeStruct((a_call, *means.shape), potential.dtype),
-        random.split(random.key(0), a_call) if potential.is_stochastic else None,
-        num_calls * a_call,
-    )
-
-
-def fit_mean_field(
-    potential: Potential,
-    arguments: Arguments,
-    init_positions: np.ndarray,
-    sample_indices: Any,
-    num_steps: int,
-    rng: np.random.Generator,
-    progress: ProgressReporter,
-) -> list[MeanField]:
-    """The fits to which the starts lead.
-
-    :param init_positions: first means, shape ``(starts, d)``.
-    :param sample_indices: ``(shape) -> minibatches`` of that shape.
-    :param num_steps: steps, rounded up to whole calls.
-    :param progress: told of the gradients taken.
-    """
-    num_calls, a_call = _choose_call_sizes(num_steps, *init_positions.shape)
-    carry = _init_fit(init_positions.astype(potential.dtype), num_calls * a_call)
-    for call in range(num_calls):
-        noise = rng.standard_normal((a_call, *init_positions.shape), np.float32).astype(
-            potential.dtype
-        )
-        keys = random.split(random.key(call), a_call) if potential.is_stochastic else None
-        rows = sample_indices((a_call,))
-        carry = _run_fit_steps(potential, arguments, carry, rows, noise, keys, num_calls * a_call)
-        progress.advance(a_call * len(init_positions))
-    mean, log_sd = (np.asarray(x, np.float64) for x in carry[0])
-    return [MeanField(m, np.exp(s)) for m, s in zip(mean, log_sd, strict=True)]

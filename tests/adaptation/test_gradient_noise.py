@@ -121,13 +121,13 @@ def test_gradient_everywhere_of_many_coordinates(monkeypatch):
     monkeypatch.setattr(row_gradients_module, "HIGH_DIM", 0)
     y, rows, _ = waiting(num=403)
     positions = np.array([[0.3], [-0.2], [0.1]])
-    _, found = rows.mean(positions, iter_weighted_minibatches(rows.groups))
+    _, found = rows.weighted_mean(positions, iter_weighted_minibatches(rows.plate_groups))
     np.testing.assert_allclose(found, np.exp(positions) * y.sum() - len(y), rtol=1e-10)
 
 
 def test_gradients_on_all_rows_by_way_of_the_anchor():
     y, rows, whitening = waiting()
-    positions = whitening.position(np.linspace(-2, 2, 5)[:, None])
+    positions = whitening.to_position(np.linspace(-2, 2, 5)[:, None])
     exact = np.exp(positions) * y.sum() - len(y)
     np.testing.assert_allclose(
         rows.estimate_full_gradients(positions, whitening, 20_000), exact, atol=1e-8
@@ -145,9 +145,9 @@ def test_noise_of_random_rows(name):
     found = measure_noise(
         rows, whitening, q, [GRADIENT_ESTIMATORS[name]], IIDSubsampling(), 4_000, rng()
     )
-    t, anchor = whitening.position(q)[0, 0], whitening.center[0]
+    t, anchor = whitening.to_position(q)[0, 0], whitening.center[0]
     of_rows = {
-        "plain": np.exp(t),
+        "minibatch": np.exp(t),
         "control_variate": np.exp(t) - np.exp(anchor),
         "second_order_control_variate": np.exp(t) - np.exp(anchor) * (1 + t - anchor),
     }[name] * y
@@ -168,7 +168,7 @@ def test_noise_moves_the_mean_of_a_skewed_posterior(estimator):
     (found,) = predict_mean_bias_from_noise(
         rows, whitening, q, estimator, IIDSubsampling(), excess, 4_000, rng()
     )
-    t, anchor = whitening.position(q[:1])[0, 0], whitening.center[0]
+    t, anchor = whitening.to_position(q[:1])[0, 0], whitening.center[0]
     of_rows = (np.exp(t) - estimator.needs_reference * np.exp(anchor)) * y
     variance = whitening.factor[0] ** 2 * len(y) ** 2 * of_rows.var() / 20
     third = np.exp(t) * y.sum() * whitening.factor[0] ** 3
@@ -181,7 +181,7 @@ def test_wider_draws_move_the_mean_of_a_skewed_posterior():
     y, rows, whitening = waiting(num=200, batch=20)
     q = 0.7 * np.ones((8, 1))
     (found,) = predict_mean_bias_per_variance_inflation(rows, whitening, q, 4_000, rng())
-    third = np.exp(whitening.position(q[:1])[0, 0]) * y.sum() * whitening.factor[0] ** 3
+    third = np.exp(whitening.to_position(q[:1])[0, 0]) * y.sum() * whitening.factor[0] ** 3
     assert -0.5 * third < found < 0.9 * -0.5 * third
 
 
