@@ -1,62 +1,49 @@
-"""What the warm-up sees of a posterior: the rows it draws and the density's shape."""
+"""Sampling of rows, passes over all rows, and derivatives on all rows, against known values."""
 
-from functools import partial
+import tracemalloc
+from itertools import islice
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
-from jax import random
+from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
-from numpyro_sgmcmc.adaptation import pilot
-from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices, sample_subset
-from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_discretisation
+from numpyro_sgmcmc.adaptation.batched_gradients import (
+    BatchedGradients,
+    assemble_hessian,
+    iter_weighted_minibatches,
+    sample_minibatch_indices,
+    sample_subset,
+)
+from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, IIDSubsampling, Plate
-from numpyro_sgmcmc.dynamics import RiemannianOverdampedLangevin
-from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
-from numpyro_sgmcmc.model.potential import make_function_potential
-from numpyro_sgmcmc.model.preconditioner import Preconditioner
-from numpyro_sgmcmc.progress import ProgressReporter
-from tests.contract.kernels import BATCH, survey, survey_data
-from tests.adaptation.potentials import FACTORS, eager_potential
+from numpyro_sgmcmc.model.subsampled import get_model_potential
+from tests.adaptation.potentials import (
+    QuadraticPotential,
+    exponential_gradients,
+    function_gradients,
+    jitted_potential,
+    random_covariance,
+)
 
 
-@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
-def test_whitening(factor):
-    dense = np.diag(factor) if factor.ndim == 1 else factor
-    whitening = Preconditioner(np.array([1.0, 2.0]), factor, np.zeros(2))
-    v = np.random.default_rng(0).standard_normal((3, 2))
-    np.testing.assert_allclose(whitening.apply(v), v @ dense.T)
-    np.testing.assert_allclose(whitening.apply_transpose(v), v @ dense)
-    np.testing.assert_allclose(whitening.solve(whitening.apply(v)), v)
-    np.testing.assert_allclose(whitening.solve(whitening.apply(v[0])), v[0])
-    coordinates = whitening.cast(jnp.float32)
-    for x in v.astype(np.float32):
-        np.testing.assert_allclose(coordinates.apply(x), whitening.apply(x), rtol=1e-5)
-        np.testing.assert_allclose(
-            coordinates.apply_transpose(x), whitening.apply_transpose(x), rtol=1e-5
-        )
-        np.testing.assert_allclose(coordinates.solve(coordinates.apply(x)), x, rtol=1e-4)
-        np.testing.assert_allclose(
-            coordinates.to_position(x), whitening.center + whitening.apply(x), rtol=1e-5
-        )
-    covariance = coordinates.inverse_mass_matrix
-    np.testing.assert_allclose(
-        np.diag(covariance) if factor.ndim == 1 else covariance, dense @ dense.T, rtol=1e-5
-    )
-    assert whitening.is_finite()
-    assert not whitening._replace(reference_hessian=np.array([[np.inf]])).is_finite()
-
-
-def target_of(*plates):
+def potential_with_plates(*plates):
     return SimpleNamespace(plates=tuple(Plate(*p) for p in plates), host_lookups=())
 
 
-def test_subset():
-    assert sample_subset(target_of(("a", 20_000, 10)), 0) is None
-    subset = sample_subset(target_of(("a", 10**6, 10), ("b", 30, 5)), 0)
+# --- Sampling of rows ---------------------------------------------------------------------------
+
+
+def test_sample_subset_small_plate_is_none():
+    assert sample_subset(potential_with_plates(("a", 20_000, 10)), 0) is None
+
+
+def test_sample_subset_large_plate_is_sorted_and_uniform():
+    subset = sample_subset(potential_with_plates(("a", 10**6, 10), ("b", 30, 5)), 0)
     assert subset["a"].shape == (20_000,)
     assert (np.diff(subset["a"]) >= 0).all()
     assert 0 <= subset["a"].min() < 1000
@@ -65,86 +52,148 @@ def test_subset():
     np.testing.assert_array_equal(subset["b"], np.arange(30))
 
 
-def test_rows_for_measuring_noise():
-    target = target_of(("a", 50, 20), ("b", 7, 7))
+@pytest.mark.parametrize("subsampling", [IIDSubsampling(), ContiguousSubsampling()])
+def test_sample_minibatch_indices_all_rows_are_equally_likely(subsampling):
+    potential = potential_with_plates(("a", 50, 20), ("b", 7, 7))
+    indices = sample_minibatch_indices(potential, np.random.default_rng(0), (300, 4), subsampling)
+    for name, size, batch_size in (("a", 50, 20), ("b", 7, 7)):
+        assert indices[name].shape == (300, 4, batch_size)
+        assert indices[name].dtype == np.int32
+        counts = np.bincount(indices[name].ravel(), minlength=size)
+        assert counts.size == size
+        assert np.abs(counts / counts.mean() - 1).max() < 0.2
+    if subsampling.is_contiguous:
+        consecutive = (indices["a"][..., :1] + np.arange(20)) % 50
+        np.testing.assert_array_equal(indices["a"], consecutive)
+
+
+# --- Passes over all rows -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 12, 13])
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+def test_weighted_minibatches_one_plate_mean_is_that_of_all_rows(size, batch_size):
+    """Whatever the remainder, each row counts the same, and the prior counts once."""
+    batch_size = min(batch_size, size)
+    prior, likelihood = 0.7, np.random.default_rng(0).standard_normal(size)
+    total = weights = 0.0
+    for indices, weight in iter_weighted_minibatches([[Plate("a", size, batch_size)]]):
+        assert indices["a"].shape == (batch_size,)
+        total += weight * (prior + size / batch_size * likelihood[indices["a"]].sum())
+        weights += weight
+    assert weights == pytest.approx(1)
+    assert total == pytest.approx(prior + likelihood.sum())
+
+
+def test_weighted_minibatches_crossed_plates_mean_is_that_of_all_rows():
+    """Two plates meet at a site, and a third has another site."""
+    a, b, c = Plate("a", 5, 2), Plate("b", 7, 3), Plate("c", 4, 3)
     rng = np.random.default_rng(0)
-    for scheme in (IIDSubsampling(), ContiguousSubsampling()):
-        rows = sample_minibatch_indices(target, rng, (300, 4), scheme)
-        assert rows["a"].shape == (300, 4, 20)
-        assert rows["b"].shape == (300, 4, 7)
-        for name, size in (("a", 50), ("b", 7)):
-            assert rows[name].dtype == np.int32
-            counts = np.bincount(rows[name].ravel(), minlength=size)
-            assert counts.size == size
-            assert np.abs(counts / counts.mean() - 1).max() < 0.2
-    np.testing.assert_array_equal(rows["a"], (rows["a"][..., :1] + np.arange(20)) % 50)
+    crossed, single = rng.standard_normal((5, 7)), rng.standard_normal(4)
+    total = 0.0
+    for indices, weight in iter_weighted_minibatches([[a, b], [c]]):
+        crossed_sum = crossed[np.ix_(indices["a"], indices["b"])].sum() * 5 / 2 * 7 / 3
+        total += weight * (0.3 + crossed_sum + single[indices["c"]].sum() * 4 / 3)
+    assert total == pytest.approx(0.3 + crossed.sum() + single.sum())
 
 
-@pytest.mark.parametrize(
-    ("kernel_class", "settings", "minibatch"),
-    [
-        (SGHMCSplit, {}, "contiguous"),
-        (SGHMCSplit, {"gradient_estimator": "minibatch"}, "contiguous"),
-        (SGNHT, {}, "contiguous"),
-        (SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
-        (SGMGT, {"gradient_estimator": "minibatch"}, "contiguous"),
-        (SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
-    ],
-)
-def test_rows_are_independent_where_a_thermostat_is_at_work(kernel_class, settings, minibatch):
-    """Over an epoch their noise would cancel, and the thermostat cool the positions too far."""
-    kernel = kernel_class(survey, **settings)
-    kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
-    assert kernel.adaptation.subsampling.name == minibatch
+def test_weighted_minibatches_large_plate_is_lazy():
+    tracemalloc.start()
+    minibatches = list(islice(iter_weighted_minibatches([[Plate("a", 10**7, 100)]]), 3))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [indices["a"][0] for indices, _ in minibatches] == [0, 100, 200]
+    assert peak < 10**6
 
 
-def test_thermostat_on_epochs_is_warned_of():
-    kernel = SGNHT(survey, gradient_estimator="minibatch", subsampling="shuffled")
-    with pytest.warns(UserWarning, match="sds may be too narrow"):
-        kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})
+@pytest.mark.usefixtures("x64")
+def test_full_gradient_exponential_model_is_exact():
+    y, gradients, _ = exponential_gradients(num_rows=203)
+    found = gradients.full_gradient(np.array([0.3]))
+    np.testing.assert_allclose(found, np.exp(0.3) * y.sum() - len(y), rtol=1e-10)
 
 
-def test_surface_keeps_the_digits_of_its_callers():
-    potential = eager_potential(lambda q: jnp.square(q).sum(), 2)
-    value, gradient, hessian = potential.value_grad_hessian(np.array([1.0, 2.0]))
+@pytest.mark.usefixtures("x64")
+def test_is_finite_infinite_value_or_gradient_is_false():
+    _, gradients, _ = exponential_gradients()
+    assert gradients.is_finite(np.array([0.3]))
+    assert not gradients.is_finite(np.array([np.nan]))
+    # The square root is finite at zero, its gradient is not.
+    assert not function_gradients(lambda q: jnp.sqrt(q).sum(), 1).is_finite(np.zeros(1))
+
+
+def test_weighted_mean_high_dimension_is_exact():
+    """Calls evaluate fewer pairs then, and sums are accumulated one by one."""
+    dim = HIGH_DIM + 1
+
+    def model(y, batch_size=None):
+        t = numpyro.sample("t", dist.Normal(0, 1).expand([dim]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(t[0], 1), obs=y[i])
+
+    rng = np.random.default_rng(0)
+    y = rng.standard_normal(203).astype(np.float32)
+    arguments = Arguments((jnp.asarray(y),), {"batch_size": 50})
+    potential = get_model_potential(model, arguments, init_to_uniform)
+    gradients = BatchedGradients(potential, arguments)
+    positions = rng.standard_normal((3, dim))
+    all_rows = iter_weighted_minibatches(gradients.plate_groups)
+    _, found = gradients.weighted_mean(positions, all_rows)
+    expected = positions.copy()
+    expected[:, 0] += len(y) * positions[:, 0] - y.sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("x64")
+def test_estimate_full_gradients_linear_in_minibatch_is_exact():
+    y, gradients, preconditioner = exponential_gradients()
+    positions = preconditioner.to_position(np.linspace(-2, 2, 5)[:, None])
+    exact = np.exp(positions) * y.sum() - len(y)
+    found = gradients.estimate_full_gradients(positions, preconditioner, 20_000)
+    np.testing.assert_allclose(found, exact, atol=1e-8)
+
+
+# --- Derivatives on all rows --------------------------------------------------------------------
+
+
+def test_jitted_potential_results_are_float64():
+    potential = jitted_potential(lambda q: jnp.square(q).sum(), 2)
+    position = np.array([1.0, 2.0])
+    value, gradient, hessian = potential.value_grad_hessian(position)
+    assert value == potential.value(position) == 5.0
     assert isinstance(value, float)
     assert gradient.dtype == hessian.dtype == np.float64
     np.testing.assert_allclose(gradient, [2, 4])
     np.testing.assert_allclose(hessian, 2 * np.eye(2))
     np.testing.assert_allclose(potential.hessian_products(np.zeros(2), np.eye(2)), 2 * np.eye(2))
-    np.testing.assert_allclose(potential.gradient(np.array([1.0, 2.0])), [2, 4])
+    np.testing.assert_allclose(potential.gradient(position), [2, 4])
 
 
-def test_simulated_chains_know_what_a_metric_does_to_noise():
-    dynamics = RiemannianOverdampedLangevin(lambda q: jnp.full((), 4.0))
-    of = partial(limit_step_size_by_discretisation, dynamics, "euler", 0.02, 20, 0.05)
-    exact, excess = of()
-    assert exact == 0.02
-    assert excess == pytest.approx((1 / (1 - 0.02 * 4 / 2)) ** 0.5 - 1, abs=0.01)
-    noisy, excess = of(noise_variance=3.0)
-    assert noisy == pytest.approx(0.6 * 0.02)
-    assert 0.02 < excess < 0.06
+@pytest.mark.parametrize("d", [3, 64, 70])
+def test_assemble_hessian_quadratic_is_exact(d):
+    matrix = random_covariance(d)
+    np.testing.assert_allclose(assemble_hessian(QuadraticPotential(matrix), np.zeros(d)), matrix)
 
 
-@pytest.mark.parametrize("fitting", [pilot._MAX_NORMALS_PER_CALL, 20_000, 1])
-def test_pilot_draws_whose_noise_fits_into_memory(monkeypatch, fitting):
-    """A hundred steps a call, ten, and five: as many draws, of the same posterior."""
-    monkeypatch.setattr(pilot, "_MAX_NORMALS_PER_CALL", fitting)
-    dim = 60
-    target = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(dim))
-    origin = Preconditioner(np.zeros(dim), np.ones(dim), np.zeros(dim)).cast(target.dtype)
-    rng, taken = np.random.default_rng(0), []
-    advance = pilot._run_pilot_steps
-    monkeypatch.setattr(
-        pilot, "_run_pilot_steps", lambda *args: taken.append(args[6][1].shape) or advance(*args)
-    )
-    start = rng.standard_normal((16, dim))
-    draws = pilot.run_pilot(
-        target, Arguments(), origin, start, 0.3, 400, rng, MinibatchGradient(), ProgressReporter()
-    )
-    assert draws.shape == (16, 40, dim)
-    assert sum(shape[0] for shape in taken) == 400
-    assert max(np.prod(shape) for shape in taken) <= max(fitting, 16 * 5 * dim * 2)
-    # A time of 1.5 apart, some 12,000 are independent: bounds of about four standard errors.
-    assert abs(draws.var() - 1) < 0.05
-    assert abs(draws.mean()) < 0.05
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("size", "batch_size"), [(60, 20), (67, 20), (9, 9)])
+@pytest.mark.parametrize("num_directions", [1, 2, 4])
+def test_full_hessian_any_call_size_is_exact(size, batch_size, num_directions):
+    """Rows, minibatches and directions need not fill the calls."""
+
+    def model(x, y, batch_size=None):
+        b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Bernoulli(logits=x[i] @ b), obs=y[i])
+
+    rng = np.random.default_rng(0)
+    x, b = rng.standard_normal((size, 3)), np.array([0.5, -1.0, 2.0])
+    y = (rng.random(size) < 0.5).astype(np.int32)
+    arguments = Arguments((jnp.asarray(x), jnp.asarray(y)), {"batch_size": batch_size})
+    potential = get_model_potential(model, arguments, init_to_uniform)
+    gradients = BatchedGradients(potential, arguments)
+    # Minibatches of a pass have at least 64 rows, or all.
+    rows_per_minibatch = min(64, size)
+    found = gradients.full_hessian(b, num_directions * rows_per_minibatch, 2)
+    p = 1 / (1 + np.exp(-x @ b))
+    np.testing.assert_allclose(found, np.eye(3) + x.T @ (x * (p * (1 - p))[:, None]))

@@ -1,4 +1,4 @@
-"""What is compiled ahead is what is called: nothing is compiled twice."""
+"""Ahead-of-time compilation: the compiled programs are those that are called, each one once."""
 
 from collections import Counter
 
@@ -29,71 +29,75 @@ def regression(X, y, batch_size=None):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the programs handed to the compiler, with how often each was."""
+    """Count how often the program of each name is compiled."""
     from jax._src import compiler
 
-    found, compile_or_get_cached = Counter(), compiler.compile_or_get_cached
+    counts, compile_or_get_cached = Counter(), compiler.compile_or_get_cached
 
-    def counted(backend, computation, *args, **kwargs):
-        found[computation.operation.attributes["sym_name"].value] += 1
+    def count(backend, computation, *args, **kwargs):
+        counts[computation.operation.attributes["sym_name"].value] += 1
         return compile_or_get_cached(backend, computation, *args, **kwargs)
 
-    monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
+    monkeypatch.setattr(compiler, "compile_or_get_cached", count)
     jax.clear_caches()
-    return found
+    return counts
+
+
+def run(*args, batch_size=None, progress_bar=False, num_chains=1, **options):
+    mcmc = quietly(
+        SGHMCSplit(regression, **options),
+        num_warmup=2,
+        num_samples=2,
+        num_chains=num_chains,
+        chain_method="vectorized",
+    )
+    mcmc.progress_bar = progress_bar  # NumPyro switches it off in parallel tests
+    mcmc.run(random.key(0), *args, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "options"),
+    ("args", "options"),
     [
-        quick_if(False, (X, Y), {"batch_size": 50}, {}, id="dense"),
-        quick_if(True, (X, Y), {"batch_size": 50}, {"dense_mass": False}, id="diagonal"),
-        quick_if(True, (X, Y), {}, {}, id="all rows"),
-        quick_if(False, (HostArray(X), HostArray(Y)), {"batch_size": 50}, {}, id="host"),
+        quick_if(False, (X, Y), {"batch_size": 50}, id="dense"),
+        quick_if(True, (X, Y), {"batch_size": 50, "dense_mass": False}, id="diagonal"),
+        quick_if(True, (X, Y), {}, id="all rows"),
+        quick_if(False, (HostArray(X), HostArray(Y)), {"batch_size": 50}, id="on the host"),
         quick_if(
-            True, (X, Y), {"batch_size": 50}, {"init_strategy": init_to_sample}, id="strategy"
+            True, (X, Y), {"batch_size": 50, "init_strategy": init_to_sample}, id="init_strategy"
         ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
-def test_nothing_is_compiled_twice(compiled, args, kwargs, options):
-    mcmc = quietly(SGHMCSplit(regression, **options), num_warmup=2, num_samples=2)
-    mcmc.run(random.key(0), *args, **kwargs)
-    assert sum(compiled[f"jit__run_{k}_steps"] for k in ("fit", "pilot")) == 2  # of the fit and of the pilot chains
+def test_warmup_any_data_compiles_each_program_once(compiled, args, options):
+    run(*args, **options)
+    assert compiled["jit__run_fit_steps"] == 1
+    assert compiled["jit__run_pilot_steps"] == 1
     assert compiled["jit__sum_hessian_products"] <= 1
     assert compiled["jit__evaluate_remainder_variances"] <= 1
 
 
-def test_starts_by_the_prior_on_fewer_rows_are_compiled_once(compiled):
-    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2)
-    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=1_100)
-    assert sum(compiled[f"jit__run_{k}_steps"] for k in ("fit", "pilot")) == 3  # of two fits and the pilot chains
+@pytest.mark.parametrize(("batch_size", "num_fits"), [(1_000, 1), (1_100, 2)])
+def test_warmup_prior_inits_are_fitted_apart_beyond_a_thousand_rows(compiled, batch_size, num_fits):
+    """They are fitted on fewer rows than a large minibatch has, which is another program."""
+    run(np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=batch_size)
+    assert compiled["jit__run_fit_steps"] == num_fits
+    assert compiled["jit__run_pilot_steps"] == 1
 
 
-def test_up_to_a_thousand_rows_there_is_one_fit(compiled):
-    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2)
-    mcmc.run(random.key(0), np.tile(X, (4, 1)), np.tile(Y, 4), batch_size=1_000)
-    assert sum(compiled[f"jit__run_{k}_steps"] for k in ("fit", "pilot")) == 2  # and of the pilot chains
+def test_warmup_uniform_init_strategy_compiles_nothing_for_it(compiled):
+    run(X, Y, batch_size=50)
+    assert not [name for name in compiled if "init_position" in name or name == "jit_start"]
 
 
-def test_uniform_starts_are_not_compiled(compiled):
-    quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2).run(
-        random.key(0), X, Y, batch_size=50
-    )
-    assert "jit_start" not in compiled
-
-
-def test_a_progress_bar_costs_no_second_compilation_of_the_chains(compiled):
-    """Of a function that reads references JAX makes other arrays than it is first called with."""
-    several = {"num_chains": 2, "chain_method": "vectorized"}
-    mcmc = quietly(SGHMCSplit(regression), num_warmup=2, num_samples=2, **several)
-    mcmc.progress_bar = True  # NumPyro shows none in parallel tests
-    rows = 700_000  # 11 MB
-    mcmc.run(random.key(0), np.resize(X, (rows, 3)), np.resize(Y, rows), batch_size=50)
+def test_run_progress_bar_compiles_chains_once(compiled):
+    """JAX calls a function that reads references with other arrays than at first."""
+    num_rows = 700_000  # 11 MB
+    X_large, y_large = np.resize(X, (num_rows, 3)), np.resize(Y, num_rows)
+    run(X_large, y_large, batch_size=50, progress_bar=True, num_chains=2)
     assert compiled["jit__body_fn"] == 1
 
 
-def test_a_call_takes_what_was_compiled_ahead(compiled):
+def test_aot_compile_call_reuses_the_program(compiled):
     double = jax.jit(lambda x: 2 * x)
     aot_compile(double, jax.ShapeDtypeStruct((5,), jnp.float32))
     np.testing.assert_array_equal(double(jnp.ones(5)), 2 * np.ones(5))

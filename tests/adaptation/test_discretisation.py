@@ -16,6 +16,7 @@ from numpyro_sgmcmc.dynamics import (
     MonomialGammaThermostat,
     NoseHooverThermostat,
     OverdampedLangevin,
+    RiemannianOverdampedLangevin,
     UnderdampedLangevin,
 )
 
@@ -231,3 +232,16 @@ def test_a_step_in_which_friction_ends_all_momentum():
 def test_rounding_in_short_steps_is_no_excess(step_size):
     for dynamics in (UnderdampedLangevin(), UnderdampedLangevin(40.0), OverdampedLangevin()):
         assert abs(compute_draw_variance_inflation(dynamics, "euler", step_size)) < 0.01
+
+
+def test_limit_step_size_by_discretisation_constant_metric_matches_closed_form():
+    """With metric 4 the Euler step has variance 1 / (1 - 4 h / 2) on a standard normal."""
+    dynamics = RiemannianOverdampedLangevin(lambda q: jnp.full((), 4.0))
+    step_size, sd_inflation = limit_step_size_by_discretisation(dynamics, "euler", 0.02, 20, 0.05)
+    assert step_size == 0.02
+    assert sd_inflation == pytest.approx((1 / (1 - 0.02 * 4 / 2)) ** 0.5 - 1, abs=0.01)
+    step_size, sd_inflation = limit_step_size_by_discretisation(
+        dynamics, "euler", 0.02, 20, 0.05, noise_variance=3.0
+    )
+    assert step_size == pytest.approx(0.6 * 0.02)
+    assert 0.02 < sd_inflation < 0.06

@@ -1,4 +1,4 @@
-"""Rows that decide are found, are in every minibatch, and leave the gradient unbiased."""
+"""Influential observations are detected, and every minibatch includes them without bias."""
 
 import warnings
 
@@ -12,13 +12,14 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
-from numpyro_sgmcmc.adaptation.influential import choose_num_influential
+from numpyro_sgmcmc.adaptation.influential import choose_num_influential, find_influential_rows
+from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS, Plate, init_stream, sample_minibatches
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import quietly
 
-RARE, BATCH = 5, 100
+NUM_RARE, BATCH = 5, 100
 
 
 def model(z, x, y, batch_size=None):
@@ -30,17 +31,21 @@ def model(z, x, y, batch_size=None):
 
 
 def two_outcomes(z, x, y, batch_size=None):
-    """The plate is not the last batch dimension, and what is observed is scaled besides."""
+    """The plate is not the last batch dimension, and a scale handler is at work."""
     a = numpyro.sample("a", dist.Normal(0, 5))
     b = numpyro.sample("b", dist.Normal(0, 5))
     with numpyro.plate("rows", len(y), subsample_size=batch_size, dim=-2) as i:
         mean = jnp.stack([a * z[i], b * x[i]], 1)
         with numpyro.handlers.scale(scale=0.5), numpyro.plate("outcomes", 2):
             numpyro.sample("y", dist.Normal(mean, 1), obs=jnp.stack([y[i], -y[i]], 1))
-        numpyro.factor("pull", -0.1 * (a - z[i][:, None]) ** 2)
+        numpyro.factor("penalty", -0.1 * (a - z[i][:, None]) ** 2)
 
 
-def data(num_rows, num_rare, value=1.0):
+each_model = pytest.mark.parametrize("model_fn", [model, two_outcomes])
+
+
+def make_data(num_rows, num_rare, value=1.0):
+    """A covariate that has a value in a few rows and is zero in all others."""
     rng = np.random.default_rng(6)
     z, x = rng.standard_normal(num_rows), np.zeros(num_rows)
     x[rng.choice(num_rows, num_rare, False)] = value
@@ -48,121 +53,140 @@ def data(num_rows, num_rare, value=1.0):
     return tuple(jnp.asarray(v, jnp.float32) for v in (z, x, y))
 
 
-def ready(model, num_rows, batch_size, num_rare=2):
-    arguments = Arguments(data(num_rows, num_rare), {"batch_size": batch_size})
-    return make_model_potential(model, arguments, numpyro.infer.init_to_uniform), arguments
+def make_potential(model_fn, num_rows, batch_size, num_rare=2):
+    arguments = Arguments(make_data(num_rows, num_rare), {"batch_size": batch_size})
+    return make_model_potential(model_fn, arguments, numpyro.infer.init_to_uniform), arguments
 
 
-# --- Which rows ---------------------------------------------------------------------------------
+# --- Detection ----------------------------------------------------------------------------------
 
 
-def test_few_rows_that_make_the_noise_are_told():
-    alike = np.full(50_000, 1e-5)
-    assert choose_num_influential(alike, BATCH) == 0
-    rng = np.random.default_rng(0)
-    assert choose_num_influential(1e-5 * rng.chisquare(1, 50_000), BATCH) == 0
-    decided = alike.copy()
-    decided[7:12] = 0.3
-    assert choose_num_influential(decided, BATCH) == 5
-    assert choose_num_influential(1e-12 * decided, BATCH) == 0  # noise that shortens no step
-    decided[:400] = 0.3  # more than a minibatch holds
-    assert choose_num_influential(decided, BATCH) <= BATCH // 2
+@pytest.mark.parametrize(
+    ("num_large", "scale", "expected"),
+    [
+        (0, 1.0, 0),
+        (5, 1.0, 5),
+        (5, 1e-12, 0),  # noise too small to shorten the step
+        (60, 1.0, BATCH // 2),  # at most half of a minibatch
+        (400, 1.0, 0),  # half a minibatch of them would not halve the noise
+    ],
+)
+def test_choose_num_influential_large_remainders_are_counted(num_large, scale, expected):
+    variances = np.full(50_000, 1e-5)
+    variances[7 : 7 + num_large] = 0.3
+    assert choose_num_influential(scale * variances, BATCH) == expected
 
 
-# --- What a minibatch is then -------------------------------------------------------------------
+def test_choose_num_influential_homogeneous_remainders_is_zero():
+    variances = 1e-5 * np.random.default_rng(0).chisquare(1, 50_000)
+    assert choose_num_influential(variances, BATCH) == 0
+
+
+def test_find_influential_rows_rare_covariate_returns_its_rows():
+    potential, arguments = make_potential(model, 10_000, BATCH, NUM_RARE)
+    fit = MeanField(np.array([0.5, 2.0, 0.0]), np.array([0.01, 0.45, 0.01]))
+    ((name, rows),) = find_influential_rows(potential, arguments, fit, np.random.default_rng(0))
+    assert name == "rows"
+    assert rows == tuple(np.flatnonzero(np.asarray(arguments.args[1])))
+
+
+# --- Minibatches --------------------------------------------------------------------------------
 
 PLATE = Plate("rows", 11, 5, included_rows=(3, 7))
+OTHERS = [0, 1, 2, 4, 5, 6, 8, 9, 10]
 
 
-def test_places_are_the_other_rows_in_their_order():
-    others = [0, 1, 2, 4, 5, 6, 8, 9, 10]
-    for xp in (np, jnp):
-        found = np.asarray(PLATE.add_included_rows(xp.arange(9, dtype=xp.int32).reshape(3, 3)))
-        assert found.shape == (3, 5)
-        assert (found[:, :2] == [3, 7]).all()
-        assert list(found[:, 2:].ravel()) == others
+@pytest.mark.parametrize("xp", [np, jnp])
+def test_add_included_rows_other_rows_keep_their_order(xp):
+    found = np.asarray(PLATE.add_included_rows(xp.arange(9, dtype=xp.int32).reshape(3, 3)))
+    assert found.shape == (3, 5)
+    assert (found[:, :2] == [3, 7]).all()
+    assert list(found[:, 2:].ravel()) == OTHERS
     assert PLATE.batches_per_epoch == 3
-    assert np.isclose(PLATE.row_weights.sum(), 5.0)  # the likelihood as a whole weighs the same
+    # The total weight of the likelihood is that of a minibatch without included rows.
+    assert np.isclose(PLATE.row_weights.sum(), 5.0)
 
 
-@pytest.mark.parametrize("scheme", SUBSAMPLINGS.values(), ids=SUBSAMPLINGS)
-def test_every_minibatch_holds_them_and_the_others_are_all_visited(scheme):
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS.values(), ids=SUBSAMPLINGS)
+def test_sample_minibatches_included_rows_are_in_each_and_others_visited(subsampling):
     key = jax.random.key(0)
-    _, rows = sample_minibatches(scheme, PLATE, init_stream(PLATE, key), key, 60)
-    rows = np.asarray(rows)
-    assert (rows[:, :2] == [3, 7]).all()
-    counts = np.bincount(rows[:, 2:].ravel(), minlength=11)
+    _, indices = sample_minibatches(subsampling, PLATE, init_stream(PLATE, key), key, 60)
+    indices = np.asarray(indices)
+    assert (indices[:, :2] == [3, 7]).all()
+    counts = np.bincount(indices[:, 2:].ravel(), minlength=11)
     assert not counts[[3, 7]].any()
-    assert counts[[0, 1, 2, 4, 5, 6, 8, 9, 10]].min() > 5
+    assert counts[OTHERS].min() > 5
 
 
-@pytest.mark.parametrize("of", [model, two_outcomes])
-def test_the_gradient_stays_unbiased(of):
-    target, arguments = ready(of, 11, 5)
-    stepped = target.with_included_rows((("rows", (3, 7)),))
-    assert stepped is target.with_included_rows((("rows", (3, 7)),))
-    q = jnp.linspace(-0.4, 0.7, target.dim)
-    places = np.arange(9, dtype=np.int32).reshape(3, 3)
-    each = [
-        stepped.value_and_grad(q, {"rows": rows}, arguments)
-        for rows in stepped.plates[0].add_included_rows(places)
+@each_model
+def test_step_potential_included_rows_is_unbiased(model_fn):
+    potential, arguments = make_potential(model_fn, 11, 5)
+    included = (("rows", (3, 7)),)
+    step_potential = potential.with_included_rows(included)
+    assert step_potential is potential.with_included_rows(included)
+    q = jnp.linspace(-0.4, 0.7, potential.dim)
+    (plate,) = step_potential.plates
+    minibatches = plate.add_included_rows(np.arange(9, dtype=np.int32).reshape(3, 3))
+    estimates = [
+        step_potential.value_and_grad(q, {"rows": rows}, arguments) for rows in minibatches
     ]
-    whole = target.full_value(q, arguments), target.full_gradient(q, arguments)
-    for found, expected in zip(zip(*each, strict=True), whole, strict=True):
-        np.testing.assert_allclose(np.mean(found, 0), expected, rtol=1e-5, atol=1e-5)
-    plain = target.gradient(q, {"rows": stepped.plates[0].add_included_rows(places[0])}, arguments)
-    assert not np.allclose(plain, each[0][1], rtol=1e-3)
+    expected = potential.full_value(q, arguments), potential.full_gradient(q, arguments)
+    for estimate, exact in zip(zip(*estimates, strict=True), expected, strict=True):
+        np.testing.assert_allclose(np.mean(estimate, 0), exact, rtol=1e-5, atol=1e-5)
+    unweighted = potential.gradient(q, {"rows": minibatches[0]}, arguments)
+    assert not np.allclose(unweighted, estimates[0][1], rtol=1e-3)
 
 
-@pytest.mark.parametrize("of", [model, two_outcomes])
-def test_shares_of_rows_add_up_to_the_potential(of):
-    target, arguments = ready(of, 11, 5)
-    q = jnp.linspace(-0.4, 0.7, target.dim)
-    some, others = ({"rows": jnp.array(r)} for r in ([0, 3, 7, 8, 2], [1, 4, 5, 6, 10]))
-    whole = target.value(q, some, arguments) - target.value(q, others, arguments)
-    shares = [target.pointwise_potentials(q, r, arguments).sum() for r in (some, others)]
-    assert target.pointwise_potentials(q, some, arguments).shape == (5,)
-    np.testing.assert_allclose((shares[0] - shares[1]) * 11 / 5, whole, rtol=1e-4)
+@each_model
+def test_pointwise_potentials_sum_is_likelihood_of_minibatch(model_fn):
+    potential, arguments = make_potential(model_fn, 11, 5)
+    q = jnp.linspace(-0.4, 0.7, potential.dim)
+    a, b = ({"rows": jnp.array(rows)} for rows in ([0, 3, 7, 8, 2], [1, 4, 5, 6, 10]))
+    difference = potential.value(q, a, arguments) - potential.value(q, b, arguments)
+    shares = [potential.pointwise_potentials(q, indices, arguments) for indices in (a, b)]
+    assert shares[0].shape == (5,)
+    np.testing.assert_allclose((shares[0].sum() - shares[1].sum()) * 11 / 5, difference, rtol=1e-4)
 
 
-def test_rows_that_stand_for_all_hold_them():
-    target, arguments = ready(model, 3_000, 50, num_rare=3)
-    rare = tuple(int(k) for k in np.flatnonzero(np.asarray(arguments.args[1])))
+def test_evaluate_on_subset_included_rows_are_a_stratum():
+    potential, arguments = make_potential(model, 3_000, 50, num_rare=3)
+    included = (("rows", tuple(map(int, np.flatnonzero(np.asarray(arguments.args[1]))))),)
     q = np.array([[0.3, 1.0, 0.1], [0.5, -2.0, 0.0]])
-    exact = np.stack([target.full_gradient(jnp.asarray(x, jnp.float32), arguments) for x in q])
-    found = BatchedGradients(target, arguments, 600, (("rows", rare),)).evaluate_on_subset(q)[1]
-    without = BatchedGradients(target, arguments, 600).evaluate_on_subset(q)[1]
-    # The gradient by b is made by these rows alone, but for the prior.
-    np.testing.assert_allclose(found[:, 1], exact[:, 1], rtol=1e-4)
-    assert not np.allclose(without[:, 1], exact[:, 1], rtol=0.1)
-    everything = BatchedGradients(target, arguments, 10_000, (("rows", rare),)).evaluate_on_subset(
-        q
-    )[1]
-    np.testing.assert_allclose(everything, exact, rtol=1e-4, atol=1e-2)
+    exact = np.stack([potential.full_gradient(jnp.asarray(x, jnp.float32), arguments) for x in q])
+
+    def gradients(num_rows, included_rows=()):
+        batched = BatchedGradients(potential, arguments, num_rows, included_rows)
+        return batched.evaluate_on_subset(q)[1]
+
+    # The gradient with respect to b comes from these rows alone, and the prior.
+    np.testing.assert_allclose(gradients(600, included)[:, 1], exact[:, 1], rtol=1e-4)
+    assert not np.allclose(gradients(600)[:, 1], exact[:, 1], rtol=0.1)
+    np.testing.assert_allclose(gradients(10_000, included), exact, rtol=1e-4, atol=1e-2)
 
 
 # --- Runs ---------------------------------------------------------------------------------------
 
 
-def run(num_rows, num_rare, value, **settings):
+def run(num_rows, num_rare, value, **options):
     mcmc = quietly(
-        SGHMCSplit(model, **settings),
+        SGHMCSplit(model, **options),
         num_warmup=100,
         num_samples=1000,
         num_chains=4,
         chain_method="vectorized",
     )
-    arguments = data(num_rows, num_rare, value)
-    mcmc.run(jax.random.key(0), *arguments, batch_size=BATCH)
-    return mcmc, arguments
+    data = make_data(num_rows, num_rare, value)
+    mcmc.run(jax.random.key(0), *data, batch_size=BATCH)
+    return mcmc, data
 
 
-def assert_right(mcmc, arguments):
-    """The coefficients beside least squares: priors are wide and rows many."""
-    z, x, y = (np.asarray(v, np.float64) for v in arguments)
-    A = np.stack([z, x], 1)
-    precision = A.T @ A + np.eye(2) / 25
-    mean, sd = np.linalg.solve(precision, A.T @ y), np.sqrt(np.diag(np.linalg.inv(precision)))
+def assert_coefficients_match_least_squares(mcmc, data):
+    """The priors are wide and there are many rows, so that the scale is about one."""
+    z, x, y = (np.asarray(v, np.float64) for v in data)
+    design = np.stack([z, x], 1)
+    precision = design.T @ design + np.eye(2) / 25
+    mean = np.linalg.solve(precision, design.T @ y)
+    sd = np.sqrt(np.diag(np.linalg.inv(precision)))
     for name, m, s in zip("ab", mean, sd, strict=True):
         draws = np.asarray(mcmc.get_samples()[name])
         assert abs(draws.mean() - m) < 0.1 * s
@@ -170,44 +194,44 @@ def assert_right(mcmc, arguments):
 
 
 @pytest.mark.slow
-def test_a_covariate_of_five_rows_is_right_with_short_draws():
-    mcmc, arguments = run(50_000, RARE, 1.0)
+def test_run_covariate_of_five_rows_is_right_with_few_steps_per_draw():
+    mcmc, data = run(50_000, NUM_RARE, 1.0)
     ((name, rows),) = mcmc.sampler.adaptation.included_rows
     assert name == "rows"
-    assert set(np.flatnonzero(np.asarray(arguments[1]))) <= set(rows)
+    assert set(np.flatnonzero(np.asarray(data[1]))) <= set(rows)
     assert len(rows) <= 10
     assert int(mcmc.last_state.num_steps.max()) <= 50
-    assert_right(mcmc, arguments)
+    assert_coefficients_match_least_squares(mcmc, data)
     assert bias_report(mcmc).is_ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"gradient_estimator": "minibatch"}, {"noise_compensation": True}]
+    "options", [{"gradient_estimator": "minibatch"}, {"noise_compensation": True}]
 )
-def test_no_rows_are_held_where_that_would_not_help(settings):
-    """Plain gradients have other noise, and what is compensated is that of single rows."""
-    z, x, y = data(5_000, RARE)
-    mcmc = MCMC(SGHMCSplit(model, **settings), num_warmup=1, num_samples=1, progress_bar=False)
+def test_run_estimator_without_control_variate_includes_no_rows(options):
+    """Their noise is that of gradients, or of single rows, and not of the remainder."""
+    mcmc = MCMC(SGHMCSplit(model, **options), num_warmup=1, num_samples=1, progress_bar=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        mcmc.run(jax.random.key(0), z, x, y, batch_size=BATCH)
+        mcmc.run(jax.random.key(0), *make_data(5_000, NUM_RARE), batch_size=BATCH)
     assert mcmc.sampler.adaptation.included_rows == ()
 
 
 @pytest.mark.slow
-def test_six_rows_of_great_leverage_are_right():
-    mcmc, arguments = run(20_000, 6, 100.0)
+def test_run_six_rows_of_high_leverage_is_right():
+    mcmc, data = run(20_000, 6, 100.0)
     assert len(mcmc.sampler.adaptation.included_rows[0][1]) <= 12
     assert int(mcmc.last_state.num_steps.max()) <= 50
-    assert_right(mcmc, arguments)
+    assert_coefficients_match_least_squares(mcmc, data)
 
 
 @pytest.mark.slow
-def test_where_nobody_decides_nothing_changes():
+def test_run_homogeneous_rows_includes_none():
     rng = np.random.default_rng(0)
-    z, x, y = (jnp.asarray(v, jnp.float32) for v in rng.standard_normal((3, 20_000)))
+    data = (jnp.asarray(v, jnp.float32) for v in rng.standard_normal((3, 20_000)))
     mcmc = MCMC(SGHMCSplit(model), num_warmup=10, num_samples=10, progress_bar=False)
-    mcmc.run(jax.random.key(0), z, x, y, batch_size=BATCH)
+    mcmc.run(jax.random.key(0), *data, batch_size=BATCH)
     assert mcmc.sampler.adaptation.included_rows == ()
-    assert mcmc.sampler.potential.with_included_rows(()) is mcmc.sampler.potential
+    potential = mcmc.sampler.potential
+    assert potential.with_included_rows(()) is potential
