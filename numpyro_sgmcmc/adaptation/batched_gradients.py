@@ -430,11 +430,7 @@ class BatchedGradients:
     ) -> Iterator[PairResults]:
         """Evaluate minibatches of steps, whose first rows are the included ones.
 
-        :param positions: shape ``(k, d)``.
-        :param indices: minibatches, shape ``(m, rows)`` for each plate.
-        :param position_index: position of each pair.
-        :param minibatch_index: minibatch of each pair.
-        :return: results of some pairs at a time, in their order.
+        Parameters and results are those of :meth:`evaluate_minibatches`.
         """
         return self.evaluate_minibatches(
             positions, indices, position_index, minibatch_index, self.step_potential

@@ -82,12 +82,13 @@ def test_choose_num_influential_homogeneous_remainders_is_zero():
     assert choose_num_influential(variances, BATCH) == 0
 
 
-def test_find_influential_rows_rare_covariate_returns_its_rows():
+def test_find_influential_rows_rare_covariate_contains_its_rows():
     potential, arguments = make_potential(model, 10_000, BATCH, NUM_RARE)
     fit = MeanField(np.array([0.5, 2.0, 0.0]), np.array([0.01, 0.45, 0.01]))
     ((name, rows),) = find_influential_rows(potential, arguments, fit, np.random.default_rng(0))
     assert name == "rows"
-    assert rows == tuple(np.flatnonzero(np.asarray(arguments.args[1])))
+    assert set(np.flatnonzero(np.asarray(arguments.args[1]))) <= set(rows)
+    assert len(rows) <= NUM_RARE + 2
 
 
 # --- Minibatches --------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from jax import random
 from numpyro_sgmcmc import SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.errors import SGMCMCWarning
 from tests.contract.kernels import BATCH, survey, survey_data
+from tests.quick import quick_if
 
 
 def init(kernel):
@@ -16,12 +17,12 @@ def init(kernel):
 @pytest.mark.parametrize(
     ("kernel_class", "options", "subsampling"),
     [
-        (SGHMCSplit, {}, "contiguous"),
-        (SGHMCSplit, {"gradient_estimator": "minibatch"}, "contiguous"),
-        (SGNHT, {}, "contiguous"),
-        (SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
-        (SGMGT, {"gradient_estimator": "minibatch"}, "contiguous"),
-        (SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
+        quick_if(False, SGHMCSplit, {}, "contiguous"),
+        quick_if(True, SGHMCSplit, {"gradient_estimator": "minibatch"}, "contiguous"),
+        quick_if(False, SGNHT, {}, "contiguous"),
+        quick_if(True, SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
+        quick_if(False, SGMGT, {"gradient_estimator": "minibatch"}, "contiguous"),
+        quick_if(False, SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
     ],
 )
 def test_subsampling_choice_active_thermostat_is_iid(kernel_class, options, subsampling):

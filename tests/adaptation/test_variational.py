@@ -39,7 +39,7 @@ def test_fit_mean_field_gaussian_has_mean_and_inverse_diagonal_of_precision():
         rng().uniform(-2, 2, (3, 5)),
     )
     assert len(fits) == 3
-    for mean, sd in fits:
+    for mean, sd in fits:  # vocabulary: ok
         np.testing.assert_allclose(sd, np.diagonal(precision) ** -0.5, rtol=0.1)
         assert np.abs((mean - mode) / sd).max() < 0.3
 
