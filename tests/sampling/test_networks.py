@@ -14,7 +14,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import assert_posterior, quietly
 from tests.quick import quick_if
-from tests.adaptation import test_regions
+from tests.adaptation import test_non_identified
 
 ROWS, UNITS = 200, 15
 RNG = np.random.default_rng(0)
@@ -193,19 +193,19 @@ def test_the_report_judges_against_the_cold_posterior():
 def width(step_size):
     """Mean sd of a network's values at new rows, of draws that do not explore."""
     kernel = SGHMCSplit(
-        test_regions.network,
+        test_non_identified.network,
         step_size=step_size,
         num_steps=50,
         init_strategy=init_to_sample,
         **IN_NATURAL_UNITS,
     )
     mcmc = quietly(kernel, num_samples=500, num_chains=4, chain_method="vectorized")
-    x, y = test_regions.X, test_regions.Y
+    x, y = test_non_identified.X, test_non_identified.Y
     mcmc.run(jax.random.key(1), x, y, batch_size=50, extra_fields=("weight",))
     draws = mcmc.get_samples(group_by_chain=True)
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
     draws, _ = schedules.drop_exploration(draws, weights)
-    values = jax.vmap(jax.vmap(lambda w: test_regions.output(w, test_regions.NEW)))(draws)
+    values = jax.vmap(jax.vmap(lambda w: test_non_identified.output(w, test_non_identified.NEW)))(draws)
     return float(values.std((0, 1)).mean())
 
 

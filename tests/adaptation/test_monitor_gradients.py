@@ -1,0 +1,45 @@
+"""Gradients from which the bias is estimated: those of the steps, or on separate minibatches."""
+
+import pytest
+
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients
+from numpyro_sgmcmc.adaptation.subsampling_choice import (
+    MONITOR_INTERVAL,
+    choose_separate_gradients,
+    choose_step_gradients,
+)
+from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
+
+MINIBATCH = GRADIENT_ESTIMATORS["minibatch"]
+CONTROL_VARIATE = GRADIENT_ESTIMATORS["control_variate"]
+NOISE_VARIANCES = {MINIBATCH: 400.0, CONTROL_VARIATE: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_steps", "interval"), [(20, 7, 1), (10**5, 10, 5), (10**5, 7, 1)]
+)
+def test_choose_step_gradients_long_vectors_have_a_longer_interval(dim, num_steps, interval):
+    assert choose_step_gradients(dim, num_steps) == MonitorGradients(interval)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 13, 30, 500])
+def test_choose_separate_gradients_dependent_minibatches_are_separate(num_steps):
+    gradients = choose_separate_gradients(NOISE_VARIANCES, MINIBATCH, False, num_steps)
+    assert gradients.estimator == CONTROL_VARIATE
+    assert num_steps % gradients.interval == 0
+    assert gradients.interval >= min(MONITOR_INTERVAL, num_steps)
+
+
+@pytest.mark.parametrize(
+    ("noise_variances", "is_separate"),
+    [
+        (NOISE_VARIANCES, True),
+        ({MINIBATCH: 20.0, CONTROL_VARIATE: 2.0}, False),
+        ({MINIBATCH: 400.0}, False),
+    ],
+)
+def test_choose_separate_gradients_independent_minibatches_need_a_lower_variance(
+    noise_variances, is_separate
+):
+    gradients = choose_separate_gradients(noise_variances, MINIBATCH, True, 500)
+    assert (gradients is not None) == is_separate
