@@ -104,14 +104,8 @@ class Cyclical:
         errors.check_positive("initial", self.initial)
         errors.check_positive_int("period", self.period)
         _check_fraction("final", self.final)
-        _check_fraction("exploration", self.exploration)
+        _check_fraction("exploration", self.exploration, is_one_valid=False)
         _convert_fields_to_float(self, "initial", "final", "exploration")
-        if self.exploration == 1:
-            raise InvalidArgumentError(
-                "`exploration` is 1, so that no draw has a weight.",
-                "pass a number below 1.",
-                "number-range",
-            )
 
     def __call__(self, count: Any) -> Array:
         cosine = (jnp.cos(jnp.pi * self._phase(count)) + 1.0) / 2.0
@@ -230,8 +224,7 @@ def drop_exploration(draws: Any, weights: Any) -> tuple[Any, Array]:
     :return: pytree of arrays of shape ``(chains, kept, ...)``, and weights ``(chains, kept)``.
     :raises ValueError: if chains would keep different draws, or none.
     """
-    weights = _check_weights(draws, weights)
-    _check_has_chain_axis(weights)
+    weights = _check_weights(draws, weights, needs_chain_axis=True)
     is_kept = weights > 0.0
     if not (is_kept == is_kept[0]).all():
         raise InvalidArgumentError(
@@ -260,8 +253,7 @@ def systematic_resample(
     :raises ValueError: as :func:`weighted_mean`, and if all weights of a chain are zero.
     """
     errors.check_rng_key(rng_key)
-    weights = _check_weights(draws, weights)
-    _check_has_chain_axis(weights)
+    weights = _check_weights(draws, weights, needs_chain_axis=True)
     if not (weights.sum(1) > 0).all():
         raise InvalidArgumentError(
             f"`weights` of chain {int(np.argmin(weights.sum(1)))} are all zero.",
@@ -281,13 +273,15 @@ def systematic_resample(
     return jax.tree.map(lambda x: jax.vmap(lambda y, i: y[i])(jnp.asarray(x), indices), draws)
 
 
-def _check_weights(draws: Any, weights: Any) -> np.ndarray:
+def _check_weights(draws: Any, weights: Any, needs_chain_axis: bool = False) -> np.ndarray:
     """Return the weights as an array after checking their shape and values."""
     weights = errors.validate_real_array("weights", weights)
-    if {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)} != {weights.shape}:
+    leading_shapes = {np.shape(x)[: weights.ndim] for x in jax.tree.leaves(draws)}
+    if leading_shapes != {weights.shape} or (needs_chain_axis and weights.ndim != 2):
+        needed = "(chains, draws)" if needs_chain_axis else "that of the leading axes of `draws`"
         raise InvalidArgumentError(
-            f"`weights` has shape {weights.shape}, which are not the leading axes of `draws`.",
-            "take both with group_by_chain=True, or both without.",
+            f"`weights` has shape {weights.shape}, which is not {needed}.",
+            "take draws and weights with group_by_chain=True.",
             "weights-shape",
         )
     if not ((weights >= 0).all() and 0 < weights.sum() < np.inf):
@@ -299,21 +293,12 @@ def _check_weights(draws: Any, weights: Any) -> np.ndarray:
     return weights
 
 
-def _check_has_chain_axis(weights: np.ndarray) -> None:
-    if weights.ndim != 2:
-        raise InvalidArgumentError(
-            f"`weights` has {weights.ndim} axes, but shape (chains, draws) is needed.",
-            "take draws and weights with group_by_chain=True.",
-            "weights-shape",
-        )
-
-
-def _check_fraction(name: str, value: Any) -> None:
+def _check_fraction(name: str, value: Any, is_one_valid: bool = True) -> None:
     errors.check_nonnegative(name, value)
-    if float(value) > 1:
+    if float(value) > 1 or (float(value) == 1 and not is_one_valid):
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not between 0 and 1.",
-            "pass a number from 0 to 1.",
+            f"`{name}` is {value!r}, which is not in [0, 1{']' if is_one_valid else ')'}.",
+            "pass a number from 0 to 1." if is_one_valid else "pass a number from 0 to below 1.",
             "number-range",
         )
 

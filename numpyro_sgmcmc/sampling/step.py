@@ -121,7 +121,7 @@ def _run_chain_iteration(
     step_indices = state.i * num_steps + jnp.arange(num_steps)
 
     buffer = state.prefetch_buffer
-    minibatch_inputs: Any = indices
+    minibatch_inputs: Any = indices if buffer is None else jnp.arange(num_steps)
 
     def get_minibatch(minibatch_input: Any) -> Minibatch:
         if buffer is None:
@@ -131,8 +131,6 @@ def _run_chain_iteration(
         lookups = config.potential.host_lookups
         return Minibatch(indices, with_prefetched_rows(arguments, lookups, indices, rows))
 
-    if buffer is not None:
-        minibatch_inputs = jnp.arange(num_steps)
     step, inputs = make_step(
         config, adapt_state, keys, step_indices, get_minibatch, minibatch_inputs
     )

@@ -48,7 +48,7 @@ def test_cyclical_weights_are_zero_while_it_explores():
         (lambda: schedules.Polynomial(0.1, 2.0), "`exponent`.*2.0"),
         (lambda: schedules.Cyclical(0.4, 0), "`period`.*0"),
         (lambda: schedules.Cyclical(0.4, 100, 1.5), "`exploration`.*1.5"),
-        (lambda: schedules.Cyclical(0.4, 100, 1), "`exploration`.*weight"),
+        (lambda: schedules.Cyclical(0.4, 100, 1), "`exploration`.*1"),
         (lambda: schedules.Cyclical(0.4, 100, final=-1), "`final`.*-1"),
         (lambda: schedules.Cyclical(0.4, 100, final=2), "`final`.*2"),
     ],
