@@ -1,20 +1,22 @@
-"""The bias that a run reports is the bias that it has."""
+"""The bias that a run reports is the bias that it has; draws are corrected by it."""
 
+import html
+
+import arviz as az
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
-from numpyro.infer import MCMC, NUTS
+from numpyro.diagnostics import gelman_rubin
+from numpyro.infer import MCMC
+from numpyro.infer.reparam import LocScaleReparam
 
-from numpyro_sgmcmc import SGLD, SGNHT, SHMC, SGHMCSplit, bias_report, diagnostics
+from numpyro_sgmcmc import SGLD, SGNHT, SHMC, SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
-from tests.contract.kernels import (
-    BATCH,
-    KERNELS,
-    quietly,
-    survey,
-    survey_posterior,
-)
+from tests.contract.kernels import KERNELS, quietly, survey, survey_posterior
 from tests.diagnostics.survey_runs import DATA, QUICK, SETTINGS, run, run_with, true_bias
 from tests.dynamics.orders import stationary_covariance
 from tests.quick import quick_if
@@ -24,8 +26,8 @@ from tests.quick import quick_if
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("num_chains", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_discretisation_of_a_gaussian_is_reported_to_the_percent(num_chains):
-    """Columns of different curvature, long steps: the truth solves a Lyapunov equation."""
+def test_report_of_discretised_gaussian_agrees_with_the_lyapunov_equation(num_chains):
+    """Coordinates of different curvature, large steps."""
     scales = np.array([0.7, 1.0, 1.3])
     mcmc = MCMC(
         SHMC(
@@ -41,21 +43,21 @@ def test_discretisation_of_a_gaussian_is_reported_to_the_percent(num_chains):
         chain_method="vectorized",
         progress_bar=False,
     )
-    starts = jnp.zeros((num_chains, 3) if num_chains > 1 else 3)
-    mcmc.run(jax.random.key(1), init_params=starts)
+    init_params = jnp.zeros((num_chains, 3) if num_chains > 1 else 3)
+    mcmc.run(jax.random.key(1), init_params=init_params)
     curvature = np.diag(1 / scales**2)
     curvature[0, 1] = curvature[1, 0] = 0.5
     dynamics = UnderdampedLangevin(1.5, is_fsal=True)
     state = dynamics.init(jnp.zeros(3), jax.random.key(0))
-    covariance = stationary_covariance(dynamics.make_step("obabo"), state, 2, 0.9, curvature)[
-        :3, :3
-    ]
+    step = dynamics.make_step("obabo")
+    covariance = stationary_covariance(step, state, 2, 0.9, curvature)[:3, :3]
     truth = np.sqrt(np.diagonal(covariance) / np.diagonal(np.linalg.inv(curvature))) - 1
     assert truth.max() > truth.min() + 0.05 > 0.1
-    found = bias_report(mcmc).stein_estimates
-    assert (np.abs(found.sd_inflation.value - truth) < 4 * found.sd_inflation.error).all()
-    assert found.sd_inflation.error.max() < 0.02
-    assert (np.abs(found.mean_bias.value) < 4 * found.mean_bias.error + 0.01).all()
+    report = bias_report(mcmc)
+    sd_inflation, mean_bias = report.sd_inflation, report.mean_bias
+    assert (np.abs(sd_inflation.value - truth) < 4 * sd_inflation.error).all()
+    assert sd_inflation.error.max() < 0.02
+    assert (np.abs(mean_bias.value) < 4 * mean_bias.error + 0.01).all()
 
 
 @pytest.mark.parametrize(
@@ -67,46 +69,244 @@ def test_discretisation_of_a_gaussian_is_reported_to_the_percent(num_chains):
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_reported_bias_is_the_true_one(kernel_class, label):
+def test_reported_bias_is_the_true_bias(kernel_class, label):
     mcmc = run_with(kernel_class, label)
-    found = bias_report(mcmc).stein_estimates
-    truth = true_bias(mcmc)
-    shift = np.concatenate([np.ravel(truth[s][0]) for s in ("beta", "rate")])
-    inflation = np.concatenate([np.ravel(truth[s][1]) for s in ("beta", "rate")])
-    assert (np.abs(found.mean_bias.value - shift) < 4 * found.mean_bias.error + 0.05).all()
-    assert (
-        np.abs(found.sd_inflation.value - inflation) < 4 * found.sd_inflation.error + 0.04
-    ).all()
+    report = bias_report(mcmc)
+    mean_bias, sd_inflation = true_bias(mcmc)
+    off = np.abs(report.mean_bias.value - mean_bias)
+    assert (off < 4 * report.mean_bias.error + 0.05).all()
+    off = np.abs(report.sd_inflation.value - sd_inflation)
+    assert (off < 4 * report.sd_inflation.error + 0.04).all()
 
 
-def test_gradients_on_all_rows_agree(noisy):
-    cheap, sharp = bias_report(noisy), bias_report(noisy, full_data=True, num_draws=2000)
-    a, b = cheap.stein_estimates.sd_inflation, sharp.stein_estimates.sd_inflation
+def test_full_data_report_agrees_with_minibatch_report(noisy, noisy_report):
+    full = bias_report(noisy, full_data=True, num_draws=2000)
+    a, b = noisy_report.sd_inflation, full.sd_inflation
     assert a.value.min() > 0.2
     assert (np.abs(a.value - b.value) < 4 * np.hypot(a.error, b.error)).all()
-    assert sharp.full_data
-    assert "all rows" in str(sharp)
+    assert full.full_data
+    assert "all rows" in str(full)
 
 
-def test_kinetic_temperature_is_another_number():
-    """Long exact-gradient steps: the momenta are colder than the positions."""
+def test_kinetic_temperature_is_that_of_the_momenta():
+    """Large exact-gradient steps: the momenta are colder than the positions."""  # vocabulary: ok
     kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2, step_size=1.2, num_steps=3)
     mcmc = MCMC(kernel, num_warmup=10, num_samples=20_000, progress_bar=False)
     mcmc.run(jax.random.key(0), init_params=jnp.zeros(2))
-    found = bias_report(mcmc).stein_estimates
-    assert found.configurational_temperature.value == pytest.approx(0.877, abs=0.03)
-    assert found.kinetic_temperature.value == pytest.approx(0.817, abs=0.03)
-    overdamped = run(SGLD(survey), num_samples=50)
-    report = bias_report(overdamped)
-    assert np.isnan(report.stein_estimates.kinetic_temperature.value)
+    report = bias_report(mcmc)
+    assert report.configurational_temperature.value == pytest.approx(0.877, abs=0.03)
+    assert report.kinetic_temperature.value == pytest.approx(0.817, abs=0.03)
+
+
+def test_overdamped_report_has_no_kinetic_temperature():
+    report = bias_report(run(SGLD(survey), num_samples=50))
+    assert np.isnan(report.kinetic_temperature.value)
     assert "kinetic" not in str(report)
 
 
-# --- Calibrated draws ---------------------------------------------------------------------------
+def test_diverging_iterations_are_reported_and_left_out():
+    """A potential that is not finite far out: the report stays finite."""
+
+    def potential(q):
+        return (jnp.where(jnp.abs(q) < 2.6, 0.5, jnp.nan) * jnp.square(q)).sum()
+
+    mcmc = quietly(SGHMCSplit(potential_fn=potential, step_size=0.3), num_samples=2000)
+    mcmc.run(jax.random.key(0), init_params=jnp.zeros(1))
+    num_divergences = int(np.sum(mcmc.get_extra_fields()["diverging"]))
+    assert 20 < num_divergences < 1000
+    report = bias_report(mcmc)
+    assert np.isfinite(report.sd_inflation.value).all()
+    assert report.num_divergences == num_divergences
+    assert report.is_flagged
+    assert f"{num_divergences} of 2000" in report.diagnosis
 
 
-def test_calibrated_draws_have_the_right_spread(noisy):
-    samples = diagnostics.bias_corrected_samples(noisy)
+@pytest.mark.slow
+def test_thermostat_without_noise_is_not_flagged():
+    assert not bias_report(run(SGNHT(survey))).is_flagged
+
+
+@pytest.mark.slow
+def test_schedule_is_not_flagged():
+    kernel = SGHMCSplit(
+        survey, step_size=lambda count: jnp.where(count < 5000, 0.3, 0.2), num_steps=10
+    )
+    assert not bias_report(run(kernel)).is_flagged
+
+
+def test_chains_in_different_modes_are_not_converged():
+    """Two narrow modes, each sampled well: the sums alone show no bias."""
+
+    def potential(q):
+        return -jnp.logaddexp(-jnp.square(q - 5.0).sum() / 2, -jnp.square(q + 5.0).sum() / 2)
+
+    kernel = SGHMCSplit(potential_fn=potential, inverse_mass_matrix=np.ones(1), step_size=0.3)
+    mcmc = quietly(kernel, num_samples=1000, num_chains=4, chain_method="vectorized")
+    mcmc.run(jax.random.key(0), init_params=jnp.array([[-5.0], [5.0], [-5.0], [5.0]]))
+    report = bias_report(mcmc)
+    assert report.is_flagged
+    assert {s.diagnosis for s in report.sites} == {"not converged"}
+    draws = np.asarray(mcmc.get_samples(group_by_chain=True))
+    np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.05)
+
+
+# --- Tails, necks and data ----------------------------------------------------------------------
+
+
+def location_run(model, y, batch_size=100, num_samples=1000, kernel=None, **settings):
+    kernel = SGHMCSplit(model) if kernel is None else kernel
+    mcmc = quietly(kernel, num_warmup=200, num_samples=num_samples, **settings)
+    mcmc.run(jax.random.key(0), y, batch_size=batch_size)
+    return mcmc
+
+
+def location(y, batch_size=None):
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    numpyro.sample("c", dist.Cauchy(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+
+def location_data(mean=0.0):
+    return jnp.asarray(mean + np.random.default_rng(5).standard_normal(300), jnp.float32)
+
+
+def test_heavy_tails_are_judged_after_a_transform():
+    mcmc = location_run(location, location_data(), num_chains=4, chain_method="vectorized")
+    report = bias_report(mcmc)
+    heavy = [report.coordinate_names[k][0] for k in report.heavy_tailed_coordinates]
+    assert heavy == ["c"]
+    assert "Heavy tails" in str(report)
+    ranks = np.asarray(dist.Cauchy(0, 1).cdf(mcmc.get_samples()["c"]))
+    a, c = report.sites
+    assert a.diagnosis == "ok"
+    error = 1 / np.sqrt(c.ess)
+    is_right = abs(ranks.mean() - 0.5) < 0.29 * 3 * error and abs(ranks.std() / 0.289 - 1) < 0.2
+    assert is_right or c.diagnosis != "ok"
+
+
+def test_report_uses_the_data_of_its_run():
+    """The kernel has been run on other data since."""
+    kernel = SGHMCSplit(location)
+    runs = [
+        location_run(location, location_data(mean), kernel=kernel, num_samples=500)
+        for mean in (0.0, 9.0)
+    ]
+    for mcmc in runs:
+        assert {s.site: s.diagnosis for s in bias_report(mcmc).sites}["a"] == "ok"
+
+
+def test_reference_gradient_is_computed_if_the_run_has_none():
+    """All settings given, minibatch gradients and a center off the mean."""
+
+    def model(y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 2))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(a, 1), obs=y[i])
+
+    kernel = SGHMCSplit(
+        model,
+        step_size=0.1,
+        num_steps=20,
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
+        inverse_mass_matrix=np.array([1 / 300]),
+    )
+    mcmc = quietly(kernel, num_warmup=100, num_samples=1000)
+    mcmc.run(jax.random.key(0), location_data(), batch_size=100, init_params={"a": jnp.array(0.2)})
+    at_draws = bias_report(mcmc).bias_estimates[1]
+    assert abs(at_draws.mean_bias.value[0]) < 0.5
+
+
+def groups(group, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 5))
+    scale = numpyro.sample("scale", dist.HalfNormal(2))
+    with numpyro.plate("groups", 30):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+
+def group_report(model, scale, batch_size=100):
+    rng = np.random.default_rng(1)
+    group = rng.integers(0, 30, 900)
+    y = scale * rng.standard_normal(30)[group] + rng.standard_normal(900)
+    kernel = SGHMCSplit(model)
+    mcmc = quietly(
+        kernel, num_warmup=200, num_samples=1000, num_chains=4, chain_method="vectorized"
+    )
+    data = jnp.asarray(group), jnp.asarray(y, jnp.float32)
+    mcmc.run(jax.random.key(0), *data, batch_size=batch_size)
+    return bias_report(mcmc)
+
+
+@pytest.mark.slow
+def test_groups_without_variation_are_a_funnel_neck():
+    report = group_report(groups, scale=0.0)
+    assert not report.is_ok
+    names = {report.coordinate_names[n.coordinate][0] for n in report.funnel_necks}
+    assert names == {"scale"}
+    assert "small values of `scale`" in report.diagnosis
+    assert "LocScaleReparam(0)" in report.diagnosis
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the minibatch is all rows
+def test_non_centred_groups_without_variation_are_ok():
+    non_centred = numpyro.handlers.reparam(groups, config={"effect": LocScaleReparam(0)})
+    report = group_report(non_centred, scale=0.0, batch_size=900)
+    assert report.is_ok
+    assert not report.funnel_necks
+
+
+@pytest.mark.slow
+def test_groups_that_differ_have_no_funnel_neck():
+    report = group_report(groups, scale=0.5)
+    assert report.is_ok
+    assert not report.funnel_necks
+
+
+# --- Conversions --------------------------------------------------------------------------------
+
+
+def test_report_is_printed_as_a_table(noisy_report):
+    lines = str(noisy_report).splitlines()
+    assert " ".join(lines[0].split()) == (
+        "site size mean bias (SD) SD bias (%) R-hat ESS diagnosis"
+    )
+    assert lines[1].split()[:2] == ["beta", "2"]
+    assert lines[1].split()[-1] == "biased"
+    assert max(map(len, lines[:3])) < 80
+    assert "worst of up to 2 coordinates, simultaneous 95% limits" in lines[4]
+    page = noisy_report._repr_html_()
+    assert page.count("<tr>") == 3
+    assert html.escape(noisy_report.diagnosis) in page
+
+
+def test_report_is_converted_to_tables_of_sites_and_coordinates(noisy_report):
+    sites = noisy_report.to_dataframe()
+    assert list(sites.index) == ["beta", "rate"]
+    assert sites.loc["beta", "diagnosis"] == "biased"
+    coordinates = noisy_report.to_dataframe(coordinates=True)
+    assert list(coordinates.index) == ["beta[0]", "beta[1]", "rate"]
+    np.testing.assert_allclose(coordinates["sd_inflation"], noisy_report.sd_inflation.value)
+
+
+def test_report_is_added_to_an_arviz_object(noisy, noisy_report):
+    data = az.from_numpyro(noisy)
+    noisy_report.add_to(data)
+    group = data["bias_report"]
+    assert group.attrs["diagnosis"] == noisy_report.diagnosis
+    assert list(group["coordinate"].values) == ["beta[0]", "beta[1]", "rate"]
+    with pytest.raises(ValueError, match=r"`data`.*ArviZ"):
+        noisy_report.add_to({})
+
+
+# --- Corrected draws ----------------------------------------------------------------------------
+
+
+def test_corrected_draws_have_the_posteriors_sd(noisy):
+    samples = bias_corrected_samples(noisy)
     posterior = survey_posterior(DATA)
     raw = noisy.get_samples()
     assert set(samples) == set(raw)
@@ -119,55 +319,17 @@ def test_calibrated_draws_have_the_right_spread(noisy):
         assert (np.abs(draws.mean(0) - mean) / sd < 0.15).all()
     contrast = samples["beta"][:, 0] - samples["beta"][:, 1]
     np.testing.assert_allclose(samples["contrast"], contrast, rtol=1e-4, atol=1e-5)
-    chains = diagnostics.bias_corrected_samples(noisy, group_by_chain=True)
+    chains = bias_corrected_samples(noisy, group_by_chain=True)
     assert chains["beta"].shape == (4, 1000, 2)
 
 
-def test_calibration_leaves_right_draws_alone(good):
-    samples = diagnostics.bias_corrected_samples(good)["rate"]
-    assert np.abs(np.log(samples / good.get_samples()["rate"])).max() < 0.03
+def test_corrected_draws_of_unbiased_run_are_almost_unchanged(default):
+    samples = bias_corrected_samples(default)["rate"]
+    assert np.abs(np.log(samples / default.get_samples()["rate"])).max() < 0.03
 
 
-# --- Bad input ----------------------------------------------------------------------------------
-
-
-def test_what_has_no_moments_is_refused(good):
-    with pytest.raises(ValueError, match="There are no draws yet"):
-        bias_report(MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="ran NUTS, which keeps no moments"):
-        bias_report(MCMC(NUTS(survey), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="got dict: draws alone do not tell it"):
-        bias_report(good.get_samples())
-    with pytest.raises(ValueError, match="`num_draws` is 0"):
-        bias_report(good, full_data=True, num_draws=0)
-    with pytest.raises(ValueError, match="before `calibrated_samples`"):
-        diagnostics.bias_corrected_samples(MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1))
-
-
-def test_draws_that_were_not_kept_are_named():
-    mcmc = quietly(SGHMCSplit(survey))
-    mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH, extra_fields=("~z.rate",))
-    assert len(bias_report(mcmc).names) == 3
-    with pytest.raises(ValueError, match="site 'rate' were not kept"):
-        bias_report(mcmc, full_data=True)
-
-
-def test_diverging_iterations_are_reported_and_left_out():
-    """A potential that is not finite far out: no NaN reaches the report."""
-
-    def potential(q):
-        return (jnp.where(jnp.abs(q) < 2.6, 0.5, jnp.nan) * jnp.square(q)).sum()
-
-    mcmc = quietly(SGHMCSplit(potential_fn=potential, step_size=0.3), num_samples=2000)
-    mcmc.run(jax.random.key(0), init_params=jnp.zeros(1))
-    diverging = int(np.sum(mcmc.get_extra_fields()["diverging"]))
-    assert 20 < diverging < 1000
-    report = bias_report(mcmc)
-    assert np.isfinite(report.stein_estimates.sd_inflation.value).all()
-    assert report.is_flagged
-    assert f"{diverging} of 2000 iterations diverged" in report.diagnosis
-
-
-@pytest.mark.slow
-def test_thermostat_report_without_noise_is_fine():
-    assert not bias_report(run(SGNHT(survey))).is_flagged
+def test_correction_by_report_of_another_run_raises(noisy, noisy_report):
+    other = bias_report(location_run(location, location_data(), num_samples=50))
+    for report in (other, "report"):
+        with pytest.raises(ValueError, match="`report`"):
+            bias_corrected_samples(noisy, report)
