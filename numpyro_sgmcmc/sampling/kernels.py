@@ -34,6 +34,7 @@ from numpyro_sgmcmc.errors import InvalidArgumentError, standard_normal_points
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
+from numpyro_sgmcmc.sampling.mass_matrix import is_positive_definite
 from numpyro_sgmcmc.sampling.options import KernelOptions
 
 __all__ = [
@@ -765,13 +766,7 @@ def _check_inverse_metric(inverse_metric: np.ndarray, dim: int) -> None:
             f"return a scalar, shape ({dim},) or ({dim}, {dim}).",
             "inverse-metric",
         )
-    if inverse_metric.ndim == 2:
-        # Tolerances of float32 rounding.
-        is_symmetric = np.allclose(inverse_metric, inverse_metric.T, rtol=1e-4, atol=1e-6)
-        is_positive = is_symmetric and np.linalg.eigvalsh(inverse_metric).min() > 0
-    else:
-        is_positive = np.all(inverse_metric > 0)
-    if not (np.isfinite(inverse_metric).all() and is_positive):
+    if not is_positive_definite(inverse_metric):
         raise InvalidArgumentError(
             "`inverse_metric` is not positive definite at a typical position.",
             "return the square or the exponential of it, which is positive everywhere.",

@@ -43,7 +43,7 @@ def build_mass_matrix_mask(
 
     None for a bool, None or an empty list.
     """
-    if dense_mass is None or _is_bool(dense_mass):
+    if dense_mass is None or isinstance(dense_mass, bool):
         return None
     if not isinstance(dense_mass, list):
         raise InvalidArgumentError(
@@ -169,10 +169,6 @@ def is_positive_definite(matrix: np.ndarray) -> bool:
     return bool(is_symmetric and (np.linalg.eigvalsh(matrix) > 0).all())
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_))
-
-
 # The matrix in NumPyro's format.
 
 
@@ -229,17 +225,16 @@ def build_mass_matrix_blocks(
     """
     if sites is None:
         return None
-    is_fully_dense = _is_bool(dense_mass) and bool(dense_mass)
     is_dict = isinstance(inverse_mass_matrix, dict)
     names = tuple(site.name for site in sites)
     blocks: dict[tuple[str, ...], bool | None] = {}
-    if is_dict and not is_fully_dense:
+    if is_dict and dense_mass is not True:
         blocks |= {_as_tuple(k): np.ndim(x) == 2 for k, x in inverse_mass_matrix.items()}
     if isinstance(dense_mass, list) and (inverse_mass_matrix is None or is_dict):
         blocks |= {_as_tuple(k): True for k in dense_mass}
     in_blocks = [name for block in blocks for name in block]
     if not in_blocks or len(set(in_blocks)) < len(in_blocks):
-        blocks, in_blocks = {names: True if is_fully_dense else None}, list(names)
+        blocks, in_blocks = {names: True if dense_mass is True else None}, list(names)
     others = tuple(name for name in names if name not in in_blocks)
     if others:
         blocks[others] = False
