@@ -151,6 +151,7 @@ def line_given_two(x: Any, y: Any, batch_size: int | None = None) -> None:
     condition(line, {"k": jnp.asarray(2)})(x, y, batch_size)
 
 
+@pytest.mark.slow
 @ignore_donation
 def test_blocks_with_wide_priors_keep_their_step_size():
     """Each adapts to likely values of the other's site; the step-size check keeps the step."""

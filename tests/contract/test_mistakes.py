@@ -98,14 +98,14 @@ def long_run_of():
             last, (*paths, diverging) = advance(state)
             assert not diverging.any()
             paths = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), paths)
-            draws, dynamics, noise = paths
+            draws, dynamics_states, noise = paths
             runs[kernel_class] = SimpleNamespace(
                 kernel=kernel,
                 arguments=(data, batch),
                 first=state,
                 last=last,
                 draws=draws,
-                dynamics=dynamics,
+                dynamics_state=dynamics_states,
                 noise=noise[min(1, len(noise) - 1)],  # of the momentum, if there is one
             )
         return runs[kernel_class]

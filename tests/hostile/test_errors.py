@@ -103,7 +103,7 @@ def test_option_out_of_range(options, words):
 
 @pytest.mark.parametrize("kernel", [SGHMCSplit, SGHMC, SGLD])
 def test_neither_model_nor_potential_and_unknown_keyword(kernel):
-    with pytest.raises(ValueError, match="`model` or `potential_fn`"):
+    with pytest.raises(ValueError, match=r"`model`.*`potential_fn`"):
         kernel()
     with pytest.raises(TypeError, match="'stepsize'"):
         kernel(model, stepsize=0.1)
@@ -127,11 +127,6 @@ def test_potential_without_init_params():
     mcmc = MCMC(SGLD(potential_fn=lambda z: z**2), num_warmup=1, num_samples=1, progress_bar=False)
     with pytest.raises(ValueError, match="`init_params` must be provided"):
         mcmc.run(jax.random.key(0))
-
-
-def test_traced_data():
-    with pytest.raises(ValueError, match=r"traced by jit.*Call MCMC\.run outside"):
-        jax.jit(lambda x: run(x, Y))(X)
 
 
 def test_no_subsampled_plate_warns():
