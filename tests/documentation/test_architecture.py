@@ -1,4 +1,4 @@
-"""The paths that the page «Architecture» lists are those that a run takes."""  # vocabulary: ok
+"""The paths that the page "Architecture" lists are those that a run takes."""
 
 import re
 import sys
@@ -36,21 +36,20 @@ def listed_path(name):
 
 
 class CallRecorder:
-    """Records each function of the package that is called, in order, with the functions below it."""
+    """Records the package's functions that are called below each start, in order of first call."""
 
-    def __init__(self):
-        self.first_call: dict[tuple[str, str], int] = {}
-        self.callers: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    def __init__(self, *starts):
+        self.below = {start: {start: 0} for start in starts}
 
     def __call__(self, frame, event, arg):
         if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
             return
         function = self.name(frame)
-        self.first_call.setdefault(function, len(self.first_call))
-        callers = self.callers.setdefault(function, set())
-        while (frame := frame.f_back) is not None:
+        while frame is not None:
             if frame.f_code.co_filename.startswith(str(PACKAGE)):
-                callers.add(self.name(frame))
+                if (order := self.below.get(self.name(frame))) is not None:
+                    order.setdefault(function, len(order))
+            frame = frame.f_back
 
     @staticmethod
     def name(frame):
@@ -69,7 +68,7 @@ class CallRecorder:
 
 @pytest.fixture(scope="module")
 def recorded():
-    """Record the calls of a warm-up, of steps and of a report, each from an empty cache."""
+    """Record the calls of a warm-up, of an iteration and of a report, without compiled programs."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2000, 3)).astype(np.float32)
     y = (rng.random(2000) < 0.5).astype(np.int32)
@@ -81,32 +80,27 @@ def recorded():
         chain_method="vectorized",
         progress_bar=False,
     )
-    calls = {}
+    starts = {name: listed_path(name)[0][0] for name in MAX_FILES}
     jax.clear_caches()
-    with CallRecorder() as calls["run"]:
+    with CallRecorder(*starts.values()) as recorder:
         mcmc.run(jax.random.key(0), x, y, batch_size=100)
-    with CallRecorder() as calls["report"]:
         str(bias_report(mcmc))
-    return calls
+    return {name: recorder.below[start] for name, start in starts.items()}
 
 
-@pytest.mark.parametrize("name", ["step", "warm-up", "report"])
+@pytest.mark.parametrize("name", MAX_FILES)
 def test_architecture_path_is_the_one_a_run_takes(recorded, name):
-    calls = recorded["report" if name == "report" else "run"]
     steps, _ = listed_path(name)
+    order = recorded[name]
     assert len(steps) > 4
     assert len({path for path, _ in steps}) <= MAX_FILES[name]
-    missing = [function for function in steps if function not in calls.first_call]
-    assert not missing
-    start, *later = steps
-    assert [f for f in later if start not in calls.callers[f]] == []
-    order = [calls.first_call[f] for f in steps]
-    assert order == sorted(order)
+    assert [function for function in steps if function not in order] == []
+    calls = [order[function] for function in steps]
+    assert calls == sorted(calls)
 
 
-@pytest.mark.parametrize("name", ["step", "warm-up", "report"])
+@pytest.mark.parametrize("name", MAX_FILES)
 def test_architecture_path_names_every_file_a_run_enters(recorded, name):
-    calls = recorded["report" if name == "report" else "run"]
     steps, beside = listed_path(name)
-    entered = {f[0] for f, callers in calls.callers.items() if steps[0] in callers}
+    entered = {path for path, _ in recorded[name]}
     assert entered - {path for path, _ in steps} - set(beside) == set()
