@@ -16,6 +16,7 @@ from numpyro.infer.reparam import LocScaleReparam
 from numpyro_sgmcmc import SGLD, SGNHT, SHMC, SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
+from numpyro_sgmcmc.model.preconditioner import LowRankFactor
 from tests.contract.kernels import KERNELS, quietly, survey, survey_posterior
 from tests.diagnostics.survey_runs import DATA, QUICK, SETTINGS, run, run_with, true_bias
 from tests.dynamics.orders import stationary_covariance
@@ -326,6 +327,23 @@ def test_corrected_draws_have_the_posteriors_sd(noisy):
 def test_corrected_draws_of_unbiased_run_are_almost_unchanged(default):
     samples = bias_corrected_samples(default)["rate"]
     assert np.abs(np.log(samples / default.get_samples()["rate"])).max() < 0.03
+
+
+def test_correction_is_in_coordinates_without_the_low_rank_part():
+    """The covariances of a report are those of the coordinates of the running sums."""
+    settings = SETTINGS["iid minibatch gradient"]
+    mcmc = run(SGHMCSplit(survey, dense_mass=False, **settings), num_samples=200)
+    report = bias_report(mcmc)
+    expected = bias_corrected_samples(mcmc, report)
+    state = mcmc.last_state
+    direction = np.full((4, 3, 1), 3**-0.5, np.float32)
+    preconditioner = state.adapt_state.preconditioner._replace(
+        low_rank=LowRankFactor(jnp.asarray(direction), jnp.full((4, 1), 3.0))
+    )
+    adapt_state = state.adapt_state._replace(preconditioner=preconditioner)
+    mcmc._last_state = state._replace(adapt_state=adapt_state)
+    samples = bias_corrected_samples(mcmc, report)
+    jax.tree.map(np.testing.assert_array_equal, samples, expected)
 
 
 def test_correction_by_report_of_another_run_raises(noisy, noisy_report):

@@ -314,6 +314,11 @@ def test_summary_of_unknown_sites_raises(default, sites):
 def test_plot_shows_every_coordinate(noisy_report):
     left, right = plot_bias(noisy_report)
     assert [t.get_text() for t in left.get_yticklabels()] == ["beta[0]", "beta[1]", "rate"]
-    shown = sorted(x for line in right.lines for x in line.get_xdata() if line.get_marker() == "o")
-    np.testing.assert_allclose(shown, sorted(100 * noisy_report.sd_inflation.value))
+    for axes, values in (
+        (left, noisy_report.mean_bias.value),
+        (right, 100 * noisy_report.sd_inflation.value),
+    ):
+        points = [line for line in axes.lines if line.get_marker() == "o"]
+        shown = sorted(x for line in points for x in line.get_xdata())
+        np.testing.assert_allclose(shown, sorted(values))
     mpl.pyplot.close("all")

@@ -10,7 +10,12 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics import bias_corrected_samples, ess_per_gradient, run_data
+from numpyro_sgmcmc.diagnostics import (
+    bias_corrected_samples,
+    compare_with_finer,
+    ess_per_gradient,
+    run_data,
+)
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, RunData
 from tests.contract.kernels import BATCH, quietly, survey
 from tests.diagnostics.survey_runs import DATA
@@ -70,20 +75,29 @@ def test_report_of_pickled_kernel_uses_its_sums(default_report, default):
         default.sampler = kernel
 
 
-@pytest.mark.parametrize("function", [bias_report, bias_corrected_samples, ess_per_gradient])
-def test_object_without_draws_raises(function):
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (bias_report, ()),
+        (bias_corrected_samples, ()),
+        (ess_per_gradient, ()),
+        (compare_with_finer, (jax.random.key(0),)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_object_without_draws_raises(function, arguments):
     before_run = MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1)
     other_kernel = MCMC(NUTS(survey), num_warmup=1, num_samples=1)
     for bad, match in ((before_run, "without draws"), (other_kernel, "NUTS"), ({}, "dict")):
         with pytest.raises(ValueError, match=f"`{function.__name__}`.*{match}"):
-            function(bad)
+            function(bad, *arguments)
 
 
 def test_draws_that_were_not_kept_are_named():
     mcmc = quietly(SGHMCSplit(survey))
     mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH, extra_fields=("~z.rate",))
     assert len(bias_report(mcmc).coordinate_names) == 3
-    with pytest.raises(ValueError, match="'rate'.*not kept"):
+    with pytest.raises(ValueError, match=r"'rate'.*not kept"):
         bias_report(mcmc, full_data=True)
 
 
