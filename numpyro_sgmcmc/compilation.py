@@ -1,22 +1,19 @@
-"""What JAX has traced, as a value: equal for the same operations on the same constants.
+"""Compilation by JAX: compare traced programs, compile ahead of time, and bound the cache.
 
-Programs compiled while others run, or with less effort.
-
-Of a short run compilation is most, and the stages of the warm-up come one after the other; XLA
-takes no Python to compile, so that a thread can.
-
-Compiled programs that are forgotten before the system has no room for more.
-
-JAX keeps what it has compiled: here some ten programs for each model, and with every kernel, NUTS
-too, one for each run. Each holds mappings of memory, of which Linux allows a process 65,530. The
-next compilation ends it then, after some eighty models or two hundred runs.
+:func:`fingerprint_jaxpr` gives a value that is equal for two programs only if they compute the
+same, by which kernels on one model share a potential. :func:`aot_compile` compiles in a thread
+while Python goes on, because compilation is most of a short run and the stages of the warm-up
+follow each other. :func:`clear_compilation_cache_if_full` clears JAX's caches before Linux ends the
+process: JAX keeps some ten programs per model, and every run of a kernel, NUTS included, adds one.
+Each holds memory mappings, of which Linux allows a process 65,530; they are used up after some
+eighty models or two hundred runs.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import cache
@@ -37,81 +34,83 @@ __all__ = [
     "jit_low_optimization",
 ]
 
-# To hash as much takes 0.1 s.
+# A bound on time: hashing as many bytes of constants takes 0.1 s.
 _MAX_CONSTANT_BYTES = 2**26
-
-
-# Functions that hold derivatives, new at every tracing. A program with all derivatives that will be
-# wanted of it has called them.
+# Parameters that hold derivative rules, new at every tracing. They need not be compared, because a
+# fingerprinted program calls all derivatives that will be computed of it.
 _DERIVATIVE_PARAMETERS = {"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "out_trees"}
-
-
+# Types whose repr determines the value.
 _REPR_TYPES = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, Enum)
 
+_MEMORY_MAPS_FILE = Path("/proc/self/maps")
+_MAX_MEMORY_MAPS_FILE = Path("/proc/sys/vm/max_map_count")
+# Fraction of the allowed mappings: one fit takes hundreds, and the process needs others.
+_MAX_MEMORY_MAPS_FRACTION = 0.5
 
-def fingerprint_jaxpr(closed_jaxpr: ClosedJaxpr) -> Hashable:
-    """A value that is equal for two programs only if they compute the same.
 
-    :param closed_jaxpr: the program, with such derivatives as will be wanted of it.
-    :raises ValueError: for a program with more than 64 MB of constants.
+def fingerprint_jaxpr(
+    closed_jaxpr: ClosedJaxpr, max_constant_bytes: int = _MAX_CONSTANT_BYTES
+) -> Hashable:
+    """Return a value that is equal for two programs only if they compute the same.
+
+    :param closed_jaxpr: the program, with all derivatives that will be computed of it.
+    :param max_constant_bytes: largest size of all constants.
+    :raises ValueError: for a program with larger constants.
     """
-    key = _JaxprHasher()
-    return key.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts), tuple(key.opaque_objects)
+    hasher = _JaxprHasher(max_constant_bytes)
+    digest = hasher.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts)
+    return digest, tuple(hasher.opaque_objects)
 
 
 class _JaxprHasher:
-    """Hashes programs; what has no text that says all of it is kept, to be compared itself."""
+    """Hashes programs; objects that cannot be hashed by content are kept, to be compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_constant_bytes: int) -> None:
         self.opaque_objects: dict[Hashable, int] = {}
         self._hashes_by_id: dict[int, tuple[Any, bytes]] = {}
-        self._num_constant_bytes = 0
+        self._num_bytes_left = max_constant_bytes
 
-    def hash_jaxpr(self, jaxpr: Jaxpr, constants: Any = ()) -> bytes:
-        """The hash of a program."""
-        found = self._hashes_by_id.get(id(jaxpr))
-        if found is None:
-            # The program beside its hash: while it is alive nothing else has its id.
-            self._hashes_by_id[id(jaxpr)] = found = jaxpr, self._hash_equations(jaxpr)
-        return hashlib.sha256(found[1] + b"".join(map(self._hash_array, constants))).digest()
+    def hash_jaxpr(self, jaxpr: Jaxpr, constants: Iterable[Any] = ()) -> bytes:
+        """Return the hash of a program and its constants."""
+        if id(jaxpr) not in self._hashes_by_id:
+            # The program is kept beside its hash, so that no other object gets its id.
+            self._hashes_by_id[id(jaxpr)] = jaxpr, self._hash_equations(jaxpr)
+        digest = self._hashes_by_id[id(jaxpr)][1]
+        return hashlib.sha256(digest + b"".join(map(self._hash_array, constants))).digest()
 
     def _hash_equations(self, jaxpr: Jaxpr) -> bytes:
-        """The hash of the operations, their variables numbered in the order of their making."""
-        said = hashlib.sha256()
+        """Return the hash of all equations, with variables numbered as they are defined."""
+        digest = hashlib.sha256()
         numbers: dict[Any, int] = {}
 
-        def made(variables: Any) -> list[str]:
+        def define(variables: Iterable[Any]) -> list[str]:
             for v in variables:
                 numbers[v] = len(numbers)
             return [repr(v.aval) for v in variables]
 
-        def used(atoms: Any) -> list[Any]:
+        def use(atoms: Iterable[Any]) -> list[Any]:
             return [
                 self._describe_literal(a) if isinstance(a, Literal) else numbers[a] for a in atoms
             ]
 
-        said.update(repr((made(jaxpr.constvars), made(jaxpr.invars))).encode())
-        for operation in jaxpr.eqns:
-            parts = (
-                operation.primitive.name,
-                used(operation.invars),
-                [
-                    (name, self._describe_parameter(value))
-                    for name, value in sorted(operation.params.items())
-                    if name not in _DERIVATIVE_PARAMETERS
-                ],
-                made(operation.outvars),
-            )
-            said.update(repr(parts).encode())
-        said.update(repr(used(jaxpr.outvars)).encode())
-        return said.digest()
+        digest.update(repr((define(jaxpr.constvars), define(jaxpr.invars))).encode())
+        for eqn in jaxpr.eqns:
+            parameters = [
+                (name, self._describe_parameter(value))
+                for name, value in sorted(eqn.params.items())
+                if name not in _DERIVATIVE_PARAMETERS
+            ]
+            parts = (eqn.primitive.name, use(eqn.invars), parameters, define(eqn.outvars))
+            digest.update(repr(parts).encode())
+        digest.update(repr(use(jaxpr.outvars)).encode())
+        return digest.digest()
 
     def _describe_literal(self, atom: Literal) -> Any:
         value = self._hash_array(atom.val) if is_array(atom.val) else repr(atom.val)
         return repr(atom.aval), value
 
     def _describe_parameter(self, x: Any) -> Any:
-        """An operation's parameter, as what its ``repr`` says all of."""
+        """Return an object whose ``repr`` determines an equation's parameter."""
         if isinstance(x, _REPR_TYPES):
             return type(x).__name__, repr(x)
         if isinstance(x, (tuple, list)):
@@ -132,11 +131,30 @@ class _JaxprHasher:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return str(x.dtype).encode() + self._hash_array(jax.random.key_data(x))
         x = np.asarray(x)
-        self._num_constant_bytes += x.nbytes
-        if self._num_constant_bytes > _MAX_CONSTANT_BYTES:
-            raise ValueError("The program has more constants than are worth looking at.")
-        form = f"{x.dtype} {x.shape}".encode()
-        return hashlib.sha256(form + np.ascontiguousarray(x).tobytes()).digest()
+        self._num_bytes_left -= x.nbytes
+        if self._num_bytes_left < 0:
+            raise ValueError("The program has too many constants to compare.")
+        header = f"{x.dtype} {x.shape}".encode()
+        return hashlib.sha256(header + np.ascontiguousarray(x).tobytes()).digest()
+
+
+def jit_low_optimization(fn: Callable, static_argnames: Sequence[str] = ()) -> Any:
+    """Compile a function that runs a few times, so that compilation is most of its cost."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fn, static_argnames=static_argnames, compiler_options=options)
+
+
+def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
+    """Compile a jitted function in a thread; a call with such arguments waits for the result.
+
+    The function is traced here, because NumPyro's handlers are one stack for all threads. An error
+    of compilation is raised by the call.
+
+    :param args: arrays, or :class:`jax.ShapeDtypeStruct` in their place.
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return  # inside shard_map, where JAX cannot lower a function by itself
+    _compilation_executor().submit(fn.lower(*args, **static_kwargs).compile)
 
 
 @cache
@@ -144,45 +162,18 @@ def _compilation_executor() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-compiler")
 
 
-def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
-    """Begin to compile a jitted function for such arguments: its call finds it compiled, or waits.
-
-    It is traced here and compiled there, since NumPyro's handlers are one stack for all threads. A
-    failure to compile is raised by the call.
-
-    :param args: arrays, or :class:`jax.ShapeDtypeStruct` in their place.
-    """
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return  # within a chain per device, where JAX lowers nothing apart
-    _compilation_executor().submit(fn.lower(*args, **static_kwargs).compile)
-
-
-def jit_low_optimization(fn: Callable, static_argnames: Sequence[str] = ()) -> Any:
-    """Jitted, of a function whose few runs cost nothing beside its compilation."""
-    options = {"xla_backend_optimization_level": 0}
-    return jax.jit(fn, static_argnames=static_argnames, compiler_options=options)
-
-
-_MEMORY_MAPS_FILE, _MAX_MEMORY_MAPS_FILE = (
-    Path("/proc/self/maps"),
-    Path("/proc/sys/vm/max_map_count"),
-)
-
-
-_MAX_MEMORY_MAPS_FRACTION = (
-    0.5  # of those allowed: one fit takes hundreds, what else the process does some more
-)
-
-
-def clear_compilation_cache_if_full() -> None:
-    """Have JAX forget all that it has compiled, where mappings run short; elsewhere do nothing.
+def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:
+    """Clear JAX's caches where the process nears the limit on memory mappings (Linux only).
 
     What is used again is compiled again.
+
+    :param max_num_maps: number of mappings that a process may have; None for the system's.
     """
     if not (_MEMORY_MAPS_FILE.exists() and _MAX_MEMORY_MAPS_FILE.exists()):
-        return  # not Linux
-    if _MEMORY_MAPS_FILE.read_bytes().count(b"\n") > _MAX_MEMORY_MAPS_FRACTION * int(
-        _MAX_MEMORY_MAPS_FILE.read_text()
-    ):
+        return
+    if max_num_maps is None:
+        max_num_maps = int(_MAX_MEMORY_MAPS_FILE.read_text())
+    num_maps = _MEMORY_MAPS_FILE.read_bytes().count(b"\n")
+    if num_maps > _MAX_MEMORY_MAPS_FRACTION * max_num_maps:
         jax.clear_caches()
         gc.collect()

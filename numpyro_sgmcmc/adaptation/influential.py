@@ -103,7 +103,6 @@ def _is_supported(potential: Potential, arguments: Arguments) -> bool:
         and potential.shards is None
         and len(potential.plates) == 1
         and potential.plates[0].subsample_size < potential.plates[0].size
-        and potential.pointwise_potential_fn is not None
         and not potential.is_stochastic
         and potential.local_latents is None
         and potential.dim <= HIGH_DIM

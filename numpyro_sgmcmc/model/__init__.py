@@ -1,1 +1,1 @@
-"""Turn a NumPyro model into a potential energy on flat unconstrained positions."""
+"""Potential energies of NumPyro models on flat unconstrained positions, from minibatches."""

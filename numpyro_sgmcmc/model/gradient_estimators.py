@@ -1,23 +1,20 @@
-r"""What an estimator of the gradient must tell of itself, and how one is asked.
+r"""Estimators of the preconditioned gradient from one minibatch.
 
-The minibatch's own gradient, :math:`L^\top\nabla\tilde U(\theta)`.
+With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential, and
+:math:`\theta = \hat\theta + Lq`:
 
-Control variates: :math:`L^\top(\nabla\tilde U(\theta) - \nabla\tilde U(\hat\theta) +
-\nabla U(\hat\theta))`, the same minibatch in the first two.
+- :class:`MinibatchGradient`: :math:`L^\top\nabla\tilde U(\theta)`.
+- :class:`ControlVariate`: :math:`L^\top(\nabla\tilde U(\theta) - \nabla\tilde U(\hat\theta) +
+  \nabla U(\hat\theta))`, with one minibatch for the first two terms. Its noise SD grows with
+  :math:`|\theta - \hat\theta|`, so that the reference point :math:`\hat\theta` lies in the bulk of
+  the posterior. Reference: Baker, Fearnhead, Fox and Nemeth (2019), *Control variates for
+  stochastic gradient MCMC*.
+- :class:`SecondOrderControlVariate`: the first-order expansion of :math:`\nabla\tilde U` about the
+  reference point is replaced by that of :math:`\nabla U`, which needs the full-data Hessian. Its
+  noise SD grows with :math:`|\theta - \hat\theta|^2`. It is for models with few coordinates in
+  which a few influential observations determine one of them.
 
-Its noise grows with :math:`|\theta - \hat\theta|^2`, so the anchor :math:`\hat\theta` lies in the
-posterior's midst. Reference: Baker, Fearnhead, Fox and Nemeth (2019), *Control variates for
-stochastic gradient MCMC*.
-
-Second-order control variates: what :math:`\nabla\tilde U` is to first order about the anchor is
-replaced by its exact value, for which the Hessian on all rows is kept.
-
-The noise grows with :math:`|\theta - \hat\theta|^4`: for models in which a few rows decide a
-coordinate, and few enough coordinates for the Hessian.
-
-Estimators of the whitened gradient from one minibatch, and the variance of their noise.
-
-A new one is a file here and a name in :data:`ESTIMATORS`.
+:data:`GRADIENT_ESTIMATORS` lists them by name, and :func:`make_gradient_fn` evaluates one.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 __all__ = [
-    "ControlVariate",
     "GRADIENT_ESTIMATORS",
+    "ControlVariate",
     "GradientEstimator",
     "MeanOverShards",
     "MinibatchGradient",
@@ -46,50 +43,56 @@ __all__ = [
     "make_gradient_fn",
 ]
 
+# Step of the finite difference along the displacement from the reference point, as a fraction of
+# that displacement: small against the scale on which curvature varies, large against rounding.
+_FINITE_DIFFERENCE_FRACTION = 0.1
+
 MeanOverShards: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
-"""Maps a function that is linear in the minibatch's gradient function to its value: where rows are
-spread over devices, the sum of what each makes of its own."""
+"""Evaluates a function that is linear in the minibatch gradient function; where rows are sharded,
+the mean of its values on the shards, weighted by their numbers of rows."""
 
 
 class GradientEstimator:
-    """A way to estimate the gradient from one minibatch.
+    """Base of estimators of the gradient from one minibatch.
 
     Subclasses are frozen dataclasses without fields: an estimator is compiled into the step.
     """
 
     name: ClassVar[str]
-    """What the kernels' ``gradient`` argument calls it."""
+    """Its name as the kernels' ``gradient_estimator`` argument."""
 
     relative_cost: ClassVar[float]
-    """About what a step with it costs beside one with the plain gradient, measured."""
+    """Approximate cost of a step relative to that with a minibatch gradient; measured, see
+    benchmarks/step_cost.py."""
 
     noise_exponent: ClassVar[int] = 0
-    """Its noise grows with this power of the distance from the anchor."""
+    """Power of the distance from the reference point with which the noise SD grows."""
 
     needs_reference: ClassVar[bool] = True
-    """Whether it holds the gradient on all rows at the anchor."""
+    """Whether it needs the full-data gradient at the reference point."""
 
     needs_hessian: ClassVar[bool] = False
-    """Whether it holds the Hessian there as well."""
+    """Whether it needs the full-data Hessian at the reference point."""
 
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        """The whitened gradient's estimate at ``q``.
+        """Return the estimate of the preconditioned gradient at ``q``, shape ``(d,)``.
 
-        :param q: whitened position, shape ``(d,)``.
-        :param preconditioner: coordinates, with what the estimator holds at their origin.
-        :param mean_over_shards: gives access to the minibatch's gradient.
+        :param q: preconditioned position, shape ``(d,)``.
+        :param preconditioner: the coordinates, with the reference gradient and Hessian.
+        :param mean_over_shards: gives access to the minibatch gradient.
         """
         raise NotImplementedError
 
     def noise_eval_points(
         self, q: np.ndarray, preconditioner: Preconditioner
     ) -> list[tuple[np.ndarray, float]]:
-        """Positions and weights: the weighted minibatch gradients there have the estimate's noise.
+        """Return positions and weights such that the weighted sum of the minibatch gradients there
+        has the noise of the estimate.
 
-        :param q: whitened position, shape ``(d,)``.
-        :param preconditioner: coordinates, in NumPy.
+        :param q: preconditioned position, shape ``(d,)``.
+        :param preconditioner: the coordinates, in NumPy.
         """
         raise NotImplementedError
 
@@ -102,29 +105,29 @@ def make_gradient_fn(
     indices: Indices,
     rng_key: Array | None = None,
 ) -> GradientFn:
-    """The estimate of the whitened gradient that one minibatch gives, as a function of ``q``.
+    """Return the function that estimates the preconditioned gradient from one minibatch.
 
-    :param estimator: how.
+    :param estimator: the gradient estimator.
     :param potential: the posterior.
     :param arguments: the model's arguments.
-    :param preconditioner: coordinates, with what the estimator holds at their origin.
+    :param preconditioner: the coordinates, with the reference gradient and Hessian.
     :param indices: the minibatch.
-    :param rng_key: key of a randomised likelihood.
+    :param rng_key: key of a stochastic likelihood.
     :return: maps ``q`` of shape ``(d,)`` to a gradient of that shape.
     """
 
-    def over_rows(fn: Callable[[GradientFn], Array]) -> Array:
+    def mean_over_shards(fn: Callable[[GradientFn], Array]) -> Array:
         def on_shard(shard: Potential, indices: Indices, arguments: Arguments, key: Any) -> Array:
             return fn(lambda position: shard.gradient(position, indices, arguments, key))
 
         return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
 
-    return lambda q: estimator.estimate(q, preconditioner, over_rows)
+    return lambda q: estimator.estimate(q, preconditioner, mean_over_shards)
 
 
 @dataclass(frozen=True)
 class MinibatchGradient(GradientEstimator):
-    """Holds nothing: its noise is about the same everywhere."""
+    """Minibatch gradient without a control variate: its noise is similar everywhere."""
 
     name = "minibatch"
     relative_cost = 1.0
@@ -144,7 +147,7 @@ class MinibatchGradient(GradientEstimator):
 
 @dataclass(frozen=True)
 class ControlVariate(GradientEstimator):
-    """Holds the gradient at the anchor."""
+    """First-order control variate: needs the full-data gradient at the reference point."""
 
     name = "control_variate"
     noise_exponent = 1
@@ -153,9 +156,9 @@ class ControlVariate(GradientEstimator):
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        # One gather serves both gradients: XLA sees that they look up the same rows.
-        position, anchor = preconditioner.to_position(q), preconditioner.center
-        difference = mean_over_shards(lambda gradient: gradient(position) - gradient(anchor))
+        # XLA merges the two lookups of the same rows into one gather.
+        position, reference = preconditioner.to_position(q), preconditioner.center
+        difference = mean_over_shards(lambda gradient: gradient(position) - gradient(reference))
         return preconditioner.apply_transpose(difference + preconditioner.reference_gradient)
 
     def noise_eval_points(
@@ -164,14 +167,9 @@ class ControlVariate(GradientEstimator):
         return [(preconditioner.to_position(q), 1.0), (preconditioner.center, -1.0)]
 
 
-_FINITE_DIFFERENCE_FRACTION = (
-    0.1  # of the way from the anchor, at which the bend is taken by differences
-)
-
-
 @dataclass(frozen=True)
 class SecondOrderControlVariate(GradientEstimator):
-    """Holds gradient and Hessian at the anchor."""
+    """Second-order control variate: needs full-data gradient and Hessian at the reference point."""
 
     name = "second_order_control_variate"
     noise_exponent = 2
@@ -181,40 +179,33 @@ class SecondOrderControlVariate(GradientEstimator):
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        v, anchor, hessian = (
-            preconditioner.apply(q),
-            preconditioner.center,
-            preconditioner.reference_hessian,
-        )
+        displacement, reference = preconditioner.apply(q), preconditioner.center
 
-        def rest(gradient: GradientFn) -> Array:
-            there, bend = jax.jvp(gradient, (anchor,), (v,))
-            return gradient(anchor + v) - there - bend
+        def remainder(gradient: GradientFn) -> Array:
+            at_reference, first_order = jax.jvp(gradient, (reference,), (displacement,))
+            return gradient(reference + displacement) - at_reference - first_order
 
-        # Where noise alone is wanted the Hessian, which adds none, may be left out.
-        exact = (
-            preconditioner.reference_gradient
-            if hessian is None
-            else preconditioner.reference_gradient + hessian @ v
-        )
-        return preconditioner.apply_transpose(mean_over_shards(rest) + exact)
+        expansion = preconditioner.reference_gradient
+        # To measure noise the Hessian, which adds none, may be left out.
+        if preconditioner.reference_hessian is not None:
+            expansion = expansion + preconditioner.reference_hessian @ displacement
+        return preconditioner.apply_transpose(mean_over_shards(remainder) + expansion)
 
     def noise_eval_points(
         self, q: np.ndarray, preconditioner: Preconditioner
     ) -> list[tuple[np.ndarray, float]]:
-        bent = (
-            _FINITE_DIFFERENCE_FRACTION * preconditioner.apply(q),
-            0.5 / _FINITE_DIFFERENCE_FRACTION,
-        )
+        # The derivative along the displacement, by a central difference.
+        step = _FINITE_DIFFERENCE_FRACTION * preconditioner.apply(q)
+        weight = 0.5 / _FINITE_DIFFERENCE_FRACTION
         return [
             (preconditioner.to_position(q), 1.0),
             (preconditioner.center, -1.0),
-            (preconditioner.center + bent[0], -bent[1]),
-            (preconditioner.center - bent[0], bent[1]),
+            (preconditioner.center + step, -weight),
+            (preconditioner.center - step, weight),
         ]
 
 
 GRADIENT_ESTIMATORS: dict[str, GradientEstimator] = {
     e.name: e for e in (MinibatchGradient(), ControlVariate(), SecondOrderControlVariate())
 }
-"""The estimators by the names of a kernel's ``gradient`` argument."""
+"""The estimators by the names of a kernel's ``gradient_estimator`` argument."""

@@ -1,7 +1,9 @@
-"""What answers a model's ``plate`` statements with the rows that are wanted.
+"""Effect handlers that run a NumPyro model on chosen rows of its subsampled plates.
 
-The model is never edited: ``plate(...) as i``, ``numpyro.subsample`` and nested plates all see
-them, and the plate's own scale (rows / chosen rows) makes the minibatch potential unbiased.
+The model is not changed: ``plate(...) as i``, ``numpyro.subsample`` and nested plates all see the
+chosen indices, and the plate's own scale (rows / chosen rows) makes the minibatch log likelihood
+unbiased. The main objects are :class:`set_subsample_indices`, which chooses the indices, and
+:class:`FullDataModel`, a model with all plates at their full size.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.row_proxies import is_row_array_or_proxy
 from numpyro_sgmcmc.data.subsampling import Indices
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
 __all__ = [
     "ConditionedModel",
@@ -35,69 +37,81 @@ __all__ = [
     "trace_prior",
 ]
 
-_MAX_FULL_DATA_BYTES = 2**30
+ChooseIndices = Callable[[str, int, int], Any]
+"""Maps ``(name, size, subsample_size)`` of a plate to row indices, or None to leave it alone."""
 
 
 class set_subsample_indices(Messenger):
-    """Handler that answers each subsampled plate with ``choose(name, size, subsample_size)``.
+    """Handler that sets the row indices of subsampled plates.
 
-    ``choose_indices`` may return None to leave a plate alone.
-
-    :param weights: by plate, what each of its rows weighs besides; plates that are not named weigh
-        all rows alike.
+    :param indices: indices by plate name, or a function that chooses them; plates without any keep
+        NumPyro's own behaviour.
+    :param weights: by plate name, a weight for each chosen row, besides the plate's scale; the rows
+        of other plates have equal weights.
     """
 
     def __init__(
         self,
         fn: Any,
-        choose_indices: Callable[[str, int, int], Any],
+        indices: Indices | ChooseIndices,
         weights: Mapping[str, Any] | None = None,
     ) -> None:
-        self.choose_indices, self.weights = choose_indices, weights or {}
+        self.choose_indices: ChooseIndices = (
+            indices if callable(indices) else lambda name, *_: indices.get(name)
+        )
+        self.weights = weights or {}
         super().__init__(fn)
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
             size, subsample_size = msg["args"]
-            rows = self.choose_indices(msg["name"], size, subsample_size)
-            if rows is not None:
-                # The very same object, by which `IssuedRows` knows them again.
-                msg["value"] = rows if isinstance(rows, Array) else jnp.asarray(rows)
-                msg["args"] = (size, rows.shape[0])
+            indices = self.choose_indices(msg["name"], size, subsample_size)
+            if indices is not None:
+                # The object itself is kept, because a PlateIndexRegistry compares by identity.
+                msg["value"] = indices if isinstance(indices, Array) else jnp.asarray(indices)
+                msg["args"] = (size, indices.shape[0])
         elif msg["type"] == "subsample" and is_row_array_or_proxy(msg["value"]):
             _subsample_row_array(msg)
         elif msg["type"] == "sample" and self.weights:
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.weights:
-                    if len(self.weights[frame.name]) != frame.size:
-                        raise ValueError("As many weights as rows are needed.")
-                    weight = jnp.asarray(self.weights[frame.name], jnp.result_type(float))
-                    weight = weight.reshape(-1, *[1] * (-frame.dim - 1))
-                    msg["scale"] = weight if msg["scale"] is None else msg["scale"] * weight
+                    weights = jnp.asarray(self.weights[frame.name], jnp.result_type(float))
+                    assert len(weights) == frame.size, "one weight per row"
+                    weights = weights.reshape(-1, *[1] * (-frame.dim - 1))
+                    msg["scale"] = weights if msg["scale"] is None else msg["scale"] * weights
 
 
 def _subsample_row_array(msg: Any) -> None:
-    """Answer ``numpyro.subsample`` of an array whose rows are elsewhere, along its first axis."""
+    """Evaluate ``numpyro.subsample`` of a host or sharded array along its first axis."""
     data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
     for plate in _PYRO_STACK:
         if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
             if len(data) != plate.size:
-                raise InvalidArgumentError(
-                    f"The plate '{plate.name}' has size {plate.size}, but {data!r}, which is "
-                    f"subsampled in it, has {len(data)} rows. Make the two agree."
-                )
+                raise plate_array_length_error(plate.name, plate.size, repr(data), len(data))
             msg["value"] = data[plate._indices]
-            msg["type"] = "subsampled"  # so that the plate does not do it again
+            msg["type"] = "subsampled"  # so that the plate does not subsample it again
             return
 
 
+def plate_array_length_error(
+    plate: str, plate_size: int, array: str, num_rows: int
+) -> InvalidModelError:
+    """Return the error for an array with another number of rows than the plate that indexes it."""
+    return InvalidModelError(
+        f"The plate '{plate}' has size {plate_size}, but {array} has {num_rows} rows.",
+        f"give '{plate}' the length of the array as its size, or pass an array of {plate_size} "
+        "rows. JAX would clamp indices that are out of range and read wrong rows silently.",
+        "plate-array-length",
+    )
+
+
 class disable_validation(Messenger):
-    """Handler that leaves out NumPyro's checks whether values of some sites lie in their support.
+    """Handler that leaves out NumPyro's checks that values of some sites lie in their support.
 
-    Those that come from unconstrained space do, but for rounding; the checks are a sixth of the
-    operations of a hierarchy's gradient.
+    Values that come from unconstrained space always do, up to rounding, and the checks are a sixth
+    of the operations of a hierarchical model's gradient.
 
-    :param names: the sites.
+    :param names: names of the sites.
     """
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
@@ -110,7 +124,7 @@ class disable_validation(Messenger):
 
 
 def _without_validation(fn: Any) -> Any:
-    """A distribution, and all that it is made of, without checks of values."""
+    """Return a copy of a distribution, and of its base distributions, that checks no values."""
     if not isinstance(fn, dist.Distribution):
         return fn
     fn = copy.copy(fn)
@@ -122,7 +136,7 @@ def _without_validation(fn: Any) -> Any:
 
 
 class detect_rng_use(Messenger):
-    """Handler that notes whether the model asks for a random key."""
+    """Handler that records whether the model asks for a random key (``numpyro.prng_key``)."""
 
     has_requested_key = False
 
@@ -133,9 +147,9 @@ class detect_rng_use(Messenger):
 
 
 class ConditionedModel:
-    """A block's model in Gibbs, which takes of other blocks' values the rows of its minibatch.
+    """The model of a block of Gibbs, which subsamples the values of other blocks.
 
-    Gibbs hands on values for all rows of the sites inside of a subsampled plate.
+    Gibbs passes values for all rows of the sites inside a subsampled plate.
 
     :param model: the model as Gibbs has wrapped it.
     """
@@ -149,9 +163,9 @@ class ConditionedModel:
 
 
 class _subsample_given_values(Messenger):
-    """Handler that takes, of values that are given for all rows, those of the plates' rows.
+    """Handler that selects the minibatch from site values that are given for all rows.
 
-    :param names: the sites whose values are given so.
+    :param names: names of the sites.
     """
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
@@ -163,25 +177,28 @@ class _subsample_given_values(Messenger):
         if msg["type"] != "sample" or msg["name"] not in self.names:
             return
         for frame in msg["cond_indep_stack"]:
-            size, rows = self.plate_indices.get(frame.name, (frame.size, None))
+            size, indices = self.plate_indices.get(frame.name, (frame.size, None))
             axis = frame.dim - msg["fn"].event_dim
             shape = jnp.shape(msg["value"])
             if frame.size < size and len(shape) >= -axis and shape[axis] == size:
-                msg["value"] = jnp.take(msg["value"], rows, axis)
+                msg["value"] = jnp.take(msg["value"], indices, axis)
 
     def postprocess_message(self, msg: Any) -> None:
-        if msg["type"] == "plate":  # answered by now
+        if msg["type"] == "plate":
             self.plate_indices[msg["name"]] = msg["args"][0], msg["value"]
 
 
 class FullDataModel:
-    """The model with every plate at its full size: what ArviZ, ``log_likelihood`` and
-    :class:`~numpyro.infer.gibbs.DiscreteGibbs` should see.
+    """The model with every plate at its full size, for ArviZ, ``log_likelihood`` and
+    :class:`~numpyro.infer.gibbs.DiscreteGibbs`.
 
     Two views of one model are equal, so that blocks of ``Gibbs`` can share it.
 
     :param model: a NumPyro model.
     """
+
+    max_bytes = 2**30
+    """A bound on memory: larger host arrays are not loaded as a whole."""
 
     def __init__(self, model: Callable) -> None:
         self.model = model
@@ -189,34 +206,30 @@ class FullDataModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for host in Arguments(args, kwargs).host_arrays:
             num_bytes = len(host) * max(host.row_size, 1) * host.dtype.itemsize
-            if num_bytes > _MAX_FULL_DATA_BYTES:
+            if num_bytes > self.max_bytes:
                 raise InvalidArgumentError(
-                    f"The model on all rows would load all of {host!r}, {num_bytes / 1e9:.1f} GB, "
-                    "into memory: numpyro_sgmcmc.log_likelihood and "
-                    "numpyro_sgmcmc.posterior_predictive go by chunks, as does "
-                    "numpyro_sgmcmc.to_arviz in place of az.from_numpyro."
+                    f"The model on all rows would load {num_bytes / 1e9:.1f} GB of {host!r}.",
+                    "use numpyro_sgmcmc.log_likelihood, numpyro_sgmcmc.posterior_predictive or "
+                    "numpyro_sgmcmc.to_arviz, which read the rows by chunks.",
+                    "full-data-memory",
                 )
         args, kwargs = as_jax_arrays((args, kwargs))
-        run = set_subsample_indices(self.model, lambda name, size, _: jnp.arange(size))
         try:
-            return run(*args, **kwargs)
+            return set_subsample_indices(self.model, _all_indices)(*args, **kwargs)
         except AssertionError as error:
             if str(error):
                 raise
-            # A bare assertion is NumPyro's for a site without a value and without a key.
+            # NumPyro raises a bare AssertionError for a site without a value and without a key.
             raise InvalidArgumentError(
-                "A latent site of the model has no value, and there is no random key to draw one. "
-                "Draws hold latent sites inside the subsampled plate with collect_local_sites=True "
-                "alone; without them there is no log likelihood, and ArviZ can be told so: "
-                "az.from_numpyro(mcmc, log_likelihood=False)."
+                "A latent site of the model has no value, and there is no random key to sample it.",
+                "collect_local_sites=True, so that draws hold latent sites inside the subsampled "
+                "plate; or az.from_numpyro(mcmc, log_likelihood=False).",
+                "missing-local-draws",
             ) from error
 
     def with_subsample_indices(self, indices: Indices) -> Callable:
-        """The model on some rows of each plate.
-
-        :param indices: rows by plate name; plates that are not named are left alone.
-        """
-        return set_subsample_indices(self.model, lambda name, size, _: indices.get(name))
+        """Return the model on some rows of each plate; plates not named are left alone."""
+        return set_subsample_indices(self.model, indices)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model
@@ -225,21 +238,24 @@ class FullDataModel:
         return hash((FullDataModel, self.model))
 
 
-def trace_prior(model: Callable, indices: Indices, arguments: Arguments) -> dict[str, Any]:
-    """The model's trace on some rows of each plate, its latent sites drawn from the prior."""
+def _all_indices(name: str, size: int, subsample_size: int) -> Array:
+    return jnp.arange(size)
+
+
+def trace_prior(
+    model: Callable, indices: Indices | ChooseIndices, arguments: Arguments
+) -> dict[str, Any]:
+    """Return the model's trace on some rows of each plate, with latent sites from the prior."""
     arguments = arguments.map_arrays(jnp.asarray)
-    seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    chosen = set_subsample_indices(seeded, lambda name, size, _: indices.get(name))
-    return trace(chosen).get_trace(*arguments.args, **arguments.kwargs)
+    model = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
+    run = trace(set_subsample_indices(model, indices))
+    return run.get_trace(*arguments.args, **arguments.kwargs)
 
 
 def sample_prior_values(
     model: Callable, arguments: Arguments, names: list[str]
 ) -> dict[str, Array]:
-    """Draws from the prior for the named sites, on all rows, as values to condition on."""
-    args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
-    seeded = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    chosen = set_subsample_indices(seeded, lambda name, size, _: jnp.arange(size))
-    with validation_enabled(False):  # what is wrong with a draw is told where a chain starts at it
-        seen = trace(chosen).get_trace(*args, **kwargs)
-    return {name: jnp.asarray(seen[name]["value"]) for name in names}
+    """Sample the named sites from the prior, on all rows."""
+    with validation_enabled(False):  # invalid values are reported where a chain starts at them
+        sites = trace_prior(model, _all_indices, arguments)
+    return {name: jnp.asarray(sites[name]["value"]) for name in names}

@@ -1,15 +1,13 @@
-r"""Which sites of a model are local to the rows of its subsampled plate, and their values.
+r"""Local latent variables: latent sites inside the subsampled plate, and their values.
 
-The values of all rows travel with the model's arguments, so that whatever asks for the potential
-on some rows gets it given those rows' own values.
+:class:`LocalLatents` describes the sites. The values of all rows, :class:`LocalValues`, travel with
+the model's arguments, so that an evaluation of the potential on some rows finds those rows' values.
 
-The user's draws of local values: one call for values that stay, sweeps for such as are dropped.
-
-Values that nobody keeps are drawn anew for each minibatch, from their prior given the globals and
-by so many calls of ``gibbs_fn``. With the sweeps long enough they come from
-:math:`p(z_S \mid \theta, y_S)`, and the mean of
-:math:`\nabla_\theta \log p(y_S, z_S \mid \theta)` is the gradient of the likelihood with z
-integrated out (Fisher's identity): to the sampler the potential is one that draws random keys.
+Values that are not kept between steps are sampled anew for each minibatch, from their prior given
+the globals and then by a number of sweeps of ``gibbs_fn``. With enough sweeps they come from
+:math:`p(z_S \mid \theta, y_S)`, and the mean of :math:`\nabla_\theta \log p(y_S, z_S \mid \theta)`
+is the gradient of the likelihood with z integrated out (Fisher's identity). To the sampler this is
+a potential that needs random keys.
 
 Reference: Patterson and Teh (2013), *Stochastic gradient Riemannian Langevin dynamics on the
 probability simplex*, section 4.
@@ -57,22 +55,22 @@ _LOCAL_VALUES_KWARG = "_local_values"
 class LocalValues(NamedTuple):
     """Local values of all rows.
 
-    - **hmc_position** - unconstrained values of the sites that are moved by their gradient, those of
-      a row side by side, shape ``(N, k)``.
-    - **gibbs_values** - values of the sites that ``gibbs_fn`` draws, ``(N, ...)`` each, by name.
+    - **hmc_position** - unconstrained values of the sites that are updated by HMC, those of a row
+      side by side, shape ``(N, k)``.
+    - **gibbs_values** - values of the sites that ``gibbs_fn`` samples, ``(N, ...)`` each, by name.
     """
 
     hmc_position: Array
     gibbs_values: dict[str, Array]
 
     def take(self, indices: Array) -> BatchLocalValues:
-        """The values of some rows."""
+        """Return the values of some rows."""
         return BatchLocalValues(
             self.hmc_position[indices], {k: v[indices] for k, v in self.gibbs_values.items()}
         )
 
     def put(self, indices: Array, values: BatchLocalValues) -> LocalValues:
-        """With other values for some rows, each of which comes once."""
+        """Return the values with those of some rows replaced; each row occurs once."""
         return LocalValues(
             self.hmc_position.at[indices].set(values.hmc_position, unique_indices=True),
             {
@@ -83,17 +81,22 @@ class LocalValues(NamedTuple):
 
 
 class BatchLocalValues(NamedTuple):
-    """The same for the rows of one evaluation of the model, in their order."""
+    """Local values of the rows of one evaluation of the model, in their order.
+
+    - **hmc_position** - as in :class:`LocalValues`, shape ``(rows, k)``.
+    - **gibbs_values** - as in :class:`LocalValues`, ``(rows, ...)`` each.
+    """
 
     hmc_position: Array
     gibbs_values: dict[str, Array]
 
 
 class LocalSite(NamedTuple):
-    """
+    """A latent site inside the subsampled plate.
+
     - **name** - name of the site.
-    - **shape** - shape of one row's value: unconstrained where a gradient moves it.
-    - **axis** - the axis of the rows in the values that the model sees.
+    - **shape** - shape of one row's value, unconstrained where HMC updates it.
+    - **axis** - axis of the rows in the values that the model sees.
     - **support** - the distribution's support.
     - **dtype** - type of the values.
     """
@@ -106,19 +109,20 @@ class LocalSite(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Numbers a row."""
+        """Numbers per row."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class LocalLatents:
-    """
+    """The latent sites inside the subsampled plate.
+
     - **plate** - the subsampled plate.
-    - **hmc_sites** - the sites that are moved by their gradient.
-    - **gibbs_sites** - the sites that ``gibbs_fn`` draws.
+    - **hmc_sites** - the sites that are updated by HMC.
+    - **gibbs_sites** - the sites that ``gibbs_fn`` samples.
     - **gibbs_fn** - the user's function, or None.
-    - **num_sweeps** - how often it is called for values that are dropped after a step; None for values
-      that stay.
+    - **num_sweeps** - how often it is called for values that are dropped after a step; None for
+      values that are kept.
     """
 
     plate: Plate
@@ -134,11 +138,11 @@ class LocalLatents:
 
     @property
     def hmc_dim(self) -> int:
-        """Numbers that the gradient moves in a row."""
+        """Unconstrained coordinates per row that HMC updates."""
         return sum(s.size for s in self.hmc_sites)
 
     def unravel(self, hmc_position: Array) -> dict[str, Array]:
-        """Unconstrained values as the model sees them, from shape ``(rows, width)``."""
+        """Return unconstrained values in the model's layout, from shape ``(rows, k)``."""
         ends = accumulate(s.size for s in self.hmc_sites)
         return {
             s.name: jnp.moveaxis(
@@ -148,15 +152,19 @@ class LocalLatents:
         }
 
     def to_model_layout(self, gibbs_values: Mapping[str, Array]) -> dict[str, Array]:
-        """Drawn values as the model sees them, from shapes ``(rows, ...)``."""
+        """Return values of the Gibbs sites in the model's layout, from shapes ``(rows, ...)``."""
         return {s.name: jnp.moveaxis(gibbs_values[s.name], 0, s.axis) for s in self.gibbs_sites}
 
+    def to_row_layout(self, gibbs_values: Mapping[str, Array]) -> dict[str, Array]:
+        """Return values of the Gibbs sites as ``(rows, ...)``, from the model's layout."""
+        return {s.name: jnp.moveaxis(gibbs_values[s.name], s.axis, 0) for s in self.gibbs_sites}
+
     def to_unconstrained_sites(self, values: LocalValues | BatchLocalValues) -> dict[str, Array]:
-        """All local sites by name as the model sees them, unconstrained where they are moved."""
+        """Return all local sites in the model's layout; those of HMC are unconstrained."""
         return {**self.unravel(values.hmc_position), **self.to_model_layout(values.gibbs_values)}
 
     def constrain(self, values: Mapping[str, Array]) -> dict[str, Array]:
-        """Local sites among ``values``, constrained."""
+        """Return the local sites among ``values``, constrained."""
         supports = {s.name: s.support for s in self.hmc_sites}
         return {
             k: biject_to(supports[k])(values[k]) if k in supports else values[k]
@@ -165,7 +173,7 @@ class LocalLatents:
         }
 
     def make_zero_values(self) -> LocalValues:
-        """Values for all rows that are nothing in particular."""
+        """Return values of zero for all rows, as a template of shapes and types."""
         num = self.plate.size
         return LocalValues(
             jnp.zeros((num, self.hmc_dim)),
@@ -173,13 +181,53 @@ class LocalLatents:
         )
 
 
+def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
+    """Return the latent sites inside the subsampled plate, or None where there are none."""
+    gibbs = model_trace.gibbs
+    hmc_sites: list[LocalSite] = []
+    gibbs_sites: list[LocalSite] = []
+    for site in model_trace.local_sites:
+        is_gibbs_site = site.name in gibbs.site_names
+        axis = len(site.batch_shape) + site.plate_frames[0].dim
+        shape = site.shape if is_gibbs_site else site.unconstrained_shape
+        assert shape is not None
+        row_shape = shape[:axis] + shape[axis + 1 :]
+        sites = gibbs_sites if is_gibbs_site else hmc_sites
+        sites.append(LocalSite(site.name, row_shape, axis, site.support, site.dtype))
+    if not hmc_sites and not gibbs_sites:
+        return None
+    (plate,) = model_trace.plates.values()
+    return LocalLatents(
+        plate, tuple(hmc_sites), tuple(gibbs_sites), gibbs.gibbs_fn, gibbs.num_sweeps
+    )
+
+
+def select_collected_sites(
+    local_latents: LocalLatents | None, collect_local_sites: bool | Sequence[str]
+) -> tuple[str, ...]:
+    """Return the names of the local sites that draws hold."""
+    if local_latents is None or not collect_local_sites:
+        return ()
+    if isinstance(collect_local_sites, bool):
+        return local_latents.names
+    unknown = sorted(set(collect_local_sites) - set(local_latents.names))
+    if unknown:
+        raise InvalidArgumentError(
+            f"`collect_local_sites` names '{unknown[0]}', which is not latent inside the "
+            "subsampled plate.",
+            f"name some of {sorted(local_latents.names)}, or pass True for all.",
+            "collect-local-sites",
+        )
+    return tuple(collect_local_sites)
+
+
 def with_local_values(arguments: Arguments, values: LocalValues | BatchLocalValues) -> Arguments:
-    """The arguments, with local values for the model: of all rows, or of those it is asked for."""
+    """Return the arguments with local values, of all rows or of those that are evaluated."""
     return Arguments(arguments.args, {**arguments.kwargs, _LOCAL_VALUES_KWARG: values})
 
 
 def without_local_values(arguments: Arguments) -> Arguments:
-    """The arguments as the user gave them."""
+    """Return the arguments as the user gave them."""
     kwargs = {k: v for k, v in arguments.kwargs.items() if k != _LOCAL_VALUES_KWARG}
     return Arguments(arguments.args, kwargs)
 
@@ -191,13 +239,13 @@ def insert_local_values(
     indices: Indices,
     arguments: Arguments,
 ) -> tuple[Callable, Any, Arguments]:
-    """The model, the unconstrained values and the arguments with the local values in place.
+    """Return the model, the unconstrained values and the arguments with local values in place.
 
     :param local_latents: the local sites, or None where the model has none.
-    :param model: the model, its plates answered.
+    :param model: the model, with subsample indices set.
     :param z: unconstrained values of the global sites.
     :param indices: the rows.
-    :param arguments: the model's arguments, with local values or without; some of the prior then.
+    :param arguments: the model's arguments, with local values or without; default values then.
     """
     if local_latents is None:
         return model, z, arguments
@@ -216,61 +264,17 @@ def insert_local_values(
 def _default_local_values(
     local_latents: LocalLatents, model: Callable, z: Any, num_rows: int, arguments: Arguments
 ) -> BatchLocalValues:
-    """Values for rows of which nobody has said any: in the middle of unconstrained space, and where
-    ``gibbs_fn`` draws them, which may be in a support that zeros are outside of, from their prior.
+    """Return values for rows without any: zeros in unconstrained space, and prior samples of the
+    sites that ``gibbs_fn`` samples, whose support need not contain zero.
     """
-    position = jnp.zeros((num_rows, local_latents.hmc_dim))
+    hmc_position = jnp.zeros((num_rows, local_latents.hmc_dim))
     if not local_latents.gibbs_sites:
-        return BatchLocalValues(position, {})
+        return BatchLocalValues(hmc_position, {})
     model, (args, kwargs) = seed(model, random.key(0)), (arguments.args, arguments.kwargs)
-    others = constrain_fn(model, args, kwargs, {**z, **local_latents.unravel(position)})
-    found = trace(substitute(model, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
-    return BatchLocalValues(
-        position,
-        {
-            s.name: jnp.moveaxis(found[s.name]["value"], s.axis, 0)
-            for s in local_latents.gibbs_sites
-        },
-    )
-
-
-def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
-    """The latent sites inside the subsampled plate, or None where there are none."""
-    moved: list[LocalSite] = []
-    drawn: list[LocalSite] = []
-    for site in model_trace.sample_sites:
-        if site.is_observed or not site.plate_frames:
-            continue
-        is_drawn = site.name in model_trace.gibbs.site_names
-        axis = len(site.batch_shape) + site.plate_frames[0].dim
-        shape = site.shape if is_drawn else site.unconstrained_shape
-        assert shape is not None
-        of_row = shape[:axis] + shape[axis + 1 :]
-        found = LocalSite(site.name, of_row, axis, site.support, site.dtype)
-        (drawn if is_drawn else moved).append(found)
-    if not moved and not drawn:
-        return None
-    (plate,) = model_trace.plates.values()
-    return LocalLatents(
-        plate, tuple(moved), tuple(drawn), model_trace.gibbs.gibbs_fn, model_trace.gibbs.num_sweeps
-    )
-
-
-def select_collected_sites(
-    local_latents: LocalLatents | None, collect_local_sites: bool | Sequence[str]
-) -> tuple[str, ...]:
-    """Names of the local sites that draws hold."""
-    if local_latents is None or not collect_local_sites:
-        return ()
-    if isinstance(collect_local_sites, bool):
-        return local_latents.names
-    unknown = sorted(set(collect_local_sites) - set(local_latents.names))
-    if unknown:
-        raise InvalidArgumentError(
-            f"`collect_local_sites` names '{unknown[0]}', but the latent sites inside the subsampled "
-            f"plate are {sorted(local_latents.names)}."
-        )
-    return tuple(collect_local_sites)
+    others = constrain_fn(model, args, kwargs, {**z, **local_latents.unravel(hmc_position)})
+    sites = trace(substitute(model, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
+    values = {s.name: sites[s.name]["value"] for s in local_latents.gibbs_sites}
+    return BatchLocalValues(hmc_position, local_latents.to_row_layout(values))
 
 
 def resample_local_values(
@@ -281,34 +285,37 @@ def resample_local_values(
     arguments: Arguments,
     rng_key: Array,
 ) -> dict[str, Array]:
-    """Values of the sites that ``gibbs_fn`` draws, from nothing, as the model sees them.
+    """Sample the Gibbs sites from their prior and then by sweeps, in the model's layout.
 
-    :param model: the model, its plates answered by the rows.
+    :param model: the model, with subsample indices set.
     :param other_values: values of all other latent sites.
-    :param indices: the very rows that the plate answers with.
+    :param indices: the indices that the plate gives out.
     """
     assert local_latents.num_sweeps is not None
     prior_key, sweep_key = random.split(rng_key)
-    drawn = trace(substitute(seed(model, prior_key), data=dict(other_values))).get_trace(
+    sites = trace(substitute(seed(model, prior_key), data=dict(other_values))).get_trace(
         *arguments.args, **arguments.kwargs
     )
-    first = {s.name: jnp.asarray(drawn[s.name]["value"]) for s in local_latents.gibbs_sites}
+    prior_values = {s.name: jnp.asarray(sites[s.name]["value"]) for s in local_latents.gibbs_sites}
 
     def sweep(values: dict[str, Array], key: Array) -> tuple[dict[str, Array], None]:
         return call_gibbs_fn(local_latents, values, other_values, indices, arguments, key), None
 
-    return lax.scan(sweep, first, random.split(sweep_key, local_latents.num_sweeps))[0]
+    return lax.scan(sweep, prior_values, random.split(sweep_key, local_latents.num_sweeps))[0]
 
 
 def get_gibbs_fn_keywords(gibbs_fn: Callable) -> tuple[str, ...]:
-    """The keywords of a ``gibbs_fn``: the model's arguments are among them where it takes them."""
+    """Return the keywords that a ``gibbs_fn`` is called with.
+
+    The model's arguments are among them where the function takes them.
+    """
     always = ("rng_key", "gibbs_sites", "hmc_sites", "rows")
     try:
-        taken = inspect.signature(gibbs_fn).parameters
-    except (TypeError, ValueError):  # some built-in functions have none
+        parameters = inspect.signature(gibbs_fn).parameters
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return always
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    return always + tuple(k for k in ("model_args", "model_kwargs") if takes_any or k in taken)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return always + tuple(k for k in ("model_args", "model_kwargs") if takes_any or k in parameters)
 
 
 def call_gibbs_fn(
@@ -319,11 +326,11 @@ def call_gibbs_fn(
     arguments: Arguments,
     rng_key: Array,
 ) -> dict[str, Array]:
-    """What ``gibbs_fn`` draws for some rows, checked for its names, shapes and types.
+    """Sample the Gibbs sites of some rows, and check names, shapes and types of the result.
 
-    :param current_values: the values before, as the model sees them.
+    :param current_values: the values before, in the model's layout.
     :param other_values: values of all other latent sites.
-    :raises ValueError: for a function that returns something else.
+    :raises ValueError: where the function returns something else.
     """
     assert local_latents.gibbs_fn is not None
     arguments = without_local_values(arguments)
@@ -335,25 +342,29 @@ def call_gibbs_fn(
         "model_args": arguments.args,
         "model_kwargs": arguments.kwargs,
     }
-    found = local_latents.gibbs_fn(
+    values = local_latents.gibbs_fn(
         **{k: keywords[k] for k in get_gibbs_fn_keywords(local_latents.gibbs_fn)}
     )
-    if not isinstance(found, Mapping):
+    if not isinstance(values, Mapping):
         raise InvalidArgumentError(
-            f"`gibbs_fn` returns {type(found).__name__}, but must return a dict of new values of "
-            f"{sorted(current_values)}."
+            f"`gibbs_fn` returns {type(values).__name__}, which is not a dict.",
+            f"return a dict with new values of {sorted(current_values)}.",
+            "gibbs-fn",
         )
     expected = {k: v.shape for k, v in current_values.items()}
-    shapes = {k: jnp.shape(v) for k, v in found.items()}
+    shapes = {k: jnp.shape(v) for k, v in values.items()}
     if shapes != expected:
         raise InvalidArgumentError(
-            f"`gibbs_fn` returns values of shapes {shapes}, but must return {expected}: a value "
-            "for each row of the minibatch at each of `gibbs_sites`."
+            f"`gibbs_fn` returns values of shapes {shapes}.",
+            f"return {expected}: a value for each row of the minibatch at each of `gibbs_sites`.",
+            "gibbs-fn",
         )
     for s in local_latents.gibbs_sites:
-        if not np.can_cast(jnp.result_type(found[s.name]), s.dtype, "same_kind"):
+        dtype = jnp.result_type(values[s.name])
+        if not np.can_cast(dtype, s.dtype, "same_kind"):
             raise InvalidArgumentError(
-                f"`gibbs_fn` returns {jnp.result_type(found[s.name])} values of '{s.name}', whose "
-                f"type is {s.dtype}: it must return draws (not probabilities)."
+                f"`gibbs_fn` returns {dtype} values of '{s.name}', whose type is {s.dtype}.",
+                "return samples of the site, not probabilities.",
+                "gibbs-fn",
             )
-    return {s.name: jnp.asarray(found[s.name]).astype(s.dtype) for s in local_latents.gibbs_sites}
+    return {s.name: jnp.asarray(values[s.name]).astype(s.dtype) for s in local_latents.gibbs_sites}

@@ -1,40 +1,38 @@
-r"""The local values of a minibatch's rows, renewed given the globals.
+r"""Updates of local latent variables given the globals.
 
 One step on a minibatch :math:`S` from globals :math:`\theta` and local values :math:`z`:
 
-1. :math:`z_S` is renewed by a transition that leaves :math:`p(z_i \mid \theta, y_i)` as it is for
-   each row: the user's draws, then a Metropolis-corrected move along the gradient of the row's own
-   density, which needs no other row and is not scaled by the plate.
-2. The globals take a step with the minibatch's gradient at :math:`(\theta, z)`, new values and all.
+1. :math:`z_S` is updated by a transition that leaves :math:`p(z_i \mid \theta, y_i)` invariant for
+   each row: the user's ``gibbs_fn``, then a short HMC trajectory with the gradient of the row's own
+   density, which needs no other row and is not scaled by the plate
+   (:func:`update_minibatch_locals`).
+2. The globals take a step with the minibatch gradient at :math:`(\theta, z)`, new values included.
 
-Why the second may use the same minibatch: given any :math:`S` the first leaves
-:math:`p(\theta, z \mid y)` as it is, so that :math:`S`, which is drawn without a look at
-:math:`(\theta, z)`, is independent of the renewed :math:`(\theta, z)` as well, and the gradient on
-:math:`S` has the full gradient there as its mean. The condition is that :math:`S` is drawn without
-that look and that the moves are exact. Rows that come once an epoch are independent of what later
-steps of the same epoch have made of the globals only about, as with any model.
+Both may use the same minibatch. Given any :math:`S` the first leaves :math:`p(\theta, z \mid y)`
+invariant, so that :math:`S`, which is sampled independently of :math:`(\theta, z)`, is independent
+of the updated :math:`(\theta, z)` as well, and the gradient on :math:`S` is unbiased there. With
+minibatches without replacement the independence holds only approximately, as for any model.
 
-Control variates stay exact though the local values move: the sum over all rows of the gradients at
-the anchor, :math:`\sum_i \nabla_\theta \log p(y_i, z_i \mid \hat\theta)`, changes with
+Control variates stay exact although the local values change: the sum over all rows of the gradients
+at the reference point, :math:`\sum_i \nabla_\theta \log p(y_i, z_i \mid \hat\theta)`, changes with
 :math:`z_S` alone, by a difference on the minibatch.
 
-Gradients of the globals' own posterior, the local values integrated out.
-
-By Fisher's identity
+:func:`estimate_marginal_gradients` estimates gradients of the globals' marginal posterior by
+Fisher's identity
 
 .. math:: \nabla_\theta \log p(\theta \mid y)
-    = E\left[\nabla_\theta \log p(\theta, z \mid y) \mid \theta, y\right],
+    = E\left[\nabla_\theta \log p(\theta, z \mid y) \mid \theta, y\right].
 
-so that at a draw of the globals the mean of the joint gradient over local values that have been
-moved until they suit it is an estimate. Those that a chain has there do not serve: most rows were
-renewed for globals of some steps ago, and the joint gradient is then that given these.
+The mean is over local values that have been updated until they match the globals of a draw. A
+chain's own local values do not serve: most rows were updated for globals of some steps before, and
+the mean joint gradient at them is that of another conditional distribution.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,215 +42,56 @@ from jax import Array, lax, random
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
+    LocalLatents,
     LocalValues,
     call_gibbs_fn,
     with_local_values,
 )
 from numpyro_sgmcmc.model.potential import Potential
-
-if TYPE_CHECKING:
-    from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
-    from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.trace import is_fixed_support
 
 __all__ = [
-    "LocalLatentsState",
     "NUM_LOCAL_UPDATES",
+    "LocalLatentsState",
     "compute_local_hessian_diagonal",
     "estimate_marginal_gradients",
     "init_local_values",
+    "map_over_row_chunks",
     "pointwise_local_potentials",
     "sweep_local_values",
     "update_local_values",
     "update_minibatch_locals",
 ]
 
+NUM_LOCAL_UPDATES = 10
+"""Updates of all local values before the gradients at a draw, and updates with a gradient each."""
+
+# HMC of the local values, in units of their scale. Three steps of 0.55 are a quarter of a unit
+# oscillator's period, after which position and start are about independent.
 _NUM_LEAPFROG_STEPS = 3
-
-
-_LEAPFROG_STEP_SIZE = 0.55  # three of them are a quarter of a unit oscillator's period
-
-
-_MIN_STEP_JITTER = 0.6
-
-
-_SMALL_STEP_FACTOR, _SMALL_STEP_PROBABILITY = (
-    0.2,
-    0.1,
-)  # now and then much shorter, for globals far from the usual
-
-
-_MAX_ROWS_PER_SWEEP_CHUNK = 4096
+_LEAPFROG_STEP_SIZE = 0.55
+_MIN_STEP_JITTER = 0.6  # step sizes are uniform from this factor to 1, against periodic orbits
+# Now and then a much smaller step: it is accepted where globals make the conditional narrow.
+_SMALL_STEP_FACTOR = 0.2
+_SMALL_STEP_PROBABILITY = 0.1
+_MAX_ROWS_PER_CHUNK = 4096  # a bound on the memory of updates of all rows
+_INIT_SD = 0.1  # of initial values around zero in unconstrained space
 
 
 class LocalLatentsState(NamedTuple):
-    """
-    - **values** - local values of all rows, an
-      :class:`~numpyro_sgmcmc.model.local_latents.AllRows`.
-    - **scale** - length scale of the moves of each number, shape ``(N, k)``.
-    - **mean_accept_prob** - mean acceptance probability of the last minibatch's moves.
+    """Local latent variables of one chain.
+
+    - **values** - values of all rows.
+    - **scale** - length scale of HMC for each coordinate, shape ``(N, k)``.
+    - **mean_accept_prob** - mean acceptance probability on the last minibatch.
     """
 
     values: LocalValues
     scale: Array
     mean_accept_prob: Array
-
-
-def pointwise_local_potentials(
-    potential: Potential,
-    global_position: Array,
-    indices: Array,
-    hmc_position: Array,
-    gibbs_values: dict[str, Array],
-    arguments: Arguments,
-) -> Array:
-    """The potential of each row by itself, without the plate's scale; shape ``(rows,)``.
-
-    Each holds its share of the prior of the globals, a constant for the local values.
-    """
-    local = potential.local_latents
-    assert local is not None
-    plate = local.plate
-
-    def one(row: Array, position: Array, drawn: dict[str, Array]) -> Array:
-        values = BatchLocalValues(position[None], {k: v[None] for k, v in drawn.items()})
-        with_values = with_local_values(arguments, values)
-        # On a minibatch of one row the plate's scale is the number of rows.
-        return potential.value(global_position, {plate.name: row[None]}, with_values) / plate.size
-
-    return jax.vmap(one)(indices, hmc_position, gibbs_values)
-
-
-def _pointwise_value_and_grad(
-    fn: Callable[[Array], Array], hmc_position: Array
-) -> tuple[Array, Array]:
-    """Potentials of rows that do not depend on each other, and each row's own gradient."""
-    values, pull = jax.vjp(fn, hmc_position)
-    return values, pull(jnp.ones_like(values))[0]
-
-
-def compute_local_hessian_diagonal(
-    potential: Potential,
-    global_position: Array,
-    indices: Array,
-    values: BatchLocalValues,
-    arguments: Arguments,
-) -> Array:
-    """Second derivatives of the rows' own potentials in each number, shape ``(rows, k)``."""
-
-    def gradient(position: Array) -> Array:
-        return _pointwise_value_and_grad(
-            lambda x: pointwise_local_potentials(
-                potential, global_position, indices, x, values.gibbs_values, arguments
-            ),
-            position,
-        )[1]
-
-    def along(k: Array) -> Array:
-        direction = jnp.zeros_like(values.hmc_position).at[:, k].set(1.0)
-        return jax.jvp(gradient, (values.hmc_position,), (direction,))[1][:, k]
-
-    return lax.map(along, jnp.arange(values.hmc_position.shape[1])).T
-
-
-def _hmc_transition(
-    pointwise_fn: Callable[[Array], Array], hmc_position: Array, scale: Array, rng_key: Array
-) -> Any:
-    """A few leapfrog steps and one Metropolis decision, a row: new values, and acceptance."""
-    momentum_key, jitter_key, rare_key, decide_key = random.split(rng_key, 4)
-    num, dtype = hmc_position.shape[0], hmc_position.dtype
-    momentum = random.normal(momentum_key, hmc_position.shape, dtype)
-    jitter = random.uniform(jitter_key, (num, 1), dtype, _MIN_STEP_JITTER, 1.0)
-    is_rare = random.uniform(rare_key, (num, 1), dtype) < _SMALL_STEP_PROBABILITY
-    h = (
-        _LEAPFROG_STEP_SIZE
-        * jitter
-        * jnp.where(is_rare, jnp.asarray(_SMALL_STEP_FACTOR, dtype), 1.0)
-    )
-
-    def half_steps(carry: Any, shares: Any) -> tuple[Any, Array]:
-        q, p = carry
-        kick, drift = shares
-        values, g = _pointwise_value_and_grad(pointwise_fn, q)
-        p = p - kick * h * scale * g
-        return (q + drift * h * scale * p, p), values
-
-    # One place that evaluates the model, which is long to compile.
-    kicks = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
-    drifts = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[-1].set(0.0)
-    (q, p), values = lax.scan(half_steps, (hmc_position, momentum), (kicks, drifts))
-    start, end = values[0], values[-1]
-    log_ratio = start - end + 0.5 * (jnp.square(momentum) - jnp.square(p)).sum(1)
-    log_ratio = jnp.where(jnp.isfinite(log_ratio) & jnp.isfinite(q).all(1), log_ratio, -jnp.inf)
-    log_uniform = -random.exponential(decide_key, (num,), dtype)
-    moved = jnp.where((log_uniform < log_ratio)[:, None], q, hmc_position)
-    return moved, jnp.exp(jnp.minimum(log_ratio, 0.0))
-
-
-def update_local_values(
-    potential: Potential,
-    global_position: Array,
-    indices: Array,
-    values: BatchLocalValues,
-    scale: Array,
-    arguments: Arguments,
-    rng_key: Array,
-) -> tuple[BatchLocalValues, Array]:
-    """Local values of some rows after one transition given the globals, and its acceptance.
-
-    :param global_position: the globals' flat position, shape ``(d,)``.
-    :param indices: indices of the rows, each once.
-    :param values: the rows' present values.
-    :param scale: length scales of the moves, shape ``(rows, k)``.
-    :param arguments: the model's arguments.
-    :param rng_key: a fresh key.
-    """
-    local = potential.local_latents
-    assert local is not None
-    draw_key, move_key = random.split(rng_key)
-    if local.gibbs_fn is not None:
-        values = values._replace(
-            gibbs_values=_gibbs_transition(
-                potential, global_position, indices, values, arguments, draw_key
-            )
-        )
-    if not local.hmc_sites:
-        return values, jnp.ones(indices.shape, potential.dtype)
-    moved, acceptance = _hmc_transition(
-        lambda x: pointwise_local_potentials(
-            potential, global_position, indices, x, values.gibbs_values, arguments
-        ),
-        values.hmc_position,
-        scale,
-        move_key,
-    )
-    return values._replace(hmc_position=moved), acceptance
-
-
-def _gibbs_transition(
-    potential: Potential,
-    global_position: Array,
-    indices: Array,
-    values: BatchLocalValues,
-    arguments: Arguments,
-    rng_key: Array,
-) -> dict[str, Array]:
-    """What ``gibbs_fn`` draws for the rows, checked for its names, shapes and types."""
-    local = potential.local_latents
-    assert local is not None
-    assert local.gibbs_fn is not None
-    globals_ = potential.constrain(potential.unravel(global_position), arguments)
-    others = local.constrain(local.unravel(values.hmc_position))
-    found = call_gibbs_fn(
-        local,
-        local.to_model_layout(values.gibbs_values),
-        {**globals_, **others},
-        indices,
-        arguments,
-        rng_key,
-    )
-    return {s.name: jnp.moveaxis(found[s.name], s.axis, 0) for s in local.gibbs_sites}
 
 
 def update_minibatch_locals(
@@ -266,32 +105,167 @@ def update_minibatch_locals(
     estimator: GradientEstimator,
     rng_key: Array,
 ) -> tuple[LocalLatentsState, Array, Arguments]:
-    """The local part of a step: the minibatch's rows gathered, renewed and put back.
+    """Update the local values of a minibatch's rows.
 
     :param state: local values of all rows.
     :param global_position: the globals' flat position, shape ``(d,)``.
     :param indices: the minibatch.
-    :param reference: where the control variates hold the gradient.
-    :param reference_gradient: gradient on all rows there, for the present local values.
-    :param estimator: how the gradient is estimated.
-    :return: the next state, the gradient at the anchor for the new values, and the arguments of
-        the step's gradient.
+    :param reference: reference point of the control variates.
+    :param reference_gradient: full-data gradient there, at the present local values.
+    :param estimator: the gradient estimator.
+    :return: the next state, the full-data gradient at the reference point for the new values, and
+        the arguments for the step's gradient.
     """
-    local = potential.local_latents
-    assert local is not None
-    rows = jnp.asarray(indices[local.plate.name])
+    plate = _get_local_latents(potential).plate
+    rows = jnp.asarray(indices[plate.name])
     before = state.values.take(rows)
-    after, acceptance = update_local_values(
+    after, accept_prob = update_local_values(
         potential, global_position, rows, before, state.scale[rows], arguments, rng_key
     )
-    with_after = with_local_values(arguments, after)
+    arguments_after = with_local_values(arguments, after)
     if estimator.needs_reference:
-        share = rows.shape[0] / local.plate.size
-        there = potential.gradient(reference, indices, with_local_values(arguments, before))
-        change = potential.gradient(reference, indices, with_after) - there
-        reference_gradient = reference_gradient + share * change
-    values = state.values.put(rows, after)
-    return LocalLatentsState(values, state.scale, acceptance.mean()), reference_gradient, with_after
+        fraction = rows.shape[0] / plate.size
+        gradient_before = potential.gradient(
+            reference, indices, with_local_values(arguments, before)
+        )
+        change = potential.gradient(reference, indices, arguments_after) - gradient_before
+        reference_gradient = reference_gradient + fraction * change
+    state = LocalLatentsState(state.values.put(rows, after), state.scale, accept_prob.mean())
+    return state, reference_gradient, arguments_after
+
+
+def update_local_values(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    values: BatchLocalValues,
+    scale: Array,
+    arguments: Arguments,
+    rng_key: Array,
+) -> tuple[BatchLocalValues, Array]:
+    """Update the local values of some rows given the globals.
+
+    :param global_position: the globals' flat position, shape ``(d,)``.
+    :param indices: indices of the rows, each once.
+    :param values: present values of the rows.
+    :param scale: length scales of HMC, shape ``(rows, k)``.
+    :param arguments: the model's arguments.
+    :return: new values, and the acceptance probability of each row.
+    """
+    local = _get_local_latents(potential)
+    gibbs_key, hmc_key = random.split(rng_key)
+    if local.gibbs_fn is not None:
+        global_values = potential.constrain(potential.unravel(global_position), arguments)
+        hmc_values = local.constrain(local.unravel(values.hmc_position))
+        gibbs_values = call_gibbs_fn(
+            local,
+            local.to_model_layout(values.gibbs_values),
+            {**global_values, **hmc_values},
+            indices,
+            arguments,
+            gibbs_key,
+        )
+        values = values._replace(gibbs_values=local.to_row_layout(gibbs_values))
+    if not local.hmc_sites:
+        return values, jnp.ones(indices.shape, potential.dtype)
+    hmc_position, accept_prob = _hmc_transition(
+        lambda x: pointwise_local_potentials(
+            potential, global_position, indices, x, values.gibbs_values, arguments
+        ),
+        values.hmc_position,
+        scale,
+        hmc_key,
+    )
+    return values._replace(hmc_position=hmc_position), accept_prob
+
+
+def _hmc_transition(
+    pointwise_fn: Callable[[Array], Array], hmc_position: Array, scale: Array, rng_key: Array
+) -> tuple[Array, Array]:
+    """Run a few leapfrog steps and accept or reject each row by itself.
+
+    :return: new positions, shape ``(rows, k)``, and acceptance probabilities, shape ``(rows,)``.
+    """
+    momentum_key, jitter_key, small_step_key, accept_key = random.split(rng_key, 4)
+    num_rows, dtype = hmc_position.shape[0], hmc_position.dtype
+    momentum = random.normal(momentum_key, hmc_position.shape, dtype)
+    jitter = random.uniform(jitter_key, (num_rows, 1), dtype, _MIN_STEP_JITTER, 1.0)
+    is_small = random.uniform(small_step_key, (num_rows, 1), dtype) < _SMALL_STEP_PROBABILITY
+    small_factor = jnp.where(is_small, jnp.asarray(_SMALL_STEP_FACTOR, dtype), 1.0)
+    step_size = _LEAPFROG_STEP_SIZE * jitter * small_factor
+
+    def kick_and_drift(carry: Any, weights: Any) -> tuple[Any, Array]:
+        q, p = carry
+        kick, drift = weights
+        potentials, gradient = _pointwise_value_and_grad(pointwise_fn, q)
+        p = p - kick * step_size * scale * gradient
+        return (q + drift * step_size * scale * p, p), potentials
+
+    # One scan, so that the model is compiled once: half a kick first and last, no drift at the end.
+    kicks = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
+    drifts = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[-1].set(0.0)
+    (q, p), potentials = lax.scan(kick_and_drift, (hmc_position, momentum), (kicks, drifts))
+    log_ratio = potentials[0] - potentials[-1]
+    log_ratio = log_ratio + 0.5 * (jnp.square(momentum) - jnp.square(p)).sum(1)
+    log_ratio = jnp.where(jnp.isfinite(log_ratio) & jnp.isfinite(q).all(1), log_ratio, -jnp.inf)
+    log_uniform = -random.exponential(accept_key, (num_rows,), dtype)
+    next_position = jnp.where((log_uniform < log_ratio)[:, None], q, hmc_position)
+    return next_position, jnp.exp(jnp.minimum(log_ratio, 0.0))
+
+
+def pointwise_local_potentials(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    hmc_position: Array,
+    gibbs_values: dict[str, Array],
+    arguments: Arguments,
+) -> Array:
+    """Return the potential of each row by itself, without the plate's scale, shape ``(rows,)``.
+
+    Each holds a share of the globals' prior, which is constant in the local values.
+    """
+    plate = _get_local_latents(potential).plate
+
+    def one_row(row: Array, position: Array, gibbs_values: dict[str, Array]) -> Array:
+        values = BatchLocalValues(position[None], {k: v[None] for k, v in gibbs_values.items()})
+        row_arguments = with_local_values(arguments, values)
+        # On a minibatch of one row the plate's scale is the number of rows.
+        return potential.value(global_position, {plate.name: row[None]}, row_arguments) / plate.size
+
+    return jax.vmap(one_row)(indices, hmc_position, gibbs_values)
+
+
+def _pointwise_value_and_grad(
+    pointwise_fn: Callable[[Array], Array], hmc_position: Array
+) -> tuple[Array, Array]:
+    """Return potentials of rows that do not depend on each other, and each row's gradient."""
+    values, vjp = jax.vjp(pointwise_fn, hmc_position)
+    return values, vjp(jnp.ones_like(values))[0]
+
+
+def compute_local_hessian_diagonal(
+    potential: Potential,
+    global_position: Array,
+    indices: Array,
+    values: BatchLocalValues,
+    arguments: Arguments,
+) -> Array:
+    """Return second derivatives of the rows' potentials in each coordinate, shape ``(rows, k)``."""
+
+    def gradient(position: Array) -> Array:
+        return _pointwise_value_and_grad(
+            lambda x: pointwise_local_potentials(
+                potential, global_position, indices, x, values.gibbs_values, arguments
+            ),
+            position,
+        )[1]
+
+    def second_derivative(k: Array) -> Array:
+        direction = jnp.zeros_like(values.hmc_position).at[:, k].set(1.0)
+        return jax.jvp(gradient, (values.hmc_position,), (direction,))[1][:, k]
+
+    return lax.map(second_derivative, jnp.arange(values.hmc_position.shape[1])).T
 
 
 def sweep_local_values(
@@ -302,40 +276,36 @@ def sweep_local_values(
     rng_key: Array,
     num_updates: int,
 ) -> tuple[LocalValues, Array]:
-    """Local values of all rows after some transitions, and each row's mean acceptance.
+    """Update the local values of all rows several times, a chunk of rows at a time.
 
-    A chunk of the rows at a time.
+    :return: new values, and the mean acceptance probability of each row.
     """
-    local = potential.local_latents
-    assert local is not None
 
-    def one(rows: Array, key: Array) -> tuple[BatchLocalValues, Array]:
+    def update_chunk(rows: Array, key: Array) -> tuple[BatchLocalValues, Array]:
         scale = state.scale[rows]
 
-        def move(values: BatchLocalValues, key: Array) -> tuple[BatchLocalValues, Array]:
+        def update(values: BatchLocalValues, key: Array) -> tuple[BatchLocalValues, Array]:
             return update_local_values(
                 potential, global_position, rows, values, scale, arguments, key
             )
 
         keys = random.split(key, num_updates)
-        values, acceptance = lax.scan(move, state.values.take(rows), keys)
-        return values, acceptance.mean(0)
+        values, accept_prob = lax.scan(update, state.values.take(rows), keys)
+        return values, accept_prob.mean(0)
 
-    values, acceptance = map_over_row_chunks(one, local.plate.size, rng_key)
-    return LocalValues(*values), acceptance
+    num_rows = _get_local_latents(potential).plate.size
+    values, accept_prob = map_over_row_chunks(update_chunk, num_rows, rng_key)
+    return LocalValues(*values), accept_prob
 
 
 def map_over_row_chunks(fn: Callable[[Array, Array], Any], num_rows: int, rng_key: Array) -> Any:
-    """What ``fn(rows, key)`` gives for all rows, a chunk at a time; rows along the first axis."""
-    chunk = min(num_rows, _MAX_ROWS_PER_SWEEP_CHUNK)
-    num_chunks = -(-num_rows // chunk)
-    rows = (jnp.arange(num_chunks * chunk) % num_rows).reshape(num_chunks, chunk)
-    found = lax.map(lambda x: fn(*x), (rows, random.split(rng_key, num_chunks)))
-    return jax.tree.map(lambda x: x.reshape(num_chunks * chunk, *x.shape[2:])[:num_rows], found)
-
-
-NUM_LOCAL_UPDATES = 10
-"""Transitions of all local values before the gradients of a draw, and as many with a gradient."""
+    """Return ``fn(rows, key)`` for all rows, a chunk at a time, with rows along the first axis."""
+    chunk_size = min(num_rows, _MAX_ROWS_PER_CHUNK)
+    num_chunks = -(-num_rows // chunk_size)
+    padded = num_chunks * chunk_size
+    rows = (jnp.arange(padded) % num_rows).reshape(num_chunks, chunk_size)
+    results = lax.map(lambda x: fn(*x), (rows, random.split(rng_key, num_chunks)))
+    return jax.tree.map(lambda x: x.reshape(padded, *x.shape[2:])[:num_rows], results)
 
 
 @partial(jax.jit, static_argnames=("potential", "num_updates"))
@@ -347,89 +317,89 @@ def estimate_marginal_gradients(
     rng_key: Array,
     num_updates: int = NUM_LOCAL_UPDATES,
 ) -> Array:
-    """Unbiased about, at the globals of one draw after the other; shape ``(n, d)``.
+    """Estimate gradients of the globals' marginal potential at a sequence of draws.
 
     :param global_positions: the globals' flat positions, shape ``(n, d)``.
-    :param state: local values that suit the first of them about.
+    :param state: local values near those of the first draw.
     :param cached_arguments: the model's arguments; large arrays may be in references.
-    :param rng_key: key of the moves.
-    :param num_updates: transitions before the gradients of a draw, and transitions with one each.
+    :param num_updates: updates before the gradients at a draw, and updates with one gradient each.
+    :return: approximately unbiased estimates, shape ``(n, d)``.
     """
     arguments = cached_arguments.dereference()
 
-    def moved(theta: Array, values: LocalValues, key: Array, num: int) -> LocalValues:
+    def update(position: Array, values: LocalValues, key: Array, num: int) -> LocalValues:
         return sweep_local_values(
-            potential, theta, state._replace(values=values), arguments, key, num
+            potential, position, state._replace(values=values), arguments, key, num
         )[0]
 
-    def at(values: LocalValues, draw: tuple[Array, Array]) -> tuple[LocalValues, Array]:
-        theta, key = draw
+    def at_draw(values: LocalValues, draw: tuple[Array, Array]) -> tuple[LocalValues, Array]:
+        position, key = draw
         first_key, *keys = random.split(key, 1 + num_updates)
 
-        def once_more(values: LocalValues, key: Array) -> tuple[LocalValues, Array]:
-            values = moved(theta, values, key, 1)
-            return values, potential.full_gradient(theta, with_local_values(arguments, values))
+        def joint_gradient(values: LocalValues, key: Array) -> tuple[LocalValues, Array]:
+            values = update(position, values, key, 1)
+            with_values = with_local_values(arguments, values)
+            return values, potential.full_gradient(position, with_values)
 
-        values = moved(theta, values, first_key, num_updates)
-        values, gradients = lax.scan(once_more, values, jnp.stack(keys))
+        values = update(position, values, first_key, num_updates)
+        values, gradients = lax.scan(joint_gradient, values, jnp.stack(keys))
         return values, gradients.mean(0)
 
-    return lax.scan(
-        at, state.values, (global_positions, random.split(rng_key, len(global_positions)))
-    )[1]
+    keys = random.split(rng_key, len(global_positions))
+    return lax.scan(at_draw, state.values, (global_positions, keys))[1]
 
 
 def init_local_values(
     potential: Potential, arguments: Arguments, global_position: Array
 ) -> LocalValues:
-    """Local values of all rows to begin with: near the middle of unconstrained space.
+    """Return initial local values of all rows.
 
-    Sites that ``gibbs_fn`` draws come from the prior given the globals.
+    Sites of HMC start near zero in unconstrained space, those of ``gibbs_fn`` at a sample from
+    their prior given the globals.
 
     :raises ValueError: where ``gibbs_fn`` returns other names, shapes or types than it should, or
         values outside of a site's support.
     """
-    local = potential.local_latents
-    assert local is not None
-    noise = random.normal(random.key(1), (local.plate.size, local.hmc_dim), potential.dtype)
-    values = LocalValues(0.1 * noise, {})
+    local = _get_local_latents(potential)
+    normals = random.normal(random.key(1), (local.plate.size, local.hmc_dim), potential.dtype)
+    values = LocalValues(_INIT_SD * normals, {})
     if not local.gibbs_sites:
         return values
 
-    def one(rows: Array, key: Array) -> dict[str, Array]:
-        assert potential.sample_conditional_prior is not None
-        drawn = potential.sample_conditional_prior(
-            global_position, {local.plate.name: rows}, arguments, key
-        )
-        return {s.name: jnp.moveaxis(drawn[s.name], s.axis, 0) for s in local.gibbs_sites}
+    def sample_prior(rows: Array, key: Array) -> dict[str, Array]:
+        indices = {local.plate.name: rows}
+        sites = potential.sample_conditional_prior(global_position, indices, arguments, key)
+        return local.to_row_layout(sites)
 
-    values = values._replace(
-        gibbs_values=jax.jit(lambda key: map_over_row_chunks(one, local.plate.size, key))(
-            random.key(2)
-        )
-    )
+    sample_all = jax.jit(lambda key: map_over_row_chunks(sample_prior, local.plate.size, key))
+    values = values._replace(gibbs_values=sample_all(random.key(2)))
     rows = jnp.arange(local.plate.subsample_size)
     scale = jnp.ones((len(rows), local.hmc_dim), potential.dtype)
-    renewed, _ = jax.jit(
+    updated, _ = jax.jit(
         lambda v: update_local_values(
             potential, global_position, rows, v.take(rows), scale, arguments, random.key(0)
         )
     )(values)
-    for name, x in local.to_model_layout(renewed.gibbs_values).items():
-        _check_values_in_support(
-            name, next(s.support for s in local.gibbs_sites if s.name == name), x
-        )
+    model_values = local.to_model_layout(updated.gibbs_values)
+    for site in local.gibbs_sites:
+        _check_values_in_support(site.name, site.support, model_values[site.name])
     return values
 
 
 def _check_values_in_support(name: str, support: Any, values: Array) -> None:
-    """Refuse draws that are outside of a support that is the same whatever the other values."""
-    if not all(isinstance(x, (int, float)) for x in jax.tree.leaves(support)):
+    """Check that samples of ``gibbs_fn`` lie in a support that depends on no other value."""
+    if not is_fixed_support(support):
         return
     is_inside = np.asarray(support(values))
     if not is_inside.all():
         outside = np.asarray(values).ravel()[np.flatnonzero(~is_inside)[0] if is_inside.ndim else 0]
         raise InvalidArgumentError(
-            f"`gibbs_fn` returns values of '{name}' outside of its support, {support}, for example "
-            f"{outside}."
+            f"`gibbs_fn` returns {outside} for site '{name}', outside of its support, {support}.",
+            "return samples of the site given the other values.",
+            "gibbs-fn",
         )
+
+
+def _get_local_latents(potential: Potential) -> LocalLatents:
+    assert potential.local_latents is not None
+    return potential.local_latents

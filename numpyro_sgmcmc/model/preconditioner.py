@@ -1,9 +1,10 @@
-r"""Whitened coordinates: :math:`\theta = \hat\theta + Lq` with :math:`LL^\top` about the posterior
-covariance, and what is known of the potential at their origin.
+r"""Preconditioned coordinates: :math:`\theta = \hat\theta + Lq`, with :math:`LL^\top` approximately
+the posterior covariance.
 
-Every dynamic runs in :math:`q` with unit mass and gradient :math:`L^\top\nabla U`, so that it
-needs to know nothing of mass matrices and one default step size fits every model. The origin
-:math:`\hat\theta` is the anchor of the control variates, which need the gradient there.
+Every SDE runs in :math:`q` with unit mass and gradient :math:`L^\top\nabla U`, so that it needs no
+mass matrix and one default step size fits every model. The center :math:`\hat\theta` is also the
+reference point of the control variates, which need the gradient there. :class:`Preconditioner`
+holds all of this.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ __all__ = ["LowRankFactor", "Preconditioner", "stack_preconditioners"]
 
 
 class LowRankFactor(NamedTuple):
-    """
-    A symmetric matrix that stretches a few directions and leaves all others as they are.
+    r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions.
 
     - **directions** - U, orthonormal columns, shape ``(d, k)``.
     - **scales** - diagonal of S, positive, shape ``(k,)``.
@@ -31,33 +31,34 @@ class LowRankFactor(NamedTuple):
     scales: Any
 
     def apply(self, v: Any) -> Any:
-        """The matrix times ``v``, or times each row of it."""
+        """Return the matrix times ``v``, or times each row of it."""
         return v + ((v @ self.directions) * (self.scales - 1.0)) @ self.directions.mT
 
     def solve(self, v: Any) -> Any:
-        """The inverse matrix times ``v``, or times each row of it."""
+        """Return the inverse matrix times ``v``, or times each row of it."""
         return self._replace(scales=1.0 / self.scales).apply(v)
 
     @property
     def diagonal_of_square(self) -> Any:
-        """The diagonal of the matrix's square, of one chain or of each."""
+        """Diagonal of the squared matrix, of one chain or of each."""
         more = jnp.square(self.scales)[..., None, :] - 1.0
         return 1.0 + (jnp.square(self.directions) * more).sum(-1)
 
 
 class Preconditioner(NamedTuple):
-    """
+    """Center and scale of the preconditioned coordinates.
+
     - **center** - the origin, a position of shape ``(d,)``.
     - **factor** - L: shape ``(d,)`` for a diagonal, ``(d, d)`` for a matrix.
-    - **reference_gradient** - gradient on all rows at the anchor, shape ``(d,)``, not whitened; None where
-      only the map is wanted.
-    - **reference_hessian** - Hessian on all rows at the anchor, shape ``(d, d)``, not whitened; None unless
-      it has been needed.
-    - **low_rank** - for a diagonal D: what L has besides, ``L = D (I + U (S - I) U^T)``, a
-      :class:`Stretch`; None for nothing.
+    - **reference_gradient** - full-data gradient at the center in model coordinates, shape
+      ``(d,)``; None where only the map is needed.
+    - **reference_hessian** - full-data Hessian at the center in model coordinates, shape
+      ``(d, d)``; None unless an estimator needs it.
+    - **low_rank** - for a diagonal D: a :class:`LowRankFactor` that makes it
+      ``L = D (I + U (S - I) U^T)``, or None.
 
-    In the warm-up NumPy arrays of float64, in the chains JAX arrays of the model's type. The
-    methods take one vector of shape ``(d,)``, or several as rows.
+    The arrays are NumPy arrays of float64 in the warm-up, and JAX arrays of the model's type in the
+    chains. The methods take one vector of shape ``(d,)``, or several as rows.
     """
 
     center: Any
@@ -68,12 +69,12 @@ class Preconditioner(NamedTuple):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the factor is a matrix; with or without a leading axis of chains."""
+        """True if the factor is a matrix; with or without a leading axis of chains."""
         return self.factor.ndim > self.center.ndim
 
     @property
     def inverse_mass_matrix(self) -> Any:
-        """``L L^T``, or its diagonal where the factor is one."""
+        """``L L^T``, or its diagonal where the factor is diagonal."""
         if self.is_dense:
             return _outer_product(self.factor)
         variances = self.factor * self.factor
@@ -81,23 +82,31 @@ class Preconditioner(NamedTuple):
 
     @property
     def sds(self) -> np.ndarray:
-        """About the posterior sds, shape ``(d,)``, of NumPy's arrays."""
+        """Approximate posterior SDs, shape ``(d,)``; for NumPy arrays."""
         if self.is_dense:
             return np.sqrt(np.square(self.factor).sum(1))
         return np.sqrt(np.asarray(self.inverse_mass_matrix))
 
+    @property
+    def log_det(self) -> float:
+        """Logarithm of the determinant of L; for NumPy arrays."""
+        if self.is_dense:
+            return float(np.linalg.slogdet(self.factor)[1])
+        low_rank_part = 0.0 if self.low_rank is None else np.log(self.low_rank.scales).sum()
+        return float(np.log(self.factor).sum() + low_rank_part)
+
     def to_position(self, q: Any) -> Any:
-        """The position at whitened coordinates ``q``."""
+        """Return the position at preconditioned coordinates ``q``."""
         return self.center + self.apply(q)
 
     def apply(self, v: Any) -> Any:
-        """A whitened displacement as a displacement of positions, ``L v``."""
+        """Return a displacement in model coordinates, ``L v``."""
         if not self.is_dense:
             return self.factor * (v if self.low_rank is None else self.low_rank.apply(v))
         return self.factor @ v if v.ndim == 1 else v @ self.factor.T
 
     def solve(self, v: Any) -> Any:
-        """A displacement of positions as a whitened one, ``L^-1 v``."""
+        """Return a displacement in preconditioned coordinates, ``L^-1 v``."""
         if not self.is_dense:
             v = v / self.factor
             return v if self.low_rank is None else self.low_rank.solve(v)
@@ -105,59 +114,58 @@ class Preconditioner(NamedTuple):
         return solve(self.factor, v.T).T
 
     def apply_transpose(self, gradient: Any) -> Any:
-        """A gradient with respect to positions as one with respect to ``q``, ``L^T g``."""
+        """Return a gradient with respect to ``q`` from one with respect to positions, ``L^T g``."""
         if self.is_dense:
             return gradient @ self.factor
-        pulled = self.factor * gradient
-        return pulled if self.low_rank is None else self.low_rank.apply(pulled)
+        scaled = self.factor * gradient
+        return scaled if self.low_rank is None else self.low_rank.apply(scaled)
 
     def apply_low_rank(self, q: Any) -> Any:
-        """Whitened positions in units of the factor alone, each coordinate a site's own."""
+        """Return ``q`` in units of the diagonal factor alone, where each coordinate is a site's."""
         return q if self.low_rank is None else self.low_rank.apply(q)
 
     def solve_low_rank(self, gradient: Any) -> Any:
-        """A whitened gradient as one with respect to :meth:`unstretch` of ``q``."""
+        """Return a gradient with respect to :meth:`apply_low_rank` of ``q``, from one in ``q``."""
         return gradient if self.low_rank is None else self.low_rank.solve(gradient)
 
-    @property
-    def log_det(self) -> float:
-        """Logarithm of the determinant of L, of NumPy's arrays."""
-        if self.is_dense:
-            return float(np.linalg.slogdet(self.factor)[1])
-        of_stretch = 0.0 if self.low_rank is None else np.log(self.low_rank.scales).sum()
-        return float(np.log(self.factor).sum() + of_stretch)
-
     def is_finite(self) -> bool:
-        """Whether everything is finite."""
+        """Return whether all arrays are finite."""
         return all(np.isfinite(x).all() for x in jax.tree.leaves(self))
 
     def cast(self, dtype: Any) -> Preconditioner:
-        """The same for compiled code, as JAX arrays of a type."""
+        """Return a copy with JAX arrays of a type, for compiled code."""
         return jax.tree.map(lambda x: jnp.asarray(x, dtype), self)
 
 
 def stack_preconditioners(preconditioners: Sequence[Preconditioner]) -> Preconditioner:
-    """One with a leading axis, stretches made to have as many directions."""
-    if any(w.low_rank is not None for w in preconditioners):
-        most = max(0 if w.low_rank is None else w.low_rank.scales.size for w in preconditioners)
-        preconditioners = [w._replace(low_rank=_pad_low_rank(w, most)) for w in preconditioners]
+    """Return one preconditioner with a leading axis of chains.
+
+    Low-rank factors are padded to the same number of directions.
+    """
+    if any(p.low_rank is not None for p in preconditioners):
+        num = max(0 if p.low_rank is None else p.low_rank.scales.size for p in preconditioners)
+        preconditioners = [p._replace(low_rank=_pad_low_rank(p, num)) for p in preconditioners]
     return jax.tree.map(lambda *xs: jnp.stack(xs), *preconditioners)
 
 
 def _pad_low_rank(preconditioner: Preconditioner, num_directions: int) -> LowRankFactor:
-    """The stretch with directions besides that are none, to be of this number."""
+    """Return the low-rank factor with zero directions of scale one appended."""
     dim, dtype = preconditioner.center.size, preconditioner.center.dtype
-    own = preconditioner.low_rank or LowRankFactor(jnp.zeros((dim, 0), dtype), jnp.ones(0, dtype))
-    more = num_directions - own.scales.size
+    empty = LowRankFactor(jnp.zeros((dim, 0), dtype), jnp.ones(0, dtype))
+    low_rank = preconditioner.low_rank or empty
+    missing = num_directions - low_rank.scales.size
     return LowRankFactor(
-        jnp.pad(own.directions, ((0, 0), (0, more))),
-        jnp.pad(own.scales, (0, more), constant_values=1.0),
+        jnp.pad(low_rank.directions, ((0, 0), (0, missing))),
+        jnp.pad(low_rank.scales, (0, missing), constant_values=1.0),
     )
 
 
 @jax.jit
 def _outer_product(factor: Any) -> Any:
-    """``L L^T``, of one chain or of each: the same bits in a compiled step and after the run."""
+    """Return ``L L^T``, of one chain or of each.
+
+    Compiled, so that a step and the code after the run round alike.
+    """
     if factor.ndim > 2:
         return lax.map(_outer_product, factor)
     return factor @ factor.T

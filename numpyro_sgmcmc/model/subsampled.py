@@ -1,35 +1,28 @@
-"""A model as functions of unconstrained values, on any rows of its plates.
+"""Potentials of NumPyro models.
 
-NumPyro's initialisation strategies, refused where they give a site what it cannot have.
+:func:`make_model_potential` traces the model, checks that it can be sampled with minibatches, and
+builds a :class:`ModelPotential`, which evaluates the model on any rows of its plates.
 
-Why the log density is not finite somewhere: the sites and the arguments to look at.
+:func:`get_model_potential` shares one potential between all kernels on one model, and with it what
+JAX has compiled: a potential is a static argument of compiled functions, which are compiled again
+for each new one. The model is traced and checked for every kernel all the same. A potential is
+shared only where the traced posterior is the same, operation by operation and constant by constant,
+because a model may use more than its arguments: arrays that it closes over and that change in
+place, or globals. Tracing takes hundredths of a second, compiling seconds. Not detected are
+differences at other numbers of rows than those of a minibatch and of a pass over all rows, and
+changes while a kernel is in use; JAX itself does not detect that a compiled function uses a global
+that has changed.
 
-From what is known of a model to a :class:`~numpyro_sgmcmc.model.potential.Target`.
-
-From a NumPyro model to a :class:`~numpyro_sgmcmc.model.potential.Target`, in three steps.
-
-One target for all kernels on one model, so that they share what JAX has compiled for it.
-
-A target is a static argument of compiled functions, which are compiled anew for each. A kernel
-therefore takes the target that another one on the same model has, where the two are the same. The
-model is read for every kernel all the same, with its refusals and warnings. A target is shared only
-where the traced posterior is the same operation by operation and constant by constant, because a
-model may use what it does not get as an argument: data closed over and changed in place, globals
-that mean something else by now. Tracing takes some hundredths of a second, compiling seconds.
-What is not seen: other things that a model does with numbers of rows that are neither a minibatch's
-nor a full pass's, and changes of what the model uses while a kernel is in use. Nor does JAX itself
-see that a function which it has compiled before uses a global with another value by now.
-
-No kernel and no compiled program is kept alive by this. A target lives as long as some kernel has
-it or JAX holds programs compiled for it (until ``jax.clear_caches()``, or until others have taken
-their place); with it the model, and what the model closes over.
+The cache keeps no kernel and no compiled program alive. A potential lives as long as a kernel has
+it, or JAX has programs compiled for it (until ``jax.clear_caches()``, or until others take their
+place), and with it the model and what the model closes over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from types import MethodType
 from typing import Any
@@ -47,8 +40,15 @@ from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
 
 from numpyro_sgmcmc.compilation import fingerprint_jaxpr
 from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey, as_jax_arrays
-from numpyro_sgmcmc.data.subsampling import Indices, Plate
-from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error, warn_user
+from numpyro_sgmcmc.data.subsampling import Indices
+from numpyro_sgmcmc.errors import (
+    DroppedSiteWarning,
+    InvalidArgumentError,
+    InvalidModelError,
+    summarise_error,
+    warn_user,
+)
+from numpyro_sgmcmc.jaxpr import find_dependent_outputs
 from numpyro_sgmcmc.model.handlers import detect_rng_use, disable_validation, set_subsample_indices
 from numpyro_sgmcmc.model.local_latents import (
     LocalLatents,
@@ -58,71 +58,173 @@ from numpyro_sgmcmc.model.local_latents import (
 )
 from numpyro_sgmcmc.model.local_moves import update_local_values
 from numpyro_sgmcmc.model.potential import GlobalSite, Potential
-from numpyro_sgmcmc.model.trace import NO_GIBBS, GibbsConfig, ModelTrace, trace_model
-from numpyro_sgmcmc.model.validation import (
-    find_global_sites,
-    find_plate_free_deterministics,
-    validate_model,
+from numpyro_sgmcmc.model.trace import (
+    NO_GIBBS,
+    GibbsConfig,
+    ModelTrace,
+    get_base_distribution,
+    trace_model,
 )
+from numpyro_sgmcmc.model.validation import validate_model
 
 __all__ = [
-    "SubsampledModel",
+    "ModelPotential",
     "build_potential",
-    "diagnose_nonfinite",
+    "find_global_sites",
     "get_model_potential",
     "get_uniform_radius",
     "make_model_potential",
-    "needs_rng_key",
     "validate_init_strategy",
 ]
 
+# A bound on memory: of host and sharded arrays as many rows are searched for values not finite.
+_MAX_DIAGNOSED_ROWS = 20_000
 
-@dataclass(frozen=True, eq=False)
-class SubsampledModel:
+
+def make_model_potential(
+    model: Callable,
+    arguments: Arguments,
+    init_strategy: Callable,
+    gibbs: GibbsConfig = NO_GIBBS,
+) -> ModelPotential:
+    """Trace a NumPyro model, check that it can be sampled, and return its potential.
+
+    :param model: a NumPyro model.
+    :param arguments: its arguments; only shapes and static values count, except where the model
+        has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
+    :param init_strategy: NumPyro initialisation strategy.
+    :param gibbs: how the user samples local sites.
+    :raises ValueError: naming the site, plate or argument that cannot be used.
     """
+    model_trace = trace_model(model, arguments, init_strategy, gibbs)
+    validate_model(model_trace)
+    return build_potential(model_trace)
+
+
+def build_potential(model_trace: ModelTrace) -> ModelPotential:
+    """Return the potential of a model that has passed
+    :func:`~numpyro_sgmcmc.model.validation.validate_model`.
+
+    :raises ValueError: for an initialisation strategy that is none.
+    """
+    sites = find_global_sites(model_trace)
+    local_latents = find_local_latents(model_trace)
+    keeps_values = local_latents is None or local_latents.num_sweeps is None
+    strategy = validate_init_strategy(model_trace.init_strategy)
+    potential = ModelPotential(
+        dim=sum(s.size for s in sites),
+        dtype=jnp.result_type(float),
+        sites=sites,
+        local_latents=local_latents if keeps_values else None,
+        resampled_latents=None if keeps_values else local_latents,
+        init_strategy=strategy,
+        init_radius=get_uniform_radius(strategy),
+        plates=tuple(model_trace.plates.values()),
+        plate_groups=model_trace.plate_groups,
+        host_lookups=tuple(x for x in model_trace.row_lookups if x.array.is_on_host),
+        shards=model_trace.shards,
+        model=model_trace.model_with_params,
+        user_model=model_trace.model,
+    )
+    if potential.needs_rng_key(model_trace.arguments):
+        potential = replace(potential, is_stochastic=True)
+    deterministics = _select_deterministics(model_trace, potential)
+    return replace(potential, deterministics=deterministics) if deterministics else potential
+
+
+def find_global_sites(model_trace: ModelTrace) -> tuple[GlobalSite, ...]:
+    """Return the latent sites outside of the subsampled plates, in the order of coordinates."""
+    sites = []
+    for site in model_trace.sample_sites:
+        if site.is_global:
+            assert site.unconstrained_shape is not None
+            support = site.support if site.has_fixed_support else None
+            sites.append(GlobalSite(site.name, site.unconstrained_shape, support))
+    return tuple(sorted(sites, key=lambda s: s.name))
+
+
+def _select_deterministics(model_trace: ModelTrace, potential: ModelPotential) -> frozenset[str]:
+    """Return the deterministic sites that draws hold: those that are equal for every minibatch.
+
+    A warning names the others.
+    """
+    sites = {n: s for n, s in model_trace.traced_sites.items() if s.site_type == "deterministic"}
+    kept = [name for name, site in sites.items() if not site.plates]
+    if kept and potential.plates:
+        zeros = potential.unravel(jnp.zeros(potential.dim, potential.dtype))
+
+        def evaluate(indices: Indices, arguments: Arguments) -> list[Array]:
+            values = potential.evaluate_sites(zeros, indices, arguments)
+            return [values[name] for name in kept]
+
+        indices = potential.first_indices
+        jaxpr = jax.make_jaxpr(evaluate)(indices, model_trace.arguments)
+        is_dependent = find_dependent_outputs(jaxpr, len(indices))
+        kept = [name for name, varies in zip(kept, is_dependent, strict=True) if not varies]
+    if dropped := sorted(sites.keys() - set(kept)):
+        warn_user(
+            f"Deterministic sites {dropped} depend on the minibatch and are left out of the draws.",
+            DroppedSiteWarning,
+            "Predictive(kernel.model, mcmc.get_samples()) computes them for all rows.",
+            "dropped-deterministic-sites",
+        )
+    return frozenset(kept)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ModelPotential(Potential):
+    """Potential of a NumPyro model.
+
     - **model** - the model, with values for all sites but the latent ones.
-    - **plates** - its subsampled plates.
-    - **sites** - the latent sites outside of them, in the order of their coordinates.
-    - **local_latents** - the latent sites inside of them whose values stay, or None.
-    - **resampled_latents** - such as are drawn anew at every evaluation, or None.
-    - **dtype** - type of the coordinates.
-    - **rng_key** - a key for where none is given, if the model draws random keys.
+    - **user_model** - the model as the user gave it, whose signature names the arguments.
+    - **init_strategy** - initialisation strategy, a function of a site.
+    - **resampled_latents** - the latent sites inside the subsampled plate that are sampled anew at
+      every evaluation, or None.
+    - **deterministics** - names of the deterministic sites that draws hold.
     """
 
-    model: Callable
-    plates: tuple[Plate, ...]
     sites: tuple[GlobalSite, ...]
-    local_latents: LocalLatents | None
-    resampled_latents: LocalLatents | None
-    dtype: Any
-    rng_key: Array | None = None
-
-    @property
-    def dim(self) -> int:
-        """Number of coordinates."""
-        return sum(s.size for s in self.sites)
+    model: Callable
+    user_model: Callable
+    init_strategy: Callable
+    resampled_latents: LocalLatents | None = None
+    deterministics: frozenset[str] = frozenset()
 
     @property
     def first_indices(self) -> dict[str, np.ndarray]:
-        """The first rows of each plate, as many as a minibatch has."""
+        """Indices of the first rows of each plate, as many as a minibatch has."""
         return {p.name: np.arange(p.subsample_size) for p in self.plates}
 
     @property
     def has_fixed_supports(self) -> bool:
-        """Whether values can be constrained without a run of the model."""
+        """True if values can be constrained without a run of the model."""
         return all(s.support is not None for s in self.sites)
+
+    def needs_rng_key(self, arguments: Arguments) -> bool:
+        """Return whether an evaluation needs a random key (``numpyro.prng_key``, local values)."""
+        if self.resampled_latents is not None:
+            return True
+        watch = detect_rng_use(
+            lambda z, a: self.minibatch_potential(z, self.first_indices, a, None)
+        )
+        zeros = np.zeros(self.dim, self.dtype)
+        jax.eval_shape(lambda q, a: watch(self.unravel(q), a), zeros, arguments)
+        return watch.has_requested_key
 
     def with_subsample_indices(
         self, indices: Indices, rng_key: Array | None = None, weights: Any = None
     ) -> Callable:
-        """The model, its plates answered by these rows, which may weigh differently."""
-        run = set_subsample_indices(self.model, lambda name, size, _: indices.get(name), weights)
-        return run if rng_key is None else seed(run, rng_key)
+        """Return the model on chosen rows of its plates.
+
+        :param rng_key: key of a stochastic likelihood.
+        :param weights: by plate name, a weight for each row besides the plate's scale.
+        """
+        model = set_subsample_indices(self.model, indices, weights)
+        return model if rng_key is None else seed(model, rng_key)
 
     def unravel(self, q: Array | np.ndarray) -> dict[str, Array]:
-        """The unconstrained sites of a flat position."""
         q = jnp.asarray(q)
-        ends = list(accumulate(s.size for s in self.sites))
+        ends = accumulate(s.size for s in self.sites)
         return {
             s.name: q[end - s.size : end].reshape(s.shape)
             for s, end in zip(self.sites, ends, strict=True)
@@ -131,110 +233,215 @@ class SubsampledModel:
     def minibatch_potential(
         self, z: Any, indices: Indices, arguments: Arguments, rng_key: Any, weights: Any = None
     ) -> Array:
-        """The minibatch potential of unconstrained sites.
-
-        :param weights: by plate, what each of its rows weighs besides.
-        """
         arguments = arguments.map_arrays(jnp.asarray)
-        drawn: dict[str, Array] = {}
+        resampled: dict[str, Array] = {}
         if self.resampled_latents is not None:
-            rng_key, key = random.split(rng_key)
-            given = lax.stop_gradient(self.constrain(z, arguments))
-            rows = indices[self.resampled_latents.plate.name]
-            drawn = resample_local_values(
+            rng_key, resample_key = random.split(rng_key)
+            resampled = resample_local_values(
                 self.with_subsample_indices(indices),
                 self.resampled_latents,
-                given,
-                rows,
+                lax.stop_gradient(self.constrain(z, arguments)),
+                indices[self.resampled_latents.plate.name],
                 arguments,
-                key,
+                resample_key,
             )
-        run, z, arguments = insert_local_values(
+        model, z, arguments = insert_local_values(
             self.local_latents,
             self.with_subsample_indices(indices, rng_key, weights),
             z,
             indices,
             arguments,
         )
-        run = substitute(run, data=drawn) if drawn else run
-        run = disable_validation(run, frozenset(z))
-        return potential_energy(run, arguments.args, arguments.kwargs, z)
+        model = substitute(model, data=resampled) if resampled else model
+        model = disable_validation(model, frozenset(z))
+        return potential_energy(model, arguments.args, arguments.kwargs, z)
 
-    def pointwise_potentials(self, z: Any, indices: Indices, arguments: Arguments) -> Array:
-        """What each row adds to the potential, shape ``(rows,)``, for one plate of rows."""
+    def pointwise_potentials(
+        self, position: Array, indices: Indices, arguments: Arguments
+    ) -> Array:
         (name,) = indices
+        plate = next(p for p in self.plates if p.name == name)
         arguments = arguments.map_arrays(jnp.asarray)
-        run = substitute(self.with_subsample_indices(indices), data=self.constrain(z, arguments))
+        values = self.constrain(self.unravel(position), arguments)
+        model = substitute(self.with_subsample_indices(indices), data=values)
         total = jnp.zeros(len(indices[name]), self.dtype)
-        for site in trace(run).get_trace(*arguments.args, **arguments.kwargs).values():
+        for site in trace(model).get_trace(*arguments.args, **arguments.kwargs).values():
             frames = [f for f in site.get("cond_indep_stack", ()) if f.name == name]
             if site["type"] == "sample" and site["is_observed"] and frames:
-                of_site = site["fn"].log_prob(site["value"])
-                # Without the plate's own scale; what else scales the site counts.
+                log_prob = site["fn"].log_prob(site["value"])
+                # Without the plate's own scale; other scales of the site count.
                 scale = 1.0 if site["scale"] is None else site["scale"]
-                of_site = of_site * (scale * len(total) / self.plates[0].size)
-                of_site = jnp.moveaxis(of_site, frames[0].dim, 0)
-                total -= of_site.reshape(len(total), -1).sum(1).astype(self.dtype)
+                log_prob = log_prob * (scale * len(total) / plate.size)
+                log_prob = jnp.moveaxis(log_prob, frames[0].dim, 0)
+                total -= log_prob.reshape(len(total), -1).sum(1).astype(self.dtype)
         return total
 
     def evaluate_sites(self, z: Any, indices: Indices, arguments: Arguments) -> dict[str, Array]:
-        """All sites' values, constrained, with the deterministic ones."""
+        """Return the values of all sites, constrained, including the deterministic ones."""
         arguments = arguments.map_arrays(jnp.asarray)
-        run, z, arguments = insert_local_values(
+        model, z, arguments = insert_local_values(
             self.local_latents,
-            self.with_subsample_indices(indices, self.rng_key),
+            self.with_subsample_indices(indices, self._fixed_rng_key),
             z,
             indices,
             arguments,
         )
-        return constrain_fn(run, arguments.args, arguments.kwargs, z, return_deterministic=True)
+        return constrain_fn(model, arguments.args, arguments.kwargs, z, return_deterministic=True)
 
     def constrain(self, z: Any, arguments: Arguments) -> Any:
-        """The latent sites, constrained, without a run of the model where possible."""
         if self.has_fixed_supports:
             return transform_fn({s.name: biject_to(s.support) for s in self.sites}, z)
         values = self.evaluate_sites(z, self.first_indices, arguments)
         return {s.name: values[s.name] for s in self.sites}
 
+    def postprocess(self, z: Any, arguments: Arguments) -> Any:
+        if self.has_fixed_supports and not self.deterministics:
+            return self.constrain(z, arguments)
+        values = self.evaluate_sites(z, self.first_indices, arguments)
+        kept = self.deterministics.union(s.name for s in self.sites)
+        return {k: v for k, v in values.items() if k in kept}
+
     def sample_conditional_prior(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array
     ) -> dict[str, Any]:
-        """All sites' values on some rows, those inside the plate drawn given the others."""
         values = self.constrain(self.unravel(position), arguments)
-        run = substitute(seed(self.with_subsample_indices(indices), rng_key), data=values)
+        model = substitute(seed(self.with_subsample_indices(indices), rng_key), data=values)
         args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
-        return {k: s["value"] for k, s in trace(run).get_trace(*args, **kwargs).items()}
+        return {k: s["value"] for k, s in trace(model).get_trace(*args, **kwargs).items()}
 
-    def sample_init_position(
+    @cached_property
+    def sample_init_position(self) -> Callable[[Array, Arguments], Array]:
+        radius = self.init_radius
+        if radius is None:
+            return partial(self._sample_position, self.init_strategy)
+
+        def sample_uniform(rng_key: Array, arguments: Arguments) -> Array:
+            return random.uniform(rng_key, (self.dim,), self.dtype, -radius, radius)
+
+        return sample_uniform
+
+    @cached_property
+    def sample_prior_position(self) -> Callable[[Array, Arguments], Array] | None:
+        return None if self.init_radius is None else partial(self._sample_position, init_to_sample)
+
+    def _sample_position(
         self, init_strategy: Callable, rng_key: Array, arguments: Arguments
     ) -> Array:
-        """A flat position by an initialisation strategy, from a run of the model."""
+        """Return a flat position from a run of the model under an initialisation strategy."""
         arguments = arguments.map_arrays(jnp.asarray)
-        run = substitute(
+        model = substitute(
             seed(self.with_subsample_indices(self.first_indices), rng_key),
             substitute_fn=init_strategy,
         )
-        drawn = trace(run).get_trace(*arguments.args, **arguments.kwargs)
+        sites = trace(model).get_trace(*arguments.args, **arguments.kwargs)
         values = [
-            biject_to(drawn[s.name]["fn"].support).inv(drawn[s.name]["value"]) for s in self.sites
+            biject_to(sites[s.name]["fn"].support).inv(sites[s.name]["value"]) for s in self.sites
         ]
         return jnp.concatenate([jnp.ravel(v).astype(self.dtype) for v in values])
 
+    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> str:
+        site_reasons = self._find_nonfinite_sites(position, arguments)
+        local = self.local_latents or self.resampled_latents
+        for name in [s.name for s in local.gibbs_sites] if local else []:
+            if name in site_reasons:
+                return (
+                    f"`gibbs_fn` samples values of '{name}' at which its own density is not finite "
+                    f"({site_reasons[name]}), such as a proportion of exactly 0: keep them off the "
+                    "boundary of the support, for example by jnp.clip."
+                )
+        texts = []
+        if site_reasons:
+            listed = ", ".join(f"'{name}' ({reason})" for name, reason in site_reasons.items())
+            texts.append(
+                f"Log density or gradient is not finite at site {listed}: check for missing "
+                "values, data outside the distribution's support, parameters out of range and "
+                "overflow."
+            )
+        counts = {
+            n: int((~jnp.isfinite(x)).sum()) for n, x in arguments.named_arrays(self.user_model)
+        }
+        if nonfinite := [f"{n} ({num} of its values)" for n, num in counts.items() if num]:
+            texts.append(f"Not all values are finite in the arguments {', '.join(nonfinite)}.")
+        if texts:
+            return " ".join(texts)
+        other_init = "other init_params, or another init_strategy such as init_to_median"
+        if not self.plates:
+            return f"Try {other_init}."
+        return (
+            "The log density of every site is finite on all rows: a model that divides by a "
+            "statistic of the minibatch's own rows, such as their standard deviation, may divide "
+            f"by zero (compute it before the run). Otherwise try {other_init}."
+        )
 
-def needs_rng_key(model: SubsampledModel, arguments: Arguments) -> bool:
-    """Whether the potential needs a random key of its own (``numpyro.prng_key``, local values)."""
-    if model.resampled_latents is not None:
-        return True
-    watch = detect_rng_use(lambda z, a: model.minibatch_potential(z, model.first_indices, a, None))
-    zeros = np.zeros(model.dim, model.dtype)
-    jax.eval_shape(lambda q, a: watch(model.unravel(q), a), zeros, arguments)
-    return watch.has_requested_key
+    def _find_nonfinite_sites(self, position: Array, arguments: Arguments) -> dict[str, str]:
+        """Return why sites are not finite, by name, such as how many of their values."""
+        is_in_memory = not (arguments.host_arrays or arguments.sharded_arrays)
+        indices = {
+            p.name: jnp.arange(p.size if is_in_memory else min(p.size, _MAX_DIAGNOSED_ROWS))
+            for p in self.plates
+        }
+        z = self.unravel(position)
+        values = self.constrain(z, arguments)
+        model, all_z, arguments = insert_local_values(
+            self.local_latents,
+            self.with_subsample_indices(indices, self._fixed_rng_key),
+            z,
+            indices,
+            arguments,
+        )
+        if self.local_latents is not None:
+            values = values | self.local_latents.constrain(all_z)
+        if (local := self.resampled_latents) is not None:
+            assert self._fixed_rng_key is not None
+            values |= resample_local_values(
+                self.with_subsample_indices(indices),
+                local,
+                values,
+                indices[local.plate.name],
+                arguments,
+                self._fixed_rng_key,
+            )
+        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+        reasons = {}
+        with numpyro.validation_enabled(False):  # which would raise at the first invalid value
+            sites = trace(substitute(model, data=values)).get_trace(*args, **kwargs)
+            for name, site in sites.items():
+                if site["type"] == "sample" and (reason := _describe_nonfinite_site(site)):
+                    reasons[name] = reason
+        return reasons
+
+
+def _describe_nonfinite_site(site: Any) -> str:
+    """Return what is not finite or out of range at a site; empty where nothing is."""
+    log_prob = site["fn"].log_prob(site["value"])
+    is_bad = ~jnp.isfinite(log_prob)
+    if site["is_observed"]:  # a density may be finite outside of its support
+        is_outside = ~site["fn"].support(site["value"])
+        if is_outside.shape == is_bad.shape:  # a factor has no value
+            is_bad |= is_outside
+    if num_bad := int(is_bad.sum()):
+        return f"{num_bad} of {log_prob.size} values"
+    # Parameters may be out of range where the density is finite.
+    fn = get_base_distribution(site["fn"])
+    invalid = []
+    for name, constraint in fn.arg_constraints.items():
+        value = getattr(fn, name, None)
+        if value is None or isinstance(constraint, type(constraints.dependent)):
+            continue
+        if num_bad := int((~jnp.asarray(constraint(value))).sum()):
+            invalid.append(
+                f"`{name}` of {type(fn).__name__}: {num_bad} of {jnp.size(value)} values"
+            )
+    return f"out of range: {', '.join(invalid)}" if invalid else ""
+
+
+# --- Initialisation strategies ------------------------------------------------------------------
 
 
 def validate_init_strategy(init_strategy: Callable) -> Callable:
-    """The strategy as a function of a site, which says so where it gives what a site cannot have.
+    """Return the strategy as a function of a site that checks the shapes of its values.
 
-    :raises ValueError: for what is no strategy.
+    :raises ValueError: where it is no strategy.
     """
     strategy = init_strategy
     if not isinstance(init_strategy, partial):
@@ -242,13 +449,16 @@ def validate_init_strategy(init_strategy: Callable) -> Callable:
             strategy = init_strategy()
         except TypeError as error:
             raise InvalidArgumentError(
-                "`init_strategy` must be one of NumPyro's, such as init_to_median, or a function "
-                f"that returns one when called without a site, but: {summarise_error(error)}."
+                f"Calling `init_strategy` without a site failed: {summarise_error(error)}.",
+                "pass one of NumPyro's strategies, such as init_to_median, or a function that "
+                "returns one when called without a site.",
+                "init-strategy",
             ) from error
     if not callable(strategy):
         raise InvalidArgumentError(
-            f"`init_strategy` returns {strategy!r} when called without a site, but must return a "
-            "function of the site."
+            f"`init_strategy` returns {strategy!r} when called without a site.",
+            "return a function of the site, as NumPyro's strategies do.",
+            "init-strategy",
         )
 
     def checked(site: Any) -> Any:
@@ -258,8 +468,9 @@ def validate_init_strategy(init_strategy: Callable) -> Callable:
         expected = site["fn"].shape(site["kwargs"].get("sample_shape", ()))
         if np.shape(value) != expected or isinstance(value, str):
             raise InvalidArgumentError(
-                f"`init_strategy` gives site '{site['name']}' a value of shape {np.shape(value)}, "
-                f"but it has shape {expected}."
+                f"`init_strategy` returns shape {np.shape(value)} for site '{site['name']}'.",
+                f"return a value of shape {expected}.",
+                "init-strategy",
             )
         return value
 
@@ -267,211 +478,13 @@ def validate_init_strategy(init_strategy: Callable) -> Callable:
 
 
 def get_uniform_radius(strategy: Callable) -> float | None:
-    """The radius of the uniform strategy, which needs no run of the model; None for others."""
+    """Return the radius of the uniform strategy, which needs no run of the model, or None."""
     if isinstance(strategy, partial) and strategy.func is init_to_uniform:
         return strategy.keywords["radius"]
     return None
 
 
-_MAX_DIAGNOSED_ROWS = 20_000  # of rows elsewhere, which may be more than memory holds
-
-
-def diagnose_nonfinite(
-    model: SubsampledModel, user_model: Callable, position: Array, arguments: Arguments
-) -> str:
-    """A sentence that names the sites and the arguments that are not finite.
-
-    :param user_model: the model as the user gave it, whose signature names the arguments.
-    :param position: a flat position.
-    """
-    culprits = _find_nonfinite_sites(model, position, arguments)
-    local = model.local_latents or model.resampled_latents
-    if drawn := [s.name for s in local.gibbs_sites if s.name in culprits] if local else []:
-        return (
-            f"`gibbs_fn` draws values of '{drawn[0]}' at which its own density is not finite "
-            f"({culprits[drawn[0]]}), such as a share of exactly 0: keep them off the boundary of "
-            "its support, for example by jnp.clip."
-        )
-    arrays = [(n, int((~jnp.isfinite(x)).sum())) for n, x in arguments.named_arrays(user_model)]
-    missing = [f"{n} ({bad} of its values)" for n, bad in arrays if bad]
-    found = ""
-    if culprits:
-        listed = ", ".join(f"'{name}' ({told})" for name, told in culprits.items())
-        found = (
-            f"Log density or gradient is not finite at site {listed}: look there for "
-            "missing values, data outside the distribution's support, parameters out of range, or "
-            "overflow. "
-        )
-    if missing:
-        found += f"Among the arguments, not all is finite in {', '.join(missing)}."
-    if found:
-        return found.strip()
-    way_out = "ry other init_params, or another init_strategy such as init_to_median."
-    if not model.plates:
-        return f"T{way_out}"
-    return (
-        "On all rows at once every site's log density is finite: if the model divides by something "
-        "of the minibatch's own rows, such as their standard deviation, it may be zero there; "
-        f"compute it before the run. Else t{way_out}"
-    )
-
-
-def _find_nonfinite_sites(
-    model: SubsampledModel, position: Array, arguments: Arguments
-) -> dict[str, str]:
-    """What is wrong by the sites' names, such as how many values are not finite."""
-    is_elsewhere = bool(arguments.host_arrays or arguments.sharded_arrays)
-    most = _MAX_DIAGNOSED_ROWS if is_elsewhere else max((p.size for p in model.plates), default=0)
-    rows = {p.name: jnp.arange(min(p.size, most)) for p in model.plates}
-    z = model.unravel(position)
-    values = model.constrain(z, arguments)
-    run, own, arguments = insert_local_values(
-        model.local_latents, model.with_subsample_indices(rows, model.rng_key), z, rows, arguments
-    )
-    if model.local_latents is not None:
-        values = values | model.local_latents.constrain(own)
-    if (local := model.resampled_latents) is not None:
-        assert model.rng_key is not None
-        own_rows = rows[local.plate.name]
-        values |= resample_local_values(
-            model.with_subsample_indices(rows), local, values, own_rows, arguments, model.rng_key
-        )
-    args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
-    culprits = {}
-    with numpyro.validation_enabled(False):  # it would stop at the first bad value
-        for name, site in trace(substitute(run, data=values)).get_trace(*args, **kwargs).items():
-            if site["type"] != "sample":
-                continue
-            if bad := _count_nonfinite(site):
-                culprits[name] = f"{bad[0]} of {bad[1]} values"
-            elif wrong := _find_invalid_parameters(site["fn"]):
-                culprits[name] = wrong
-    return culprits
-
-
-def _find_invalid_parameters(fn: Any) -> str:
-    """The distribution's parameters that are out of range, as they may be with a finite density."""
-    while hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    wrong = []
-    for name, constraint in fn.arg_constraints.items():
-        value = getattr(fn, name, None)
-        if value is None or isinstance(constraint, type(constraints.dependent)):
-            continue
-        if bad := int((~jnp.asarray(constraint(value))).sum()):
-            wrong.append(f"`{name}` of {type(fn).__name__}: {bad} of {jnp.size(value)} values")
-    return f"out of range: {', '.join(wrong)}" if wrong else ""
-
-
-def _count_nonfinite(site: Any) -> tuple[int, int] | None:
-    """How many of a site's log densities are not finite, of how many; None where all are."""
-    log_prob = site["fn"].log_prob(site["value"])
-    is_bad = ~jnp.isfinite(log_prob)
-    if site["is_observed"]:  # a density may be finite outside of its support
-        is_outside = ~site["fn"].support(site["value"])
-        if is_outside.shape == is_bad.shape:  # a factor has no value
-            is_bad |= is_outside
-    bad = int(is_bad.sum())
-    return (bad, log_prob.size) if bad else None
-
-
-def build_potential(model_trace: ModelTrace) -> Potential:
-    """The target of a model that has passed :func:`~numpyro_sgmcmc.model.validation.check`.
-
-    :raises ValueError: for an initialisation strategy that is none.
-    """
-    local = find_local_latents(model_trace)
-    is_kept = local is None or local.num_sweeps is None
-    model = SubsampledModel(
-        model=model_trace.model_with_params,
-        plates=tuple(model_trace.plates.values()),
-        sites=find_global_sites(model_trace),
-        local_latents=local if is_kept else None,
-        resampled_latents=None if is_kept else local,
-        dtype=jnp.result_type(float),
-    )
-    is_randomized = needs_rng_key(model, model_trace.arguments)
-    if is_randomized:
-        model = replace(model, rng_key=random.key(0))
-    shown = _select_deterministics(model_trace, model)
-    strategy = validate_init_strategy(model_trace.init_strategy)
-    radius = get_uniform_radius(strategy)
-
-    def postprocess(z: Any, arguments: Arguments) -> Any:
-        if model.has_fixed_supports and not shown:
-            return model.constrain(z, arguments)
-        values = model.evaluate_sites(z, model.first_indices, arguments)
-        kept = shown.union(s.name for s in model.sites)
-        return {k: v for k, v in values.items() if k in kept}
-
-    def start(rng_key: Array, arguments: Arguments) -> Array:
-        if radius is None:
-            return model.sample_init_position(strategy, rng_key, arguments)
-        return random.uniform(rng_key, (model.dim,), model.dtype, -radius, radius)
-
-    def draw_start(rng_key: Array, arguments: Arguments) -> Array:
-        return model.sample_init_position(init_to_sample, rng_key, arguments)
-
-    return Potential(
-        plates=model.plates,
-        plate_groups=model_trace.plate_groups,
-        dim=model.dim,
-        dtype=model.dtype,
-        unravel=model.unravel,
-        is_stochastic=is_randomized,
-        potential_fn=model.minibatch_potential,
-        pointwise_potential_fn=model.pointwise_potentials,
-        constrain=model.constrain,
-        postprocess=postprocess,
-        sample_init_position=start,
-        init_radius=radius,
-        sample_prior_position=None if radius is None else draw_start,
-        diagnose_nonfinite=partial(diagnose_nonfinite, model, model_trace.model),
-        sites=model.sites,
-        sample_conditional_prior=model.sample_conditional_prior,
-        local_latents=model.local_latents,
-        host_lookups=tuple(x for x in model_trace.row_lookups if x.array.is_on_host),
-        shards=model_trace.shards,
-    )
-
-
-def _select_deterministics(model_trace: ModelTrace, model: SubsampledModel) -> set[str]:
-    """The deterministic sites that draws have; a warning names those that they have not."""
-    names = {n for n, s in model_trace.traced_sites.items() if s.site_type == "deterministic"}
-    if not names:
-        return set()
-    zeros = model.unravel(jnp.zeros(model.dim, model.dtype))
-    shown = find_plate_free_deterministics(
-        model_trace, lambda i, a: model.evaluate_sites(zeros, i, a), model.first_indices
-    )
-    if dropped := sorted(names - shown):
-        warn_user(
-            f"The deterministic sites {dropped} have one value a row of a subsampled plate and are "
-            "left out of the draws; Predictive(kernel.model, ...) computes them for all rows."
-        )
-    return shown
-
-
-def make_model_potential(
-    model: Callable,
-    arguments: Arguments,
-    init_strategy: Callable,
-    gibbs: GibbsConfig = NO_GIBBS,
-) -> Potential:
-    """Read a NumPyro model and check that it can be sampled.
-
-    :param model: a NumPyro model.
-    :param arguments: its arguments; only shapes and static values count, except where the model
-        has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
-    :param init_strategy: NumPyro initialisation strategy.
-    :param gibbs: the user's draws of local sites.
-    :return: the target.
-    :raises ValueError: naming the site, plate or argument that stands in the way.
-    """
-    facts = trace_model(model, arguments, init_strategy, gibbs)
-    validate_model(facts)
-    return build_potential(facts)
-
+# --- One potential for all kernels on one model -------------------------------------------------
 
 _potential_cache: WeakValueDictionary[Hashable, Potential] = WeakValueDictionary()
 
@@ -483,35 +496,31 @@ def get_model_potential(
     gibbs: GibbsConfig = NO_GIBBS,
     forward_mode_differentiation: bool = False,
 ) -> Potential:
-    """:func:`~numpyro_sgmcmc.model.subsampled.model_target`, or one made before that is the same.
+    """Return the potential of :func:`make_model_potential`, or an equal one that exists already.
 
     :param forward_mode_differentiation: whether gradients are taken in forward mode.
-    :raises ValueError: as there, and for a model that has no other gradient where that is wanted.
+    :raises ValueError: as there, and for a model that has no gradient in reverse mode.
     """
-    target = make_model_potential(model, arguments, init_strategy, gibbs)
-    target = replace(target, forward_mode_differentiation=forward_mode_differentiation)
+    potential: Potential = make_model_potential(model, arguments, init_strategy, gibbs)
+    potential = replace(potential, forward_mode_differentiation=forward_mode_differentiation)
     try:
-        key = _potential_cache_key(model, arguments, target)
-        return _potential_cache.setdefault(key, target)
+        key = _potential_cache_key(model, arguments, potential)
+        return _potential_cache.setdefault(key, potential)
     except Exception as error:
-        _check_reverse_mode_error(error)
-        # What fails here fails again where it is used, with the words that belong there.
-        return target
-
-
-def _check_reverse_mode_error(error: Exception) -> None:
-    """Refuse a model with a loop of unknown length, unless gradients are taken in forward mode."""
-    if "Reverse-mode differentiation does not work" in str(error):
-        raise InvalidArgumentError(
-            "The model has a loop whose number of turns JAX does not know (`lax.while_loop`), "
-            "through which gradients go forward alone: use forward_mode_differentiation=True, or "
-            "`lax.scan`."
-        ) from error
+        if "Reverse-mode differentiation does not work" in str(error):
+            raise InvalidModelError(
+                "The model has a `lax.while_loop`, which has no gradient in reverse mode.",
+                "forward_mode_differentiation=True, or write the loop with `lax.scan`.",
+                "reverse-mode-loop",
+            ) from error
+        # Other failures occur again where the potential is used, and are reported there.
+        return potential
 
 
 def _potential_cache_key(model: Callable, arguments: Arguments, potential: Potential) -> Hashable:
-    """All that tells two targets apart."""
+    """Return everything that distinguishes two potentials."""
     local = potential.local_latents
+    local_sites = (*local.hmc_sites, *local.gibbs_sites) if local else ()
     return (
         # Every access makes a new bound method, equal to the others of its object.
         model if isinstance(model, MethodType) else IdentityKey(model),
@@ -522,8 +531,8 @@ def _potential_cache_key(model: Callable, arguments: Arguments, potential: Poten
         potential.dtype,
         potential.is_stochastic,
         potential.forward_mode_differentiation,
-        local
-        and (local.plate, *(s._replace(support=None) for s in local.hmc_sites + local.gibbs_sites)),
+        local and local.plate,
+        tuple(s._replace(support=None) for s in local_sites),
         local and local.gibbs_fn,
         potential.host_lookups,
         potential.shards,
@@ -532,41 +541,48 @@ def _potential_cache_key(model: Callable, arguments: Arguments, potential: Poten
 
 
 def _trace_potential(potential: Potential, arguments: Arguments) -> Any:
-    """Everything that a target computes and the derivatives wanted of it, traced."""
-    rows = {p.name: jax.ShapeDtypeStruct((p.subsample_size,), jnp.int32) for p in potential.plates}
-    position = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
+    """Return the jaxpr of everything that a potential computes, with the derivatives in use."""
     local = potential.local_latents
+    position = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
+    indices = {
+        p.name: jax.ShapeDtypeStruct((p.subsample_size,), jnp.int32) for p in potential.plates
+    }
 
-    def expansion(position: Array, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
-        def on(part: Potential, rows: Indices, arguments: Arguments, rng_key: Any) -> Any:
-            def gradient(q: Array) -> Any:
-                return part.value_and_grad(q, rows, arguments, rng_key)
+    def value_grad_and_jvp(
+        position: Array, indices: Indices, arguments: Arguments, rng_key: Any
+    ) -> Any:
+        def on_shard(shard: Potential, indices: Indices, arguments: Arguments, key: Any) -> Any:
+            return jax.jvp(
+                lambda q: shard.value_and_grad(q, indices, arguments, key),
+                (position,),
+                (position,),
+            )
 
-            return jax.jvp(gradient, (position,), (position,))
+        return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
 
-        return potential.mean_over_shards(on, rows, arguments, rng_key)
-
-    def everything(position: Array, rows: Indices, arguments: Arguments, rng_key: Array) -> Any:
+    def everything(position: Array, indices: Indices, arguments: Arguments, rng_key: Array) -> Any:
         z = potential.unravel(position)
-        found = [
-            expansion(position, rows, arguments, rng_key if potential.is_stochastic else None),
+        key = rng_key if potential.is_stochastic else None
+        outputs = [
+            value_grad_and_jvp(position, indices, arguments, key),
             potential.constrain(z, arguments),
             potential.postprocess(z, arguments),
             potential.sample_init_position(rng_key, arguments),
-            # A model may do other things with other numbers of rows, as passes over all have.
+            # A model may compute something else on other numbers of rows, as passes over all have.
             potential.full_value(position, arguments),
         ]
         if local is not None:
-            own = jnp.asarray(rows[local.plate.name])
-            values = local.make_zero_values().take(own)
+            rows = jnp.asarray(indices[local.plate.name])
+            values = local.make_zero_values().take(rows)
             scale = jnp.ones_like(values.hmc_position)
-            found += [
-                update_local_values(potential, position, own, values, scale, arguments, rng_key),
+            outputs += [
+                update_local_values(potential, position, rows, values, scale, arguments, rng_key),
                 local.constrain(local.to_unconstrained_sites(values)),
             ]
-        if local is not None and local.gibbs_sites:
-            assert potential.sample_conditional_prior is not None
-            found.append(potential.sample_conditional_prior(position, rows, arguments, rng_key))
-        return found
+            if local.gibbs_sites:
+                outputs.append(
+                    potential.sample_conditional_prior(position, indices, arguments, rng_key)
+                )
+        return outputs
 
-    return jax.make_jaxpr(everything)(position, rows, arguments, random.key(0))
+    return jax.make_jaxpr(everything)(position, indices, arguments, random.key(0))

@@ -143,8 +143,8 @@ def test_log_likelihood_by_chunks(monkeypatch, long_run):
     np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
     with pytest.raises(ValueError, match="between 0 and 2999"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.model.handlers._MAX_FULL_DATA_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"load all of HostArray.*numpyro_sgmcmc.log_likelihood"):
+    monkeypatch.setattr("numpyro_sgmcmc.model.handlers.FullDataModel.max_bytes", 1000)
+    with pytest.raises(ValueError, match="HostArray.*log_likelihood"):
         mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
 
 

@@ -11,7 +11,7 @@ from numpyro.infer import init_to_uniform
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.jaxpr import find_dependent_outputs
 from numpyro_sgmcmc.model.subsampled import make_model_potential
-from numpyro_sgmcmc.model.validation import RowGather, find_row_gathers
+from numpyro_sgmcmc.model.additivity import RowGather, find_row_gathers
 
 ROWS, COLUMNS = 7, 3
 

@@ -1,0 +1,332 @@
+"""Check that the log density of a model is additive over the rows of its plates.
+
+A minibatch represents all rows only where every site that uses a plate's rows is inside the plate,
+once per row, and where the arrays that the rows look up have the length of the plate. A model that
+violates this still returns numbers, so that :func:`check_factorises_over_plates` looks for it in
+two ways: in the jaxpr, which shows where indices and data go, and in the shapes with one row
+more. JAX clamps an index that is out of range, so that an array shorter than its plate would be
+read wrongly without an error, and a longer one in part; :func:`find_row_gathers` shows which arrays
+the plate's own indices look up, and how long these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr
+from numpyro import validation_enabled
+
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.subsampling import Indices, Plate
+from numpyro_sgmcmc.errors import InvalidModelError, summarise_error
+from numpyro_sgmcmc.jaxpr import propagate, propagate_labels, sub_jaxprs
+from numpyro_sgmcmc.model.handlers import plate_array_length_error, trace_prior
+from numpyro_sgmcmc.model.trace import ModelTrace, find_user_source_line
+
+__all__ = ["RowGather", "check_factorises_over_plates", "find_row_gathers"]
+
+# Primitives whose output holds the same indices as their input, perhaps in another order or shape.
+_INDEX_PRESERVING_PRIMITIVES = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "reshape",
+    "rev",
+    "select_n",
+    "sort",
+    "squeeze",
+    "transpose",
+}
+
+_Sources = frozenset[str | None]
+"""Names of the plates whose indices a value depends on; None stands for the model's arguments."""
+
+
+class _SiteLayout(NamedTuple):
+    """Shapes of a sample site.
+
+    - **plate_dims** - dimensions of the plates around it, by name.
+    - **batch_shape** - batch shape of the distribution.
+    - **event_shape** - event shape of the distribution.
+    - **data_shape** - shape of the observed value; None for a latent site.
+    - **log_prob_shape** - shape of the log density.
+    """
+
+    plate_dims: dict[str, int]
+    batch_shape: tuple[int, ...]
+    event_shape: tuple[int, ...]
+    data_shape: tuple[int, ...] | None
+    log_prob_shape: tuple[int, ...]
+
+
+def check_factorises_over_plates(model_trace: ModelTrace) -> None:
+    """Check that the log density is a sum over the rows of each plate.
+
+    :raises ValueError: naming site and plate, or plate and array.
+    """
+    plates, arguments = sorted(model_trace.plates.values()), model_trace.arguments
+    indices = {p.name: np.arange(p.subsample_size) for p in plates}
+    layouts: dict[str, _SiteLayout] = {}
+
+    def evaluate(indices: Indices, arguments: Arguments) -> dict[str, tuple[Any, Any]]:
+        sites = trace_prior(model_trace.model_with_params, indices, arguments)
+        values = _compute_log_probs(sites)
+        for name, (_, log_prob) in values.items():
+            layouts[name] = _describe_layout(sites[name], log_prob)
+        return values
+
+    jaxpr, shapes = jax.make_jaxpr(evaluate, return_shape=True)(indices, arguments)
+    if not plates:
+        return
+    num_arrays = len(jaxpr.jaxpr.invars) - len(plates)
+    labels: list[_Sources] = [frozenset({p.name}) for p in plates]
+    labels += [frozenset({None})] * num_arrays
+    sources = jax.tree.unflatten(jax.tree.structure(shapes), propagate_labels(jaxpr.jaxpr, labels))
+    layouts_of_minibatch = dict(layouts)
+    for name, layout in layouts_of_minibatch.items():
+        value_sources, log_prob_sources = sources[name]
+        _check_rows_inside_plate(name, layout, value_sources | log_prob_sources, plates)
+        _check_data_subsampled(name, layout, value_sources, model_trace, indices)
+    for p in plates:
+        more_indices = {**indices, p.name: np.arange(p.subsample_size + 1)}
+        try:
+            jax.eval_shape(evaluate, more_indices, arguments)
+        except Exception as error:
+            raise InvalidModelError(
+                f"The model runs on {p.subsample_size} rows of the plate '{p.name}', but not on "
+                f"{p.subsample_size + 1}.",
+                "index every array with one entry per row by the plate's indices"
+                f"{find_user_source_line(error)}. ({summarise_error(error)})",
+                "minibatch-indexing",
+            ) from error
+        for name, layout in layouts_of_minibatch.items():
+            _check_one_entry_per_row(name, layout, layouts[name], p)
+    _check_array_lengths(jaxpr.jaxpr, model_trace)
+
+
+def _compute_log_probs(traced_sites: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return value and log density of each observed site, and the log density twice of others."""
+    log_probs = {}
+    for name, site in traced_sites.items():
+        if site["type"] != "sample":
+            continue
+        try:
+            log_prob = site["fn"].log_prob(site["value"])
+        except (TypeError, ValueError) as error:
+            raise InvalidModelError(
+                f"Site '{name}' has no log density for its value, of type "
+                f"{jnp.result_type(site['value'])} and shape {jnp.shape(site['value'])}.",
+                f"pass data of the distribution's type and shape ({summarise_error(error)}).",
+                "no-log-density",
+            ) from error
+        if jnp.iscomplexobj(log_prob):
+            raise InvalidModelError(
+                f"Site '{name}' has a complex log density.",
+                "make its data and the parameters of its distribution real.",
+                "no-log-density",
+            )
+        log_probs[name] = site["value"] if site["is_observed"] else log_prob, log_prob
+    return log_probs
+
+
+def _describe_layout(site: Any, log_prob: Any) -> _SiteLayout:
+    return _SiteLayout(
+        {f.name: f.dim for f in site["cond_indep_stack"]},
+        site["fn"].batch_shape,
+        site["fn"].event_shape,
+        jnp.shape(site["value"]) if site["is_observed"] else None,
+        jnp.shape(log_prob),
+    )
+
+
+def _check_rows_inside_plate(
+    name: str, layout: _SiteLayout, sources: _Sources, plates: list[Plate]
+) -> None:
+    """Check that a site which uses a plate's rows is inside the plate."""
+    for p in plates:
+        if p.name in sources and p.name not in layout.plate_dims:
+            raise InvalidModelError(
+                f"Site '{name}' uses rows of the plate '{p.name}' outside of it.",
+                "move it into the plate, which scales the minibatch to all rows.",
+                "outside-plate",
+            )
+
+
+def _check_data_subsampled(
+    name: str,
+    layout: _SiteLayout,
+    sources: _Sources,
+    model_trace: ModelTrace,
+    indices: Indices,
+) -> None:
+    """Check that data with one entry per row of the minibatch are those of its rows."""
+    for p in sorted(model_trace.plates.values()):
+        if _is_same_in_every_minibatch(layout, sources, p) and (
+            None in sources or not _has_identical_rows(name, layout, p, model_trace, indices)
+        ):
+            raise InvalidModelError(
+                f"Site '{name}' observes the same data in every minibatch of the plate '{p.name}'.",
+                "index the data by the plate's indices.",
+                "data-not-indexed",
+            )
+
+
+def _is_same_in_every_minibatch(layout: _SiteLayout, sources: _Sources, plate: Plate) -> bool:
+    """Return whether data have one entry per row of a minibatch, but do not depend on its rows."""
+    if plate.name not in layout.plate_dims or plate.name in sources or not layout.data_shape:
+        return False
+    if 0 in layout.data_shape:  # of a factor
+        return False
+    axis = layout.plate_dims[plate.name] - len(layout.event_shape)
+    if len(layout.data_shape) < -axis or layout.data_shape[axis] != plate.subsample_size:
+        return False
+    # One entry may be meant for all rows, unless the data look like rows selected by hand.
+    return plate.subsample_size > 1 or sources == {None}
+
+
+def _has_identical_rows(
+    name: str, layout: _SiteLayout, plate: Plate, model_trace: ModelTrace, indices: Indices
+) -> bool:
+    """Return whether an observed value is the same for all rows, such as zeros in place of data."""
+    with validation_enabled(False):  # a prior value may be invalid where no chain ever is
+        sites = trace_prior(model_trace.model_with_params, indices, model_trace.arguments)
+    value = np.asarray(sites[name]["value"])
+    axis = layout.plate_dims[plate.name] - len(layout.event_shape)
+    return bool((value == value.take([0], axis)).all())
+
+
+def _check_one_entry_per_row(
+    name: str, layout: _SiteLayout, larger_layout: _SiteLayout, plate: Plate
+) -> None:
+    """Check that one row more is one entry more along the plate's dimension, and nowhere else.
+
+    :param larger_layout: the site's shapes with one row more.
+    """
+    plate_dim = layout.plate_dims.get(plate.name)
+    is_event_larger = larger_layout.event_shape != layout.event_shape
+    if is_event_larger and plate_dim is not None:
+        raise InvalidModelError(
+            f"Site '{name}' has the rows of the plate '{plate.name}' in its event shape as well.",
+            "leave out `to_event` for the dimension of the rows, so that rows have densities.",
+            "rows-in-event",
+        )
+    before, after = layout.log_prob_shape, larger_layout.log_prob_shape
+    larger_dims = [
+        d
+        for d in range(-max(len(before), len(after)), 0)
+        if (before[d] if -d <= len(before) else 1) != (after[d] if -d <= len(after) else 1)
+    ]
+    if plate_dim is None and (larger_dims or is_event_larger):
+        raise InvalidModelError(
+            f"Site '{name}' has one entry per row of the plate '{plate.name}' outside of it.",
+            "move it into the plate.",
+            "outside-plate",
+        )
+    if any(d != plate_dim for d in larger_dims):
+        data = "" if layout.data_shape is None else f"data of shape {layout.data_shape} and "
+        raise InvalidModelError(
+            f"Site '{name}' compares every row of the plate '{plate.name}' with every other.",
+            f"give its {data}distribution of shape {layout.batch_shape + layout.event_shape} one "
+            "shape, for example by y[:, 0].",
+            "pairs-of-rows",
+        )
+
+
+def _check_array_lengths(jaxpr: Jaxpr, model_trace: ModelTrace) -> None:
+    """Check that the arrays which a plate's rows look up have the length of the plate.
+
+    :param jaxpr: the model, as a function of the indices and of the arguments.
+    """
+    plates = model_trace.plates
+    for array, plate in model_trace.row_lookups:
+        if len(array) != plates[plate].size:
+            raise plate_array_length_error(plate, plates[plate].size, repr(array), len(array))
+    names = [name for name, _ in model_trace.arguments.named_arrays(model_trace.model)]
+    for gather in find_row_gathers(jaxpr, sorted(plates), names):
+        size = plates[gather.plate].size
+        if gather.num_rows != size:
+            array_name = gather.array_name or "an array"
+            raise plate_array_length_error(gather.plate, size, array_name, gather.num_rows)
+
+
+class RowGather(NamedTuple):
+    """A lookup of an array by the rows of a plate.
+
+    - **plate** - name of the plate whose indices are used.
+    - **num_rows** - length of the dimension that they index.
+    - **array_name** - name of the array, or None where it does not come from one argument.
+    """
+
+    plate: str
+    num_rows: int
+    array_name: str | None
+
+
+class _Origin(NamedTuple):
+    """Origin of an array.
+
+    - **columns** - for an array of indices, the plate whose indices each column holds; else empty.
+    - **array_name** - name of the argument that it was computed from, where there is only one.
+    """
+
+    columns: tuple[str | None, ...] = ()
+    array_name: str | None = None
+
+
+def find_row_gathers(
+    jaxpr: Jaxpr, plate_names: Sequence[str], array_names: Sequence[str | None]
+) -> list[RowGather]:
+    """Return the gathers in which a plate's indices, unchanged, are the rows that are looked up.
+
+    Arithmetic on an index (``i // 10``, ``i - 1``) makes it the user's own, and is not followed.
+
+    :param jaxpr: the model, as a function of the plates' indices and then of the arrays.
+    :param plate_names: plates whose indices the first inputs are.
+    :param array_names: names of the other inputs.
+    """
+    gathers: list[RowGather] = []
+
+    def transfer(eqn: Any, inputs: list[_Origin]) -> list[_Origin]:
+        primitive, outputs = eqn.primitive.name, [_Origin()] * len(eqn.outvars)
+        shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
+        if primitive == "gather":
+            dims = eqn.params["dimension_numbers"].start_index_map
+            columns = inputs[1].columns
+            if len(columns) == len(dims):
+                gathers.extend(
+                    RowGather(plate, shape[dim], inputs[0].array_name)
+                    for plate, dim in zip(columns, dims, strict=True)
+                    if plate is not None
+                )
+            return outputs
+        if primitive == "dynamic_slice":  # at a scalar index, as in a loop over rows
+            sizes = eqn.params["slice_sizes"]
+            for num_rows, size, index in zip(shape, sizes, inputs[1:], strict=False):
+                gathers.extend(
+                    RowGather(plate, num_rows, inputs[0].array_name)
+                    for plate in index.columns
+                    if plate is not None and size == 1
+                )
+            return outputs
+        for inner in sub_jaxprs(eqn):  # of loops: gathers count, but outputs are not followed
+            propagate(inner, inputs, transfer, lambda atom: _Origin())
+        columns = ()
+        if any(x.columns for x in inputs):
+            if primitive in _INDEX_PRESERVING_PRIMITIVES:
+                columns = [x.columns for x in inputs if x.columns][-1]
+            elif primitive == "concatenate" and eqn.params["dimension"] > 0:
+                # X[i, 0] looks up pairs of indices: a column of the plate's beside one of zeros.
+                columns = sum((x.columns or (None,) for x in inputs), ())
+        names = {x.array_name for x in inputs} - {None}
+        name = names.pop() if len(names) == 1 and len(outputs) == 1 else None
+        return [_Origin(columns, name), *outputs[1:]]
+
+    origins = [_Origin((name,)) for name in plate_names]
+    origins += [_Origin((), name) for name in array_names]
+    propagate(jaxpr, origins, transfer, lambda atom: _Origin())
+    return gathers
