@@ -55,7 +55,7 @@ RETIRED = {
     r"mean[ _]shifts?|shifts? of (?:a |the )?means?": "mean bias",
     r"schemes?": "integrator, subsampling",
     r"findings?": "model warning",
-    r"clip_gradient|target_bias|chains_in_modes|collect_locals|gibbs_sweeps": "see the changelog",
+    r"clip_gradient|target_bias|chains_in_modes|collect_locals|(?<!num_)gibbs_sweeps": "see the changelog",
     r"sds|sd(?=[ ,.;:)])": "SD, SDs",
     r"\d %": "5%, without a blank",
     r"[«»]": "quotation marks",

@@ -1,4 +1,4 @@
-"""The package's SDEs, each beside the one that the literature writes, and their schemes."""
+"""The package's SDEs, each with the formula of the literature, and their integrators."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,13 +49,14 @@ from tests.dynamics.sdes import (
 
 
 class Example(NamedTuple):
-    """
+    """An SDE of the package and its reference.
+
     - **dynamics** - the package's SDE.
-    - **sde** - ``sde(gradient, dim)``: the same SDE, written here.
+    - **sde** - ``sde(gradient, dim)``: the same SDE by the formula of the literature.
     - **log_density** - ``log_density(potential, dim)``: its stationary density on flat states.
-    - **orders** - weak orders of its schemes.
-    - **covariance** - ``covariance(position_covariance)``: of the flat state on a Gaussian, for a
-      linear SDE.
+    - **orders** - weak orders of its integrators.
+    - **covariance** - ``covariance(position_covariance)``: covariance of the flat state on a
+      Gaussian, for a linear SDE.
     """
 
     dynamics: Any
@@ -64,33 +65,33 @@ class Example(NamedTuple):
     orders: dict[str, int]
     covariance: Callable | None = None
 
-    def step(self, scheme: str) -> Callable:
-        """The package's step, for schemes that keep the gradient as a map of the other variables.
+    def step(self, integrator: str) -> Callable:
+        """Return the package's step as a map of position and auxiliary variables alone.
 
-        The gradient kept is that at the state's position, so nothing is lost.
+        A gradient that the state holds for the next step is a function of the position.
         """
-        step = self.dynamics.make_step(scheme)
+        step = self.dynamics.make_step(integrator)
         if not getattr(self.dynamics, "is_fsal", False):
             return step
 
-        def closed(state: Any, h: Any, gradient: Callable, noise: Any) -> Any:
+        def step_without_gradient(state: Any, h: Any, gradient: Callable, normals: Any) -> Any:
             state = state._replace(gradient=gradient(state.position))
-            return step(state, h, gradient, noise)._replace(gradient=None)
+            return step(state, h, gradient, normals)._replace(gradient=None)
 
-        return closed
+        return step_without_gradient
 
-    def num_draws(self, scheme: str) -> int:
-        """Standard normal vectors that the step takes."""
-        return self.dynamics.make_step(scheme).num_noise
+    def num_noise(self, integrator: str) -> int:
+        """Return the number of standard normal vectors of the step."""
+        return self.dynamics.make_step(integrator).num_noise
 
     def state(self, position: Any, seed: int = 0) -> Any:
-        """A state at ``position``."""
+        """Return a state at ``position``."""
         state = self.dynamics.init(jnp.asarray(position), jax.random.key(seed))
         return state._replace(gradient=None) if hasattr(state, "gradient") else state
 
 
 def recipe_example(dim: int) -> Example:
-    """A recipe's energy must know where the auxiliary variables begin."""
+    """Return the recipe, whose energy depends on where the auxiliary variables begin."""
     dynamics = Recipe(
         recipe_diffusion,
         recipe_curl,
@@ -186,11 +187,11 @@ EXAMPLES = {
     "recipe": recipe_example(1),
 }
 
-SCHEMES = [(name, scheme) for name, e in EXAMPLES.items() for scheme in e.dynamics.integrators]
-"""Every scheme of every SDE."""
+INTEGRATORS = [(name, i) for name, e in EXAMPLES.items() for i in e.dynamics.integrators]
+"""Every integrator of every SDE."""
 
-# In `make test` one of each kind of flow stands for the others; where kernels count, two more do.
-KINDS = {
+# The quick tier runs one SDE of each kind, and two more where kernels count.
+QUICK_NAMES = {
     "overdamped",
     "underdamped",
     "nose_hoover, per coordinate",
@@ -198,4 +199,4 @@ KINDS = {
     "riemannian, dense",
     "recipe",
 }
-OF_OTHER_KERNELS = {"monomial_gamma_langevin, a = 1", "riemannian_langevin, dense"}
+QUICK_NAMES_OF_OTHER_KERNELS = {"monomial_gamma_langevin, a = 1", "riemannian_langevin, dense"}

@@ -1,10 +1,9 @@
-"""Order of a scheme and invariance of its SDE, without sampling.
+"""Weak order of an integrator and stationary covariance of its steps, without sampling.
 
-A step is a pure function ``(state, step_size, gradient, noise) -> state``, so its expectation is
-a quadrature over the noise, on a Gaussian potential its stationary covariance solves a discrete
-Lyapunov equation, and its small-step limit is the SDE that it follows. Everything here takes any
-state (a NamedTuple of arrays with a field ``position``) and any number of noise vectors a step,
-and needs float64.
+A step is a pure function ``(state, step_size, gradient, normals) -> state``: its expectation is a
+quadrature over the normals, and on a Gaussian potential its stationary covariance solves a discrete
+Lyapunov equation. All functions take any state (a NamedTuple of arrays with a field ``position``)
+and any number of normal vectors per step, and need float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from numpyro_sgmcmc.diagnostics.invariance import SDE, make_step_expectation
 
 
 def fitted_slope(step_sizes: Sequence[float], errors: Sequence[float]) -> float:
-    """Exponent of the power law that fits the errors best."""
+    """Return the exponent of the power law that fits the errors best."""
     return float(np.polyfit(np.log(step_sizes), np.log(errors), 1)[0])
 
 
@@ -30,18 +29,18 @@ def fitted_slope(step_sizes: Sequence[float], errors: Sequence[float]) -> float:
 def stationary_covariance(
     step: Callable,
     state: Any,
-    num_draws: int,
+    num_noise: int,
     step_size: float,
     curvature: np.ndarray,
     gradient_variance: float = 0.0,
 ) -> np.ndarray:
-    """Covariance of the flat state that the step leaves invariant, for ``U = q K q / 2``.
+    """Return the covariance of the flat state that a step leaves invariant, for ``U = q K q / 2``.
 
     :param state: any state of the right shapes.
-    :param num_draws: standard normal vectors a step.
+    :param num_noise: standard normal vectors per step.
     :param curvature: K, shape ``(d, d)``.
-    :param gradient_variance: variance of an offset, independent at each step and coordinate and
-        shared by all gradients of the step: a minibatch's noise.
+    :param gradient_variance: variance of the minibatch noise: an offset of the gradient that is
+        independent between steps and coordinates, and shared by all gradients of a step.
     """
     flat, unravel = ravel_pytree(state)
     dim = state.position.size
@@ -49,7 +48,7 @@ def stationary_covariance(
     def run(z: Any, noise: Any, offset: Any) -> Any:
         return ravel_pytree(step(unravel(z), step_size, lambda q: curvature @ q + offset, noise))[0]
 
-    origin = (jnp.zeros_like(flat), jnp.zeros((num_draws, dim)), jnp.zeros(dim))
+    origin = (jnp.zeros_like(flat), jnp.zeros((num_noise, dim)), jnp.zeros(dim))
     transition, noise, offset = (np.asarray(x) for x in jax.jacobian(run, (0, 1, 2))(*origin))
     if np.abs(np.linalg.eigvals(transition)).max() >= 1:
         return np.full(transition.shape, np.inf)
@@ -61,15 +60,15 @@ def stationary_covariance(
 def covariance_errors(
     step: Callable,
     state: Any,
-    num_draws: int,
+    num_noise: int,
     step_sizes: Sequence[float],
     curvature: np.ndarray,
     covariance: np.ndarray,
 ) -> list[float]:
-    """Distance of the stationary covariance from the right one, at each step size."""
+    """Return the largest error of the stationary covariance at each step size."""
     return [
         float(
-            np.abs(stationary_covariance(step, state, num_draws, h, curvature) - covariance).max()
+            np.abs(stationary_covariance(step, state, num_noise, h, curvature) - covariance).max()
         )
         for h in step_sizes
     ]
@@ -79,18 +78,18 @@ def covariance_errors(
 
 
 def generator(sde: SDE, fn: Callable) -> Callable:
-    """``L fn`` of a vector of functions: the rate at which its expectation changes."""
+    """Return ``L fn``, the rate at which the expectation of a vector of functions changes."""
 
     def rate(z: Any) -> Any:
-        slope = jax.jacfwd(fn)
-        bend = jax.jacfwd(slope)(z)
-        return slope(z) @ sde.drift(z) + jnp.einsum("kij,ij->k", bend, sde.diffusion(z))
+        jacobian = jax.jacfwd(fn)
+        hessian = jax.jacfwd(jacobian)(z)
+        return jacobian(z) @ sde.drift(z) + jnp.einsum("kij,ij->k", hessian, sde.diffusion(z))
 
     return rate
 
 
 def semigroup_terms(sde: SDE, fn: Callable, z: Any, order: int) -> np.ndarray:
-    """``fn, L fn, L^2 fn, ...`` at ``z``, up to the power ``order``, as rows."""
+    """Return ``fn, L fn, L^2 fn, ...`` at ``z`` up to the power ``order``, one per row."""
     series = [fn]
     for _ in range(order):
         series.append(generator(sde, series[-1]))
@@ -100,23 +99,23 @@ def semigroup_terms(sde: SDE, fn: Callable, z: Any, order: int) -> np.ndarray:
 def local_errors(
     step: Callable,
     state: Any,
-    num_draws: int,
+    num_noise: int,
     gradient: Callable,
     fn: Callable,
     terms: np.ndarray,
     step_sizes: Sequence[float],
     num_nodes: int = 8,
 ) -> list[float]:
-    """Error of one step's expectation of ``fn``, a vector of test functions, at each step size.
+    """Return the error of one step's expectation of ``fn``, a vector, at each step size.
 
-    The truth is the series ``fn + h L fn + h^2/2 L^2 fn + ...`` to the order claimed; the error of
-    a scheme of that order falls as the next power of h.
+    The reference is the series ``fn + h L fn + h^2/2 L^2 fn + ...`` to the order claimed; the error
+    of an integrator of that order is proportional to the next power of h.
 
     :param terms: of :func:`semigroup_terms` at the state.
     """
     z = ravel_pytree(state)[0]
     expect = jax.jit(
-        make_step_expectation(step, state, num_draws, gradient, num_nodes), static_argnums=0
+        make_step_expectation(step, state, num_noise, gradient, num_nodes), static_argnums=0
     )
     powers = np.arange(len(terms))
     factorials = np.cumprod(np.maximum(powers, 1))

@@ -1,7 +1,7 @@
-"""The SDEs on flat states as the literature writes them, and their stationary densities.
+"""The SDEs on flat states by the formulas of the literature, and their stationary densities.
 
-Written apart from the package, in whitened coordinates: the truth against which its steps are
-checked. A flat state is the position, then the auxiliary variables.
+They use no code of the package and are the reference for its steps. All are in preconditioned
+coordinates; a flat state is the position, then the auxiliary variables.
 """
 
 from collections.abc import Callable
@@ -61,8 +61,8 @@ def nose_hoover(num_thermostats: Callable) -> Callable:
     def sde(gradient: Callable, dim: int) -> SDE:
         def drift(z: Any) -> Any:
             q, p, xi = z[:dim], z[dim : 2 * dim], z[2 * dim :]
-            heat = (jnp.square(p).reshape(xi.size, -1) - 1).mean(1)
-            return jnp.concatenate([p, -gradient(q) - xi * p, heat])
+            thermostat_drift = (jnp.square(p).reshape(xi.size, -1) - 1).mean(1)
+            return jnp.concatenate([p, -gradient(q) - xi * p, thermostat_drift])
 
         def diffusion(z: Any) -> Any:
             zeros = jnp.zeros(num_thermostats(dim))
@@ -78,9 +78,9 @@ def with_thermostat(factor: Callable) -> Callable:
 
     def log_density(potential: Callable, dim: int) -> Callable:
         def fn(z: Any) -> Any:
-            off = jnp.square(z[2 * dim :] - FRICTION).sum()
+            squares = jnp.square(z[2 * dim :] - FRICTION).sum()
             kinetic = jnp.square(z[dim : 2 * dim]).sum()
-            return -potential(z[:dim]) - kinetic / 2 - factor(dim) * off / 2
+            return -potential(z[:dim]) - kinetic / 2 - factor(dim) * squares / 2
 
         return fn
 
@@ -88,7 +88,7 @@ def with_thermostat(factor: Callable) -> Callable:
 
 
 def kinetic_energy(a: float) -> Callable:
-    """The softened energy of one coordinate in closed form, as the paper has it."""
+    """Return the softened energy of one coordinate in the closed form of the paper."""
     c, m = SOFTENING, MASS
     return {
         0.5: lambda p: p**2 / m,
@@ -100,7 +100,7 @@ def kinetic_energy(a: float) -> Callable:
 
 
 def monomial_gamma(a: float, sigma_theta: float, sigma_xi: float) -> Callable:
-    """The thermostat with softened kinetics, elementwise."""
+    """Return the thermostat with softened kinetics, elementwise."""
     velocity = jax.vmap(jax.grad(kinetic_energy(a)))
     curvature = jax.vmap(jax.grad(jax.grad(kinetic_energy(a))))
 
@@ -174,7 +174,7 @@ def as_matrix(metric: Callable) -> Callable:
 
 
 def matrix_divergence(matrix: Callable, q: Any) -> Any:
-    """Of each column: ``sum_j d_j M_ji``."""
+    """Return the divergence of each column, ``sum_j d_j M_ji``."""
     return jnp.einsum("jij->i", jax.jacfwd(matrix)(q))
 
 
@@ -215,8 +215,8 @@ def recipe_diffusion(z: Any) -> Any:
 
 
 def recipe_curl(z: Any) -> Any:
-    turn = jnp.triu(jnp.sin(jnp.add.outer(z, 2 * z)), 1)
-    return turn - turn.T
+    upper = jnp.triu(jnp.sin(jnp.add.outer(z, 2 * z)), 1)
+    return upper - upper.T
 
 
 def recipe_energy(dim: int) -> Callable:
@@ -224,19 +224,19 @@ def recipe_energy(dim: int) -> Callable:
 
 
 def recipe(dim_of_auxiliary: Callable) -> Callable:
-    """The recipe with the correction written out as the divergence of D + Q, row by row."""
+    """Return the recipe, with the correction as the divergence of each row of D + Q."""
 
     def sde(gradient: Callable, dim: int) -> SDE:
         def matrix(z: Any) -> Any:
             return jnp.diag(recipe_diffusion(z)) + recipe_curl(z)
 
         def drift(z: Any) -> Any:
-            slope = jax.grad(recipe_energy(dim))(z) + jnp.concatenate(
+            energy_gradient = jax.grad(recipe_energy(dim))(z) + jnp.concatenate(
                 [gradient(z[:dim]), jnp.zeros(z.size - dim)]
             )
-            turn = jax.jacfwd(matrix)(z)
-            rows = [sum(turn[i, j, j] for j in range(z.size)) for i in range(z.size)]
-            return jnp.stack(rows) - matrix(z) @ slope
+            jacobian = jax.jacfwd(matrix)(z)
+            correction = [sum(jacobian[i, j, j] for j in range(z.size)) for i in range(z.size)]
+            return jnp.stack(correction) - matrix(z) @ energy_gradient
 
         return SDE(drift, lambda z: jnp.diag(recipe_diffusion(z)))
 
@@ -248,6 +248,6 @@ def with_recipe_energy(potential: Callable, dim: int) -> Callable:
 
 
 def quartic(q: Any) -> Any:
-    """A potential that is neither Gaussian nor separable."""
+    """Return a potential that is neither Gaussian nor separable."""
     along = jnp.cos(jnp.arange(q.size)) @ q
     return jnp.square(q).sum() / 2 + 0.1 * along**3 + along**4 / 24

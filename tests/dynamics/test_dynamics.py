@@ -1,4 +1,4 @@
-"""Each SDE leaves its density invariant, and each scheme follows that SDE."""
+"""Every SDE leaves its density invariant, and every integrator follows its SDE."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,21 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.diagnostics.invariance import SDE, fokker_planck_residual, small_step_limit
-from numpyro_sgmcmc.dynamics import Recipe, UnderdampedLangevin
-from tests.dynamics.examples import EXAMPLES, KINDS, OF_OTHER_KERNELS, SCHEMES
+from numpyro_sgmcmc.dynamics import (
+    Kinetics,
+    MonomialGammaLangevin,
+    Recipe,
+    UnderdampedLangevin,
+)
+from numpyro_sgmcmc.errors import InvalidArgumentError
+from tests.dynamics.examples import (
+    EXAMPLES,
+    INTEGRATORS,
+    QUICK_NAMES,
+    QUICK_NAMES_OF_OTHER_KERNELS,
+)
 from tests.dynamics.sdes import FRICTION, quartic, riemannian, scalar_metric, underdamped
 from tests.quick import quick_if
-
-
-def turned(z):
-    return jnp.array([[0.0, -1.0], [1.0, 0.0]])
-
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -24,116 +30,73 @@ DIM = 2
 NAMES = sorted(EXAMPLES)
 
 
-def dim_of(name, scheme=None):
-    if name == "recipe" or (scheme is not None and EXAMPLES[name].num_draws(scheme) > 1):
-        return 1  # an energy written for one, a quadrature over many
+def dim_of(name, integrator=None):
+    """Return one for the recipe, whose energy has one dimension, and for large quadratures."""
+    if name == "recipe" or (integrator and EXAMPLES[name].num_noise(integrator) > 1):
+        return 1
     return DIM
 
 
-def points(example, dim=DIM, num=5):
+def make_flat_states(example, dim=DIM, num=5):
     size = ravel_pytree(example.state(np.zeros(dim)))[0].size
     z = 0.7 * np.random.default_rng(1).standard_normal((num, size))
     kinetics = getattr(example.dynamics, "kinetics", None)
     if kinetics is not None and kinetics.a == 2.0:  # its velocity has a kink at zero
         z[:, dim : 2 * dim] += 2.5 * np.sign(z[:, dim : 2 * dim])
-    return z
+    return jnp.asarray(z)
 
 
-def residuals(example, sde, dim=DIM):
-    log_density = example.log_density(quartic, dim)
-    at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
-    return np.abs(at(points(example, dim)))
+def compute_residuals(example, sde, dim=DIM, log_density=None):
+    log_density = log_density or example.log_density(quartic, dim)
+    residual = jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z))
+    return np.abs(jax.jit(residual)(make_flat_states(example, dim)))
 
 
-@pytest.mark.parametrize("name", [quick_if(n in KINDS | OF_OTHER_KERNELS, n) for n in NAMES])
-def test_sde_leaves_its_density_invariant(name):
+@pytest.mark.parametrize(
+    "name", [quick_if(n in QUICK_NAMES | QUICK_NAMES_OF_OTHER_KERNELS, n) for n in NAMES]
+)
+def test_sde_of_the_literature_leaves_its_density_invariant(name):
     example, dim = EXAMPLES[name], dim_of(name)
-    assert residuals(example, example.sde(jax.grad(quartic), dim), dim).max() < 1e-10
+    assert compute_residuals(example, example.sde(jax.grad(quartic), dim), dim).max() < 1e-10
 
 
-# They are long in compiling; the tests of orders have them in `make test`.
-LONG = {("monomial_gamma, a = 1", "symmetric")} | {
-    ("riemannian, dense", scheme) for scheme in EXAMPLES["riemannian, dense"].orders
+# These take long to compile; the quick tier tests their orders.
+SLOW = {("monomial_gamma, a = 1", "symmetric")} | {
+    ("riemannian, dense", integrator) for integrator in EXAMPLES["riemannian, dense"].orders
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "scheme"), [quick_if(n in KINDS and (n, s) not in LONG, n, s) for n, s in SCHEMES]
+    ("name", "integrator"),
+    [quick_if(n in QUICK_NAMES and (n, i) not in SLOW, n, i) for n, i in INTEGRATORS],
 )
-def test_small_steps_leave_the_density_invariant(name, scheme):
-    example, dim = EXAMPLES[name], dim_of(name, scheme)
+def test_small_step_limit_leaves_the_density_invariant(name, integrator):
+    example, dim = EXAMPLES[name], dim_of(name, integrator)
     limit = small_step_limit(
-        example.step(scheme),
+        example.step(integrator),
         example.state(np.zeros(dim)),
-        example.num_draws(scheme),
+        example.num_noise(integrator),
         jax.grad(quartic),
     )
-    assert residuals(example, limit, dim).max() < 1e-10
+    assert compute_residuals(example, limit, dim).max() < 1e-10
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_energy_is_that_of_the_auxiliary_variables(name):
-    """Up to a constant, and with the posterior's own it is the whole density."""
+def test_energy_is_minus_log_density_of_auxiliary_variables(name):
     example, dim = EXAMPLES[name], dim_of(name)
-    state = example.state(np.zeros(dim))
-    unravel = ravel_pytree(state)[1]
+    unravel = ravel_pytree(example.state(np.zeros(dim)))[1]
     log_density = example.log_density(quartic, dim)
-    sums = []
-    for z in points(example, dim):
-        state = unravel(jnp.asarray(z))
-        sums.append(log_density(z) + quartic(state.position) + example.dynamics.energy(state))
-    np.testing.assert_allclose(sums, sums[0], atol=1e-8)
 
+    def constant(z):
+        state = unravel(z)
+        return log_density(z) + quartic(state.position) + example.dynamics.energy(state)
 
-def with_diffusion(scale):
-    right = underdamped(jax.grad(quartic), DIM)
-    return SDE(right.drift, lambda z: scale * right.diffusion(z))
-
-
-def with_drift(change):
-    right = underdamped(jax.grad(quartic), DIM)
-    return SDE(lambda z: change(z, right.drift(z)), right.diffusion)
-
-
-WRONG = {
-    "noise by the friction in place of its root": lambda: with_diffusion(FRICTION),
-    "half of the noise": lambda: with_diffusion(0.5),
-    "no friction": lambda: with_drift(
-        lambda z, f: f + FRICTION * jnp.concatenate([jnp.zeros(DIM), z[DIM:]])
-    ),
-    "momentum runs backwards": lambda: with_drift(
-        lambda z, f: jnp.concatenate([-f[:DIM], f[DIM:]])
-    ),
-    "gradient twice": lambda: underdamped(lambda q: 2 * jax.grad(quartic)(q), DIM),
-}
-
-
-@pytest.mark.parametrize("name", sorted(WRONG))
-def test_wrong_sde_is_seen(name):
-    assert residuals(EXAMPLES["underdamped"], WRONG[name]()).max() > 0.01
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        quick_if(s in ("euler", "symmetric"), s)
-        for s in EXAMPLES["underdamped"].dynamics.integrators
-    ],
-)
-def test_wrong_noise_of_a_step_is_seen(scheme):
-    example = EXAMPLES["underdamped"]
-    correct = example.step(scheme)
-
-    def step(state, h, gradient, noise):
-        return correct(state, h, gradient, jnp.sqrt(FRICTION) * noise)
-
-    draws = example.num_draws(scheme)
-    limit = small_step_limit(step, example.state(np.zeros(DIM)), draws, jax.grad(quartic))
-    assert residuals(example, limit).max() > 0.01
+    constants = jax.vmap(constant)(make_flat_states(example, dim))
+    np.testing.assert_allclose(constants, constants[0], atol=1e-8)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_first_state(name):
+def test_init_returns_the_position_and_random_auxiliary_variables(name):
     position = jnp.array([0.3, -1.0])
     states = [EXAMPLES[name].state(position, seed) for seed in (0, 1)]
     for state in states:
@@ -143,63 +106,127 @@ def test_first_state(name):
         assert (a != b).all()
 
 
-def test_first_momentum_has_unit_variance():
-    example = EXAMPLES["underdamped"]
-    momentum = example.state(np.zeros(40_000)).momentum
+def test_init_momentum_has_unit_variance():
+    momentum = EXAMPLES["underdamped"].state(np.zeros(40_000)).momentum
     assert abs(momentum.mean()) < 5 / 200
     assert abs(momentum.var() - 1) < 5 * np.sqrt(2) / 200
 
 
-# --- Misprinted and naive versions fail ---------------------------------------------------------
+@pytest.mark.parametrize("integrator", ["euler", "symmetric"])
+def test_monomial_gamma_langevin_with_gaussian_kinetics_is_underdamped_langevin(integrator):
+    gaussian = MonomialGammaLangevin(Kinetics(a=0.5, mass=2.0, softening=3.0), FRICTION)
+    normals = np.random.default_rng(0).standard_normal((1, DIM))
+    states = []
+    for dynamics in (gaussian, UnderdampedLangevin(FRICTION)):
+        state = dynamics.State(np.array([0.3, -0.4]), np.array([1.2, -0.7]))
+        states.append(dynamics.make_step(integrator)(state, 0.2, jax.grad(quartic), normals))
+    np.testing.assert_array_equal(states[0].position, states[1].position)
+    np.testing.assert_array_equal(states[0].momentum, states[1].momentum)
 
 
-def test_metric_without_its_correction_is_seen():
-    naive = riemannian(scalar_metric, with_correction=False)
-    example = EXAMPLES["riemannian, scalar"]
-    assert residuals(example, naive(jax.grad(quartic), DIM)).max() > 0.01
+# --- The residual detects wrong SDEs, also those misprinted in papers ---------------------------
+
+
+def with_diffusion(scale):
+    correct = underdamped(jax.grad(quartic), DIM)
+    return SDE(correct.drift, lambda z: scale * correct.diffusion(z))
+
+
+def with_drift(change):
+    correct = underdamped(jax.grad(quartic), DIM)
+    return SDE(lambda z: change(z, correct.drift(z)), correct.diffusion)
+
+
+WRONG_SDES = {
+    "noise by the friction, not its root": lambda: with_diffusion(FRICTION),
+    "half of the noise": lambda: with_diffusion(0.5),
+    "no friction": lambda: with_drift(
+        lambda z, f: f + FRICTION * jnp.concatenate([jnp.zeros(DIM), z[DIM:]])
+    ),
+    "velocity of the wrong sign": lambda: with_drift(
+        lambda z, f: jnp.concatenate([-f[:DIM], f[DIM:]])
+    ),
+    "gradient twice": lambda: underdamped(lambda q: 2 * jax.grad(quartic)(q), DIM),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG_SDES))
+def test_residual_of_wrong_underdamped_sde_is_large(name):
+    assert compute_residuals(EXAMPLES["underdamped"], WRONG_SDES[name]()).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "integrator",
+    [quick_if(i in ("euler", "symmetric"), i) for i in EXAMPLES["underdamped"].orders],
+)
+def test_residual_of_step_with_wrong_noise_is_large(integrator):
+    example = EXAMPLES["underdamped"]
+    correct = example.step(integrator)
+
+    def step(state, h, gradient, normals):
+        return correct(state, h, gradient, jnp.sqrt(FRICTION) * normals)
+
+    num_noise = example.num_noise(integrator)
+    limit = small_step_limit(step, example.state(np.zeros(DIM)), num_noise, jax.grad(quartic))
+    assert compute_residuals(example, limit).max() > 0.01
+
+
+def test_residual_of_metric_without_correction_is_large():
+    without_correction = riemannian(scalar_metric, with_correction=False)
+    sde = without_correction(jax.grad(quartic), DIM)
+    assert compute_residuals(EXAMPLES["riemannian, scalar"], sde).max() > 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "mean"),
     [
-        ("nose_hoover, shared", lambda off: off / DIM),
-        ("monomial_gamma, a = 1", lambda off: off * 0.5),
+        ("nose_hoover, shared", lambda log_density: log_density / DIM, FRICTION),
+        ("monomial_gamma, a = 1", lambda log_density: log_density * 0.5, 1.4),
     ],
 )
-def test_misprinted_density_of_a_thermostat_is_seen(name, change):
-    """The thermostat's variance without its factor."""
+def test_residual_of_misprinted_thermostat_variance_is_large(name, change, mean):
     example = EXAMPLES[name]
-    right = example.log_density(quartic, DIM)
+    correct = example.log_density(quartic, DIM)
 
-    def wrong(z):
-        mean = 1.4 if "gamma" in name else FRICTION
-        at_mean = z.at[2 * DIM :].set(mean)
-        return right(at_mean) + change(right(z) - right(at_mean))
+    def misprinted(z):
+        at_mean = correct(z.at[2 * DIM :].set(mean))
+        return at_mean + change(correct(z) - at_mean)
 
     sde = example.sde(jax.grad(quartic), DIM)
-    at = jax.vmap(lambda z: fokker_planck_residual(sde, wrong, z))
-    assert np.abs(at(jnp.asarray(points(example)))).max() > 0.01
+    assert compute_residuals(example, sde, log_density=misprinted).max() > 0.01
 
 
-def test_recipe_with_the_misprinted_sign_is_seen():
+def test_residual_of_recipe_with_misprinted_sign_is_large():
     example = EXAMPLES["recipe"]
-    right = example.sde(jax.grad(quartic), 1)
+    correct = example.sde(jax.grad(quartic), 1)
 
     def drift(z):
-        def without_correction(x):
-            slope = jnp.concatenate([jax.grad(quartic)(x[:1]), jnp.zeros(1)])
-            slope += jax.grad(example.dynamics.hamiltonian)(x)
-            d = jnp.diag(example.dynamics.diffusion(x)) + example.dynamics.curl(x)
-            return -d @ slope
+        energy_gradient = jnp.concatenate([jax.grad(quartic)(z[:1]), jnp.zeros(1)])
+        energy_gradient += jax.grad(example.dynamics.hamiltonian)(z)
+        matrix = jnp.diag(example.dynamics.diffusion(z)) + example.dynamics.curl(z)
+        return -2 * matrix @ energy_gradient - correct.drift(z)  # minus the correction
 
-        return 2 * without_correction(z) - right.drift(z)
-
-    assert residuals(example, SDE(drift, right.diffusion), 1).max() > 0.01
+    assert compute_residuals(example, SDE(drift, correct.diffusion), 1).max() > 0.01
 
 
-def test_check_invariance():
-    """As a user calls it, in single precision: right dynamics pass and a wrong one does not."""
+# --- check_invariance, as users call it ---------------------------------------------------------
+
+
+def no_auxiliary(rng_key, dim):
+    return jnp.zeros(0)
+
+
+def recipe_with_momentum(diffusion):
+    return Recipe(
+        diffusion,
+        lambda z: jnp.array([[0.0, -1.0], [1.0, 0.0]]),
+        lambda z: jnp.square(z[1:]).sum() / 2,
+        lambda key, dim: jax.random.normal(key, (dim,)),
+    )
+
+
+def test_check_invariance_in_float32_passes_correct_dynamics_only():
     jax.config.update("jax_enable_x64", False)
     assert check_invariance(UnderdampedLangevin(1.5), integrator="symmetric").max() < 1e-9
     assert check_invariance(UnderdampedLangevin(1.5, is_fsal=True), integrator="baoab").max() < 1e-9
@@ -207,37 +234,27 @@ def test_check_invariance():
     def diffusion(z):
         return 1.0 + 0.5 * jnp.sin(z)
 
-    right = Recipe(diffusion, lambda z: jnp.zeros((1, 1)), lambda z: 0.0 * z.sum(), no_auxiliary)
-    assert check_invariance(right).max() < 1e-9
+    correct = Recipe(diffusion, lambda z: jnp.zeros((1, 1)), lambda z: 0.0 * z.sum(), no_auxiliary)
+    assert check_invariance(correct).max() < 1e-9
 
-    class Naive(Recipe):
+    class WithoutCorrection(Recipe):
         def drift(self, z, potential_gradient):
             return -self.diffusion(z) * potential_gradient
 
-    wrong = Naive(right.diffusion, right.curl, right.hamiltonian, no_auxiliary)
+    wrong = WithoutCorrection(correct.diffusion, correct.curl, correct.hamiltonian, no_auxiliary)
     assert check_invariance(wrong).max() > 0.01
 
 
-def no_auxiliary(rng_key, dim):
-    return jnp.zeros(0)
-
-
-def varying_recipe(diffusion):
-    return Recipe(
-        diffusion,
-        turned,
-        lambda z: jnp.square(z[1:]).sum() / 2,
-        lambda key, dim: jax.random.normal(key, (dim,)),
-    )
-
-
-def test_diffusion_that_is_zero_somewhere_can_be_checked():
-    dynamics = varying_recipe(lambda z: jnp.array([0.0, 1.5]) * (1 + z[0] ** 2))
+def test_check_invariance_of_diffusion_with_zeros_is_finite():
+    dynamics = recipe_with_momentum(lambda z: jnp.array([0.0, 1.5]) * (1 + z[0] ** 2))
     assert check_invariance(dynamics).max() < 1e-9
 
 
-def test_what_cannot_be_checked_is_said():
-    with pytest.raises(ValueError, match="not finite"):
-        check_invariance(varying_recipe(lambda z: (1 + z[0] ** 2) * jnp.eye(2)))
-    with pytest.raises(ValueError, match="`integrator` is 'foo'"):
+def test_check_invariance_with_coinciding_eigenvalues_raises():
+    with pytest.raises(InvalidArgumentError, match="not finite"):
+        check_invariance(recipe_with_momentum(lambda z: (1 + z[0] ** 2) * jnp.eye(2)))
+
+
+def test_check_invariance_with_unknown_integrator_raises():
+    with pytest.raises(InvalidArgumentError, match="`integrator`"):
         check_invariance(UnderdampedLangevin(1.0), integrator="foo")

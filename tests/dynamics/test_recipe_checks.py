@@ -1,4 +1,4 @@
-"""Recipes of whose position the posterior is not the marginal are refused, others are not."""
+"""A recipe with a wrong marginal of the position, or no diffusion, raises; others are accepted."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,13 @@ import pytest
 from numpyro_sgmcmc import RecipeKernel
 from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.dynamics import Recipe
+from numpyro_sgmcmc.dynamics.general import check_recipe
+from numpyro_sgmcmc.errors import InvalidArgumentError
 
 DIM = 2
 
 
-def half(z):
+def split(z):
     return z[: z.size // 2], z[z.size // 2 :]
 
 
@@ -28,89 +30,95 @@ def metric(q):
 
 
 def normal(z):
-    return jnp.square(half(z)[1]).sum() / 2
+    return jnp.square(split(z)[1]).sum() / 2
 
 
 def heavy_tailed(z):
-    p = half(z)[1]
+    p = split(z)[1]
     return (jnp.sqrt(1.0 + jnp.square(p)) - 1.0).sum()
 
 
-def shifted_normal(z):
-    """In a metric, about a mean that the position moves, with its half log determinant."""
-    q, p = half(z)
+def shifted_normal_in_a_metric(z):
+    """Correct: mean and variance depend on the position, with half the log determinant."""
+    q, p = split(z)
     return (jnp.square(p - jnp.sin(q)) / metric(q) + jnp.log(metric(q))).sum() / 2
 
 
 def heavy_tailed_in_a_metric(z):
-    """Right, but not quadratic: nothing is told of it."""
-    q, p = half(z)
+    """Correct, but neither a sum nor quadratic, so that it is not checked."""
+    q, p = split(z)
     return (jnp.sqrt(1.0 + jnp.square(p) / metric(q)) + jnp.log(metric(q)) / 2).sum()
 
 
 def without_determinant(z):
-    q, p = half(z)
+    q, p = split(z)
     return (jnp.square(p) / metric(q)).sum() / 2
 
 
-def of_the_position(z):
-    return heavy_tailed(z) + 0.1 * jnp.square(half(z)[0]).sum()
+def with_position(z):
+    return heavy_tailed(z) + 0.1 * jnp.square(split(z)[0]).sum()
 
 
-def some(rng_key, dim):
+def momentum(rng_key, dim):
     return jax.random.normal(rng_key, (dim,))
 
 
-def none(rng_key, dim):
+def no_auxiliary(rng_key, dim):
     return jnp.zeros(0)
 
 
-def at_init(hamiltonian, auxiliary, **functions):
-    kernel = RecipeKernel(
-        potential_fn=lambda q: jnp.square(q).sum() / 2,
-        **{"diffusion": diffusion, "curl": curl, **functions},
-        hamiltonian=hamiltonian,
-        auxiliary=auxiliary,
-    )
-    kernel._check_user_functions(type("Target", (), {"dim": DIM}))
-
-
-def at_check(hamiltonian, auxiliary, **functions):
+def make_recipe(hamiltonian, auxiliary=momentum, **functions):
     functions = {"diffusion": diffusion, "curl": curl, **functions}
-    dynamics = Recipe(hamiltonian=hamiltonian, init_auxiliary=auxiliary, **functions)
-    return check_invariance(dynamics, dim=1 if auxiliary is some else 2)
+    return Recipe(hamiltonian=hamiltonian, init_auxiliary=auxiliary, **functions)
 
 
-@pytest.mark.parametrize("looked_at", [at_init, at_check])
+@pytest.mark.parametrize("check", [check_recipe, check_invariance])
 @pytest.mark.parametrize(
-    ("hamiltonian", "auxiliary", "words"),
+    ("hamiltonian", "auxiliary", "match"),
     [
-        (normal, none, "hamiltonian.*auxiliary"),
-        (without_determinant, some, "hamiltonian.*marginal"),
-        (of_the_position, some, "hamiltonian.*marginal"),
+        (normal, no_auxiliary, "hamiltonian.*auxiliary"),
+        (without_determinant, momentum, "hamiltonian.*marginal"),
+        (with_position, momentum, "hamiltonian.*marginal"),
     ],
 )
-def test_energies_that_move_the_marginal_are_refused(looked_at, hamiltonian, auxiliary, words):
-    with pytest.raises(ValueError, match=words):
-        looked_at(hamiltonian, auxiliary)
+def test_recipe_with_another_marginal_of_the_position_raises(check, hamiltonian, auxiliary, match):
+    # Without auxiliary variables z is the position alone, of which `normal` reads half.
+    dim = DIM if check is check_recipe or auxiliary is no_auxiliary else 1
+    with pytest.raises(InvalidArgumentError, match=match):
+        check(make_recipe(hamiltonian, auxiliary), dim=dim)
 
 
 @pytest.mark.parametrize(
-    "hamiltonian", [normal, heavy_tailed, shifted_normal, heavy_tailed_in_a_metric]
+    "hamiltonian",
+    [normal, heavy_tailed, shifted_normal_in_a_metric, heavy_tailed_in_a_metric],
 )
-def test_others_are_not(hamiltonian):
-    at_init(hamiltonian, some)
-    assert at_check(hamiltonian, some).max() < 1e-8
+def test_recipe_with_the_posterior_as_marginal_is_accepted_and_invariant(hamiltonian):
+    dynamics = make_recipe(hamiltonian)
+    check_recipe(dynamics, DIM)
+    assert check_invariance(dynamics, dim=1).max() < 1e-8
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "words"),
+    ("name", "function", "match"),
     [
         ("diffusion", lambda z: jnp.ones(7), r"diffusion.*\(7,\)"),
         ("curl", lambda z: jnp.zeros((7, 7)), r"curl.*\(7, 7\)"),
         ("curl", lambda z: jnp.eye(z.size), "curl.*skew"),
     ],
 )
-def test_what_makes_no_diffusion_is_refused_before_the_check(name, wrong, words):
-    with pytest.raises(ValueError, match=words):
-        at_check(normal, some, **{name: wrong})
+def test_check_invariance_of_recipe_without_diffusion_raises(name, function, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        check_invariance(make_recipe(normal, **{name: function}))
+
+
+@pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
+@pytest.mark.usefixtures("optimised")
+def test_recipe_that_does_not_move_has_no_step_size():
+    kernel = RecipeKernel(
+        potential_fn=lambda q: jnp.square(q).sum() / 2,
+        diffusion=jnp.zeros_like,
+        curl=lambda z: jnp.zeros((z.size, z.size)),
+        hamiltonian=lambda z: 0.0 * z.sum(),
+    )
+    with pytest.raises(ValueError, match="step size"):
+        kernel.init(jax.random.key(0), 10, jnp.ones(2), (), {})

@@ -1,7 +1,7 @@
-"""Models of different kinds with 20,000 simulated rows each, for tests of whole posteriors.
+"""Models of different kinds with 20,000 simulated rows each, for tests of posteriors.
 
 Each entry of MODELS is a function that returns a model and its arguments; every model takes
-``batch_size`` for its data's plate, and None for all rows.
+``batch_size``, the subsample size of the plate of its data; None for all rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ N = 20_000
 
 
 def _columns(rng: np.random.Generator, d: int, correlation: float) -> np.ndarray:
-    """Standard normal columns with one common correlation."""
+    """Return standard normal columns with equal correlations."""
     shared = rng.standard_normal((N, 1))
     own = rng.standard_normal((N, d))
     return (np.sqrt(correlation) * shared + np.sqrt(1 - correlation) * own).astype(np.float32)
@@ -37,7 +37,7 @@ def _logistic(correlation: float) -> tuple[Callable, tuple]:
 
 
 def linear() -> tuple[Callable, tuple]:
-    """Linear regression with an intercept, an unknown scale, and numpyro.subsample."""
+    """Return linear regression with an intercept, unknown scale, and numpyro.subsample."""
 
     def model(X: Any, y: Any, batch_size: int | None = None) -> None:
         a = numpyro.sample("a", dist.Normal(0, 10))
@@ -78,7 +78,7 @@ def _poisson(is_centred: bool) -> tuple[Callable, tuple]:
 
 
 def student_t() -> tuple[Callable, tuple]:
-    """Robust regression: a heavy-tailed likelihood with unknown scale and degrees of freedom."""
+    """Return robust regression: Student-t with unknown scale and degrees of freedom."""
 
     def model(X: Any, y: Any, batch_size: int | None = None) -> None:
         beta = numpyro.sample("beta", dist.Normal(0, 5).expand([X.shape[1]]).to_event(1))
@@ -94,7 +94,7 @@ def student_t() -> tuple[Callable, tuple]:
 
 
 def simplex() -> tuple[Callable, tuple]:
-    """Mixture weights on a simplex and a positive common scale, components known."""
+    """Return a mixture with known locations, weights on a simplex and a common scale."""
 
     def model(y: Any, batch_size: int | None = None) -> None:
         w = numpyro.sample("w", dist.Dirichlet(jnp.ones(4)))
@@ -111,7 +111,7 @@ def simplex() -> tuple[Callable, tuple]:
 
 
 def gamma() -> tuple[Callable, tuple]:
-    """Gamma regression with a log link: a positive response and a positive shape."""
+    """Return gamma regression with a log link and unknown shape."""
 
     def model(X: Any, y: Any, batch_size: int | None = None) -> None:
         beta = numpyro.sample("beta", dist.Normal(0, 2).expand([X.shape[1]]).to_event(1))

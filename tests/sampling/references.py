@@ -1,8 +1,8 @@
-"""Posterior means and sds by long NUTS runs, kept in ``references.json``.
+"""Posterior means and SDs by long NUTS runs, stored in ``references.json``.
 
-``python -m tests.sampling.references`` makes the file anew (about ten minutes on two cores): four
-chains of 2,500 draws for each model of :mod:`tests.sampling.models`, seeded. Each entry holds a
-fingerprint of the data, so that a reference never outlives the data it belongs to.
+``python -m tests.sampling.references`` makes the file (about ten minutes on two cores): four chains
+of 2,500 draws for each model of :mod:`tests.sampling.models`, seeded. Each entry holds a fingerprint
+of the data for which it was computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FILE = Path(__file__).parent / "references.json"
 
 
 def fingerprint(args: tuple) -> str:
-    """A digest of the data."""
+    """Return a digest of the data."""
     digest = hashlib.sha256()
     for x in args:
         digest.update(np.ascontiguousarray(x).tobytes())
@@ -27,34 +27,34 @@ def fingerprint(args: tuple) -> str:
 
 
 def summarise(samples: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Mean, sd and effective sample sizes of each coordinate of draws ``(chains, draws, ...)``.
+    """Return mean, SD and ESS of each coordinate of draws of shape ``(chains, draws, ...)``.
 
-    ``ess`` is that of the mean; ``ess_sd`` that of the squared deviations, which decides how well
-    an sd is known.
+    ``ess`` is the ESS of the mean, ``ess_sd`` that of the squared deviations, by which the standard
+    error of an SD is computed.
     """
     from numpyro.diagnostics import effective_sample_size
 
-    found = {}
+    summary = {}
     for name, draws in sorted(samples.items()):
         x = np.asarray(draws, np.float64).reshape(*draws.shape[:2], -1)
         mean = x.mean((0, 1))
-        found[name] = {
+        summary[name] = {
             "mean": mean.tolist(),
             "sd": x.std((0, 1), ddof=1).tolist(),
             "ess": np.atleast_1d(effective_sample_size(x)).tolist(),
             "ess_sd": np.atleast_1d(effective_sample_size((x - mean) ** 2)).tolist(),
         }
-    return found
+    return summary
 
 
 def _offsets(samples: dict[str, Any]) -> dict[str, Any]:
-    """Draws of the centred model as draws of the non-centred one."""
+    """Return draws of the centred model as draws of the non-centred one."""
     mu, tau = samples["mu"][..., None], samples["tau"][..., None]
     kept = {k: v for k, v in samples.items() if k != "alpha"}
     return {**kept, "offset": (samples["alpha"] - mu) / tau}
 
 
-# Two forms of one posterior: NUTS mixes four times better in the first.
+# Two parametrisations of one posterior: NUTS mixes four times better in the first.
 TRANSFORMED = {
     "hierarchical Poisson, non-centred": ("hierarchical Poisson, centred", _offsets),
 }
@@ -67,7 +67,7 @@ def make(only: list[str]) -> None:
 
     from tests.sampling.models import MODELS
 
-    found = json.loads(FILE.read_text()) if only else {}
+    references = json.loads(FILE.read_text()) if only else {}
     for n, (name, build) in enumerate(MODELS.items()):
         if name in TRANSFORMED or (only and name not in only):
             continue
@@ -84,13 +84,16 @@ def make(only: list[str]) -> None:
         mcmc.run(jax.random.key(n), *args)
         samples = mcmc.get_samples(group_by_chain=True)
         sites = summarise(samples)
-        found[name] = {"data": fingerprint(args), "sites": sites}
+        references[name] = {"data": fingerprint(args), "sites": sites}
         for other, (source, transform) in TRANSFORMED.items():
             if source == name:
-                found[other] = {"data": fingerprint(args), "sites": summarise(transform(samples))}
+                references[other] = {
+                    "data": fingerprint(args),
+                    "sites": summarise(transform(samples)),
+                }
         smallest = min(min(s["ess"]) for s in sites.values())
         print(f"{name}: smallest effective sample size {smallest:.0f}", flush=True)
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    FILE.write_text(json.dumps(references, indent=1) + "\n")
 
 
 if __name__ == "__main__":

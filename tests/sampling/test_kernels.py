@@ -1,4 +1,4 @@
-"""The kernels beyond the first three: right with default arguments, and the recipe's identities."""
+"""The kernels: correct posteriors, the recipe's identities, the kinetics and wrong arguments."""
 
 import math
 
@@ -14,13 +14,13 @@ from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHM
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
 from numpyro_sgmcmc.dynamics import (
+    Kinetics,
     NoseHooverThermostat,
     OverdampedLangevin,
     Recipe,
     RiemannianUnderdampedLangevin,
     UnderdampedLangevin,
 )
-from numpyro_sgmcmc.dynamics.langevin import Kinetics
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from tests.contract.kernels import (
     KERNELS,
@@ -51,14 +51,8 @@ def momentum(key, dim):
     return random.normal(key, (dim,))
 
 
-RECIPE = {
-    "diffusion": diffusion,
-    "curl": curl,
-    "hamiltonian": kinetic,
-    "auxiliary": momentum,
-}
-
-WITHOUT_AUXILIARY = {name: fn for name, fn in RECIPE.items() if name != "auxiliary"}
+WITHOUT_AUXILIARY = {"diffusion": diffusion, "curl": curl, "hamiltonian": kinetic}
+RECIPE = {**WITHOUT_AUXILIARY, "auxiliary": momentum}
 
 VARIANTS = {
     "SHMC, Lie-Trotter": (SHMC, {"integrator": "lie_trotter", "num_leapfrog": 5}),
@@ -66,7 +60,7 @@ VARIANTS = {
     "SHMC, OBABO": (SHMC, {"integrator": "obabo"}),
     "SHMC, MT3": (SHMC, {"integrator": "mt3"}),
     "SGNHT, shared": (SGNHT, {"per_coordinate": False}),
-    "SGNHT, plain": (SGNHT, {"gradient_estimator": "minibatch"}),
+    "SGNHT, minibatch gradient": (SGNHT, {"gradient_estimator": "minibatch"}),
     "SGMGT, a = 2": (SGMGT, {"a": 2.0, "c": 2.0, "step_size": 0.1}),
     "SGMGT, D": (SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1, "step_size": 0.05}),
     "SGRHMC, diagonal": (
@@ -78,8 +72,8 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-def test_posterior_is_right(name):
-    """Beside the default arguments, which the battery of the contract tests."""
+def test_kernel_with_other_settings_samples_the_posterior(name):
+    """The contract tests the kernels with default arguments."""
     kernel_class, settings = VARIANTS[name]
     data = survey_data()
     mcmc = quietly(
@@ -97,8 +91,8 @@ def test_posterior_is_right(name):
 
 
 NONLINEAR = [
-    (kernel, {"integrator": scheme, **settings})
-    for kernel, settings in (
+    (kernel_class, {"integrator": integrator, **settings})
+    for kernel_class, settings in (
         (SGNHT, {}),
         (SGNHT, {"per_coordinate": False}),
         (SGMGT, {}),
@@ -107,7 +101,7 @@ NONLINEAR = [
         (SGRLD, {}),
         (SGRHMC, {}),
     )
-    for scheme in kernel.integrators
+    for integrator in kernel_class.integrators
 ]
 
 
@@ -116,35 +110,39 @@ NONLINEAR = [
 @pytest.mark.parametrize(
     ("kernel_class", "settings"), NONLINEAR, ids=lambda x: getattr(x, "__name__", str(x))
 )
-def test_chosen_step_size_widens_a_gaussian_by_less_than_five_percent(
+def test_default_step_size_biases_gaussian_sd_by_less_than_five_percent(
     kernel_class, settings, curvature
 ):
-    """4,000 chains in two dimensions: an sd is known to about 0.3 %. See also test_orders."""
+    """Simulate 4,000 chains in two dimensions, which estimate an SD within about 0.3%.
+
+    Kernels of linear steps are tested in tests/dynamics/test_orders.py.
+    """
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
-    dynamics, scheme = kernel.dynamics, settings["integrator"]
-    largest = dynamics.integrators[scheme].step_size
+    dynamics, integrator = kernel.dynamics, settings["integrator"]
+    largest = dynamics.integrators[integrator].step_size
     step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
-    step, num_chains = dynamics.make_step(scheme), 4000
+    step, num_chains = dynamics.make_step(integrator), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 
     @jax.jit
     @jax.vmap
     def run(key):
-        start_key, key = random.split(key)
-        state = dynamics.init(random.normal(start_key, (2,)) / math.sqrt(curvature), key)
+        init_key, key = random.split(key)
+        state = dynamics.init(random.normal(init_key, (2,)) / math.sqrt(curvature), key)
 
-        def one(state, key):
-            noise = random.normal(key, (step.num_noise, 2))
-            state = step(state, step_size, lambda q: curvature * q, noise)
+        def take_step(state, key):
+            normals = random.normal(key, (step.num_noise, 2))
+            state = step(state, step_size, lambda q: curvature * q, normals)
             return state, jnp.square(state.position)
 
-        return jax.lax.scan(one, state, random.split(key, num_steps))[1][num_steps // 2 :].mean()
+        keys = random.split(key, num_steps)
+        return jax.lax.scan(take_step, state, keys)[1][num_steps // 2 :].mean()
 
     variance = run(random.split(random.key(0), num_chains)).mean()
     assert math.sqrt(curvature * float(variance)) == pytest.approx(1, abs=0.05)
 
 
-def test_all_kernels_join_the_battery():
+def test_every_public_kernel_is_in_the_contract():
     kernels = {
         x
         for x in vars(numpyro_sgmcmc).values()
@@ -156,49 +154,51 @@ def test_all_kernels_join_the_battery():
 # --- The complete recipe ------------------------------------------------------------------------
 
 
-def blocks(*rows):
-    return jnp.block([[jnp.asarray(x) for x in row] for row in rows])
+DIM = 2
+ZERO, EYE = np.zeros((DIM, DIM)), np.eye(DIM)
+SYMPLECTIC = np.block([[ZERO, -EYE], [EYE, ZERO]])
 
 
 def metric(q):
     return 0.8 + 0.3 * jnp.tanh(q.sum())
 
 
-DIM = 2
-ZERO, EYE = np.zeros((DIM, DIM)), np.eye(DIM)
-
-
 def thermostat_curl(z):
-    """Momentum and one thermostat: the last row and column hold p / n."""
+    """Return Q for a momentum and one thermostat: the last row and column hold p / n."""
     p = z[DIM : 2 * DIM] / DIM
-    q = jnp.zeros((2 * DIM + 1, 2 * DIM + 1))
-    q = q.at[: 2 * DIM, : 2 * DIM].set(blocks([ZERO, -EYE], [EYE, ZERO]))
+    q = jnp.zeros((2 * DIM + 1, 2 * DIM + 1)).at[: 2 * DIM, : 2 * DIM].set(SYMPLECTIC)
     return q.at[DIM : 2 * DIM, -1].set(p).at[-1, DIM : 2 * DIM].set(-p)
 
 
 def thermostat_energy(z):
-    kinetic = jnp.square(z[DIM : 2 * DIM]).sum() / 2
-    return kinetic + DIM * jnp.square(z[-1] - FRICTION) / 2
+    return jnp.square(z[DIM : 2 * DIM]).sum() / 2 + DIM * jnp.square(z[-1] - FRICTION) / 2
+
+
+def momentum_energy(z):
+    return jnp.square(z[DIM:]).sum() / 2
 
 
 AS_RECIPES = {
     "SGLD": (
-        OverdampedLangevin().make_step("euler"),
+        OverdampedLangevin(),
+        "euler",
         Recipe(jnp.ones_like, lambda z: jnp.zeros((DIM, DIM)), lambda z: 0.0 * z.sum(), None),
         0,
     ),
     "SGHMC": (
-        UnderdampedLangevin(FRICTION).make_step("explicit_euler"),
+        UnderdampedLangevin(FRICTION),
+        "explicit_euler",
         Recipe(
             lambda z: jnp.repeat(jnp.array([0.0, FRICTION]), DIM),
-            lambda z: blocks([ZERO, -EYE], [EYE, ZERO]),
-            lambda z: jnp.square(z[DIM:]).sum() / 2,
+            lambda z: SYMPLECTIC,
+            momentum_energy,
             None,
         ),
         DIM,
     ),
     "SGNHT": (
-        NoseHooverThermostat(FRICTION, per_coordinate=False).make_step("explicit_euler"),
+        NoseHooverThermostat(FRICTION, per_coordinate=False),
+        "explicit_euler",
         Recipe(
             lambda z: jnp.array([0.0] * DIM + [FRICTION] * DIM + [0.0]),
             thermostat_curl,
@@ -208,11 +208,12 @@ AS_RECIPES = {
         DIM + 1,
     ),
     "SGRHMC": (
-        RiemannianUnderdampedLangevin(metric, FRICTION).make_step("explicit_euler"),
+        RiemannianUnderdampedLangevin(metric, FRICTION),
+        "explicit_euler",
         Recipe(
             lambda z: jnp.concatenate([jnp.zeros(DIM), FRICTION * metric(z[:DIM]) * jnp.ones(DIM)]),
-            lambda z: jnp.sqrt(metric(z[:DIM])) * blocks([ZERO, -EYE], [EYE, ZERO]),
-            lambda z: jnp.square(z[DIM:]).sum() / 2,
+            lambda z: jnp.sqrt(metric(z[:DIM])) * SYMPLECTIC,
+            momentum_energy,
             None,
         ),
         DIM,
@@ -222,26 +223,21 @@ AS_RECIPES = {
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", AS_RECIPES)
-def test_dedicated_step_is_that_of_the_recipe(name):
-    step, recipe, num_auxiliary = AS_RECIPES[name]
-    rng = np.random.default_rng(0)
+def test_euler_step_of_dedicated_sde_is_that_of_its_recipe(name):
+    dynamics, integrator, recipe, num_auxiliary = AS_RECIPES[name]
+    step, rng = dynamics.make_step(integrator), np.random.default_rng(0)
 
     def gradient(q):
         return jnp.sinh(q) + q[::-1]
 
     for _ in range(5):
         z = 0.7 * rng.standard_normal(DIM + num_auxiliary)
-        noise = rng.standard_normal((3, DIM))
+        normals = rng.standard_normal((3, DIM))
         auxiliary = [z[DIM : 2 * DIM], z[2 * DIM :].squeeze()][: -(-num_auxiliary // DIM)]
-        names = {
-            "SGLD": OverdampedLangevin,
-            "SGHMC": UnderdampedLangevin,
-            "SGNHT": NoseHooverThermostat,
-        }
-        state = names.get(name, RiemannianUnderdampedLangevin).State(z[:DIM], *auxiliary)
-        used = noise[:1] if name == "SGLD" else noise[1:2]
+        state = dynamics.State(z[:DIM], *auxiliary)
+        used = normals[:1] if name == "SGLD" else normals[1:2]
         dedicated = step(state, 0.1, gradient, used)
-        general = recipe._euler(recipe.State(z[:DIM], z[DIM:]), 0.1, gradient, noise)
+        general = recipe._euler(recipe.State(z[:DIM], z[DIM:]), 0.1, gradient, normals)
         flat = jnp.concatenate([jnp.atleast_1d(x) for x in dedicated if x is not None])
         np.testing.assert_allclose(flat, jnp.concatenate(general), rtol=1e-10, atol=1e-12)
 
@@ -251,19 +247,18 @@ def test_dedicated_step_is_that_of_the_recipe(name):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("a", [0.5, 0.8, 1.0, 1.5, 2.0])
-def test_velocity_and_curvature_are_the_energys_derivatives(a):
+def test_velocity_and_curvature_are_derivatives_of_the_energy(a):
     kinetics = Kinetics(a, 0.8, 2.5)
     p = jnp.array([-9.0, -0.5, 0.05, 0.3, 2.0])
-    slope = jax.vmap(jax.grad(lambda x: kinetics.energy(x)))(p)
-    bend = jax.vmap(jax.grad(lambda x: kinetics.velocity(x)))(p)
-    np.testing.assert_allclose(slope, kinetics.velocity(p), rtol=2e-3, atol=1e-6)
-    np.testing.assert_allclose(bend, kinetics.curvature(p), rtol=1e-6, atol=1e-9)
+    first = jax.vmap(jax.grad(kinetics.energy))(p)
+    second = jax.vmap(jax.grad(kinetics.velocity))(p)
+    np.testing.assert_allclose(first, kinetics.velocity(p), rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(second, kinetics.curvature(p), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("a", [0.8, 1.0, 2.0])
-def test_draws_have_the_stationary_law(a):
-    """The table's tail probabilities, against a quadrature of the density."""
+def test_momentum_quantiles_are_those_of_the_stationary_density(a):
     kinetics = Kinetics(a, 0.8, 2.5)
     e = jnp.array([0.001, 0.1, 1.0, 3.0, 8.0])
     x = np.concatenate(
@@ -277,7 +272,7 @@ def test_draws_have_the_stationary_law(a):
 
 @pytest.mark.parametrize("a", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("p", [0.0, 1e-30, -1e-12, 1e-3, 80.0, -1e6])
-def test_kinetics_are_finite_in_single_precision(a, p):
+def test_kinetics_at_extreme_momenta_are_finite_in_float32(a, p):
     kinetics = Kinetics(a, 1.0, 3.0)
     p = jnp.float32(p)
     for value in (
@@ -293,22 +288,6 @@ def test_kinetics_are_finite_in_single_precision(a, p):
 # --- Settings other than the defaults -----------------------------------------------------------
 
 
-def potential(q):
-    return jnp.square(q).sum() / 2
-
-
-def heavy_diffusion(z):
-    return jnp.full_like(z, 60.0)
-
-
-def no_curl(z):
-    return jnp.zeros((z.size, z.size))
-
-
-def no_energy(z):
-    return 0.0 * z.sum()
-
-
 SETTINGS = [
     (SGHMCSplit, {"friction": 10.0}),
     (SHMC, {"friction": 10.0}),
@@ -320,7 +299,11 @@ SETTINGS = [
     (SGRHMC, {"inverse_metric": lambda q: 30.0}),
     (
         RecipeKernel,
-        {"diffusion": heavy_diffusion, "curl": no_curl, "hamiltonian": no_energy},
+        {
+            "diffusion": lambda z: jnp.full_like(z, 60.0),
+            "curl": lambda z: jnp.zeros((z.size, z.size)),
+            "hamiltonian": lambda z: 0.0 * z.sum(),
+        },
     ),
 ]
 
@@ -328,12 +311,12 @@ SETTINGS = [
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel_class", "settings"), SETTINGS)
-def test_step_size_follows_the_settings(kernel_class, settings):
-    """At the default settings' step sizes sds would be from 16 % too narrow to five times too wide.
+def test_adapted_step_size_depends_on_the_settings(kernel_class, settings):
+    """At the step sizes of the defaults SDs would be from 16% too small to five times too large.
 
     Lie-Trotter would not mix at all: ten steps of 0.3 are half a period.
     """
-    kernel = kernel_class(potential_fn=potential, **settings)
+    kernel = kernel_class(potential_fn=lambda q: jnp.square(q).sum() / 2, **settings)
     mcmc = quietly(
         kernel, num_warmup=100, num_samples=1500, num_chains=4, chain_method="vectorized"
     )

@@ -16,15 +16,17 @@ from numpyro_sgmcmc.sampling.bias_monitor import (
     RunningSums,
     compute_batch_index,
 )
-from tests.dynamics.examples import EXAMPLES, SCHEMES
+from tests.dynamics.examples import EXAMPLES, INTEGRATORS
 from tests.dynamics.orders import stationary_covariance
 
 # The position at which an integrator's gradient is read
 
 IS_LINEAR = ("underdamped", "overdamped")
-LINEAR = [(name, integrator) for name, integrator in SCHEMES if name in IS_LINEAR]
+LINEAR = [(name, integrator) for name, integrator in INTEGRATORS if name in IS_LINEAR]
 NONLINEAR = [
-    (name, integrator) for name, integrator in SCHEMES if name not in IS_LINEAR and name != "recipe"
+    (name, integrator)
+    for name, integrator in INTEGRATORS
+    if name not in IS_LINEAR and name != "recipe"
 ]
 
 

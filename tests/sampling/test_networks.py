@@ -1,4 +1,4 @@
-"""Networks by hand and by flax, cycles, cold posteriors and cut gradients: docs/networks.md."""
+"""Neural networks, cold posteriors, cyclical step sizes and clipped gradients (docs/networks.md)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,21 +6,22 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from jax.flatten_util import ravel_pytree
 from numpyro import handlers
 from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, schedules
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import get_model_potential
+from tests.adaptation import test_non_identified
 from tests.contract.kernels import assert_posterior, quietly
 from tests.quick import quick_if
-from tests.adaptation import test_non_identified
 
 ROWS, UNITS = 200, 15
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.uniform(-2, 2, (ROWS, 2)), jnp.float32)
 Y = jnp.asarray(np.sin(2 * X[:, 0]) * X[:, 1] + 0.3 * RNG.standard_normal(ROWS), jnp.float32)
-IN_NATURAL_UNITS = {
+UNPRECONDITIONED = {
     "adapt_mass_matrix": False,
     "gradient_estimator": "minibatch",
     "subsampling": "shuffled",
@@ -41,17 +42,17 @@ def observe(f, y, batch_size):
         numpyro.sample("y", dist.Normal(f(X[i]), 0.3), obs=y[i])
 
 
-def by_hand(y, batch_size=None, activation=jnp.tanh):
+def plain_network(y, batch_size=None, activation=jnp.tanh):
     shapes = {"w1": (2, UNITS), "b1": (UNITS,), "w2": (UNITS, 1), "b2": (1,)}
     weights = {name: numpyro.sample(name, normal(*shape)) for name, shape in shapes.items()}
     observe(lambda x: output(weights, x, activation), y, batch_size)
 
 
-def by_hand_with_relu(y, batch_size=None):
-    by_hand(y, batch_size, jax.nn.relu)
+def plain_network_with_relu(y, batch_size=None):
+    plain_network(y, batch_size, jax.nn.relu)
 
 
-def by_linen(y, batch_size=None):
+def linen_network(y, batch_size=None):
     linen = pytest.importorskip("flax.linen")
     from numpyro.contrib.module import random_flax_module
 
@@ -66,7 +67,7 @@ def by_linen(y, batch_size=None):
     observe(f, y, batch_size)
 
 
-def by_nnx(y, batch_size=None):
+def nnx_network(y, batch_size=None):
     nnx = pytest.importorskip("flax.nnx")
     from numpyro.contrib.module import random_nnx_module
 
@@ -90,68 +91,67 @@ FLAX_NAMES = {
 }
 
 
-def target_with_arguments(model):
+def make_potential(model):
     arguments = Arguments((Y,), {"batch_size": 50})
     return get_model_potential(model, arguments, init_to_sample), arguments
 
 
-@pytest.mark.parametrize("model", [by_linen, by_nnx])
-def test_flax_gives_the_posterior_of_weights_by_hand(model):
-    """Potential and gradient on a minibatch, at the same weights."""
-    ours, arguments = target_with_arguments(by_hand)
-    theirs, _ = target_with_arguments(model)
-    q = jax.random.normal(jax.random.key(0), (ours.dim,))
-    renamed = {FLAX_NAMES[name]: w for name, w in ours.unravel(q).items()}
-    assert renamed.keys() == theirs.unravel(q).keys()
-    there = jax.flatten_util.ravel_pytree(renamed)[0]
-    rows = {"rows": jnp.arange(3, 53)}
-    values = [t.value(p, rows, arguments) for t, p in ((ours, q), (theirs, there))]
+@pytest.mark.parametrize("model", [linen_network, nnx_network])
+def test_flax_network_has_potential_and_gradient_of_the_plain_network(model):
+    plain, arguments = make_potential(plain_network)
+    flax, _ = make_potential(model)
+    q = jax.random.normal(jax.random.key(0), (plain.dim,))
+    renamed = {FLAX_NAMES[name]: w for name, w in plain.unravel(q).items()}
+    assert renamed.keys() == flax.unravel(q).keys()
+    flax_q = ravel_pytree(renamed)[0]
+    indices = {"rows": jnp.arange(3, 53)}
+    values = plain.value(q, indices, arguments), flax.value(flax_q, indices, arguments)
     np.testing.assert_allclose(*values, rtol=1e-5)
-    expected = ours.unravel(ours.gradient(q, rows, arguments))
-    found = theirs.unravel(theirs.gradient(there, rows, arguments))
+    expected = plain.unravel(plain.gradient(q, indices, arguments))
+    gradient = flax.unravel(flax.gradient(flax_q, indices, arguments))
     for name, g in expected.items():
-        np.testing.assert_allclose(found[FLAX_NAMES[name]], g, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(gradient[FLAX_NAMES[name]], g, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize(
-    "model", [quick_if(model is by_linen, model) for model in (by_hand, by_linen, by_nnx)]
+    "model",
+    [quick_if(m is linen_network, m) for m in (plain_network, linen_network, nnx_network)],
 )
-def test_a_network_runs_in_natural_units(model):
-    """Chains start at draws from the prior, and end where the noise is that of the data."""
+def test_network_from_prior_draws_reaches_the_noise_level_of_the_data(model):
     kernel = SGHMCSplit(
-        model, step_size=0.003, num_steps=50, init_strategy=init_to_sample, **IN_NATURAL_UNITS
+        model, step_size=0.003, num_steps=50, init_strategy=init_to_sample, **UNPRECONDITIONED
     )
     mcmc = quietly(kernel, num_warmup=60, num_samples=10)
     mcmc.run(jax.random.key(0), Y, batch_size=50)
     weights = mcmc.get_samples()
-    if model is not by_hand:
-        weights = {name: weights[theirs] for name, theirs in FLAX_NAMES.items()}
+    if model is not plain_network:
+        weights = {name: weights[flax_name] for name, flax_name in FLAX_NAMES.items()}
     error = jax.vmap(lambda w: output(w, X))(weights).mean(0) - Y
     assert 0.2 < float(jnp.sqrt(jnp.square(error).mean())) < 0.4
 
 
-# Cold posteriors: a line, whose posterior is known.
+# --- Cold posteriors: a linear regression, whose posterior is known -----------------------------
 
 PRIOR_SD, NOISE = 2.0, 0.5
 
 
-def line(y, batch_size=None, power=1.0):
+def linear_model(y, batch_size=None, power=1.0):
     w = numpyro.sample("w", dist.Normal(0, PRIOR_SD).expand([2]).to_event(1))
     with handlers.scale(scale=power), numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(X[i] @ w, NOISE), obs=y[i])
 
 
-def posterior_of_line(prior_power, likelihood_power):
+def linear_posterior(prior_power, likelihood_power):
     x = np.asarray(X, float)
     precision = prior_power * np.eye(2) / PRIOR_SD**2 + likelihood_power * x.T @ x / NOISE**2
     covariance = np.linalg.inv(precision)
     return covariance @ x.T @ np.asarray(Y, float) * likelihood_power / NOISE**2, covariance
 
 
-def cold_run(power, whole, covariance):
-    """Control variates are exact on a line."""
+def run_cold(power, is_whole, covariance):
+    """Sample a power of the posterior, or of the likelihood; control variates are exact here."""
     kernel = SGHMCSplit(
-        handlers.scale(line, power) if whole else line,
+        handlers.scale(linear_model, power) if is_whole else linear_model,
         step_size=0.2,
         num_steps=10,
         inverse_mass_matrix=covariance,
@@ -159,74 +159,71 @@ def cold_run(power, whole, covariance):
         subsampling="shuffled",
     )
     mcmc = quietly(kernel, num_warmup=50, num_samples=1000, num_chains=4, chain_method="vectorized")
-    mcmc.run(jax.random.key(0), Y, batch_size=50, **({} if whole else {"power": power}))
+    mcmc.run(jax.random.key(0), Y, batch_size=50, **({} if is_whole else {"power": power}))
     return mcmc
 
 
 @pytest.mark.parametrize("temperature", [0.25, quick_if(False, 4.0)])
 @pytest.mark.parametrize(
-    "whole", [quick_if(False, True, id="whole"), quick_if(True, False, id="likelihood")]
+    "is_whole", [quick_if(False, True, id="posterior"), quick_if(True, False, id="likelihood")]
 )
-def test_a_cold_posterior_is_the_posterior_to_a_power(temperature, whole):
-    """As a whole its sds are those at one times sqrt(T), and its mean is the same."""
+def test_cold_posterior_is_a_power_of_the_posterior(temperature, is_whole):
     power = 1.0 / temperature
-    mean, covariance = posterior_of_line(power if whole else 1.0, power)
-    if whole:
-        at_one = posterior_of_line(1.0, 1.0)
-        np.testing.assert_allclose(covariance, temperature * at_one[1])
-        np.testing.assert_allclose(mean, at_one[0])
-    draws = cold_run(power, whole, covariance).get_samples(group_by_chain=True)["w"]
+    mean, covariance = linear_posterior(power if is_whole else 1.0, power)
+    if is_whole:
+        warm_mean, warm_covariance = linear_posterior(1.0, 1.0)
+        np.testing.assert_allclose(covariance, temperature * warm_covariance)
+        np.testing.assert_allclose(mean, warm_mean)
+    draws = run_cold(power, is_whole, covariance).get_samples(group_by_chain=True)["w"]
     assert_posterior(draws, mean, np.sqrt(np.diag(covariance)))
 
 
 @pytest.mark.slow
-def test_the_report_judges_against_the_cold_posterior():
-    report = bias_report(cold_run(4.0, True, posterior_of_line(4.0, 4.0)[1]))
+def test_bias_report_of_cold_posterior_is_ok():
+    report = bias_report(run_cold(4.0, True, linear_posterior(4.0, 4.0)[1]))
     (site,) = report.sites
     assert site.diagnosis == "ok"
     assert abs(site.sd_inflation) < 0.1
 
 
-# Cycles
+# --- Cyclical step sizes ------------------------------------------------------------------------
 
 
-def width(step_size):
-    """Mean sd of a network's values at new rows, of draws that do not explore."""
+def compute_predictive_sd(step_size):
+    """Return the mean SD of a network's values at new rows, without exploration draws."""
     kernel = SGHMCSplit(
         test_non_identified.network,
         step_size=step_size,
         num_steps=50,
         init_strategy=init_to_sample,
-        **IN_NATURAL_UNITS,
+        **UNPRECONDITIONED,
     )
     mcmc = quietly(kernel, num_samples=500, num_chains=4, chain_method="vectorized")
-    x, y = test_non_identified.X, test_non_identified.Y
-    mcmc.run(jax.random.key(1), x, y, batch_size=50, extra_fields=("weight",))
+    data = test_non_identified.X, test_non_identified.Y
+    mcmc.run(jax.random.key(1), *data, batch_size=50, extra_fields=("weight",))
     draws = mcmc.get_samples(group_by_chain=True)
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
     draws, _ = schedules.drop_exploration(draws, weights)
-    values = jax.vmap(jax.vmap(lambda w: test_non_identified.output(w, test_non_identified.NEW)))(draws)
+    new = test_non_identified.NEW
+    values = jax.vmap(jax.vmap(lambda w: test_non_identified.output(w, new)))(draws)
     return float(values.std((0, 1)).mean())
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-def test_draws_at_the_ends_of_cycles_are_as_those_of_short_steps():
-    """Steps of 0.02 widen predictions; at the ends of cycles that begin with them little is left.
-
-    Beside NUTS they were 2.36 times as wide, 1.20 times, and 1.04 times with steps of 0.002.
-    """
-    short, long = width(0.002), width(0.02)
-    cycles = width(schedules.Cyclical(0.02, period=1000))
+def test_cyclical_step_sizes_remove_most_bias_of_long_steps():
+    """SDs over those of NUTS were 2.36 (steps of 0.02), 1.20 (cycles) and 1.04 (steps of 0.002)."""
+    short, long = compute_predictive_sd(0.002), compute_predictive_sd(0.02)
+    cycles = compute_predictive_sd(schedules.Cyclical(0.02, period=1000))
     assert long > 1.7 * short
     assert cycles < 1.35 * short
 
 
-def test_cycles_sample_in_natural_units():
-    """A line, whose sds are 0.03, at the ends of cycles with steps in the units of its slopes."""
-    mean, covariance = posterior_of_line(1.0, 1.0)
+def test_cyclical_step_sizes_without_preconditioner_sample_the_posterior():
+    """The posterior SDs are 0.03 and the steps are in the units of the parameters."""
+    mean, covariance = linear_posterior(1.0, 1.0)
     kernel = SGHMCSplit(
-        line,
+        linear_model,
         step_size=schedules.Cyclical(0.01, period=200),
         num_steps=50,
         adapt_mass_matrix=False,
@@ -243,25 +240,26 @@ def test_cycles_sample_in_natural_units():
     assert_posterior(draws["w"], mean, np.sqrt(np.diag(covariance)))
 
 
-# Cut gradients
+# --- Clipped gradients --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1000.0])
-def test_cut_gradients_bring_a_chain_in_from_far_away(max_grad_norm):
-    """At five prior sds a gradient is so long that a step throws a chain out, again and again."""
-    model = by_hand_with_relu
+def test_clipped_gradients_let_a_chain_converge_from_far_away(max_grad_norm):
+    """At five prior SDs the gradient is so large that without clipping every step diverges."""
+    model = plain_network_with_relu
     kernel = SGHMCSplit(
         model,
         step_size=0.003,
         num_steps=50,
         max_grad_norm=max_grad_norm,
         shrink_step_size_on_divergence=False,
-        **IN_NATURAL_UNITS,
+        **UNPRECONDITIONED,
     )
-    target, _ = target_with_arguments(model)
-    far = target.unravel(5.0 * jax.random.normal(jax.random.key(0), (target.dim,)))
+    potential, _ = make_potential(model)
+    init_params = potential.unravel(5.0 * jax.random.normal(jax.random.key(0), (potential.dim,)))
     mcmc = quietly(kernel, num_warmup=60, num_samples=10)
-    mcmc.run(jax.random.key(0), Y, batch_size=50, init_params=far, extra_fields=("diverging",))
+    fields = ("diverging",)
+    mcmc.run(jax.random.key(0), Y, batch_size=50, init_params=init_params, extra_fields=fields)
     values = jax.vmap(lambda w: output(w, X, jax.nn.relu))(mcmc.get_samples())
     error = float(jnp.sqrt(jnp.square(values.mean(0) - Y).mean()))
     diverging = np.asarray(mcmc.get_extra_fields()["diverging"])
