@@ -240,13 +240,13 @@ class Options:
                 f"`noise_compensation` needs independent minibatches, but `subsampling` is "
                 f"{self.subsampling!r}.",
                 "use subsampling='iid', or leave out `noise_compensation`.",
-                "noise-compensation",
+                "noise-compensation-unsupported",
             )
         if self.init_in_modes:
             raise InvalidArgumentError(
                 "`noise_compensation` and `init_in_modes` exclude each other.",
                 "leave out one of them; the gradient noise is measured in one mode alone.",
-                "noise-compensation",
+                "noise-compensation-unsupported",
             )
 
     def _check_gibbs(self) -> None:
@@ -534,7 +534,7 @@ def _check_observations_are_independent(potential: Potential, options: Options) 
         raise InvalidArgumentError(
             "`noise_compensation` is not supported for sharded data.",
             "leave out `noise_compensation`, which needs per-observation gradients.",
-            "noise-compensation",
+            "noise-compensation-unsupported",
         )
     if potential.is_stochastic:
         raise InvalidArgumentError(
@@ -549,7 +549,7 @@ def _check_observations_are_independent(potential: Potential, options: Options) 
             raise InvalidModelError(
                 f"The subsampled plates {names} meet at one site: no `noise_compensation`.",
                 "leave out `noise_compensation`, or subsample one of the plates.",
-                "noise-compensation",
+                "noise-compensation-unsupported",
             )
 
 

@@ -1,8 +1,8 @@
 """Posterior means and SDs by long NUTS runs, stored in ``references.json``.
 
 ``python -m tests.sampling.references`` makes the file (about ten minutes on two cores): four chains
-of 2,500 draws for each model of :mod:`tests.sampling.models`, seeded. Each entry holds a fingerprint
-of the data for which it was computed.
+of 2,500 draws for each model of :mod:`tests.sampling.models`, seeded. Each entry holds a
+fingerprint of the data for which it was computed.
 """
 
 from __future__ import annotations
