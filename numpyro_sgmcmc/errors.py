@@ -25,8 +25,10 @@ __all__ = [
     "CheckpointWarning",
     "ConvergenceWarning",
     "DataOrderWarning",
+    "DataReadError",
     "DiscretisationWarning",
     "DroppedSiteWarning",
+    "ExplainedError",
     "GradientNoiseWarning",
     "InconsistentGradientWarning",
     "InitializationError",
@@ -69,35 +71,40 @@ def format_message(problem: str, fix: str, entry: str) -> str:
 
     :param problem: what is wrong, one sentence that names the site or argument.
     :param fix: what to do, without the word Fix.
-    :param entry: anchor of the entry on the troubleshooting page.
+    :param entry: label of the entry on the troubleshooting page.
     """
     return f"{problem} Fix: {fix} See {TROUBLESHOOTING_PAGE}#{entry}"
 
 
-class _ExplainedError(ValueError):
+class ExplainedError(Exception):
     """Base of errors that carry a fix and a troubleshooting entry.
 
-    A type of its own distinguishes them from errors that the model, NumPyro or JAX raise.
+    The type distinguishes them from errors that the model, NumPyro or JAX raise.
 
     :param problem: what is wrong.
     :param fix: what to do.
-    :param entry: anchor of the entry on the troubleshooting page.
+    :param entry: label of the entry on the troubleshooting page.
     """
 
     def __init__(self, problem: str, fix: str = "", entry: str = "") -> None:
+        self.problem, self.fix, self.entry = problem, fix, entry
         super().__init__(format_message(problem, fix, entry) if fix else problem)
 
 
-class InvalidArgumentError(_ExplainedError):
+class InvalidArgumentError(ExplainedError, ValueError):
     """Raised for an argument, an option or data that cannot be used."""
 
 
-class InvalidModelError(_ExplainedError):
+class InvalidModelError(ExplainedError, ValueError):
     """Raised for a model that cannot be sampled with minibatches."""
 
 
-class InitializationError(_ExplainedError):
+class InitializationError(ExplainedError, ValueError):
     """Raised where no initial position has a finite log density and gradient."""
+
+
+class DataReadError(ExplainedError, RuntimeError):
+    """Raised where rows on the host cannot be read, or hold values that cannot be used."""
 
 
 class SGMCMCWarning(UserWarning):
@@ -161,7 +168,7 @@ class CheckpointWarning(SGMCMCWarning):
 
 
 class ModelWarningKind(Enum):
-    """What the warm-up found that makes draws wrong whatever the chains show."""
+    """Properties of a posterior that bias the draws without a trace in the chains."""
 
     INCONSISTENT_GRADIENT = "inconsistent gradient"
     MULTIMODAL = "multimodal"
@@ -211,7 +218,7 @@ def warn_user(
     :param message: what is wrong; the complete message where ``fix`` is empty.
     :param category: class of the warning.
     :param fix: what to do.
-    :param entry: anchor of the entry on the troubleshooting page.
+    :param entry: label of the entry on the troubleshooting page.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
@@ -222,6 +229,8 @@ def warn_user(
 
 def summarise_error(error: BaseException) -> str:
     """Return the first line of an error's message, without the pages that JAX adds."""
+    if isinstance(error, ExplainedError):
+        return error.problem.rstrip(".")
     first_line = str(error).strip().split("\n")[0][:200].rstrip(". ")
     if isinstance(error, KeyError):  # its message is the key alone
         return f"there is no key {first_line}"
@@ -271,8 +280,8 @@ def standard_normal_points(like: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (8, *like.shape), like.dtype)
 
 
-# Option of NUTS -> the option here that takes its place.
-_NUTS_EQUIVALENTS = {"target_accept_prob": "target_sd_bias"}
+# Option of NUTS -> the option of this package with the same purpose.
+_NUTS_EQUIVALENTS = {"target_accept_prob": "target_sd_bias"}  # vocabulary: ok
 
 
 def check_no_unknown_kwargs(kernel_class: type, unknown_kwargs: Mapping[str, Any]) -> None:

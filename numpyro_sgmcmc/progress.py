@@ -1,4 +1,8 @@
-"""How far long work has come, shown once it takes longer than a few seconds."""
+"""Progress bars of the adaptation and of passes over all data.
+
+A bar appears once the work takes longer than a few seconds. Passes are counted in rows that the
+largest :class:`HostArray` has read; for data in memory no rows are counted.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,21 @@ from numpyro_sgmcmc.data.host_array import HostArray, count_reads
 
 __all__ = ["ProgressReporter", "show_adaptation_progress", "show_data_passes"]
 
+# Shorter work shows no bar.
 _DISPLAY_DELAY_SECONDS = 3.0
 
 
 class ProgressReporter:
-    """Told how far work in stages has come; this one keeps it to itself."""
+    """Receiver of the progress of work in stages; this class shows nothing."""
 
     def begin_stage(self, name: str) -> None:
-        """A stage begins."""
+        """Begin a stage."""
 
     def set_total(self, work: int) -> None:
-        """So much work, in any unit, is to do in the stages that take longest, at most."""
+        """Set an upper bound on the work of the longest stages, in any unit."""
 
     def advance(self, work: int) -> None:
-        """So much more of it is done."""
+        """Add completed work, in the unit of :meth:`set_total`."""
 
 
 class _ProgressBarReporter(ProgressReporter):
@@ -44,12 +49,17 @@ class _ProgressBarReporter(ProgressReporter):
         self._bar.update(work)
 
 
+def _find_longest(host_arrays: Sequence[HostArray]) -> HostArray | None:
+    """Return the array with the most rows, or None where there is none."""
+    return max(host_arrays, key=len, default=None)
+
+
 @contextmanager
 def show_adaptation_progress(host_arrays: Sequence[HostArray]) -> Iterator[ProgressReporter]:
-    """A line with the stage of the adaptation, and the passes over rows on the host so far.
+    """Show the stage of the adaptation and the passes over data on the host.
 
     :param host_arrays: arrays whose rows are read when needed.
-    :return: as context, what is to be told of the stages.
+    :return: as context, the receiver of the stages.
     """
     with tqdm_auto(
         delay=_DISPLAY_DELAY_SECONDS,
@@ -58,15 +68,15 @@ def show_adaptation_progress(host_arrays: Sequence[HostArray]) -> Iterator[Progr
         miniters=0,
         bar_format="{desc} {elapsed}{postfix}",
     ) as bar:
-        longest = max(host_arrays, key=len, default=None)
+        longest = _find_longest(host_arrays)
 
-        def read(rows: int) -> None:
+        def show_passes(num_rows: int) -> None:
             assert longest is not None
-            passes = f"{rows / len(longest):.2f} passes over '{longest.name}'"
+            passes = f"{num_rows / len(longest):.2f} passes over '{longest.name}'"
             bar.set_postfix_str(passes, refresh=False)
             bar.update(0)
 
-        with count_reads(longest, read):
+        with count_reads(longest, show_passes):
             yield _ProgressBarReporter(bar)
 
 
@@ -74,13 +84,13 @@ def show_adaptation_progress(host_arrays: Sequence[HostArray]) -> Iterator[Progr
 def show_data_passes(
     description: str, host_arrays: Sequence[HostArray], num_passes: float
 ) -> Iterator[None]:
-    """A progress bar of some passes over all rows on the host; none for rows in memory.
+    """Show a progress bar of passes over all rows on the host; none for data in memory.
 
-    :param description: what the passes are for.
+    :param description: purpose of the passes.
     :param host_arrays: arrays whose rows are read when needed.
-    :param num_passes: their number; a fraction for some of the rows.
+    :param num_passes: number of passes; a fraction for a part of the rows.
     """
-    longest = max(host_arrays, key=len, default=None)
+    longest = _find_longest(host_arrays)
     if longest is None:
         yield
         return
@@ -93,5 +103,5 @@ def show_data_passes(
         unit=" rows",
         unit_scale=True,
     ) as bar:
-        with count_reads(longest, lambda rows: bar.update(rows - bar.n)):
+        with count_reads(longest, lambda num_rows: bar.update(num_rows - bar.n)):
             yield

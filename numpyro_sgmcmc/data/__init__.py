@@ -1,4 +1,4 @@
-"""Data that no device holds as a whole: rows on the host or on disk, or spread over devices."""
+"""Model arguments, minibatches, and data that no device holds as a whole."""
 
 from numpyro_sgmcmc.data.host_array import HostArray
 from numpyro_sgmcmc.data.sharded_array import ShardedArray

@@ -1,9 +1,9 @@
-"""Model arguments as one value that :func:`jax.jit` can take.
+"""Model arguments as a pytree that :func:`jax.jit` can take.
 
-A user calls ``mcmc.run(key, X, y, batch_size=256)``: arrays beside integers that decide shapes.
-:class:`Arguments` is a pytree whose leaves are the arrays and whose structure holds the rest, so
-a function compiled once serves every data set of the same shapes, and a change of ``batch_size``
-compiles anew.
+A user calls ``mcmc.run(key, X, y, batch_size=256)``: arrays beside integers that determine shapes.
+The leaves of :class:`Arguments` are the arrays, and its structure holds the rest. A compiled
+function therefore serves every data set of the same shapes, and is compiled again for another
+``batch_size``. :class:`DeviceArrayCache` keeps large arrays out of the compiled programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.host_array import HostArray
+from numpyro_sgmcmc.data.host_array import HostArray, exceeds_integer_range
 from numpyro_sgmcmc.data.sharded_array import ShardedArray, as_sharded
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
@@ -32,20 +32,169 @@ __all__ = [
     "is_traced",
 ]
 
-_MIN_TOTAL_CACHE_BYTES = 2**25  # of all arrays together
-_MIN_CACHED_ARRAY_BYTES = 2**20  # of an array that is a constant all the same
+# Bytes of all arrays together from which they are held in references. Below, the time to compile
+# them as constants is negligible.
+_MIN_TOTAL_CACHE_BYTES = 2**25
+# Bytes below which an array is a constant nevertheless.
+_MIN_CACHED_ARRAY_BYTES = 2**20
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is a JAX array, or a NumPy array of a type that JAX holds."""
+    """Return whether ``x`` is a JAX array, or a NumPy array of a type that JAX supports."""
     if isinstance(x, jax.Array):
         return True
     return isinstance(x, np.ndarray) and (x.dtype.kind in "biufc" or "bfloat" in x.dtype.name)
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether an array in the pytree is being traced."""
+    """Return whether an array in the pytree is traced."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def as_jax_arrays(tree: Any) -> Any:
+    """Return ``tree`` with JAX arrays for NumPy arrays, which a traced index cannot index."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
+
+
+class IdentityKey:
+    """A value that is hashed and compared by identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdentityKey) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@jax.tree_util.register_pytree_node_class
+class Arguments:
+    """The positional and keyword arguments of a model call; arrays may be in references.
+
+    :param tuple args: positional arguments.
+    :param dict kwargs: keyword arguments, or None for none.
+    """
+
+    def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
+        self.args, self.kwargs = jax.tree.map(
+            as_sharded, (tuple(args), dict(kwargs or {})), is_leaf=_is_sharded_array
+        )
+
+    @property
+    def arrays(self) -> list[jax.Array | np.ndarray]:
+        """The array leaves, in pytree order."""
+        return [x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)]
+
+    @property
+    def host_arrays(self) -> list[HostArray]:
+        """Arrays whose rows are read when needed; of sharded ones, the part of this host."""
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
+        return [x for x in map(_local_part, leaves) if _is_host_array(x)]
+
+    @property
+    def sharded_arrays(self) -> list[ShardedArray]:
+        """Arrays whose rows are sharded over devices."""
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded_array)
+        return [x for x in leaves if _is_sharded_array(x)]
+
+    @property
+    def signature(self) -> Hashable:
+        """Structure, static values, and shapes and types of the arrays."""
+        leaves, structure = jax.tree.flatten(self)
+        return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+
+    @property
+    def checksums(self) -> tuple[int | None, ...]:
+        """CRCs of NumPy arrays and arrays on the host, which may change; None for JAX arrays."""
+        in_memory = (
+            zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+            if isinstance(x, np.ndarray)
+            else None
+            for x in self.arrays
+        )
+        return (*in_memory, *(array.checksum() for array in self.host_arrays))
+
+    @property
+    def is_concrete(self) -> bool:
+        """True where no array is traced."""
+        return not is_traced(self.arrays)
+
+    def dereference(self) -> Arguments:
+        """Return the arguments with the arrays in place of their references."""
+        return self._map(lambda x: x[...], lambda x: isinstance(x, jax.Ref))
+
+    def map_arrays(self, fn: Callable) -> Arguments:
+        """Return the arguments with ``fn`` applied to each array."""
+        return self._map(fn, is_array)
+
+    def map_host_arrays(self, fn: Callable[[HostArray], Any]) -> Arguments:
+        """Return the arguments with ``fn`` applied to each :class:`HostArray`."""
+        return self._map(fn, _is_host_array, _is_host_array)
+
+    def map_sharded_arrays(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
+        """Return the arguments with ``fn`` applied to each :class:`ShardedArray`."""
+        return self._map(fn, _is_sharded_array, _is_sharded_array)
+
+    def _map(
+        self,
+        fn: Callable,
+        is_mapped: Callable[[Any], bool],
+        is_leaf: Callable[[Any], bool] | None = None,
+    ) -> Arguments:
+        """Return the arguments with ``fn`` applied to the leaves for which ``is_mapped`` holds."""
+        args, kwargs = jax.tree.map(
+            lambda x: fn(x) if is_mapped(x) else x, (self.args, self.kwargs), is_leaf=is_leaf
+        )
+        return Arguments(args, kwargs)
+
+    def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
+        """Return the arrays with their names in the model's signature."""
+        return [(name, x) for name, x in self._named_leaves(model) if is_array(x)]
+
+    def named_host_arrays(self, model: Callable) -> list[tuple[str, HostArray]]:
+        """Return :attr:`host_arrays` with their names in the model's signature."""
+        named = ((name, _local_part(x)) for name, x in self._named_leaves(model, _is_row_array))
+        return [(name, x) for name, x in named if _is_host_array(x)]
+
+    def _named_leaves(
+        self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield all leaves with their names in the model's signature."""
+        try:
+            parameters = list(inspect.signature(model).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        leaves = jax.tree_util.tree_leaves_with_path((self.args, self.kwargs), is_leaf=is_leaf)
+        for path, leaf in leaves:
+            key = path[1]
+            if isinstance(key, jax.tree_util.SequenceKey):
+                is_named = key.idx < len(parameters)
+                name = parameters[key.idx] if is_named else f"argument {key.idx}"
+            else:
+                name = str(getattr(key, "key", key))
+            # The array inside a ShardedArray has the name of the ShardedArray.
+            inner = [k for k in path[2:] if not isinstance(k, jax.tree_util.FlattenedIndexKey)]
+            yield f"`{name}{jax.tree_util.keystr(tuple(inner))}`", leaf
+
+    def tree_flatten(self) -> tuple[list[Any], Hashable]:
+        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
+        arrays = [x for x in leaves if _is_array_or_ref(x)]
+        static = tuple(None if _is_array_or_ref(x) else _static_key(x) for x in leaves)
+        return arrays, (structure, static)
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Arguments:
+        structure, static = aux
+        arrays = iter(children)
+        leaves = []
+        for key in static:
+            if key is None:
+                leaves.append(next(arrays))
+            else:
+                leaves.append(key.value if isinstance(key, IdentityKey) else key[1])
+        return cls(*jax.tree.unflatten(structure, leaves))
 
 
 def _is_host_array(x: Any) -> bool:
@@ -64,26 +213,13 @@ def _is_array_or_ref(x: Any) -> bool:
     return isinstance(x, jax.Ref) or is_array(x)
 
 
-def as_jax_arrays(tree: Any) -> Any:
-    """``tree`` with its NumPy arrays as JAX arrays: a traced index cannot index a NumPy array."""
-    return jax.tree.map(lambda x: jnp.asarray(x) if is_array(x) else x, tree)
-
-
-class IdentityKey:
-    """A value hashed and compared by identity."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IdentityKey) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def _local_part(x: Any) -> Any:
+    """Return the array inside a ShardedArray, and anything else as it is."""
+    return x.array if _is_sharded_array(x) else x
 
 
 def _static_key(x: Any) -> Hashable:
-    """``x`` as a part of a pytree's structure; its type counts, so that 1 and True differ."""
+    """Return ``x`` as a part of a pytree's structure, with its type: 1 and True differ."""
     try:
         hash(x)
     except TypeError:
@@ -91,204 +227,86 @@ def _static_key(x: Any) -> Hashable:
     return (type(x), x)
 
 
-@jax.tree_util.register_pytree_node_class
-class Arguments:
-    """The positional and keyword arguments of one model call; arrays may be held in references.
-
-    :param tuple args: positional arguments.
-    :param dict kwargs: keyword arguments, or None for none.
-    """
-
-    def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
-        given = tuple(args), dict(kwargs or {})
-        self.args, self.kwargs = jax.tree.map(as_sharded, given, is_leaf=_is_sharded_array)
-
-    @property
-    def arrays(self) -> list[jax.Array | np.ndarray]:
-        """The array leaves, in pytree order."""
-        return [x for x in jax.tree.leaves((self.args, self.kwargs)) if is_array(x)]
-
-    @property
-    def signature(self) -> Hashable:
-        """Structure, static values, and the shapes and types of the arrays."""
-        leaves, structure = jax.tree.flatten(self)
-        return structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-
-    @property
-    def checksums(self) -> tuple[int | None, ...]:
-        """Of NumPy's arrays and those on the host, which may change in place; None for others."""
-        own = (
-            zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-            if isinstance(x, np.ndarray)
-            else None
-            for x in self.arrays
-        )
-        return (*own, *(host.checksum() for host in self.host_arrays))
-
-    @property
-    def is_concrete(self) -> bool:
-        """Whether no array is being traced."""
-        return not is_traced(self.arrays)
-
-    def dereference(self) -> Arguments:
-        """These arguments with the arrays that references hold in place of the references."""
-        args, kwargs = jax.tree.map(
-            lambda x: x[...] if isinstance(x, jax.Ref) else x, (self.args, self.kwargs)
-        )
-        return Arguments(args, kwargs)
-
-    def map_arrays(self, fn: Callable) -> Arguments:
-        """These arguments with ``fn`` applied to each array."""
-        args, kwargs = jax.tree.map(lambda x: fn(x) if is_array(x) else x, (self.args, self.kwargs))
-        return Arguments(args, kwargs)
-
-    @property
-    def host_arrays(self) -> list[HostArray]:
-        """The arrays whose rows are read when they are needed; of spread ones this host's part."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
-        parts = (x.array if _is_sharded_array(x) else x for x in leaves)
-        return [x for x in parts if _is_host_array(x)]
-
-    def map_host_arrays(self, fn: Callable[[HostArray], Any]) -> Arguments:
-        """These arguments with ``fn`` applied to each array whose rows are read when needed."""
-        args, kwargs = jax.tree.map(
-            lambda x: fn(x) if _is_host_array(x) else x,
-            (self.args, self.kwargs),
-            is_leaf=_is_host_array,
-        )
-        return Arguments(args, kwargs)
-
-    @property
-    def sharded_arrays(self) -> list[ShardedArray]:
-        """The arrays whose rows are spread over devices."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded_array)
-        return [x for x in leaves if _is_sharded_array(x)]
-
-    def map_sharded_arrays(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
-        """These arguments with ``fn`` applied to each array whose rows are spread over devices."""
-        args, kwargs = jax.tree.map(
-            lambda x: fn(x) if _is_sharded_array(x) else x,
-            (self.args, self.kwargs),
-            is_leaf=_is_sharded_array,
-        )
-        return Arguments(args, kwargs)
-
-    def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
-        """The arrays with the names that they have in the model's signature."""
-        return [(name, x) for name, x in self._named_leaves(model) if is_array(x)]
-
-    def named_host_arrays(self, model: Callable) -> list[tuple[str, HostArray]]:
-        """As :attr:`hosts`, with such names."""
-        named = self._named_leaves(model, _is_row_array)
-        parts = ((name, x.array if _is_sharded_array(x) else x) for name, x in named)
-        return [(name, x) for name, x in parts if _is_host_array(x)]
-
-    def _named_leaves(
-        self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
-    ) -> Iterator[tuple[str, Any]]:
-        """All arguments' leaves with the names that they have in the model's signature."""
-        try:
-            names = list(inspect.signature(model).parameters)
-        except (TypeError, ValueError):
-            names = []
-        arguments = self.args, self.kwargs
-        for path, leaf in jax.tree_util.tree_flatten_with_path(arguments, is_leaf)[0]:
-            part = path[1]
-            if isinstance(part, jax.tree_util.SequenceKey):
-                name = names[part.idx] if part.idx < len(names) else f"argument {part.idx}"
-            else:
-                name = str(getattr(part, "key", part))
-            # What a ShardedArray holds goes by its name.
-            inside = [p for p in path[2:] if not isinstance(p, jax.tree_util.FlattenedIndexKey)]
-            yield f"`{name}{jax.tree_util.keystr(tuple(inside))}`", leaf
-
-    def tree_flatten(self) -> tuple[list[Any], Hashable]:
-        leaves, structure = jax.tree.flatten((self.args, self.kwargs))
-        arrays = [x for x in leaves if _is_array_or_ref(x)]
-        static = tuple(None if _is_array_or_ref(x) else _static_key(x) for x in leaves)
-        return arrays, (structure, static)
-
-    @classmethod
-    def tree_unflatten(cls, aux: Any, children: Any) -> Arguments:
-        structure, static = aux
-        arrays = iter(children)
-        leaves = []
-        for entry in static:
-            if entry is None:
-                leaves.append(next(arrays))
-            else:
-                leaves.append(entry.value if isinstance(entry, IdentityKey) else entry[1])
-        return cls(*jax.tree.unflatten(structure, leaves))
-
-
 class DeviceArrayCache:
-    """Large arrays in references, one for each, as a compiled step should see them.
+    """Large arrays in references, one for each, for use in compiled steps.
 
-    NumPyro compiles a kernel with the data as constants. XLA copies these (800 MB cost 5 to 9 s and
-    1.6 GB), and a cache of programs keeps them, so arrays that are large together are held in
-    references, which XLA takes as buffers. It has a price: what such a program returns is committed
-    to a device, as its first arguments are not, so that NumPyro's loop with a progress bar has it
-    compiled twice. To read a reference outside a compiled function is to copy it.
+    NumPyro compiles a kernel with the data as constants. XLA copies these (800 MB took 5 to 9 s and
+    1.6 GB), and a cache of programs keeps them. References are passed as buffers instead. Their
+    price: the results of such a program are committed to a device, unlike its first arguments, so
+    that NumPyro's loop with a progress bar is compiled twice. Reading a reference outside a
+    compiled function copies it.
     """
 
     def __init__(self) -> None:
         self._refs: dict[int, tuple[Any, Any]] = {}
 
-    def cache_arrays(self, arguments: Arguments) -> Arguments:
-        """The arguments with their large arrays in references.
+    def cache_arrays(
+        self,
+        arguments: Arguments,
+        min_total_bytes: int = _MIN_TOTAL_CACHE_BYTES,
+        min_array_bytes: int = _MIN_CACHED_ARRAY_BYTES,
+    ) -> Arguments:
+        """Return the arguments with their large arrays in references.
 
-        ``pmap`` knows no references and gets constants.
+        ``pmap`` does not support references and gets constants.
+
+        :param arguments: the arguments.
+        :param min_total_bytes: bytes of all arrays from which there are references.
+        :param min_array_bytes: bytes of an array from which it is in a reference.
         """
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
         num_bytes = sum(x.nbytes for x in arguments.arrays if not isinstance(x, jax.core.Tracer))
-        least = _MIN_CACHED_ARRAY_BYTES if num_bytes >= _MIN_TOTAL_CACHE_BYTES else math.inf
-        return arguments.map_arrays(lambda x: self._get_ref(x, least))
+        min_bytes = min_array_bytes if num_bytes >= min_total_bytes else math.inf
+        return arguments.map_arrays(lambda x: self._get_ref(x, min_bytes))
 
     def keep_only(self, arguments: Arguments) -> None:
-        """Let go of all arrays but those of ``arguments``."""
-        present = {id(x) for x in arguments.arrays}
-        self._refs = {k: held for k, held in self._refs.items() if k in present}
+        """Release all arrays except those of ``arguments``."""
+        ids = {id(x) for x in arguments.arrays}
+        self._refs = {key: entry for key, entry in self._refs.items() if key in ids}
 
     def _get_ref(self, x: Any, min_bytes: float) -> Any:
-        """A reference to an array of so many bytes or more; a smaller one as it is."""
+        """Return a reference to an array of at least ``min_bytes``, or a smaller array itself."""
         if isinstance(x, jax.core.Tracer) or not is_array(x):
             return jnp.asarray(x)
-        # What lies on other processes' devices cannot be a constant.
-        is_spread = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-        if x.nbytes < min_bytes and not is_spread:
+        # An array with parts on other processes' devices cannot be a constant.
+        is_sharded = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
+        if x.nbytes < min_bytes and not is_sharded:
             return jnp.asarray(x)
-        held = self._refs.get(id(x))
-        if held is None or held[0] is not x:
+        entry = self._refs.get(id(x))
+        if entry is None or entry[0] is not x:
             with jax.ensure_compile_time_eval():
-                self._refs[id(x)] = held = (x, jax.new_ref(jnp.asarray(x)))
-        return held[1]
+                self._refs[id(x)] = entry = (x, jax.new_ref(jnp.asarray(x)))
+        return entry[1]
 
 
 def check_jax_representable(arguments: Arguments, model: Callable) -> None:
-    """Refuse NumPy arrays that JAX cannot hold, or would hold with other values."""
+    """Check that JAX can hold the NumPy arrays with the same values."""
     for name, x in arguments.named_arrays(model):
         if not isinstance(x, np.ndarray):
             continue
         if np.ma.is_masked(x):
             raise InvalidArgumentError(
-                f"{name} is a masked array, of which JAX would use the values behind the mask: "
-                "leave these rows out, or pass them to handlers.mask."
+                f"{name} is a masked array, and JAX would use the values behind the mask.",
+                "leave these rows out, or pass the mask to handlers.mask.",
+                "masked-data",
             )
         if isinstance(x, np.ma.MaskedArray):
             raise InvalidArgumentError(
-                f"{name} is a masked array, which JAX does not take: pass its data."
+                f"{name} is a masked array, which JAX does not accept.",
+                "pass its data.",
+                "masked-data",
             )
         if not x.dtype.isnative or x.dtype.name in ("longdouble", "float128", "complex256"):
             raise InvalidArgumentError(
-                f"{name} has type {x.dtype.str}, which JAX does not have: pass it as another, for "
-                "example by .astype(np.float32)."
+                f"{name} has type {x.dtype.str}, which JAX does not support.",
+                "convert it, for example by .astype(np.float32).",
+                "unsupported-dtype",
             )
-        held = jax.dtypes.canonicalize_dtype(x.dtype)
-        if x.dtype.kind in "iu" and held != x.dtype and x.size:
-            low, high, limits = x.min(), x.max(), np.iinfo(held)
-            if low < limits.min or high > limits.max:
-                raise InvalidArgumentError(
-                    f"{name} has integers from {low} to {high}, which {held} cannot hold: switch "
-                    "on jax_enable_x64, or pass floats."
-                )
+        device_dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if exceeds_integer_range(x, device_dtype):
+            raise InvalidArgumentError(
+                f"{name} has integers from {x.min()} to {x.max()}, beyond those of {device_dtype}.",
+                "switch on jax_enable_x64, or convert the data to floats.",
+                "integer-range",
+            )

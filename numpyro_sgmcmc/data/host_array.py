@@ -1,8 +1,8 @@
-"""What arrays have in common whose rows no device holds as a whole.
+"""Arrays whose rows are read when a minibatch needs them: larger than memory, or on disk.
 
-Calls of compiled functions to the host, for rows.
-
-Arrays whose rows are read when a minibatch needs them: larger than memory, or on disk.
+:class:`HostArray` wraps a source of rows, checks every number that it gives, and reads the rows of
+coming iterations on a separate thread. :class:`RowArray` is its interface, shared with
+:class:`ShardedArray`: an array that can be indexed by rows, and is never available as a whole.
 """
 
 from __future__ import annotations
@@ -22,49 +22,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import DataReadError, ExplainedError, InvalidArgumentError
 
 __all__ = [
     "HostArray",
     "RowArray",
     "RowIndexError",
     "call_host",
+    "check_unmasked",
     "count_reads",
+    "exceeds_integer_range",
+    "find_nonfinite_rows",
     "index_trailing_axes",
     "read_and_prefetch",
+    "split_index",
     "unwrap_callback_errors",
 ]
 
+# Row indices are 32-bit integers.
 _MAX_INT32_ROWS = 2**31 - 1
+# Elements per operand of a callback. XLA's CPU client copies small buffers (about 100 kB) inline,
+# and larger ones on a thread of its pool.
+_MAX_CALLBACK_OPERAND_SIZE = 4096
+# Blocks of prefetched rows that an array keeps per device. A run needs one per chain; blocks of
+# aborted runs are discarded.
+_MAX_PREFETCHES_PER_READER = 8
+# Bytes of a memory map that may stay resident: a bound on memory.
+_MAX_RESIDENT_MMAP_BYTES = 2**29
+# Jumps between non-consecutive rows of a memory map after which resident memory is measured.
+_MAX_JUMPS_PER_READ = 256
+# Bytes that most systems map at a page fault, for systems without /proc.
+_PAGE_FAULT_BYTES = 2**16
+# Mean length of runs of consecutive rows from which a chunked source is read by slices.
+_MIN_RUN_ROWS = 16
+# Sources of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
+_MAX_FULL_CHECKSUM_BYTES = 2**25
+_NUM_CHECKSUM_ROWS = 512
+
+_NUMPY_ARRAY_TYPES = (np.ndarray, np.memmap)
 
 
-class RowIndexError(TypeError):
-    """What is said where an array is used otherwise than by its rows.
+class RowIndexError(ExplainedError, TypeError):
+    """Raised where a model uses an array other than by its rows.
 
+    :param problem: what is wrong.
+    :param fix: what to do.
+    :param entry: label of the entry on the troubleshooting page.
     :param array: the array.
-    :param reason: goes on from its name.
     """
 
-    def __init__(self, array: Any, reason: str) -> None:
-        super().__init__(f"{array!r} {reason}")
+    def __init__(self, problem: str, fix: str = "", entry: str = "", array: Any = None) -> None:
+        super().__init__(problem, fix, entry)
         self.array = array
 
 
 class RowArray:
-    """An array with rows along its first axis, to be indexed by the indices of a plate.
+    """An array with rows along its first axis, indexed by the indices of a plate.
 
-    Subclasses have ``shape`` and ``dtype``, and find rows in :meth:`_rows_at`.
+    Subclasses have ``shape`` and ``dtype`` and implement :meth:`_get_rows`.
     """
 
-    _no_whole_array_reason: ClassVar[str]
-    """Why the whole array cannot be had, in words that go on from its name."""
+    _location: ClassVar[str]
+    """Why the whole array is not available: the predicate of a sentence."""
 
     shape: Any
     dtype: Any
 
     @property
     def is_on_host(self) -> bool:
-        """Whether rows are read from the host when they are needed."""
+        """True where rows are read from the host when they are needed."""
         return False
 
     @property
@@ -74,7 +100,7 @@ class RowArray:
 
     @property
     def row_size(self) -> int:
-        """Numbers in a row."""
+        """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
     def __len__(self) -> int:
@@ -82,47 +108,56 @@ class RowArray:
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise RowIndexError(
+            f"{self!r} {self._location}.",
+            "index it by the indices of its plate, or pass it through numpyro.subsample.",
+            "row-indexing",
             self,
-            f"{self._no_whole_array_reason}: index it by the indices of its plate, or pass it through "
-            "numpyro.subsample.",
         )
 
     __jax_array__ = __array__
 
     def __getitem__(self, index: Any) -> Any:
-        """Rows by their numbers.
+        """Return rows by their indices.
 
-        :param index: integers of any shape, a slice, or a tuple that starts with one of these and
-            goes on along the other axes.
+        :param index: integers of any shape, a slice, or a tuple that begins with one of these and
+            continues along the other axes.
         :raises TypeError: for any other index.
         """
-        rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        is_slice = isinstance(rows, slice)
+        indices, trailing_index = split_index(index)
+        is_slice = isinstance(indices, slice)
         if is_slice:
-            rows = np.arange(*rows.indices(len(self)))
-        is_none = rows is None or rows is Ellipsis
-        if is_none or not jnp.issubdtype(jnp.result_type(rows), jnp.integer):
+            indices = np.arange(*indices.indices(len(self)))
+        is_none = indices is None or indices is Ellipsis
+        if is_none or not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
             raise RowIndexError(
+                f"{self!r} must be indexed by rows.",
+                "index it by the indices of its plate, an integer array or a slice.",
+                "row-indexing",
                 self,
-                "is indexed by rows: by the indices of its plate, an integer array or a slice.",
             )
-        found = self._get_rows(rows)
-        return found[:, *rest] if is_slice else index_trailing_axes(found, jnp.shape(rows), rest)
+        rows = self._get_rows(indices)
+        if is_slice:
+            return rows[:, *trailing_index]
+        return index_trailing_axes(rows, jnp.shape(indices), trailing_index)
 
     def _get_rows(self, indices: Any) -> jax.Array:
-        """The rows of these numbers, shape ``(*rows.shape, *shape[1:])``."""
+        """Return rows by their indices, shape ``(*indices.shape, *shape[1:])``."""
         raise NotImplementedError
 
     @classmethod
     def _check_shape_and_dtype(cls, shape: tuple[int, ...], dtype: Any) -> None:
-        """Refuse what has no rows, other types than numbers, and more rows than indices name."""
+        """Check that there are rows of real numbers, no more than indices can address."""
         if not shape or shape[0] < 1:
             raise InvalidArgumentError(
-                f"{cls.__name__} needs an array with rows, but got shape {shape}."
+                f"{cls.__name__} got shape {shape}, which has no rows.",
+                "pass an array whose first axis is that of the rows.",
+                "row-array-source",
             )
         if np.dtype(dtype).kind not in "biuf" and "bfloat" not in str(dtype):
             raise InvalidArgumentError(
-                f"{cls.__name__} needs integers, floats or booleans, but got dtype {dtype}."
+                f"{cls.__name__} got dtype {dtype}, which is not a type of real numbers.",
+                "convert the data to integers, floats or booleans.",
+                "row-array-source",
             )
         cls._check_num_rows(shape[0])
 
@@ -130,144 +165,87 @@ class RowArray:
     def _check_num_rows(cls, num_rows: int) -> None:
         if num_rows > _MAX_INT32_ROWS:
             raise InvalidArgumentError(
-                f"{cls.__name__} has {num_rows} rows, but indices of rows are 32-bit integers: at "
-                f"most {_MAX_INT32_ROWS}. Split the table."
+                f"{cls.__name__} got {num_rows} rows, more than 32-bit indices can address.",
+                f"split the table into parts of at most {_MAX_INT32_ROWS} rows.",
+                "row-array-source",
             )
+
+
+def split_index(index: Any) -> tuple[Any, list[Any]]:
+    """Return the index along the first axis, and those along the other axes."""
+    first, *trailing_index = index if isinstance(index, tuple) and index else (index,)
+    return first, trailing_index
 
 
 def index_trailing_axes(
     row_values: jax.Array, indices_shape: tuple[int, ...], trailing_index: Sequence[Any]
 ) -> jax.Array:
-    """``array[rows, *rest]`` from ``row_values``, which is ``array[rows]``, for rows of a shape.
+    """Return ``array[indices, *trailing_index]`` from ``row_values``, which is ``array[indices]``.
 
-    Arrays in ``trailing_index`` are broadcast with the rows, as in ``array[rows, columns]``.
+    Arrays in ``trailing_index`` are broadcast with the indices, as in ``array[rows, columns]``.
     """
     if not trailing_index:
         return row_values
     size = math.prod(indices_shape)
-    places = jnp.arange(size).reshape(indices_shape)
-    return row_values.reshape(size, *row_values.shape[len(indices_shape) :])[
-        (places, *trailing_index)
-    ]
+    positions = jnp.arange(size).reshape(indices_shape)
+    flat_rows = row_values.reshape(size, *row_values.shape[len(indices_shape) :])
+    return flat_rows[(positions, *trailing_index)]
 
 
-_MAX_CALLBACK_OPERAND_SIZE = 4096
+def check_unmasked(values: Any) -> np.ndarray:
+    """Return an array; raise where values are masked, because NumPy would drop the mask."""
+    if np.ma.is_masked(values):
+        raise InvalidArgumentError(
+            "Some values of the data are masked.",
+            "leave these rows out, or pass the mask to handlers.mask.",
+            "masked-data",
+        )
+    return np.asarray(values)
 
 
-def call_host(fn: Callable[[Any], Any], result_shape_dtypes: Any, operands: Any) -> Any:
-    """``jax.pure_callback`` of one device among several, batched under ``vmap``.
-
-    JAX hands large operands over by a thread of the pool in which devices that are threads of one
-    CPU wait: where all of them wait for this call, it never comes. Small ones it hands over at
-    once, so that operands go in pieces.
-
-    :param fn: a function of NumPy arrays.
-    :param result_shape_dtypes: shapes and types of what it returns.
-    :param operands: a pytree of arrays.
-    """
-    leaves, structure = jax.tree.flatten(operands)
-    shapes = [x.shape for x in leaves]
-    flat = [x.reshape(-1) for x in leaves]
-    pieces = [
-        [
-            x[k : k + _MAX_CALLBACK_OPERAND_SIZE]
-            for k in range(0, x.size, _MAX_CALLBACK_OPERAND_SIZE)
-        ]
-        for x in flat
-    ]
-
-    def joined(pieces: list[list[Any]]) -> Any:
-        whole = [np.concatenate([np.asarray(x) for x in some], -1) for some in pieces]
-        shaped = [x.reshape(*x.shape[:-1], *s) for x, s in zip(whole, shapes, strict=True)]
-        return fn(jax.tree.unflatten(structure, shaped))
-
-    return jax.pure_callback(joined, result_shape_dtypes, pieces, vmap_method="broadcast_all")
+def exceeds_integer_range(values: np.ndarray, dtype: Any) -> bool:
+    """Return whether an integer type cannot hold some of the integers."""
+    dtype = np.dtype(dtype)
+    if values.dtype == dtype or not values.size:
+        return False
+    if values.dtype.kind not in "iu" or dtype.kind not in "iu":
+        return False
+    limits = np.iinfo(dtype)
+    return bool(values.min() < limits.min or values.max() > limits.max)
 
 
-def read_and_prefetch(
-    lookups: Sequence[tuple[Any, str]],
-    indices: Mapping[str, jax.Array],
-    next_indices: Mapping[str, jax.Array],
-    defer_errors: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Rows of each array inside a compiled function, and a start on those wanted after them.
-
-    :param lookups: the arrays, each with the name of what gives its rows.
-    :param indices: integer indices by that name, of three axes.
-    :param next_indices: the indices that the next call will ask for, of the same shapes.
-    :param defer_errors: whether not to raise what goes wrong, but to give zeros.
-    :return: for each array its rows, shape ``(*rows.shape, *array.shape[1:])``; where quiet, also
-        whether something has gone wrong.
-    """
-    forms = tuple(
-        jax.ShapeDtypeStruct((*indices[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups
-    )
-
-    def fetch(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        arrays = {name: np.asarray(x) for name, x in both.items()}
-        found = tuple(a.read_prefetched(arrays[n][..., 0, :, :, :]) for a, n in lookups)
-        for array, name in lookups:
-            array.prefetch(arrays[name][..., 1, :, :, :])
-        return found
-
-    def fetch_quietly(both: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
-        try:
-            return (*fetch(both), np.array(False))
-        except RuntimeError:  # which the array has noted
-            return (*(np.zeros(x.shape, x.dtype) for x in forms), np.array(True))
-
-    # As one array: each one that a callback takes costs it some 50 microseconds.
-    both = {name: jnp.stack([indices[name], next_indices[name]], -4) for _, name in lookups}
-    if defer_errors:
-        return call_host(fetch_quietly, (*forms, jax.ShapeDtypeStruct((), bool)), both)
-    return jax.pure_callback(fetch, forms, both, vmap_method="broadcast_all")
-
-
-_MAX_PREFETCHES_PER_READER = 8
-
-
-_MAX_RESIDENT_MMAP_BYTES = 2**29
-
-
-_MAX_JUMPS_PER_READ = 256
-
-
-_PAGE_FAULT_BYTES = 2**16  # what most systems map at a page fault
-
-
-_MIN_RUN_ROWS = 16
-
-
-_MAX_FULL_CHECKSUM_BYTES, _NUM_CHECKSUM_ROWS = 2**25, 512
-
-
-_NUMPY_ARRAY_TYPES = (np.ndarray, np.memmap)
-
-
-@cache
-def _prefetch_executor() -> ThreadPoolExecutor:
-    """One thread that reads ahead for all arrays: disks and h5py like one reader best."""
-    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
+def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
+    """Return the positions along the first axis where a value is missing or infinite."""
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        return np.empty(0, np.int64)
+    if values.dtype.char in "fd":  # one pass without a temporary array, where all is well
+        flat = values.reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if np.isfinite(np.dot(flat, flat)):
+                return np.empty(0, np.int64)
+    is_finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+    return np.flatnonzero(~is_finite)
 
 
 @jax.tree_util.register_static
 class HostArray(RowArray):
-    """Rows that stay where they are until a minibatch needs them.
+    """Rows that stay on disk or on the host until a minibatch needs them.
 
     Pass it to ``mcmc.run`` in place of the array; the model does not change. It may ask for
     ``X.shape``, index the rows by a plate's indices (``X[i]``, ``X[i, 0]``), or call
-    ``numpyro.subsample(X, event_dim=...)``; the whole array it cannot use, since it is never in
-    memory. Rows are read a block of iterations ahead, on a thread of their own, while the block
-    before computes; full-data passes of the warm-up go by chunks. Draws are those of the same rows
-    in memory, with the same key and settings; the warm-up may choose others for rows on the host.
+    ``numpyro.subsample(X, event_dim=...)``. It cannot use the whole array, which is never in
+    memory. Rows are read one block of iterations ahead, on a separate thread, while the chain
+    computes on the block before; passes of the warm-up over all data go by chunks. With the same
+    key and settings, the draws are those of the same rows in memory; the warm-up may choose other
+    settings for rows on the host.
 
     Two of these are equal only if they are the same object.
 
     :param source: anything with ``shape``, ``dtype`` and indexing by an integer array along the
-        first axis: ``numpy.memmap``, an ``h5py.Dataset``, a Zarr array, a reader of one's own.
-        Shape ``(N, ...)``; integers, floats or booleans.
-    :param name: what to call it in messages. Default the source's own file or name, if it has one.
-    :param sort: whether rows must be asked for in ascending order and once each, as h5py wants it.
+        first axis: ``numpy.memmap``, an ``h5py.Dataset``, a Zarr array, or a reader class. Shape
+        ``(N, ...)``; integers, floats or booleans.
+    :param name: name in messages. Default: the source's file or name, if it has one.
+    :param sort: whether rows must be requested in increasing order and once each, as h5py requires.
         Default: only for h5py.
     :raises ValueError: for a source without rows, or of another type.
 
@@ -281,87 +259,96 @@ class HostArray(RowArray):
                [0., 1.]], dtype=float32)
     """
 
-    _no_whole_array_reason = "is never in memory as a whole"
+    _location = "is never in memory as a whole"
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
         if hasattr(source, "iloc"):
             raise InvalidArgumentError(
-                f"HostArray reads rows by their places, but a {type(source).__name__} gives "
-                "them by its labels: pass its to_numpy()."
+                f"HostArray got a {type(source).__name__}, which is indexed by labels.",
+                "pass its to_numpy().",
+                "row-array-source",
             )
         try:
             shape, dtype = tuple(int(n) for n in source.shape), np.dtype(source.dtype)
         except (AttributeError, TypeError):
             raise InvalidArgumentError(
-                f"HostArray needs a source with a shape and a dtype, but got "
-                f"{type(source).__name__}."
+                f"HostArray got a {type(source).__name__}, which has no shape and dtype.",
+                "pass an array, or a class with shape, dtype and indexing by integer arrays.",
+                "row-array-source",
             ) from None
         if isinstance(source, HostArray):
-            raise InvalidArgumentError(f"{source!r} is a HostArray already.")
+            raise InvalidArgumentError(
+                f"{source!r} is a HostArray already.", "pass it as it is.", "row-array-source"
+            )
         self._check_shape_and_dtype(shape, dtype)
-        self._source = source
-        # A memory map copies some of its own attributes at every indexing.
-        self._backing_array = np.asarray(source) if type(source) in _NUMPY_ARRAY_TYPES else source
-        self._dtype = dtype.newbyteorder("=")
         self.shape = shape
         self.name = name or _source_name(source)
+        self.num_readers = 1
+        """Number of devices that read rows, each on a thread."""
+        self.read_error: DataReadError | None = None
+        """Last failure."""
+        self.pending_error: DataReadError | None = None
+        """Failure that no compiled function has raised yet."""
+        self._source = source
+        # Indexing a memory map copies its attributes each time; the plain array does not.
+        self._backing_array = np.asarray(source) if type(source) in _NUMPY_ARRAY_TYPES else source
+        self._dtype = dtype.newbyteorder("=")
         self._needs_sorted_indices = (
             type(source).__module__.startswith("h5py") if sort is None else sort
         )
-        self._prefetches: list[tuple[np.ndarray, Future]] = []
-        self._lock = Lock()  # each device asks on a thread of its own
-        self.num_readers = 1
-        found = getattr(source, "_mmap", None)
-        self._mmap = found if isinstance(found, mmap.mmap) else None
-        self._mmap_bytes = self._mmap.size() if self._mmap else 0
-        self._bytes_since_release, self._baseline_resident_bytes = 0, _resident_file_bytes() or 0
         self._is_chunked = hasattr(source, "chunks")
+        self._prefetches: list[tuple[np.ndarray, Future]] = []
+        self._lock = Lock()
         self._on_read: Callable[[int], None] | None = None
-        self.read_error: RuntimeError | None = None
-        self.pending_error: RuntimeError | None = (
-            None  # a failure that no compiled function has raised
-        )
+        file_map = getattr(source, "_mmap", None)
+        self._mmap = file_map if isinstance(file_map, mmap.mmap) else None
+        self._mmap_bytes = self._mmap.size() if self._mmap else 0
+        self.max_resident_bytes = _MAX_RESIDENT_MMAP_BYTES
+        """Bytes of a memory map that may stay resident."""
+        self._bytes_since_release = 0
+        self._baseline_resident_bytes = _resident_file_bytes() or 0
 
     is_on_host = True
 
     @property
     def dtype(self) -> np.dtype:
-        """The type that its rows have on the device."""
+        """Type of the rows on the device."""
         return jax.dtypes.canonicalize_dtype(self._dtype)
 
     def __repr__(self) -> str:
         return f"HostArray('{self.name}', shape={self.shape}, dtype={self.dtype})"
 
-    def _get_rows(self, indices: Any) -> jax.Array:
-        """Rows, read now, or where they are being traced, when the compiled function runs."""
-        if not isinstance(indices, jax.core.Tracer):
-            return jnp.asarray(self.read(np.asarray(indices)))
-        form = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
-        return jax.pure_callback(self.read, form, indices, vmap_method="broadcast_all")
-
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
+        transient: dict[str, Any] = {
             "_source": self._backing_array,
             "_prefetches": [],
             "_on_read": None,
             "_mmap": None,
+            "_lock": None,
         }
-        return {**self.__dict__, **own, "_lock": None}
+        return {**self.__dict__, **transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
 
+    def _get_rows(self, indices: Any) -> jax.Array:
+        """Return rows, read now or, where the indices are traced, when the function runs."""
+        if not isinstance(indices, jax.core.Tracer):
+            return jnp.asarray(self.read(np.asarray(indices)))
+        result = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
+        return jax.pure_callback(self.read, result, indices, vmap_method="broadcast_all")
+
     def read(self, indices: Any) -> np.ndarray:
-        """Rows as a NumPy array of shape ``(*rows.shape, *shape[1:])``, each number looked at.
+        """Return rows as a NumPy array of shape ``(*indices.shape, *shape[1:])``.
 
         :param indices: integer array of any shape.
-        :raises RuntimeError: naming source and rows, where the source fails, gives something else
-            than these rows, or numbers that are not finite.
+        :raises RuntimeError: naming source and rows, where the source fails, returns something
+            other than these rows, or values that are not finite.
         """
         indices = np.asarray(indices)
         try:
             values = self._read_flat(indices.ravel())
-        except RuntimeError as error:
+        except DataReadError as error:
             self.read_error = error
             raise
         if self._on_read is not None:
@@ -369,103 +356,106 @@ class HostArray(RowArray):
         return values.reshape(*indices.shape, *self.shape[1:])
 
     def _read_flat(self, indices: np.ndarray) -> np.ndarray:
-        num = len(self)
+        """Return the rows of a one-dimensional array of indices, after all checks."""
+        num_rows = len(self)
         first, last = (indices.min(), indices.max()) if indices.size else (0, 0)
-        if not -num <= first <= last < num:
-            outside = indices[(indices < -num) | (indices >= num)]
-            raise RuntimeError(f"{self!r} has no {_describe_rows(outside[:5])}.")
+        if not -num_rows <= first <= last < num_rows:
+            outside = indices[(indices < -num_rows) | (indices >= num_rows)]
+            raise DataReadError(
+                f"{self!r} has no {_describe_rows(outside[:5])}.",
+                f"index rows from 0 to {num_rows - 1}.",
+                "host-array-rows",
+            )
         if first < 0:
-            indices = np.where(indices < 0, indices + num, indices)
+            indices = np.where(indices < 0, indices + num_rows, indices)
         try:
             values = self._read_from_source(indices)
+        except InvalidArgumentError:
+            raise DataReadError(
+                f"{self!r} has masked values in {_describe_rows(indices)}.",
+                "leave these rows out, or pass the mask to handlers.mask.",
+                "masked-data",
+            ) from None
         except Exception as error:
-            raise RuntimeError(
-                f"{self!r} could not read {_describe_rows(indices)}: {type(error).__name__}: {error}"
+            raise DataReadError(
+                f"{self!r} could not read {_describe_rows(indices)}: "
+                f"{type(error).__name__}: {error}.",
+                "check the source, which raised the error.",
+                "host-array-source",
             ) from error
-        expected = (indices.size, *self.shape[1:])
-        if values.shape != expected:
-            raise RuntimeError(
-                f"{self!r} gave shape {values.shape} for {_describe_rows(indices)}, where {expected} was "
-                "expected."
+        expected_shape = (indices.size, *self.shape[1:])
+        if values.shape != expected_shape:
+            raise DataReadError(
+                f"{self!r} gave shape {values.shape} for {_describe_rows(indices)}, "
+                f"not {expected_shape}.",
+                "let the source return one row per index, in the order of the indices.",
+                "host-array-source",
             )
         if not np.can_cast(values.dtype, self._dtype, "same_kind"):
-            raise RuntimeError(
-                f"{self!r} gave type {values.dtype} for {_describe_rows(indices)}, where {self._dtype} was "
-                "expected."
+            raise DataReadError(
+                f"{self!r} gave dtype {values.dtype} for {_describe_rows(indices)}, "
+                f"not {self._dtype}.",
+                "let the source return rows of its dtype.",
+                "host-array-source",
             )
-        if self._dtype.kind in "iu" and self.dtype != self._dtype and indices.size:
-            limits = np.iinfo(self.dtype)
-            if values.size and (values.min() < limits.min or values.max() > limits.max):
-                raise RuntimeError(
-                    f"{self!r} holds integers that {self.dtype} cannot, in {_describe_rows(indices)}: switch "
-                    "on jax_enable_x64, or give it floats."
-                )
-        # As the device will have them: what a shorter type cannot hold is infinite there.
+        if exceeds_integer_range(values, self.dtype):
+            raise DataReadError(
+                f"{self!r} has integers beyond those of {self.dtype} in {_describe_rows(indices)}.",
+                "switch on jax_enable_x64, or convert the data to floats.",
+                "integer-range",
+            )
+        # In the type of the device: numbers beyond its range are infinite there.
         with np.errstate(over="ignore"):
             values = values.astype(self.dtype, copy=False)
-        self._check_finite(values, indices)
+        nonfinite = indices[find_nonfinite_rows(values)]
+        if nonfinite.size:
+            raise DataReadError(
+                f"{self!r} has missing or infinite values, for example in "
+                f"{_describe_rows(nonfinite[:5])}.",
+                "remove these rows from the source, or replace the values.",
+                "nonfinite-data",
+            )
         return values
 
     def _read_from_source(self, indices: np.ndarray) -> np.ndarray:
-        """The source's rows; long runs of consecutive ones as slices, where those are cheaper."""
+        """Return the source's rows by non-negative indices, in the cheapest way."""
         if self._mmap is not None and (size := self._mmap.size()) < self._mmap_bytes:
-            # To touch a page that a file no longer has ends the process, without a word.
+            # Access to a page that the file no longer has would kill the process.
             raise OSError(f"its file had {self._mmap_bytes} bytes, and now has {size}")
-        if type(self._backing_array) is np.ndarray:
-            if self._mmap is None or self._backing_array.nbytes <= _MAX_RESIDENT_MMAP_BYTES:
-                return self._backing_array.take(indices, 0)
-            # A jump to another place may bring much with it, so that there are few between looks.
-            jumps = (
-                np.flatnonzero(np.diff(indices) != 1)[
-                    _MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ
-                ]
-                + 1
-            )
-            parts = []
-            for part in np.split(indices, jumps):
-                parts.append(self._backing_array.take(part, 0))
-                self._release_pages(parts[-1].nbytes)
-            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        source = self._backing_array
+        if type(source) is np.ndarray:
+            if self._mmap is None or source.nbytes <= self.max_resident_bytes:
+                return source.take(indices, 0)
+            return self._read_mmap(indices)
         if self._is_chunked:
+            # Runs of consecutive rows: slices are cheaper than indices where runs are long.
             ends = np.flatnonzero(np.diff(indices) != 1) + 1
             if indices.size >= _MIN_RUN_ROWS * (len(ends) + 1):
-                found = np.empty((indices.size, *self.shape[1:]), self._dtype)
+                values = np.empty((indices.size, *self.shape[1:]), self._dtype)
                 for start, end in zip([0, *ends], [*ends, indices.size], strict=True):
                     first = int(indices[start])
-                    found[start:end] = _check_unmasked(
-                        self._backing_array[first : first + end - start]
-                    )
-                return found
+                    values[start:end] = check_unmasked(source[first : first + end - start])
+                return values
         if self._needs_sorted_indices:
-            distinct, where = np.unique(indices, return_inverse=True)
-            return _check_unmasked(self._backing_array[distinct])[where]
-        return _check_unmasked(self._backing_array[indices])
+            distinct, positions = np.unique(indices, return_inverse=True)
+            return check_unmasked(source[distinct])[positions]
+        return check_unmasked(source[indices])
 
-    def _check_finite(self, values: np.ndarray, indices: np.ndarray) -> None:
-        if not jnp.issubdtype(self._dtype, jnp.floating):
-            return
-        if values.dtype.char in "fd":  # one pass first, without an array of its own
-            flat = values.reshape(-1)
-            with np.errstate(over="ignore", invalid="ignore"):
-                if np.isfinite(np.dot(flat, flat)):
-                    return
-        is_finite = np.isfinite(values)
-        if not is_finite.all():
-            bad = indices[~is_finite.reshape(len(indices), -1).all(1)]
-            raise RuntimeError(
-                f"{self!r} holds missing or infinite values, for example in {_describe_rows(bad[:5])}. "
-                "Clean the source first."
-            )
-
-    def checksum(self) -> int:
-        """Of all values, or of 512 rows of a source above 32 MB: whether it is the same data."""
-        every = len(self) * max(self.row_size, 1) * self._dtype.itemsize <= _MAX_FULL_CHECKSUM_BYTES
-        num = len(self) if every else _NUM_CHECKSUM_ROWS
-        rows = np.linspace(0, len(self) - 1, num).astype(np.int64)
-        return zlib.crc32(np.ascontiguousarray(self.read(rows)).data)
+    def _read_mmap(self, indices: np.ndarray) -> np.ndarray:
+        """Return rows of a large memory map, and release its pages before they fill the memory."""
+        jumps = np.flatnonzero(np.diff(indices) != 1) + 1
+        parts = []
+        # A jump may load many pages, so that the jumps between two measurements are limited.
+        for part in np.split(indices, jumps[_MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ]):
+            parts.append(self._backing_array.take(part, 0))
+            self._release_pages(parts[-1].nbytes)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _release_pages(self, num_bytes: int) -> None:
-        """Let go of a memory map's pages: the system would keep them as this process's memory."""
+        """Release a memory map's pages, which the system would keep in this process's memory.
+
+        :param num_bytes: bytes read since the last call.
+        """
         assert self._mmap is not None
         resident = _resident_file_bytes()
         if resident is None:
@@ -473,100 +463,65 @@ class HostArray(RowArray):
         else:
             self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
             self._bytes_since_release = resident - self._baseline_resident_bytes
-        if self._bytes_since_release > _MAX_RESIDENT_MMAP_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+        if self._bytes_since_release > self.max_resident_bytes and hasattr(mmap, "MADV_DONTNEED"):
             self._mmap.madvise(mmap.MADV_DONTNEED)
-            self._bytes_since_release, self._baseline_resident_bytes = (
-                0,
-                _resident_file_bytes() or 0,
-            )
+            self._bytes_since_release = 0
+            self._baseline_resident_bytes = _resident_file_bytes() or 0
+
+    def checksum(self) -> int:
+        """Return a CRC of all values, or of 512 evenly spaced rows of a source above 32 MB."""
+        num_bytes = len(self) * max(self.row_size, 1) * self._dtype.itemsize
+        num_rows = len(self) if num_bytes <= _MAX_FULL_CHECKSUM_BYTES else _NUM_CHECKSUM_ROWS
+        indices = np.linspace(0, len(self) - 1, num_rows).astype(np.int64)
+        return zlib.crc32(np.ascontiguousarray(self.read(indices)).data)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """Read rows ahead, on the reader's thread."""
+        """Start to read rows on the reader's thread."""
         with self._lock:
             if self._find_prefetch(indices) is None:
-                self._prefetches.append((indices, _prefetch_executor().submit(self.read, indices)))
+                future = _prefetch_executor().submit(self.read, indices)
+                self._prefetches.append((indices, future))
                 del self._prefetches[: -_MAX_PREFETCHES_PER_READER * self.num_readers]
 
-    def clear_prefetched(self) -> None:
-        """Drop what has been read ahead: the source may change from run to run."""
-        self._prefetches.clear()
-        self.pending_error = None
-
     def read_prefetched(self, indices: np.ndarray) -> np.ndarray:
-        """Rows read ahead, or now if they were not."""
+        """Return rows that have been prefetched, or read them now."""
         with self._lock:
-            place = self._find_prefetch(indices)
-            ahead = None if place is None else self._prefetches.pop(place)[1]
-        if ahead is None:
+            position = self._find_prefetch(indices)
+            future = None if position is None else self._prefetches.pop(position)[1]
+        if future is None:
             return self.read(indices)
         try:
-            return ahead.result()
-        except RuntimeError as error:
+            return future.result()
+        except DataReadError as error:
+            # Again: the run that started the read may have ended since, and reset it.
             self.read_error = error
             raise
 
+    def clear_prefetched(self) -> None:
+        """Discard prefetched rows: the source may change between runs."""
+        with self._lock:
+            self._prefetches.clear()
+        self.pending_error = None
+
     def _find_prefetch(self, indices: np.ndarray) -> int | None:
         first = indices.flat[:1]
-        for place, (ahead, _) in enumerate(self._prefetches):
-            # The first tells most of them apart.
-            if ahead.flat[:1] == first and np.array_equal(ahead, indices):
-                return place
+        for position, (prefetched, _) in enumerate(self._prefetches):
+            # The first index differs in most cases, and is cheap to compare.
+            if prefetched.flat[:1] == first and np.array_equal(prefetched, indices):
+                return position
         return None
 
 
-@contextmanager
-def count_reads(array: HostArray | None, callback: Callable[[int], None]) -> Iterator[None]:
-    """Call ``callback`` with the number of rows of the array that have been read since, at each read.
-
-    :param array: the array; None for none.
-    """
-    if array is None:
-        yield
-        return
-    total = 0
-
-    def add(rows: int) -> None:
-        nonlocal total
-        total += rows
-        callback(total)
-
-    before, array._on_read = array._on_read, add
-    try:
-        yield
-    finally:
-        array._on_read = before
-
-
-@contextmanager
-def unwrap_callback_errors(arrays: Sequence[HostArray]) -> Iterator[None]:
-    """Raise a source's failure as it was, not as what a compiled function makes of it."""
-    for array in arrays:
-        array.read_error = array.pending_error = None
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return all(array.read_error is None for array in arrays)
-
-    # Where JAX logs a callback's traceback.
-    logger = logging.getLogger(jax.pure_callback.__module__)
-    logger.addFilter(is_news)
-    try:
-        yield
-    except Exception:  # JAX has several types for it: another at the first call than later
-        for array in arrays:
-            if array.read_error is not None:
-                raise array.read_error from None
-        raise
-    finally:
-        logger.removeFilter(is_news)
-    for array in arrays:
-        if array.pending_error is not None:
-            raise array.pending_error
+@cache
+def _prefetch_executor() -> ThreadPoolExecutor:
+    """Return the thread that prefetches for all arrays: disks and h5py favour one reader."""
+    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
 
 
 def _resident_file_bytes() -> int | None:
-    """Bytes of mapped files in this process's memory; None where the system does not say.
+    """Return the bytes of mapped files in this process's memory, or None where unknown.
 
-    How much one page fault brings depends on the system, so that it is asked, and not reckoned.
+    Measured, because how much a page fault loads depends on the system.
     """
     try:
         with open("/proc/self/statm", "rb") as file:
@@ -575,15 +530,8 @@ def _resident_file_bytes() -> int | None:
         return None
 
 
-def _check_unmasked(values: Any) -> np.ndarray:
-    """An array, unless some of its values are missing by a mask, which NumPy would drop."""
-    if np.ma.is_masked(values):
-        raise InvalidArgumentError("some values are masked")
-    return np.asarray(values)
-
-
 def _describe_rows(indices: np.ndarray) -> str:
-    """A few row numbers in words."""
+    """Return a short description of row indices."""
     if indices.size == 1:
         return f"row {indices[0]}"
     if indices.size <= 5:
@@ -592,14 +540,134 @@ def _describe_rows(indices: np.ndarray) -> str:
 
 
 def _source_name(source: Any) -> str:
-    """The source's file, with the place in it, as far as it tells."""
+    """Return the source's file and the path inside it, as far as it has these attributes."""
     parts = []
-    for found in (getattr(source, "file", None), source, getattr(source, "store", None)):
+    for holder in (getattr(source, "file", None), source, getattr(source, "store", None)):
         for attribute in ("filename", "root"):
-            name = getattr(found, attribute, None)
+            name = getattr(holder, attribute, None)
             if isinstance(name, (str, bytes)) or hasattr(name, "__fspath__"):
                 parts.append(str(name))
-    inside = getattr(source, "name", None) or getattr(source, "path", None)
-    if isinstance(inside, str) and inside.strip("/"):
-        parts.append(inside.strip("/"))
+    inner_path = getattr(source, "name", None) or getattr(source, "path", None)
+    if isinstance(inner_path, str) and inner_path.strip("/"):
+        parts.append(inner_path.strip("/"))
     return ":".join(parts) or type(source).__name__
+
+
+# Reads inside compiled functions
+
+
+def call_host(fn: Callable[[Any], Any], result_shape_dtypes: Any, operands: Any) -> Any:
+    """Call a host function from one of several devices, batched under ``vmap``.
+
+    ``jax.pure_callback`` transfers large operands on a thread of the pool in which the devices of
+    one CPU run: where all of them wait for this call, it never returns. Small operands are
+    transferred inline, so that operands are split into pieces.
+
+    :param fn: function of NumPy arrays.
+    :param result_shape_dtypes: shapes and types of its result.
+    :param operands: pytree of arrays.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    shapes, size = [x.shape for x in leaves], _MAX_CALLBACK_OPERAND_SIZE
+    pieces = [
+        [x[start : start + size] for start in range(0, x.size, size)]
+        for x in (leaf.reshape(-1) for leaf in leaves)
+    ]
+
+    def join_and_call(pieces: list[list[Any]]) -> Any:
+        flat = [np.concatenate([np.asarray(x) for x in leaf], -1) for leaf in pieces]
+        shaped = [x.reshape(*x.shape[:-1], *s) for x, s in zip(flat, shapes, strict=True)]
+        return fn(jax.tree.unflatten(structure, shaped))
+
+    return jax.pure_callback(
+        join_and_call, result_shape_dtypes, pieces, vmap_method="broadcast_all"
+    )
+
+
+def read_and_prefetch(
+    lookups: Sequence[tuple[Any, str]],
+    indices: Mapping[str, jax.Array],
+    next_indices: Mapping[str, jax.Array],
+    defer_errors: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Read rows of each array inside a compiled function, and start to read the next ones.
+
+    :param lookups: arrays, each with the name of the plate that indexes it.
+    :param indices: integer indices by plate, with three axes.
+    :param next_indices: indices of the next call, of the same shapes.
+    :param defer_errors: whether to return zeros instead of raising an error.
+    :return: rows of each array, shape ``(*indices.shape, *array.shape[1:])``; with
+        ``defer_errors``, also whether an error occurred.
+    """
+    results = tuple(
+        jax.ShapeDtypeStruct((*indices[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups
+    )
+
+    def fetch(stacked: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        by_plate = {name: np.asarray(x) for name, x in stacked.items()}
+        rows = tuple(a.read_prefetched(by_plate[n][..., 0, :, :, :]) for a, n in lookups)
+        for array, name in lookups:
+            array.prefetch(by_plate[name][..., 1, :, :, :])
+        return rows
+
+    def fetch_deferring_errors(stacked: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        try:
+            return (*fetch(stacked), np.array(False))
+        except DataReadError:  # the array keeps it
+            return (*(np.zeros(x.shape, x.dtype) for x in results), np.array(True))
+
+    # One array per plate: each operand of a callback costs about 50 microseconds.
+    stacked = {name: jnp.stack([indices[name], next_indices[name]], -4) for _, name in lookups}
+    if defer_errors:
+        has_failed = jax.ShapeDtypeStruct((), bool)
+        return call_host(fetch_deferring_errors, (*results, has_failed), stacked)
+    return jax.pure_callback(fetch, results, stacked, vmap_method="broadcast_all")
+
+
+@contextmanager
+def count_reads(array: HostArray | None, callback: Callable[[int], None]) -> Iterator[None]:
+    """Call ``callback`` at each read, with the number of rows read since the context began.
+
+    :param array: the array; None for none.
+    """
+    if array is None:
+        yield
+        return
+    total = 0
+
+    def add(num_rows: int) -> None:
+        nonlocal total
+        total += num_rows
+        callback(total)
+
+    previous, array._on_read = array._on_read, add
+    try:
+        yield
+    finally:
+        array._on_read = previous
+
+
+@contextmanager
+def unwrap_callback_errors(arrays: Sequence[HostArray]) -> Iterator[None]:
+    """Raise the error of a source as it was, without what a compiled function adds to it."""
+    for array in arrays:
+        array.read_error = array.pending_error = None
+
+    def is_other_error(record: logging.LogRecord) -> bool:
+        return all(array.read_error is None for array in arrays)
+
+    # JAX logs a callback's traceback here.
+    logger = logging.getLogger(jax.pure_callback.__module__)
+    logger.addFilter(is_other_error)
+    try:
+        yield
+    except Exception:  # of several types: JAX raises a different one at the first call
+        for array in arrays:
+            if array.read_error is not None:
+                raise array.read_error from None
+        raise
+    finally:
+        logger.removeFilter(is_other_error)
+    for array in arrays:
+        if array.pending_error is not None:
+            raise array.pending_error

@@ -1,7 +1,8 @@
-"""What a model sees in place of arrays whose rows are on the host or on other devices.
+"""Proxies that a model sees in place of arrays whose rows are on the host or on other devices.
 
-Such an array must know whether it is indexed by a plate's rows, and of which plate:
-:class:`IssuedRows` says so.
+While a model is traced, an :class:`IndexingRecorder` records which plate indexes which array (a
+:class:`RowLookup`). While it runs, :class:`PrefetchedRows` answers with the rows that
+:func:`read_lookups` has read for the step, and :class:`ShardedOperands` gives each device its part.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ from numpyro_sgmcmc.data.host_array import (
     RowArray,
     index_trailing_axes,
     read_and_prefetch,
+    split_index,
 )
-from numpyro_sgmcmc.data.sharded_array import DeviceShardView, HostShardView, ShardedArray, Shards
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.data.sharded_array import (
+    DeviceShardView,
+    HostShardView,
+    ShardedArray,
+    Shards,
+    ShardView,
+)
+from numpyro_sgmcmc.errors import DataReadError, InvalidModelError
 
 __all__ = [
     "IndexingRecorder",
@@ -40,7 +48,7 @@ __all__ = [
 
 
 class RowLookup(NamedTuple):
-    """An array that the model indexes by a plate's rows.
+    """An array that the model indexes by the indices of a plate.
 
     - **array** - a :class:`HostArray` or a :class:`ShardedArray`.
     - **plate** - name of the plate.
@@ -51,36 +59,35 @@ class RowLookup(NamedTuple):
 
 
 class PlateIndexRegistry:
-    """The rows that plates give out in one run of a model, and by which they are known again.
+    """Indices that plates return in one run of a model, recognised by object identity.
 
-    A model computes with what a plate gives it (``i // 10``, ``jnp.take(X, i)``), so that it must
-    be a JAX array. That leaves no room for a label of ours: ``jax.Array`` cannot be subclassed, and
-    JAX drops whatever wraps one. Rows are therefore known by being the very same object. What this
-    overlooks, as rows that a ``jit`` in the model has passed on, is taken for an index of the
-    user's own: read when the step runs where the array is on the host, refused where it is spread
-    over devices; never read wrongly.
+    A model computes with the indices of a plate (``i // 10``, ``jnp.take(X, i)``), so that they
+    must be a JAX array, which can neither be subclassed nor labelled. Identity misses indices that
+    were passed through a ``jit`` in the model. These are treated as other indices: an array on the
+    host is read when the step runs, a sharded array raises an error; rows are never wrong.
 
-    :param indices: rows given out already, by plate.
+    :param indices: indices that are registered already, by plate.
     """
 
     def __init__(self, indices: Mapping[str, Any] | None = None) -> None:
         self._indices_by_plate = dict(indices or {})
 
     def register(self, plate: str, indices: Array) -> Array:
-        """The rows, known from now on as those of the plate."""
+        """Register and return the indices of a plate."""
         self._indices_by_plate[plate] = indices
         return indices
 
     def find_plate(self, index: Any) -> str | None:
-        """The plate whose rows an array is indexed by, in ``X[i]`` or ``X[i, ...]``."""
-        first = index[0] if isinstance(index, tuple) and index else index
-        return next(
-            (plate for plate, rows in self._indices_by_plate.items() if rows is first), None
-        )
+        """Return the plate whose indices ``X[i]`` or ``X[i, ...]`` uses, or None."""
+        first, _ = split_index(index)
+        for plate, indices in self._indices_by_plate.items():
+            if indices is first:
+                return plate
+        return None
 
 
 class _ArrayProxy:
-    """What a model sees in place of such an array during one evaluation.
+    """Base of proxies: everything but indexing is that of the array.
 
     :param array: the array.
     """
@@ -107,17 +114,17 @@ class _ArrayProxy:
 
 
 def is_row_array_or_proxy(x: Any) -> bool:
-    """Whether ``x`` is an array whose rows are on the host or on other devices, or stands in."""
-    return isinstance(x, (RowArray, DeviceShardView, _ArrayProxy))
+    """Return whether ``x`` is an array of rows on the host or on devices, or its proxy."""
+    return isinstance(x, (RowArray, ShardView, _ArrayProxy))
 
 
 class IndexingRecorder(_ArrayProxy):
-    """Notes by which plate's rows it is indexed.
+    """Proxy that records the plates whose indices it is indexed by.
 
     :param array: the array.
-    :param registry: the rows that plates have given out.
-    :param lookups: what has been noted.
-    :param user_array: the array as the user gave it, where this one is being traced.
+    :param registry: indices of the plates.
+    :param lookups: record, to which lookups are added.
+    :param user_array: the user's array, where ``array`` is traced.
     """
 
     def __init__(
@@ -128,30 +135,28 @@ class IndexingRecorder(_ArrayProxy):
         user_array: ShardedArray | None = None,
     ) -> None:
         super().__init__(array)
-        self.registry, self.lookups, self.user_array = (
-            registry,
-            lookups,
-            array if user_array is None else user_array,
-        )
+        self.registry, self.lookups = registry, lookups
+        self.user_array = array if user_array is None else user_array
 
     def __getitem__(self, index: Any) -> Any:
         plate = self.registry.find_plate(index)
         if plate is not None:
             self.lookups[RowLookup(self.user_array, plate)] = None
         elif isinstance(self.array, ShardedArray):
-            raise InvalidArgumentError(
-                f"{self.array!r} is indexed by something else than the indices of a plate "
-                "whose subsample_size is below its size: a device has no rows but its own."
+            raise InvalidModelError(
+                f"{self.array!r} is not indexed by the indices of a subsampled plate.",
+                "index it by the plate's indices, with subsample_size below the plate's size.",
+                "sharded-indexing",
             )
         return self.array[index]
 
 
 class PrefetchedRows(_ArrayProxy):
-    """Gives the rows that have been read for a step; any others it reads.
+    """Proxy that answers with the rows read for a step, and reads all others.
 
     :param array: the array.
-    :param registry: the step's rows.
-    :param values_by_plate: this array's values there, by plate.
+    :param registry: indices of the step.
+    :param values_by_plate: rows of the array at these indices, by plate.
     """
 
     def __init__(
@@ -164,12 +169,12 @@ class PrefetchedRows(_ArrayProxy):
         plate = self.registry.find_plate(index)
         if plate is None or plate not in self.values_by_plate:
             return self.array[index]
-        first, *rest = index if isinstance(index, tuple) else (index,)
-        return index_trailing_axes(self.values_by_plate[plate], first.shape, rest)
+        indices, trailing_index = split_index(index)
+        return index_trailing_axes(self.values_by_plate[plate], indices.shape, trailing_index)
 
 
 def has_prefetched_rows(arguments: Arguments) -> bool:
-    """Whether arrays on the host answer with what has been read for a step."""
+    """Return whether arrays of the arguments are replaced by rows read for a step."""
     leaves = jax.tree.leaves((arguments.args, arguments.kwargs))
     return any(isinstance(x, PrefetchedRows) for x in leaves)
 
@@ -180,29 +185,31 @@ def with_prefetched_rows(
     indices: Mapping[str, Array],
     values: tuple[Array, ...],
 ) -> Arguments:
-    """The arguments of one step, whose arrays on the host answer with what has been read.
+    """Return the arguments with arrays on the host replaced by the rows read for a step.
 
-    :param lookups: the arrays, each with the plate that indexes it.
-    :param indices: the step's rows, by plate.
-    :param values: for each lookup the array's values at its plate's rows.
+    :param lookups: arrays, each with the plate that indexes it.
+    :param indices: indices of the step, by plate.
+    :param values: for each lookup, the array's rows at these indices.
     """
-    issued = PlateIndexRegistry(indices)
-    by_array: dict[HostArray | ShardedArray, dict[str, Array]] = {}
-    for (array, plate), found in zip(lookups, values, strict=True):
-        by_array.setdefault(array, {})[plate] = found
+    registry = PlateIndexRegistry(indices)
+    values_by_array: dict[HostArray | ShardedArray, dict[str, Array]] = {}
+    for (array, plate), array_values in zip(lookups, values, strict=True):
+        values_by_array.setdefault(array, {})[plate] = array_values
 
-    def read(array: Any) -> Any:
-        return PrefetchedRows(array, issued, by_array.get(array, {})) if array.is_on_host else array
+    def replace(array: Any) -> Any:
+        if not array.is_on_host:
+            return array
+        return PrefetchedRows(array, registry, values_by_array.get(array, {}))
 
-    return arguments.map_host_arrays(read).map_sharded_arrays(read)
+    return arguments.map_host_arrays(replace).map_sharded_arrays(replace)
 
 
 class ShardedOperands(NamedTuple):
-    """What of a step's arguments is spread over devices: operands of a function of one device.
+    """The sharded part of a step's arguments: operands of a function of one device.
 
-    - **indices** - the step's rows, by plate.
+    - **indices** - indices of the step, by plate.
     - **device_arrays** - rows that are on devices.
-    - **prefetched_values** - rows that have been read for the step, by plate.
+    - **prefetched_values** - rows that were read for the step, by plate.
     """
 
     indices: dict[str, Array]
@@ -211,49 +218,45 @@ class ShardedOperands(NamedTuple):
 
     @classmethod
     def from_arguments(cls, indices: dict[str, Array], arguments: Arguments) -> ShardedOperands:
-        """That of some arguments."""
-        arrays = [x.array for x in arguments.sharded_arrays if not x.is_on_host]
-        return cls(indices, arrays, [x.values_by_plate for x in _sharded_prefetches(arguments)])
+        """Return the sharded operands of the arguments."""
+        device_arrays = [x.array for x in arguments.sharded_arrays if not x.is_on_host]
+        leaves = jax.tree.leaves(
+            (arguments.args, arguments.kwargs), is_leaf=_is_row_array_or_array_proxy
+        )
+        prefetched_values = [x.values_by_plate for x in leaves if _is_sharded_prefetch(x)]
+        return cls(indices, device_arrays, prefetched_values)
 
     def local_arguments(self, arguments: Arguments, row_offset: Any, num_rows: Any) -> Arguments:
-        """The arguments as a model sees them on one device, which has this part.
+        """Return the arguments that a model sees on the device that has these operands.
 
-        :param row_offset: the number of the device's first row among all.
-        :param num_rows: how many it has.
+        :param row_offset: index of the device's first row.
+        :param num_rows: number of its rows.
         """
-        arrays, values, issued = (
-            iter(self.device_arrays),
-            iter(self.prefetched_values),
-            PlateIndexRegistry(self.indices),
-        )
+        device_arrays, prefetched_values = iter(self.device_arrays), iter(self.prefetched_values)
+        registry = PlateIndexRegistry(self.indices)
 
-        def local(whole: ShardedArray) -> DeviceShardView:
-            if whole.is_on_host:
-                return HostShardView(whole, row_offset, num_rows)
-            return DeviceShardView(whole, next(arrays), row_offset)
+        def view(array: ShardedArray) -> ShardView:
+            if array.is_on_host:
+                return HostShardView(array, row_offset, num_rows)
+            return DeviceShardView(array, next(device_arrays), row_offset)
 
-        def read(x: Any) -> Any:
+        def replace(x: Any) -> Any:
             if not _is_sharded_prefetch(x):
                 return x
-            return PrefetchedRows(local(x.array), issued, next(values))
+            return PrefetchedRows(view(x.array), registry, next(prefetched_values))
 
         args, kwargs = jax.tree.map(
-            read, (arguments.args, arguments.kwargs), is_leaf=_is_global_array_or_proxy
+            replace, (arguments.args, arguments.kwargs), is_leaf=_is_row_array_or_array_proxy
         )
-        return Arguments(args, kwargs).map_sharded_arrays(local)
+        return Arguments(args, kwargs).map_sharded_arrays(view)
 
 
-def _is_global_array_or_proxy(x: Any) -> bool:
+def _is_row_array_or_array_proxy(x: Any) -> bool:
     return isinstance(x, (RowArray, _ArrayProxy))
 
 
 def _is_sharded_prefetch(x: Any) -> bool:
     return isinstance(x, PrefetchedRows) and isinstance(x.array, ShardedArray)
-
-
-def _sharded_prefetches(arguments: Arguments) -> list[PrefetchedRows]:
-    leaves = jax.tree.leaves((arguments.args, arguments.kwargs), is_leaf=_is_global_array_or_proxy)
-    return [x for x in leaves if _is_sharded_prefetch(x)]
 
 
 def read_lookups(
@@ -262,52 +265,54 @@ def read_lookups(
     next_indices: Mapping[str, Array],
     chain_axis: str | None = None,
 ) -> tuple[Array, ...]:
-    """:func:`~numpyro_sgmcmc.data.host_array.read_ahead`; of spread rows each device reads its own.
+    """Read rows of each array, and start to read the next ones; each device reads its shard.
 
-    :param lookups: the arrays, each with the plate that indexes it.
-    :param indices: by plate, shape ``(iterations, steps, subsample_size)``, or one more axis of chains
-        before these.
-    :param next_indices: those that the next call will ask for, of the same shapes.
-    :param chain_axis: the mesh axis over which chains are spread, if they are.
+    :param lookups: arrays, each with the plate that indexes it.
+    :param indices: indices by plate, shape ``([chains,] iterations, steps, subsample_size)``.
+    :param next_indices: indices of the next call, of the same shapes.
+    :param chain_axis: mesh axis over which chains are distributed, if there is one.
     """
-    spread = [x for x in lookups if isinstance(x.array, ShardedArray)]
-    own = [x for x in lookups if x not in spread]
-    found = (
-        dict(zip(own, read_and_prefetch(own, indices, next_indices), strict=True)) if own else {}
-    )
-    if spread:
-        shards: Shards = spread[0].array.shards
-        names = {x.plate for x in spread}
+    sharded = [x for x in lookups if isinstance(x.array, ShardedArray)]
+    local = [x for x in lookups if not isinstance(x.array, ShardedArray)]
+    values: dict[RowLookup, Array] = {}
+    if local:
+        values |= zip(local, read_and_prefetch(local, indices, next_indices), strict=True)
+    if sharded:
+        shards: Shards = sharded[0].array.shards
+        plates = {x.plate for x in sharded}
         chains = (chain_axis,) * (next(iter(indices.values())).ndim - 3)
         spec = PartitionSpec(*chains, None, None, shards.axis)
-        values = jax.shard_map(
-            partial(_read_local_lookups, spread),
+        sharded_values = jax.shard_map(
+            partial(_read_local_lookups, sharded),
             mesh=shards.mesh,
             in_specs=(spec, spec),
             out_specs=spec,
             check_vma=False,
-        )(*({name: x[name] for name in names} for x in (indices, next_indices)))
-        found |= dict(zip(spread, values, strict=True))
-    return tuple(found[x] for x in lookups)
+        )(*({plate: x[plate] for plate in plates} for x in (indices, next_indices)))
+        values |= zip(sharded, sharded_values, strict=True)
+    return tuple(values[x] for x in lookups)
 
 
 def _read_local_lookups(
     lookups: list[RowLookup], indices: Mapping[str, Array], next_indices: Mapping[str, Array]
 ) -> tuple[Array, ...]:
-    """One device's part; where one of them cannot read, all raise an error at once."""
+    """Read one device's rows; where one device fails, all raise an error."""
     *values, has_failed = read_and_prefetch(lookups, indices, next_indices, defer_errors=True)
     mesh = lookups[0].array.shards.mesh
     num_failed = lax.psum(has_failed.astype(jnp.int32), mesh.axis_names)
 
-    def is_well(num_failed: Any) -> np.ndarray:
+    def check(num_failed: Any) -> np.ndarray:
         if num_failed:
-            failures = [x.array.array.read_error for x in lookups]
-            told = [str(x) for x in failures if x is not None]
-            raise RuntimeError(
-                *told[:1] or ["Another process could not read rows, and says which."]
+            for lookup in lookups:
+                if (error := lookup.array.array.read_error) is not None:
+                    raise error
+            raise DataReadError(
+                "Another process could not read rows.",
+                "see the error of that process.",
+                "host-array-source",
             )
         return np.array(True)
 
-    # What comes after is given something to wait for.
-    is_fine = jax.pure_callback(is_well, jax.ShapeDtypeStruct((), bool), num_failed)
-    return tuple(jnp.where(is_fine, x, 0).astype(x.dtype) for x in values)
+    # The values depend on the check, so that nothing runs before it.
+    is_ok = jax.pure_callback(check, jax.ShapeDtypeStruct((), bool), num_failed)
+    return tuple(jnp.where(is_ok, x, 0).astype(x.dtype) for x in values)

@@ -1,26 +1,20 @@
-"""Random permutations that are never stored: a place's image is computed when it is asked for.
+"""Minibatch indices of a subsampled plate: O(B) time and O(1) memory per step, for any data size.
 
-The permutation is the swap-or-not shuffle (Hoang, Morris and Rogaway, 2012,
-doi:10.1007/978-3-642-32009-5_1): in each round a place x is paired with K - x mod N, and a hash
-of the pair decides whether the two swap. It is a bijection for any N, needs no loop of data-
-dependent length, and after r rounds from a uniform offset two places are correlated by 2^-r.
+A :class:`Subsampling` maps the state of a stream to the row indices of the next minibatches:
 
-What a way of visiting the rows of a plate must tell of itself, and its stream's state.
+- :class:`ContiguousSubsampling` - blocks of consecutive rows in random order;
+- :class:`ShuffledSubsampling` - random rows without replacement, each once per epoch;
+- :class:`IIDSubsampling` - random rows with replacement.
 
-Blocks of consecutive rows.
+All give unbiased gradients. A further method is a subclass with an entry in :data:`SUBSAMPLINGS`.
+A :class:`Plate` holds the size of a plate and of its minibatches, its shards and its
+always-included rows; :func:`sample_minibatches` combines the two, with one stream per shard.
 
-Random rows without replacement.
-
-Independent rows.
-
-The subsampled plate, and the rows that are wanted of it.
-
-A plate's minibatches by a scheme; where its rows are spread, a stream for every shard.
-
-Streams of minibatch indices: O(B) time and O(1) memory a step, whatever the number of rows.
-
-Three ways to visit the rows of one plate, all unbiased; a new one is a file here and a name in
-:data:`MINIBATCH_SCHEMES`.
+Permutations are never stored; the image of a position is computed when it is needed, with the
+swap-or-not shuffle (Hoang, Morris and Rogaway, 2012, doi:10.1007/978-3-642-32009-5_1): each round
+pairs a position x with K - x mod N, and a hash of the pair decides whether the two swap. This is a
+bijection for every N and needs no loop of data-dependent length. After r rounds from a uniform
+offset, the correlation of two positions is 2^-r.
 """
 
 from __future__ import annotations
@@ -37,88 +31,36 @@ from jax import Array, random
 from numpyro_sgmcmc.data.sharded_array import Shards
 
 __all__ = [
+    "SUBSAMPLINGS",
     "ContiguousSubsampling",
-    "GOLDEN_RATIO_UINT32",
     "IIDSubsampling",
     "Indices",
     "Plate",
-    "SUBSAMPLINGS",
     "ShuffledSubsampling",
     "StreamState",
     "Subsampling",
-    "advance_stream",
     "epoch_seed",
-    "hash_uint32",
     "init_stream",
-    "is_static_one",
     "permute",
-    "sample_iid_indices",
     "sample_independent_minibatch",
     "sample_minibatches",
-    "wrap_index",
 ]
 
-GOLDEN_RATIO_UINT32 = 0x9E3779B9
-"""2^32 over the golden ratio: multiples of it are spread evenly over the 32-bit words."""
-
-
+# 2^32 over the golden ratio: its multiples are evenly spaced among the 32-bit words.
+_GOLDEN_RATIO_UINT32 = 0x9E3779B9
+# Rounds of the shuffle: two positions stay correlated by 2^-12.
 _NUM_SHUFFLE_ROUNDS = 12
 
-
-def hash_uint32(x: Array) -> Array:
-    """A bijection of 32-bit words in which each input bit flips each output bit half the time.
-
-    Constants: Chris Wellons, "Prospecting for hash functions" (2018), lowbias32.
-    """
-    x = x ^ (x >> 16)
-    x = x * jnp.uint32(0x7FEB352D)
-    x = x ^ (x >> 15)
-    x = x * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
-
-
-def epoch_seed(seed: Array, epoch: Array) -> Array:
-    """A 32-bit word for each epoch."""
-    return hash_uint32(seed[0] ^ hash_uint32(epoch + seed[1]))
-
-
-def is_static_one(size: Any) -> bool:
-    """XLA on a CPU cannot compile a remainder by one."""
-    return isinstance(size, int) and size == 1
-
-
-def permute(seed: Array, positions: Array, size: Any) -> Array:
-    """The image of the places ``positions`` under the permutation of ``range(size)`` that ``seed`` names."""
-    if is_static_one(size):
-        return jnp.zeros_like(positions)
-    n = jnp.asarray(size, jnp.uint32)
-    positions = positions + seed % n
-    positions = jnp.where(positions >= n, positions - n, positions)
-    for i in range(1, _NUM_SHUFFLE_ROUNDS + 1):
-        round_key = hash_uint32(seed + jnp.uint32((GOLDEN_RATIO_UINT32 * i) & 0xFFFFFFFF))
-        pivot = round_key % n
-        partner = jnp.where(pivot >= positions, pivot - positions, pivot + (n - positions))
-        coin = (
-            hash_uint32(
-                jnp.maximum(positions, partner) * jnp.uint32(GOLDEN_RATIO_UINT32) + round_key
-            )
-            >> 31
-        )
-        positions = jnp.where(coin == 1, partner, positions)
-    return positions
-
-
-def wrap_index(x: Array, size: Any) -> Array:
-    """``x mod size`` for ``x < 2 size``."""
-    size = jnp.asarray(size, jnp.uint32)
-    return jnp.where(x >= size, x - size, x)
+Indices = Mapping[str, Array | np.ndarray]
+"""Row indices by plate name."""
 
 
 class StreamState(NamedTuple):
-    """
-    - **seed** - two random 32-bit words that fix all permutations of the stream.
-    - **epoch** - number of finished passes over the rows, modulo 2^32.
-    - **offset** - rows (or blocks) visited in the present pass.
+    """State of a stream of minibatches.
+
+    - **seed** - two random 32-bit words that determine all permutations of the stream.
+    - **epoch** - number of completed passes over the rows, modulo 2^32.
+    - **offset** - rows (or blocks) visited in the current pass.
     """
 
     seed: Array
@@ -127,79 +69,55 @@ class StreamState(NamedTuple):
 
     @classmethod
     def init(cls, rng_key: Array) -> StreamState:
-        """A stream's first state, a function of the key."""
+        """Return the initial state, a function of the key."""
         return cls(random.bits(rng_key, (2,), jnp.uint32), jnp.uint32(0), jnp.uint32(0))
 
 
 class Subsampling:
-    """A way to visit the rows of a plate, so many at a time; O(B) time and O(1) memory a step.
+    """Method that selects the minibatches of a plate.
 
-    Subclasses are frozen dataclasses without fields: a scheme is compiled into the step.
+    Subclasses are frozen dataclasses without fields, because they are static in compiled steps.
     """
 
     name: ClassVar[str]
-    """What the kernels' ``minibatch`` argument calls it."""
+    """Value of the kernels' ``subsampling`` argument."""
 
     is_independent: ClassVar[bool] = False
-    """Whether a minibatch tells nothing of those before it."""
+    """Whether successive minibatches are independent."""
 
     is_contiguous: ClassVar[bool] = False
-    """Whether a minibatch is of consecutive rows, which are alike where the data are sorted."""
+    """Whether a minibatch consists of consecutive rows, which are alike in sorted data."""
 
     def sample_indices(
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
     ) -> tuple[StreamState, Array]:
-        """The next state and the indices of the next ``num_steps`` steps.
+        """Return the next state and the row indices of the next ``num_steps`` minibatches.
 
-        :param state: the present state.
-        :param rng_key: a fresh key, for schemes that are not a function of the state alone.
+        :param state: current state.
+        :param rng_key: fresh key, for methods that are not a function of the state alone.
         :param num_steps: number of minibatches.
-        :param size: number of rows; an array where each shard has its own.
-        :param batch_size: rows of a minibatch.
-        :return: the state after them, and int32 indices of shape ``(num_steps, batch_size)``.
+        :param size: number of rows; an array where each shard has a different number.
+        :param batch_size: rows per minibatch.
+        :return: the next state, and int32 indices of shape ``(num_steps, batch_size)``.
         """
         raise NotImplementedError
 
     def sample_independent_indices(self, rng_key: Array, size: Any, batch_size: int) -> Array:
-        """A minibatch of the same kind that is independent of any stream, ``(batch_size,)``."""
-        return sample_iid_indices(rng_key, size, batch_size)
+        """Return a minibatch that is independent of any stream, shape ``(batch_size,)``."""
+        return random.randint(rng_key, (batch_size,), 0, size, dtype=jnp.int32)
 
     def has_distinct_rows(self, size: int, batch_size: int) -> bool:
-        """Whether no minibatch holds a row twice."""
+        """Return whether no minibatch contains a row twice."""
         return True
-
-
-def sample_iid_indices(rng_key: Array, size: Any, batch_size: int) -> Array:
-    """Random rows, independent of any stream."""
-    return random.randint(rng_key, (batch_size,), 0, size, dtype=jnp.int32)
-
-
-def advance_stream(
-    state: StreamState, num_positions: Any, num_steps: int
-) -> tuple[StreamState, Array, Array]:
-    """Walk ``num_steps`` places of an endless pass over ``range(places)``: state, epochs, places."""
-    walk = state.offset + jnp.arange(num_steps, dtype=jnp.uint32)
-    if not isinstance(num_positions, int):
-        num_positions = num_positions.astype(jnp.uint32)
-    if is_static_one(num_positions):
-        end = StreamState(state.seed, state.epoch + jnp.uint32(num_steps), state.offset)
-        return end, state.epoch + walk, jnp.zeros_like(walk)
-    epochs, x = state.epoch + walk // num_positions, walk % num_positions
-    end = state.offset + jnp.uint32(num_steps)
-    return (
-        StreamState(state.seed, state.epoch + end // num_positions, end % num_positions),
-        epochs,
-        x,
-    )
 
 
 @dataclass(frozen=True)
 class ContiguousSubsampling(Subsampling):
-    """Blocks of B consecutive rows in a random order, order and offset fresh each epoch.
+    """Blocks of B consecutive rows in random order; a new order and offset each epoch.
 
-    Consecutive rows lie together in memory, so that a step costs a third to a fifth; the rows must
-    be in an order unrelated to the data. Where B does not divide N, ``N mod B`` rows (others each
-    epoch) wait for the next epoch.
+    Consecutive rows are adjacent in memory, which makes a step three to five times cheaper. The
+    order of the rows must be unrelated to the data. Where B does not divide N, ``N mod B`` rows
+    (different ones each epoch) are left out of an epoch.
     """
 
     name = "contiguous"
@@ -209,28 +127,28 @@ class ContiguousSubsampling(Subsampling):
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
     ) -> tuple[StreamState, Array]:
         num_blocks = size // batch_size
-        state, epochs, x = advance_stream(state, num_blocks, num_steps)
-        key = epoch_seed(state.seed, epochs)
-        block = permute(key, x, num_blocks)
-        offset = hash_uint32(key + jnp.uint32(GOLDEN_RATIO_UINT32 >> 1))
-        num = jnp.asarray(size, jnp.uint32)
-        offset = jnp.zeros_like(offset) if is_static_one(size) else offset % num
-        start = wrap_index(offset + block * jnp.uint32(batch_size), size)
-        rows = start[:, None] + jnp.arange(batch_size, dtype=jnp.uint32)
-        return state, wrap_index(rows, size).astype(jnp.int32)
+        state, epochs, positions = _advance_stream(state, num_blocks, num_steps)
+        seed = epoch_seed(state.seed, epochs)
+        block = permute(seed, positions, num_blocks)
+        offset = _hash_uint32(seed + jnp.uint32(_GOLDEN_RATIO_UINT32 >> 1))
+        num_rows = jnp.asarray(size, jnp.uint32)
+        offset = jnp.zeros_like(offset) if _is_static_one(size) else offset % num_rows
+        start = _wrap_index(offset + block * jnp.uint32(batch_size), size)
+        indices = start[:, None] + jnp.arange(batch_size, dtype=jnp.uint32)
+        return state, _wrap_index(indices, size).astype(jnp.int32)
 
     def sample_independent_indices(self, rng_key: Array, size: Any, batch_size: int) -> Array:
         start = random.randint(rng_key, (), 0, size, dtype=jnp.uint32)
-        rows = start + jnp.arange(batch_size, dtype=jnp.uint32)
-        return wrap_index(rows, size).astype(jnp.int32)
+        indices = start + jnp.arange(batch_size, dtype=jnp.uint32)
+        return _wrap_index(indices, size).astype(jnp.int32)
 
 
 @dataclass(frozen=True)
 class ShuffledSubsampling(Subsampling):
-    """B rows at a time of a random permutation, a fresh one each epoch: each row once an epoch.
+    """Successive B rows of a random permutation; a new permutation each epoch.
 
-    The permutation is evaluated for the B places of a step. Where B does not divide N the minibatch
-    at the seam takes the rest of one epoch and the start of the next.
+    The permutation is evaluated at the B positions of a step only. Where B does not divide N, one
+    minibatch takes the rest of an epoch and the beginning of the next.
     """
 
     name = "shuffled"
@@ -238,9 +156,9 @@ class ShuffledSubsampling(Subsampling):
     def sample_indices(
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
     ) -> tuple[StreamState, Array]:
-        state, epochs, x = advance_stream(state, size, num_steps * batch_size)
-        rows = permute(epoch_seed(state.seed, epochs), x, size)
-        return state, rows.astype(jnp.int32).reshape(num_steps, batch_size)
+        state, epochs, positions = _advance_stream(state, size, num_steps * batch_size)
+        indices = permute(epoch_seed(state.seed, epochs), positions, size)
+        return state, indices.astype(jnp.int32).reshape(num_steps, batch_size)
 
     def has_distinct_rows(self, size: int, batch_size: int) -> bool:
         return size % batch_size == 0
@@ -248,7 +166,7 @@ class ShuffledSubsampling(Subsampling):
 
 @dataclass(frozen=True)
 class IIDSubsampling(Subsampling):
-    """Rows drawn with replacement at every step."""
+    """Random rows with replacement at every step."""
 
     name = "iid"
     is_independent = True
@@ -262,21 +180,24 @@ class IIDSubsampling(Subsampling):
         return False
 
 
-Indices = Mapping[str, Array | np.ndarray]
-"""Row indices by plate name."""
+SUBSAMPLINGS: dict[str, Subsampling] = {
+    s.name: s for s in (IIDSubsampling(), ShuffledSubsampling(), ContiguousSubsampling())
+}
+"""Subsampling methods by name."""
 
 
 class Plate(NamedTuple):
-    """
-    - **name** - the plate's name.
+    """A subsampled plate.
+
+    - **name** - name of the plate.
     - **size** - number of rows.
-    - **subsample_size** - rows in a minibatch.
-    - **shards** - where its rows are spread over devices, each of which has the same part of a
-      minibatch; else None.
-    - **row_offset** - the first of its rows: not 0 where these are one device's part.
-    - **max_size** - the most rows that it may have, where ``size`` is known only when it runs.
-    - **included_rows** - rows that are in every minibatch, in rising order; the others are drawn for
-      what room is left.
+    - **subsample_size** - rows per minibatch.
+    - **shards** - distribution of the rows over devices, each of which contributes equally many
+      rows to a minibatch; None where the rows are on one device.
+    - **row_offset** - index of the first row: not 0 where this is the part of one device.
+    - **max_size** - upper bound on ``size`` where that is known only at run time.
+    - **included_rows** - rows that every minibatch includes, in increasing order; the rest of a
+      minibatch is sampled from the other rows.
     """
 
     name: str
@@ -288,11 +209,14 @@ class Plate(NamedTuple):
     included_rows: tuple[int, ...] = ()
 
     @property
+    def num_shards(self) -> int:
+        """Number of shards; 1 where the rows are on one device."""
+        return 1 if self.shards is None else len(self.shards.rows_per_shard)
+
+    @property
     def subsample_size_per_shard(self) -> int:
         """Rows of a minibatch on one device."""
-        return self.subsample_size // (
-            1 if self.shards is None else len(self.shards.rows_per_shard)
-        )
+        return self.subsample_size // self.num_shards
 
     @property
     def shard_offsets_and_sizes(self) -> tuple[np.ndarray, np.ndarray]:
@@ -302,136 +226,212 @@ class Plate(NamedTuple):
         return self.shards.row_offsets[:, None], np.array(self.shards.rows_per_shard)[:, None]
 
     @property
-    def random_part(self) -> Plate:
-        """The rows that are drawn, of which there are as many as are not decisive."""
-        num = len(self.included_rows)
-        size, part = self.size - num, self.subsample_size - num
-        return self._replace(size=size, subsample_size=part, included_rows=())
-
-    @property
-    def row_weights(self) -> np.ndarray | None:
-        """What a minibatch's rows weigh beside (rows / chosen rows) each, so that the likelihood
-        stays unbiased; None where all weigh the same.
-        """
-        if not self.included_rows:
-            return None
-        num, drawn = len(self.included_rows), self.random_part
-        each = [1.0] * num + [drawn.size / drawn.subsample_size] * drawn.subsample_size
-        return np.array(each) * (self.subsample_size / self.size)
-
-    def add_included_rows(self, random_indices: Any) -> Any:
-        """Minibatches of all rows from the places of those that are drawn.
-
-        :param random_indices: places among the rows that are not decisive, shape ``(..., room)``, NumPy's or
-            JAX's.
-        :return: the decisive rows before these rows, shape ``(..., subsample_size)``.
-        """
-        if not self.included_rows:
-            return random_indices
-        xp: Any = np if isinstance(random_indices, np.ndarray) else jnp
-        first = xp.asarray(self.included_rows, random_indices.dtype)
-        # A place is as many rows further on as there are decisive ones before it.
-        ahead = xp.asarray(np.array(self.included_rows) - np.arange(len(self.included_rows)))
-        rows = random_indices + xp.searchsorted(ahead, random_indices, side="right").astype(
-            random_indices.dtype
-        )
-        first = xp.broadcast_to(first, (*random_indices.shape[:-1], len(self.included_rows)))
-        return xp.concatenate([first, rows], -1)
+    def max_subsample_size(self) -> int:
+        """Largest possible ``subsample_size``."""
+        if self.shards is None:
+            return self.size
+        return self.num_shards * min(self.shards.rows_per_shard)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Minibatches in an epoch; in that of the largest shard."""
+        """Minibatches per epoch; those of the largest shard where there are several."""
         if self.included_rows:
             return self.random_part.batches_per_epoch
         return -(-int(self.shard_offsets_and_sizes[1].max()) // self.subsample_size_per_shard)
 
     @property
-    def max_subsample_size(self) -> int:
-        """The largest ``subsample_size`` that it can have."""
-        if self.shards is None:
-            return self.size
-        return len(self.shards.rows_per_shard) * min(self.shards.rows_per_shard)
+    def random_part(self) -> Plate:
+        """The plate of the rows that are not always included, from which the rest is sampled."""
+        num_included = len(self.included_rows)
+        return self._replace(
+            size=self.size - num_included,
+            subsample_size=self.subsample_size - num_included,
+            included_rows=(),
+        )
+
+    @property
+    def row_weights(self) -> np.ndarray | None:
+        """Weights of a minibatch's rows relative to ``size / subsample_size``, for an unbiased
+        log likelihood; None where all rows have weight one.
+        """
+        if not self.included_rows:
+            return None
+        num_included, random_part = len(self.included_rows), self.random_part
+        random_weight = random_part.size / random_part.subsample_size
+        weights = [1.0] * num_included + [random_weight] * random_part.subsample_size
+        return np.array(weights) * (self.subsample_size / self.size)
+
+    def add_included_rows(self, random_indices: Any) -> Any:
+        """Return the always-included rows followed by the sampled rows.
+
+        :param random_indices: positions among the rows that are not always included, NumPy or JAX,
+            shape ``(..., subsample_size - len(included_rows))``.
+        :return: row indices of shape ``(..., subsample_size)``.
+        """
+        if not self.included_rows:
+            return random_indices
+        xp: Any = np if isinstance(random_indices, np.ndarray) else jnp
+        included = xp.asarray(self.included_rows, random_indices.dtype)
+        # A position among the other rows grows by the number of included rows before it.
+        num_others_before = xp.asarray(
+            np.array(self.included_rows) - np.arange(len(self.included_rows))
+        )
+        num_included_before = xp.searchsorted(num_others_before, random_indices, side="right")
+        indices = random_indices + num_included_before.astype(random_indices.dtype)
+        included = xp.broadcast_to(included, (*random_indices.shape[:-1], included.size))
+        return xp.concatenate([included, indices], -1)
 
     def with_shards(self, shards: Shards) -> Plate:
-        """With rows spread over devices, each of which has as many rows of a minibatch."""
-        num = len(shards.rows_per_shard)
-        part = -(-self.subsample_size // num)
-        return self._replace(subsample_size=num * part, shards=shards)
+        """Return the plate with sharded rows; ``subsample_size`` is rounded up to whole shards."""
+        num_shards = len(shards.rows_per_shard)
+        per_shard = -(-self.subsample_size // num_shards)
+        return self._replace(subsample_size=num_shards * per_shard, shards=shards)
 
     def for_shard(self, row_offset: Any, num_rows: Any) -> Plate:
-        """The part of one device, if its rows are spread over devices."""
+        """Return the part of one device, or the plate itself where its rows are not sharded.
+
+        :param row_offset: index of the device's first row.
+        :param num_rows: number of the device's rows.
+        """
         if self.shards is None:
             return self
+        # Always-included rows are selected on one device only.
+        assert not self.included_rows
         return Plate(
             self.name,
             num_rows,
             self.subsample_size_per_shard,
-            None,
-            row_offset,
-            self.shards.max_rows_per_shard,
+            row_offset=row_offset,
+            max_size=self.shards.max_rows_per_shard,
         )
 
 
 def init_stream(plate: Plate, rng_key: Array) -> StreamState:
-    """The first state of a plate's stream, or of its shards' streams."""
+    """Return the initial state of a plate's stream, with a leading axis where it has shards."""
     if plate.shards is None:
         return StreamState.init(rng_key)
-    return jax.vmap(StreamState.init)(random.split(rng_key, len(plate.shards.rows_per_shard)))
+    return jax.vmap(StreamState.init)(random.split(rng_key, plate.num_shards))
 
 
 def sample_minibatches(
     subsampling: Subsampling, plate: Plate, state: StreamState, rng_key: Array, num_steps: int
 ) -> tuple[StreamState, Array]:
-    """The stream's next state and the rows of some steps, ``(num_steps, subsample_size)``.
+    """Return the stream's next state and row indices of shape ``(num_steps, subsample_size)``.
 
-    Every shard gives the same part of a minibatch.
+    Every shard contributes equally many rows to a minibatch.
     """
     if plate.shards is None:
-        drawn = plate.random_part
-        state, rows = subsampling.sample_indices(
-            state, rng_key, num_steps, drawn.size, drawn.subsample_size
+        random_part = plate.random_part
+        state, indices = subsampling.sample_indices(
+            state, rng_key, num_steps, random_part.size, random_part.subsample_size
         )
-        return state, plate.add_included_rows(rows)
+        return state, plate.add_included_rows(indices)
 
-    def one(size: Any, state: StreamState, key: Array) -> tuple[StreamState, Array]:
+    def sample_shard(size: Any, state: StreamState, key: Array) -> tuple[StreamState, Array]:
         return subsampling.sample_indices(
             state, key, num_steps, size, plate.subsample_size_per_shard
         )
 
-    keys = random.split(rng_key, len(plate.shards.rows_per_shard))
-    state, rows = _map_shards(one, plate.shards, state, keys)
-    return state, plate.shards.shard_indices(jnp.moveaxis(rows, 0, 1).reshape(num_steps, -1))
+    keys = random.split(rng_key, plate.num_shards)
+    state, indices = _map_shards(sample_shard, plate.shards, state, keys)
+    indices = jnp.moveaxis(indices, 0, 1).reshape(num_steps, -1)
+    return state, plate.shards.shard_indices(indices)
 
 
 def sample_independent_minibatch(subsampling: Subsampling, plate: Plate, rng_key: Array) -> Array:
-    """A minibatch that is independent of any stream, shape ``(subsample_size,)``."""
-    shards = plate.shards
-    if shards is None:
-        drawn = plate.random_part
+    """Return a minibatch that is independent of any stream, shape ``(subsample_size,)``."""
+    if plate.shards is None:
+        random_part = plate.random_part
         return plate.add_included_rows(
-            subsampling.sample_independent_indices(rng_key, drawn.size, drawn.subsample_size)
+            subsampling.sample_independent_indices(
+                rng_key, random_part.size, random_part.subsample_size
+            )
         )
 
-    def one(size: Any, key: Array) -> tuple[None, Array]:
+    def sample_shard(size: Any, key: Array) -> tuple[None, Array]:
         return None, subsampling.sample_independent_indices(
             key, size, plate.subsample_size_per_shard
         )
 
-    _, rows = _map_shards(one, shards, random.split(rng_key, len(shards.rows_per_shard)))
-    return shards.shard_indices(rows.reshape(-1))
+    keys = random.split(rng_key, plate.num_shards)
+    _, indices = _map_shards(sample_shard, plate.shards, keys)
+    return plate.shards.shard_indices(indices.reshape(-1))
 
 
 def _map_shards(fn: Callable[..., Any], shards: Shards, *shard_args: Any) -> Any:
-    """``fn(number of rows, ...) -> (..., rows)`` for every shard, with rows numbered among all."""
+    """Map ``fn(num_rows, ...) -> (state, indices)`` over shards, with indices among all rows."""
     if shards.is_balanced:
-        state, rows = jax.vmap(lambda *xs: fn(shards.max_rows_per_shard, *xs))(*shard_args)
+        state, indices = jax.vmap(lambda *xs: fn(shards.max_rows_per_shard, *xs))(*shard_args)
     else:
-        state, rows = jax.vmap(fn)(jnp.asarray(shards.rows_per_shard, jnp.int32), *shard_args)
-    firsts = jnp.asarray(shards.row_offsets)
-    return state, rows + firsts.reshape(-1, *[1] * (rows.ndim - 1))
+        state, indices = jax.vmap(fn)(jnp.asarray(shards.rows_per_shard, jnp.int32), *shard_args)
+    offsets = jnp.asarray(shards.row_offsets)
+    return state, indices + offsets.reshape(-1, *[1] * (indices.ndim - 1))
 
 
-SUBSAMPLINGS: dict[str, Subsampling] = {
-    s.name: s for s in (IIDSubsampling(), ShuffledSubsampling(), ContiguousSubsampling())
-}
-"""The schemes by the names of a kernel's ``minibatch`` argument."""
+def _advance_stream(
+    state: StreamState, num_positions: Any, num_steps: int
+) -> tuple[StreamState, Array, Array]:
+    """Advance an endless pass over ``range(num_positions)`` by ``num_steps`` positions.
+
+    :return: the next state, and the epoch and the position of each step.
+    """
+    walk = state.offset + jnp.arange(num_steps, dtype=jnp.uint32)
+    if not isinstance(num_positions, int):
+        num_positions = num_positions.astype(jnp.uint32)
+    if _is_static_one(num_positions):
+        end = StreamState(state.seed, state.epoch + jnp.uint32(num_steps), state.offset)
+        return end, state.epoch + walk, jnp.zeros_like(walk)
+    epochs, positions = state.epoch + walk // num_positions, walk % num_positions
+    end_walk = state.offset + jnp.uint32(num_steps)
+    end = StreamState(state.seed, state.epoch + end_walk // num_positions, end_walk % num_positions)
+    return end, epochs, positions
+
+
+def epoch_seed(seed: Array, epoch: Array) -> Array:
+    """Return a 32-bit word for each epoch."""
+    return _hash_uint32(seed[0] ^ _hash_uint32(epoch + seed[1]))
+
+
+def permute(seed: Array, positions: Array, size: Any) -> Array:
+    """Return the images of ``positions`` under the permutation of ``range(size)`` given by a seed.
+
+    :param seed: 32-bit word, or one word per position.
+    :param positions: uint32 numbers below ``size``.
+    :param size: number of rows.
+    """
+    if _is_static_one(size):
+        return jnp.zeros_like(positions)
+    n = jnp.asarray(size, jnp.uint32)
+    positions = positions + seed % n
+    positions = jnp.where(positions >= n, positions - n, positions)
+    for i in range(1, _NUM_SHUFFLE_ROUNDS + 1):
+        round_key = _hash_uint32(seed + jnp.uint32((_GOLDEN_RATIO_UINT32 * i) & 0xFFFFFFFF))
+        pivot = round_key % n
+        partner = jnp.where(pivot >= positions, pivot - positions, pivot + (n - positions))
+        pair = jnp.maximum(positions, partner)
+        coin = _hash_uint32(pair * jnp.uint32(_GOLDEN_RATIO_UINT32) + round_key) >> 31
+        positions = jnp.where(coin == 1, partner, positions)
+    return positions
+
+
+def _hash_uint32(x: Array) -> Array:
+    """Return a bijection of 32-bit words: each input bit flips each output bit half the time.
+
+    Constants: Chris Wellons, "Prospecting for hash functions" (2018), lowbias32.
+    """
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x7FEB352D)
+    x = x ^ (x >> 15)
+    x = x * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def _is_static_one(size: Any) -> bool:
+    """Return whether a size is the integer 1: XLA cannot compile a remainder by it on a CPU."""
+    return isinstance(size, int) and size == 1
+
+
+def _wrap_index(x: Array, size: Any) -> Array:
+    """Return ``x mod size`` for ``x < 2 size``."""
+    size = jnp.asarray(size, jnp.uint32)
+    return jnp.where(x >= size, x - size, x)

@@ -1,4 +1,4 @@
-"""Runs on rows that stay on the host, for tests."""
+"""A regression whose rows are on the host, and a source of rows that records its reads."""
 
 import threading
 
@@ -11,8 +11,8 @@ from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import quietly
 
 NUM_ROWS, BATCH = 3_000, 20
-# Whatever a warm-up looks for. It would read other rows on the host, in runs of neighbours, and so
-# find other coordinates than on the same rows in memory.
+# Everything that a warm-up adapts. It would read other rows on the host, and so choose other
+# coordinates than for the same rows in memory.
 GIVEN = {
     "inverse_mass_matrix": np.full(2, 1.0 / NUM_ROWS),
     "gradient_estimator": "control_variate",
@@ -43,42 +43,42 @@ def by_subsample(X, y, batch_size=None):
 
 
 class Source:
-    """Rows of an array by integer arrays and nothing else, with notes of who asked for what."""
+    """Rows by integer arrays only, with a record of the size and thread of each read."""
 
     def __init__(self, array, answer=None):
         self.array, self.answer = array, answer
         self.shape, self.dtype = array.shape, array.dtype
-        self.asked, self.threads = [], []
+        self.read_sizes, self.threads = [], []
 
-    def __getitem__(self, rows):
-        assert isinstance(rows, np.ndarray)
-        assert rows.ndim == 1
-        self.asked.append(rows.size)
+    def __getitem__(self, indices):
+        assert isinstance(indices, np.ndarray)
+        assert indices.ndim == 1
+        self.read_sizes.append(indices.size)
         self.threads.append(threading.current_thread().name)
         if self.answer is not None:
-            return self.answer(self.array, rows)
-        return self.array[rows]
+            return self.answer(self.array, indices)
+        return self.array[indices]
 
 
 def fit(X, y, model=by_index, num_samples=30, options=(), **settings):
-    """With options that :data:`GIVEN` is among, no warm-up: chains start at the coefficients."""
+    """Return a finished run; with the options of :data:`GIVEN` it has no warm-up."""
     options = {"step_size": 0.3, "num_steps": 3, **dict(options)}
     settings = {"num_chains": 2, "chain_method": "vectorized", "num_warmup": 4, **settings}
     mcmc = quietly(SGHMCSplit(model, **options), num_samples=num_samples, **settings)
-    start = None
+    init_params = None
     if options.keys() >= GIVEN.keys():
-        start = {"beta": np.tile(np.float32([1.0, -0.5]), (mcmc.num_chains, 1))}
-        start = start if mcmc.num_chains > 1 else {"beta": start["beta"][0]}
-    mcmc.run(jax.random.key(0), X, y, batch_size=BATCH, init_params=start)
+        beta = np.tile(np.float32([1.0, -0.5]), (mcmc.num_chains, 1))
+        init_params = {"beta": beta if mcmc.num_chains > 1 else beta[0]}
+    mcmc.run(jax.random.key(0), X, y, batch_size=BATCH, init_params=init_params)
     return mcmc
 
 
-def draws(mcmc):
+def get_draws(mcmc):
     return np.asarray(mcmc.get_samples(group_by_chain=True)["beta"])
 
 
 def assert_same(a, b):
-    """To rounding: the programs differ, so that XLA may add in another order."""
+    """Draws are equal to rounding: the programs differ, so that XLA may add in another order."""
     sd = a.reshape(-1, a.shape[-1]).std(0)
     assert (sd > 1e-3).all()
     assert np.abs((a - b) / sd).max() < 1e-4

@@ -1,4 +1,4 @@
-"""Streams of minibatches as tests draw from them."""
+"""Streams of minibatches for tests."""
 
 from functools import cache, partial
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from numpyro_sgmcmc.data.subsampling import (
     Subsampling,
 )
 
-IMPROBABLE = 1e-6
-"""Threshold of p-values; seeds are fixed, so that a test which passes once passes always."""
+MIN_P_VALUE = 1e-6
+"""Seeds are fixed, so that a test that passes once passes always."""
 
-each_stream = pytest.mark.parametrize("name", sorted(SUBSAMPLINGS))
+each_subsampling = pytest.mark.parametrize("name", sorted(SUBSAMPLINGS))
 
 
 class Stream(NamedTuple):
-    """A subsampling method on a plate of a size."""
+    """A subsampling method on a plate of a given size."""
 
     subsampling: Subsampling
     size: int
@@ -43,52 +43,53 @@ def iid(size, batch_size):
     return Stream(IIDSubsampling(), size, batch_size)
 
 
-def epoch(size, batch_size):
+def shuffled(size, batch_size):
     return Stream(ShuffledSubsampling(), size, batch_size)
 
 
-def blocks(size, batch_size):
+def contiguous(size, batch_size):
     return Stream(ContiguousSubsampling(), size, batch_size)
 
 
-def named(name, size, batch_size):
+def make_stream(name, size, batch_size):
     return Stream(SUBSAMPLINGS[name], size, batch_size)
 
 
 @partial(jax.jit, static_argnames=("stream", "num_steps"))
-def draw(stream, state, key, num_steps):
+def sample_indices(stream, state, key, num_steps):
     return stream.sample_indices(state, key, num_steps)
 
 
-def walk(stream, seed, lengths):
-    """The state after successive draws of the given numbers of steps, and all their rows."""
-    state, rows = stream.init(random.key(seed)), []
+def sample_in_parts(stream, seed, lengths):
+    """Return the state after calls of the given numbers of steps, and all indices."""
+    state, indices = stream.init(random.key(seed)), []
     for call, num_steps in enumerate(lengths):
-        state, new = draw(stream, state, random.key(1000 + call), num_steps)
+        state, new = sample_indices(stream, state, random.key(1000 + call), num_steps)
         assert new.shape == (num_steps, stream.batch_size)
         assert new.dtype == jnp.int32
-        rows.append(np.asarray(new))
-    return state, np.concatenate(rows)
+        indices.append(np.asarray(new))
+    return state, np.concatenate(indices)
 
 
 @partial(jax.jit, static_argnames=("stream", "num_steps"))
-def first_rows(stream, states, keys, num_steps):
+def sample_from_states(stream, states, keys, num_steps):
     return jax.vmap(lambda state, key: stream.sample_indices(state, key, num_steps)[1])(
         states, keys
     )
 
 
 @cache
-def of_many_seeds(stream, num_steps, num_seeds):
-    """Rows of the first steps, shape ``(num_seeds, num_steps, batch_size)``."""
+def sample_from_seeds(stream, num_steps, num_seeds):
+    """Return indices of the first steps, shape ``(num_seeds, num_steps, batch_size)``."""
     bits = np.random.default_rng(7).integers(0, 2**32, (num_seeds, 4), dtype=np.uint32)
-    start = np.zeros(num_seeds, np.uint32)
+    zeros = np.zeros(num_seeds, np.uint32)
     keys = random.wrap_key_data(bits[:, 2:])
-    return np.asarray(first_rows(stream, StreamState(bits[:, :2], start, start), keys, num_steps))
+    states = StreamState(bits[:, :2], zeros, zeros)
+    return np.asarray(sample_from_states(stream, states, keys, num_steps))
 
 
-def assert_even(values, num_cells):
-    """That the values are uniform over ``range(num_cells)``, by a chi-square test."""
+def assert_uniform(values, num_cells):
+    """Values are uniform over ``range(num_cells)``, by a chi-square test."""
     counts = np.bincount(np.asarray(values).ravel(), minlength=num_cells)
     assert len(counts) == num_cells
-    assert stats.chisquare(counts).pvalue > IMPROBABLE
+    assert stats.chisquare(counts).pvalue > MIN_P_VALUE

@@ -249,12 +249,12 @@ def resident_file_pages():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("order", ["consecutive", "random"])
-def test_memory_maps_let_go_of_their_pages(tmp_path, monkeypatch, order):
+def test_memory_maps_let_go_of_their_pages(tmp_path, order):
     """Of 200 MB read only some stay: a random row brings 64 kB with it."""
-    monkeypatch.setattr("numpyro_sgmcmc.data.host_array._MAX_RESIDENT_MMAP_BYTES", 2**25)
     num, width = 50_000, 1_000
     np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
     host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))
+    host.max_resident_bytes = 2**25
     rows = np.arange(num) if order == "consecutive" else np.random.default_rng(0).permutation(num)
     before, most = resident_file_pages(), 0.0
     for part in np.array_split(rows, 100):
