@@ -1,4 +1,4 @@
-"""A model's arguments as a pytree: arrays are leaves, everything else is structure."""
+"""Model arguments as a pytree: arrays are leaves, everything else is structure."""
 
 from functools import partial
 
@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.data import arguments as arguments_module
 from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache, as_jax_arrays, is_array
 
 X, y = np.ones((4, 2), np.float32), np.arange(4)
 
 
-def same(a, b):
+def are_same(a, b):
     (first, one), (second, two) = jax.tree.flatten(a), jax.tree.flatten(b)
     return one == two and all(np.array_equal(x, z) for x, z in zip(first, second, strict=True))
 
@@ -34,23 +33,23 @@ def same(a, b):
     ],
     ids=repr,
 )
-def test_is_array(value, expected):
+def test_is_array_of_numpy_values(value, expected):
     assert is_array(value) is expected
 
 
-def test_jax_arrays_are_arrays():
+def test_is_array_of_jax_types_is_true():
     assert is_array(jnp.ones(3))
     assert is_array(np.ones(3, jnp.bfloat16))
     assert is_array(jax.random.key(0))
 
 
-def test_leaves_are_the_arrays():
+def test_arguments_leaves_are_the_arrays():
     arguments = Arguments((X, 3, "a", None), {"data": {"y": y, "flag": True}, "names": ["a", X]})
     assert [id(x) for x in jax.tree.leaves(arguments)] == [id(x) for x in (X, y, X)]
     assert [id(x) for x in arguments.arrays] == [id(x) for x in (X, y, X)]
 
 
-def test_round_trip():
+def test_arguments_after_a_round_trip_are_the_same():
     model = object()
     before = Arguments(
         (X, 3, None, (y, {"k": 2.5})), {"f": model, "unhashable": {1, 2}, "b": False}
@@ -66,20 +65,20 @@ def test_round_trip():
     assert after.kwargs["b"] is False
 
 
-def test_empty():
+def test_arguments_without_values_are_empty():
     assert jax.tree.leaves(Arguments()) == []
     assert Arguments().args == ()
     assert Arguments((), None).kwargs == {}
 
 
-def test_own_copy_of_the_keywords():
+def test_arguments_copy_the_keywords():
     kwargs = {"y": y}
     arguments = Arguments((), kwargs)
     kwargs["y"] = X
     assert arguments.kwargs["y"] is y
 
 
-def test_static_values_decide_what_is_compiled():
+def test_arguments_with_another_static_value_are_compiled_again():
     traces = []
 
     @jax.jit
@@ -89,8 +88,8 @@ def test_static_values_decide_what_is_compiled():
 
     for batch_size in (2, 2, 3):
         for data in (X, 2 * X):
-            found = total(Arguments((data,), {"batch_size": batch_size}))
-            assert float(found) == data.sum() * batch_size
+            result = total(Arguments((data,), {"batch_size": batch_size}))
+            assert float(result) == data.sum() * batch_size
     assert len(traces) == 2
     total(Arguments((np.ones((5, 2), np.float32),), {"batch_size": 3}))
     assert len(traces) == 3
@@ -101,19 +100,19 @@ def test_static_values_decide_what_is_compiled():
     [(1, True), (1, 1.0), (0, False), ("a", "b"), (None, 0), ((1,), [1])],
     ids=repr,
 )
-def test_different_static_values_differ(first, second):
-    assert not same(Arguments((X, first)), Arguments((X, second)))
+def test_arguments_with_different_static_values_differ(first, second):
+    assert not are_same(Arguments((X, first)), Arguments((X, second)))
     assert Arguments((X, first)).signature != Arguments((X, second)).signature
 
 
-def test_unhashable_values_are_told_apart_by_identity():
+def test_arguments_with_unhashable_values_compare_by_identity():
     names, others = np.array(["a", "b"]), np.array(["a", "b"])
-    assert same(Arguments((X, names)), Arguments((X, names)))
-    assert not same(Arguments((X, names)), Arguments((X, others)))
+    assert are_same(Arguments((X, names)), Arguments((X, names)))
+    assert not are_same(Arguments((X, names)), Arguments((X, others)))
     hash(Arguments((X, names)).signature)
 
 
-def test_signature():
+def test_signature_depends_on_structure_shapes_and_types():
     signature = Arguments((X, 3), {"y": y}).signature
     assert Arguments((2 * X, 3), {"y": y + 1}).signature == signature
     assert Arguments((jnp.asarray(X), 3), {"y": jnp.asarray(y)}).signature == signature
@@ -128,7 +127,7 @@ def test_signature():
     assert hash(signature) == hash(Arguments((X, 3), {"y": y}).signature)
 
 
-def test_is_concrete():
+def test_is_concrete_of_traced_arrays_is_false():
     arguments = Arguments((X, 3), {"y": y})
     assert arguments.is_concrete
     seen = []
@@ -137,14 +136,14 @@ def test_is_concrete():
     assert seen == [False, False]
 
 
-def test_map_arrays():
+def test_map_arrays_leaves_other_values():
     arguments = Arguments((X, 3, "a"), {"data": [y, None]})
     doubled = arguments.map_arrays(lambda x: 2 * x)
-    assert same(doubled, Arguments((2 * X, 3, "a"), {"data": [2 * y, None]}))
+    assert are_same(doubled, Arguments((2 * X, 3, "a"), {"data": [2 * y, None]}))
     np.testing.assert_array_equal(arguments.args[0], X)
 
 
-def test_as_jax_arrays():
+def test_as_jax_arrays_converts_numbers_only():
     words = np.array(["a"])
     args, kwargs = as_jax_arrays(((X, 3, words), {"y": y}))
     assert isinstance(args[0], jax.Array)
@@ -163,7 +162,7 @@ def model(X, data, y=None):
 
 
 @pytest.mark.parametrize("fn", [model, Table(), partial(model)], ids=["def", "object", "partial"])
-def test_named_arrays(fn):
+def test_named_arrays_of_any_callable_have_its_names(fn):
     arguments = Arguments((X, {"a": X, "b": [y, 3]}), {"y": y})
     assert [name for name, _ in arguments.named_arrays(fn)] == [
         "`X`",
@@ -174,14 +173,14 @@ def test_named_arrays(fn):
     assert [id(x) for _, x in arguments.named_arrays(fn)] == [id(x) for x in arguments.arrays]
 
 
-def test_names_where_the_signature_has_none():
+def test_named_arrays_without_a_signature_are_numbered():
     arguments = Arguments((X, y), {"z": y})
     assert [n for n, _ in arguments.named_arrays(lambda *args, z: None)][-1] == "`z`"
     assert len(arguments.named_arrays(lambda *args, **kwargs: None)) == 3
     assert [n for n, _ in arguments.named_arrays(3)] == ["`argument 0`", "`argument 1`", "`z`"]
 
 
-def test_arguments_pass_through_transformations():
+def test_arguments_under_transformations_keep_their_structure():
     arguments = Arguments((jnp.asarray(X), 2), {"y": jnp.asarray(y)})
 
     def total(a):
@@ -196,27 +195,29 @@ def test_arguments_pass_through_transformations():
     assert shapes.args[1] == 2
 
 
-def held(*arrays):
-    """Which of these are held in references."""
-    return [
-        isinstance(x, jax.Ref)
-        for x in DeviceArrayCache().cache_arrays(Arguments(arrays, None)).args
-    ]
+def are_in_references(*arrays):
+    cached = DeviceArrayCache().cache_arrays(Arguments(arrays), 2_000, 500)
+    return [isinstance(x, jax.Ref) for x in cached.args]
 
 
-def test_only_arrays_that_are_large_together_are_held(monkeypatch):
-    monkeypatch.setattr(arguments_module, "_MIN_TOTAL_CACHE_BYTES", 2_000)
-    monkeypatch.setattr(arguments_module, "_MIN_CACHED_ARRAY_BYTES", 500)
+def test_device_array_cache_holds_arrays_that_are_large_together():
     large, small = np.ones(300, np.float32), np.ones(100, np.float32)
-    assert held(large) == [False]
-    assert held(large, small, large) == [True, False, True]
-    assert held(*[small] * 6) == [False] * 6
+    assert are_in_references(large) == [False]
+    assert are_in_references(large, small, large) == [True, False, True]
+    assert are_in_references(*[small] * 6) == [False] * 6
 
 
-def test_a_held_array_is_one_reference_with_its_values(monkeypatch):
-    monkeypatch.setattr(arguments_module, "_MIN_TOTAL_CACHE_BYTES", 0)
-    monkeypatch.setattr(arguments_module, "_MIN_CACHED_ARRAY_BYTES", 0)
-    keeper = DeviceArrayCache()
-    first, second = (keeper.cache_arrays(Arguments((X, y), {"z": X})) for _ in range(2))
+def test_device_array_cache_holds_each_array_once_with_its_values():
+    cache = DeviceArrayCache()
+    first, second = (cache.cache_arrays(Arguments((X, y), {"z": X}), 0, 0) for _ in range(2))
     assert first.args[0] is second.args[0] is first.kwargs["z"]
     np.testing.assert_array_equal(jax.jit(lambda: first.dereference().args[0])(), X)
+
+
+def test_device_array_cache_releases_other_arrays():
+    cache = DeviceArrayCache()
+    first = cache.cache_arrays(Arguments((X, y)), 0, 0)
+    cache.keep_only(Arguments((X,)))
+    second = cache.cache_arrays(Arguments((X, y)), 0, 0)
+    assert first.args[0] is second.args[0]
+    assert first.args[1] is not second.args[1]

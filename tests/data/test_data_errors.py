@@ -85,7 +85,7 @@ def test_host_array_of_values_that_the_device_cannot_hold_raises(values, keyword
     if isinstance(values, Source):
         values.dtype = np.dtype(np.int32)
     with pytest.raises(DataReadError, match=keyword):
-        HostArray(values)[np.arange(2)]
+        HostArray(values)[np.arange(values.shape[0])]
 
 
 def test_host_array_of_another_byte_order_is_converted():

@@ -1,4 +1,4 @@
-"""Rows that stay on the host: the draws of the same rows in memory, and how they are read."""
+"""HostArray: the draws are those of the same rows in memory, and how rows are read."""
 
 import os
 import pickle
@@ -8,12 +8,14 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import HostArray, bias_report, log_likelihood
 from numpyro_sgmcmc.adaptation.subsampling_choice import MONITOR_INTERVAL
@@ -30,22 +32,21 @@ from tests.data.host_rows import (
     by_column,
     by_index,
     by_subsample,
-    draws,
     fit,
+    get_draws,
 )
 
 
 @pytest.fixture(scope="module")
 def long_run():
-    """A run whose rows are read in many blocks, with its rows."""
+    """A run whose rows are read in many blocks, and its array."""
     host = HostArray(Source(X.copy()))
     return fit(host, Y, num_samples=1500, num_warmup=0), host
 
 
-# --- The same draws -----------------------------------------------------------------------------
+# --- Draws
 
 
-# By plain gradients on independent rows it is in `make test` as well: see the run that goes on.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
@@ -56,38 +57,39 @@ def long_run():
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_draws_are_those_of_rows_in_memory(model, options):
-    in_memory = draws(fit(X, Y, model, options={**GIVEN, **options}))
+def test_run_of_rows_on_the_host_has_the_draws_of_rows_in_memory(model, options):
+    in_memory = get_draws(fit(X, Y, model, options={**GIVEN, **options}))
     on_host = fit(HostArray(X), HostArray(Y), model, options={**GIVEN, **options})
-    assert_same(draws(on_host), in_memory)
+    assert_same(get_draws(on_host), in_memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_chains", [1, 2])
-def test_chains_one_by_one(num_chains):
+def test_run_of_sequential_chains_has_the_draws_of_rows_in_memory(num_chains):
     settings = {"chain_method": "sequential", "num_chains": num_chains, "options": GIVEN}
     both = [fit(*data, **settings) for data in ((X, Y), (HostArray(X), HostArray(Y)))]
-    assert_same(*map(draws, both))
+    assert_same(*map(get_draws, both))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient", ["plain", "control_variate"])
-def test_a_run_that_goes_on_with_another_key_reads_that_keys_rows(gradient):
-    """NumPyro gives the warm state the new run's key: rows read ahead for the old one are void."""
-    first, then = [], []
+@pytest.mark.parametrize("gradient_estimator", ["minibatch", "control_variate"])
+def test_run_continued_with_another_key_has_the_draws_of_rows_in_memory(gradient_estimator):
+    """NumPyro replaces the key of the state: rows prefetched for the old key are discarded."""
+    options = {**GIVEN, "subsampling": "iid", "gradient_estimator": gradient_estimator}
+    first, continued = [], []
     for data in ((X, Y), (HostArray(X), Y)):
-        mcmc = fit(*data, options={**GIVEN, "subsampling": "iid", "gradient_estimator": gradient})
-        first.append(draws(mcmc))
+        mcmc = fit(*data, options=options)
+        first.append(get_draws(mcmc))
         mcmc.post_warmup_state = mcmc.last_state
         mcmc.run(jax.random.key(5), *data, batch_size=BATCH)
-        then.append(draws(mcmc))
+        continued.append(get_draws(mcmc))
     assert_same(*first)
-    assert_same(*then)
+    assert_same(*continued)
 
 
 @pytest.mark.slow
-def test_the_warm_up_finds_what_it_finds_in_memory():
-    """Other rows are read, in runs of neighbours: coordinates agree, though not to rounding."""
+def test_warmup_of_rows_on_the_host_finds_the_coordinates_of_rows_in_memory():
+    """It reads other rows, in runs of neighbours, so that they agree statistically."""
     memory, host = (
         fit(*data, num_samples=2).sampler.adaptation.preconditioner
         for data in ((X, Y), (HostArray(X), HostArray(Y)))
@@ -99,8 +101,8 @@ def test_the_warm_up_finds_what_it_finds_in_memory():
 
 
 @pytest.mark.slow
-def test_reports():
-    """Epochs with much noise: moments are read from rows that no step has drawn."""
+def test_bias_report_of_rows_on_the_host_is_that_of_rows_in_memory():
+    """With so much gradient noise, its moments are from rows that are not those of the steps."""
     options = {
         **GIVEN,
         "subsampling": "shuffled",
@@ -117,48 +119,52 @@ def test_reports():
     assert both[0].sampler.adaptation.monitor_gradients.estimator is not None
     for full_data in (False, True):
         a, b = (bias_report(m, full_data=full_data, num_draws=50) for m in both)
-        np.testing.assert_allclose(
-            a.sd_inflation.value, b.sd_inflation.value, atol=1e-3
-        )
+        np.testing.assert_allclose(a.sd_inflation.value, b.sd_inflation.value, atol=1e-3)
 
 
-# --- All rows -----------------------------------------------------------------------------------
+# --- Passes over all rows
 
 
-def test_log_likelihood_by_chunks(monkeypatch, long_run):
-    """Chunks of 7 rows or so, of which the last overlaps with the one before."""
+def test_log_likelihood_of_rows_on_the_host_is_computed_by_chunks(long_run):
+    """The last chunk overlaps with the one before."""
     mcmc, host = long_run
-    asked = host._source.asked
-    before, per_draw = len(asked), 2 * 1500
-    monkeypatch.setattr(
-        "numpyro_sgmcmc.diagnostics.predictive._MAX_DRAW_ROW_PAIRS_PER_CHUNK", 700 * per_draw
-    )
-    found = log_likelihood(mcmc)["y"]
-    assert found.shape == (2, 1500, NUM_ROWS)
-    assert asked[before:] == [700] * 5
-    beta = draws(mcmc)
+    num_reads = len(host._source.read_sizes)
+    values = log_likelihood(mcmc)["y"]
+    assert values.shape == (2, 1500, NUM_ROWS)
+    chunk = host._source.read_sizes[-1]
+    num_chunks = -(-NUM_ROWS // chunk)
+    assert num_chunks > 1
+    assert host._source.read_sizes[num_reads:] == [chunk] * num_chunks
+    beta = get_draws(mcmc)
     expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-    some = np.array([2999, 0, 5])
-    np.testing.assert_allclose(log_likelihood(mcmc, some)["y"], found[..., some], rtol=1e-5)
-    with pytest.raises(ValueError, match="between 0 and 2999"):
+    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
+    rows = np.array([2999, 0, 5])
+    np.testing.assert_allclose(log_likelihood(mcmc, rows)["y"], values[..., rows], rtol=1e-5)
+    with pytest.raises(ValueError, match="rows"):
         log_likelihood(mcmc, [3000])
-    monkeypatch.setattr("numpyro_sgmcmc.model.handlers.FullDataModel.max_bytes", 1000)
-    with pytest.raises(ValueError, match="HostArray.*log_likelihood"):
-        mcmc.sampler.model(*mcmc._args, batch_size=BATCH)
+
+
+def test_model_on_all_rows_of_a_large_host_array_raises(long_run):
+    mcmc, _ = long_run
+    large = HostArray(SimpleNamespace(shape=(2**28, 2), dtype=np.float32), name="large")
+    with pytest.raises(ValueError, match=r"HostArray\('large'.*log_likelihood"):
+        mcmc.sampler.model(large, Y, batch_size=BATCH)
 
 
 @pytest.mark.slow
-def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr("numpyro_sgmcmc.progress._DISPLAY_DELAY_SECONDS", 0.0)
+def test_long_passes_show_progress(monkeypatch, capsys):
+    def show_at_once(*args, **options):
+        return tqdm_auto(*args, **{**options, "delay": 0.0})
+
+    monkeypatch.setattr("numpyro_sgmcmc.progress.tqdm_auto", show_at_once)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
 
-    def slowly(array, rows):
-        if rows.size == NUM_ROWS:
-            time.sleep(0.15)  # bars are drawn ten times a second at most
-        return array[rows]
+    def read_slowly(array, indices):
+        if indices.size == NUM_ROWS:
+            time.sleep(0.15)  # bars are refreshed ten times per second at most
+        return array[indices]
 
-    host = HostArray(Source(X, slowly), name="X")
+    host = HostArray(Source(X, read_slowly), name="X")
     mcmc = fit(host, Y, num_samples=5, options={"step_size": 0.3, "subsampling": "iid"})
     shown = capsys.readouterr().err
     assert re.search(r"adapting: .*[1-9].* passes over 'X'", shown)
@@ -168,30 +174,30 @@ def test_long_passes_show_how_far_they_are(monkeypatch, capsys):
     assert re.search(r"gradients on all rows: +[1-9]\d*%.*k rows/s", shown)
 
 
-# --- Reading ------------------------------------------------------------------------------------
+# --- Reads
 
 
-def test_rows_are_read_in_blocks_and_ahead(long_run):
+def test_run_prefetches_rows_in_blocks(long_run):
     mcmc, host = long_run
-    source = host._source
-    block = mcmc.last_state.prefetch_buffer
-    (values,), used = block.row_arrays, block.num_used
+    source, buffer = host._source, mcmc.last_state.prefetch_buffer
+    (values,) = buffer.row_arrays
     length = values.shape[1]
-    rows = {"rows": np.empty((3, BATCH), np.int32)}
-    assert length == compute_buffer_length((RowLookup(host, "rows"),), rows, num_chains=2) > 1
-    assert 1 <= int(used[0]) <= length
-    # The warm-up's chunks, then blocks: the first is waited for, the others are read ahead.
-    assert max(source.asked) <= max(8192, 2 * 3 * BATCH * length)
-    blocks = -(-1500 // length)
-    ahead = source.threads.count("numpyro_sgmcmc-reader_0")
-    # No step of two chains reads for itself; the warm-up makes some thousand requests.
-    assert len(source.asked) - ahead < 1500 * 3 * 2
-    assert blocks > 10
-    assert blocks - 1 <= ahead <= blocks + 1
+    step_indices = {"rows": np.empty((3, BATCH), np.int32)}
+    lookups = (RowLookup(host, "rows"),)
+    assert length == compute_buffer_length(lookups, step_indices, num_chains=2) > 1
+    assert 1 <= int(buffer.num_used[0]) <= length
+    # Chunks of the warm-up, then blocks: the first is waited for, the others are prefetched.
+    assert max(source.read_sizes) <= max(8192, 2 * 3 * BATCH * length)
+    num_blocks = -(-1500 // length)
+    num_prefetches = source.threads.count("numpyro_sgmcmc-reader_0")
+    # No step of the two chains reads its own rows; the warm-up reads some thousand times.
+    assert len(source.read_sizes) - num_prefetches < 1500 * 3 * 2
+    assert num_blocks > 10
+    assert num_blocks - 1 <= num_prefetches <= num_blocks + 1
 
 
 @pytest.mark.parametrize("kind", ["memmap", "h5py", "zarr"])
-def test_sources(kind, tmp_path):
+def test_host_array_of_a_file_has_its_rows(kind, tmp_path):
     if kind == "memmap":
         source = np.memmap(tmp_path / "X.dat", np.float64, "w+", shape=X.shape)
         source[:] = X
@@ -226,7 +232,7 @@ def test_sources(kind, tmp_path):
         lambda i, c: (i, 1),
     ],
 )
-def test_indices_mean_what_they_mean_to_jax(index):
+def test_host_array_index_gives_what_jax_gives(index):
     rows, columns = np.array([5, 0, 7]), np.array([1, 0, 1])
     expected = jnp.asarray(X)[index(rows, columns)]
     np.testing.assert_array_equal(HostArray(X)[index(rows, columns)], expected)
@@ -235,45 +241,45 @@ def test_indices_mean_what_they_mean_to_jax(index):
     first, *_ = index(rows, columns)
     if first is rows:
         i = jnp.asarray(rows)
-        given = PrefetchedRows(
+        prefetched = PrefetchedRows(
             HostArray(X), PlateIndexRegistry({"rows": i}), {"rows": jnp.asarray(X)[i]}
         )
-        np.testing.assert_array_equal(given[index(i, columns)], expected)
+        np.testing.assert_array_equal(prefetched[index(i, columns)], expected)
 
 
-def resident_file_pages():
-    """Megabytes of files that are mapped into this process and in its memory."""
+def measure_resident_files():
+    """Return the megabytes of mapped files that are in this process's memory."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"RssFile:\s+(\d+) kB", status)[1]) / 1024
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("order", ["consecutive", "random"])
-def test_memory_maps_let_go_of_their_pages(tmp_path, order):
-    """Of 200 MB read only some stay: a random row brings 64 kB with it."""
+def test_host_array_of_a_memory_map_releases_its_pages(tmp_path, order):
+    """A small part of 200 MB stays resident, although a random row loads 64 kB."""
     num, width = 50_000, 1_000
     np.zeros(num * width, np.float32).tofile(tmp_path / "X.dat")
     host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(num, width)))
     host.max_resident_bytes = 2**25
     rows = np.arange(num) if order == "consecutive" else np.random.default_rng(0).permutation(num)
-    before, most = resident_file_pages(), 0.0
+    before, most = measure_resident_files(), 0.0
     for part in np.array_split(rows, 100):
         host.read(part)
-        most = max(most, resident_file_pages())
+        most = max(most, measure_resident_files())
     assert most - before < 100
 
 
-def test_a_file_that_has_become_shorter_is_told(tmp_path):
-    """The system would end the process, without a word."""
+def test_host_array_of_a_truncated_file_raises(tmp_path):
+    """The system would kill the process."""
     np.zeros(100_000, np.float32).tofile(tmp_path / "X.dat")
     host = HostArray(np.memmap(tmp_path / "X.dat", np.float32, "r", shape=(10_000, 10)))
     host.read(np.arange(9_990, 10_000))
     os.truncate(tmp_path / "X.dat", 200_000)
-    with pytest.raises(RuntimeError, match=r"X\.dat.* 9990 .*had 400000 bytes, and now has 200000"):
+    with pytest.raises(RuntimeError, match=r"X\.dat.*9990.*200000"):
         host.read(np.arange(9_990, 10_000))
 
 
-def test_what_was_read_ahead_is_forgotten_with_the_run(long_run):
+def test_host_array_in_another_run_discards_prefetched_rows(long_run):
     mcmc, host = long_run
     assert host._prefetches
     host._source.array += 1.0
@@ -281,7 +287,7 @@ def test_what_was_read_ahead_is_forgotten_with_the_run(long_run):
     assert not host._prefetches
 
 
-def test_pickling():
+def test_host_array_after_pickling_has_its_rows():
     host = HostArray(X, name="X")
     host.prefetch(np.arange(5))
     copy = pickle.loads(pickle.dumps(host))
@@ -289,16 +295,16 @@ def test_pickling():
     np.testing.assert_array_equal(copy[np.arange(5)], X[:5])
 
 
-def test_threads_that_read_at_once_each_get_their_own_rows():
-    """As devices do, each of which is a thread: what is read ahead is one list for all of them."""
-    source = HostArray(np.arange(400.0))
-    source.num_readers = 4
+def test_prefetch_from_several_threads_gives_each_its_rows():
+    """Each device is a thread, and all share one list of prefetched rows."""
+    host = HostArray(np.arange(400.0))
+    host.num_readers = 4
 
     def read(first):
-        rows = np.arange(first, first + 5)
+        indices = np.arange(first, first + 5)
         for _ in range(3_000):
-            source.prefetch(rows)
-            np.testing.assert_array_equal(source.read_prefetched(rows), rows)
+            host.prefetch(indices)
+            np.testing.assert_array_equal(host.read_prefetched(indices), indices)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -154,10 +154,10 @@ def check_a_block_of_rows_is_read_at_once_by_a_thread_of_its_own():
     mcmc = run(mcmc_of(), *arguments[:2])
     # Four devices' parts of 64 iterations of three steps; none asks for rows of the others.
     block = 2 * 64 * 3 * 20 // 4
-    assert source.asked.count(block) == 8
-    ahead = [t for n, t in zip(source.asked, source.threads, strict=True) if n == block]
+    assert source.read_sizes.count(block) == 8
+    ahead = [t for n, t in zip(source.read_sizes, source.threads, strict=True) if n == block]
     assert sum(t.startswith("numpyro_sgmcmc-reader") for t in ahead) == 4
-    assert 2 * 20 // 4 not in source.asked, "a step has read its own rows"
+    assert 2 * 20 // 4 not in source.read_sizes, "a step has read its own rows"
     # A sum over the devices is the gradient, and one a block says that all have read.
     assert collectives_of(mcmc, arguments) == {"all-reduce": 2}
 

@@ -36,7 +36,7 @@ def check_parallel_chains_of_rows_on_the_host():
     }
     memory, host = (host_rows.fit(*data, **settings) for data in both)
     assert memory.chain_method == host.chain_method == "parallel"
-    host_rows.assert_same(host_rows.draws(host), host_rows.draws(memory))
+    host_rows.assert_same(host_rows.get_draws(host), host_rows.get_draws(memory))
 
 
 def check_parallel_chains_of_a_gibbs_sweep():

@@ -41,7 +41,7 @@ def check_what_cannot_be_right_is_refused():
             numpyro.sample("y", dist.Normal(X[i // 2] @ beta, 1), obs=y[i])
 
     refused("on no device as a whole", whole)
-    refused("indexed by something else", shifted)
+    refused("not indexed by", shifted)
     refused("below its size", keywords={"batch_size": 61})
     refused("noise_compensation", noise_compensation=True)
     other = spread(y, LAYOUTS["four, uneven"])
@@ -70,7 +70,7 @@ def check_what_cannot_be_right_is_refused():
     explicit = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = jax.device_put(X[:60], NamedSharding(explicit, PartitionSpec("rows")))
     refused("explicit axes", arguments=(rows, y[:60], group[:60], 0.1))
-    with pytest.raises(ValueError, match="integers that int32 cannot"):
+    with pytest.raises(ValueError, match="int32"):
         ShardedArray(2**38 * np.arange(8))
     with pytest.raises(ValueError, match="dtype"):
         ShardedArray(np.array(["a", "b"]))
@@ -80,5 +80,5 @@ def check_what_cannot_be_right_is_refused():
         ShardedArray(X[:2], mesh_of(4))
     with pytest.raises(ValueError, match="`axis`"):
         ShardedArray(X, mesh_of(4), "columns")
-    with pytest.raises(ValueError, match="needs an array with rows"):
+    with pytest.raises(ValueError, match="no shape"):
         ShardedArray(3.0)
