@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 RETIRED = {
     r"told|tells?|telling": "report, estimate, show",
     r"midst": "bulk of the posterior",
-    r"necks?": "funnel neck",
+    r"(?<![Ff]unnel[ _])necks?": "funnel neck",
     r"by volume": "variational initialisation",
     r"houses?|rooms?": "package layout, subpackage",
     r"hotter|colder|(?<!one )hot|heats?|heated": "kinetic temperature, variance inflation",

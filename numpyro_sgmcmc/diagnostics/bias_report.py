@@ -173,18 +173,18 @@ class BiasReport:
 
     @property
     def has_many_divergences(self) -> bool:
-        """Whether more than 1% of the iterations diverged."""
+        """True if more than 1% of the iterations diverged."""
         return self.num_divergences > _MAX_DIVERGENCE_FRACTION * self.num_draws
 
     @property
     def is_flagged(self) -> bool:
-        """Whether a site is biased, multimodal or not converged, or many iterations diverged."""
+        """True if a site is biased, multimodal or not converged, or many iterations diverged."""
         flagged = (Diagnosis.NOT_CONVERGED, Diagnosis.BIASED, Diagnosis.MULTIMODAL)
         return self.has_many_divergences or any(s.diagnosis in flagged for s in self.sites)
 
     @property
     def is_ok(self) -> bool:
-        """Whether all sites are ok and few iterations diverged."""
+        """True if all sites are ok and few iterations diverged."""
         all_ok = all(s.diagnosis == Diagnosis.OK for s in self.sites)
         return all_ok and not self.has_many_divergences
 
@@ -407,11 +407,11 @@ def _measure_bias(
     noise_mean_bias = predict_noise_mean_bias(run, draws)
     gradients = compute_gradients_at_draws(run, draws)
     estimates = [stein.bias]
-    necks: tuple[FunnelNeck, ...] = ()
+    funnel_necks: tuple[FunnelNeck, ...] = ()
     if gradients is not None:
         gradients = gradients.subtract_offsets(offsets)
         estimates.append(estimate_bias_at_draws(gradients, preconditioner))
-        necks = _find_necks(run, gradients)
+        funnel_necks = _find_funnel_necks(run, gradients)
     estimates = [b.add_mean_bias(noise_mean_bias) for b in estimates]
     tail_gradients = gradients if exact is None else exact.subtract_offsets(offsets)
     if tail_gradients is None:
@@ -427,25 +427,25 @@ def _measure_bias(
         convergence=convergence._replace(r_hat=r_hat),
         stein=stein,
         heavy_tailed_coordinates=tails.coordinates,
-        funnel_necks=necks,
+        funnel_necks=funnel_necks,
         num_gradient_draws=0 if gradients is None else gradients.num_draws,
         noise_mean_bias=noise_mean_bias.value,
     )
 
 
-def _find_necks(run: RunData, gradients: GradientsAtDraws) -> tuple[FunnelNeck, ...]:
+def _find_funnel_necks(run: RunData, gradients: GradientsAtDraws) -> tuple[FunnelNeck, ...]:
     """Find funnel necks, unless the SDE adapts its step to the position."""
     if not run.dynamics.has_constant_metric:
         return ()
     dim = gradients.positions.shape[-1]
     stiffness = [run.dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
-    necks = find_funnel_necks(
+    funnel_necks = find_funnel_necks(
         gradients.positions.reshape(-1, dim),
         gradients.gradients.reshape(-1, dim),
         gradients.curvature_indices,
         np.square(run.step_size * np.array(stiffness)),
     )
-    return tuple(necks)
+    return tuple(funnel_necks)
 
 
 def _estimate_function_bias(

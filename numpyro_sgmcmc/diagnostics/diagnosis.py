@@ -156,9 +156,9 @@ def diagnose_sites(report: BiasReport) -> list[SiteBias]:
         is_for_all = report.is_for_functions or not warning.sites
         for site in reported if is_for_all else warning.sites:
             reported[site] = _worse(reported.get(site, Diagnosis.OK), diagnosis)
-    for neck in report.funnel_necks:
-        site = report.coordinate_names[neck.coordinate][0]
-        diagnosis = Diagnosis.BIASED if neck.is_significant else Diagnosis.INCONCLUSIVE
+    for funnel_neck in report.funnel_necks:
+        site = report.coordinate_names[funnel_neck.coordinate][0]
+        diagnosis = Diagnosis.BIASED if funnel_neck.is_significant else Diagnosis.INCONCLUSIVE
         reported[site] = _worse(reported[site], diagnosis)
     return [
         diagnose_site(
@@ -283,10 +283,10 @@ def describe(report: BiasReport) -> str:
                 "scale near zero."
             )
     sentences += [warning.message for warning in report.model_warnings]
-    sites_with_necks = list(
+    sites_with_funnel_necks = list(
         dict.fromkeys(report.coordinate_names[n.coordinate][0] for n in report.funnel_necks)
     )
-    sentences += [_describe_funnel_neck(report, site) for site in sites_with_necks]
+    sentences += [_describe_funnel_neck(report, site) for site in sites_with_funnel_necks]
     measured = [s for s in by_diagnosis[Diagnosis.BIASED] if describe_site_bias(s)]
     sentences += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
     if (num_others := len(measured) - _MAX_DESCRIBED_SITES) > 0:
@@ -294,7 +294,7 @@ def describe(report: BiasReport) -> str:
     if measured:
         sentences.append(_recommend_remedy(report, measured))
     inconclusive = by_diagnosis[Diagnosis.INCONCLUSIVE]
-    sentences += _describe_inconclusive(report, inconclusive, sites_with_necks)
+    sentences += _describe_inconclusive(report, inconclusive, sites_with_funnel_necks)
     return " ".join(sentences) or _describe_ok(report)
 
 
@@ -316,7 +316,7 @@ def _describe_ok(report: BiasReport) -> str:
 
 
 def _describe_inconclusive(
-    report: BiasReport, sites: list[SiteBias], sites_with_necks: list[str]
+    report: BiasReport, sites: list[SiteBias], sites_with_funnel_necks: list[str]
 ) -> list[str]:
     """Return a sentence for each reason why sites are inconclusive."""
     sentences = []
@@ -334,7 +334,9 @@ def _describe_inconclusive(
             f"The chains do not fully agree on {_list_names(high_r_hat)} (R-hat up to {r_hat}). "
             "Fix: more draws."
         )
-    others = [s for s in sites if s not in low_ess + high_r_hat and s.site not in sites_with_necks]
+    others = [
+        s for s in sites if s not in low_ess + high_r_hat and s.site not in sites_with_funnel_necks
+    ]
     if others:
         sentence = f"The error bars of {_list_names(others)} are too wide for a diagnosis. "
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
@@ -351,8 +353,10 @@ def _describe_inconclusive(
 
 def _describe_funnel_neck(report: BiasReport, site: str) -> str:
     """Describe the region of a site that the chains do not reach, and how to fix it."""
-    necks = [n for n in report.funnel_necks if report.coordinate_names[n.coordinate][0] == site]
-    worst = max(necks, key=lambda n: n.missed_mass)
+    funnel_necks = [
+        n for n in report.funnel_necks if report.coordinate_names[n.coordinate][0] == site
+    ]
+    worst = max(funnel_necks, key=lambda n: n.missed_mass)
     values = f"{'small' if worst.side == 'low' else 'large'} values of "
     values += f"`{report.coordinate_names[worst.coordinate][1]}`"
     if worst.is_step_too_large_in_bulk:  # the curvature is large everywhere
@@ -526,11 +530,18 @@ def format_html(report: BiasReport) -> str:
 
 def summarize_in_one_line(report: BiasReport) -> str:
     """Return the largest biases of a report in one line."""
-    mean = max(report.sites, key=lambda s: _nan_as_inf(abs(s.mean_bias)))
-    sd = max(report.sites, key=lambda s: _nan_as_inf(abs(s.sd_inflation)))
+    mean_bias, mean_bias_error = max(
+        ((s.mean_bias, s.mean_bias_error) for s in report.sites),
+        key=lambda x: _nan_as_inf(abs(x[0])),
+    )
+    sd_inflation, sd_inflation_error = max(
+        ((s.sd_inflation, s.sd_inflation_error) for s in report.sites),
+        key=lambda x: _nan_as_inf(abs(x[0])),
+    )
     return (
-        f"Bias: means off by at most {abs(mean.mean_bias):.2f} ± {mean.mean_bias_error:.2f} "
-        f"posterior SDs, SDs by {100 * sd.sd_inflation:+.1f}% ± {100 * sd.sd_inflation_error:.1f}%"
+        f"Bias: means off by at most {abs(mean_bias):.2f} ± {mean_bias_error:.2f} "
+        "posterior SDs, SDs by "
+        f"{100 * sd_inflation:+.1f}% ± {100 * sd_inflation_error:.1f}%"
     )
 
 

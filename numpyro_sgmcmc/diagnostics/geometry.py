@@ -1,4 +1,4 @@
-r"""Shapes of a posterior that need a diagnosis of their own: heavy tails and funnels. NumPy only.
+r"""Shapes of a posterior that need a separate diagnosis: heavy tails and funnels. NumPy only.
 
 **Heavy tails.** A Cauchy variable has no SD, and the SD of its draws means nothing. The transform
 :math:`x = c + s \sinh y` gives it one: tails that fall off as a power become exponential.
@@ -49,7 +49,7 @@ _MIN_CURVATURE_CORRELATION = 0.5
 _MIN_TREND_DRAWS = 8
 """Draws in the upper half of the coordinate for a trend to be fitted."""
 
-_MAX_NECK_CANDIDATES = 32
+_MAX_FUNNEL_NECK_CANDIDATES = 32
 """Coordinates with the clearest trend that are examined: a bound on time."""
 
 _MAX_EXTRAPOLATION = 4.0
@@ -121,7 +121,7 @@ class FunnelNeck(NamedTuple):
 
     @property
     def is_significant(self) -> bool:
-        """Whether the missed mass must bias means and SDs."""
+        """True if the missed mass must bias means and SDs."""
         return self.missed_mass > _MIN_SIGNIFICANT_MASS
 
 
@@ -149,16 +149,16 @@ def find_funnel_necks(
     g = gradients[:, coordinates] * sd[coordinates]
     correlation = _correlate_columns(x[curvature_indices], log_curvature)
     is_everywhere = bool(np.median(log_curvature) > np.log(_MAX_REACHED_SCALED_CURVATURE))
-    necks = []
-    for k in np.argsort(-np.abs(correlation))[:_MAX_NECK_CANDIDATES]:
+    funnel_necks = []
+    for k in np.argsort(-np.abs(correlation))[:_MAX_FUNNEL_NECK_CANDIDATES]:
         sign = 1.0 if correlation[k] > 0.0 else -1.0
         mass = _estimate_missed_mass(
             sign * x[:, k], sign * g[:, k], curvature_indices, log_curvature
         )
         if mass > _MIN_REPORTED_MASS:
             side = "high" if sign > 0.0 else "low"
-            necks.append(FunnelNeck(int(coordinates[k]), side, mass, is_everywhere))
-    return necks
+            funnel_necks.append(FunnelNeck(int(coordinates[k]), side, mass, is_everywhere))
+    return funnel_necks
 
 
 def _estimate_missed_mass(

@@ -299,7 +299,7 @@ class RunData:
 
     @cached_property
     def finite_draws(self) -> np.ndarray | None:
-        """The same in float64, with the few that are not finite replaced by the draw before.
+        """Draws in float64, the few that are not finite replaced by the draw before.
 
         None if they were not kept, do not fit into memory or are weighted by a schedule.
         """

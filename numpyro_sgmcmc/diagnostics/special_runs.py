@@ -5,8 +5,8 @@ values, whose bias is not that of the globals' marginal. :func:`measure_bias_of_
 gradients of the marginal posterior of the globals at draws, by Fisher's identity.
 
 **Gibbs.** A block's running sums are of little use. Given the other blocks it may be exact where
-its marginal is not, since the errors of the others propagate; and an error of its own is smaller in
-its marginal, the more it depends on the others. With :math:`\rho` the correlation of two
+its marginal is not, since the errors of the others propagate; and the error that it makes itself is
+smaller in its marginal, the more it depends on the others. With :math:`\rho` the correlation of two
 coordinates in separate blocks and a first block that inflates its conditional variance by
 :math:`1 + \epsilon`, the marginal variances are inflated by
 
@@ -164,7 +164,7 @@ class Refinement(NamedTuple):
 
     @property
     def is_visible(self) -> bool:
-        """Whether any coordinate differs by more than 0.1 SD or 5%, beyond three errors."""
+        """True if any coordinate differs by more than 0.1 SD or 5%, beyond three errors."""
         mean, sd = self.mean_difference, self.sd_inflation
         has_mean_bias = np.abs(mean.value) > MEAN_BIAS_TOLERANCE + _VISIBLE_Z * mean.error
         has_sd_bias = np.abs(sd.value) > SD_INFLATION_TOLERANCE + _VISIBLE_Z * sd.error

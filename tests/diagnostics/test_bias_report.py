@@ -151,7 +151,7 @@ def test_chains_in_different_modes_are_not_converged():
     np.testing.assert_allclose(report.r_hat, gelman_rubin(draws), rtol=0.05)
 
 
-# --- Tails, necks and data ----------------------------------------------------------------------
+# --- Tails, funnels and data --------------------------------------------------------------------
 
 
 def location_run(model, y, batch_size=100, num_samples=1000, kernel=None, **settings):

@@ -244,7 +244,7 @@ def test_run_without_bias_is_ok_and_says_on_which_grounds(default_report):
 
 
 @pytest.mark.parametrize(
-    ("neck", "keywords"),
+    ("funnel_neck", "keywords"),
     [
         (FunnelNeck(2, "low", 0.04), ("do not reach small", "4%", "LocScaleReparam(0)")),
         (FunnelNeck(2, "low", 0.02), ("may not reach small", "2%", "LocScaleReparam(0)")),
@@ -252,11 +252,11 @@ def test_run_without_bias_is_ok_and_says_on_which_grounds(default_report):
         (FunnelNeck(2, "low", 0.2, True), ("step_size is too large", "smaller step_size")),
     ],
 )
-def test_funnel_neck_is_described_by_its_side(default_report, neck, keywords):
-    report = replace(default_report, funnel_necks=(neck,))
+def test_funnel_neck_is_described_by_its_side(default_report, funnel_neck, keywords):
+    report = replace(default_report, funnel_necks=(funnel_neck,))
     for keyword in ("`rate`", *keywords):
         assert keyword in report.diagnosis
-    expected = "biased" if neck.is_significant else "inconclusive"
+    expected = "biased" if funnel_neck.is_significant else "inconclusive"
     assert {s.site: s.diagnosis for s in report.sites}["rate"] == expected
     assert ("LocScaleReparam" in report.diagnosis) == ("LocScaleReparam(0)" in keywords)
 

@@ -46,29 +46,29 @@ def test_transformed_gradient_is_that_of_the_transformed_density():
     np.testing.assert_allclose(gradient[:, 0], expected, rtol=1e-5)
 
 
-def funnel_draws(sd, lowest):
+def funnel_draws(scale, lowest):
     """Return draws of a funnel above ``lowest``, gradients, and curvature at some of them.
 
-    v ~ N(0, sd) and x ~ N(0, e^(v/2)).
+    v ~ N(0, scale) and x ~ N(0, e^(v/2)).
     """
     rng = np.random.default_rng(0)
-    v = sd * rng.standard_normal(20_000)
+    v = scale * rng.standard_normal(20_000)
     v = v[v > lowest][:4_000]
     x = np.exp(v / 2) * rng.standard_normal(len(v))
-    g = np.stack([v / sd**2 + 0.5 - 0.5 * np.square(x) * np.exp(-v), x * np.exp(-v)], 1)
+    g = np.stack([v / scale**2 + 0.5 - 0.5 * np.square(x) * np.exp(-v), x * np.exp(-v)], 1)
     indices = np.arange(0, len(v), 30)
     return np.stack([v, x], 1), g, indices, STEP_SIZE**2 * np.exp(-v[indices])
 
 
 def test_funnel_neck_without_draws_is_found():
     """15% of the mass is below -3.1, where the step size is too large."""
-    necks = find_funnel_necks(*funnel_draws(3.0, -2.5))
-    assert [(n.coordinate, n.side) for n in necks] == [(0, "low")]
-    assert 0.05 < necks[0].missed_mass <= 0.25
-    assert not necks[0].is_step_too_large_in_bulk
+    funnel_necks = find_funnel_necks(*funnel_draws(3.0, -2.5))
+    assert [(n.coordinate, n.side) for n in funnel_necks] == [(0, "low")]
+    assert 0.05 < funnel_necks[0].missed_mass <= 0.25
+    assert not funnel_necks[0].is_step_too_large_in_bulk
 
 
-def test_funnel_that_draws_fill_has_no_neck():
+def test_funnel_that_draws_fill_has_no_funnel_neck():
     assert not find_funnel_necks(*funnel_draws(0.5, -np.inf))
 
 
@@ -83,7 +83,7 @@ def test_funnel_neck_needs_a_trend_to_large_curvature(curvature):
     assert not find_funnel_necks(positions, g, indices, scaled_curvature)
 
 
-def test_step_size_too_large_in_bulk_is_distinguished_from_a_neck():
+def test_step_size_too_large_in_bulk_is_distinguished_from_a_funnel_neck():
     positions, g, indices, curvature = funnel_draws(0.3, -np.inf)
-    necks = find_funnel_necks(positions, g, indices, 3.0 * curvature / np.median(curvature))
-    assert [(n.coordinate, n.is_step_too_large_in_bulk) for n in necks] == [(0, True)]
+    funnel_necks = find_funnel_necks(positions, g, indices, 3.0 * curvature / np.median(curvature))
+    assert [(n.coordinate, n.is_step_too_large_in_bulk) for n in funnel_necks] == [(0, True)]
