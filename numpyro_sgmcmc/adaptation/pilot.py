@@ -53,6 +53,7 @@ __all__ = [
     "PilotResult",
     "WindowStatus",
     "build_preconditioner_from_fit",
+    "compute_r_hat",
     "find_chains_outside_modes",
     "find_separated_coordinates",
     "precompile_pilot",
@@ -313,9 +314,17 @@ def _compute_max_r_hat(draws: np.ndarray) -> float:
 
     :param draws: preconditioned draws, shape ``(n, draws, d)``.
     """
-    means, within = draws.mean(1), draws.var(1).mean(0)
-    r_hat = np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, np.finfo(float).tiny))
-    return float(r_hat.max())
+    within_variance = np.maximum(draws.var(1).mean(0), np.finfo(float).tiny)
+    return float(compute_r_hat(draws.mean(1), within_variance).max())
+
+
+def compute_r_hat(chain_means: np.ndarray, within_variance: np.ndarray) -> np.ndarray:
+    r"""Return R-hat of each coordinate, :math:`\sqrt{1 + B/W}`, shape ``(d,)``.
+
+    :param chain_means: means of the chains, whose variance is B, shape ``(n, d)``.
+    :param within_variance: mean W of the chains' variances, shape ``(d,)``.
+    """
+    return np.asarray(np.sqrt(1.0 + chain_means.var(0, ddof=1) / within_variance))
 
 
 def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarray) -> np.ndarray:
@@ -370,6 +379,7 @@ def run_pilot(
     rng: np.random.Generator,
     estimator: GradientEstimator,
     progress: ProgressReporter,
+    max_normals_per_call: int = _MAX_NORMALS_PER_CALL,
 ) -> np.ndarray:
     """Run chains by the symmetric splitting on iid minibatches.
 
@@ -377,12 +387,13 @@ def run_pilot(
     :param num_steps: steps per chain, rounded up to whole calls (100 steps, fewer in high
         dimension); the first half is discarded.
     :param estimator: gradient estimator; a reference Hessian is not used.
+    :param max_normals_per_call: normals of a compiled call, at most.
     :return: preconditioned draws, every fifth step, shape ``(num_chains, num_draws, d)`` with about
         ``num_steps // 10`` draws.
     """
     q, p = (jnp.asarray(x, potential.dtype) for x in (init_q, rng.standard_normal(init_q.shape)))
     state, draws = UnderdampedState(q, p), []
-    steps_per_call = _choose_steps_per_call(num_steps, *init_q.shape)
+    steps_per_call = _choose_steps_per_call(num_steps, *init_q.shape, max_normals_per_call)
     num_calls = -(-num_steps // steps_per_call)
     for call in range(num_calls):
         shape = (steps_per_call, _PILOT_STEP.num_noise, *init_q.shape)
@@ -435,11 +446,11 @@ def precompile_pilot(
     )
 
 
-def _choose_steps_per_call(num_steps: int, num_chains: int, dim: int) -> int:
+def _choose_steps_per_call(
+    num_steps: int, num_chains: int, dim: int, max_normals: int = _MAX_NORMALS_PER_CALL
+) -> int:
     """Return the steps per compiled call, a multiple of the thinning."""
-    max_groups = _MAX_NORMALS_PER_CALL // (
-        num_chains * dim * _PILOT_STEP.num_noise * PILOT_THINNING
-    )
+    max_groups = max_normals // (num_chains * dim * _PILOT_STEP.num_noise * PILOT_THINNING)
     half = num_steps // 2 // PILOT_THINNING * PILOT_THINNING  # two calls at least
     return max(PILOT_THINNING, min(_MAX_STEPS_PER_CALL, max_groups * PILOT_THINNING, half))
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.pilot import compute_r_hat
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, Sums
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -254,8 +255,7 @@ def compute_configurational_temperature(batch_sums: RunningSums | Sums) -> float
 def compute_between_chain_r_hat(sums: Sums, factor: np.ndarray) -> np.ndarray:
     r"""Return R-hat of each coordinate, without a split of chains, shape ``(d,)``.
 
-    :math:`\sqrt{1 + B/W}` with B the variance of the chains' means and W the mean of their
-    variances; NaN for a single chain.
+    NaN for a single chain.
 
     :param sums: fields with a leading axis of chains.
     :param factor: factor L of the preconditioner, shape ``(d,)`` or ``(d, d)``.
@@ -270,7 +270,7 @@ def compute_between_chain_r_hat(sums: Sums, factor: np.ndarray) -> np.ndarray:
         [_compute_position_variances(_compute_central_moments(x)[2], factor) for x in chains], 0
     )
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # chains that are stuck
-        return np.sqrt(1.0 + means.var(0, ddof=1) / np.maximum(within, 0.0))
+        return compute_r_hat(means, np.maximum(within, 0.0))
 
 
 def compute_posterior_covariance(
