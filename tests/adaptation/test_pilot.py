@@ -22,7 +22,7 @@ class RecordingReporter(ProgressReporter):
         self.amounts.append(work)
 
 
-@pytest.mark.parametrize(("max_normals", "steps_per_call"), [(2**25, 100), (20_000, 10), (1, 5)])
+@pytest.mark.parametrize(("max_normals", "steps_per_call"), [(2**25, 100), (20_000, 20), (1, 5)])
 def test_run_pilot_limited_normals_per_call_samples_standard_normal(max_normals, steps_per_call):
     potential = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(DIM))
     preconditioner = Preconditioner(np.zeros(DIM), np.ones(DIM), np.zeros(DIM))
