@@ -579,12 +579,13 @@ def format_r_hat(r_hat: float, digits: int = 2) -> str:
 
 def _format_notes(report: BiasReport) -> list[str]:
     """Return the notes below the table."""
-    subject = "value of each function" if report.is_for_functions else "coordinate of each site"
-    rows = f"Rows: the worst {subject}"
+    unit, owner = ("value", "function") if report.is_for_functions else ("coordinate", "site")
     largest = max(s.size for s in report.sites)
+    rows = f"Each row is the {unit} of a {owner}"
+    limits = ""
     if largest > 1:
-        unit = "values" if report.is_for_functions else "coordinates"
-        rows = f"Rows: the worst of up to {largest} {unit}, simultaneous 95% limits"
+        rows = f"Each row is the worst of up to {largest} {unit}s of a {owner}"
+        limits = ", diagnosed by simultaneous 95% limits"
     space = "" if report.is_for_functions else ", in unconstrained space"
     source = "gradients on all rows" if report.full_data else "the run's minibatch gradients"
     at_draws = f"gradients at {report.num_gradient_draws} draws"
@@ -597,7 +598,7 @@ def _format_notes(report: BiasReport) -> list[str]:
     if np.isfinite(kinetic.value):
         temperatures += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
     notes = [
-        f"{rows}{space}; bias ± one standard error. Estimated from {source}.",
+        f"{rows}{space}; bias ± one standard error{limits}. Estimated from {source}.",
         f"Temperature (1 if exact): {temperatures}.",
         _format_noise_note(report),
     ]
