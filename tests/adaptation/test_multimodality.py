@@ -231,7 +231,7 @@ def test_init_in_modes_incompatible_options_raise():
             numpyro.sample("y", dist.Normal(w[0], 1), obs=y[i])
 
     mcmc = quietly(SGHMCSplit(wide, init_in_modes=True, dense_mass=True), num_samples=1)
-    with pytest.raises(ValueError, match="init_in_modes.*64"):
+    with pytest.raises(ValueError, match=r"init_in_modes.*64"):
         mcmc.run(jax.random.key(0), Y, batch_size=100)
 
 

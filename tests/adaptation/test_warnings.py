@@ -1,0 +1,185 @@
+"""Warnings about gradient noise and discretisation recommend a batch size that serves."""
+
+import re
+import warnings
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.settings import StepSizeLimit, StepSizeTrace, SubsamplingChoice
+from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias, StepSizeChoice
+from numpyro_sgmcmc.adaptation.subsampling_choice import list_candidates
+from numpyro_sgmcmc.adaptation.warnings import warn_about_gradient_noise
+from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
+from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
+from numpyro_sgmcmc.errors import DataOrderWarning, DiscretisationWarning, GradientNoiseWarning
+from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
+from tests.adaptation.inputs import make_inputs
+
+REMEDY = r"subsample_size=(\d+) of plate 'rows'( \(the whole data\))? \((\d+) steps per draw\)"
+ROW_COST, OVERHEAD = 1.4, 100  # of a control variate, and of a step in gradients of observations
+
+
+def normal_mean(y, batch_size=None):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return make_inputs(normal_mean, (jnp.zeros(10),), 5)
+
+
+def get_warnings(
+    inputs,
+    steps_per_draw,
+    noise_variance=0.1,
+    noise_bias=0.0,
+    discretisation_bias=0.0,
+    variance_inflation=0.0,
+    size=100_000,
+    batch_size=100,
+    **settings,
+):
+    """Return the warnings about a step size at which a draw takes so many steps.
+
+    ``noise_bias`` is the bias of a mean by noise over the step size, ``discretisation_bias`` that
+    by discretisation over its square. A draw takes a time of 3, as for a standard normal.
+    """
+    inputs = replace(
+        inputs,
+        potential=replace(inputs.potential, plates=(Plate("rows", size, batch_size),)),
+        settings=replace(inputs.settings, **settings),
+    )
+    noise_stats = GradientNoiseStats(noise_variance, 1.0, noise_variance)
+    mean_bias = PredictedMeanBias(
+        np.array([0.0, -noise_bias]), np.array([0.0, discretisation_bias]), np.square
+    )
+    choice = SubsamplingChoice(ControlVariate(), ContiguousSubsampling(), noise_stats, 0.3, 0.0)
+    step_size = 3.0 / steps_per_draw
+    limits = StepSizeLimit("dynamics", 0.3), StepSizeLimit("mean_bias", step_size)
+    step = StepSizeChoice(
+        step_size, StepSizeTrace(limits), noise_stats, variance_inflation, mean_bias
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        warn_about_gradient_noise(
+            inputs, list_candidates(inputs), choice, step, 1.0, steps_per_draw
+        )
+    return caught
+
+
+def read_remedy(warning):
+    """Return recommended batch size, whether it is the whole data, and steps per draw."""
+    batch_size, is_whole, num_steps = re.search(REMEDY, str(warning.message)).groups()
+    return int(batch_size), is_whole is not None, int(num_steps)
+
+
+@pytest.mark.parametrize(
+    ("noise_variance", "num_steps"),
+    [(0.1, 10), (10.0, 120)],
+    ids=["few steps", "as many times fewer steps as more rows"],
+)
+def test_warn_about_gradient_noise_cheap_draws_are_not_reported(inputs, noise_variance, num_steps):
+    assert not get_warnings(inputs, num_steps, noise_variance)
+
+
+def test_warn_about_gradient_noise_expensive_draw_recommends_the_whole_data(inputs):
+    """A draw takes 480 steps of 100 rows and a control variate, or ten of all 2,000."""
+    (warning,) = get_warnings(inputs, 480, 40.0, size=2_000)
+    assert warning.category is GradientNoiseWarning
+    assert read_remedy(warning) == (2_000, True, 10)
+    costs = 480 * (OVERHEAD + 100 * ROW_COST), 10 * (OVERHEAD + 2_000)
+    assert f"{costs[0] / costs[1]:.1f} times less" in str(warning.message)
+
+
+def test_warn_about_gradient_noise_sd_target_out_of_reach_recommends_batch_size(inputs):
+    (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, size=10**8)
+    assert warning.category is GradientNoiseWarning
+    assert "SDs are predicted to be 73% too wide" in str(warning.message)
+    batch_size, is_whole, num_steps = read_remedy(warning)
+    assert not is_whole
+    # Variance inflation of underdamped dynamics: V h / (2 friction).
+    assert 1_000.0 * 100 / batch_size * (3.0 / num_steps) / 3.0 <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"inverse_mass_matrix": np.ones(2)}, "leave `inverse_mass_matrix` out"),
+        ({"dynamics": UnderdampedLangevin(1e-4)}, "friction of 1.5"),
+    ],
+)
+def test_warn_about_gradient_noise_names_options_that_may_be_the_cause(inputs, settings, remedy):
+    (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, **settings)
+    assert remedy in str(warning.message)
+
+
+def test_warn_about_gradient_noise_mean_bias_recommends_batch_size(inputs):
+    """Means are biased by 0.6 SD at 500 steps per draw."""
+    rate = 0.6 / (3.0 / 500)
+    (warning,) = get_warnings(inputs, 500, 1.0, noise_bias=rate)
+    assert warning.category is GradientNoiseWarning
+    assert "bias posterior means by 0.6 SD" in str(warning.message)
+    batch_size, _, num_steps = read_remedy(warning)
+    assert rate * 3.0 / num_steps * 100 / batch_size <= 0.062
+
+
+def test_warn_about_gradient_noise_discretisation_shortens_steps(inputs):
+    """A bias of 3 h^2 allows steps of 0.14; noise alone allows 0.3."""
+    (warning,) = get_warnings(inputs, 22, discretisation_bias=3.0)
+    assert warning.category is DiscretisationWarning
+    assert "0.14 instead of 0.3" in str(warning.message)
+    assert "baoab" in str(warning.message)
+    assert not get_warnings(inputs, 22, discretisation_bias=3.0, dynamics=NoseHooverThermostat())
+    assert not get_warnings(inputs, 13, discretisation_bias=1.0)
+
+
+def test_warn_about_gradient_noise_discretisation_biases_means(inputs):
+    (warning,) = get_warnings(inputs, 500, discretisation_bias=3e4)
+    assert warning.category is DiscretisationWarning
+    assert "bias posterior means by 1.1 SD" in str(warning.message)
+
+
+@pytest.mark.parametrize("settings", [{"step_size": 0.01}, {"num_steps": 500}])
+def test_warn_about_gradient_noise_user_options_are_not_reported(inputs, settings):
+    assert not get_warnings(inputs, 480, 40.0, size=2_000, **settings)
+
+
+# --- In a warm-up ---------------------------------------------------------------------------------
+
+Y = jnp.asarray(np.random.default_rng(0).standard_normal(2_000), jnp.float32)
+
+
+def warm_up(y, batch_size, **options):
+    """Return the adaptation and the warnings."""
+    kernel = SGHMCSplit(normal_mean, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": batch_size})
+    return kernel.adaptation, caught
+
+
+def test_warm_up_recommended_batch_size_serves():
+    """Twenty of 2,000 rows are too noisy for minibatch gradients; all of them are not."""
+    options = {"gradient_estimator": "minibatch", "subsampling": "iid"}
+    _, (warning,) = warm_up(Y, 20, **options)
+    assert "gradient_estimator='auto'" in str(warning.message)
+    batch_size, _, num_steps = read_remedy(warning)
+    adaptation, caught = warm_up(Y, batch_size, **options)
+    assert not [w for w in caught if issubclass(w.category, GradientNoiseWarning)]
+    assert adaptation.num_steps == num_steps
+
+
+def test_warm_up_sorted_data_uses_shuffled_minibatches():
+    adaptation, caught = warm_up(jnp.sort(Y), 20, gradient_estimator="minibatch")
+    assert adaptation.subsampling.name == "shuffled"
+    assert [w.category for w in caught] == [DataOrderWarning]
