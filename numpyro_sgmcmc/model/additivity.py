@@ -324,7 +324,8 @@ def find_row_gathers(
                 columns = sum((x.columns or (None,) for x in inputs), ())
         names = {x.array_name for x in inputs} - {None}
         name = names.pop() if len(names) == 1 and len(outputs) == 1 else None
-        return [_Origin(columns, name), *outputs[1:]]
+        # A callback, as of jax.debug.print, has no outputs.
+        return [_Origin(columns, name), *outputs[1:]][: len(outputs)]
 
     origins = [_Origin((name,)) for name in plate_names]
     origins += [_Origin((), name) for name in array_names]

@@ -11,9 +11,11 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import MCMC, NUTS
+from numpyro.infer import MCMC, NUTS, init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.contract.kernels import (
     assert_posterior,
     num_compilations,
@@ -28,6 +30,19 @@ def counts(y: Any, batch_size: int | None = None) -> None:
     rate = numpyro.sample("rate", dist.Gamma(2, 1))
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Poisson(rate), obs=y[i])
+
+
+def test_model_with_a_debug_callback_is_read():
+    """Its equation in the jaxpr has no outputs."""
+
+    def printing(y: Any, batch_size: int) -> None:
+        rate = numpyro.sample("rate", dist.Gamma(2, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            jax.debug.callback(lambda indices: None, i)
+            numpyro.sample("y", dist.Poisson(rate), obs=y[i])
+
+    arguments = Arguments((np.ones(20),), {"batch_size": 5})
+    assert get_model_potential(printing, arguments, init_to_uniform).plates[0].size == 20
 
 
 @pytest.mark.slow
