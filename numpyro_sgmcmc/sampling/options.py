@@ -506,8 +506,8 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
         )
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:
         raise InvalidArgumentError(
-            f"gradient_estimator={options.gradient_estimator!r} needs a deterministic likelihood, "
-            f"but {_describe_randomness(options)}.",
+            f"`gradient_estimator` is {options.gradient_estimator!r}, but the likelihood is random: "
+            f"{_describe_randomness(options)}.",
             "use gradient_estimator='minibatch' or 'auto'.",
             "random-likelihood",
         )
@@ -525,7 +525,7 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
 def _describe_randomness(options: Options) -> str:
     if not options.keep_locals:
         return "keep_locals=False samples locals"
-    return "it draws keys (numpyro.prng_key)"
+    return "it draws keys (prng_key)"
 
 
 def _check_observations_are_independent(potential: Potential, options: Options) -> None:
@@ -538,7 +538,7 @@ def _check_observations_are_independent(potential: Potential, options: Options) 
         )
     if potential.is_stochastic:
         raise InvalidArgumentError(
-            "`noise_compensation` needs a deterministic likelihood, but "
+            "`noise_compensation` is not supported, because the likelihood is random: "
             f"{_describe_randomness(options)}.",
             "leave out `noise_compensation`.",
             "random-likelihood",

@@ -52,6 +52,7 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "step_size": or_none(lambda x: callable(x) or is_positive_number(x)),
     "num_steps": or_none(is_positive_integer),
     "adapt_step_size": is_flag,
+    "shrink_step_size_on_divergence": is_flag,
     "adapt_mass_matrix": is_flag,
     "noise_compensation": is_flag,
     "init_in_modes": is_flag,

@@ -230,12 +230,12 @@ def test_cyclical_step_sizes_without_preconditioner_sample_the_posterior():
         gradient_estimator="control_variate",
         subsampling="shuffled",
     )
-    mcmc = quietly(kernel, num_warmup=4, num_samples=600, num_chains=4, chain_method="vectorized")
+    mcmc = quietly(kernel, num_warmup=4, num_samples=300, num_chains=4, chain_method="vectorized")
     start = {"w": np.tile(mean, (4, 1))}
     mcmc.run(jax.random.key(0), Y, batch_size=50, init_params=start, extra_fields=("weight",))
     weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
     draws, _ = schedules.drop_exploration(mcmc.get_samples(group_by_chain=True), weights)
-    assert draws["w"].shape == (4, 300, 2)
+    assert draws["w"].shape == (4, 150, 2)
     np.testing.assert_array_equal(mcmc.last_state.adapt_state.preconditioner.factor, 1.0)
     assert_posterior(draws["w"], mean, np.sqrt(np.diag(covariance)))
 
