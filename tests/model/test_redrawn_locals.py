@@ -272,5 +272,5 @@ def test_what_makes_no_sense_is_refused():
         with pytest.raises(ValueError, match=words):
             quietly(SGHMCSplit(normal_means, **wrong)).run(random.key(0), Y, batch_size=10)
     kernel = SGHMCSplit(two_effects, **draws)
-    with pytest.raises(ValueError, match=r"'w' .*which `gibbs_fn` does not draw"):
+    with pytest.raises(ValueError, match=r"'w'.*gibbs_fn"):
         quietly(kernel).run(random.key(0), Y, batch_size=10)
