@@ -5,7 +5,9 @@ python examples/wrong_run.py --rows 5000    # quickly
 """
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +19,13 @@ from numpyro.infer import MCMC, NUTS
 from nycflights import read_flights, style
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics import plot_bias, plot_speed
+from numpyro_sgmcmc.diagnostics import plot_bias
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from speed_plot import plot_speed
 
 WRONG = {"gradient_estimator": "minibatch", "step_size": 0.1}
 BATCH_SIZE = 100

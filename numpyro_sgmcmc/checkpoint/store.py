@@ -153,7 +153,7 @@ class CheckpointStore:
         self, step: int, arrays: Sequence[np.ndarray], manifest: dict[str, Any]
     ) -> None:
         ocp = _import_orbax()
-        with _open_manager(self._folder, read_only=False) as manager:
+        with _open_manager(self._folder, is_writer=True) as manager:
             # Those of later iterations are damaged: the run went on from one before.
             for later_step in [s for s in manager.all_steps() if s >= step]:
                 manager.delete(later_step)
@@ -202,7 +202,7 @@ class CheckpointStore:
     def _read_tree(self, step: int, manifest: dict[str, Any]) -> Any:
         ocp = _import_orbax()
         arrays = [np.zeros(shape, np.dtype(dtype)) for shape, dtype, _ in manifest["arrays"]]
-        with _open_manager(self._folder, read_only=True) as manager:
+        with _open_manager(self._folder, is_writer=False) as manager:
             state_args = ocp.args.StandardRestore(_name_nonempty(arrays))
             items = manager.restore(step, args=ocp.args.Composite(state=state_args))
         for name, x in items["state"].items():
@@ -375,11 +375,11 @@ def _import_orbax() -> Any:
 
 
 @contextmanager
-def _open_manager(folder: Path, read_only: bool) -> Iterator[Any]:
-    """Open orbax's manager of the run's checkpoints.
+def _open_manager(folder: Path, is_writer: bool) -> Iterator[Any]:
+    """Open orbax's manager of the run's checkpoints, for one call.
 
-    It is opened for one call: a manager remembers which checkpoints there were, also after a save
-    that failed. It removes what a killed process left half written.
+    A manager keeps a list of the checkpoints, which is wrong after a save that failed. That of a
+    writer removes what a killed process left half written.
     """
     ocp = _import_orbax()
     path = (folder / "checkpoints").absolute()
@@ -390,14 +390,13 @@ def _open_manager(folder: Path, read_only: bool) -> Iterator[Any]:
         process_options = ocp.options.MultiprocessingOptions(
             primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
         )
-    if not read_only:
+    if is_writer:
         path.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=None if read_only else _MAX_CHECKPOINTS,
+        max_to_keep=_MAX_CHECKPOINTS,
         step_format_fixed_length=_STEP_DIGITS,
         create=False,
-        read_only=read_only,
-        cleanup_tmp_directories=not read_only,
+        cleanup_tmp_directories=is_writer,
         save_root_metadata=False,
         enable_async_checkpointing=False,
         multiprocessing_options=process_options,

@@ -10,7 +10,7 @@ from numpyro_sgmcmc.diagnostics.bias_report import (
 from numpyro_sgmcmc.diagnostics.diagnosis import Diagnosis, SiteBias
 from numpyro_sgmcmc.diagnostics.distances import kolmogorov_distance, stein_discrepancy
 from numpyro_sgmcmc.diagnostics.invariance import check_invariance
-from numpyro_sgmcmc.diagnostics.plots import plot_bias, plot_speed, plot_warmup
+from numpyro_sgmcmc.diagnostics.plots import plot_bias, plot_warmup
 from numpyro_sgmcmc.diagnostics.predictive import (
     FunctionSummary,
     PredictiveSummary,
@@ -41,7 +41,6 @@ __all__ = [
     "log_likelihood",
     "loo",
     "plot_bias",
-    "plot_speed",
     "plot_warmup",
     "posterior_predictive",
     "predictive_summary",

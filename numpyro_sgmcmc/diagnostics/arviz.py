@@ -1,12 +1,11 @@
-r"""A run as an ArviZ object, and leave-one-out cross-validation, whatever the number of rows.
+r"""A run as an ArviZ object, and leave-one-out cross-validation (LOO) for many observations.
 
-ArviZ computes the log likelihood of every row at every draw, at once. Here it is computed by
-chunks, and for some of the rows if there are many.
+ArviZ evaluates the log likelihood of every row at every draw at once. Here it is evaluated by
+chunks, and at a random subset of the rows if there are many.
 
-The log density of a row given all others, summed over all N rows, is estimated from m of them,
-drawn at random without replacement, by what is cheap to know of all: :math:`\tilde\ell_i`, the
-log likelihood of row i in the middle of the posterior. With
-:math:`e_i = \mathrm{elpd}_i - \tilde\ell_i`
+The expected log pointwise predictive density (elpd) of all N rows is estimated from a random
+subset S of m rows and from the log likelihood :math:`\tilde\ell_i` of every row at the posterior
+mean. With :math:`e_i = \mathrm{elpd}_i - \tilde\ell_i`,
 
 .. math::
 
@@ -36,19 +35,20 @@ from numpyro_sgmcmc.diagnostics.predictive import (
     validate_row_indices,
 )
 from numpyro_sgmcmc.diagnostics.run_data import RunData, check_finished_run
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
-__all__ = ["LooDifference", "LooEstimate", "loo", "to_arviz"]
+__all__ = ["LooDifference", "LooEstimate", "add_group", "loo", "to_arviz"]
 
+# Above it, Pareto-smoothed importance sampling is unreliable (Vehtari et al., 2024, section 3).
 _MAX_RELIABLE_PARETO_K = 0.7
 
 
 class LooDifference(NamedTuple):
-    """How much better one model predicts than another: ``loo(one) - loo(another)``.
+    """The difference in predictive density of two models, ``loo(one) - loo(another)``.
 
     - **elpd** - difference of the expected log pointwise predictive densities of all rows.
-    - **se** - its standard error for rows as of a population, from the differences row by row.
-    - **subsampling_se** - its standard error because not all rows were looked at.
+    - **se** - its standard error for rows as a sample of a population, from the differences by row.
+    - **subsampling_se** - its standard error from evaluating a subset of the rows.
     """
 
     elpd: float
@@ -58,24 +58,22 @@ class LooDifference(NamedTuple):
     def __str__(self) -> str:
         return (
             f"elpd difference  {self.elpd:.1f}\n"
-            f"se               {self.se:.1f}, and {self.subsampling_se:.2g} because not all rows "
-            "were looked at"
+            f"se               {self.se:.1f} (plus subsampling se {self.subsampling_se:.2g})"
         )
 
 
 class LooEstimate(NamedTuple):
-    """The estimate of one model. Of two at the same rows the difference is one minus the other, a
-    :class:`LooDifference`.
+    """The LOO estimate of one model. Two at the same rows can be subtracted.
 
     - **elpd** - expected log pointwise predictive density of all rows, each left out.
-    - **se** - its standard error for rows as of a population, as ArviZ has it.
-    - **subsampling_se** - its standard error because not all rows were looked at.
+    - **se** - its standard error for rows as a sample of a population, as in ArviZ.
+    - **subsampling_se** - its standard error from evaluating a subset of the rows.
     - **p_loo** - effective number of parameters.
-    - **pareto_k** - of the rows looked at, shape ``(m,)``: a row's part is not to be trusted above
-      0.7.
-    - **indices** - which they are, shape ``(m,)``.
-    - **elpd_i** - their parts of the density, shape ``(m,)``.
-    - **plpd_i** - their log likelihoods in the middle of the posterior, shape ``(m,)``.
+    - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``; a row's elpd is unreliable
+      above 0.7.
+    - **indices** - indices of the evaluated rows, shape ``(m,)``.
+    - **elpd_i** - their elpd, shape ``(m,)``.
+    - **plpd_i** - their log likelihoods at the posterior mean, shape ``(m,)``.
     - **num_rows** - number of all rows, N.
     """
 
@@ -90,7 +88,7 @@ class LooEstimate(NamedTuple):
     num_rows: int
 
     def __sub__(self, other: LooEstimate) -> LooDifference:
-        """How much better this model predicts, where both have looked at the same rows.
+        """Return the difference in predictive density, for estimates at the same rows.
 
         :raises ValueError: for estimates at other rows.
         """
@@ -98,161 +96,170 @@ class LooEstimate(NamedTuple):
             return NotImplemented
         if self.num_rows != other.num_rows or not np.array_equal(self.indices, other.indices):
             raise InvalidArgumentError(
-                "These estimates have looked at different rows: give `loo` the same `num_rows` and "
-                "`seed`, for runs on the same rows in the same order."
+                "Two `loo` estimates at different rows cannot be subtracted.",
+                "give `loo` the same `num_rows` and `seed`, for runs on the same rows in the same "
+                "order.",
+                "loo-rows",
             )
         elpd = self.elpd_i - other.elpd_i
+        differences = elpd - self.plpd_i + other.plpd_i
         return LooDifference(
             elpd=self.elpd - other.elpd,
             se=_compute_population_se(elpd, self.num_rows),
-            subsampling_se=_compute_subsampling_se(
-                elpd - self.plpd_i + other.plpd_i, self.num_rows
-            ),
+            subsampling_se=_compute_subsampling_se(differences, self.num_rows),
         )
 
     def __str__(self) -> str:
-        bad = int((self.pareto_k > _MAX_RELIABLE_PARETO_K).sum())
+        num_unreliable = int((self.pareto_k > _MAX_RELIABLE_PARETO_K).sum())
         return (
             f"elpd   {self.elpd:.1f}\n"
-            f"se     {self.se:.1f}, and {self.subsampling_se:.1f} because {len(self.indices):,} rows "
-            "were looked at\n"
+            f"se     {self.se:.1f} (plus subsampling se {self.subsampling_se:.1f}: "
+            f"{len(self.indices):,} of {self.num_rows:,} rows evaluated)\n"
             f"p_loo  {self.p_loo:.1f}\n"
-            f"k      at most {self.pareto_k.max():.2f}; above {_MAX_RELIABLE_PARETO_K:g}, and not to be trusted, "
-            f"for {bad} of these rows"
+            f"k      max Pareto k {self.pareto_k.max():.2f}; {num_unreliable} rows with "
+            f"k > {_MAX_RELIABLE_PARETO_K:g}"
         )
 
 
 def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
-    """A run as an ArviZ object, on ArviZ 0.23 and 1.x.
+    """Return a run as an ArviZ object, for ArviZ 0.23 and 1.x.
 
-    The draws, the fields of ``extra_fields`` and, where the data are in memory, the observed data;
-    and the log likelihood if asked for, by chunks of rows, so that in memory is only what is
-    returned: a number for each draw and row.
+    It has the draws, the fields of ``extra_fields``, the observed data where they are in memory,
+    and the log likelihood if asked for, evaluated by chunks of rows: only the result is in memory,
+    one number per draw and row.
 
     :param mcmc: a run of one of this package's kernels.
-    :param log_likelihood: False (default) for none, True for that of all rows, a number for so many
-        rows at random, or the rows' numbers, shape ``(n,)``. The rows' numbers are the coordinate
-        of the plate.
-    :param seed: of the choice of rows.
+    :param log_likelihood: False (default) for none, True for that of all rows, a number for that
+        of so many random rows, or the indices of rows, shape ``(n,)``. The indices are the
+        coordinate of the plate.
+    :param seed: seed of the random rows.
     :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x.
-    :raises ValueError: for a run of another kernel or before a run, and rows that are not there.
+    :raises ValueError: for a run of another kernel or before a run, and indices out of range.
     :raises ImportError: without ArviZ.
     """
     kernel = check_finished_run(mcmc, "to_arviz", uses_moments=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
-        arviz = errors.import_optional("arviz", "`to_arviz`", "arviz")
+    arviz = _import_arviz("to_arviz")
     data = _convert_draws(arviz, mcmc)
     if log_likelihood is False:
         return data
-    rows = _select_row_indices(kernel, log_likelihood, seed)
-    found, axes = evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), rows)
-    _add_group(
-        data,
-        "log_likelihood",
-        _make_log_likelihood_dataset(found, axes, kernel.potential.plates[0].name, rows),
-    )
+    plate = get_subsampled_plate(kernel, "to_arviz")
+    if log_likelihood is True:
+        indices = np.arange(plate.size)
+    elif np.ndim(log_likelihood):
+        indices = validate_row_indices(log_likelihood, plate)
+    else:
+        errors.check_positive_int("log_likelihood", log_likelihood)
+        if log_likelihood > plate.size:
+            raise InvalidArgumentError(
+                f"`log_likelihood` is {log_likelihood}, but plate '{plate.name}' has {plate.size} "
+                "rows.",
+                "lower it, or pass True for all rows.",
+                "row-indices",
+            )
+        rng = np.random.default_rng(seed)
+        indices = np.sort(rng.choice(plate.size, log_likelihood, replace=False))
+    values, axes = evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), indices)
+    dataset = _make_log_likelihood_dataset(values, axes, plate.name, indices)
+    add_group(data, "log_likelihood", dataset)
     return data
 
 
 def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
-    """Leave-one-out cross-validation by Pareto-smoothed importance sampling at some of the rows.
+    """Estimate leave-one-out cross-validation by PSIS at a random subset of the rows.
 
-    Costs one pass over the data and the log likelihoods of all draws at ``num_rows`` rows. For two
-    models, ``loo(one) - loo(another)`` with the same ``num_rows`` and ``seed`` is the difference of
-    all rows, with its standard errors.
+    It costs one pass over the data, and the log likelihoods of all draws at ``num_rows`` rows. For
+    two models, ``loo(one) - loo(another)`` with the same ``num_rows`` and ``seed`` estimates the
+    difference over all rows, with its standard errors.
 
     :param mcmc: a run of one of this package's kernels on a model with one subsampled plate, inside
-        of which one site is observed, with one value a row.
-    :param num_rows: rows to look at; all, if there are no more. Default 1000.
-    :param seed: of the choice of rows.
+        of which one site is observed, with one value per row.
+    :param num_rows: rows to evaluate; all, if there are fewer. Default 1000.
+    :param seed: seed of the random rows.
     :raises ValueError: for a run of another kernel or before a run, and for another model.
     :raises ImportError: without ArviZ.
     """
     kernel = check_finished_run(mcmc, "loo", uses_moments=False)
     errors.check_positive_int("num_rows", num_rows)
-    num = get_subsampled_plate(kernel, "loo").size
-    data = to_arviz(mcmc, min(num_rows, num), seed)
-    log_likelihood = data["log_likelihood"]
-    names = list(log_likelihood.data_vars)
-    if len(names) != 1 or log_likelihood[names[0]].ndim != 3:
-        raise InvalidArgumentError(
-            "`loo` needs one observed site inside the subsampled plate, with one value a row, but "
-            f"the model has {', '.join(map(repr, names)) or 'none'}: sum the log likelihoods that "
-            "`to_arviz` gives of a row, and pass them to az.loo."
+    num_all = get_subsampled_plate(kernel, "loo").size
+    data = to_arviz(mcmc, min(num_rows, num_all), seed)
+    group = data["log_likelihood"]
+    names = list(group.data_vars)
+    if len(names) != 1 or group[names[0]].ndim != 3:
+        raise InvalidModelError(
+            "`loo` needs one observed site with one value per row; the plate has "
+            f"{', '.join(map(repr, names)) or 'none'}.",
+            "sum the log likelihoods of each row that `to_arviz` returns, and pass them to az.loo.",
+            "loo-sites",
         )
-    of_draws = log_likelihood[names[0]]
-    rows = np.asarray(of_draws.coords[of_draws.dims[-1]])
-    elpd, pareto_k = _compute_pointwise_loo(data)
-    middle = _compute_posterior_mean_draw(mcmc)
-    everywhere = evaluate_log_likelihood(mcmc, middle, np.arange(num))[0][names[0]].reshape(-1)
-    middle_i = everywhere[rows].astype(np.float64)
-    given_all = np.logaddexp.reduce(np.asarray(of_draws, np.float64).reshape(-1, len(rows)), axis=0)
-    lpd = given_all - np.log(of_draws.shape[0] * of_draws.shape[1])
+    log_likelihood = group[names[0]]
+    indices = np.asarray(log_likelihood.coords[log_likelihood.dims[-1]])
+    elpd_i, pareto_k = _compute_pointwise_loo(data)
+    mean_draw = _compute_posterior_mean_draw(mcmc)
+    plpd = evaluate_log_likelihood(mcmc, mean_draw, np.arange(num_all))[0][names[0]].reshape(-1)
+    plpd_i = plpd[indices].astype(np.float64)
+    by_draw = np.asarray(log_likelihood, np.float64).reshape(-1, len(indices))
+    lpd_i = np.logaddexp.reduce(by_draw, axis=0) - np.log(len(by_draw))
     return LooEstimate(
-        elpd=float(everywhere.sum(dtype=np.float64) + num * (elpd - middle_i).mean()),
-        se=_compute_population_se(elpd, num),
-        subsampling_se=_compute_subsampling_se(elpd - middle_i, num),
-        p_loo=float(num * (lpd - elpd).mean()),
+        elpd=float(plpd.sum(dtype=np.float64) + num_all * (elpd_i - plpd_i).mean()),
+        se=_compute_population_se(elpd_i, num_all),
+        subsampling_se=_compute_subsampling_se(elpd_i - plpd_i, num_all),
+        p_loo=float(num_all * (lpd_i - elpd_i).mean()),
         pareto_k=pareto_k,
-        indices=rows,
-        elpd_i=elpd,
-        plpd_i=middle_i,
-        num_rows=num,
+        indices=indices,
+        elpd_i=elpd_i,
+        plpd_i=plpd_i,
+        num_rows=num_all,
     )
 
 
+def add_group(data: Any, group: str, dataset: Any) -> None:
+    """Add a dataset as a group to an ArviZ object of either major version."""
+    if hasattr(data, "add_groups"):
+        data.add_groups({group: dataset})
+    else:
+        data[group] = type(data)(dataset)
+
+
 def _compute_population_se(pointwise: np.ndarray, num_rows: int) -> float:
-    """Of a sum over all rows, as if they were drawn from a population."""
+    """Return the SE of a sum over all rows, as a sample of a population."""
     return float(np.sqrt(num_rows) * pointwise.std())
 
 
 def _compute_subsampling_se(pointwise: np.ndarray, num_rows: int) -> float:
-    """Of a sum over all rows made up from some, drawn without replacement."""
-    return float(
-        num_rows * np.sqrt((1.0 - len(pointwise) / num_rows) / len(pointwise)) * pointwise.std()
-    )
+    """Return the SE of a sum over all rows, estimated from some, sampled without replacement."""
+    fraction = len(pointwise) / num_rows
+    return float(num_rows * np.sqrt((1.0 - fraction) / len(pointwise)) * pointwise.std())
 
 
-def _convert_draws(arviz: Any, mcmc: MCMC) -> Any:
-    """An ArviZ object without log likelihoods; without observed data where they are on the host."""
-    if not Arguments(mcmc._args, mcmc._kwargs).host_arrays:
-        return arviz.from_numpyro(mcmc, log_likelihood=False)
-    draws = mcmc.get_samples(group_by_chain=True)
-    fields = {k: x for k, x in mcmc.get_extra_fields(group_by_chain=True).items() if _is_array(x)}
-    groups = {"posterior": draws, "sample_stats": fields}
-    groups = {k: jax.tree.map(np.asarray, x) for k, x in groups.items()}
-    return arviz.from_dict(**groups) if _is_arviz_0x(arviz) else arviz.from_dict(groups)
+def _import_arviz(caller: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
+        return errors.import_optional("arviz", f"`{caller}`", "arviz")
 
 
 def _is_arviz_0x(arviz: Any) -> bool:
     return bool(arviz.__version__.startswith("0."))
 
 
-def _is_array(x: Any) -> bool:
-    return not isinstance(x, (dict, tuple))
-
-
-def _select_row_indices(kernel: Any, selection: Any, seed: int) -> np.ndarray:
-    """The rows' numbers: all, so many at random, or those given."""
-    plate = get_subsampled_plate(kernel, "to_arviz")
-    if selection is True:
-        return np.arange(plate.size)
-    if np.ndim(selection):
-        return validate_row_indices(selection, plate)
-    errors.check_positive_int("log_likelihood", selection)
-    if selection > plate.size:
-        raise InvalidArgumentError(
-            f"`log_likelihood` asks for {selection} rows, but there are {plate.size}."
-        )
-    return np.sort(np.random.default_rng(seed).choice(plate.size, selection, replace=False))
+def _convert_draws(arviz: Any, mcmc: MCMC) -> Any:
+    """Return an ArviZ object without log likelihoods; data on the host are left out."""
+    if not Arguments(mcmc._args, mcmc._kwargs).host_arrays:
+        return arviz.from_numpyro(mcmc, log_likelihood=False)
+    fields = mcmc.get_extra_fields(group_by_chain=True).items()
+    groups = {
+        "posterior": mcmc.get_samples(group_by_chain=True),
+        # ArviZ stores arrays, but not fields that are dicts or tuples of them.
+        "sample_stats": {name: x for name, x in fields if not isinstance(x, (dict, tuple))},
+    }
+    groups = jax.tree.map(np.asarray, groups)
+    return arviz.from_dict(**groups) if _is_arviz_0x(arviz) else arviz.from_dict(groups)
 
 
 def _make_log_likelihood_dataset(
     log_lik_by_site: dict[str, np.ndarray], axes: dict[str, int], plate_name: str, indices: Any
 ) -> Any:
-    """Log likelihoods by site, with the rows' numbers as the plate's coordinate."""
-    import xarray  # ArviZ brings it
+    """Return log likelihoods by site, with the rows' indices as the plate's coordinate."""
+    import xarray  # a dependency of ArviZ
 
     arrays = {}
     for name, x in log_lik_by_site.items():
@@ -264,28 +271,19 @@ def _make_log_likelihood_dataset(
     return xarray.Dataset(arrays, coords=coords)
 
 
-def _add_group(data: Any, group: str, dataset: Any) -> None:
-    """Put a group into an ArviZ object of either major version."""
-    if hasattr(data, "add_groups"):
-        data.add_groups({group: dataset})
-    else:
-        data[group] = type(data)(dataset)
-
-
 def _compute_pointwise_loo(data: Any) -> tuple[np.ndarray, np.ndarray]:
-    """ArviZ's pointwise elpd, and its Pareto k."""
-    import arviz
-
+    """Return ArviZ's pointwise elpd and Pareto k."""
+    arviz = _import_arviz("loo")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # large k are told by their numbers
-        found = arviz.loo(data, pointwise=True)
-    elpd = found["loo_i"] if _is_arviz_0x(arviz) else found.elpd_i
-    return np.asarray(elpd, np.float64).ravel(), np.asarray(found.pareto_k, np.float64).ravel()
+        warnings.simplefilter("ignore")  # large Pareto k are in the result
+        result = arviz.loo(data, pointwise=True)
+    elpd = result["loo_i"] if _is_arviz_0x(arviz) else result.elpd_i
+    return np.asarray(elpd, np.float64).ravel(), np.asarray(result.pareto_k, np.float64).ravel()
 
 
 def _compute_posterior_mean_draw(mcmc: MCMC) -> dict[str, Any]:
-    """The mean of the unconstrained draws as one draw of one chain."""
+    """Return the mean of the unconstrained draws as one draw of one chain."""
     kernel = mcmc.sampler
-    middle = RunData.from_mcmc(mcmc, "loo", allow_local_latents=True).draws.mean((0, 1))
-    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(middle))
+    mean = RunData.from_mcmc(mcmc, "loo", allow_local_latents=True).draws.mean((0, 1))
+    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(mean))
     return {name: jnp.asarray(x)[None, None] for name, x in sites.items()}

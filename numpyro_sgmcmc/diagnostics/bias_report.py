@@ -27,6 +27,7 @@ from numpyro.infer import MCMC, Gibbs
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation.preconditioning import compute_geometric_mean_with_inverse
+from numpyro_sgmcmc.diagnostics.arviz import add_group
 from numpyro_sgmcmc.diagnostics.diagnosis import (
     Diagnosis,
     SiteBias,
@@ -255,10 +256,7 @@ class BiasReport:
                 "pass the result of `to_arviz(mcmc)`.",
                 "arviz-object",
             )
-        if hasattr(data, "add_groups"):
-            data.add_groups({"bias_report": dataset})
-        else:
-            data["bias_report"] = type(data)(dataset)
+        add_group(data, "bias_report", dataset)
 
 
 def bias_report(

@@ -31,6 +31,7 @@ __all__ = [
     "Diagnosis",
     "SiteBias",
     "classify_bias",
+    "compute_simultaneous_z",
     "describe",
     "describe_site_bias",
     "diagnose_site",
@@ -192,7 +193,7 @@ def diagnose_site(
     :param convergence: R-hat and ESS of all coordinates.
     :param reported: a diagnosis by other means; the worse one counts.
     """
-    z = NormalDist().inv_cdf(1.0 - (1.0 - _SIMULTANEOUS_LEVEL) / 2.0 / len(indices))
+    z = compute_simultaneous_z(len(indices))
     mean_bias, mean_diagnosis = _combine_estimates(
         [b.mean_bias for b in bias_estimates],
         indices,
@@ -215,6 +216,11 @@ def diagnose_site(
     if r_hat > _MAX_CONVERGED_R_HAT:
         diagnosis = Diagnosis.NOT_CONVERGED
     return SiteBias(site, len(indices), *mean_bias, *sd_inflation, r_hat, ess, diagnosis)
+
+
+def compute_simultaneous_z(num_coordinates: int) -> float:
+    """Return the standard errors of simultaneous 95% limits (Bonferroni)."""
+    return NormalDist().inv_cdf(1.0 - (1.0 - _SIMULTANEOUS_LEVEL) / 2.0 / num_coordinates)
 
 
 def _combine_estimates(

@@ -1,11 +1,12 @@
-r"""Whether an SDE leaves its density invariant: the Fokker-Planck residual, without sampling.
+r"""A test of whether an SDE leaves its density invariant, by the Fokker-Planck residual.
 
-For :math:`dz = f\,dt + \sqrt{2D}\,dW` and a density :math:`\pi` the relative rate of change is
+For :math:`dz = f\,dt + \sqrt{2D}\,dW` and a density :math:`\pi`, the relative rate of change is
 
 .. math:: \frac{1}{\pi}\Big[-\nabla\cdot(f\pi) + \sum_{ij}\partial_i\partial_j(D_{ij}\pi)\Big]
 
-and zero everywhere if and only if :math:`\pi` is stationary. The SDE is read off the step that
-the sampler takes, as the step size goes to zero, so that what is checked is what runs.
+which is zero everywhere if and only if :math:`\pi` is stationary. Drift f and diffusion D are
+computed from the sampler's step in the limit of small step sizes, so that the code that runs is
+tested, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -33,6 +34,14 @@ __all__ = [
     "small_step_limit",
 ]
 
+# Step sizes from which rates at zero are extrapolated, in the time unit of the SDE (1 over a
+# friction or curvature): small enough for a polynomial of degree 8, large enough for float64.
+_STEP_SIZES = 0.003 * np.arange(1, 9)
+# Gauss-Hermite nodes per normal entry: exact for polynomials of degree 7 in the noise.
+_NUM_NODES = 4
+# States at which the residual is evaluated by default, and their SD: within the quartic's bulk.
+_NUM_STATES, _STATE_SD = 5, 0.7
+
 
 class SDE(NamedTuple):
     """``dz = drift(z) dt + sqrt(2 diffusion(z)) dW`` on flat states.
@@ -53,33 +62,34 @@ def check_invariance(
     dim: int = 1,
     states: np.ndarray | None = None,
 ) -> np.ndarray:
-    r"""Fokker-Planck residuals of a dynamic's step at random states, in float64.
+    r"""Return Fokker-Planck residuals of an SDE's step at random states, in float64.
 
     Below about 1e-9 the density :math:`\propto e^{-U(\theta) - \text{energy}}` is stationary; a
-    wrong drift, noise or correction shows as 0.01 or more. This holds for rates (frictions,
-    curvatures) of about one: the limit is read from steps of 0.003 to 0.024, in which rates of 50
-    leave errors of 1e-4. What a sampler draws afresh, now and then, is not checked.
+    wrong drift, noise or correction gives 0.01 or more. This holds for rates (frictions,
+    curvatures) of about one: from steps of 0.003 to 0.024, rates of 50 are extrapolated with an
+    error of 1e-4. Variables that a sampler only resamples now and then are not tested.
 
-    A :class:`~numpyro_sgmcmc.dynamics.Recipe` has its drift made of D, Q and h, and is right where
-    these are: they are looked at first, as when a run begins, and refused in a sentence.
+    The drift of a :class:`~numpyro_sgmcmc.dynamics.Recipe` is derived from D, Q and h. These are
+    checked first, as at the start of a run.
 
     :param dynamics: the SDE, for example a :class:`~numpyro_sgmcmc.dynamics.Recipe`.
     :param potential: U, maps a position of shape ``(dim,)`` to a scalar. Default: a quartic that
         is neither Gaussian nor separable.
-    :param integrator: the scheme whose steps are read. Default: the dynamic's first.
-    :param dim: number of coordinates. One (default) does not see how coordinates act on each
-        other, or that they differ: take 2 where they do. The cost grows as 4 to the power of the
-        number of normal entries a step takes.
-    :param states: flat states to check at, position first, shape ``(m, n)``. Default: five random
-        ones. Give some where the dynamic is smooth if it has kinks.
+    :param integrator: name of the integrator whose step is used. Default: the SDE's first.
+    :param dim: number of coordinates. Take 2 for an SDE in which coordinates interact or differ,
+        which one (default) cannot show. The cost grows as 4 to the power of the number of normal
+        entries per step.
+    :param states: flat states, position first, shape ``(m, n)``. Default: five random ones. Give
+        states at which the SDE is smooth if it has kinks.
     :return: absolute residuals, shape ``(m,)``.
-    :raises ValueError: for an unknown scheme, a recipe's functions that
-        :class:`~numpyro_sgmcmc.RecipeKernel` refuses, or where the residual is not finite.
+    :raises ValueError: for an unknown integrator, functions of a recipe that
+        :class:`~numpyro_sgmcmc.RecipeKernel` does not accept, or residuals that are not finite.
     """
     if not isinstance(dynamics, Dynamics):
         raise InvalidArgumentError(
-            f"`dynamics` is {dynamics!r}, but must be an SDE of numpyro_sgmcmc.dynamics, such as a "
-            "kernel's `dynamics`."
+            f"`dynamics` is a {type(dynamics).__name__}, which is not an SDE.",
+            "pass an object of numpyro_sgmcmc.dynamics, such as a kernel's `dynamics`.",
+            "invariance-dynamics",
         )
     errors.check_positive_int("dim", dim)
     if potential is not None:
@@ -87,63 +97,71 @@ def check_invariance(
     with jax.enable_x64(True):
         if isinstance(dynamics, Recipe):
             check_recipe(dynamics, dim)
-        fn = _quartic_potential if potential is None else potential
+        potential_fn = _quartic_potential if potential is None else potential
         state = _drop_cached_gradient(dynamics.init(jnp.zeros(dim), random.key(0)))
-        flat, unravel = ravel_pytree(state)
-        if (shape := jax.eval_shape(fn, jnp.zeros(dim)).shape) != ():
+        flat_state, unravel = ravel_pytree(state)
+        if (shape := jax.eval_shape(potential_fn, jnp.zeros(dim)).shape) != ():
             raise InvalidArgumentError(
-                f"`potential` returns shape {shape}, but must return a scalar."
+                f"`potential` returns shape {shape}, which is not a scalar.",
+                "sum over the coordinates.",
+                "invariance-potential",
             )
         integrator = integrator or next(iter(dynamics.integrators))
         errors.check_choice("integrator", integrator, tuple(dynamics.integrators))
         step = dynamics.make_step(integrator)
 
-        def closed(state: Any, h: Any, gradient: Callable, noise: Array) -> Any:
+        def step_without_cache(state: Any, h: Any, gradient: Callable, normals: Array) -> Any:
             if getattr(dynamics, "is_fsal", False):
                 state = state._replace(gradient=gradient(state.position))
-            return _drop_cached_gradient(step(state, h, gradient, noise))
+            return _drop_cached_gradient(step(state, h, gradient, normals))
 
         def log_density(z: Array) -> Array:
             state = unravel(z)
-            return -fn(state.position) - dynamics.energy(state)
+            return -potential_fn(state.position) - dynamics.energy(state)
 
-        sde = small_step_limit(closed, state, step.num_noise, jax.grad(fn))
+        sde = small_step_limit(step_without_cache, state, step.num_noise, jax.grad(potential_fn))
         if states is None:
-            states = 0.7 * np.random.default_rng(0).standard_normal((5, flat.size))
+            normals = np.random.default_rng(0).standard_normal((_NUM_STATES, flat_state.size))
+            states = _STATE_SD * normals
         states = errors.validate_real_array("states", states)
-        if states.shape != (len(states) if states.ndim else 0, flat.size):
+        if states.ndim != 2 or states.shape[1] != flat_state.size:
             raise InvalidArgumentError(
-                f"`states` has shape {states.shape}, but must have shape (m, {flat.size}): the "
-                "position and the other variables."
+                f"`states` has shape {states.shape}, which is not (m, {flat_state.size}).",
+                "pass flat states: the position, then the other variables.",
+                "invariance-states",
             )
-        at = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
-        found = np.abs(at(jnp.asarray(states)))
-        if not np.isfinite(found).all():
+        residual = jax.jit(jax.vmap(lambda z: fokker_planck_residual(sde, log_density, z)))
+        residuals = np.abs(residual(jnp.asarray(states)))
+        if not np.isfinite(residuals).all():
             raise InvalidArgumentError(
-                "The residual is not finite: the step has no derivatives at these states. Give "
-                "others, or a diffusion as its diagonal, where eigenvalues do not coincide."
+                "The residual is not finite: the step has no derivatives at these `states`.",
+                "pass other states, or a diffusion as its diagonal, which has derivatives where "
+                "eigenvalues coincide.",
+                "invariance-states",
             )
-        return found
+        return residuals
 
 
 def small_step_limit(step: Callable, state: Any, num_noise: int, gradient: Callable) -> SDE:
-    """The SDE that a step follows, read off the step as the step size goes to zero.
+    r"""Return the SDE that a step follows as the step size h goes to zero.
 
-    The mean and the second moment of a step's displacement are analytic in the step size; a
-    polynomial through eight small step sizes gives their rates at zero to about 1e-12.
+    The drift is the limit of :math:`E[z' - z] / h`, the diffusion that of
+    :math:`E[(z' - z)(z' - z)^\top] / 2h`. Both are analytic in h; a polynomial through eight small
+    step sizes gives the limits to about 1e-12.
 
-    :param step: ``(state, step_size, gradient, noise) -> state``.
+    :param step: ``(state, step_size, gradient, normals) -> state``.
     :param state: any state.
-    :param num_noise: standard normal vectors that the step takes.
+    :param num_noise: standard normal vectors per step.
     :param gradient: gradient of the potential.
     """
-    expect = make_step_expectation(step, state, num_noise, gradient, num_nodes=4)
-    sizes = 0.003 * np.arange(1, 9)
-    others = [sizes[sizes != h] for h in sizes]
-    weights = np.array([np.prod(o / (o - h)) for o, h in zip(others, sizes, strict=True)])
+    expect = make_step_expectation(step, state, num_noise, gradient, num_nodes=_NUM_NODES)
+    # Weights of Lagrange's polynomial at zero.
+    others = [_STEP_SIZES[h != _STEP_SIZES] for h in _STEP_SIZES]
+    weights = np.array([np.prod(o / (o - h)) for o, h in zip(others, _STEP_SIZES, strict=True)])
 
     def rate_at_zero(fn: Callable, z: Array) -> Array:
-        return jnp.tensordot(weights / sizes, jax.vmap(lambda h: expect(fn, z, h))(sizes), 1)
+        expectations = jax.vmap(lambda h: expect(fn, z, h))(_STEP_SIZES)
+        return jnp.tensordot(weights / _STEP_SIZES, expectations, 1)
 
     def drift(z: Array) -> Array:
         return rate_at_zero(lambda x: x - z, z)
@@ -155,14 +173,14 @@ def small_step_limit(step: Callable, state: Any, num_noise: int, gradient: Calla
 
 
 def fokker_planck_residual(sde: SDE, log_density: Callable, z: Array) -> Array:
-    """Relative rate at which the SDE changes the density at ``z``: zero where it is invariant."""
+    """Return the relative rate at which the SDE changes the density at ``z``."""
 
     def flux(x: Array) -> Array:
         def ratio(y: Array) -> Array:
             return jnp.exp(log_density(y) - log_density(z))
 
-        spread = jax.jacfwd(lambda y: sde.diffusion(y) * ratio(y))(x)
-        return sde.drift(x) * ratio(x) - jnp.einsum("ijj->i", spread)
+        jacobian = jax.jacfwd(lambda y: sde.diffusion(y) * ratio(y))(x)
+        return sde.drift(x) * ratio(x) - jnp.einsum("ijj->i", jacobian)
 
     return -jnp.trace(jax.jacfwd(flux)(z))
 
@@ -170,36 +188,32 @@ def fokker_planck_residual(sde: SDE, log_density: Callable, z: Array) -> Array:
 def make_step_expectation(
     step: Callable, state: Any, num_noise: int, gradient: Callable, num_nodes: int
 ) -> Callable:
-    """``(fn, z, step_size) -> E[fn(z')]`` for the flat state z' that a step from z reaches.
+    """Return ``(fn, z, step_size) -> E[fn(z')]`` for the flat state z' after a step from z.
 
-    By Gauss-Hermite quadrature over the step's noise.
+    The expectation is by Gauss-Hermite quadrature over the step's noise.
     """
     unravel = ravel_pytree(state)[1]
-    points, weights = _gauss_hermite_rule(num_noise, state.position.size, num_nodes)
+    nodes, node_weights = np.polynomial.hermite_e.hermegauss(num_nodes)
+    node_weights = node_weights / node_weights.sum()
+    dim = state.position.size
+    points = np.array(list(itertools.product(nodes, repeat=num_noise * dim)))
+    points = points.reshape(-1, num_noise, dim)
+    weights = np.array(list(itertools.product(node_weights, repeat=num_noise * dim))).prod(1)
 
     def expect(fn: Callable, z: Array, step_size: Any) -> Array:
-        def one(noise: Array) -> Array:
-            return fn(ravel_pytree(step(unravel(z), step_size, gradient, noise))[0])
+        def evaluate(normals: Array) -> Array:
+            return fn(ravel_pytree(step(unravel(z), step_size, gradient, normals))[0])
 
-        return jnp.tensordot(weights, jax.vmap(one)(jnp.asarray(points)), 1)
+        return jnp.tensordot(weights, jax.vmap(evaluate)(jnp.asarray(points)), 1)
 
     return expect
 
 
-def _gauss_hermite_rule(num_noise: int, dim: int, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Gauss-Hermite points, shape ``(m, num_draws, dim)``, and their weights, which add up to 1."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)
-    count = num_noise * dim
-    points = np.array(list(itertools.product(nodes, repeat=count)))
-    products = np.array(list(itertools.product(weights / weights.sum(), repeat=count)))
-    return points.reshape(-1, num_noise, dim), products.prod(1)
-
-
 def _drop_cached_gradient(state: Any) -> Any:
-    """A kept gradient is a function of the position, and no variable of the SDE."""
+    """Remove a cached gradient, which is a function of the position and no variable of the SDE."""
     return state._replace(gradient=None) if hasattr(state, "gradient") else state
 
 
 def _quartic_potential(q: Array) -> Array:
-    along = jnp.cos(jnp.arange(q.size)) @ q
-    return jnp.square(q).sum() / 2.0 + 0.1 * along**3 + along**4 / 24.0
+    s = jnp.cos(jnp.arange(q.size)) @ q
+    return jnp.square(q).sum() / 2.0 + 0.1 * s**3 + s**4 / 24.0

@@ -42,6 +42,7 @@ __all__ = [
     "Sums",
     "check_finished_run",
     "check_has_data",
+    "check_sites_kept",
     "ess_per_gradient",
     "get_coordinate_names",
     "make_thinning_slice",
@@ -388,7 +389,7 @@ def _unconstrain_draws(
     if potential.sites is None:
         z = samples
     else:
-        _check_sites_kept([s.name for s in potential.sites], samples)
+        check_sites_kept([s.name for s in potential.sites], samples)
         z = {s.name: samples[s.name] for s in potential.sites}
         if all(s.support is not None for s in potential.sites):
             z = {s.name: biject_to(s.support).inv(z[s.name]) for s in potential.sites}
@@ -406,7 +407,7 @@ def _unconstrain_draws(
     return jnp.concatenate(leaves, -1).astype(potential.dtype)
 
 
-def _check_sites_kept(names: Sequence[str], samples: Any) -> None:
+def check_sites_kept(names: Sequence[str], samples: Any) -> None:
     """Check that the draws of these sites were kept."""
     if missing := [name for name in names if name not in samples]:
         raise InvalidArgumentError(
@@ -478,7 +479,7 @@ class GibbsRunData:
         assert model is not None
         discrete_sites = _find_discrete_sites(kernel, arguments)
         samples = mcmc.get_samples(group_by_chain=True)
-        _check_sites_kept(discrete_sites, samples)
+        check_sites_kept(discrete_sites, samples)
         discrete_samples = {name: samples[name] for name in discrete_sites}
         potential = build_conditional_potential(
             model, {k: x[0, 0] for k, x in discrete_samples.items()}, arguments, kernel.options

@@ -1,4 +1,4 @@
-"""What the warm-up chose and why, on one page."""
+"""A page of text on what the warm-up chose and why."""
 
 from __future__ import annotations
 
@@ -11,44 +11,47 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.adaptation import Adaptation
-from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, AdaptationTrace
+from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.diagnostics.diagnosis import format_r_hat
 from numpyro_sgmcmc.diagnostics.run_data import check_has_data, get_coordinate_names
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
-from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = ["WarmupReport", "check_warmed_up_run", "warmup_report"]
+__all__ = ["WarmupReport", "check_warmed_up_run", "get_coordinate_variances", "warmup_report"]
 
-_PAGE_WIDTH_CHARS, _HEADING_WIDTH_CHARS = 88, 14
-_REDUCED_STEP_FRACTION = 0.99  # of the step size before: less is no reason
-_SLOW_RELAXATION_RATIO = 3.0  # times as long as by default: worth a word
+# Characters of a line, and of its heading.
+_PAGE_WIDTH, _HEADING_WIDTH = 88, 16
+# A chain has shortened its step size if that is below this share of the adapted one.
+_REDUCED_STEP_FRACTION = 0.99
+# A friction is reported if relaxation takes this many times as long as with the default.
+_SLOW_RELAXATION_RATIO = 3.0
 _ESTIMATOR_LABELS = {
     "minibatch": "minibatch gradient",
-    "control_variate": "control variates",
-    "second_order_control_variate": "second-order control variates",
+    "control_variate": "control variate",
+    "second_order_control_variate": "second-order control variate",
 }
 _SUBSAMPLING_LABELS = {
-    "contiguous": "Blocks of consecutive rows, which memory reads fastest",
-    "shuffled": "Random rows, each once an epoch",
-    "iid": "Random rows, each minibatch independent of the others",
+    "contiguous": "Contiguous blocks of rows",
+    "shuffled": "Shuffled rows (without replacement in an epoch)",
+    "iid": "Independent random rows",
 }
-_STEP_SIZE_LIMIT_CLAUSES = {
-    "stability": "the largest curvature leaves",
-    "gradient_noise": "the gradient's noise leaves",
-    "dynamics": "the kernel's settings, tried out on a Gaussian, leave",
-    "mean_bias": "means, which would move, leave",
-    "other_modes": "the narrowest mode leaves",
+_STEP_SIZE_LIMIT_LABELS = {
+    "stability": "stability at the largest curvature",
+    "gradient_noise": "gradient noise (bias of SDs)",
+    "dynamics": "discretisation error with the kernel's options",
+    "mean_bias": "bias of means",
+    "other_modes": "the narrowest mode",
 }
 
 
 @dataclass(frozen=True, repr=False)
 class WarmupReport:
-    """What :func:`explain` found; prints as a page of text, in a notebook as HTML.
+    """The result of :func:`warmup_report`; prints as a page of text, in a notebook as HTML.
 
-    :param sections: a heading and a few sentences each, in the order of the warm-up.
+    :param sections: heading and text of each section, in the order of the warm-up.
     """
 
     sections: tuple[tuple[str, str], ...]
@@ -57,9 +60,9 @@ class WarmupReport:
         return "\n".join(
             textwrap.fill(
                 text,
-                _PAGE_WIDTH_CHARS,
-                initial_indent=heading.ljust(_HEADING_WIDTH_CHARS),
-                subsequent_indent=" " * _HEADING_WIDTH_CHARS,
+                _PAGE_WIDTH,
+                initial_indent=heading.ljust(_HEADING_WIDTH),
+                subsequent_indent=" " * _HEADING_WIDTH,
                 break_on_hyphens=False,
             )
             for heading, text in self.sections
@@ -68,257 +71,254 @@ class WarmupReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        rows = (f"<dt>{html.escape(h)}</dt><dd>{html.escape(t)}</dd>" for h, t in self.sections)
-        return f"<dl>{''.join(rows)}</dl>"
+        items = (f"<dt>{html.escape(h)}</dt><dd>{html.escape(t)}</dd>" for h, t in self.sections)
+        return f"<dl>{''.join(items)}</dl>"
 
 
 def warmup_report(mcmc: MCMC) -> WarmupReport:
-    """What the warm-up chose for a run, and why: start, whitening, gradient, minibatches, steps.
+    """Report what the warm-up of a run chose, and why.
 
-    Numbers are the warm-up's own: nothing is computed anew, and no data are read. Step sizes and
-    variances are in whitened units, in which a posterior sd is about one; the gradient at a draw of
-    a normal posterior has variance one there, so that noise is large or small beside one.
+    Sections: initial positions, preconditioner, gradient estimator, subsampling, step size and
+    number of steps, predicted bias, warnings. All numbers were computed in the warm-up; no data are
+    read. Step sizes and variances are in preconditioned coordinates, in which posterior SDs, and
+    the gradient's variance for a normal posterior, are about one.
 
-    :param mcmc: a run of one of this package's kernels, or one whose warm-up is done.
+    :param mcmc: a run of one of this package's kernels, or one after its warm-up.
     :return: a page of text, which prints itself.
     :raises ValueError: for a run of another kernel, before a run, and for one that was pickled.
     """
-    kernel, adaptation = check_warmed_up_run(mcmc, "explain")
-    weighed = adaptation.trace
-    parts = [
-        ("Run", _describe_run(mcmc, kernel)),
-        ("Start", _describe_initialisation(adaptation, weighed)),
-        ("Whitening", _describe_preconditioner(mcmc, kernel, adaptation)),
-        ("Gradient", _describe_gradient_estimator(kernel, adaptation, weighed)),
-        ("Minibatches", _describe_subsampling(kernel, adaptation, weighed)),
-        ("Step size", _describe_step_size(adaptation, weighed)),
+    kernel, adaptation = check_warmed_up_run(mcmc, "warmup_report")
+    sections = [
+        ("Run", _describe_run(kernel)),
+        ("Initialisation", _describe_initialisation(adaptation)),
+        ("Preconditioner", _describe_preconditioner(mcmc, kernel, adaptation)),
+        ("Gradient", _describe_gradient_estimator(kernel, adaptation)),
+        ("Subsampling", _describe_subsampling(kernel, adaptation)),
+        ("Step size", _describe_step_size(adaptation)),
         ("Steps", _describe_num_steps(kernel, adaptation)),
-        ("Predicted", _describe_predicted_bias(adaptation, weighed)),
-        ("Warnings", " ".join(f.message for f in adaptation.model_warnings)),
+        ("Predicted bias", _describe_predicted_bias(adaptation)),
+        ("Warnings", " ".join(w.message for w in adaptation.model_warnings)),
         ("Chains", _describe_chains(mcmc, adaptation)),
     ]
-    return WarmupReport(tuple((heading, text) for heading, text in parts if text))
+    return WarmupReport(tuple((heading, text) for heading, text in sections if text))
 
 
 def check_warmed_up_run(mcmc: MCMC, caller: str) -> tuple[SGMCMCKernel, Adaptation]:
-    """The kernel of a run whose warm-up is done, and what it found.
+    """Return the kernel of a run after its warm-up, and the adaptation.
 
     :param caller: name of the function that needs it, for the message.
     :raises ValueError: where there is none.
     """
     kernel = mcmc.sampler if isinstance(mcmc, MCMC) else None
     if not isinstance(kernel, SGMCMCKernel):
-        found = type(mcmc if kernel is None else kernel).__name__
+        received = type(mcmc).__name__ if kernel is None else f"a run of {type(kernel).__name__}"
         raise InvalidArgumentError(
-            f"`{caller}` needs the MCMC object of a run of numpyro_sgmcmc's kernels, but got "
-            f"{'' if kernel is None else 'a run of '}{found}."
+            f"`{caller}` got {received}, which has no warm-up of numpyro_sgmcmc.",
+            "pass the MCMC object of a run of one of numpyro_sgmcmc's kernels.",
+            "not-a-run",
         )
     if mcmc.last_state is None:
-        raise InvalidArgumentError(f"There is no warm-up yet: call `mcmc.run` before `{caller}`.")
+        raise InvalidArgumentError(
+            f"`{caller}` got an MCMC object before its warm-up.",
+            "call `mcmc.run` or `mcmc.warmup` first.",
+            "no-draws",
+        )
     check_has_data(kernel, caller)
     if kernel.potential.dim == 0:
-        raise InvalidArgumentError(
-            f"The model has no latent site: there is nothing for `{caller}` to tell."
+        raise InvalidModelError(
+            f"`{caller}` got a run of a model without latent sites, which has no warm-up.",
+            "check the model: all of its sites are observed or conditioned on.",
+            "no-latent-sites",
         )
     return kernel, kernel.adaptation
 
 
-def _describe_run(mcmc: MCMC, kernel: SGMCMCKernel) -> str:
-    target, dim = kernel.potential, kernel.potential.dim
-    rows = " and ".join(
-        f"minibatches of {p.subsample_size:,} of the {p.size:,} rows of '{p.name}'"
-        for p in target.plates
-    )
-    order = kernel.dynamics.integrators[kernel.integrator].order
-    return (
-        f"{type(kernel).__name__}, scheme '{kernel.integrator}' of weak order {order}; {dim:,} "
-        f"parameter{'s' * (dim != 1)}; {rows or 'all rows at every step'}."
-    )
-
-
-def _describe_initialisation(
-    adaptation: Adaptation, adaptation_trace: AdaptationTrace | None
-) -> str:
-    if adaptation_trace is None:
-        where = (
-            "the initialisation strategy says"
-            if adaptation.uses_init_strategy
-            else "`init_params` says"
-        )
-        return f"Where {where}: all that a warm-up looks for was given."
-    if not adaptation_trace.num_pilot_windows:
-        return "Where pilot chains came to, about the place where most of the mass is."
-    agree = f"R-hat {format_r_hat(adaptation_trace.r_hat)} in the last of {adaptation_trace.num_pilot_windows} windows"
-    if not adaptation.has_dominant_mode:
-        return f"Pilot chains found no single region ({agree}): in units of the prior's sds."
-    modes = len(adaptation.other_mode_preconditioners)
-    others = f" {modes + 1} modes, in which chains start in turn." * bool(modes)
-    if adaptation_trace.r_hat > MAX_CONVERGED_R_HAT:
-        return f"Where pilot chains came to, which did not quite agree ({agree}).{others}"
-    return f"In the posterior's midst, where pilot chains came to ({agree}).{others}"
-
-
-def _describe_preconditioner(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
-    whitening = adaptation.preconditioner
-    names = [name for _, name in get_coordinate_names(mcmc)]
-    sds = np.sqrt(np.asarray(_get_coordinate_variances(whitening)))
-    low, high = int(np.argmin(sds)), int(np.argmax(sds))
-    options = kernel.options
-    is_given = options.inverse_mass_matrix is not None or not options.adapt_mass_matrix
-    whence = "as given" if is_given else "from draws and gradients of pilot chains"
-    if not adaptation.has_dominant_mode:
-        whence = "from draws of the prior"
-    if adaptation.local_init is not None and not is_given:
-        whence = "from the curvature, given the values of rows"
-    if whitening.is_dense:
-        factor = np.asarray(whitening.factor, np.float64) / sds[:, None]
-        spread = np.linalg.svd(factor, compute_uv=False)
-        form = "Dense"
-        more = f"; in units of these its widest direction is {spread.max() / spread.min():.1f} "
-        more += "times as wide as its narrowest"
-    else:
-        form, more = "Diagonal", ""
-        if whitening.low_rank is not None:
-            factors = np.asarray(whitening.low_rank.scales)
-            num = len(factors)
-            form = f"Diagonal, and {num} direction{'s' * (num != 1)} besides"
-            more = f", these stretched by {factors.min():.2g} to {factors.max():.2g}"
-    if sds[low] == sds[high]:
-        return f"{form}, {whence}: unconstrained sds of {sds[0]:.3g}."
-    return (
-        f"{form}, {whence}: unconstrained sds from {sds[low]:.3g} ({names[low]}) to "
-        f"{sds[high]:.3g} ({names[high]}){more}."
-    )
-
-
-def _get_coordinate_variances(preconditioner: Preconditioner) -> np.ndarray:
+def get_coordinate_variances(preconditioner: Preconditioner) -> np.ndarray:
+    """Return the estimated posterior variances of the unconstrained coordinates, shape ``(d,)``."""
     matrix = np.asarray(preconditioner.inverse_mass_matrix, np.float64)
     return np.diagonal(matrix) if preconditioner.is_dense else matrix
 
 
-def _describe_gradient_estimator(
-    kernel: SGMCMCKernel, adaptation: Adaptation, adaptation_trace: AdaptationTrace | None
-) -> str:
-    name = _ESTIMATOR_LABELS[adaptation.estimator.name]
-    told = f"{name[0].upper()}{name[1:]}"
+def _describe_run(kernel: SGMCMCKernel) -> str:
+    potential, dim = kernel.potential, kernel.potential.dim
+    minibatches = " and ".join(
+        f"minibatches of {p.subsample_size:,} of the {p.size:,} rows of '{p.name}'"
+        for p in potential.plates
+    )
+    order = kernel.dynamics.integrators[kernel.integrator].order
+    return (
+        f"{type(kernel).__name__}, integrator '{kernel.integrator}' of weak order {order}; {dim:,} "
+        f"parameter{'s' * (dim != 1)}; {minibatches or 'all rows at every step'}."
+    )
+
+
+def _describe_initialisation(adaptation: Adaptation) -> str:
+    trace = adaptation.trace
+    if trace is None:
+        source = "the initialisation strategy"
+        if not adaptation.uses_init_strategy:
+            source = "`init_params`"
+        return f"Positions of {source}; every setting was given, so no pilot chains were run."
+    if not trace.num_pilot_windows:
+        return "Last positions of pilot chains, near the bulk of the posterior."
+    r_hat = f"R-hat {format_r_hat(trace.r_hat)} in the last of {trace.num_pilot_windows} windows"
+    if not adaptation.has_dominant_mode:
+        return (
+            f"Pilot chains found no dominant mode ({r_hat}); coordinates are scaled by the prior."
+        )
+    num_modes = 1 + len(adaptation.other_mode_preconditioners)
+    modes = f" {num_modes} modes, in which chains start in turn." * (num_modes > 1)
+    if trace.r_hat > MAX_CONVERGED_R_HAT:
+        return f"Last positions of pilot chains, which had not converged ({r_hat}).{modes}"
+    return f"Last positions of pilot chains, in the bulk of the posterior ({r_hat}).{modes}"
+
+
+def _describe_preconditioner(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
+    preconditioner, options = adaptation.preconditioner, kernel.options
+    names = [name for _, name in get_coordinate_names(mcmc)]
+    standard_deviations = np.sqrt(get_coordinate_variances(preconditioner))
+    is_given = options.inverse_mass_matrix is not None or not options.adapt_mass_matrix
+    source = "as given" if is_given else "from draws and gradients of pilot chains"
+    if not adaptation.has_dominant_mode:
+        source = "from draws of the prior"
+    if adaptation.local_init is not None and not is_given:
+        source = "from the curvature given the local latent variables"
+    form, directions = "Diagonal", ""
+    if preconditioner.is_dense:
+        scaled_factor = np.asarray(preconditioner.factor, np.float64) / standard_deviations[:, None]
+        direction_sds = np.linalg.svd(scaled_factor, compute_uv=False)
+        ratio = direction_sds.max() / direction_sds.min()
+        form = "Dense"
+        directions = f"; SDs of the principal directions of the correlation differ {ratio:.1f}-fold"
+    elif preconditioner.low_rank is not None:
+        scales = np.asarray(preconditioner.low_rank.scales)
+        form = f"Diagonal plus {len(scales)} direction{'s' * (len(scales) != 1)}"
+        directions = f", these scaled by {scales.min():.2g} to {scales.max():.2g}"
+    low, high = int(np.argmin(standard_deviations)), int(np.argmax(standard_deviations))
+    if standard_deviations[low] == standard_deviations[high]:
+        return f"{form}, {source}: unconstrained SDs of {standard_deviations[0]:.3g}."
+    return (
+        f"{form}, {source}: unconstrained SDs from {standard_deviations[low]:.3g} ({names[low]}) to "
+        f"{standard_deviations[high]:.3g} ({names[high]}){directions}."
+    )
+
+
+def _describe_gradient_estimator(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
+    text = _ESTIMATOR_LABELS[adaptation.estimator.name].capitalize()
     if kernel.options.gradient_estimator != "auto":
-        told += ", as given"
-    if adaptation_trace is None or not adaptation_trace.noise_variances:
-        return f"{told}."
-    if len(adaptation_trace.noise_variances) > 1:
-        told += ", which go furthest at the same cost"
-    each = [
-        f"{_ESTIMATOR_LABELS[name]} {_format_two_digits(of_random)} and {_format_two_digits(of_blocks)}"
-        for name, (of_random, of_blocks) in adaptation_trace.noise_variances.items()
-    ]
-    return f"{told}. Mean variance of the noise, of random rows and of blocks: {'; '.join(each)}."
+        text += ", as given"
+    noise_variances = adaptation.trace.noise_variances if adaptation.trace else {}
+    if not noise_variances:
+        return f"{text}."
+    if len(noise_variances) > 1:
+        text += ", of the highest estimated efficiency per unit of computation"
+    variances = "; ".join(
+        f"{_ESTIMATOR_LABELS[name]} {_format_two_digits(random)} and "
+        f"{_format_two_digits(contiguous)}"
+        for name, (random, contiguous) in noise_variances.items()
+    )
+    return f"{text}. Mean noise variance for random and for contiguous minibatches: {variances}."
 
 
 def _format_two_digits(value: float) -> str:
-    """Two significant digits, and an exponent only for what is small."""
+    """Return two significant digits, with an exponent only for small values."""
     return f"{float(f'{value:.2g}'):g}"
 
 
-def _describe_subsampling(
-    kernel: SGMCMCKernel, adaptation: Adaptation, adaptation_trace: AdaptationTrace | None
-) -> str:
+def _describe_subsampling(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     if not kernel.potential.plates:
         return ""
-    told = _SUBSAMPLING_LABELS[adaptation.subsampling.name]
+    text = _SUBSAMPLING_LABELS[adaptation.subsampling.name]
+    noise_variances = adaptation.trace.noise_variances if adaptation.trace else {}
+    random, contiguous = noise_variances.get(adaptation.estimator.name, (0.0, 0.0))
     if kernel.options.subsampling != "auto":
-        told += ", as given"
-    elif adaptation_trace is not None and (
-        noise := adaptation_trace.noise_variances.get(adaptation.estimator.name)
-    ):
-        of_random, of_blocks = noise
-        if of_random > 0.0:
-            told += f"; noise of blocks is {of_blocks / of_random:.2f} times that of random rows"
-    held = [f"{len(rows)} of '{plate}'" for plate, rows in adaptation.included_rows if rows]
-    and_rows = f" Rows that decide are in every one: {' and '.join(held)}." * bool(held)
-    return f"{told}.{and_rows}"
+        text += ", as given"
+    elif random > 0.0:
+        text += f"; contiguous minibatches have {contiguous / random:.2f} times the noise variance"
+        text += " of random ones"
+    included = [f"{len(rows)} of '{plate}'" for plate, rows in adaptation.included_rows if rows]
+    if included:
+        text += f". Influential observations in every minibatch: {' and '.join(included)}"
+    return f"{text}."
 
 
-def _describe_step_size(adaptation: Adaptation, adaptation_trace: AdaptationTrace | None) -> str:
-    chosen = f"{adaptation.step_size:.3g}"
-    if adaptation_trace is None or adaptation_trace.step_size_limits.is_user_step_size:
-        return f"{chosen}, as given."
-    limits = adaptation_trace.step_size_limits
-    why = [f"{_STEP_SIZE_LIMIT_CLAUSES[x.name]} {x.step_size:.3g}" for x in limits.binding]
-    if not why:
-        return f"{chosen}, the longest that suits the scheme: nothing asks for less."
-    return f"{chosen}. {limits['integrator']:.3g} suits the scheme; of that {', '.join(why)}."
+def _describe_step_size(adaptation: Adaptation) -> str:
+    step_size = f"{adaptation.step_size:.3g}"
+    if adaptation.trace is None or adaptation.trace.step_size_limits.is_user_step_size:
+        return f"{step_size}, as given."
+    limits = adaptation.trace.step_size_limits
+    if not limits.binding:
+        return f"{step_size}, the integrator's default: no limit is smaller."
+    reductions = ", ".join(
+        f"{limit.step_size:.3g} by {_STEP_SIZE_LIMIT_LABELS[limit.name]}"
+        for limit in limits.binding
+    )
+    default = limits["integrator"]
+    return f"{step_size}. The integrator's default of {default:.3g} is reduced to {reductions}."
 
 
 def _describe_num_steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
-    num = adaptation.num_steps
-    given = ", as given" * (kernel.options.num_steps is not None)
-    if not given and adaptation.local_init is not None:
+    num_steps, time = adaptation.num_steps, adaptation.relaxation_time
+    origin = ", as given" if kernel.options.num_steps is not None else ""
+    if not origin and adaptation.local_init is not None:
         return (
-            f"{num:,} a draw: until parameters and values of rows have about forgotten each other."
+            f"{num_steps:,} per draw, after which global and local latent variables are about "
+            "independent of the previous draw."
         )
-    if not given and num == MAX_NUM_STEPS:
-        given = ", the most that are taken"
-    time = adaptation.relaxation_time
+    if not origin and num_steps == MAX_NUM_STEPS:
+        origin = ", the maximum"
+    friction = _describe_friction(kernel, time)
     if not adaptation.has_dominant_mode:
         return (
-            f"{num:,} a draw{given}. In units of the prior's sds a step is "
-            f"{adaptation.step_size:.3g}, and under the prior alone the SDE forgets its past in a "
-            f"time of {time:.2g}: with data it may take longer.{_describe_friction(kernel, time)}"
+            f"{num_steps:,} per draw{origin}. In coordinates scaled by the prior the step size is "
+            f"{adaptation.step_size:.3g} and the relaxation time of the prior is {time:.2g}; that "
+            f"of the posterior may be longer.{friction}"
         )
     return (
-        f"{num:,} a draw{given}. Positions {max(1, round(time / adaptation.step_size)):,} steps "
-        f"apart are about independent: in whitened units, where posterior sds are about one, the "
-        f"SDE forgets its past in a time of {time:.2g}, and a step is {adaptation.step_size:.3g}."
-        f"{_describe_friction(kernel, time)}"
+        f"{num_steps:,} per draw{origin}. Positions {max(1, round(time / adaptation.step_size)):,} "
+        f"steps apart are about independent: in preconditioned coordinates the relaxation time is "
+        f"{time:.2g} and the step size {adaptation.step_size:.3g}.{friction}"
     )
 
 
 def _describe_friction(kernel: SGMCMCKernel, relaxation_time: float) -> str:
-    """What an unusual friction does to the time in which a draw is forgotten."""
+    """Return a sentence on a friction that makes relaxation slow."""
     dynamics = kernel.dynamics
-    if (
-        not isinstance(dynamics, UnderdampedLangevin)
-        or dynamics.friction == UnderdampedLangevin.friction
-    ):
+    default_friction = UnderdampedLangevin.friction
+    if not isinstance(dynamics, UnderdampedLangevin) or dynamics.friction == default_friction:
         return ""
-    usual = replace(dynamics, friction=UnderdampedLangevin.friction)
-    times = relaxation_time / usual.relaxation_time(kernel.adaptation.step_size)
-    if times < _SLOW_RELAXATION_RATIO:
+    default = replace(dynamics, friction=default_friction)
+    ratio = relaxation_time / default.relaxation_time(kernel.adaptation.step_size)
+    if ratio < _SLOW_RELAXATION_RATIO:
         return ""
     return (
-        f" That is {times:,.0f} times as long as with the default friction of {usual.friction}: "
-        f"yours is {dynamics.friction:g}."
+        f" With friction {dynamics.friction:g} relaxation takes {ratio:,.0f} times as long as with "
+        f"the default of {default_friction}."
     )
 
 
-def _describe_predicted_bias(
-    adaptation: Adaptation, adaptation_trace: AdaptationTrace | None
-) -> str:
-    if (
-        adaptation_trace is None or not adaptation.has_dominant_mode
-    ):  # else what noise does is not foretold
+def _describe_predicted_bias(adaptation: Adaptation) -> str:
+    trace = adaptation.trace
+    if trace is None or not adaptation.has_dominant_mode:  # no prediction without a Gaussian bulk
         return ""
-    sds = 100.0 * (np.sqrt(1.0 + max(adaptation_trace.variance_inflation, 0.0)) - 1.0)
-    means = (
-        f", means {adaptation_trace.mean_bias:.2g} sds off at most"
-        if adaptation_trace.mean_bias > 0.0
-        else ""
-    )
-    return f"By the gradient's noise sds {sds:.1f} % too wide at most{means}."
+    sd_inflation = 100.0 * (np.sqrt(1.0 + max(trace.variance_inflation, 0.0)) - 1.0)
+    text = f"By gradient noise, SDs at most {sd_inflation:.1f}% too large"
+    if trace.mean_bias > 0.0:
+        text += f", means at most {trace.mean_bias:.2g} SD off"
+    return f"{text}."
 
 
 def _describe_chains(mcmc: MCMC, adaptation: Adaptation) -> str:
-    state = mcmc.last_state
-    steps = np.atleast_1d(np.asarray(state.adapt_state.step_size, float))
-    shorter = int((steps < _REDUCED_STEP_FRACTION * adaptation.step_size).sum())
-    told = []
-    if adaptation.allowed_variance_inflation is not None and shorter:
-        told.append(
-            f"{shorter} of {len(steps)} ran hotter or colder than predicted, or diverged, and "
-            f"shortened their step, to {steps.min():.3g} at least."
+    step_sizes = np.atleast_1d(np.asarray(mcmc.last_state.adapt_state.step_size, float))
+    num_reduced = int((step_sizes < _REDUCED_STEP_FRACTION * adaptation.step_size).sum())
+    sentences = []
+    if adaptation.allowed_variance_inflation is not None and num_reduced:
+        sentences.append(
+            f"{num_reduced} of {len(step_sizes)} had another kinetic temperature than predicted, "
+            f"or diverged, and reduced their step size, to {step_sizes.min():.3g} at least."
         )
-    extra = mcmc.get_extra_fields()
-    if "diverging" in extra:
-        diverging = np.asarray(jax.device_get(extra["diverging"]))
-        told.append(f"{int(diverging.sum())} of {diverging.size:,} iterations diverged.")
-    return " ".join(told)
+    extra_fields = mcmc.get_extra_fields()
+    if "diverging" in extra_fields:
+        diverging = np.asarray(jax.device_get(extra_fields["diverging"]))
+        sentences.append(f"{int(diverging.sum())} of {diverging.size:,} iterations diverged.")
+    return " ".join(sentences)

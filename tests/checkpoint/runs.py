@@ -111,10 +111,15 @@ def fail_writing(monkeypatch, step, error):
         calls.append(1)
         # Draws are written first in the fourth segment, the others with the first checkpoint.
         if len(calls) == (2 if step == "draws" else 5):
-            if step == "draws":  # some are there, and wrong
-                write(args[0], jax.tree.map(lambda x: 0 * x, args[1]), args[2])
+            if step != "draws":  # a coroutine
+                return fail()
+            # Some draws are written, and wrong.
+            write(args[0], jax.tree.map(lambda x: 0 * x, args[1]), args[2])
             raise error
         return write(*args, **kwargs)
+
+    async def fail():
+        raise error
 
     monkeypatch.setattr(owner, name, write_or_fail)
 

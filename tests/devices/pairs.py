@@ -155,9 +155,10 @@ def check_a_full_disk_is_told_by_both():
 
     def save(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 4:
-            raise OSError("No space left on device")
-        return before(*args, **kwargs)
+        return fail() if len(calls) == 4 else before(*args, **kwargs)
+
+    async def fail():
+        raise OSError("No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocp.JsonCheckpointHandler, "async_save", save)

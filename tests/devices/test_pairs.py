@@ -38,8 +38,8 @@ def assert_pair(folder, *checks):
             process.wait(timeout=_LONGEST)
     for place in range(2):
         found = json.loads((folder / f"found-{place}").read_text())
-        assert list(found) == list(checks)
         assert not any(found.values()), "\n".join(found.values())
+        assert list(found) == list(checks)
 
 
 @pytest.mark.slow

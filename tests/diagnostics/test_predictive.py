@@ -1,4 +1,4 @@
-"""Functions of draws: by chunks what they are whole, and judged where parameters mean nothing."""
+"""Functions of draws by chunks, their summary, and replicated data."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +10,17 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC, NUTS, Predictive
 from scipy import stats
 
-from numpyro_sgmcmc.diagnostics import predictive, predictive_summary
+from numpyro_sgmcmc import HostArray, SGHMCSplit, posterior_predictive
+from numpyro_sgmcmc.diagnostics import predictive_summary
+from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, evaluate_replicates
+from tests.contract.kernels import quietly
+
+# Deterministic sites inside the plate are not among the draws.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic")
 
 RNG = np.random.default_rng(0)
 DRAWS = {"beta": RNG.standard_normal((3, 80, 2)).astype(np.float32)}
-OTHERS = {"beta": RNG.standard_normal((2, 90, 2)).astype(np.float32) + 0.3}
+REFERENCE = {"beta": RNG.standard_normal((2, 90, 2)).astype(np.float32) + 0.3}
 X = RNG.standard_normal((23, 2)).astype(np.float32)
 
 
@@ -29,115 +35,219 @@ def model(X, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(eta)), obs=y)
 
 
-def test_each_number_is_its_definition():
-    found = predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"]
+# Summary of functions of the draws
+
+
+def test_predictive_summary_equals_its_definitions():
+    summary = predictive_summary(DRAWS, mean, X, reference=REFERENCE)["mean"]
     values = np.einsum("csd,nd->csn", DRAWS["beta"].astype(np.float64), X)
-    theirs = np.einsum("csd,nd->csn", OTHERS["beta"].astype(np.float64), X)
-    np.testing.assert_allclose(found.mean, values.mean((0, 1)), atol=1e-6)
-    np.testing.assert_allclose(found.sd, values.std((0, 1)), rtol=1e-5)
-    np.testing.assert_allclose(found.r_hat, split_gelman_rubin(values), rtol=1e-5)
-    np.testing.assert_allclose(found.ess, effective_sample_size(values), rtol=1e-3)
+    reference = np.einsum("csd,nd->csn", REFERENCE["beta"].astype(np.float64), X)
+    np.testing.assert_allclose(summary.mean, values.mean((0, 1)), atol=1e-6)
+    np.testing.assert_allclose(summary.sd, values.std((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(summary.r_hat, split_gelman_rubin(values), rtol=1e-5)
+    np.testing.assert_allclose(summary.ess, effective_sample_size(values), rtol=1e-3)
+
+    def distance(x, y):
+        return stats.ks_2samp(x.ravel(), y.ravel()).statistic
+
     for k in range(len(X)):
-        pairs = [(values[c, :, k], np.delete(values, c, 0)[..., k].ravel()) for c in range(3)]
-        by_scipy = [stats.ks_2samp(*pair).statistic for pair in pairs]
-        assert found.between_chain_distance[k] == pytest.approx(np.mean(by_scipy), abs=1e-6)
-        to_theirs = stats.ks_2samp(values[..., k].ravel(), theirs[..., k].ravel()).statistic
-        assert found.distance_to_reference[k] == pytest.approx(to_theirs, abs=1e-6)
-        own = stats.ks_2samp(theirs[0, :, k], theirs[1, :, k]).statistic
-        assert found.reference_between_chain_distance[k] == pytest.approx(own, abs=1e-6)
+        chains = [(values[c, :, k], np.delete(values, c, 0)[..., k]) for c in range(3)]
+        between = np.mean([distance(*pair) for pair in chains])
+        assert summary.between_chain_distance[k] == pytest.approx(between, abs=1e-6)
+        to_reference = distance(values[..., k], reference[..., k])
+        assert summary.distance_to_reference[k] == pytest.approx(to_reference, abs=1e-6)
+        within = distance(reference[0, :, k], reference[1, :, k])
+        assert summary.reference_between_chain_distance[k] == pytest.approx(within, abs=1e-6)
 
 
-@pytest.mark.parametrize("numbers", [1, 3 * 80 * 5, 3 * 80 * 23])
-def test_chunks_change_nothing(monkeypatch, numbers):
-    whole = predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"]
-    monkeypatch.setattr(predictive, "_MAX_RESULT_ELEMENTS_PER_CHUNK", numbers)
-    monkeypatch.setattr(predictive, "_MAX_RESULT_ELEMENTS_PER_MAP_BATCH", 7)
-    for a, b in zip(
-        predictive_summary(DRAWS, mean, X, reference=OTHERS)["mean"], whole, strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("max_elements", [1, 3 * 80 * 5, 3 * 80 * 23])
+def test_iterate_chunks_does_not_depend_on_chunks(max_elements):
+    functions = DrawFunctions.from_fn(mean, (X,))
+    chunked = np.zeros((3, 80, len(X)))
+    for index, (values,) in functions.iterate_chunks([DRAWS], random.key(0), max_elements, 7):
+        chunked[:, :, index] = values["mean"]
+    expected = np.einsum("csd,nd->csn", DRAWS["beta"], X)
+    np.testing.assert_allclose(chunked, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_predictive_is_numpyro_s():
-    found = predictive_summary(DRAWS, Predictive(model, num_samples=1), X)
+def test_predictive_summary_of_a_predictive_is_numpyros():
+    summary = predictive_summary(DRAWS, Predictive(model, num_samples=1), X)
     eta = predictive_summary(DRAWS, mean, X)["mean"]
-    np.testing.assert_allclose(found["eta"].mean, eta.mean, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(summary["eta"].mean, eta.mean, rtol=1e-5, atol=1e-6)
     flat = {"beta": DRAWS["beta"].reshape(-1, 2)}
-    theirs = Predictive(model, flat)(random.key(1), X)["y"]
-    error = np.hypot(found["y"].sd, theirs.std(0)) / np.sqrt(len(theirs))
-    assert (np.abs(found["y"].mean - theirs.mean(0)) < 4.5 * error).all()
-    only = predictive_summary(DRAWS, Predictive(model, num_samples=1, return_sites=["y"]), X)
-    assert set(only.functions) == {"y"}
+    y = Predictive(model, flat)(random.key(1), X)["y"]
+    error = np.hypot(summary["y"].sd, y.std(0)) / np.sqrt(len(y))
+    assert (np.abs(summary["y"].mean - y.mean(0)) < 4.5 * error).all()
+    only_y = predictive_summary(DRAWS, Predictive(model, num_samples=1, return_sites=["y"]), X)
+    assert set(only_y.functions) == {"y"}
 
 
-def test_what_is_exchanged_in_the_parameters_is_not_in_what_they_say():
-    """Each chain in a mode of its own: mirrored, with the same product."""
+def test_predictive_summary_of_a_function_invariant_to_the_mode_converges():
+    """Each chain is in one of two modes, mirror images with the same product."""
     sign = np.array([1, 1, -1, -1])[:, None, None]
     beta = sign * (5 + 0.1 * RNG.standard_normal((4, 200, 2)))
 
     def both(draw):
         return {"product": draw["beta"][0] * draw["beta"][1], "first": draw["beta"][0]}
 
-    found = predictive_summary({"beta": beta}, both)
-    assert found["first"].r_hat > 10
-    assert found["first"].between_chain_distance > 0.6
-    assert found["product"].r_hat < 1.05
-    assert found["product"].between_chain_distance < 2 * found["product"].expected_distance
+    summary = predictive_summary({"beta": beta}, both)
+    assert summary["first"].r_hat > 10
+    assert summary["first"].between_chain_distance > 0.6
+    assert summary["product"].r_hat < 1.05
+    assert summary["product"].between_chain_distance < 2 * summary["product"].expected_distance
 
 
-def test_chance_is_what_independent_draws_give():
+def test_expected_distance_is_that_of_independent_draws():
     draws = {"x": np.random.default_rng(1).standard_normal((4, 500, 60)).astype(np.float32)}
-    found = predictive_summary(draws, lambda z: z["x"])["<lambda>"]
-    assert found.between_chain_distance.mean() == pytest.approx(
-        found.expected_distance.mean(), rel=0.1
-    )
+    summary = predictive_summary(draws, lambda z: z["x"])["<lambda>"]
+    expected = summary.expected_distance.mean()
+    assert summary.between_chain_distance.mean() == pytest.approx(expected, rel=0.1)
 
 
-def test_runs_of_numpyro_s_kernels_and_how_it_prints():
+def test_predictive_summary_of_a_run_of_numpyro_prints_and_converts():
     mcmc = MCMC(NUTS(model), num_warmup=50, num_samples=60, num_chains=1, progress_bar=False)
-    with pytest.raises(ValueError, match="no draws in `mcmc` yet"):
+    with pytest.raises(ValueError, match=r"`mcmc`.*without draws"):
         predictive_summary(mcmc, mean, X)
     y = RNG.poisson(1.0, len(X))
     mcmc.run(random.key(0), jnp.asarray(X), y)
-    found = predictive_summary(mcmc, mean, X, reference=DRAWS)
-    header, row, *_ = str(found).splitlines()
+    summary = predictive_summary(mcmc, mean, X, reference=DRAWS)
+    header, row, *_ = str(summary).splitlines()
     assert header.split()[:4] == ["function", "size", "R-hat", "ESS"]
     assert row.split()[:2] == ["mean", "23"]
-    html = found._repr_html_()
+    html = summary._repr_html_()
     assert "<th>between chains</th>" in html
     assert "<td>mean</td><td>23</td>" in html
-    dataset = found.to_dataset()
-    np.testing.assert_array_equal(dataset["mean"].sel(statistic="sd"), found["mean"].sd)
+    dataset = summary.to_dataset()
+    np.testing.assert_array_equal(dataset["mean"].sel(statistic="sd"), summary["mean"].sd)
 
 
-def test_a_reference_without_the_site_is_refused_before_anything_is_done():
-    with pytest.raises(ValueError, match="asks for 'beta', but there are draws of 'alpha'"):
-        predictive_summary(DRAWS, mean, X, reference={"alpha": OTHERS["beta"]})
-
-
-def test_what_is_the_same_at_all_draws_is_no_number():
-    found = predictive_summary(DRAWS, lambda d: {"same": jnp.ones(2), "x": d["beta"]})
-    same, x = str(found).splitlines()[1:3]
+def test_predictive_summary_of_a_constant_prints_a_dash():
+    summary = predictive_summary(DRAWS, lambda d: {"same": jnp.ones(2), "x": d["beta"]})
+    same, x = str(summary).splitlines()[1:3]
     assert same.split()[:4] == ["same", "2", "-", "-"]
     assert x.split()[0] == "x"
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "match"),
     [
         ((DRAWS["beta"], mean, X), "`mcmc` is a ndarray"),
         ((DRAWS, "mean", X), "`fn` is a str"),
-        ((DRAWS, mean, X, X[:4]), "as many rows each"),
-        ((DRAWS, lambda d, X: X.sum(0), X), r"returns shape \(2,\)"),
-        ((DRAWS, lambda d: jnp.log(-jnp.abs(d["beta"]))), "is not finite"),
-        ((DRAWS, lambda d: random.key(0)), "must return numbers"),
-        ((DRAWS, lambda d: d["gamma"]), "asks for 'gamma', but there are draws of 'beta'"),
-        ((DRAWS, lambda d: {}), "returns nothing"),
-        (({**DRAWS, "other": DRAWS["beta"][:, :5]}, mean, X), "same two first axes"),
-        (({"beta": DRAWS["beta"][:, :1]}, mean, X), "one draw a chain"),
-        ((DRAWS, mean, np.array([["a", "b"]])), "arrays of numbers"),
+        ((DRAWS, mean, X, X[:4]), "number of rows"),
+        ((DRAWS, lambda d, X: X.sum(0), X), r"`fn`.*shape \(2,\)"),
+        ((DRAWS, lambda d: jnp.log(-jnp.abs(d["beta"]))), "`fn`.*not finite"),
+        ((DRAWS, lambda d: random.key(0)), "`fn`.*numbers"),
+        ((DRAWS, lambda d: d["gamma"]), "'gamma'"),
+        ((DRAWS, lambda d: {}), "`fn` returns nothing"),
+        (({**DRAWS, "other": DRAWS["beta"][:, :5]}, mean, X), "`mcmc`.*by site"),
+        (({"beta": DRAWS["beta"][:, :1]}, mean, X), "`mcmc` has one draw"),
+        ((DRAWS, mean, np.array([["a", "b"]])), "not all numbers"),
     ],
 )
-def test_what_cannot_be_summed_up_is_refused(args, words):
-    with pytest.raises(ValueError, match=words):
+def test_predictive_summary_of_invalid_arguments_raises(args, match):
+    with pytest.raises(ValueError, match=match):
         predictive_summary(*args)
+
+
+def test_predictive_summary_with_a_reference_without_the_site_raises():
+    with pytest.raises(ValueError, match=r"'beta'.*'alpha'"):
+        predictive_summary(DRAWS, mean, X, reference={"alpha": REFERENCE["beta"]})
+
+
+# Replicated data
+
+N, NUM_DRAWS, SD, NEXT_SD = 60, 400, 0.5, 0.1
+x = np.random.default_rng(0).standard_normal(N).astype(np.float32)
+
+
+def two_outcomes(x, y, batch_size=None):
+    """Model two outcomes, the second given the first; a factor is not an outcome."""
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        mean = numpyro.deterministic("mean", slope * x[i])
+        first = numpyro.sample("first", dist.Normal(mean, SD), obs=y[i])
+        numpyro.sample("next", dist.Normal(first, NEXT_SD), obs=y[i])
+        numpyro.factor("factor", -0.5 * jnp.square(slope) * jnp.ones_like(mean))
+
+
+def run(x, y):
+    kernel = SGHMCSplit(
+        two_outcomes,
+        step_size=0.2,
+        num_steps=3,
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
+        inverse_mass_matrix=np.full(1, 1e-3),
+    )
+    settings = {"num_samples": NUM_DRAWS, "num_chains": 2, "chain_method": "vectorized"}
+    mcmc = quietly(kernel, num_warmup=5, **settings)
+    mcmc.run(random.key(0), x, y, batch_size=20)
+    return mcmc
+
+
+@pytest.fixture(scope="module")
+def mcmc():
+    return run(jnp.asarray(x), jnp.asarray(3.0 * x))
+
+
+def test_posterior_predictive_has_the_distribution_of_the_model(mcmc):
+    samples = mcmc.get_samples(group_by_chain=True)
+    # Chunks of 25 of 60 rows: the last overlaps with the one before.
+    replicates = evaluate_replicates(
+        mcmc, random.key(1), samples, np.arange(N), max_rows_per_chunk=25
+    )
+    assert set(replicates) == {"mean", "first", "next"}
+    slope = np.asarray(samples["slope"])
+    np.testing.assert_allclose(replicates["mean"], slope[..., None] * x, rtol=1e-5)
+    residuals = (
+        (replicates["first"] - replicates["mean"]) / SD,
+        (replicates["next"] - replicates["first"]) / NEXT_SD,
+    )
+    for z in residuals:
+        assert z.shape == (2, NUM_DRAWS, N)
+        assert abs(z.mean()) < 5 / np.sqrt(z.size)
+        assert abs(z.std() - 1) < 5 / np.sqrt(2 * z.size)
+        assert len(np.unique(z)) > 0.99 * z.size  # some float32 numbers occur twice
+        for axis in range(3):  # independent over chains, draws and rows of all chunks
+            for lag in (1, 10, 25) if axis else (1,):
+                shifted = np.roll(z, lag, axis)
+                assert abs((z * shifted).mean()) < 5 * np.sqrt(2 / z.size)
+
+
+def test_posterior_predictive_at_some_rows_and_draws_selects_them(mcmc):
+    rows = np.array([59, 0, 7])
+    replicates = posterior_predictive(mcmc, random.key(1), rows, num_draws=3)
+    slope = np.asarray(mcmc.get_samples(group_by_chain=True)["slope"])[:, [0, 199, 399]]
+    np.testing.assert_allclose(replicates["mean"], slope[..., None] * x[rows], rtol=1e-5)
+    assert replicates["first"].shape == (2, 3, 3)
+    again = posterior_predictive(mcmc, random.key(1), rows, num_draws=3)
+    np.testing.assert_array_equal(replicates["next"], again["next"])
+    all_draws = posterior_predictive(mcmc, random.key(1), rows, 10**6)
+    assert all_draws["mean"].shape == (2, NUM_DRAWS, 3)
+
+
+@pytest.mark.slow
+def test_posterior_predictive_with_rows_on_the_host_equals_that_in_memory(monkeypatch):
+    monkeypatch.setattr("numpyro_sgmcmc.model.handlers._MAX_FULL_DATA_BYTES", 1)
+    on_host, in_memory = run(HostArray(x), HostArray(3.0 * x)), run(x, 3.0 * x)
+    replicates, expected = (
+        posterior_predictive(m, random.key(1), num_draws=5) for m in (on_host, in_memory)
+    )
+    for name, values in replicates.items():
+        np.testing.assert_allclose(values, expected[name], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="posterior_predictive"):
+        on_host.sampler.model(*on_host._args)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"rng_key": 0}, "`rng_key`"),
+        ({"rng_key": random.key(0), "rows": [60]}, "`rows`.*60 rows"),
+        ({"rng_key": random.key(0), "rows": [0.5]}, "`rows`.*float"),
+        ({"rng_key": random.key(0), "num_draws": 0}, "`num_draws`"),
+    ],
+)
+def test_posterior_predictive_of_invalid_arguments_raises(mcmc, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        posterior_predictive(mcmc, **arguments)

@@ -1,6 +1,5 @@
-"""The page on a warm-up says what the warm-up found."""
+"""The warm-up report states what the warm-up chose, and the plot shows it."""
 
-import re
 from functools import cache
 
 import jax
@@ -20,6 +19,7 @@ from tests.contract.kernels import BATCH, quietly, survey, survey_data
 mpl.use("Agg")
 
 DATA = survey_data()
+# With all of these nothing is adapted.
 GIVEN = {
     "step_size": 1e-3,
     "num_steps": 4,
@@ -39,151 +39,157 @@ def run(**settings):
     return mcmc
 
 
-def page(mcmc):
+def sections_of(mcmc):
     return dict(warmup_report(mcmc).sections)
 
 
-def with_changes(**changes):
-    """The same run, as if its warm-up had found something else."""
+def replace_adaptation(trace=None, **changes):
+    """Return the adapted run as if its warm-up had had other results."""
     mcmc = run()
-    kernel = mcmc.sampler
-    weighed = kernel.adaptation.trace._replace(**changes.pop("weighed", {}))
-    adaptation = kernel.adaptation._replace(trace=weighed, **changes)
-    other = MCMC(kernel.copy_with(adaptation=adaptation), num_warmup=1, num_samples=1)
+    adaptation = mcmc.sampler.adaptation
+    adaptation = adaptation._replace(trace=adaptation.trace._replace(**trace or {}), **changes)
+    other = MCMC(mcmc.sampler.copy_with(adaptation=adaptation), num_warmup=1, num_samples=1)
     other._last_state, other._states = mcmc._last_state, mcmc._states
     return other
 
 
-def test_numbers_are_the_warm_ups():
+def test_warmup_report_has_the_numbers_of_the_warmup():
     mcmc = run()
-    found, told = mcmc.sampler.adaptation, page(mcmc)
-    assert f"{BATCH} of the {len(DATA[-1]):,} rows" in told["Run"]
-    assert told["Step size"].startswith(f"{found.step_size:.3g}")
-    assert told["Steps"].startswith(f"{found.num_steps} a draw")
-    assert told["Steps"].endswith(f"and a step is {found.step_size:.3g}.")
-    assert f"R-hat {found.trace.r_hat:.2f}" in told["Start"]
-    sds = np.sqrt(np.diagonal(np.asarray(found.preconditioner.inverse_mass_matrix)))
-    assert f"from {sds.min():.3g} (" in told["Whitening"]
-    for name in ("minibatch gradient", "control variates", "second-order control variates"):
-        assert name in told["Gradient"]
-    assert told["Chains"] == "0 of 40 iterations diverged."
+    adaptation, sections = mcmc.sampler.adaptation, sections_of(mcmc)
+    assert f"{BATCH} of the {len(DATA[-1]):,} rows" in sections["Run"]
+    assert sections["Step size"].startswith(f"{adaptation.step_size:.3g}")
+    assert sections["Steps"].startswith(f"{adaptation.num_steps} per draw")
+    assert f"{adaptation.relaxation_time:.2g}" in sections["Steps"]
+    assert f"R-hat {adaptation.trace.r_hat:.2f}" in sections["Initialisation"]
+    variances = np.diagonal(np.asarray(adaptation.preconditioner.inverse_mass_matrix))
+    assert f"from {np.sqrt(variances).min():.3g} (" in sections["Preconditioner"]
+    for name in ("minibatch gradient", "control variate", "second-order control variate"):
+        assert name in sections["Gradient"]
+    assert sections["Chains"] == "0 of 40 iterations diverged."
 
 
-def test_the_steps_fall_to_the_one_that_is_taken():
-    found = run().sampler.adaptation
-    lengths = [limit.step_size for limit in found.trace.step_size_limits.limits]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[-1] == pytest.approx(float(found.step_size), rel=1e-6)
-    chosen = found.trace.noise_variances[found.estimator.name]
-    assert chosen[found.subsampling.is_contiguous] == pytest.approx(found.noise_stats.mean_variance)
+def test_step_size_limits_of_a_warmup_decrease_to_its_step_size():
+    adaptation = run().sampler.adaptation
+    step_sizes = [limit.step_size for limit in adaptation.trace.step_size_limits.limits]
+    assert step_sizes == sorted(step_sizes, reverse=True)
+    assert step_sizes[-1] == pytest.approx(float(adaptation.step_size), rel=1e-6)
+    variances = adaptation.trace.noise_variances[adaptation.estimator.name]
+    chosen = variances[adaptation.subsampling.is_contiguous]
+    assert chosen == pytest.approx(adaptation.noise_stats.mean_variance)
 
 
-def test_what_limits_the_step_is_named():
-    names = ("integrator", "stability", "gradient_noise", "dynamics", "mean_bias")
-    limits = StepSizeTrace(tuple(map(StepSizeLimit, names, (0.3, 0.3, 0.1, 0.1, 0.05))))
-    told = page(with_changes(step_size=0.05, weighed={"step_size_limits": limits}))["Step size"]
-    assert told == (
-        "0.05. 0.3 suits the scheme; of that the gradient's noise leaves 0.1, means, which would "
-        "move, leave 0.05."
+def test_warmup_report_names_the_limits_that_reduce_the_step_size():
+    def step_size_section(**step_sizes):
+        limits = StepSizeTrace(tuple(StepSizeLimit(*item) for item in step_sizes.items()))
+        trace = {"step_size_limits": limits}
+        return sections_of(replace_adaptation(trace, step_size=limits.step_size))["Step size"]
+
+    text = step_size_section(
+        integrator=0.3, stability=0.3, gradient_noise=0.1, dynamics=0.1, mean_bias=0.05
     )
-    all_alike = StepSizeTrace(tuple(StepSizeLimit(name, 0.3) for name in names))
-    told = page(with_changes(step_size=0.3, weighed={"step_size_limits": all_alike}))["Step size"]
-    assert told == "0.3, the longest that suits the scheme: nothing asks for less."
+    assert text == (
+        "0.05. The integrator's default of 0.3 is reduced to 0.1 by gradient noise (bias of SDs), "
+        "0.05 by bias of means."
+    )
+    text = step_size_section(integrator=0.3, stability=0.3, gradient_noise=0.3)
+    assert text == "0.3, the integrator's default: no limit is smaller."
 
 
-def test_an_unusual_friction_is_named():
-    assert "friction" not in page(run(friction=1.5))["Steps"]
-    told = page(run(friction=30.0, step_size=0.01, num_steps=4))["Steps"]
-    assert told.endswith("20 times as long as with the default friction of 1.5: yours is 30.")
+def test_warmup_report_names_a_friction_that_slows_relaxation():
+    assert "friction" not in sections_of(run(friction=1.5))["Steps"]
+    text = sections_of(run(friction=30.0, step_size=0.01, num_steps=4))["Steps"]
+    assert "friction 30 relaxation takes 20 times" in text
 
 
-def test_what_was_found_is_told():
-    changes = {
-        "included_rows": (("rows", (3, 5)),),
-        "model_warnings": (
-            ModelWarning((), ModelWarningKind.MULTIMODAL, "There is another mode."),
-        ),
-        "has_dominant_mode": False,
-        "step_size": 10.0,
-        "allowed_variance_inflation": 0.1,
-    }
-    told = page(with_changes(**changes))
-    assert told["Minibatches"].endswith("in every one: 2 of 'rows'.")
-    assert told["Warnings"] == "There is another mode."
-    assert "no single region" in told["Start"]
-    assert "from draws of the prior" in told["Whitening"]
-    assert "independent" not in told["Steps"]
-    assert "Predicted" not in told
-    assert told["Chains"].startswith("2 of 2 ran hotter or colder than predicted")
+def test_warmup_report_states_detected_properties_of_model_and_chains():
+    sections = sections_of(
+        replace_adaptation(
+            included_rows=(("rows", (3, 5)),),
+            model_warnings=(ModelWarning((), ModelWarningKind.MULTIMODAL, "Another mode."),),
+            has_dominant_mode=False,
+            step_size=10.0,
+            allowed_variance_inflation=0.1,
+        )
+    )
+    assert "2 of 'rows'" in sections["Subsampling"]
+    assert sections["Warnings"] == "Another mode."
+    assert "no dominant mode" in sections["Initialisation"]
+    assert "draws of the prior" in sections["Preconditioner"]
+    assert "independent" not in sections["Steps"]
+    assert "Predicted bias" not in sections
+    assert sections["Chains"].startswith("2 of 2")
 
 
-def test_values_of_rows():
-    told = page(with_changes(local_init=LocalLatentsInit(None, None, None), num_steps=1_000))
-    assert told["Steps"].startswith("1,000 a draw: until parameters and values of rows")
-    assert "from the curvature, given the values of rows" in told["Whitening"]
+def test_warmup_report_of_local_latents_states_the_origin_of_steps_and_preconditioner():
+    local_init = LocalLatentsInit(None, None, None)
+    sections = sections_of(replace_adaptation(local_init=local_init, num_steps=1_000))
+    assert sections["Steps"].startswith("1,000 per draw")
+    assert "local latent variables" in sections["Steps"]
+    assert "curvature given the local latent variables" in sections["Preconditioner"]
 
 
-def test_what_is_given_is_said_to_be():
-    told = page(run(**GIVEN))
-    assert "all that a warm-up looks for was given" in told["Start"]
-    assert told["Whitening"] == "Diagonal, as given: unconstrained sds of 1."
-    assert told["Gradient"] == "Minibatch gradient, as given."
-    assert told["Step size"] == "0.001, as given."
-    assert "Predicted" not in told
-    with pytest.raises(ValueError, match="nothing to plot"):
+def test_warmup_report_with_all_settings_given_says_so():
+    sections = sections_of(run(**GIVEN))
+    assert "every setting was given" in sections["Initialisation"]
+    assert sections["Preconditioner"] == "Diagonal, as given: unconstrained SDs of 1."
+    assert sections["Gradient"] == "Minibatch gradient, as given."
+    assert sections["Step size"] == "0.001, as given."
+    assert "Predicted bias" not in sections
+    with pytest.raises(ValueError, match=r"`plot_warmup`.*given"):
         plot_warmup(run(**GIVEN))
 
 
-def test_all_rows_at_every_step():
+def test_warmup_report_without_minibatches_has_no_subsampling():
     kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2)
     mcmc = quietly(kernel, num_warmup=10, num_samples=10)
     mcmc.run(jax.random.key(0), init_params=jnp.zeros(3))
-    told = page(mcmc)
-    assert told["Run"].endswith("3 parameters; all rows at every step.")
-    assert told["Gradient"] == "Minibatch gradient."
-    assert "Minibatches" not in told
+    sections = sections_of(mcmc)
+    assert sections["Run"].endswith("3 parameters; all rows at every step.")
+    assert sections["Gradient"] == "Minibatch gradient."
+    assert "Subsampling" not in sections
     pyplot.close(plot_warmup(mcmc)[0].figure)
 
 
-def test_a_page():
-    text = str(warmup_report(run()))
-    assert max(map(len, text.splitlines())) <= 88
-    assert len(text.splitlines()) < 40
-    html = warmup_report(run())._repr_html_()
-    assert html.count("<dt>") == len(warmup_report(run()).sections)
-    assert "<dt>Whitening</dt>" in html
+def test_warmup_report_fits_a_page_as_text_and_has_all_sections_as_html():
+    report = warmup_report(run())
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 88
+    assert len(lines) < 40
+    html = report._repr_html_()
+    assert html.count("<dt>") == len(report.sections)
+    assert "<dt>Preconditioner</dt>" in html
 
 
-def test_plot():
-    found = run().sampler.adaptation
+def test_warmup_report_predicts_the_bias_at_a_given_step_size():
+    def predicted(**given):
+        mcmc = run(gradient_estimator="minibatch", num_steps=5, **given)
+        text = sections_of(mcmc)["Predicted bias"]
+        return float(text.partition("at most ")[2].partition("%")[0])
+
+    assert predicted(step_size=0.2) > 2.0 * predicted(step_size=0.05) > 0.0
+
+
+def test_plot_warmup_shows_the_numbers_of_the_warmup():
+    trace = run().sampler.adaptation.trace
     axes = plot_warmup(run())
-    widths = axes[0].lines[0].get_ydata()
-    assert (np.diff(widths) <= 0).all()
-    assert len(axes[1].patches) == 2 * len(found.trace.noise_variances)
-    lengths = [bar.get_width() for bar in axes[2].patches]
-    assert lengths == [limit.step_size for limit in found.trace.step_size_limits.limits]
+    assert (np.diff(axes[0].lines[0].get_ydata()) <= 0).all()
+    assert len(axes[1].patches) == 2 * len(trace.noise_variances)
+    step_sizes = [bar.get_width() for bar in axes[2].patches]
+    assert step_sizes == [limit.step_size for limit in trace.step_size_limits.limits]
     assert plot_warmup(run(), axes=axes) is axes
     pyplot.close(axes[0].figure)
 
 
-@pytest.mark.parametrize("told", [warmup_report, plot_warmup])
-def test_refusals(told):
+@pytest.mark.parametrize("function", [warmup_report, plot_warmup])
+def test_warmup_report_and_plot_of_invalid_runs_raise(function):
     with pytest.raises(ValueError, match="a run of NUTS"):
-        told(MCMC(NUTS(survey), num_warmup=1, num_samples=1))
-    with pytest.raises(ValueError, match="but got dict"):
-        told({})
-    with pytest.raises(ValueError, match=re.escape("call `mcmc.run` before")):
-        told(MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1))
+        function(MCMC(NUTS(survey), num_warmup=1, num_samples=1))
+    with pytest.raises(ValueError, match="got dict"):
+        function({})
+    with pytest.raises(ValueError, match=f"`{function.__name__}`.*before its warm-up"):
+        function(MCMC(SGHMCSplit(survey), num_warmup=1, num_samples=1))
 
 
-def test_axes_must_be_three():
-    with pytest.raises(ValueError, match="three matplotlib axes"):
+def test_plot_warmup_with_invalid_axes_raises():
+    with pytest.raises(ValueError, match=r"`axes`.*3"):
         plot_warmup(run(), axes=[1, 2])
-
-
-def test_what_is_predicted_is_of_the_step_that_is_given():
-    def predicted(**given):
-        told = page(run(gradient_estimator="minibatch", num_steps=5, **given))["Predicted"]
-        return float(told.partition("sds ")[2].split()[0])
-
-    assert predicted(step_size=0.2) > 2.0 * predicted(step_size=0.05) > 0.0
