@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.hostile.calls import Reached
+from tests.hostile.calls import WarmupReached
 
 _MAPS = Path("/proc/self/maps")
 _MANY_MAPS = 40_000
@@ -53,7 +53,7 @@ def no_warm_up(monkeypatch):
     """Stop where the checks have passed."""
 
     def reached(*args):
-        raise Reached
+        raise WarmupReached
 
     monkeypatch.setattr("numpyro_sgmcmc.adaptation.warmup.fit_inits", reached)
 

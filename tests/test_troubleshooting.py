@@ -32,14 +32,23 @@ def test_messages_have_a_fix_and_an_entry(messages):
 
 
 # Errors that the package catches itself, or whose text another message includes.
-INTERNAL_RAISES = {
-    "numpyro_sgmcmc/data/host_array.py",
-    "numpyro_sgmcmc/errors.py",
-}
+INTERNAL_RAISES = (
+    "raise KeyError(name)",
+    "raise RuntimeError(f'Process {index} of {self.num_processes} failed.",
+    "raise ValueError(f'a checkpoint has no",
+    "raise ValueError(f'{qualified_name} is no named tuple",
+    "raise ValueError('the checksum of an array differs",
+    "raise TypeError(f'A {type(tree).__name__} cannot be stored",
+    "raise ValueError('The program has too many constants",
+    "raise OSError(f'its file had",
+    "raise TypeError('it returns complex numbers",
+    "raise TypeError(f'its type is",
+    "raise TypeError(f'it returns {step_size.dtype}",
+)
 
 
 def test_errors_of_the_package_have_a_message_of_the_catalogue():
-    plain = [p for p in collect_plain_raises() if p.split(":")[0] not in INTERNAL_RAISES]
+    plain = [p for p in collect_plain_raises() if not any(r in p for r in INTERNAL_RAISES)]
     assert not plain, "\n".join(plain)
 
 

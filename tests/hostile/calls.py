@@ -1,11 +1,11 @@
-"""Whatever is passed: the right potential, or an error of ours that names what is wrong.
+"""Any input: the right potential, or an error of this package that names what is wrong.
 
-Valid models and data are generated, and compared with NumPyro's own potential of the model on all
-rows. Misuses start from a valid call in which one thing is changed; each must be refused before
-any sampling, in a sentence or two that name the site, plate, argument or option, by this package
-and not from inside JAX, NumPyro or NumPy.
+Valid models and data are generated, and compared with NumPyro's potential of the model on all rows.
+Wrong input changes one thing of a valid call. It must raise an error before any sampling, with a
+short message that names the site, plate, argument or option, from this package and not from inside
+JAX, NumPyro or NumPy.
 
-``HOSTILE_EXAMPLES`` makes a longer run: so many examples a test, from random seeds.
+``HOSTILE_EXAMPLES`` sets the number of examples per test, from random seeds, for a longer run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PACKAGE = str(Path(numpyro_sgmcmc.__file__).parent)
 LONG = int(os.environ.get("HOSTILE_EXAMPLES", "0"))
 
 
-def few(number: int) -> Any:
-    """So many examples, always the same ones; others and more in a long run."""
+def num_examples(number: int) -> Any:
+    """Set the number of examples, which are the same in every run but a longer one."""
     return settings(
         max_examples=LONG or number,
         derandomize=not LONG,
@@ -46,34 +46,34 @@ def few(number: int) -> Any:
     )
 
 
-class Reached(Exception):
-    """The warm-up has begun, with a start of finite density."""
+class WarmupReached(Exception):
+    """Raised where the warm-up begins, with an initial position of finite density."""
 
 
 def assert_named(error: BaseException, *names: str) -> None:
-    """Whether an error is ours, short, and says these things."""
+    """An error is from this package, short, and contains the names."""
     message = str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
-    told = f"{type(error).__name__}: {message} ({last.filename}:{last.lineno})"
-    assert isinstance(error, (ValueError, TypeError, RuntimeError, OSError)), told
-    assert last.filename.startswith(PACKAGE), told
-    assert all(name in message for name in names), f"{names} not in {told}"
-    assert len(message) < 700, told
-    assert message.count(". ") <= 3, told
-    assert "Tracer" not in message.split("(")[0], told
+    description = f"{type(error).__name__}: {message} ({last.filename}:{last.lineno})"
+    assert isinstance(error, (ValueError, TypeError, RuntimeError, OSError)), description
+    assert last.filename.startswith(PACKAGE), description
+    assert all(name in message for name in names), f"{names} not in {description}"
+    assert len(message) < 700, description
+    assert message.count(". ") <= 3, description
+    assert "Tracer" not in message.split("(")[0], description
 
 
-def refusal(call: Callable[[], Any], *names: str) -> None:
-    """Whether a call is refused, by this package, with these words."""
+def assert_error_names(call: Callable[[], Any], *names: str) -> None:
+    """A call raises an error of this package whose message contains the names."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(Exception) as caught:  # noqa: PT011
             call()
-    assert not isinstance(caught.value, Reached), f"not refused: {names}"
+    assert not isinstance(caught.value, WarmupReached), f"no error: {names}"
     assert_named(caught.value, *names)
 
 
-def start(
+def init_kernel(
     model: Any,
     *args: Any,
     kernel: Any = SGHMCSplit,
@@ -82,16 +82,16 @@ def start(
     options: dict | None = None,
     **kwargs: Any,
 ) -> None:
-    """Initialise a kernel."""
+    """Initialise a kernel, which checks the input and runs the warm-up."""
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     kernel(model, **(options or {})).init(rng_key, 10, init_params, args, kwargs)
 
 
-def passes(call: Callable[[], Any]) -> None:
-    """Whether a call passes all checks."""
+def assert_accepted(call: Callable[[], Any]) -> None:
+    """A call passes all checks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(Reached):
+        with pytest.raises(WarmupReached):
             call()
 
 
@@ -149,14 +149,16 @@ def is_positive_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x > 0
 
 
-def anything() -> Any:
-    """Values of every kind that someone might pass."""
+def any_values() -> Any:
+    """Return a strategy for values of every kind that a user might pass."""
     scalar = st.one_of(
         st.none(),
         st.booleans(),
         numbers(),
         st.text(max_size=4),
-        st.sampled_from(["auto", "minibatch", "iid", "contiguous", "euler", "potential", "1.0", "0.1"]),
+        st.sampled_from(
+            ["auto", "minibatch", "iid", "contiguous", "euler", "potential", "1.0", "0.1"]
+        ),
         st.binary(max_size=2),
         st.complex_numbers(),
     )

@@ -1,4 +1,4 @@
-"""A regression in which one thing at a time can be wrong."""
+"""A regression whose arguments make one part of it wrong."""
 
 import jax.numpy as jnp
 import numpy as np

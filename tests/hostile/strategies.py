@@ -1,7 +1,7 @@
 """Generated models with subsampled plates, and their data in every form that NumPy has.
 
 A :class:`Specimen` is a model with its arguments. It takes the minibatch size of each plate by the
-plate's name; with none given the model is NumPyro's own affair, which is the truth to compare with.
+plate's name. Without them it runs on all rows, and NumPyro gives the potential to compare with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Specimen(NamedTuple):
     - **plain** - both with every array as a fresh JAX array.
     - **batch** - minibatch sizes by plate; None for all rows.
     - **sizes** - sizes by plate.
-    - **told** - a description for messages.
+    - **description** - a description for messages.
     """
 
     model: Callable
@@ -35,14 +35,14 @@ class Specimen(NamedTuple):
     plain: tuple[tuple, dict]
     batch: dict[str, int | None]
     sizes: dict[str, int]
-    told: str
+    description: str
 
     def __repr__(self) -> str:
-        return self.told
+        return self.description
 
 
 # --- Latent sites -------------------------------------------------------------------------------
-# Each gives its value and something real that depends on all of it.
+# Each returns a real number that depends on all entries of the site.
 
 
 def _mean(x: Any) -> Any:
@@ -293,12 +293,12 @@ def specimens(draw: Any) -> Specimen:
 
     args, kwargs = _passed(style, data)
     plain = [{n: jnp.asarray(np.array(x)) for n, x in part.items()} for part in data]
-    told = (
+    description = (
         f"plates {arrangement} {batch} of {sizes}; latents {latents} ({k}); sites {kinds}; "
         f"{lookup}; scale {scale}; masked {is_masked}; {style}; "
         f"types {[{n: str(x.dtype) for n, x in part.items()} for part in data]}"
     )
-    return Specimen(model, args, kwargs, _passed(style, plain), batch, sizes, told)
+    return Specimen(model, args, kwargs, _passed(style, plain), batch, sizes, description)
 
 
 def _spread(x: Any, plates: list[str], event_dim: int) -> Any:

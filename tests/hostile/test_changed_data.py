@@ -19,8 +19,8 @@ def _mean_model(y, batch_size=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_host", [False, True])
-def test_data_that_change_in_place_are_adapted_to_anew(on_host):
-    """The anchor's gradient is that of the data, not of the object that holds them."""
+def test_run_with_data_changed_in_place_adapts_again(on_host):
+    """The gradient at the reference point depends on the values, not on the array object."""
     y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
     data = HostArray(y) if on_host else y
     mcmc = quietly(SGHMCSplit(_mean_model), num_samples=100)
@@ -30,7 +30,7 @@ def test_data_that_change_in_place_are_adapted_to_anew(on_host):
         assert abs(float(mcmc.get_samples()["mu"].mean()) - y.mean()) < 0.03
 
 
-def test_other_data_than_the_warm_up_had_are_refused():
+def test_run_with_other_data_than_the_warm_up_raises():
     y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
     mcmc = quietly(SGHMCSplit(_mean_model), num_samples=20)
     mcmc.warmup(jax.random.key(0), y, batch_size=50)

@@ -1,4 +1,4 @@
-"""Generated models have the right potential; data that are wrong are refused by name."""
+"""Generated models have the right potential; wrong data raise errors that name them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from numpyro.infer.util import potential_energy
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.hostile.calls import (
+    assert_accepted,
+    assert_error_names,
     by_index,
     by_subsample,
-    few,
-    passes,
-    refusal,
-    start,
+    init_kernel,
+    num_examples,
     table,
 )
 from tests.hostile.strategies import Specimen, specimens
@@ -37,60 +37,60 @@ slow = partial(quick_if, False)
 
 
 def windows(size: int, batch_size: int) -> np.ndarray:
-    """Minibatches of consecutive rows from each start, round the end: each row as often."""
+    """Return minibatches of consecutive rows from each first row, so that rows are balanced."""
     return (np.arange(size)[:, None] + np.arange(batch_size)) % size
 
 
 def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
-    """Full potential and gradient, and the means over all minibatches, are NumPyro's."""
+    """Full potential and gradient, and their means over minibatches, are those of NumPyro."""
     batch = {p: b for p, b in specimen.batch.items() if b is not None}
     arguments = Arguments(specimen.args, {**specimen.kwargs, **batch})
-    target = make_model_potential(specimen.model, arguments, init_to_uniform)
-    position = np.random.default_rng(seed).normal(0, 0.7, target.dim).astype(target.dtype)
+    potential = make_model_potential(specimen.model, arguments, init_to_uniform)
+    position = np.random.default_rng(seed).normal(0, 0.7, potential.dim).astype(potential.dtype)
 
-    every = list(product(*(windows(p.size, p.subsample_size) for p in target.plates)))
-    rows = {p.name: np.array([e[k] for e in every]) for k, p in enumerate(target.plates)}
+    every = list(product(*(windows(p.size, p.subsample_size) for p in potential.plates)))
+    rows = {p.name: np.array([e[k] for e in every]) for k, p in enumerate(potential.plates)}
 
     def potentials(q: Any, plain: Any, held: Arguments, rows: Any) -> Any:
         theirs = jax.value_and_grad(lambda q: potential_energy(specimen.model, *plain, site(q)))
-        one = jax.value_and_grad(lambda q, i: target.value(q, i, held))
+        one = jax.value_and_grad(lambda q, i: potential.value(q, i, held))
         found = {
             "NumPyro": theirs(q),
-            "full": (target.full_value(q, held), target.full_gradient(q, held)),
+            "full": (potential.full_value(q, held), potential.full_gradient(q, held)),
         }
         if rows:
             means = jax.tree.map(lambda x: x.mean(0), jax.vmap(one, (None, 0))(q, rows))
             found["mean of minibatches"] = means
         return found
 
-    site = target.unravel
+    site = potential.unravel
     held = arguments.map_arrays(np.array)
     found = jax.tree.map(np.asarray, jax.jit(potentials)(position, specimen.plain, held, rows))
     expected = found.pop("NumPyro")
     sizes = 1.0 + np.abs(expected[0]), 1.0 + np.abs(expected[1]).max()
     for name, both in found.items():
         for value, right, size in zip(both, expected, sizes, strict=True):
-            told = f"{name} of {specimen}: {value} where {right}"
-            assert value.shape == right.shape, told
-            assert np.isfinite(right).all(), told
-            assert (np.abs(value - right) <= rtol * size).all(), told
+            description = f"{name} of {specimen}: {value} where {right}"
+            assert value.shape == right.shape, description
+            assert np.isfinite(right).all(), description
+            assert (np.abs(value - right) <= rtol * size).all(), description
     names = {p for p, b in batch.items() if b < specimen.sizes[p]}
-    assert {p.name: p.size for p in target.plates} == {p: specimen.sizes[p] for p in names}
+    assert {p.name: p.size for p in potential.plates} == {p: specimen.sizes[p] for p in names}
 
 
 @pytest.mark.usefixtures("x64")
-@few(6)
+@num_examples(6)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
-def test_potentials_of_valid_models_are_numpyros(specimen, seed):
+def test_potential_of_a_valid_model_is_that_of_numpyro(specimen, seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_right_potential(specimen, seed, 1e-9)
 
 
 @pytest.mark.slow
-@few(10)
+@num_examples(10)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
-def test_potentials_of_valid_models_are_numpyros_in_float32(specimen, seed):
+def test_potential_of_a_valid_model_in_float32_is_that_of_numpyro(specimen, seed):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_right_potential(specimen, seed, 2e-4)
@@ -118,7 +118,7 @@ def frame(x: np.ndarray) -> Any:
     return pandas.DataFrame(x) if x.ndim == 2 else pandas.Series(x)
 
 
-# What is done to `y`, and what the error says.
+# Change of `y`, and words of the message.
 BAD_DATA: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
     "shorter": (lambda x: x[:-1], ("rows",)),
     "longer": (longer, ("rows",)),
@@ -144,7 +144,7 @@ BAD_DATA: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(25)
+@num_examples(25)
 @given(
     name=st.sampled_from(list(BAD_DATA)),
     n=st.integers(3, 9),
@@ -153,7 +153,7 @@ BAD_DATA: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
     is_keyword=st.booleans(),
     is_jax=st.booleans(),
 )
-def test_bad_data_are_named(name, n, seed, share, is_keyword, is_jax):
+def test_run_with_wrong_data_names_them(name, n, seed, share, is_keyword, is_jax):
     change, words = BAD_DATA[name]
     X, y = table(n, seed)
     batch_size = 1 + int(share * (n - 2))  # subsampled, and at most n - 1
@@ -161,10 +161,12 @@ def test_bad_data_are_named(name, n, seed, share, is_keyword, is_jax):
     if is_jax:
         X = jnp.asarray(X)
     args, kwargs = ((X,), {"y": y}) if is_keyword else ((X, y), {})
-    refusal(lambda: start(by_index, *args, **kwargs, batch_size=batch_size), *words)
+    assert_error_names(
+        lambda: init_kernel(by_index, *args, **kwargs, batch_size=batch_size), *words
+    )
 
 
-# What is done to `X`.
+# Change of `X`, and words of the message.
 BAD_COVARIATES: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
     "shorter": (lambda x: x[:-1], ("rows", "`y`")),
     "longer": (longer, ("rows", "`y`")),
@@ -182,24 +184,24 @@ BAD_COVARIATES: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] =
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("name", BAD_COVARIATES)
 @pytest.mark.parametrize("model", [by_index, by_subsample])
-def test_bad_covariates_are_named(name, model):
+def test_run_with_wrong_covariates_names_them(name, model):
     change, words = BAD_COVARIATES[name]
     X, y = table(6)
     if model is by_subsample and name in ("shorter", "longer"):
         words = ("rows",)
-    refusal(lambda: start(model, change(X), y, batch_size=4), *words)
+    assert_error_names(lambda: init_kernel(model, change(X), y, batch_size=4), *words)
 
 
-def test_arrays_of_the_wrong_order_are_named(no_warm_up):
-    """Under NUTS the model's own line raises an IndexError about a tuple."""
+def test_run_with_swapped_arguments_shows_their_shapes(no_warm_up):
+    """With NUTS the model raises an IndexError about a tuple."""
     X, y = table(6)
-    refusal(lambda: start(by_index, y, X, batch_size=4), "`X` (6,)", "`y` (6, 2)")
+    assert_error_names(lambda: init_kernel(by_index, y, X, batch_size=4), "`X` (6,)", "`y` (6, 2)")
 
 
 @pytest.mark.parametrize(("model", "x"), [(by_index, "X"), (by_subsample, "X")])
-def test_no_rows_at_all(no_warm_up, model, x):
+def test_run_without_rows_names_the_array(no_warm_up, model, x):
     X, y = table(6)
-    refusal(lambda: start(model, X[:0], y[:0], batch_size=2), f"`{x}`")
+    assert_error_names(lambda: init_kernel(model, X[:0], y[:0], batch_size=2), f"`{x}`")
 
 
 @pytest.mark.usefixtures("no_warm_up")
@@ -220,13 +222,15 @@ def test_no_rows_at_all(no_warm_up, model, x):
         slow(lambda eta: dist.Beta(1.0 + eta**2, 2.0), [0.5, 1.5]),
     ],
 )
-def test_data_outside_their_support_name_the_site(fn, values):
+def test_run_with_data_outside_the_support_names_the_site(fn, values):
     def model(x: Any, seen: Any) -> None:
         b = numpyro.sample("b", dist.Normal(0, 1))
         with numpyro.plate("rows", 6, subsample_size=2) as i:
             numpyro.sample("seen", fn(b * x[i]), obs=seen[i])
 
-    refusal(lambda: start(model, table(6)[1], np.array(values * 3)), "'seen' (3 of 6 values)")
+    assert_error_names(
+        lambda: init_kernel(model, table(6)[1], np.array(values * 3)), "'seen' (3 of 6 values)"
+    )
 
 
 BATCH_SIZES = st.one_of(
@@ -244,32 +248,32 @@ BATCH_SIZES = st.one_of(
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(25)
+@num_examples(25)
 @given(n=st.sampled_from([1, 4]), batch=BATCH_SIZES)
-def test_minibatch_sizes(n, batch):
+def test_subsample_size_with_any_value_is_accepted_or_named(n, batch):
     check_minibatch_size(n, batch)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_warm_up")
-@few(25)
+@num_examples(25)
 @given(n=st.integers(1, 6), batch=BATCH_SIZES)
-def test_minibatch_sizes_of_any_table(n, batch):
+def test_subsample_size_of_any_plate_is_accepted_or_named(n, batch):
     check_minibatch_size(n, batch)
 
 
 def check_minibatch_size(n, batch):
-    """An integer from 1 to the plate's size, or an error that names the plate or its line."""
+    """It is an integer from 1 to the plate's size, or an error names the plate."""
     X, y = table(n)
-    call = lambda: start(by_index, X, y, batch_size=batch)  # noqa: E731
+    call = lambda: init_kernel(by_index, X, y, batch_size=batch)  # noqa: E731
     is_int = isinstance(batch, (int, np.integer)) and not isinstance(batch, bool)
     is_array = isinstance(batch, (np.ndarray, jax.Array))
     if is_array:
-        refusal(call, "subsample_size", "Python integer")
+        assert_error_names(call, "subsample_size", "Python integer")
     elif (is_int and 1 <= batch <= n) or (not isinstance(batch, str) and batch == n):
-        passes(call)
+        assert_accepted(call)
     else:
-        refusal(call, "'rows'", "subsample_size")
+        assert_error_names(call, "'rows'", "subsample_size")
 
 
 @pytest.mark.parametrize(
@@ -281,5 +285,5 @@ def check_minibatch_size(n, batch):
         (2, {"batch_size": 3, "z": 1}, ("'z'",)),
     ],
 )
-def test_arguments_that_do_not_fit_the_model(no_warm_up, args, kwargs, words):
-    refusal(lambda: start(by_index, *table(6)[:args], **kwargs), *words)
+def test_run_with_arguments_of_another_signature_names_them(no_warm_up, args, kwargs, words):
+    assert_error_names(lambda: init_kernel(by_index, *table(6)[:args], **kwargs), *words)

@@ -1,4 +1,4 @@
-"""Models and plates that cannot be sampled are refused by name."""
+"""Models and plates that cannot be sampled raise errors that name them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tests.contract.kernels import (
     quietly,
 )
 from tests.hostile.calls import (
-    passes,
-    refusal,
-    start,
+    assert_accepted,
+    assert_error_names,
+    init_kernel,
     table,
 )
 
 
 def in_plate(body: Callable[[Any, Any, Any, Any, int], Any]) -> Callable:
-    """A model whose plate has this body, of data, rows, coefficients and minibatch size."""
+    """Return a model whose plate has this body, of data, indices, coefficients and batch size."""
 
     def model(X: Any, y: Any, batch_size: int = 4) -> None:
         b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
@@ -38,7 +38,7 @@ def in_plate(body: Callable[[Any, Any, Any, Any, int], Any]) -> Callable:
 
 
 def of_prior(site: Callable[[], Any]) -> Callable:
-    """A model of a mean with this prior."""
+    """Return a model of a mean with this prior."""
 
     def model(X: Any, y: Any, batch_size: int = 4) -> None:
         mean = site()
@@ -208,12 +208,12 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
 
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("name", BAD_MODELS)
-def test_bad_models_are_named(name):
+def test_invalid_model_is_named(name):
     model, words = BAD_MODELS[name]
-    refusal(lambda: start(model, *table(12)), *words)
+    assert_error_names(lambda: init_kernel(model, *table(12)), *words)
 
 
-# Where a minibatch is one row, some of these cannot be told from one row for all.
+# With a minibatch of one row, some of these cannot be distinguished from one row for all.
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("batch_size", [1, 11])
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_bad_models_are_named(name):
         "short array in a loop",
     ],
 )
-def test_bad_models_are_named_at_any_minibatch_size(name, batch_size):
-    refusal(lambda: start(BAD_MODELS[name][0], *table(12), batch_size=batch_size))
+def test_invalid_model_with_any_batch_size_raises(name, batch_size):
+    assert_error_names(lambda: init_kernel(BAD_MODELS[name][0], *table(12), batch_size=batch_size))
 
 
 GOOD_MODELS: dict[str, Callable] = {
@@ -264,8 +264,8 @@ GOOD_MODELS: dict[str, Callable] = {
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("name", GOOD_MODELS)
-def test_unusual_models_pass(name, batch_size):
-    passes(lambda: start(GOOD_MODELS[name], *table(12), batch_size=batch_size))
+def test_unusual_model_is_accepted(name, batch_size):
+    assert_accepted(lambda: init_kernel(GOOD_MODELS[name], *table(12), batch_size=batch_size))
 
 
 @pytest.mark.usefixtures("no_warm_up")
@@ -277,8 +277,8 @@ def test_unusual_models_pass(name, batch_size):
         (lambda: numpyro.sample("y", dist.Normal(0.0, 1.0)), "unique names but got `y`"),
     ],
 )
-def test_left_to_numpyro(site, match):
-    """Its own sentences are as clear: NUTS raises the same."""
+def test_model_with_an_error_of_numpyro_raises_it(site, match):
+    """NUTS raises the same error."""
     X, y = (jnp.asarray(x) for x in table(6))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Options, starts, keys and functions that are wrong are refused by name."""
+"""Wrong options, initial values, keys and functions raise errors that name them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.contract.kernels import (
     KERNELS,
 )
 from tests.hostile.calls import (
-    anything,
+    any_values,
+    assert_accepted,
+    assert_error_names,
     by_index,
-    few,
+    init_kernel,
     is_positive_integer,
     is_positive_number,
     is_zero_or_positive,
-    passes,
-    refusal,
-    start,
+    num_examples,
     table,
 )
 
@@ -56,14 +56,16 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "adapt_mass_matrix": is_flag,
     "noise_compensation": is_flag,
     "init_in_modes": is_flag,
-    "gradient_estimator": is_one_of("auto", "minibatch", "control_variate", "second_order_control_variate"),
+    "gradient_estimator": is_one_of(
+        "auto", "minibatch", "control_variate", "second_order_control_variate"
+    ),
     "subsampling": is_one_of("auto", "contiguous", "shuffled", "iid"),
     "max_grad_norm": or_none(is_positive_number),
     "target_sd_bias": is_positive_number,
     "init_strategy": callable,
     "friction": is_positive_number,
     "per_coordinate": is_flag,
-    "num_leapfrog": lambda x: is_positive_integer(x) and x == 1,  # for another scheme
+    "num_leapfrog": lambda x: is_positive_integer(x) and x == 1,  # for another integrator
     "momentum_period": or_none(is_positive_integer),
     "thermostat_period": or_none(is_positive_integer),
     "a": lambda x: is_positive_number(x) and 0.5 <= float(x) <= 2,
@@ -85,36 +87,50 @@ def options_of(kernel: Any) -> list[str]:
     return sorted((own | shared) & {*SHARED, "integrator"})
 
 
-@few(200)
+@num_examples(200)
 @given(data=st.data(), kernel=st.sampled_from(KERNELS))
-def test_every_option_takes_what_it_should_and_nothing_else(data, kernel):
+def test_option_with_any_value_is_accepted_or_named(data, kernel):
     option = data.draw(st.sampled_from(options_of(kernel)))
-    value = data.draw(anything())
+    value = data.draw(any_values())
     is_valid = SHARED.get(option, is_one_of(*kernel.integrators))(value)
     if is_valid:
         kernel(by_index, **{option: value})
     else:
-        refusal(lambda: kernel(by_index, **{option: value}), f"`{option}`")
+        assert_error_names(lambda: kernel(by_index, **{option: value}), f"`{option}`")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "choices"),
+    [
+        ("gradient_estimator", "full", ("'minibatch'", "'control_variate'")),
+        ("subsampling", "all", ("'contiguous'", "'shuffled'", "'iid'")),
+        ("integrator", "leapfrog", ("'symmetric'",)),
+    ],
+)
+def test_option_with_an_unknown_value_lists_the_choices(option, value, choices):
+    assert_error_names(
+        lambda: SGHMCSplit(by_index, **{option: value}), f"`{option}`", repr(value), *choices
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_arrays_of_words_are_named(kernel):
-    """They compare as arrays, which have no truth value or that of the word they hold."""
+def test_option_with_an_array_of_strings_is_named(kernel):
+    """Comparisons with such an array give arrays, or the truth value of its only entry."""
     for option in options_of(kernel):
         for words in (["auto", "plain"], "auto", "potential", *kernel.integrators):
             value = np.array(words)
-            refusal(lambda o=option, v=value: kernel(by_index, **{o: v}), f"`{option}`")
+            assert_error_names(lambda o=option, v=value: kernel(by_index, **{o: v}), f"`{option}`")
 
 
-@few(100)
+@num_examples(100)
 @given(
     data=st.data(),
     kernel=st.sampled_from(KERNELS),
     name=st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12),
 )
-def test_misspelt_options_are_named(data, kernel, name):
+def test_kernel_with_a_misspelt_option_names_it(data, kernel, name):
     known = set(inspect.signature(kernel).parameters) | set(SHARED)
-    if data.draw(st.booleans()):  # a known one with a letter missing
+    if data.draw(st.booleans()):  # a known one without one of its letters
         right = data.draw(st.sampled_from(sorted(known)))
         k = data.draw(st.integers(0, len(right) - 1))
         name = right[:k] + right[k + 1 :]
@@ -126,15 +142,16 @@ def test_misspelt_options_are_named(data, kernel, name):
         "self",
     }  # Python's own: self
     if name and name not in known:
-        refusal(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
+        assert_error_names(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("wrong", [3, "model", SGHMCSplit(by_index), [by_index], np.ones(3)])
-def test_what_is_no_model_and_no_potential(kernel, wrong):
-    refusal(lambda: kernel(wrong), "`model`")
-    refusal(lambda: kernel(potential_fn=wrong), "`potential_fn`")
-    refusal(lambda: kernel(by_index, by_index), "`model`", "`potential_fn`")
+def test_kernel_with_something_else_than_a_model_names_the_argument(kernel, wrong):
+    assert_error_names(lambda: kernel(wrong), "`model`")
+    assert_error_names(lambda: kernel(potential_fn=wrong), "`potential_fn`")
+    assert_error_names(lambda: kernel(by_index, by_index), "`model`", "`potential_fn`")
+    assert_error_names(kernel, "`model`", "`potential_fn`")
 
 
 BAD_SCHEDULES: dict[str, Callable] = {
@@ -158,13 +175,15 @@ BAD_SCHEDULES: dict[str, Callable] = {
 
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("name", BAD_SCHEDULES)
-def test_bad_schedules_are_named(name):
+def test_schedule_with_wrong_values_is_named(name):
     options = {"step_size": BAD_SCHEDULES[name]}
-    refusal(lambda: start(by_index, *table(6), batch_size=2, options=options), "`step_size")
+    assert_error_names(
+        lambda: init_kernel(by_index, *table(6), batch_size=2, options=options), "`step_size"
+    )
 
 
 def is_matrix(x: Any, dim: int) -> bool:
-    """Whether an array is an inverse mass matrix or its diagonal."""
+    """Return whether an array is an inverse mass matrix or its diagonal."""
     if not (isinstance(x, np.ndarray) and x.dtype.kind in "iuf" and np.isfinite(x).all()):
         return False
     if x.shape == (dim,):
@@ -176,7 +195,7 @@ def is_matrix(x: Any, dim: int) -> bool:
 
 @st.composite
 def matrices(draw: Any) -> Any:
-    """Mostly matrices of the right shape, right or wrong in what they hold."""
+    """Return matrices, mostly of the right shape, with valid or invalid values."""
     shape = draw(st.sampled_from([(2,), (2, 2), (3,), (3, 3), (2, 3), (), (1, 2, 2)]))
     entry = st.one_of(st.integers(-2, 4), st.sampled_from([np.nan, np.inf, 0.5]))
     x = np.array([draw(entry) for _ in range(int(np.prod(shape)))], float).reshape(shape)
@@ -186,16 +205,16 @@ def matrices(draw: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(20)
+@num_examples(20)
 @given(matrix=matrices(), is_block=st.booleans())
-def test_inverse_mass_matrices(matrix, is_block):
+def test_inverse_mass_matrix_with_any_values_is_accepted_or_named(matrix, is_block):
     value = {("beta",): matrix} if is_block else matrix
     options = {"inverse_mass_matrix": value}
-    call = lambda: start(by_index, *table(6), batch_size=2, options=options)  # noqa: E731
+    call = lambda: init_kernel(by_index, *table(6), batch_size=2, options=options)  # noqa: E731
     if is_matrix(matrix, 2):
-        passes(call)
+        assert_accepted(call)
     else:
-        refusal(call, "`inverse_mass_matrix`")
+        assert_error_names(call, "`inverse_mass_matrix`")
 
 
 @pytest.mark.usefixtures("no_warm_up")
@@ -215,13 +234,15 @@ def test_inverse_mass_matrices(matrix, is_block):
         ("init_strategy", init_to_value(values={"beta": "a"})),
     ],
 )
-def test_options_that_do_not_fit_the_model_are_named(option, value):
+def test_option_that_does_not_fit_the_model_is_named(option, value):
     options = {option: value}
-    refusal(lambda: start(by_index, *table(6), batch_size=2, options=options), f"`{option}`")
+    assert_error_names(
+        lambda: init_kernel(by_index, *table(6), batch_size=2, options=options), f"`{option}`"
+    )
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(20)
+@num_examples(20)
 @given(
     shape=st.sampled_from([(2,), (2,), (2,), (), (1,), (3,), (2, 1), (1, 2)]),
     dtype=st.sampled_from(["f4", "f8", "f2", "i4", "?", "c8"]),
@@ -231,28 +252,31 @@ def test_options_that_do_not_fit_the_model_are_named(option, value):
     num_chains=st.sampled_from([None, None, 2, 3]),
 )
 @example((2,), "c8", 1.0, "beta", {}, None)
-def test_init_params(shape, dtype, entry, site, others, num_chains):
-    """Unconstrained values of each latent site, one a chain, or an error that names them."""
+def test_init_params_with_any_values_are_accepted_or_named(
+    shape, dtype, entry, site, others, num_chains
+):
     key = jax.random.key(0)
     if num_chains is not None:
         key, shape = jax.random.split(key, num_chains), (num_chains, *shape)
     if not np.isfinite(entry) and dtype in ("i4", "?"):
         dtype = "f4"
     init_params = {site: np.full(shape, entry).astype(dtype), **others}
-    call = lambda: start(  # noqa: E731
+    call = lambda: init_kernel(  # noqa: E731
         by_index, *table(6), batch_size=2, init_params=init_params, rng_key=key
     )
     expected = (2,) if num_chains is None else (num_chains, 2)
     is_right = site == "beta" and not others and shape == expected and np.isfinite(entry)
     if is_right and dtype != "c8":
-        passes(call)
+        assert_accepted(call)
     else:
-        refusal(call, "`init_params`")
+        assert_error_names(call, "`init_params`")
 
 
 @pytest.mark.parametrize("wrong", [np.zeros(2), (0.0, 0.0), 3.0, "beta"])
-def test_init_params_that_are_no_dict(no_warm_up, wrong):
-    refusal(lambda: start(by_index, *table(6), batch_size=2, init_params=wrong), "`init_params`")
+def test_init_params_of_another_type_are_named(no_warm_up, wrong):
+    assert_error_names(
+        lambda: init_kernel(by_index, *table(6), batch_size=2, init_params=wrong), "`init_params`"
+    )
 
 
 @pytest.mark.usefixtures("no_warm_up")
@@ -272,8 +296,10 @@ def test_init_params_that_are_no_dict(no_warm_up, wrong):
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_what_is_no_random_key(rng_key):
-    refusal(lambda: start(by_index, *table(6), batch_size=2, rng_key=rng_key), "`rng_key`")
+def test_rng_key_of_another_type_is_named(rng_key):
+    assert_error_names(
+        lambda: init_kernel(by_index, *table(6), batch_size=2, rng_key=rng_key), "`rng_key`"
+    )
 
 
 @pytest.mark.usefixtures("no_warm_up")
@@ -287,8 +313,8 @@ def test_what_is_no_random_key(rng_key):
         jax.random.split(jax.random.PRNGKey(0), 3),
     ],
 )
-def test_every_kind_of_random_key(rng_key):
-    passes(lambda: start(by_index, *table(6), batch_size=2, rng_key=rng_key))
+def test_rng_key_of_every_kind_is_accepted(rng_key):
+    assert_accepted(lambda: init_kernel(by_index, *table(6), batch_size=2, rng_key=rng_key))
 
 
 BAD_POTENTIALS: dict[str, tuple[Callable, Any, str]] = {
@@ -312,10 +338,10 @@ BAD_POTENTIALS: dict[str, tuple[Callable, Any, str]] = {
 
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("name", BAD_POTENTIALS)
-def test_bad_potential_functions_are_named(name):
+def test_potential_fn_with_a_wrong_value_is_named(name):
     potential, init_params, word = BAD_POTENTIALS[name]
     kernel = SGHMCSplit(potential_fn=potential)
-    refusal(lambda: kernel.init(jax.random.key(0), 10, init_params, (), {}), word)
+    assert_error_names(lambda: kernel.init(jax.random.key(0), 10, init_params, (), {}), word)
 
 
 def recipe(**functions: Any) -> Any:
@@ -329,12 +355,12 @@ def recipe(**functions: Any) -> Any:
 
 
 def check_dynamics(kernel: Any) -> None:
-    """The checks before and after the warm-up, without it."""
+    """Run the checks of user functions, without the warm-up."""
     arguments = Arguments(table(6), {"batch_size": 2})
-    target = make_model_potential(by_index, arguments, init_to_uniform)
-    whitening = Preconditioner(jnp.zeros(2), jnp.ones(2))
-    kernel._check_user_functions(target)
-    kernel._check_inverse_metric_fn(kernel._bind_dynamics(target, whitening), target)
+    potential = make_model_potential(by_index, arguments, init_to_uniform)
+    preconditioner = Preconditioner(jnp.zeros(2), jnp.ones(2))
+    kernel._check_user_functions(potential)
+    kernel._check_inverse_metric_fn(kernel._bind_dynamics(potential, preconditioner), potential)
 
 
 BAD_FUNCTIONS: dict[str, Callable] = {
@@ -351,17 +377,19 @@ BAD_FUNCTIONS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("name", BAD_FUNCTIONS)
 @pytest.mark.parametrize("option", ["diffusion", "curl", "hamiltonian"])
-def test_bad_functions_of_a_recipe_are_named(option, name):
-    refusal(lambda: check_dynamics(recipe(**{option: BAD_FUNCTIONS[name]})), f"`{option}`")
+def test_recipe_with_a_wrong_function_names_it(option, name):
+    assert_error_names(
+        lambda: check_dynamics(recipe(**{option: BAD_FUNCTIONS[name]})), f"`{option}`"
+    )
 
 
 @pytest.mark.parametrize("name", BAD_FUNCTIONS)
 @pytest.mark.parametrize("kernel", ["SGRHMC", "SGRLD"])
-def test_bad_metrics_are_named(kernel, name):
+def test_kernel_with_a_wrong_metric_names_it(kernel, name):
     made = getattr(numpyro_sgmcmc, kernel)(by_index, inverse_metric=BAD_FUNCTIONS[name])
-    refusal(lambda: check_dynamics(made), "`inverse_metric`")
+    assert_error_names(lambda: check_dynamics(made), "`inverse_metric`")
 
 
 @pytest.mark.parametrize("wrong", [*BAD_FUNCTIONS.values(), lambda key, dim: jnp.ones((2, 2))])
-def test_bad_auxiliary_variables_are_named(wrong):
-    refusal(lambda: check_dynamics(recipe(auxiliary=wrong)), "`auxiliary`")
+def test_recipe_with_wrong_auxiliary_variables_names_them(wrong):
+    assert_error_names(lambda: check_dynamics(recipe(auxiliary=wrong)), "`auxiliary`")

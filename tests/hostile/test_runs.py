@@ -1,4 +1,4 @@
-"""Rows on the host, runs on disk and diagnostics: misuses are refused by name."""
+"""Rows on the host, checkpointed runs and diagnostics: wrong arguments are named."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.contract.kernels import (
     quietly,
 )
 from tests.hostile.calls import (
-    anything,
+    any_values,
+    assert_error_names,
     by_index,
-    few,
+    init_kernel,
     is_positive_integer,
     is_positive_number,
     is_zero_or_positive,
-    refusal,
-    start,
+    num_examples,
     table,
 )
 
 
 class Reader:
-    """Rows by an integer array, through what is done to them on the way."""
+    """Rows by an integer array, changed by a function."""
 
     def __init__(self, x: np.ndarray, change: Callable[[np.ndarray], Any], dtype: Any = None):
         self.x, self.change = x, change
@@ -70,28 +70,30 @@ BAD_SOURCES: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
 
 @pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize("name", BAD_SOURCES)
-def test_bad_sources_are_named(name):
+def test_host_array_of_a_wrong_source_is_named(name):
     make, word = BAD_SOURCES[name]
     X, y = table(6)
-    refusal(lambda: start(by_index, X, HostArray(make(y), name="y"), batch_size=2), "y", word)
+    assert_error_names(
+        lambda: init_kernel(by_index, X, HostArray(make(y), name="y"), batch_size=2), "y", word
+    )
 
 
 @pytest.mark.parametrize(
     "source",
     [None, 3.0, "rows", [1.0], {}, np.float32(1), np.zeros((0, 2)), HostArray(table(3)[1])],
 )
-def test_what_is_no_source(source):
-    refusal(lambda: HostArray(source), "HostArray")
+def test_host_array_of_something_else_raises(source):
+    assert_error_names(lambda: HostArray(source), "HostArray")
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@few(15)
+@num_examples(15)
 @given(
     rows=st.lists(st.integers(-6, 5), min_size=1, max_size=4),
     dtype=st.sampled_from(["f2", "f4", "f8", "i1", "i4", "i8", "u1", "?"]),
     form=st.sampled_from(["plain", "reader", "sorted"]),
 )
-def test_rows_on_the_host_are_those_in_memory(rows, dtype, form):
+def test_host_array_index_gives_the_rows_in_memory(rows, dtype, form):
     x = (np.arange(12).reshape(6, 2) % 5).astype(dtype)
     source = Reader(x, lambda x: x) if form == "reader" else x
     host = HostArray(source, sort=form == "sorted")
@@ -116,30 +118,32 @@ def on_disk(**settings: Any) -> Any:
         *(({"kernel": x}, "`sampler`") for x in (NUTS(by_index), None, SGHMCSplit)),
     ],
 )
-def test_bad_settings_of_a_run_on_disk_are_named(settings, word, tmp_path):
+def test_checkpointed_run_with_a_wrong_setting_names_it(settings, word, tmp_path):
     pytest.importorskip("orbax.checkpoint")
-    refusal(lambda: on_disk(**{"checkpoint": tmp_path / "run", **settings}), word)
+    assert_error_names(lambda: on_disk(**{"checkpoint": tmp_path / "run", **settings}), word)
 
 
 @pytest.mark.usefixtures("no_warm_up")
-def test_bad_folders_and_keys_of_a_run_on_disk_are_named(tmp_path):
+def test_checkpointed_run_with_a_wrong_folder_or_key_names_it(tmp_path):
     pytest.importorskip("orbax.checkpoint")
     file = tmp_path / "file"
     file.write_text("something else")
     X, y = table(6)
     key = jax.random.key(0)
-    refusal(lambda: on_disk(checkpoint=file).run(key, X, y, batch_size=2), "`checkpoint`", "file")
-    refusal(lambda: on_disk(checkpoint=file).resume(X, y, batch_size=2), "file")
+    assert_error_names(
+        lambda: on_disk(checkpoint=file).run(key, X, y, batch_size=2), "`checkpoint`", "file"
+    )
+    assert_error_names(lambda: on_disk(checkpoint=file).resume(X, y, batch_size=2), "file")
     run = on_disk(checkpoint=tmp_path / "run")
-    refusal(lambda: run.run(0, X, y, batch_size=2), "`rng_key`")
-    refusal(lambda: run.resume(X, y, batch_size=2), "run")
-    refusal(run.running_mean, "`run`")
-    refusal(lambda: run.run(key, X, y[:-1], batch_size=2), "'rows'")
+    assert_error_names(lambda: run.run(0, X, y, batch_size=2), "`rng_key`")
+    assert_error_names(lambda: run.resume(X, y, batch_size=2), "run")
+    assert_error_names(run.running_mean, "`run`")
+    assert_error_names(lambda: run.run(key, X, y[:-1], batch_size=2), "'rows'")
 
 
 @pytest.fixture(scope="module")
 def finished() -> dict[str, Any]:
-    """Short runs: one of ours, one of another model, one of NUTS, and one that has not run."""
+    """Short runs: this package, another model, NUTS, and one that has not run."""
     X, y = table(12)
 
     def other(y: Any, batch_size: Any) -> None:
@@ -173,43 +177,43 @@ ON_RUNS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", ON_RUNS)
-def test_diagnostics_of_what_is_no_run_of_ours(name, finished):
+def test_diagnostics_of_another_object_than_a_run_name_the_function(name, finished):
     named = "bias_report" if name == "print_summary" else name
     wrong = finished["NUTS"], finished["not run"], finished["ours"].sampler, {}, None, SGHMCSplit
     for mcmc in wrong:
-        refusal(lambda mcmc=mcmc: ON_RUNS[name](mcmc), f"`{named}`")
+        assert_error_names(lambda mcmc=mcmc: ON_RUNS[name](mcmc), f"`{named}`")
 
 
-def test_misuses_of_diagnostics_are_named(finished):
+def test_diagnostics_with_a_wrong_argument_name_it(finished):
     ours, key = finished["ours"], jax.random.key(0)
     d = diagnostics
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report, others = d.bias_report(ours), d.bias_report(finished["other"])
     for wrong in (0, -1, 1.5, "all", True):
-        refusal(lambda w=wrong: d.bias_report(ours, num_draws=w), "`num_draws`")
+        assert_error_names(lambda w=wrong: d.bias_report(ours, num_draws=w), "`num_draws`")
     for wrong in ("yes", 1, None):
-        refusal(lambda w=wrong: d.bias_report(ours, full_data=w), "`full_data`")
+        assert_error_names(lambda w=wrong: d.bias_report(ours, full_data=w), "`full_data`")
     for wrong in (0, 2.0, "all", -1):
-        refusal(lambda w=wrong: d.print_summary(ours, prob=w), "`prob`")
+        assert_error_names(lambda w=wrong: d.print_summary(ours, prob=w), "`prob`")
     for wrong in (3, {}, "report", others):
-        refusal(lambda w=wrong: d.bias_corrected_samples(ours, w), "`report`")
+        assert_error_names(lambda w=wrong: d.bias_corrected_samples(ours, w), "`report`")
     for wrong in (0, "key", np.zeros(2, np.int32), jax.random.split(key, 2)):
-        refusal(lambda w=wrong: d.compare_with_finer(ours, w), "`rng_key`")
-    refusal(lambda: d.compare_with_finer(ours, key, "both"), "`change`")
-    refusal(lambda: report.add_to(3), "`data`")
+        assert_error_names(lambda w=wrong: d.compare_with_finer(ours, w), "`rng_key`")
+    assert_error_names(lambda: d.compare_with_finer(ours, key, "both"), "`change`")
+    assert_error_names(lambda: report.add_to(3), "`data`")
     pickled = pickle.loads(pickle.dumps(ours))
     for name in ("bias_corrected_samples", "ess_per_gradient"):
-        refusal(lambda n=name: ON_RUNS[n](pickled), f"`{name}`", "again")
+        assert_error_names(lambda n=name: ON_RUNS[n](pickled), f"`{name}`", "again")
 
 
-@few(60)
+@num_examples(60)
 @given(
     name=st.sampled_from(["draws", "scores", "reference"]),
     wrong=st.sampled_from([None, "a", {}, 3.0, np.ones((4, 2)) + 1j, np.full((4, 2), np.nan)])
     | st.sampled_from([np.ones((4, 2)).astype(str), np.ones((3, 1)), np.zeros((0, 2))]),
 )
-def test_misuses_of_distances_are_named(name, wrong):
+def test_distance_with_a_wrong_array_names_it(name, wrong):
     right = np.random.default_rng(0).standard_normal((4, 2))
     d = diagnostics
     call = {
@@ -217,7 +221,7 @@ def test_misuses_of_distances_are_named(name, wrong):
         "scores": lambda: d.stein_discrepancy(right, wrong),
         "reference": lambda: d.kolmogorov_distance(right, wrong),
     }[name]
-    refusal(call, f"`{name}`")
+    assert_error_names(call, f"`{name}`")
 
 
 @pytest.mark.parametrize(
@@ -228,17 +232,19 @@ def test_misuses_of_distances_are_named(name, wrong):
     ],
     ids=str,
 )
-def test_bad_weights_are_named(weights):
+def test_weights_with_wrong_values_are_named(weights):
     draws = {"a": np.arange(4.0)[None]}
-    refusal(lambda: schedules.weighted_mean(draws, weights), "`weights`")
-    refusal(lambda: schedules.weighted_quantile(draws, weights, 0.5), "`weights`")
-    refusal(lambda: schedules.drop_exploration(draws, weights), "`weights`")
-    refusal(lambda: schedules.systematic_resample(jax.random.key(0), draws, weights), "`weights`")
+    assert_error_names(lambda: schedules.weighted_mean(draws, weights), "`weights`")
+    assert_error_names(lambda: schedules.weighted_quantile(draws, weights, 0.5), "`weights`")
+    assert_error_names(lambda: schedules.drop_exploration(draws, weights), "`weights`")
+    assert_error_names(
+        lambda: schedules.systematic_resample(jax.random.key(0), draws, weights), "`weights`"
+    )
 
 
-@few(60)
-@given(value=anything())
-def test_misuses_of_schedules_are_named(value):
+@num_examples(60)
+@given(value=any_values())
+def test_schedule_with_any_parameter_is_accepted_or_named(value):
     draws, weights = {"a": np.arange(4.0)[None]}, np.ones((1, 4))
     share = is_zero_or_positive(value) and float(value) <= 1
     cases = [
@@ -258,12 +264,11 @@ def test_misuses_of_schedules_are_named(value):
         if is_valid:
             call()
         else:
-            refusal(call, f"`{name}`")
+            assert_error_names(call, f"`{name}`")
 
 
 @pytest.mark.parametrize("form", ["host", pytest.param("half", marks=pytest.mark.slow)])
-def test_a_short_run_gives_what_nuts_gives(form, finished):
-    """Names, shapes and types of the draws, and the posterior's neighbourhood."""
+def test_short_run_has_the_sites_shapes_and_types_of_nuts(form, finished):
     X, y = table(12)
     if form == "jax":
         X, y = jnp.asarray(X), jnp.asarray(y)
