@@ -1,7 +1,7 @@
-"""Checkpoints of two processes that share the rows: one function a check, run in both at once.
+"""Checks of checkpoints of two processes that share the rows, run in both at once.
 
-``python -m tests.devices.pairs PLACE PORT FOLDER NAME...`` in each of them leaves in a file what
-each check ended with: nothing, or a traceback. `test_pairs.py` starts them.
+``python -m tests.devices.pairs PROCESS PORT FOLDER NAME...`` writes the outcome of each check to a
+file: an empty string, or a traceback. `test_pairs.py` starts both processes.
 """
 
 import json
@@ -21,7 +21,7 @@ from numpyro_sgmcmc.checkpoint import store
 from tests.checkpoint.runs import end_at, outcome
 from tests.devices.process import COUNTS, DIM, regression
 
-# With all of these a warm-up looks for nothing.
+# Everything that a warm-up adapts.
 GIVEN = {
     "inverse_mass_matrix": np.full(DIM, 1.0 / 50.0),
     "gradient_estimator": "control_variate",
@@ -42,7 +42,7 @@ SETTINGS = {
 
 
 def rows(shift=0.0):
-    """What this process has."""
+    """Return the rows of this process."""
     rng = np.random.default_rng(0)
     X = rng.normal(size=(sum(COUNTS), DIM)).astype(np.float32)
     y = (rng.random(len(X)) < 0.5).astype(np.float32)
@@ -54,7 +54,7 @@ def rows(shift=0.0):
 
 
 def on_hosts(data):
-    """The same rows, of which each process keeps its own on the host."""
+    """Return the same rows, of which each process keeps its part on the host."""
     own = [np.concatenate([np.asarray(s.data) for s in x.array.addressable_shards]) for x in data]
     counts = COUNTS[2 * jax.process_index() : 2 * jax.process_index() + 2]
     # Shards on devices are padded to the longest.
@@ -85,34 +85,34 @@ def bits(mcmc):
 
 
 def keep(name, mcmc):
-    """For the processes that are started next."""
+    """Save the draws for the processes that are started next."""
     np.savez(FOLDER / f"{name}-{jax.process_index()}", *outcome(mcmc))
 
 
 def assert_kept(name, mcmc):
     for place in range(2):
         kept = np.load(FOLDER / f"{name}-{place}.npz")
-        found = outcome(mcmc)
-        assert len(kept.files) == len(found)
-        for file, x in zip(kept.files, found, strict=True):
+        arrays = outcome(mcmc)
+        assert len(kept.files) == len(arrays)
+        for file, x in zip(kept.files, arrays, strict=True):
             assert kept[file].tobytes() == x.tobytes()
 
 
-# In the order in which they must be run
+# In the order in which they run
 
 
-def check_a_whole_run():
+def check_complete_run():
     mcmc = run(FOLDER / "whole", progress_bar=jax.process_index() == 0)
     keep("whole", mcmc)
     np.save(FOLDER / f"draws-{jax.process_index()}", np.asarray(mcmc.get_samples(True)["beta"]))
     assert mcmc.get_samples(True)["beta"].shape == (2, 8, DIM)
     assert "beta" in str(bias_report(mcmc, full_data=True))
-    # One that is complete is read.
+    # A complete run is read.
     assert bits(resume(FOLDER / "whole")) == bits(mcmc)
 
 
 def lose(place):
-    """The process of this number is killed; the other one must end as well."""
+    """Kill one of the processes; the other one must end as well."""
 
     def die():
         if jax.process_index() == place:
@@ -123,15 +123,15 @@ def lose(place):
         run(FOLDER / f"lost-{place}")
 
 
-def check_first_is_lost():
+def check_run_with_the_first_process_killed():
     lose(0)
 
 
-def check_second_is_lost():
+def check_run_with_the_second_process_killed():
     lose(1)
 
 
-def check_resumed_after_either_was_lost():
+def check_resumed_run_is_bitwise_the_complete_one():
     for place in range(2):
         folder = FOLDER / f"lost-{place}"
         assert store.read_latest_manifest(folder)["iterations"] == 10
@@ -149,7 +149,7 @@ def check_ctrl_c_in_one_process_stops_both():
     assert_kept("whole", resume(folder))
 
 
-def check_a_full_disk_is_told_by_both():
+def check_full_disk_raises_in_both_processes():
     folder, calls = FOLDER / "full", []
     before = ocp.JsonCheckpointHandler.async_save
 
@@ -168,10 +168,10 @@ def check_a_full_disk_is_told_by_both():
     assert_kept("whole", resume(folder))
 
 
-def check_rows_on_hosts_give_the_same_draws():
+def check_rows_on_hosts_have_the_same_draws():
     data, folder = on_hosts(DATA), FOLDER / "hosts"
-    found = data[0][np.array([0, 60, 200, 400, -1])]
-    np.testing.assert_array_equal(found, DATA[0][np.array([0, 60, 200, 400, -1])])
+    rows_of_hosts = data[0][np.array([0, 60, 200, 400, -1])]
+    np.testing.assert_array_equal(rows_of_hosts, DATA[0][np.array([0, 60, 200, 400, -1])])
     with pytest.MonkeyPatch.context() as patch:
         end_at(patch, 12, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.warns(UserWarning, match="Ctrl-C.* 6 of 8 draws"):
@@ -185,7 +185,7 @@ def check_rows_on_hosts_give_the_same_draws():
         resume(folder, on_hosts(rows(shift=1.0)))
 
 
-def check_a_damaged_checkpoint():
+def check_damaged_checkpoint_resumes_from_the_one_before():
     folder = FOLDER / "whole"
     if jax.process_index() == 0:
         newest = max((folder / "checkpoints").iterdir())
@@ -195,7 +195,7 @@ def check_a_damaged_checkpoint():
         assert_kept("whole", resume(folder))
 
 
-def check_what_is_not_the_same_is_refused():
+def check_processes_with_different_calls_raise():
     place, folder = jax.process_index(), FOLDER / "whole"
     call = (lambda: resume(folder)) if place else (lambda: run(FOLDER / "other"))
     with pytest.raises(ValueError, match=r"differ in the call.*`run`, process 1"):
@@ -217,7 +217,7 @@ def check_what_is_not_the_same_is_refused():
         run(FOLDER / "unshared", data=alone)
 
 
-def check_what_one_process_cannot_read_both_are_told():
+def check_checkpoint_that_one_process_cannot_read_raises_in_both():
     place, folder = jax.process_index(), FOLDER / "whole"
 
     def gone(*args):
@@ -237,25 +237,25 @@ def check_what_one_process_cannot_read_both_are_told():
 
 
 if __name__ == "__main__":
-    PLACE, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    # Devices that are threads wait for each other for ever where each has begun another program.
+    PROCESS, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    # Devices that are threads deadlock where each has begun another program.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{PORT}",
         2,
-        PLACE,
+        PROCESS,
         heartbeat_timeout_seconds=20,
         shutdown_timeout_seconds=20,
     )
     DATA = rows()
-    found = {}
+    outcomes = {}
     for check in sys.argv[4:]:
         try:
             globals()[check]()
-            found[check] = ""
+            outcomes[check] = ""
         except BaseException:
-            found[check] = traceback.format_exc()
-        (FOLDER / f"found-{PLACE}").write_text(json.dumps(found))
-        if found[check]:
-            os._exit(1)  # or the other one would wait
+            outcomes[check] = traceback.format_exc()
+        (FOLDER / f"outcomes-{PROCESS}").write_text(json.dumps(outcomes))
+        if outcomes[check]:
+            os._exit(1)  # otherwise the other one would wait

@@ -1,4 +1,4 @@
-"""What must hold of chains on a device each: one function a check."""
+"""Checks of chains on one device each: one function per check."""
 
 import tempfile
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.contract.kernels import BATCH, quietly, survey, survey_data, survey_p
 from tests.data import host_rows
 
 
-def check_parallel_chains_are_the_vectorized_ones():
+def check_parallel_chains_are_those_of_vectorized_chains():
     data, kernel, draws = survey_data(), SGHMCSplit(survey, step_size=0.3, num_steps=5), {}
     for method in ("parallel", "vectorized"):
         mcmc = quietly(kernel, num_samples=40, num_chains=2, chain_method=method)
@@ -27,7 +27,7 @@ def check_parallel_chains_are_the_vectorized_ones():
     assert np.abs(parallel - vectorized).max() < 0.02
 
 
-def check_parallel_chains_of_rows_on_the_host():
+def check_parallel_chains_of_rows_on_the_host_have_the_draws_of_rows_in_memory():
     X, y = host_rows.X, host_rows.Y
     both = ((X, y), (HostArray(X), HostArray(y)))
     settings = {
@@ -39,7 +39,7 @@ def check_parallel_chains_of_rows_on_the_host():
     host_rows.assert_same(host_rows.get_draws(host), host_rows.get_draws(memory))
 
 
-def check_parallel_chains_of_a_gibbs_sweep():
+def check_parallel_chains_with_gibbs_have_the_enumerated_posterior():
     kernel = SGHMCSplit(gibbs.switching)
     draws = gibbs.sweep(kernel, 1500, 40, num_chains=2, chain_method="parallel")
     assert draws["rate"].shape == draws["k"].shape == (2, 1500)
@@ -47,7 +47,7 @@ def check_parallel_chains_of_a_gibbs_sweep():
     gibbs.assert_enumerated(draws)
 
 
-def check_parallel_chains_that_are_killed_and_resumed():
+def check_parallel_chains_after_a_kill_resume_bitwise():
     parallel = {"chain_method": "parallel"}
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
         folder = Path(temporary)

@@ -1,6 +1,6 @@
-"""One of the processes that share the rows; `test_devices.py` starts them.
+"""A run in one of several processes that share the rows, started by `test_devices.py`.
 
-Arguments: number of this process, number of processes, port, file for the draws, number of draws.
+Arguments: index of this process, number of processes, port, file for the draws, number of draws.
 """
 
 import sys
@@ -24,7 +24,7 @@ def regression(X, y, batch_size):
 
 
 def main(process, processes, port, path, num_samples):
-    # Devices that are threads wait for each other for ever where each has begun another program.
+    # Devices that are threads deadlock where each has begun another program.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -38,7 +38,7 @@ def main(process, processes, port, path, num_samples):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(sum(COUNTS), DIM)).astype(np.float32)
     y = (rng.random(len(X)) < 1 / (1 + np.exp(-X @ np.array([1.0, -0.5])))).astype(np.float32)
-    # What this process has, as if it had read nothing else.
+    # Rows of this process, as if it had read no others.
     ends = np.cumsum((0, *COUNTS))
     own = slice(process * 4 // processes, (process + 1) * 4 // processes)
     rows = slice(ends[own.start], ends[own.stop])

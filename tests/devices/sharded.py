@@ -1,8 +1,7 @@
-"""What must hold where rows are spread over four devices: one function a check."""
+"""Checks of rows sharded over four devices: one function per check."""
 
 import itertools
 import re
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import pytest
 from jax import lax, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpyro.infer import MCMC, init_to_uniform
@@ -29,6 +29,7 @@ from numpyro_sgmcmc.data.subsampling import (
     sample_independent_minibatch,
     sample_minibatches,
 )
+from numpyro_sgmcmc.errors import MultimodalPosteriorWarning
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_gradient_fn
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import make_model_potential
@@ -36,13 +37,13 @@ from tests.contract.kernels import assert_posterior
 
 N, DIM = 61, 3
 LAYOUTS = {
-    "four, as even as can be": (16, 15, 15, 15),
-    "four, uneven": (2, 30, 9, 20),
+    "even": (16, 15, 15, 15),
+    "uneven": (2, 30, 9, 20),
 }
 
 
 def regression(X, y, group, offset, batch_size=None):
-    """Rows that are spread, an array that all devices have, and a plate of its own."""
+    """Sharded rows, an array that all devices have, and another plate."""
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
     sigma = numpyro.sample("sigma", dist.HalfNormal(1))
     with numpyro.plate("groups", 4):
@@ -59,29 +60,29 @@ def table(num=N, seed=0):
     return X, y, rng.integers(0, 4, num)
 
 
-def mesh_of(num):
+def make_mesh(num):
     return Mesh(np.array(jax.devices()[:num]), ("rows",))
 
 
-def spread(x, counts):
-    return ShardedArray(x, mesh_of(len(counts)), counts=counts)
+def shard(x, counts):
+    return ShardedArray(x, make_mesh(len(counts)), counts=counts)
 
 
-def read(counts, batch_size=8):
-    """A target with spread rows, its arguments, and NumPyro's potential on all rows."""
+def make_potential(counts, batch_size=8):
+    """Return the potential of sharded rows, its arguments, and NumPyro's potential on all rows."""
     X, y, group = table(sum(counts))
     keywords = {"batch_size": batch_size}
-    sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
-    target = make_model_potential(regression, sharded, init_to_uniform)
+    sharded = Arguments((shard(X, counts), shard(y, counts), group, 0.1), keywords)
+    potential = make_model_potential(regression, sharded, init_to_uniform)
 
     def exact(q):
         args = tuple(jnp.asarray(a) for a in (X, y, group, 0.1))
-        return potential_energy(regression, args, {}, target.unravel(q))
+        return potential_energy(regression, args, {}, potential.unravel(q))
 
-    return target, sharded, exact
+    return potential, sharded, exact
 
 
-def close(a, b):
+def assert_close(a, b):
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4)
 
 
@@ -89,120 +90,119 @@ def positions(dim, num=3):
     return np.random.default_rng(1).normal(size=(num, dim)).astype(np.float32)
 
 
-def check_values_on_uneven_shards_are_those_of_one_device():
-    target, arguments, exact = read(LAYOUTS["four, uneven"])
-    q = positions(target.dim)[0]
-    found = jax.jit(lambda q, a: (target.full_value(q, a), target.full_gradient(q, a)))
-    for value, one in zip(found(q, arguments), jax.value_and_grad(exact)(q), strict=True):
-        close(value, one)
+def check_potential_on_uneven_shards_has_the_values_of_one_device():
+    potential, arguments, exact = make_potential(LAYOUTS["uneven"])
+    q = positions(potential.dim)[0]
+    evaluate = jax.jit(lambda q, a: (potential.full_value(q, a), potential.full_gradient(q, a)))
+    for value, one in zip(evaluate(q, arguments), jax.value_and_grad(exact)(q), strict=True):
+        assert_close(value, one)
 
 
 def assert_passes_over_all_rows_are_those_of_one_device(counts):
-    target, arguments, exact = read(counts)
-    q, vectors = positions(target.dim)[0], positions(target.dim, 2)
+    potential, arguments, exact = make_potential(counts)
+    q, vectors = positions(potential.dim)[0], positions(potential.dim, 2)
 
     @jax.jit
     def passes(q, arguments):
         return (
-            *target.full_value_grad_hessian(q, arguments),
-            target.full_value(q, arguments),
-            target.full_gradient(q, arguments),
-            jax.grad(target.full_value)(q, arguments),
-            target.full_hessian_products(q, vectors, arguments),
+            *potential.full_value_grad_hessian(q, arguments),
+            potential.full_value(q, arguments),
+            potential.full_gradient(q, arguments),
+            jax.grad(potential.full_value)(q, arguments),
+            potential.full_hessian_products(q, vectors, arguments),
         )
 
     value, gradient, hessian = exact(q), jax.grad(exact)(q), jax.hessian(exact)(q)
     expected = (value, gradient, hessian, value, gradient, gradient, vectors @ hessian)
-    for found, one in zip(passes(q, arguments), expected, strict=True):
-        close(found, one)
+    for value, one in zip(passes(q, arguments), expected, strict=True):
+        assert_close(value, one)
 
 
-def check_passes_over_uneven_shards_are_those_of_one_device():
-    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["four, uneven"])
+def check_passes_over_uneven_shards_give_the_values_of_one_device():
+    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["uneven"])
 
 
-def check_passes_over_even_shards_are_those_of_one_device():
-    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["four, as even as can be"])
+def check_passes_over_even_shards_give_the_values_of_one_device():
+    assert_passes_over_all_rows_are_those_of_one_device(LAYOUTS["even"])
 
 
-def check_the_gradient_is_unbiased_for_shards_of_any_size():
+def check_gradient_on_shards_of_any_size_is_unbiased():
     counts = (2, 5, 3, 4)
-    target, arguments, exact = read(counts, 4)
-    q = positions(target.dim)[0]
+    potential, arguments, exact = make_potential(counts, 4)
+    q = positions(potential.dim)[0]
     firsts = np.cumsum((0, *counts[:-1]))
     every = np.array(list(itertools.product(*[range(n) for n in counts]))) + firsts
-    one = jax.jit(lambda rows: target.gradient(q, {"rows": rows}, arguments))
-    # One after the other: devices that are threads wait for ever where two programs cross.
+    one = jax.jit(lambda rows: potential.gradient(q, {"rows": rows}, arguments))
+    # One after the other: two programs at once deadlock on devices that are threads.
     mean = np.mean([np.asarray(one(rows.astype(np.int32))) for rows in every], 0)
-    close(mean, jax.grad(exact)(q))
+    assert_close(mean, jax.grad(exact)(q))
 
 
-def check_even_shards_give_the_gradient_of_the_same_rows_on_one_device():
+def check_gradient_on_even_shards_is_that_of_one_device():
     counts = (15, 15, 15, 15)
     X, y, group = (x[:60] for x in table())
     keywords = {"batch_size": 8}
-    sharded = Arguments((spread(X, counts), spread(y, counts), group, 0.1), keywords)
+    sharded = Arguments((shard(X, counts), shard(y, counts), group, 0.1), keywords)
     plain = Arguments((X, y, group, 0.1), keywords)
     of = [make_model_potential(regression, a, init_to_uniform) for a in (sharded, plain)]
     q = positions(of[0].dim)[0]
     rows = {"rows": np.array([3, 9, 20, 15, 44, 31, 45, 59], np.int32)}
     gradients = [jax.jit(t.gradient)(q, rows, a) for t, a in zip(of, (sharded, plain), strict=True)]
-    close(*gradients)
+    assert_close(*gradients)
 
 
-def check_every_estimator_is_exact_where_each_shard_shows_all_of_its_rows():
-    target, arguments, exact = read((15, 15, 15, 15))
-    anchor, q = jnp.asarray(positions(target.dim)[:2])
-    _, gradient, hessian = jax.jit(target.full_value_grad_hessian)(anchor, arguments)
-    whitening = Preconditioner(anchor, jnp.ones(target.dim), gradient, hessian)
+def check_gradient_estimators_on_all_rows_are_exact():
+    potential, arguments, exact = make_potential((15, 15, 15, 15))
+    reference, q = jnp.asarray(positions(potential.dim)[:2])
+    _, gradient, hessian = jax.jit(potential.full_value_grad_hessian)(reference, arguments)
+    preconditioner = Preconditioner(reference, jnp.ones(potential.dim), gradient, hessian)
     for estimator in GRADIENT_ESTIMATORS.values():
         found = jax.jit(
             lambda q, a, e=estimator: make_gradient_fn(
-                e, target, a, whitening, {"rows": jnp.arange(60)}
+                e, potential, a, preconditioner, {"rows": jnp.arange(60)}
             )(q)
         )(q, arguments)
-        close(found, jax.grad(exact)(anchor + q))
+        assert_close(found, jax.grad(exact)(reference + q))
 
 
-def check_each_shard_draws_its_own_part_by_the_stream_that_is_asked_for():
+def check_each_shard_samples_its_part_by_the_subsampling_method():
     counts = (8, 40, 12, 20)
-    shards = spread(np.zeros(80, np.float32), counts).shards
+    shards = shard(np.zeros(80, np.float32), counts).shards
     firsts = np.cumsum((0, *counts[:-1]))
     plate = Plate("rows", 80, 16, shards)
-    for name, scheme in SUBSAMPLINGS.items():
+    for name, subsampling in SUBSAMPLINGS.items():
         state = init_stream(plate, random.key(3))
-        draw = jax.jit(partial(sample_minibatches, scheme, plate), static_argnums=2)
+        draw = jax.jit(partial(sample_minibatches, subsampling, plate), static_argnums=2)
         state, rows = draw(state, random.key(4), 30)
         parts = np.asarray(rows).reshape(30, 4, 4)
         keys = random.split(random.key(4), 4)
         for k, (first, count) in enumerate(zip(firsts, counts, strict=True)):
             begin = StreamState.init(random.split(random.key(3), 4)[k])
-            _, expected = scheme.sample_indices(begin, keys[k], 30, count, 4)
+            _, expected = subsampling.sample_indices(begin, keys[k], 30, count, 4)
             np.testing.assert_array_equal(parts[:, k] - first, expected, err_msg=name)
-        # It goes on where it was.
         state, _ = draw(state, random.key(5), 7)
         assert isinstance(state, StreamState)
 
 
-def check_warm_up_draws_stay_within_their_shards():
+def check_minibatches_of_the_warmup_stay_within_shards():
     counts = (2, 30, 9, 20)
-    target, _, _ = read(counts)
+    potential, _, _ = make_potential(counts)
     ends = np.cumsum(counts)
     rng = np.random.default_rng(0)
-    for scheme in (IIDSubsampling(), ContiguousSubsampling()):
-        rows = sample_minibatch_indices(target, rng, (50, 6), scheme)["rows"]
+    for subsampling in (IIDSubsampling(), ContiguousSubsampling()):
+        rows = sample_minibatch_indices(potential, rng, (50, 6), subsampling)["rows"]
         parts = rows.reshape(50, 6, 4, 2)
         for k, (end, count) in enumerate(zip(ends, counts, strict=True)):
             assert set(np.unique(parts[:, :, k])) == set(range(end - count, end))
-    big = target.plates[0]._replace(size=10**6)
-    subset = sample_subset(replace(target, plates=(big,)), 0)["rows"].reshape(4, -1)
+    big = potential.plates[0]._replace(size=10**6)
+    subset = sample_subset(replace(potential, plates=(big,)), 0)["rows"].reshape(4, -1)
     for part, end, count in zip(subset, ends, counts, strict=True):
         assert set(np.unique(part)) == set(range(end - count, end))
         assert (np.diff(part) >= 0).all()
 
 
-def collectives(fn, *operands):
-    """How often each kind of collective stands in a compiled function."""
+def count_collectives(fn, *operands):
+    """Return how often a compiled function uses each kind of collective."""
     text = jax.jit(fn).lower(*operands).compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     return {k: n for k in kinds if (n := len(re.findall(rf" {k}(?:-start)?\(", text)))}
@@ -211,14 +211,14 @@ def collectives(fn, *operands):
 PAIRS = tuple(zip(SUBSAMPLINGS.values(), GRADIENT_ESTIMATORS.values(), strict=True))
 
 
-def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs=PAIRS):
-    target, arguments, _ = read(counts)
-    zeros = jnp.zeros(target.dim)
-    whitening = Preconditioner(zeros, zeros + 1, zeros, jnp.eye(target.dim))
-    plate = target.plates[0]
-    for scheme, estimator in pairs:
-        draw = partial(sample_minibatches, scheme, plate)
-        of = partial(make_gradient_fn, estimator, target, preconditioner=whitening)
+def assert_gradient_uses_one_all_reduce(counts, pairs=PAIRS):
+    potential, arguments, _ = make_potential(counts)
+    zeros = jnp.zeros(potential.dim)
+    preconditioner = Preconditioner(zeros, zeros + 1, zeros, jnp.eye(potential.dim))
+    plate = potential.plates[0]
+    for subsampling, estimator in pairs:
+        draw = partial(sample_minibatches, subsampling, plate)
+        of = partial(make_gradient_fn, estimator, potential, preconditioner=preconditioner)
 
         def steps(q, state, arguments, draw=draw, of=of):
             state, rows = draw(state, random.key(0), 5)
@@ -228,32 +228,32 @@ def assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts,
 
             return lax.scan(step, q, rows)[0], state
 
-        found = collectives(steps, zeros, init_stream(plate, random.key(0)), arguments)
-        assert found == {"all-reduce": 1}, (scheme, found)
-        fresh = {"rows": sample_independent_minibatch(scheme, plate, random.key(0))}
-        assert collectives(target.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
-        assert collectives(target.full_gradient, zeros, arguments) == {"all-reduce": 1}
+        found = count_collectives(steps, zeros, init_stream(plate, random.key(0)), arguments)
+        assert found == {"all-reduce": 1}, (subsampling, found)
+        fresh = {"rows": sample_independent_minibatch(subsampling, plate, random.key(0))}
+        assert count_collectives(potential.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
+        assert count_collectives(potential.full_gradient, zeros, arguments) == {"all-reduce": 1}
 
 
-def check_a_gradient_on_uneven_shards_takes_one_sum_and_no_exchange_of_rows():
-    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(LAYOUTS["four, uneven"])
+def check_gradient_on_uneven_shards_uses_one_all_reduce():
+    assert_gradient_uses_one_all_reduce(LAYOUTS["uneven"])
 
 
-def check_a_gradient_by_blocks_takes_one_sum_and_no_exchange_of_rows():
+def check_gradient_of_contiguous_minibatches_uses_one_all_reduce():
     pairs = [(ContiguousSubsampling(), GRADIENT_ESTIMATORS["control_variate"])]
-    counts = LAYOUTS["four, uneven"]
-    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts, pairs)
+    counts = LAYOUTS["uneven"]
+    assert_gradient_uses_one_all_reduce(counts, pairs)
 
 
-def check_a_gradient_on_even_shards_takes_one_sum_and_no_exchange_of_rows():
-    counts = LAYOUTS["four, as even as can be"]
-    assert_a_gradient_takes_one_sum_over_devices_and_no_exchange_of_rows(counts)
+def check_gradient_on_even_shards_uses_one_all_reduce():
+    counts = LAYOUTS["even"]
+    assert_gradient_uses_one_all_reduce(counts)
 
 
-def collectives_of(mcmc, arguments):
-    """Those of a run's iteration."""
+def count_step_collectives(mcmc, arguments):
+    """Return the collectives of one iteration of a run."""
     kernel, keywords = mcmc.sampler, {"batch_size": 20}
-    return collectives(lambda s: kernel.sample(s, arguments, keywords), mcmc.last_state)
+    return count_collectives(lambda s: kernel.sample(s, arguments, keywords), mcmc.last_state)
 
 
 def run(arguments, num_chains):
@@ -273,9 +273,9 @@ UNEVEN = (100, 1700, 400, 800)
 
 
 def uneven_regression():
-    """Rows for very uneven shards, and the posterior's exact mean and sd with known noise.
+    """Return rows for very uneven shards, and the exact posterior mean and SD with known noise.
 
-    The small shard's rows say something else: with equal shares the answer is another one.
+    The rows of the small shard differ: equal weights of the shards would give another posterior.
     """
     X, y, _ = table(sum(UNEVEN))
     y[: UNEVEN[0]] += 3.0 * X[: UNEVEN[0], 0]
@@ -285,7 +285,7 @@ def uneven_regression():
 
 
 def fit_known_noise(*arguments):
-    """A run of that regression, with all that a warm-up does."""
+    """Return a run of that regression with a complete warm-up."""
 
     def known(X, y, batch_size=None):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
@@ -305,14 +305,14 @@ def fit_known_noise(*arguments):
     return mcmc
 
 
-def check_the_posterior_is_that_of_all_rows():
+def check_posterior_of_sharded_rows_is_exact():
     X, y, mean, sd = uneven_regression()
-    mcmc = fit_known_noise(spread(X, UNEVEN), spread(y, UNEVEN))
+    mcmc = fit_known_noise(shard(X, UNEVEN), shard(y, UNEVEN))
     assert_posterior(mcmc.get_samples(group_by_chain=True)["beta"], mean, sd)
 
 
-def check_another_mode_is_told():
-    """The square of a parameter is known, its sign is not."""
+def check_another_mode_is_reported():
+    """The data determine the square of a parameter, and not its sign."""
     _, y, _ = table(400)
 
     def two_places(y, batch_size=None):
@@ -322,13 +322,11 @@ def check_another_mode_is_told():
 
     counts = (50, 150, 120, 80)
     mcmc = MCMC(SGHMCSplit(two_places), num_warmup=5, num_samples=5, progress_bar=False)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        mcmc.run(random.key(0), spread(y + 9.0, counts), batch_size=40)
-    assert any("another mode, with about 50 % of the mass" in str(w.message) for w in caught)
+    with pytest.warns(MultimodalPosteriorWarning, match="mode"):
+        mcmc.run(random.key(0), shard(y + 9.0, counts), batch_size=40)
 
 
-def check_chains_spread_over_a_second_axis_are_the_same_chains():
+def check_chains_along_a_second_axis_are_the_same_chains():
     X, y, group = table(1000)
     draws = []
     for shape, names in (((2,), ("rows",)), ((2, 2), ("rows", "chains"))):
@@ -336,25 +334,25 @@ def check_chains_spread_over_a_second_axis_are_the_same_chains():
         arguments = (ShardedArray(X, mesh), ShardedArray(y, mesh), group, 0.1)
         mcmc = run(arguments, 2)
         draws.append(mcmc.get_samples(group_by_chain=True)["beta"])
-        assert collectives_of(mcmc, arguments) == {"all-reduce": 1}
+        assert count_step_collectives(mcmc, arguments) == {"all-reduce": 1}
     np.testing.assert_allclose(*draws, atol=1e-3)
 
 
-def check_a_jax_array_that_is_spread_by_rows_is_taken_as_one():
+def check_jax_array_sharded_by_rows_is_converted():
     X, _, _ = table(400)
-    mesh = mesh_of(4)
+    mesh = make_mesh(4)
     given = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows")))
     (found,) = Arguments((given, X)).sharded_arrays
     assert found == ShardedArray.from_padded_array(given, ShardedArray(X, mesh).shards, "X")
-    one = jax.device_put(X, NamedSharding(mesh_of(1), PartitionSpec("rows")))
+    one = jax.device_put(X, NamedSharding(make_mesh(1), PartitionSpec("rows")))
     by_columns = jax.device_put(X.T, NamedSharding(mesh, PartitionSpec(None, "rows")))
     assert not Arguments((one, by_columns)).sharded_arrays
 
 
-def check_what_numpyro_does_with_a_run_works():
+def check_numpyro_functions_accept_a_sharded_run():
     X, y, group = table(400)
     counts = (50, 150, 120, 80)
-    arguments = (spread(X, counts), spread(y, counts), group, 0.1)
+    arguments = (shard(X, counts), shard(y, counts), group, 0.1)
     mcmc = run(arguments, 2)
     samples = mcmc.get_samples()
     assert {k: v.shape for k, v in samples.items()} == {
@@ -374,11 +372,13 @@ def check_what_numpyro_does_with_a_run_works():
     assert np.isfinite(mcmc.get_samples()["beta"]).all()
 
 
-def check_a_mesh_with_explicit_axes_serves():
+def check_mesh_with_explicit_axes_has_the_values_of_one_without():
     X, y, group = table(60)
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     arguments = Arguments((ShardedArray(X, mesh), ShardedArray(y, mesh), group, 0.1))
-    target = make_model_potential(partial(regression, batch_size=8), arguments, init_to_uniform)
-    q = positions(target.dim)[0]
-    other, same, _ = read((15,) * 4)
-    close(jax.jit(target.full_gradient)(q, arguments), jax.jit(other.full_gradient)(q, same))
+    potential = make_model_potential(partial(regression, batch_size=8), arguments, init_to_uniform)
+    q = positions(potential.dim)[0]
+    other, same, _ = make_potential((15,) * 4)
+    assert_close(
+        jax.jit(potential.full_gradient)(q, arguments), jax.jit(other.full_gradient)(q, same)
+    )

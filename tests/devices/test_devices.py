@@ -1,4 +1,4 @@
-"""Chains on several devices, and rows spread over devices and over processes."""
+"""Chains on several devices, and rows sharded over devices and over processes."""
 
 import json
 import signal
@@ -9,7 +9,6 @@ import time
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc import ShardedArray
 from tests.devices.checks import CHECKS, SLOW
 from tests.processes import ended, start
 
@@ -17,7 +16,7 @@ _LONGEST = 600  # seconds
 
 
 def run_checks(names):
-    """What each check on four devices ended with: nothing, or a traceback."""
+    """Return the outcome of each check on four devices: an empty string, or a traceback."""
     process = start("tests.devices.checks", *names, devices=4, stdout=subprocess.PIPE)
     with ended(process):
         out, _ = process.communicate(timeout=_LONGEST)
@@ -39,25 +38,25 @@ def slow_results():
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_on_four_devices(results, name):
+def test_check_on_four_devices_passes(results, name):
     assert not results[name], results[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SLOW))
-def test_runs_on_four_devices(slow_results, name):
+def test_slow_check_on_four_devices_passes(slow_results, name):
     assert not slow_results[name], slow_results[name]
 
 
-def free_port():
+def find_free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
 def start_processes(folder, num, num_samples):
-    """Processes that share the rows; each writes its draws to a file and its words to another."""
-    port, processes = free_port(), []
+    """Start processes that share the rows; each writes its draws and its output to files."""
+    port, processes = find_free_port(), []
     for k in range(num):
         arguments = k, num, port, folder / f"draws-{num}-{k}.npy", num_samples
         with (folder / f"said-{num}-{k}").open("w") as said:
@@ -73,7 +72,7 @@ def start_processes(folder, num, num_samples):
 
 
 @pytest.mark.slow
-def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
+def test_run_of_two_processes_has_the_draws_of_one(tmp_path):
     for num in (1, 2):
         processes = start_processes(tmp_path, num, 30)
         with ended(*processes):
@@ -86,12 +85,12 @@ def test_all_processes_have_the_draws_of_a_single_one(tmp_path):
     assert alone.shape == (2, 30, 2)
     assert np.unique(alone, axis=1).shape == alone.shape
     np.testing.assert_array_equal(first, second)
-    # Sums over devices are taken in another order; differences grow with the steps.
+    # Sums over devices are in another order, and differences grow with the steps.
     np.testing.assert_allclose(first, alone, atol=1e-3 * alone.std())
 
 
 @pytest.mark.slow
-def test_a_process_that_is_lost_ends_the_others_within_a_minute(tmp_path):
+def test_run_with_a_killed_process_ends_the_others_within_a_minute(tmp_path):
     processes = start_processes(tmp_path, 2, 100_000_000)
     said = [tmp_path / f"said-2-{k}" for k in range(2)]
     with ended(*processes):
@@ -103,18 +102,3 @@ def test_a_process_that_is_lost_ends_the_others_within_a_minute(tmp_path):
         processes[1].send_signal(signal.SIGKILL)
         assert processes[0].wait(timeout=60) != 0
         assert "another task died" in said[0].read_text() or "peer" in said[0].read_text()
-
-
-def test_one_device_holds_all_rows():
-    x = np.arange(12.0).reshape(4, 3)
-    array = ShardedArray(x, name="x")
-    assert (array.shape, array.ndim, len(array)) == ((4, 3), 2, 4)
-    np.testing.assert_array_equal(array[1:3], x[1:3])
-    np.testing.assert_array_equal(array[np.array([3, -4]), 1], x[[3, 0], 1])
-    assert repr(array) == "ShardedArray('x', shape=(4, 3), dtype=float32, shards=1)"
-    foreign = ShardedArray(x.astype(">f4"))
-    np.testing.assert_array_equal(foreign[np.array([3, 1])], x[[3, 1]])
-    with pytest.raises(TypeError, match="on no device as a whole"):
-        np.asarray(array)
-    with pytest.raises(TypeError, match="indexed by rows"):
-        array[0.5]

@@ -1,4 +1,4 @@
-"""What must be refused, or said, where rows are spread over four devices."""
+"""Sharded data that are invalid, or changed with a warning, on four devices."""
 
 import jax
 import numpy as np
@@ -10,22 +10,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray
-from tests.devices.sharded import DIM, LAYOUTS, mesh_of, read, regression, spread, table
+from tests.devices.sharded import DIM, LAYOUTS, make_mesh, make_potential, regression, shard, table
 
 
-def check_a_minibatch_that_does_not_divide_is_rounded_up_and_said():
-    with pytest.warns(UserWarning, match=r"each takes 3 rows, 12 in all"):
-        target, _, _ = read((16, 15, 15, 15), batch_size=10)
-    assert target.plates[0].subsample_size == 12
+def check_batch_size_that_does_not_divide_is_rounded_up_with_a_warning():
+    with pytest.warns(UserWarning, match=r"'rows'.*subsample_size"):
+        potential, _, _ = make_potential((16, 15, 15, 15), batch_size=10)
+    assert potential.plates[0].subsample_size == 12
 
 
-def check_what_cannot_be_right_is_refused():
+def check_invalid_sharded_data_raise():
     X, y, group = table()
-    even = LAYOUTS["four, as even as can be"]
-    sharded, labels = spread(X, even), spread(y, even)
+    even = LAYOUTS["even"]
+    sharded, labels = shard(X, even), shard(y, even)
     key, keywords = random.key(0), {"batch_size": 8}
 
-    def refused(match, model=regression, arguments=None, keywords=keywords, **options):
+    def assert_raises(match, model=regression, arguments=None, keywords=keywords, **options):
         arguments = arguments or (sharded, labels, group, 0.1)
         with pytest.raises((ValueError, TypeError), match=match):
             SGHMCSplit(model, **options).init(key, 2, None, arguments, keywords)
@@ -40,24 +40,28 @@ def check_what_cannot_be_right_is_refused():
         with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
             numpyro.sample("y", dist.Normal(X[i // 2] @ beta, 1), obs=y[i])
 
-    refused("on no device as a whole", whole)
-    refused("not indexed by", shifted)
-    refused("below its size", keywords={"batch_size": 61})
-    refused("noise_compensation", noise_compensation=True)
-    other = spread(y, LAYOUTS["four, uneven"])
-    refused("in the same way", arguments=(sharded, other, group, 0.1))
-    uneven = (spread(X, LAYOUTS["four, uneven"]), other, group, 0.1)
-    refused("one of them has only 2", arguments=uneven, keywords={"batch_size": 20})
+    assert_raises(r"ShardedArray.*whole", whole)
+    assert_raises(r"ShardedArray.*indexed", shifted)
+    assert_raises("subsample_size", keywords={"batch_size": 61})
+    assert_raises("noise_compensation", noise_compensation=True)
+    other = shard(y, LAYOUTS["uneven"])
+    assert_raises("sharded arrays", arguments=(sharded, other, group, 0.1))
+    uneven = (shard(X, LAYOUTS["uneven"]), other, group, 0.1)
+    assert_raises(
+        "subsample_size.*'rows'|'rows'.*subsample_size",
+        arguments=uneven,
+        keywords={"batch_size": 20},
+    )
     on_host = HostArray(y, name="y")
-    refused("make all of its arrays ShardedArrays", arguments=(sharded, on_host, group, 0.1))
-    short = spread(y[:60], (15,) * 4)
-    refused("in the same way", arguments=(sharded, short, group, 0.1))
-    unused = spread(np.zeros(61, np.float32), even)
+    assert_raises(r"'rows'.*sharded", arguments=(sharded, on_host, group, 0.1))
+    short = shard(y[:60], (15,) * 4)
+    assert_raises("sharded arrays", arguments=(sharded, short, group, 0.1))
+    unused = shard(np.zeros(61, np.float32), even)
 
     def ignores(X, y, group, offset, batch_size):
         regression(X, y, group, 0.0, batch_size)
 
-    refused("not indexed by", ignores, (sharded, labels, group, unused))
+    assert_raises(r"ShardedArray.*indexed", ignores, (sharded, labels, group, unused))
     with pytest.raises(ValueError, match="chain_method='vectorized'"):
         MCMC(
             SGHMCSplit(regression),
@@ -69,16 +73,16 @@ def check_what_cannot_be_right_is_refused():
         ).run(key, sharded, labels, group, 0.1, batch_size=8)
     explicit = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = jax.device_put(X[:60], NamedSharding(explicit, PartitionSpec("rows")))
-    refused("explicit axes", arguments=(rows, y[:60], group[:60], 0.1))
+    assert_raises("explicit", arguments=(rows, y[:60], group[:60], 0.1))
     with pytest.raises(ValueError, match="int32"):
         ShardedArray(2**38 * np.arange(8))
     with pytest.raises(ValueError, match="dtype"):
         ShardedArray(np.array(["a", "b"]))
     with pytest.raises(ValueError, match="`counts`"):
-        spread(X, (1, 2, 3, 4))
-    with pytest.raises(ValueError, match="fewer devices"):
-        ShardedArray(X[:2], mesh_of(4))
+        shard(X, (1, 2, 3, 4))
+    with pytest.raises(ValueError, match="devices"):
+        ShardedArray(X[:2], make_mesh(4))
     with pytest.raises(ValueError, match="`axis`"):
-        ShardedArray(X, mesh_of(4), "columns")
+        ShardedArray(X, make_mesh(4), "columns")
     with pytest.raises(ValueError, match="no shape"):
         ShardedArray(3.0)
