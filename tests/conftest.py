@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests, and a count of what was compiled."""
+"""Fixtures shared by all tests, and a count of compilations."""
 
 import gc
 import os
@@ -12,24 +12,25 @@ import pytest
 from tests.hostile.calls import WarmupReached
 
 _MAPS = Path("/proc/self/maps")
-_MANY_MAPS = 40_000
+# Linux allows a process 65,530 memory mappings; compiled programs hold several each.
+_MAX_MAPS = 40_000
 
-# Compile without optimising: what is tested is the same and most programs run for no time.
-# A long run asks for `optimised`.
+# Compile without optimisation: most programs run for a short time only. Modules with long runs use
+# the fixture `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
-# On JAX 0.10 the older emitters compile more than twice as fast; later ones have them no more.
-# Without fused multiply-adds a formula has the same bits in every program that they make.
+# With JAX 0.10, the older emitters compile more than twice as fast; later versions lack them.
+# Without fused multiply-adds, a formula is bitwise reproducible in all of their programs.
 _FLAGS = ["--xla_cpu_use_fusion_emitters=false"]
 if platform.machine() in ("x86_64", "AMD64"):
     _FLAGS.append("--xla_cpu_max_isa=AVX")
 if (0, 10) <= jax.__version_info__ < (0, 11):
-    given = os.environ.get("XLA_FLAGS", "").split()  # a worker has its parent's
+    given = os.environ.get("XLA_FLAGS", "").split()  # a worker inherits them
     os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *_FLAGS]))
 
 
 @pytest.fixture(scope="module")
 def optimised():
-    """Optimise what is compiled: for modules of long runs, which are worth it."""
+    """Compile with optimisation, for modules with long runs."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -37,10 +38,10 @@ def optimised():
 
 @pytest.fixture
 def x64():
-    """Float64 for the test, for statements that hold to rounding.
+    """Use float64, for equalities that hold to rounding.
 
-    Modules of exact tests put ``pytestmark = pytest.mark.usefixtures("x64")`` at their top and
-    make no array at import. JAX keys its caches by the setting, so nothing leaks either way.
+    Modules of such tests use ``pytestmark = pytest.mark.usefixtures("x64")`` and make no array at
+    import. The setting is part of the keys of JAX's caches.
     """
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
@@ -50,7 +51,7 @@ def x64():
 
 @pytest.fixture
 def no_warm_up(monkeypatch):
-    """Stop where the checks have passed."""
+    """Raise :class:`WarmupReached` instead of the warm-up, after all checks of the input."""
 
     def reached(*args):
         raise WarmupReached
@@ -59,17 +60,13 @@ def no_warm_up(monkeypatch):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs now and then.
-
-    Each holds some mappings of memory, of which Linux allows a process 65,530. A worker that runs
-    out of them is ended by a segmentation fault.
-    """
-    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MANY_MAPS:
+    """Clear the compilation caches before memory mappings run out (a segmentation fault)."""
+    if _MAPS.exists() and _MAPS.read_text().count("\n") > _MAX_MAPS:
         jax.clear_caches()
         gc.collect()
 
 
-# Compilations are most of the tests' time: how many, how long, and how many were on disk.
+# Compilations take most of the tests' time. The summary shows their number, time and cache hits.
 
 _compiled: Counter = Counter()
 
@@ -89,7 +86,7 @@ jax.monitoring.register_event_listener(_note_cache_hit)
 
 
 def pytest_sessionfinish(session):
-    """Hand a worker's count to the process that sums them up."""
+    """Send a worker's counts to the process that adds them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["compiled"] = dict(_compiled)
 

@@ -1,4 +1,4 @@
-"""Python processes of their own, whose host may pose as several devices."""
+"""Separate Python processes, with one or several devices."""
 
 import os
 import subprocess
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def environment(devices: int = 1) -> dict[str, str]:
-    """That of a process which can import the tests and compiles without optimising."""
+    """Return the environment of a process that imports the tests, without optimisation."""
     flags = (
         os.environ.get("XLA_FLAGS", ""),
         f"--xla_force_host_platform_device_count={devices}",
-        # Devices that are threads of one busy machine may wait long for each other.
+        # Devices are threads, which may wait long for each other on a loaded machine.
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     )
     return {
@@ -27,8 +27,8 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 
 def start(module: str, *arguments: Any, devices: int = 1, **options: Any) -> subprocess.Popen:
-    """A process that runs a module; its warnings are errors."""
-    # Save that another process is just writing a program which this one looks for.
+    """Start a process that runs a module, with warnings as errors."""
+    # Except one: another process may be writing the compiled program that this one reads.
     strict = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
     command = [sys.executable, *strict, "-m", module, *map(str, arguments)]
     return subprocess.Popen(command, env=environment(devices), text=True, **options)
@@ -36,7 +36,7 @@ def start(module: str, *arguments: Any, devices: int = 1, **options: Any) -> sub
 
 @contextmanager
 def ended(*processes: subprocess.Popen) -> Iterator[None]:
-    """None of the processes outlives the block."""
+    """Kill the processes at the end of the block."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What `make test` leaves to `make test-all`."""
+"""Parameters of tests that only `make test-all` runs."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def quick_if(is_quick: bool, *values: Any, **options: Any) -> Any:
-    """A parameter of a test that only `make test-all` runs unless it is to be quick."""
+    """Return a parameter of a test, marked as slow unless ``is_quick``."""
     return pytest.param(*values, marks=() if is_quick else pytest.mark.slow, **options)
