@@ -22,20 +22,6 @@ def raise_os_error(array, indices):
 # --- HostArray
 
 
-@pytest.mark.parametrize(
-    ("answer", "keyword"),
-    [
-        (raise_os_error, "could not read.*disk on fire"),
-        (lambda array, indices: array[indices][:-1], "shape"),
-        (lambda array, indices: np.where(indices == 7, np.nan, array[indices]), "missing"),
-    ],
-    ids=["raises", "too few rows", "missing values"],
-)
-def test_host_array_of_a_bad_source_raises_before_sampling(answer, keyword):
-    with pytest.raises(DataReadError, match=rf"HostArray\('y'.*{keyword}"):
-        fit(X, HostArray(Source(Y, answer), name="y"))
-
-
 @pytest.mark.parametrize("num_reads", [1, 5, 20])
 def test_host_array_of_a_source_that_fails_later_raises(num_reads):
     def fail_after_reads(array, indices):
@@ -98,6 +84,9 @@ def test_host_array_of_another_byte_order_is_converted():
     ("source", "keyword"),
     [
         ([1.0, 2.0], "list"),
+        (None, "NoneType"),
+        ({}, "dict"),
+        (HostArray(Y), "HostArray already"),
         (np.float32(3), r"shape \(\)"),
         (np.zeros((0, 3)), r"shape \(0, 3\)"),
         (np.array(["a"]), "dtype"),

@@ -59,7 +59,7 @@ def assert_named(error: BaseException, *names: str) -> None:
     assert last.filename.startswith(PACKAGE), description
     assert all(name in message for name in names), f"{names} not in {description}"
     assert len(message) < 700, description
-    assert message.count(". ") <= 3, description
+    assert message.count(". ") <= 5, description
     assert "Tracer" not in message.split("(")[0], description
 
 

@@ -78,14 +78,6 @@ def test_host_array_of_a_wrong_source_is_named(name):
     )
 
 
-@pytest.mark.parametrize(
-    "source",
-    [None, 3.0, "rows", [1.0], {}, np.float32(1), np.zeros((0, 2)), HostArray(table(3)[1])],
-)
-def test_host_array_of_something_else_raises(source):
-    assert_error_names(lambda: HostArray(source), "HostArray")
-
-
 @pytest.mark.usefixtures("no_warm_up")
 @num_examples(15)
 @given(
