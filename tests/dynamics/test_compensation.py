@@ -163,7 +163,7 @@ def test_subtract_from_with_more_noise_than_injected_is_zero():
 )
 def test_measured_noise_covariance_equals_that_of_all_rows(name, sizes, is_dense, x64):
     case = CASES[name]
-    potential, arguments = case.target(**sizes), case.arguments(**sizes)
+    potential, arguments = case.potential(**sizes), case.arguments(**sizes)
     center = jnp.asarray(position_of(potential))
     factor = jnp.diag(0.5 + jnp.arange(potential.dim)) + 0.3 * jnp.eye(potential.dim, k=-1)
     preconditioner = Preconditioner(center, factor, jnp.zeros(potential.dim))

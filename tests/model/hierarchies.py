@@ -1,4 +1,4 @@
-"""Models with a latent value for each row, and the posterior of their globals without it."""
+"""Models with a latent value per row, and the marginal posterior of their globals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TRIALS = 6
 
 
 def normal_means(y: Any, batch_size: int | None = None) -> None:
-    """The local values integrate out: y is normal with variance tau^2 + NOISE^2."""
+    """Normal means: marginally y is normal with variance tau^2 + NOISE^2."""
     mu = numpyro.sample("mu", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfNormal(2))
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -28,7 +28,7 @@ def normal_means_data(rows: int = 2000, seed: int = 0) -> np.ndarray:
 
 
 def normal_means_posterior(y: Any) -> dict[str, tuple[float, float]]:
-    """Mean and sd of each global of :func:`normal_means`, on a grid."""
+    """Return mean and SD of each global of :func:`normal_means`, on a grid."""
     y = np.asarray(y, np.float64)
     centre, width = y.mean(), 8 * y.std() / np.sqrt(len(y))
     mu = np.linspace(centre - width, centre + width, 301)[:, None]
@@ -41,18 +41,18 @@ def normal_means_posterior(y: Any) -> dict[str, tuple[float, float]]:
 
 
 def grid_moments(log_density: Any, values: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """Mean and sd of each value under a density on a grid."""
+    """Return mean and SD of each value under a density on a grid."""
     p = np.exp(log_density - log_density.max())
     p /= p.sum()
-    found = {}
+    moments = {}
     for name, x in values.items():
         mean = float((p * x).sum())
-        found[name] = (mean, float(np.sqrt((p * (x - mean) ** 2).sum())))
-    return found
+        moments[name] = (mean, float(np.sqrt((p * (x - mean) ** 2).sum())))
+    return moments
 
 
 def draw_normal_means(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any) -> Any:
-    """The local values of :func:`normal_means` given the globals, for its default data."""
+    """Sample the local values of :func:`normal_means` given the globals, for its default data."""
     precision = 1 / NOISE**2 + 1 / hmc_sites["tau"] ** 2
     y = jnp.asarray(normal_means_data())[rows]
     mean = (y / NOISE**2 + hmc_sites["mu"] / hmc_sites["tau"] ** 2) / precision
@@ -60,7 +60,7 @@ def draw_normal_means(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any)
 
 
 def mixture(y: Any, batch_size: int | None = None) -> None:
-    """Two components a row's indicator chooses from."""
+    """Mixture of two components with an indicator per row."""
     share = numpyro.sample("share", dist.Beta(2, 2))
     shift = numpyro.sample("shift", dist.Normal(0, 5))
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -75,7 +75,7 @@ def mixture_data(rows: int = 2000) -> np.ndarray:
 
 
 def mixture_posterior(y: Any) -> dict[str, tuple[float, float]]:
-    """Mean and sd of each global of :func:`mixture`, the indicators summed out, on a grid."""
+    """Return mean and SD of each global of :func:`mixture`, by summing out the indicators."""
     y = np.asarray(y, np.float64)
     share = np.linspace(0.2, 0.42, 221)[:, None]
     shift = np.linspace(2.0, 3.0, 201)
@@ -88,20 +88,20 @@ def mixture_posterior(y: Any) -> dict[str, tuple[float, float]]:
 
 
 def indicator_odds(share: Any, shift: Any, y: Any) -> Any:
-    """Log odds of a row's indicator given the globals."""
+    """Return the log odds of a row's indicator given the globals."""
     logit = jnp.log(share) - jnp.log1p(-share)
     return logit + shift * y - 0.5 * shift**2
 
 
 def draw_indicators(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any) -> Any:
-    """The indicators of :func:`mixture` given the globals, for its default data."""
+    """Sample the indicators of :func:`mixture` given the globals, for its default data."""
     y = jnp.asarray(mixture_data())[rows]
     odds = indicator_odds(hmc_sites["share"], hmc_sites["shift"], y)
     return {"k": dist.Bernoulli(logits=odds).sample(rng_key)}
 
 
 def counts(x: Any, y: Any, batch_size: int | None = None) -> None:
-    """Poisson regression with a random effect a row."""
+    """Poisson regression with a random effect per row."""
     intercept = numpyro.sample("intercept", dist.Normal(0, 5))
     slope = numpyro.sample("slope", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfNormal(1))
@@ -118,7 +118,7 @@ def counts_data(rows: int = 2000) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trials(x: Any, y: Any, batch_size: int | None = None) -> None:
-    """Six Bernoulli trials a row, whose logits share the row's random intercept."""
+    """Six Bernoulli trials per row, whose logits share the row's random intercept."""
     intercept = numpyro.sample("intercept", dist.Normal(0, 5))
     slope = numpyro.sample("slope", dist.Normal(0, 5))
     tau = numpyro.sample("tau", dist.HalfNormal(1))

@@ -1,7 +1,7 @@
-"""Small models with subsampled plates in every arrangement, and NumPyro's own potential of each.
+"""Small models with subsampled plates in every arrangement, and NumPyro's potential of each.
 
-Each model takes the minibatch size of each of its subsampled plates under the plate's name; None
-means all rows, and the model is then NumPyro's own affair.
+Each model takes the minibatch size of each of its subsampled plates as an argument with the plate's
+name. None means all rows.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def supports(y: Any, rows: int | None = None) -> None:
 
 
 class Case(NamedTuple):
-    """
+    """A model with data.
+
     - **model** - the model.
     - **data** - its positional arguments, NumPy arrays.
     - **sizes** - sizes of its plates that can be subsampled.
@@ -96,34 +97,34 @@ class Case(NamedTuple):
     data: tuple
     sizes: dict[str, int]
 
-    def target(self, **batch: int) -> Potential:
-        """The package's target with these minibatch sizes."""
+    def potential(self, **batch: int) -> Potential:
+        """Return the package's potential with these minibatch sizes."""
         return make_model_potential(self.model, self.arguments(**batch), init_to_uniform)
 
     def arguments(self, **batch: int) -> Arguments:
-        """The arguments of a run."""
+        """Return the arguments of a run."""
         return Arguments(self.data, batch)
 
-    def potential(self, target: Potential, rows: Any = slice(None)) -> Callable:
-        """NumPyro's potential of the model on all rows, or on data of these, of flat positions."""
+    def numpyro_potential(self, potential: Potential, rows: Any = slice(None)) -> Callable:
+        """Return NumPyro's potential on all rows, or on some, as a function of flat positions."""
 
-        def potential(position: Any) -> Any:
+        def evaluate(position: Any) -> Any:
             data = tuple(jnp.asarray(x[rows]) for x in self.data)
-            return potential_energy(self.model, data, {}, target.unravel(position))
+            return potential_energy(self.model, data, {}, potential.unravel(position))
 
-        return potential
+        return evaluate
 
-    def scaled_potential(self, target: Potential, rows: Any, scale: float) -> Callable:
-        """The prior, and ``scale`` times the likelihood of the rows."""
-        once = self.potential(target, rows)
-        twice = self.potential(target, np.concatenate([rows, rows]))
+    def scaled_numpyro_potential(self, potential: Potential, rows: Any, scale: float) -> Callable:
+        """Return the potential of the prior and ``scale`` times the log likelihood of the rows."""
+        once = self.numpyro_potential(potential, rows)
+        twice = self.numpyro_potential(potential, np.concatenate([rows, rows]))
         return lambda q: once(q) + (scale - 1) * (twice(q) - once(q))
 
 
 def _cases() -> dict[str, Case]:
     rng = np.random.default_rng(5)
     X, y = rng.standard_normal((6, 2)), rng.standard_normal(6)
-    y[0] += 4  # an outlier, so that no row can stand for another
+    y[0] += 4  # an outlier, so that rows are not interchangeable
     table = rng.standard_normal((4, 3)) + np.arange(3)
     return {
         "one": Case(one, (X, y), {"rows": 6}),
@@ -138,21 +139,21 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def position_of(target: Potential, seed: int = 0) -> np.ndarray:
-    """A position that is neither the origin nor near the mode."""
-    return 0.5 * np.random.default_rng(seed).standard_normal(target.dim)
+def position_of(potential: Potential, seed: int = 0) -> np.ndarray:
+    """Return a position that is neither the origin nor near the mode."""
+    return 0.5 * np.random.default_rng(seed).standard_normal(potential.dim)
 
 
-def coordinates_of(target: Potential, is_dense: bool = True) -> Preconditioner:
-    """Whitened coordinates that are nothing in particular."""
-    rng = np.random.default_rng(9)
-    factor = 0.3 * np.tril(rng.standard_normal((target.dim,) * 2)) + np.eye(target.dim)
-    anchor = jnp.asarray(0.2 * rng.standard_normal(target.dim))
-    return Preconditioner(anchor, jnp.asarray(factor if is_dense else np.diagonal(factor)))
+def make_preconditioner(potential: Potential, is_dense: bool = True) -> Preconditioner:
+    """Return arbitrary preconditioned coordinates."""
+    rng, dim = np.random.default_rng(9), potential.dim
+    factor = 0.3 * np.tril(rng.standard_normal((dim, dim))) + np.eye(dim)
+    center = jnp.asarray(0.2 * rng.standard_normal(dim))
+    return Preconditioner(center, jnp.asarray(factor if is_dense else np.diagonal(factor)))
 
 
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-12) -> None:
-    """Equality to rounding, relative to the largest entry."""
+    """Check equality up to rounding, relative to the largest entry."""
     actual, expected = (np.asarray(ravel_pytree(x)[0]) for x in (actual, expected))
     assert actual.dtype == np.float64
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * np.abs(expected).max())

@@ -1,11 +1,12 @@
-"""Values on all rows, by chunks, are NumPyro's own of the model without subsampling."""
+"""Values on all rows, by chunks, equal those of the model without subsampling."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import numpyro_sgmcmc.model.potential
 from numpyro_sgmcmc.data.subsampling import Plate
 from numpyro_sgmcmc.model.potential import compute_chunk_size, mean_over_chunks
 from tests.model.plated import CASES, assert_close, position_of
@@ -24,67 +25,61 @@ ARRANGEMENTS = [
     ("three", {"rows": 2, "columns": 2}),
     ("supports", {"rows": 4}),
 ]
-QUICK = {1, 2, 3, 5, 7}  # of each model one, but for `supports`: the unbiased gradients have it
-
-
-def chunks_of(monkeypatch, num_rows):
-    monkeypatch.setattr(
-        numpyro_sgmcmc.model.potential, "compute_chunk_size", lambda width: num_rows
-    )
+QUICK = {1, 3, 5, 7}  # one of each kind; the tests of unbiased gradients have the others
 
 
 def derivatives(potential, position):
-    """Value, gradient and Hessian."""
+    """Return value, gradient and Hessian."""
 
-    def both(q):
-        value, slope = jax.value_and_grad(potential)(q)
-        return slope, (value, slope)
+    def gradient_and_aux(q):
+        value, gradient = jax.value_and_grad(potential)(q)
+        return gradient, (value, gradient)
 
-    hessian, (value, slope) = jax.jit(jax.jacfwd(both, has_aux=True))(position)
-    return value, slope, hessian
+    hessian, (value, gradient) = jax.jit(jax.jacfwd(gradient_and_aux, has_aux=True))(position)
+    return value, gradient, hessian
 
 
 @pytest.mark.parametrize(
     ("name", "batch"), [quick_if(i in QUICK, *case) for i, case in enumerate(ARRANGEMENTS)]
 )
-def test_potential_gradient_and_hessian(name, batch, monkeypatch):
-    # Four rows a chunk divide neither five nor six.
-    chunks_of(monkeypatch, 4)
+def test_full_values_uneven_chunks_equal_numpyros(name, batch):
     case = CASES[name]
-    target, arguments = case.target(**batch), case.arguments(**batch)
-    position = jnp.asarray(position_of(target))
-    vectors = np.random.default_rng(1).standard_normal((2, target.dim))
+    # Chunks of four rows divide neither five nor six.
+    potential = replace(case.potential(**batch), max_rows_per_chunk=4)
+    arguments = case.arguments(**batch)
+    position = jnp.asarray(position_of(potential))
+    vectors = np.random.default_rng(1).standard_normal((2, potential.dim))
 
     @jax.jit
-    def found(position):
+    def evaluate(position):
         return (
-            target.full_value(position, arguments),
-            target.full_gradient(position, arguments),
-            target.full_value_grad_hessian(position, arguments),
-            target.full_hessian_products(position, vectors, arguments),
+            potential.full_value(position, arguments),
+            potential.full_gradient(position, arguments),
+            potential.full_value_grad_hessian(position, arguments),
+            potential.full_hessian_products(position, vectors, arguments),
         )
 
-    value, slope, hessian = derivatives(case.potential(target), position)
-    expected = (value, slope, (value, slope, hessian), vectors @ hessian)
-    jax.tree.map(assert_close, found(position), expected)
+    value, gradient, hessian = derivatives(case.numpyro_potential(potential), position)
+    expected = (value, gradient, (value, gradient, hessian), vectors @ hessian)
+    jax.tree.map(assert_close, evaluate(position), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "batch"), [("one", {"rows": 4}), ("nested", {"rows": 3, "columns": 2})]
 )
 @pytest.mark.parametrize("num_rows", [1, 3, 100])
-def test_any_number_of_rows_a_chunk(name, batch, num_rows, monkeypatch):
-    chunks_of(monkeypatch, num_rows)
+def test_full_value_any_chunk_size_equals_numpyros(name, batch, num_rows):
     case = CASES[name]
-    target, arguments = case.target(**batch), case.arguments(**batch)
-    position = jnp.asarray(position_of(target))
-    found = jax.jit(lambda q: target.full_value(q, arguments))(position)
-    assert_close(found, jax.jit(case.potential(target))(position))
+    potential = replace(case.potential(**batch), max_rows_per_chunk=num_rows)
+    arguments = case.arguments(**batch)
+    position = jnp.asarray(position_of(potential))
+    value = jax.jit(lambda q: potential.full_value(q, arguments))(position)
+    assert_close(value, jax.jit(case.numpyro_potential(potential))(position))
 
 
 @pytest.mark.parametrize(("name", "batch"), ARRANGEMENTS)
-def test_which_plates_meet(name, batch):
-    plates = CASES[name].target(**batch).plate_groups
+def test_plate_groups_common_site_joins_plates(name, batch):
+    plates = CASES[name].potential(**batch).plate_groups
     names = sorted(sorted(p.name for p in group) for group in plates)
     expected = {
         "separate": [["columns"], ["rows"]],
@@ -95,7 +90,7 @@ def test_which_plates_meet(name, batch):
     assert names == [group for group in kept if group]
 
 
-def test_plates_that_meet_in_turn_are_one_group():
+def test_mean_over_chunks_overlapping_plates_is_exact():
     def plate(name):
         return Plate(name, 3, 2)
 
@@ -111,7 +106,7 @@ def test_plates_that_meet_in_turn_are_one_group():
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 10, 50])
-def test_chunks_are_weighted_by_their_sizes(num_rows):
+def test_mean_over_chunks_weights_chunks_by_size(num_rows):
     values = jnp.asarray(np.random.default_rng(0).standard_normal(10))
     calls = []
 
@@ -122,16 +117,16 @@ def test_chunks_are_weighted_by_their_sizes(num_rows):
             "square": values[i["rows"]] @ values[i["rows"]] / i["rows"].shape[0],
         }
 
-    found = mean_over_chunks(mean, [(Plate("rows", 10, 2),)], num_rows)
+    means = mean_over_chunks(mean, [(Plate("rows", 10, 2),)], num_rows)
     assert max(calls) <= num_rows
-    assert_close(found, {"mean": values.mean(), "square": values @ values / 10})
+    assert_close(means, {"mean": values.mean(), "square": values @ values / 10})
 
 
-def test_no_plates():
+def test_mean_over_chunks_no_plates_evaluates_once():
     assert mean_over_chunks(lambda i: 3.0, (), 10) == 3.0
 
 
-def test_memory_is_that_of_a_chunk():
+def test_mean_over_chunks_many_rows_needs_memory_of_a_chunk():
     size = 10**6
 
     def mean(i):
@@ -143,58 +138,57 @@ def test_memory_is_that_of_a_chunk():
     assert max(map(np.prod, shapes)) <= 1000
 
 
-def test_chunk_rows():
+def test_compute_chunk_size_bounds_rows_and_numbers():
     assert compute_chunk_size(1) == 8192
+    assert compute_chunk_size(1, max_rows=4) == 4
     assert compute_chunk_size(2**10) == 2**10
     assert compute_chunk_size(10**9) == 1
     assert compute_chunk_size(0) == 8192
 
 
-def test_plates_need_not_agree_in_budget():
-    # Two hundred million cells in chunks of at most a thousand numbers a call.
-    seen = []
+def test_mean_over_chunks_two_plates_bounds_pairs_of_rows():
+    chunk_sizes = []
 
-    def size_of(i):
-        seen.append(i["a"].shape[0] * i["b"].shape[0])
-        return jnp.float64(i["a"].shape[0] * i["b"].shape[0] > 0)
+    def value(i):
+        chunk_sizes.append(i["a"].shape[0] * i["b"].shape[0])
+        return jnp.float64(1.0)
 
     plates = (Plate("a", 20_000, 3), Plate("b", 10_000, 3))
-    jax.eval_shape(lambda: mean_over_chunks(size_of, [plates], 1000))
-    assert max(seen) <= 1000
+    jax.eval_shape(lambda: mean_over_chunks(value, [plates], 1000))
+    assert max(chunk_sizes) <= 1000
 
 
 @pytest.mark.parametrize("name", ["one", "nested", "three"])
-def test_a_subset_stands_for_all_rows(name, monkeypatch):
+def test_full_value_subset_represents_all_rows(name):
     case = CASES[name]
     batch = {k: 2 for k in ("rows", "columns") if k in case.sizes}
-    target, arguments = case.target(**batch), case.arguments(**batch)
-    position = jnp.asarray(position_of(target))
-    subset = {p.name: jnp.array([2, 0, 2]) for p in target.plates}
-    expected = jax.jit(lambda q: target.value(q, subset, arguments))(position)
+    potential, arguments = case.potential(**batch), case.arguments(**batch)
+    position = jnp.asarray(position_of(potential))
+    subset = {p.name: jnp.array([2, 0, 2]) for p in potential.plates}
+    expected = jax.jit(lambda q: potential.value(q, subset, arguments))(position)
     for num_rows in (2, 100):
-        chunks_of(monkeypatch, num_rows)
-        found = jax.jit(lambda q: target.full_value(q, arguments, subset))(position)
-        assert_close(found, expected)
+        chunked = replace(potential, max_rows_per_chunk=num_rows)
+        value = jax.jit(lambda q, p=chunked: p.full_value(q, arguments, subset))(position)
+        assert_close(value, expected)
 
 
-def test_minibatch_potential_counts_the_rows_it_has():
+def test_value_repeated_rows_scales_by_their_number():
     case = CASES["one"]
-    target, arguments = case.target(rows=2), case.arguments(rows=2)
-    position = jnp.asarray(position_of(target))
+    potential, arguments = case.potential(rows=2), case.arguments(rows=2)
+    position = jnp.asarray(position_of(potential))
     rows = np.array([0, 3, 3, 5, 1])
-    potential = jax.jit(lambda q: target.value(q, {"rows": rows}, arguments))
-    found = potential(position)
-    assert_close(found, jax.jit(case.scaled_potential(target, rows, 6 / 5))(position))
+    value = jax.jit(lambda q: potential.value(q, {"rows": rows}, arguments))(position)
+    expected = jax.jit(case.scaled_numpyro_potential(potential, rows, 6 / 5))(position)
+    assert_close(value, expected)
 
 
-def test_planted_mistake_is_seen():
-    # Chunks of different sizes, all weighted alike.
+def test_value_chunks_of_different_sizes_need_weights():
     case = CASES["one"]
-    target, arguments = case.target(rows=2), case.arguments(rows=2)
-    position = jnp.asarray(position_of(target))
-    expected = jax.jit(case.potential(target))(position)
-    potential = jax.jit(lambda rows: target.value(position, {"rows": rows}, arguments))
-    first, last = potential(jnp.arange(4)), potential(jnp.arange(4, 6))
+    potential, arguments = case.potential(rows=2), case.arguments(rows=2)
+    position = jnp.asarray(position_of(potential))
+    expected = jax.jit(case.numpyro_potential(potential))(position)
+    value = jax.jit(lambda rows: potential.value(position, {"rows": rows}, arguments))
+    first, last = value(jnp.arange(4)), value(jnp.arange(4, 6))
     assert_close((4 * first + 2 * last) / 6, expected)
     with pytest.raises(AssertionError):
         assert_close((first + last) / 2, expected)

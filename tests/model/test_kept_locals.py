@@ -1,4 +1,4 @@
-"""Local values that stay, where all settings are given: on the host, and in a stored run."""
+"""Local values that are kept, with all settings given: host arrays and checkpoints."""
 
 import numpy as np
 import numpyro.distributions as dist
@@ -20,13 +20,15 @@ GIVEN = {
 }
 
 
-def draw(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+def sample_indicators(rng_key, gibbs_sites, hmc_sites, rows, model_args):
     odds = indicator_odds(hmc_sites["share"], hmc_sites["shift"], model_args[0][rows])
     return {"k": dist.Bernoulli(logits=odds).sample(rng_key)}
 
 
-def discrete():
-    return SGHMCSplit(mixture, gibbs_fn=draw, gibbs_sites=["k"], collect_local_sites=True, **GIVEN)
+def discrete_kernel():
+    return SGHMCSplit(
+        mixture, gibbs_fn=sample_indicators, gibbs_sites=["k"], collect_local_sites=True, **GIVEN
+    )
 
 
 def run(mcmc, rows):
@@ -36,10 +38,10 @@ def run(mcmc, rows):
 
 @pytest.fixture(scope="module")
 def in_memory():
-    return run(quietly(discrete(), num_warmup=2, num_samples=6), Y)
+    return run(quietly(discrete_kernel(), num_warmup=2, num_samples=6), Y)
 
 
-def test_nothing_is_looked_for(in_memory):
+def test_adaptation_all_settings_given_keeps_them(in_memory):
     assert in_memory.sampler.adaptation.uses_init_strategy
     assert in_memory.sampler.adaptation.num_steps == 3
     k = np.asarray(in_memory.get_samples()["k"])
@@ -48,16 +50,18 @@ def test_nothing_is_looked_for(in_memory):
 
 
 @pytest.mark.slow
-def test_rows_may_be_on_the_host(in_memory):
-    found = run(quietly(discrete(), num_warmup=2, num_samples=6), HostArray(Y)).get_samples()
+def test_draws_host_array_match_array_in_memory(in_memory):
+    from_host = run(
+        quietly(discrete_kernel(), num_warmup=2, num_samples=6), HostArray(Y)
+    ).get_samples()
     for name, draws in in_memory.get_samples().items():
-        np.testing.assert_allclose(draws, found[name], rtol=1e-5)
+        np.testing.assert_allclose(draws, from_host[name], rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["discrete", pytest.param("moved", marks=pytest.mark.slow)])
-def test_a_stored_run_goes_on(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["gibbs_fn", pytest.param("hmc", marks=pytest.mark.slow)])
+def test_resume_killed_run_continues_bitwise(kind, tmp_path, monkeypatch):
     def stored(folder):
-        kernel = discrete() if kind == "discrete" else SGHMCSplit(normal_means, **GIVEN)
+        kernel = discrete_kernel() if kind == "gibbs_fn" else SGHMCSplit(normal_means, **GIVEN)
         settings = {"num_warmup": 2, "num_samples": 6, "checkpoint_every": 2}
         return CheckpointedMCMC(kernel, checkpoint=folder, progress_bar=False, **settings)
 

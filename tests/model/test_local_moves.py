@@ -1,4 +1,4 @@
-"""Latent sites inside the subsampled plate: one move, exactly."""
+"""Updates of local latent variables, against NumPyro's joint potential."""
 
 from __future__ import annotations
 
@@ -39,52 +39,55 @@ from tests.model.plated import assert_close
 ROWS, BATCH = 12, 4
 
 
-_visit = jax.jit(update_minibatch_locals, static_argnames=("potential", "estimator"))
-_rows_of = jax.jit(pointwise_local_potentials, static_argnames="potential")
-_full_potential = jax.jit(Potential.full_value, static_argnums=0)
+_update_minibatch_locals = jax.jit(
+    update_minibatch_locals, static_argnames=("potential", "estimator")
+)
+_pointwise_potentials = jax.jit(pointwise_local_potentials, static_argnames="potential")
+_full_value = jax.jit(Potential.full_value, static_argnums=0)
 _gradient = jax.jit(Potential.gradient, static_argnums=0)
 
 
-class _Exact:
-    """A small model in float64 with values that are nothing in particular."""
+class _Case:
+    """A small model in float64, at arbitrary global and local values."""
 
     def __init__(self, model: Any, y: Any) -> None:
         self.model, self.y = model, np.asarray(y, np.float64)
         self.arguments = Arguments((self.y,), {"batch_size": BATCH})
-        self.target = make_model_potential(model, self.arguments, init_to_uniform)
+        self.potential = make_model_potential(model, self.arguments, init_to_uniform)
         rng = np.random.default_rng(7)
-        self.theta = jnp.asarray(0.3 * rng.standard_normal(self.target.dim))
-        self.anchor = self.theta + 0.2
-        local = self.target.local_latents
+        self.theta = jnp.asarray(0.3 * rng.standard_normal(self.potential.dim))
+        self.reference = self.theta + 0.2
+        local = self.potential.local_latents
         self.values = LocalValues(
             jnp.asarray(0.5 * rng.standard_normal((ROWS, local.hmc_dim))),
             local.make_zero_values().gibbs_values,
         )
-        self.slopes = jax.jit(jax.grad(self.joint, (0, 1)))
+        self.joint_gradients = jax.jit(jax.grad(self.joint, (0, 1)))
         self.state = LocalLatentsState(
             self.values, jnp.full((ROWS, local.hmc_dim), 0.5), jnp.ones(())
         )
 
     def joint(self, theta: Any, position: Any) -> Any:
-        """NumPyro's own potential of all rows and values."""
-        z = self.target.unravel(theta) | self.target.local_latents.unravel(position)
+        """Return NumPyro's potential of all rows and values."""
+        z = self.potential.unravel(theta) | self.potential.local_latents.unravel(position)
         return potential_energy(self.model, (jnp.asarray(self.y),), {}, z)
 
     def full_gradient(self, values: LocalValues, theta: Any = None) -> Any:
         theta = self.theta if theta is None else theta
-        return self.slopes(theta, values.hmc_position)[0]
+        return self.joint_gradients(theta, values.hmc_position)[0]
 
-    def visit(self, rows: Any, seed: int = 0, state: Any = None, gradient: Any = None) -> Any:
+    def update(self, rows: Any, seed: int = 0, state: Any = None, gradient: Any = None) -> Any:
+        """Update the local values of some rows."""
         state = self.state if state is None else state
         if gradient is None:
-            gradient = self.full_gradient(state.values, self.anchor)
-        return _visit(
-            self.target,
+            gradient = self.full_gradient(state.values, self.reference)
+        return _update_minibatch_locals(
+            self.potential,
             state,
             self.theta,
             {"rows": jnp.asarray(rows)},
             self.arguments,
-            self.anchor,
+            self.reference,
             gradient,
             GRADIENT_ESTIMATORS["control_variate"],
             jax.random.key(seed),
@@ -95,103 +98,102 @@ class _Exact:
 def case(request, x64):
     rng = np.random.default_rng(8)
     shape = (ROWS,) if request.param is normal_means else (ROWS, 3)
-    return _Exact(request.param, rng.standard_normal(shape))
+    return _Case(request.param, rng.standard_normal(shape))
 
 
-def test_potential_on_all_rows_is_the_joint(case):
+def test_full_value_with_local_values_is_joint_potential(case):
     arguments = with_local_values(case.arguments, case.values)
     assert_close(
-        _full_potential(case.target, case.theta, arguments),
+        _full_value(case.potential, case.theta, arguments),
         case.joint(case.theta, case.values.hmc_position),
     )
 
 
-def test_a_row_sees_its_own_unscaled_gradient(case):
-    expected = case.slopes(case.theta, case.values.hmc_position)[1]
+def test_pointwise_local_potentials_gradient_is_unscaled(case):
+    expected = case.joint_gradients(case.theta, case.values.hmc_position)[1]
     rows = jnp.array([3, 11, 0, 7])
     some = case.values.take(rows)
 
     def total(position):
-        return _rows_of(
-            case.target, case.theta, rows, position, some.gibbs_values, case.arguments
+        return _pointwise_potentials(
+            case.potential, case.theta, rows, position, some.gibbs_values, case.arguments
         ).sum()
 
     assert_close(jax.grad(total)(some.hmc_position), expected[rows])
 
 
-def test_a_row_s_density_is_the_joint_s_up_to_a_constant(case):
+def test_pointwise_local_potentials_one_row_moved_changes_as_joint(case):
     rows = jnp.arange(ROWS)
     moved = case.values.hmc_position.at[5].add(0.7)
-    own = partial(
+    pointwise = partial(
         pointwise_local_potentials,
-        case.target,
+        case.potential,
         case.theta,
         rows,
         gibbs_values={},
         arguments=case.arguments,
     )
-    change = own(hmc_position=moved) - own(hmc_position=case.values.hmc_position)
+    change = pointwise(hmc_position=moved) - pointwise(hmc_position=case.values.hmc_position)
     expected = case.joint(case.theta, moved) - case.joint(case.theta, case.values.hmc_position)
     assert_close(change, jnp.zeros(ROWS).at[5].set(expected))
 
 
-def test_only_the_minibatch_s_rows_change(case):
+def test_update_minibatch_locals_changes_rows_of_minibatch_only(case):
     rows = [9, 2, 4, 10]
-    after, _, here = case.visit(rows)
+    after, _, arguments = case.update(rows)
     others = np.setdiff1d(np.arange(ROWS), rows)
     before, now = case.values.hmc_position, after.values.hmc_position
     np.testing.assert_array_equal(now[others], before[others])
     assert (now[jnp.array(rows)] != before[jnp.array(rows)]).any()
-    served = here.kwargs["_local_values"].hmc_position
-    np.testing.assert_array_equal(served, now[jnp.array(rows)])
+    inserted = arguments.kwargs["_local_values"].hmc_position
+    np.testing.assert_array_equal(inserted, now[jnp.array(rows)])
 
 
-def test_gradient_of_the_globals_is_that_at_the_new_values_and_unbiased(case):
-    """The estimates on a partition of the rows have the full gradient as their mean."""
-    after, gradient, _ = case.visit([9, 2, 4, 10])
+def test_update_minibatch_locals_gradient_estimators_stay_unbiased(case):
+    """The mean of the estimates on a partition of the rows is the full gradient."""
+    after, gradient, _ = case.update([9, 2, 4, 10])
     arguments = with_local_values(case.arguments, after.values)
-    whitening = Preconditioner(case.anchor, jnp.ones(case.target.dim), gradient)
-    q = case.theta - case.anchor
+    preconditioner = Preconditioner(case.reference, jnp.ones(case.potential.dim), gradient)
+    q = case.theta - case.reference
     blocks = np.random.default_rng(1).permutation(ROWS).reshape(-1, BATCH)
     expected = case.full_gradient(after.values)
     for estimator in (GRADIENT_ESTIMATORS["minibatch"], GRADIENT_ESTIMATORS["control_variate"]):
-        found = jax.jit(
+        estimates = jax.jit(
             jax.vmap(
                 lambda b, e=estimator: make_gradient_fn(
-                    e, case.target, arguments, whitening, {"rows": b}
+                    e, case.potential, arguments, preconditioner, {"rows": b}
                 )(q)
             )
         )(jnp.asarray(blocks))
-        assert_close(np.mean(found, 0), expected)
-        assert np.ptp(found, 0).max() > 1e-3 * np.abs(expected).max()
+        assert_close(np.mean(estimates, 0), expected)
+        assert np.ptp(estimates, 0).max() > 1e-3 * np.abs(expected).max()
 
 
-def test_gradient_at_the_anchor_follows_the_local_values(case):
+def test_update_minibatch_locals_reference_gradient_stays_exact(case):
     state, gradient = case.state, None
     for n, rows in enumerate([[0, 1, 2, 3], [8, 3, 5, 1], [11, 10, 2, 0]]):
-        state, gradient, _ = case.visit(rows, n, state, gradient)
-    assert_close(gradient, case.full_gradient(state.values, case.anchor), rtol=1e-10)
+        state, gradient, _ = case.update(rows, n, state, gradient)
+    assert_close(gradient, case.full_gradient(state.values, case.reference), rtol=1e-10)
 
 
-def test_the_minibatch_in_the_step_is_the_one_gathered(case):
-    """The step's gradient is that of its own rows at their renewed values."""
+def test_update_minibatch_locals_arguments_hold_updated_values(case):
     rows = jnp.array([9, 2, 4, 10])
-    after, _, here = case.visit(rows)
+    after, _, step_arguments = case.update(rows)
     arguments = with_local_values(case.arguments, after.values)
     indices = {"rows": rows}
     assert_close(
-        _gradient(case.target, case.theta, indices, here),
-        _gradient(case.target, case.theta, indices, arguments),
+        _gradient(case.potential, case.theta, indices, step_arguments),
+        _gradient(case.potential, case.theta, indices, arguments),
     )
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
-def test_local_moves_leave_the_conditional_as_it_is(scale):
-    """Draws from p(z | theta, y) remain such, whatever the scale of the moves; each row moves."""
+def test_sweep_local_values_any_scale_leaves_conditional_invariant(scale):
+    """Samples from p(z | theta, y) remain such samples, and each row moves."""
     rows, tau = 20_000, 1.3
     y = normal_means_data(rows)
     arguments = Arguments((y,), {"batch_size": 100})
-    target = make_model_potential(normal_means, arguments, init_to_uniform)
+    potential = make_model_potential(normal_means, arguments, init_to_uniform)
     theta = jnp.array([0.4, np.log(tau)], jnp.float32)
     variance = 1 / (1 / tau**2 + 1 / NOISE**2)
     mean = variance * (0.4 / tau**2 + y / NOISE**2)
@@ -200,7 +202,7 @@ def test_local_moves_leave_the_conditional_as_it_is(scale):
     widths = jnp.full((rows, 1), scale * np.sqrt(variance), jnp.float32)
     state = LocalLatentsState(values, widths, jnp.ones(()))
     after, acceptance = jax.jit(sweep_local_values, static_argnums=(0, 5))(
-        target, theta, state, arguments, jax.random.key(0), 3
+        potential, theta, state, arguments, jax.random.key(0), 3
     )
     u = (np.asarray(after.hmc_position[:, 0], np.float64) - mean) / np.sqrt(variance)
     assert abs(u.mean() - start.mean()) < 5 * np.sqrt(2 / rows)
@@ -210,7 +212,7 @@ def test_local_moves_leave_the_conditional_as_it_is(scale):
     assert abs(np.corrcoef(u, start)[0, 1]) < (0.4 if scale == 1.0 else 0.9)
 
 
-def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
+def test_update_local_values_gibbs_fn_gets_minibatch_and_sets_values():
     y = mixture_data()
     arguments = Arguments((y,), {"batch_size": 5})
     seen = {}
@@ -219,14 +221,14 @@ def test_gibbs_fn_gets_the_minibatch_and_its_draws_are_kept():
         seen.update(gibbs_sites=gibbs_sites, hmc_sites=hmc_sites, rows=rows)
         return {"k": 1 - gibbs_sites["k"]}
 
-    target = make_model_potential(
+    potential = make_model_potential(
         mixture, arguments, init_to_uniform, GibbsConfig(gibbs_fn, ("k",))
     )
-    values = target.local_latents.make_zero_values()
+    values = potential.local_latents.make_zero_values()
     rows = jnp.array([7, 1999, 3, 0, 12])
     theta = jnp.array([0.3, 2.0])
     after, _ = update_local_values(
-        target, theta, rows, values.take(rows), jnp.zeros((5, 0)), arguments, jax.random.key(0)
+        potential, theta, rows, values.take(rows), jnp.zeros((5, 0)), arguments, jax.random.key(0)
     )
     np.testing.assert_array_equal(after.gibbs_values["k"], np.ones(5))
     np.testing.assert_array_equal(seen["rows"], rows)

@@ -35,7 +35,7 @@ from tests.model.hierarchies import (
     trials_data,
 )
 
-# The runs visit 2,000 rows between two draws: most of their time is not compilation.
+# The runs visit 2,000 rows between two draws, so that compilation is not most of their time.
 pytestmark = pytest.mark.usefixtures("optimised")
 
 
@@ -53,20 +53,20 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(optimised):
-    """A run with the local values of all rows."""
+def collected_run(optimised):
+    """Run with the local values of all rows collected."""
     y = normal_means_data()
     return posterior_run(SGHMCSplit(normal_means, collect_local_sites=True), y)
 
 
-def test_normal_means_against_the_marginal(whole):
-    assert_globals(whole, normal_means_posterior(normal_means_data()))
+def test_draws_globals_match_marginal_posterior(collected_run):
+    assert_globals(collected_run, normal_means_posterior(normal_means_data()))
 
 
-def test_local_values_against_their_posterior(whole):
-    """Given the globals' posterior each local value is normal with a known mean and sd."""
+def test_draws_local_values_match_conditional_posterior(collected_run):
+    """Given the globals, each local value is normal with a known mean and SD."""
     y = normal_means_data()
-    draws = whole.get_samples(group_by_chain=True)
+    draws = collected_run.get_samples(group_by_chain=True)
     mu, tau = (np.asarray(draws[n], np.float64)[..., None] for n in ("mu", "tau"))
     assert draws["z"].shape == (2, 250, len(y))
     variance = 1 / (1 / tau**2 + 1 / NOISE**2)
@@ -75,66 +75,64 @@ def test_local_values_against_their_posterior(whole):
     # Each draw is standard normal and about independent of the others.
     assert abs(u.mean()) < 5 / np.sqrt(u.size / 4)
     assert abs(u.var() - 1) < 5 * np.sqrt(2 / (u.size / 4))
-    of_rows = u.reshape(-1, len(y))
-    assert np.abs(of_rows.mean(0)).max() < 6 * np.sqrt(2 / len(of_rows))
-    extreme = np.argsort(y)[[0, 1, -2, -1]]
-    assert np.abs(of_rows[:, extreme].mean(0)).max() < 5 * np.sqrt(2 / len(of_rows))
+    by_row = u.reshape(-1, len(y))
+    assert np.abs(by_row.mean(0)).max() < 6 * np.sqrt(2 / len(by_row))
+    extreme_rows = np.argsort(y)[[0, 1, -2, -1]]
+    assert np.abs(by_row[:, extreme_rows].mean(0)).max() < 5 * np.sqrt(2 / len(by_row))
 
 
-def test_rows_are_renewed_between_draws(whole):
-    z = np.asarray(whole.get_samples(group_by_chain=True)["z"])
+def test_draws_local_values_change_between_draws(collected_run):
+    z = np.asarray(collected_run.get_samples(group_by_chain=True)["z"])
     assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
-    steps = int(whole.last_state.num_steps[0])
-    assert steps >= 2000 / 100
+    num_steps = int(collected_run.last_state.num_steps[0])
+    assert num_steps >= 2000 / 100
 
 
-def test_draws_hold_the_globals_by_default_and_numpyro_s_tools_work(whole):
+def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run):
     y = normal_means_data()
     mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
     assert sorted(mcmc.get_samples()) == ["mu", "tau"]
     mcmc.print_summary()
     data = az.from_numpyro(mcmc, log_likelihood=False)
     assert set(data.posterior.data_vars) == {"mu", "tau"}
-    with pytest.raises(ValueError, match=r"collect_local_sites=True .* log_likelihood=False"):
+    with pytest.raises(ValueError, match=r"latent.*collect_local_sites"):
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.local_state
     assert state.values.hmc_position.shape == (2, 2000, 1)
-    drawn = Predictive(mcmc.sampler.model, whole.get_samples())(jax.random.key(0), y)
-    assert drawn["y"].shape == (500, 2000)
-    found = az.from_numpyro(whole, log_likelihood=True)
-    assert found.log_likelihood["y"].shape == (2, 250, 2000)
-    assert found.posterior["z"].shape == (2, 250, 2000)
+    predicted = Predictive(mcmc.sampler.model, collected_run.get_samples())(jax.random.key(0), y)
+    assert predicted["y"].shape == (500, 2000)
+    data = az.from_numpyro(collected_run, log_likelihood=True)
+    assert data.log_likelihood["y"].shape == (2, 250, 2000)
+    assert data.posterior["z"].shape == (2, 250, 2000)
 
 
 def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
-    """Shift and inflation of each global, shape ``(2, sites)``."""
+    """Return mean bias (in posterior SDs) and SD inflation of each global, shape ``(2, sites)``."""
     draws = {n: np.asarray(x, np.float64) for n, x in mcmc.get_samples().items()}
-    shift = [(draws[n].mean() - mean) / sd for n, (mean, sd) in exact.items()]
-    return np.array([shift, [draws[n].std() / sd - 1 for n, (_, sd) in exact.items()]])
+    mean_bias = [(draws[n].mean() - mean) / sd for n, (mean, sd) in exact.items()]
+    return np.array([mean_bias, [draws[n].std() / sd - 1 for n, (_, sd) in exact.items()]])
 
 
-def test_the_report_is_on_the_globals_own_posterior(whole, capsys):
-    report = bias_report(whole)
+def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, capsys):
+    report = bias_report(collected_run)
     assert [site.site for site in report.sites] == ["mu", "tau"]
-    found = np.stack(
-        [report.mean_bias.value, report.sd_inflation.value]
-    )
-    truth = true_bias(whole, normal_means_posterior(normal_means_data()))
+    found = np.stack([report.mean_bias.value, report.sd_inflation.value])
+    truth = true_bias(collected_run, normal_means_posterior(normal_means_data()))
     np.testing.assert_allclose(found, truth, atol=0.06)
     assert not report.is_flagged
-    assert "local latent variables `z`" in str(report)
-    print_summary(whole)
+    assert "Globals alone, the local values integrated out; not judged: `z`." in str(report)
+    print_summary(collected_run)
     assert "Bias: means off by at most" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="`fn`"):
-        bias_report(whole, lambda draw: draw["mu"])
-    with pytest.raises(ValueError, match="`compare_with_finer`.*plate"):
-        diagnostics.compare_with_finer(whole, jax.random.key(0))
+    with pytest.raises(ValueError, match="leave out the function"):
+        bias_report(collected_run, lambda draw: draw["mu"])
+    with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
+        diagnostics.compare_with_finer(collected_run, jax.random.key(0))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
 @pytest.mark.filterwarnings("ignore:.*step_size")
-def test_the_report_tells_noise_in_the_globals():
+def test_bias_report_noisy_gradient_flags_globals():
     y = normal_means_data()
     kernel = SGHMCSplit(normal_means, gradient_estimator="minibatch", step_size=0.2)
     mcmc = posterior_run(kernel, y, batch=20)
@@ -146,7 +144,7 @@ def test_the_report_tells_noise_in_the_globals():
 
 
 @pytest.mark.slow
-def test_sequential_chains_a_pickled_kernel_and_more_draws():
+def test_pickled_kernel_sequential_chains_matches_posterior():
     y = normal_means_data(400)
     kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_local_sites=["z"])))
     mcmc = posterior_run(kernel, y, chain_method="sequential", num_samples=300, batch=40)
@@ -158,7 +156,7 @@ def test_sequential_chains_a_pickled_kernel_and_more_draws():
 
 
 @pytest.mark.slow
-def test_warmup_then_run_goes_on():
+def test_run_after_warmup_matches_posterior():
     y = normal_means_data(400)
     mcmc = quietly(
         SGHMCSplit(normal_means, collect_local_sites=True), num_samples=300, num_warmup=50
@@ -182,16 +180,16 @@ def test_warmup_then_run_goes_on():
         SGNHT(normal_means),
         SGHMCSplit(normal_means, gradient_estimator="minibatch"),
     ],
-    ids=["gibbs_fn", "epoch", "SGNHT", "plain"],
+    ids=["gibbs_fn", "shuffled", "SGNHT", "minibatch"],
 )
 @pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
-def test_other_ways_to_the_same_posterior(kernel):
+def test_draws_other_kernels_match_marginal_posterior(kernel):
     y = normal_means_data()
     assert_globals(posterior_run(kernel, y), normal_means_posterior(y))
 
 
 @pytest.mark.slow
-def test_discrete_indicators_against_the_marginal():
+def test_draws_discrete_indicators_match_marginal_posterior():
     y = mixture_data()
     kernel = SGHMCSplit(
         mixture, gibbs_fn=draw_indicators, gibbs_sites=["k"], collect_local_sites=True
@@ -202,28 +200,29 @@ def test_discrete_indicators_against_the_marginal():
     assert jnp.issubdtype(draws["k"].dtype, jnp.integer)
     odds = indicator_odds(draws["share"][:, None], draws["shift"][:, None], y)
     expected = np.asarray(jax.nn.sigmoid(odds)).mean(0)
-    off = np.asarray(draws["k"]).mean(0) - expected
+    difference = np.asarray(draws["k"]).mean(0) - expected
     error = np.sqrt(np.maximum(expected * (1 - expected), 1e-3) / (len(draws["k"]) / 2))
-    assert np.abs(off / error).max() < 6
-    assert abs(np.mean(off / error)) < 0.2
+    assert np.abs(difference / error).max() < 6
+    assert abs(np.mean(difference / error)) < 0.2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "data"), [(counts, counts_data), (trials, trials_data)], ids=["Poisson", "Bernoulli"]
 )
-def test_against_nuts_on_the_whole_model(model, data):
-    """Means and sds of the globals and of some local values, N = 2,000."""
+def test_draws_match_nuts_on_joint_posterior(model, data):
+    """Compare means and SDs of the globals and of some local values."""
     args = tuple(jnp.asarray(x) for x in data())
     nuts = quietly(
         NUTS(model), num_warmup=500, num_samples=1500, num_chains=2, chain_method="vectorized"
     )
     nuts.run(jax.random.key(0), *args)
     mcmc = posterior_run(SGHMCSplit(model, collect_local_sites=True), *args, num_samples=1000)
-    theirs, ours = (m.get_samples(group_by_chain=True) for m in (nuts, mcmc))
-    some = np.argsort(np.asarray(args[1]).reshape(2000, -1).sum(1))[[0, 3, 1000, 1001, 1996, 1999]]
-    for name in theirs:
-        a, b = (np.asarray(d[name]).reshape(*d[name].shape[:2], -1) for d in (ours, theirs))
+    nuts_draws, draws = (m.get_samples(group_by_chain=True) for m in (nuts, mcmc))
+    totals = np.asarray(args[1]).reshape(2000, -1).sum(1)
+    rows = np.argsort(totals)[[0, 3, 1000, 1001, 1996, 1999]]
+    for name in nuts_draws:
+        a, b = (np.asarray(d[name]).reshape(*d[name].shape[:2], -1) for d in (draws, nuts_draws))
         if name == "effect":
-            a, b = a[..., some], b[..., some]
+            a, b = a[..., rows], b[..., rows]
         assert_same_distribution(a, b)

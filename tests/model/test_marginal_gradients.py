@@ -1,4 +1,4 @@
-"""Fisher's identity: the globals' own gradient from joint gradients at local values that suit."""
+"""Gradients of the globals' marginal posterior, by Fisher's identity."""
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +24,21 @@ def marginal_potential(position, y):
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0])
-def test_gradient_is_that_with_the_local_values_integrated_out(offset):
-    """Wherever the local values have been before."""
+def test_estimate_marginal_gradients_any_initial_values_is_unbiased(offset):
     y = jnp.asarray(normal_means_data(ROWS))
     arguments = Arguments((y,), {"batch_size": 30})
-    target = make_model_potential(normal_means, arguments, Options().init_strategy)
+    potential = make_model_potential(normal_means, arguments, Options().init_strategy)
     values = LocalValues(y[:, None] + offset, {})
     state = LocalLatentsState(values, jnp.full((ROWS, 1), 0.6), jnp.ones(()))
 
-    def one(key):
+    def estimate(key):
         return estimate_marginal_gradients(
-            target, jnp.asarray(POSITIONS), state, arguments, key, 30
+            potential, jnp.asarray(POSITIONS), state, arguments, key, 30
         )
 
-    found = np.stack([one(key) for key in jax.random.split(jax.random.key(0), 30)])
+    estimates = np.stack([estimate(key) for key in jax.random.split(jax.random.key(0), 30)])
     expected = jax.vmap(jax.grad(marginal_potential), (0, None))(POSITIONS, y)
-    error = found.std(0) / np.sqrt(len(found))
+    error = estimates.std(0) / np.sqrt(len(estimates))
     assert (error < 2.0).all()  # of gradients up to a hundred
     assert np.abs(expected).max() > 50
-    assert (np.abs(found.mean(0) - expected) < 5 * error).all()
+    assert (np.abs(estimates.mean(0) - expected) < 5 * error).all()

@@ -1,4 +1,4 @@
-"""Kinds of models: none is edited to please us, and each posterior is known exactly."""
+"""Models of many kinds, unchanged, against their exact posteriors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from numpyro.infer import Predictive
 from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit
-from tests.contract.kernels import (
-    assert_posterior,
-    quietly,
-)
+from numpyro_sgmcmc.errors import DataOrderWarning, DroppedSiteWarning, PlateWarning
+from tests.contract.kernels import assert_posterior, quietly
 
 PEOPLE, ITEMS, GROUPS = 400, 300, 3
 
 
 def everything(*, people: Any, items: Any, batch_size: int | None = None) -> Any:
-    """Parts that know nothing of each other, so that each has its own exact posterior.
+    """Model of independent parts, each with an exact posterior.
 
-    Arguments by keyword only, data in dicts, and a return value. Two plates subsampled apart from
-    each other, one by its indices and one by ``numpyro.subsample``, and a third that is whole.
+    It has keyword-only arguments, data in dicts and a return value. One plate is subsampled by its
+    indices, another by ``numpyro.subsample``, and a third is not subsampled.
     """
     mu = numpyro.sample("mu", dist.Normal(0, 10))
     shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
@@ -85,13 +83,13 @@ def everything_data() -> dict[str, Any]:
 
 
 def normal_mean(x: np.ndarray, power: float = 1.0) -> tuple[Any, Any]:
-    """Posterior mean and sd of a normal mean with prior sd 10 and unit noise."""
+    """Return posterior mean and SD of a normal mean with prior SD 10 and unit noise."""
     precision = 0.01 + power * len(x)
     return power * x.sum() / precision, precision**-0.5
 
 
 def exact(site: str, data: dict[str, Any]) -> tuple[Any, Any]:
-    """Exact posterior mean and sd."""
+    """Return the exact posterior mean and SD."""
     people, items = data["people"], data["items"]
     if site in ("mu", "tempered", "partial", "twice"):
         column = {"tempered": "half", "partial": "seen"}.get(site, "height")
@@ -103,7 +101,7 @@ def exact(site: str, data: dict[str, Any]) -> tuple[Any, Any]:
         return tuple(np.array(x) for x in zip(*parts, strict=True))
     columns = {"cuts": slice(0, 2), "shares": slice(2, 5), "corner": 5, "width": 6, "centre": 7}
     if site in ("cuts", "shares", "corner", "width"):
-        # The priors are flat and their bounds many sds away; the shares add up to one.
+        # The priors are flat and their bounds many SDs away; the shares sum to one.
         mean = items.mean(0)[columns[site]]
         sd = np.full(mean.shape, ITEMS**-0.5)
         return (
@@ -118,7 +116,7 @@ def exact(site: str, data: dict[str, Any]) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def fitted():
-    """The run, its warnings and the data."""
+    """Return a run, its warnings and the data."""
     data = everything_data()
     kernel = SGHMCSplit(everything, gradient_estimator="control_variate")
     mcmc = quietly(kernel, num_samples=800, num_chains=2, chain_method="vectorized")
@@ -145,7 +143,7 @@ SITES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("site", SITES)
-def test_each_part_has_its_posterior(fitted, site):
+def test_draws_every_kind_of_site_matches_exact_posterior(fitted, site):
     mcmc, _, data = fitted
     draws = mcmc.get_samples(group_by_chain=True)[site]
     if site == "corner":
@@ -154,7 +152,7 @@ def test_each_part_has_its_posterior(fitted, site):
 
 
 @pytest.mark.slow
-def test_constrained_draws_lie_in_their_supports(fitted):
+def test_draws_constrained_sites_lie_in_support(fitted):
     draws = fitted[0].get_samples()
     assert ((draws["width"] > 0) & (draws["width"] < 3)).all()
     np.testing.assert_allclose(draws["shares"].sum(-1), 1, rtol=1e-5)
@@ -163,11 +161,11 @@ def test_constrained_draws_lie_in_their_supports(fitted):
 
 
 @pytest.mark.slow
-def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
-    """One in the plate, one outside that depends on the minibatch; two that do not are kept."""
+def test_draws_minibatch_dependent_deterministics_are_left_out_with_one_warning(fitted):
+    """One is in the plate, one outside depends on the minibatch; two others are kept."""
     mcmc, caught, data = fitted
     assert set(mcmc.get_samples()) == {*SITES, "centre_decentered"}
-    about = [w for w in caught if "deterministic" in str(w.message)]
+    about = [w for w in caught if w.category is DroppedSiteWarning]
     assert len(about) == 1
     assert "batch_mean" in str(about[0].message)
     assert "residual" in str(about[0].message)
@@ -180,15 +178,15 @@ def test_deterministic_sites_of_the_rows_are_left_out_with_one_warning(fitted):
 
 
 @pytest.mark.slow
-def test_warnings_point_at_the_users_line(fitted):
+def test_warnings_have_the_users_line(fitted):
     for warning in fitted[1]:
         assert warning.filename == __file__, str(warning.message)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
-def test_nested_plates_and_a_support_that_depends_on_a_site():
-    """A table of rows and columns, both subsampled, and ``Uniform(0, top)``."""
+def test_draws_nested_plates_and_dependent_support_match_exact_posterior():
+    """Both rows and columns of a table are subsampled, and a prior is ``Uniform(0, top)``."""
 
     def model(table, row_batch, column_batch):
         top = numpyro.sample("top", dist.HalfNormal(3))
@@ -224,11 +222,11 @@ def test_nested_plates_and_a_support_that_depends_on_a_site():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
-def test_a_random_likelihood_has_a_fresh_key_every_step():
-    """The model blurs its data anew each time.
+def test_draws_stochastic_likelihood_gets_new_key_every_step():
+    """The model adds new noise to its data at each evaluation.
 
-    The mean gradient over keys is that of the sharp data; with one key for all steps the mean
-    would be off by the mean of 20 blurs, four posterior sds.
+    The mean gradient over keys is that without the noise. With one key for all steps the mean would
+    be biased by the mean of 20 noise values, four posterior SDs.
     """
 
     def model(y, batch_size):
@@ -249,7 +247,7 @@ def test_a_random_likelihood_has_a_fresh_key_every_step():
     [None, pytest.param(100, marks=pytest.mark.slow)],
     ids=["no subsample_size", "all rows"],
 )
-def test_without_a_subsampled_plate_there_is_one_warning(batch_size):
+def test_run_without_subsampled_plate_warns_once(batch_size):
     def model(y, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0, 10))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -261,14 +259,14 @@ def test_without_a_subsampled_plate_there_is_one_warning(batch_size):
         warnings.simplefilter("always")
         mcmc.run(jax.random.key(0), y, batch_size=batch_size)
         mcmc.sampler.init(jax.random.key(0), 10, None, (y,), {"batch_size": batch_size})
-    assert ["no subsampled plate" in str(w.message) for w in caught] == [True]
+    assert [w.category for w in caught] == [PlateWarning]
     assert "subsample_size" in str(caught[0].message)
     draws = mcmc.get_samples(group_by_chain=True)["mu"]
     assert_posterior(draws, *normal_mean(y.astype(np.float64)))
 
 
-def test_shuffled_rows_raise_no_alarm_about_their_order():
-    """Blocks of random rows are as good as random rows; what differs is chance."""
+def test_init_shuffled_rows_does_not_warn():
+    """Contiguous minibatches of rows in random order are as good as random rows."""
 
     def model(X, y, batch_size):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
@@ -284,7 +282,7 @@ def test_shuffled_rows_raise_no_alarm_about_their_order():
     kernel.init(jax.random.key(0), 10, None, (X, y), {"batch_size": 100})
 
 
-def test_sorted_rows_are_noticed_and_the_cure_is_named():
+def test_init_sorted_rows_warns():
     def model(y, batch_size):
         rate = numpyro.sample("rate", dist.Gamma(2, 1))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
@@ -292,13 +290,13 @@ def test_sorted_rows_are_noticed_and_the_cure_is_named():
 
     y = np.sort(np.random.default_rng(0).poisson(3.0, 1000))
     kernel = SGHMCSplit(model, gradient_estimator="minibatch")
-    with pytest.warns(UserWarning, match="permutation") as caught:
+    with pytest.warns(DataOrderWarning, match="sorted") as caught:
         kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 100})
     assert len(caught) == 1
 
 
 @pytest.mark.slow
-def test_random_flax_module():
+def test_draws_random_flax_module_matches_exact_posterior():
     linen = pytest.importorskip("flax.linen")
     from numpyro.contrib.module import random_flax_module
 

@@ -1,7 +1,7 @@
-"""What a process keeps of kernels that are gone: nothing, once JAX has forgotten its programs.
+"""Kernels, potentials and programs are released when nothing uses them any more.
 
-The chains run in a loop of the test's own. NumPyro keeps the last eight runs, and JAX 0.10 all, of
-every kernel's.
+The chains run in a loop of these tests, because NumPyro keeps the last eight runs of every kernel,
+and JAX 0.10 keeps all.
 """
 
 import gc
@@ -17,7 +17,7 @@ from numpyro_sgmcmc import SGHMCSplit, compilation
 from numpyro_sgmcmc.model import subsampled
 
 Y = np.random.default_rng(0).standard_normal(60).astype(np.float32)
-RUNS = 12
+NUM_RUNS = 8
 
 
 def make_model():
@@ -30,7 +30,7 @@ def make_model():
 
 
 def run(model):
-    """A short run; weak references to its kernel, target and adaptation."""
+    """Run a chain for two steps; return weak references to its kernel and potential."""
     kernel, data = SGHMCSplit(model), ((Y,), {"batch_size": 6})
     state = kernel.init(jax.random.key(0), 2, None, *data)
     sample = jax.jit(lambda state: kernel.sample(state, *data))
@@ -43,45 +43,40 @@ def num_programs():
     return len(jax.devices()[0].client.live_executables())
 
 
-def test_kernels_on_one_model_leave_nothing():
+def test_kernels_on_one_model_share_potential_and_programs():
     jax.clear_caches()
     gc.collect()
     model, before = make_model(), len(subsampled._potential_cache)
     kernels, programs = [], []
-    for _ in range(RUNS):
+    for _ in range(NUM_RUNS):
         kernels.append(run(model)[0])
         programs.append(num_programs())
-    assert [kernel() for kernel in kernels] == [None] * RUNS
+    assert [kernel() for kernel in kernels] == [None] * NUM_RUNS
     assert len(subsampled._potential_cache) == before + 1
     assert programs[-1] == programs[1]
 
 
-def test_new_models_are_gone_with_their_programs():
+def test_kernels_on_new_models_are_released_with_their_programs():
     jax.clear_caches()
     gc.collect()
     before = len(subsampled._potential_cache)
-    refs = [ref for _ in range(RUNS) for ref in run(make_model())]
+    refs = [ref for _ in range(NUM_RUNS) for ref in run(make_model())]
     jax.clear_caches()
     gc.collect()
     assert len(subsampled._potential_cache) == before
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
-def test_programs_are_forgotten_where_mappings_run_short(monkeypatch, tmp_path):
-    if not compilation._MEMORY_MAPS_FILE.exists():
-        pytest.skip("mappings are Linux's")
+@pytest.mark.skipif(not compilation._MEMORY_MAPS_FILE.exists(), reason="needs Linux's /proc")
+def test_clear_compilation_cache_if_full_clears_programs_near_the_limit_only():
     jax.clear_caches()
-    others = num_programs()  # which other tests hold
+    others = num_programs()  # of other tests
     model = make_model()
     run(model)
     programs = num_programs()
-    allowed = tmp_path / "max_map_count"
-    monkeypatch.setattr(compilation, "_MAX_MEMORY_MAPS_FILE", allowed)
-    mappings = compilation._MEMORY_MAPS_FILE.read_text().count("\n")
-    allowed.write_text(str(4 * mappings))
-    compilation.clear_compilation_cache_if_full()
+    num_maps = compilation._MEMORY_MAPS_FILE.read_text().count("\n")
+    compilation.clear_compilation_cache_if_full(max_num_maps=4 * num_maps)
     assert num_programs() == programs
-    allowed.write_text(str(mappings))
-    compilation.clear_compilation_cache_if_full()
+    compilation.clear_compilation_cache_if_full(max_num_maps=num_maps)
     assert num_programs() - others < (programs - others) / 4
     run(model)

@@ -1,4 +1,4 @@
-"""Kernels on one model share its target, and with it what is compiled; never a wrong one."""
+"""Kernels on one model share its potential and compiled programs, and never a wrong one."""
 
 import gc
 import logging
@@ -18,6 +18,7 @@ from numpyro.infer import init_to_median, init_to_uniform, init_to_value
 from numpyro_sgmcmc import SGNHT, HostArray, SGHMCSplit, ShardedArray
 from numpyro_sgmcmc.compilation import fingerprint_jaxpr
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.errors import DroppedSiteWarning
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from numpyro_sgmcmc.model.trace import NO_GIBBS, GibbsConfig
 
@@ -36,9 +37,9 @@ def regression(X, y, batch_size=BATCH):
         numpyro.sample("y", dist.Normal(mean, 1.0), obs=y[i])
 
 
-def target(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=NO_GIBBS, **kwargs):
+def potential(model=regression, args=(X, Y), strategy=init_to_uniform, gibbs=NO_GIBBS, **kwargs):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of sites left out
+        warnings.simplefilter("ignore", DroppedSiteWarning)
         return get_model_potential(model, Arguments(args, kwargs), strategy, gibbs)
 
 
@@ -62,25 +63,25 @@ def local(y, batch_size=BATCH):
 SHIFT = 0
 
 
-def draw_k(rng_key, gibbs_sites, hmc_sites, rows):
+def sample_k(rng_key, gibbs_sites, hmc_sites, rows):
     return {"k": (random.bernoulli(rng_key, 0.5, rows.shape) + SHIFT) % 2}
 
 
 @contextmanager
 def compilations():
-    """What JAX's log says of each program that it compiles: its name and arguments."""
-    found = []
+    """Collect JAX's log messages on the programs that it compiles, with their arguments."""
+    messages = []
 
     class Listener(logging.Handler):
         def emit(self, record):
-            if (said := record.getMessage()).startswith("Compiling "):
-                found.append(said)
+            if (message := record.getMessage()).startswith("Compiling "):
+                messages.append(message)
 
     listener, logger = Listener(logging.DEBUG), logging.getLogger("jax._src.interpreters.pxla")
     logger.addHandler(listener)
     try:
         with jax.log_compiles():
-            yield found
+            yield messages
     finally:
         logger.removeHandler(listener)
 
@@ -89,14 +90,14 @@ def compilations():
 
 
 @pytest.mark.slow
-def test_a_second_kernel_compiles_less():
+def test_get_model_potential_second_kernel_compiles_no_program_of_the_model():
     def run(kernel_class):
-        """The kernel, and what it compiled of the model: the programs that read the rows."""
-        with compilations() as found, warnings.catch_warnings():
+        """Return the kernel and the messages on programs that read the rows."""
+        with compilations() as messages, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             kernel = kernel_class(regression, num_steps=2)
             kernel.init(random.key(0), 4, None, (X, Y), {"batch_size": 7})
-        return kernel, [said for said in found if f"[{ROWS},2]" in said]
+        return kernel, [message for message in messages if f"[{ROWS},2]" in message]
 
     jax.clear_caches()
     first, before = run(SGHMCSplit)
@@ -113,33 +114,32 @@ def test_a_second_kernel_compiles_less():
         (regression, (X, Y), {"strategy": init_to_median}),
         (regression, (HostArray(X), HostArray(Y)), {}),
         (regression, (ShardedArray(X), ShardedArray(Y)), {}),
-        (local, (Y,), {"gibbs": GibbsConfig(draw_k, ("k",))}),
+        (local, (Y,), {"gibbs": GibbsConfig(sample_k, ("k",))}),
         (closing_over(X[:, 0]), (Y,), {}),
     ],
-    ids=["plain", "median", "host", "sharded", "gibbs", "closure"],
+    ids=["arrays", "median", "host", "sharded", "gibbs", "closure"],
 )
-def test_the_same_model_has_one_target(model, args, options):
-    assert target(model, args, **options) is target(model, args, **options)
+def test_get_model_potential_same_model_is_shared(model, args, options):
+    assert potential(model, args, **options) is potential(model, args, **options)
 
 
-def test_other_data_of_the_same_form_have_the_same_target():
-    assert target() is target(args=(X + 1, Y))
+def test_get_model_potential_other_values_of_data_is_shared():
+    assert potential() is potential(args=(X + 1, Y))
 
 
-def test_a_bound_method_has_one_target():
+def test_get_model_potential_bound_method_is_shared_per_object():
     class Study:
         def model(self, y):
             return closing_over(X[:, 0])(y)
 
     study = Study()
-    assert target(study.model, (Y,)) is target(study.model, (Y,))
-    assert target(Study().model, (Y,)) is not target(study.model, (Y,))
+    assert potential(study.model, (Y,)) is potential(study.model, (Y,))
+    assert potential(Study().model, (Y,)) is not potential(study.model, (Y,))
 
 
-def test_every_kernel_has_its_warnings():
-    """The model is read for each."""
+def test_get_model_potential_shared_warns_each_time():
     for _ in range(2):
-        with pytest.warns(UserWarning, match=r"deterministic sites \['mean'\]"):
+        with pytest.warns(DroppedSiteWarning, match="mean"):
             get_model_potential(regression, Arguments((X, Y)), init_to_uniform)
 
 
@@ -157,89 +157,83 @@ def test_every_kernel_has_its_warnings():
     ],
     ids=["batch", "rows", "dtype", "host", "strategy"],
 )
-def test_another_form_is_another_target(options):
-    assert target(**options) is not target()
+def test_get_model_potential_other_shapes_or_strategy_is_not_shared(options):
+    assert potential(**options) is not potential()
 
 
-def test_other_arrays_on_the_host_are_another_target():
+def test_get_model_potential_other_host_arrays_is_not_shared():
     one, other = HostArray(X), HostArray(X)
-    assert target(args=(one, Y)) is not target(args=(other, Y))
+    assert potential(args=(one, Y)) is not potential(args=(other, Y))
 
 
-def test_float64_is_another_target(x64):
-    wide = target()
+def test_get_model_potential_float64_is_not_shared(x64):
+    wide = potential()
     with jax.enable_x64(False):
-        assert target() is not wide
+        assert potential() is not wide
 
 
-def test_data_changed_in_place_are_another_target():
+def test_get_model_potential_closure_changed_in_place_is_not_shared():
     offset = np.zeros(ROWS, np.float32)
     model = closing_over(offset)
-    before = target(model, (Y,))
+    before = potential(model, (Y,))
     offset[-1] = 1.0
-    assert target(model, (Y,)) is not before
+    assert potential(model, (Y,)) is not before
     offset[-1] = 0.0
-    assert target(model, (Y,)) is before
+    assert potential(model, (Y,)) is before
 
 
-def test_a_global_that_means_something_else_is_another_target(monkeypatch):
-    before = target()
+def test_get_model_potential_changed_global_is_not_shared(monkeypatch):
+    before = potential()
     monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
-    assert target() is not before
+    assert potential() is not before
     monkeypatch.undo()
-    assert target() is before
+    assert potential() is before
 
 
-def test_another_gibbs_fn_is_another_target(monkeypatch):
-    gibbs = GibbsConfig(draw_k, ("k",))
-    before = target(local, (Y,), gibbs=gibbs)
-    same_draws = lambda **given: draw_k(**given)  # noqa: E731
-    assert target(local, (Y,), gibbs=GibbsConfig(same_draws, ("k",))) is not before
+def test_get_model_potential_other_gibbs_fn_is_not_shared(monkeypatch):
+    gibbs = GibbsConfig(sample_k, ("k",))
+    before = potential(local, (Y,), gibbs=gibbs)
+    equivalent = lambda **kwargs: sample_k(**kwargs)  # noqa: E731
+    assert potential(local, (Y,), gibbs=GibbsConfig(equivalent, ("k",))) is not before
     monkeypatch.setattr(f"{__name__}.SHIFT", 1)
-    assert target(local, (Y,), gibbs=gibbs) is not before
+    assert potential(local, (Y,), gibbs=gibbs) is not before
 
 
-def test_a_strategy_that_returns_something_else_is_another_target():
+def test_get_model_potential_changed_strategy_is_not_shared():
     values = {"beta": jnp.zeros(2)}
     strategy = init_to_value(values=values)
-    before = target(strategy=strategy)
-    assert target(strategy=strategy) is before
+    before = potential(strategy=strategy)
+    assert potential(strategy=strategy) is before
     values["beta"] = jnp.ones(2)
-    assert target(strategy=strategy) is not before
+    assert potential(strategy=strategy) is not before
 
 
-def test_first_values_of_parameters_are_part_of_the_target():
+def test_get_model_potential_other_param_values_is_not_shared():
     def model(y):
         shift = numpyro.param("shift", lambda key: jnp.asarray(y).mean())
         closing_over(np.zeros(ROWS))(y - shift)
 
-    assert target(model, (Y,)) is target(model, (Y.copy(),))
-    assert target(model, (Y,)) is not target(model, (Y + 1,))
+    assert potential(model, (Y,)) is potential(model, (Y.copy(),))
+    assert potential(model, (Y,)) is not potential(model, (Y + 1,))
 
 
-def test_more_constants_than_are_worth_looking_at_are_not_shared(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.compilation._MAX_CONSTANT_BYTES", 4 * ROWS - 1)
-    model = closing_over(np.ones(ROWS, np.float32))
-    assert target(model, (Y,)) is not target(model, (Y,))
+# --- Released -----------------------------------------------------------------------------------
 
 
-# --- Kept alive by nothing ----------------------------------------------------------------------
-
-
-def test_a_target_that_nobody_has_is_let_go():
+def test_get_model_potential_unused_is_released():
     model = closing_over(np.zeros(ROWS))
-    found = target(model, (Y,))
-    refs = weakref.ref(found), weakref.ref(model)
-    del found, model
+    unused = potential(model, (Y,))
+    refs = weakref.ref(unused), weakref.ref(model)
+    del unused, model
     jax.clear_caches()
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
 
 
-# --- Keys of programs ---------------------------------------------------------------------------
+# --- Fingerprints -------------------------------------------------------------------------------
 
 
-def key_of(fn, *args):
+def fingerprint(fn, *args):
     return fingerprint_jaxpr(jax.make_jaxpr(fn)(*(args or (jnp.ones(3),))))
 
 
@@ -266,27 +260,25 @@ def sloped(slope):
         lambda c: lambda x: jnp.sin(x) * x if c == 1.0 else x * jnp.sin(x),
     ],
 )
-def test_programs_are_equal_where_they_compute_the_same(make):
-    assert key_of(make(1.0)) == key_of(make(1.0))
-    assert key_of(make(1.0)) != key_of(make(2.0))
+def test_fingerprint_jaxpr_equal_for_equal_programs_only(make):
+    assert fingerprint(make(1.0)) == fingerprint(make(1.0))
+    assert fingerprint(make(1.0)) != fingerprint(make(2.0))
 
 
-def test_types_are_part_of_a_program():
-    assert key_of(lambda x: x, jnp.ones(3)) != key_of(lambda x: x, jnp.ones(3, jnp.int32))
-    assert key_of(lambda x: x, jnp.ones(3)) != key_of(lambda x: x, jnp.ones(4))
+def test_fingerprint_jaxpr_depends_on_types_and_shapes():
+    assert fingerprint(lambda x: x, jnp.ones(3)) != fingerprint(lambda x: x, jnp.ones(3, jnp.int32))
+    assert fingerprint(lambda x: x, jnp.ones(3)) != fingerprint(lambda x: x, jnp.ones(4))
 
 
-def test_callbacks_are_compared_themselves():
+def test_fingerprint_jaxpr_compares_callbacks_by_identity():
     def calling(fn):
         return lambda x: jax.pure_callback(fn, jax.ShapeDtypeStruct((3,), jnp.float32), x)
 
-    assert key_of(calling(np.sin)) == key_of(calling(np.sin))
-    assert key_of(calling(np.sin)) != key_of(calling(np.cos))
+    assert fingerprint(calling(np.sin)) == fingerprint(calling(np.sin))
+    assert fingerprint(calling(np.sin)) != fingerprint(calling(np.cos))
 
 
-def test_variables_are_told_apart_whenever_they_are_made():
-    """Numbers given to the results of later operations must not come again."""
-
+def test_fingerprint_jaxpr_distinguishes_all_variables():
     def first(a, b, c, d):
         e = jnp.sin(a)
         return e * b
@@ -295,11 +287,17 @@ def test_variables_are_told_apart_whenever_they_are_made():
         jnp.sin(a)
         return c * b
 
-    keys = [fingerprint_jaxpr(jax.make_jaxpr(f)(1.0, 2.0, 3.0, 4.0)) for f in (first, second)]
-    assert keys[0] != keys[1]
+    assert fingerprint(first, 1.0, 2.0, 3.0, 4.0) != fingerprint(second, 1.0, 2.0, 3.0, 4.0)
 
 
-def test_a_global_that_chooses_a_column_is_another_target(monkeypatch):
+def test_fingerprint_jaxpr_large_constants_raises():
+    jaxpr = jax.make_jaxpr(lambda x: x + jnp.asarray(np.arange(3.0, dtype=np.float32)))(jnp.ones(3))
+    assert fingerprint_jaxpr(jaxpr, max_constant_bytes=12) == fingerprint_jaxpr(jaxpr)
+    with pytest.raises(ValueError, match="constants"):
+        fingerprint_jaxpr(jaxpr, max_constant_bytes=11)
+
+
+def test_get_model_potential_global_chooses_column_is_not_shared(monkeypatch):
     columns = [X[:, 0], X[:, 1], X[:, 0] + 1, X[:, 1] + 2]
 
     def model(y, *given):
@@ -308,20 +306,20 @@ def test_a_global_that_chooses_a_column_is_another_target(monkeypatch):
         with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
             numpyro.sample("y", dist.Normal(b * computed[CHOSEN][i], 1.0), obs=y[i])
 
-    found = []
+    potentials = []
     for chosen in range(8):
         monkeypatch.setitem(globals(), "CHOSEN", chosen)
-        found.append(target(model, (Y, *columns)))
-    assert len(set(map(id, found))) == 8
+        potentials.append(potential(model, (Y, *columns)))
+    assert len(set(map(id, potentials))) == 8
 
 
-def test_what_is_done_with_all_rows_is_part_of_the_target(monkeypatch):
+def test_get_model_potential_change_on_all_rows_is_not_shared(monkeypatch):
     def model(y):
         b = numpyro.sample("b", dist.Normal(0, 1))
         with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
             shift = 0.0 if len(i) <= BATCH + 1 else SCALE
             numpyro.sample("y", dist.Normal(b + shift, 1.0), obs=y[i])
 
-    before = target(model, (Y,))
+    before = potential(model, (Y,))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
-    assert target(model, (Y,)) is not before
+    assert potential(model, (Y,)) is not before

@@ -1,4 +1,4 @@
-"""Which arrays a plate's indices look up, read off a jaxpr."""
+"""Arrays that a plate's indices look up, and dependence on indices, from a jaxpr."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.jaxpr import find_dependent_outputs
-from numpyro_sgmcmc.model.subsampled import make_model_potential
 from numpyro_sgmcmc.model.additivity import RowGather, find_row_gathers
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 
 ROWS, COLUMNS = 7, 3
 
 
-def lookups(fn):
-    """Lookups of ``fn(i, X, T, y)`` with rows along X, along the columns of T, and along y."""
+def row_gathers(fn):
+    """Return the gathers of ``fn(i, X, T, y)``; rows are axis 0 of X and y, and axis 1 of T."""
     i = jnp.arange(2, dtype=jnp.int32)
     jaxpr = jax.make_jaxpr(fn)(
         i, jnp.ones((ROWS, COLUMNS)), jnp.ones((COLUMNS, ROWS)), jnp.ones(ROWS)
@@ -25,7 +25,7 @@ def lookups(fn):
     return find_row_gathers(jaxpr.jaxpr, ["rows"], list("XTy"))
 
 
-FOUND = {
+FOLLOWED = {
     "X[i]": ("X", lambda i, X, T, y: X[i]),
     "X[i, :]": ("X", lambda i, X, T, y: X[i, :]),
     "X[i, 0]": ("X", lambda i, X, T, y: X[i, 0]),
@@ -54,13 +54,13 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_lookup_is_found(name):
-    array, fn = FOUND[name]
-    assert lookups(fn) == [RowGather("rows", ROWS, array)]
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_find_row_gathers_plate_indices_are_followed(name):
+    array, fn = FOLLOWED[name]
+    assert row_gathers(fn) == [RowGather("rows", ROWS, array)]
 
 
-OWN = {
+NOT_FOLLOWED = {
     "group of ten": lambda i, X, T, y: y[i // 10],
     "row before": lambda i, X, T, y: y[i - 1],
     "row after": lambda i, X, T, y: y[i + 1],
@@ -71,52 +71,70 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_arithmetic_on_an_index_is_the_users_own(name):
-    assert lookups(OWN[name]) == []
+@pytest.mark.parametrize("name", NOT_FOLLOWED)
+def test_find_row_gathers_computed_indices_are_not_followed(name):
+    assert row_gathers(NOT_FOLLOWED[name]) == []
 
 
-def test_index_of_an_index_is_followed_once():
-    # A table that maps rows to groups is looked up by rows; what it leads to is not.
+def test_find_row_gathers_index_of_an_index_is_followed_once():
+    # A table that maps rows to groups is looked up by rows; an array of groups is not.
     def fn(i, X, T, y):
         group = (y > 0).astype(jnp.int32)
         return X[0][group[i]]
 
-    assert lookups(fn) == [RowGather("rows", ROWS, "y")]
+    assert row_gathers(fn) == [RowGather("rows", ROWS, "y")]
 
 
-def test_length_is_that_of_the_indexed_dimension():
-    assert lookups(lambda i, X, T, y: X[:5][i]) == [RowGather("rows", 5, "X")]
-    assert lookups(lambda i, X, T, y: T[i]) == [RowGather("rows", COLUMNS, "T")]
+def test_find_row_gathers_reports_length_of_the_indexed_dimension():
+    assert row_gathers(lambda i, X, T, y: X[:5][i]) == [RowGather("rows", 5, "X")]
+    assert row_gathers(lambda i, X, T, y: T[i]) == [RowGather("rows", COLUMNS, "T")]
 
 
-def test_several_plates_and_several_lookups():
+def test_find_row_gathers_two_plates_are_distinguished():
     def fn(i, j, X, y):
         return X[i].sum() + y[j].sum() + X[:, 0][j].sum()
 
     i = jnp.arange(2)
     jaxpr = jax.make_jaxpr(fn)(i, i, jnp.ones((ROWS, 2)), jnp.ones(5)).jaxpr
-    found = find_row_gathers(jaxpr, ["a", "b"], ["X", "y"])
-    assert sorted(found) == [RowGather("a", 7, "X"), RowGather("b", 5, "y"), RowGather("b", 7, "X")]
-
-
-def depends(fn, *args, num=1):
-    return find_dependent_outputs(jax.make_jaxpr(fn)(*args), num)
-
-
-def test_depends_on():
-    def fn(a, b):
-        return a, b, 2 * b + jnp.sin(a), jnp.ones(3), b.sum(), jnp.zeros_like(a)
-
-    assert depends(fn, 1.0, jnp.ones(2)) == [True, False, True, False, False, False]
-    assert depends(fn, 1.0, jnp.ones(2), num=2) == [True, True, True, False, True, False]
-    assert depends(jax.jit(lambda a, b: (a * b, b)), 1.0, 2.0)[0]
-    assert depends(lambda a, b: jax.lax.scan(lambda c, _: (c + a, None), b, None, 3)[0], 1.0, 2.0)[
-        0
+    gathers = find_row_gathers(jaxpr, ["a", "b"], ["X", "y"])
+    assert sorted(gathers) == [
+        RowGather("a", 7, "X"),
+        RowGather("b", 5, "y"),
+        RowGather("b", 7, "X"),
     ]
 
 
-# --- In a model ---------------------------------------------------------------------------------
+def dependent_outputs(fn, *args, num=1):
+    return find_dependent_outputs(jax.make_jaxpr(fn)(*args), num)
+
+
+def test_find_dependent_outputs_follows_calls_and_loops():
+    def fn(a, b):
+        return a, b, 2 * b + jnp.sin(a), jnp.ones(3), b.sum(), jnp.zeros_like(a)
+
+    outputs = dependent_outputs(fn, 1.0, jnp.ones(2))
+    assert outputs == [True, False, True, False, False, False]
+    outputs = dependent_outputs(fn, 1.0, jnp.ones(2), num=2)
+    assert outputs == [True, True, True, False, True, False]
+    for transform in (jax.jit, jax.checkpoint):
+        assert dependent_outputs(transform(lambda a, b: (a * b, b)), 1.0, 2.0) == [True, False]
+
+    def loop(a, b):
+        return jax.lax.scan(lambda c, _: (c + a, None), b, None, 3)[0]
+
+    assert dependent_outputs(loop, 1.0, 2.0) == [True]
+
+
+def test_find_dependent_outputs_follows_custom_derivatives():
+    @jax.custom_vjp
+    def swap(a, b):
+        return b, a
+
+    swap.defvjp(lambda a, b: ((b, a), None), lambda _, g: g[::-1])
+    assert dependent_outputs(swap, 1.0, 2.0) == [False, True]
+
+
+# --- Checks of a model --------------------------------------------------------------------------
 
 
 def regression(X, y, *, weights=None, batch_size=None):
@@ -126,25 +144,25 @@ def regression(X, y, *, weights=None, batch_size=None):
 
 
 @pytest.mark.parametrize(
-    ("X_rows", "sd_rows", "culprit"),
+    ("X_rows", "sd_rows", "name"),
     [(8, 10, "`X`"), (12, 10, "`X`"), (10, 9, r"`weights\['sd'\]`")],
 )
-def test_array_of_another_length_is_named(X_rows, sd_rows, culprit):
+def test_make_model_potential_array_of_another_length_raises(X_rows, sd_rows, name):
     weights = {"sd": jnp.ones(sd_rows)}
     arguments = Arguments(
         (jnp.ones((X_rows, 2)), np.ones(10)), {"weights": weights, "batch_size": 4}
     )
-    with pytest.raises(ValueError, match=f"'rows' has size 10, but {culprit} that it indexes"):
+    with pytest.raises(ValueError, match=f"'rows' has size 10.*{name}"):
         make_model_potential(regression, arguments, init_to_uniform)
 
 
-def test_arrays_of_the_plates_length_pass():
+def test_make_model_potential_arrays_of_the_plates_length_pass():
     weights = {"sd": np.ones(10)}
     arguments = Arguments((np.ones((10, 2)), jnp.ones(10)), {"weights": weights, "batch_size": 4})
     assert make_model_potential(regression, arguments, init_to_uniform).dim == 2
 
 
-def test_groups_of_rows_pass():
+def test_make_model_potential_groups_of_rows_pass():
     def model(y, batch_size):
         mean = numpyro.sample("mean", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:

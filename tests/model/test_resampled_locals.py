@@ -1,4 +1,4 @@
-"""Local values that are drawn anew for each minibatch and dropped."""
+"""Local values that are sampled anew for each minibatch and dropped."""
 
 import jax
 import jax.numpy as jnp
@@ -23,95 +23,96 @@ from tests.model.hierarchies import (
 
 ROWS = 40
 Y = normal_means_data(ROWS)
-AT = jnp.array([0.3, jnp.log(0.7)])  # mu and log tau
-STICKS = 0.8
+POSITION = jnp.array([0.3, jnp.log(0.7)])  # mu and log tau
+AUTOCORRELATION = 0.8
 
 
 def conditional(hmc_sites, y):
-    """Mean and sd of each local value given the globals and its datum."""
+    """Return mean and SD of each local value given the globals and its datum."""
     precision = 1 / NOISE**2 + 1 / hmc_sites["tau"] ** 2
     mean = (y / NOISE**2 + hmc_sites["mu"] / hmc_sites["tau"] ** 2) / precision
     return mean, 1 / jnp.sqrt(precision)
 
 
-def draw(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+def sample_exactly(rng_key, gibbs_sites, hmc_sites, rows, model_args):
     return {"z": dist.Normal(*conditional(hmc_sites, model_args[0][rows])).sample(rng_key)}
 
 
-def draw_slowly(rng_key, gibbs_sites, hmc_sites, rows, model_args):
-    """Leaves the conditional as it is, but remembers four fifths of the value before."""
+def sample_with_memory(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+    """Leave the conditional invariant, with autocorrelation 0.8 between sweeps."""
     mean, sd = conditional(hmc_sites, model_args[0][rows])
-    fresh = sd * jnp.sqrt(1 - STICKS**2) * random.normal(rng_key, mean.shape)
-    return {"z": mean + STICKS * (gibbs_sites["z"] - mean) + fresh}
+    fresh = sd * jnp.sqrt(1 - AUTOCORRELATION**2) * random.normal(rng_key, mean.shape)
+    return {"z": mean + AUTOCORRELATION * (gibbs_sites["z"] - mean) + fresh}
 
 
-def mean_gradient(fn, sweeps, rows=None, num_keys=4_000):
-    """Over many keys, at one position: means and standard errors."""
+def mean_gradient(fn, num_sweeps, rows=None, num_keys=4_000):
+    """Return the mean gradient over many keys at one position, and its standard error."""
     arguments = Arguments((Y,), {"batch_size": 10})
-    gibbs = GibbsConfig(fn, ("z",), sweeps)
-    target = make_model_potential(normal_means, arguments, init_to_uniform, gibbs)
-    assert target.local_latents is None
+    gibbs = GibbsConfig(fn, ("z",), num_sweeps)
+    potential = make_model_potential(normal_means, arguments, init_to_uniform, gibbs)
+    assert potential.local_latents is None
     rows = {"rows": jnp.arange(ROWS) if rows is None else rows}
-    found = jax.jit(jax.vmap(lambda key: jax.grad(target.value)(AT, rows, arguments, key)))(
-        random.split(random.key(0), num_keys)
-    )
-    found = np.asarray(found, np.float64)
-    return found.mean(0), found.std(0) / np.sqrt(num_keys)
+    gradients = jax.jit(
+        jax.vmap(lambda key: jax.grad(potential.value)(POSITION, rows, arguments, key))
+    )(random.split(random.key(0), num_keys))
+    gradients = np.asarray(gradients, np.float64)
+    return gradients.mean(0), gradients.std(0) / np.sqrt(num_keys)
 
 
-def marginal(q, y=Y, scale=1.0):
-    """The potential with the local values integrated out."""
+def marginal_potential(q, y=Y, scale=1.0):
+    """Return the potential with the local values integrated out."""
     mu, tau = q[0], jnp.exp(q[1])
-    own = dist.Normal(mu, jnp.sqrt(tau**2 + NOISE**2)).log_prob(y).sum() * scale
-    return -(own + dist.Normal(0, 5).log_prob(mu) + dist.HalfNormal(2).log_prob(tau) + q[1])
+    likelihood = dist.Normal(mu, jnp.sqrt(tau**2 + NOISE**2)).log_prob(y).sum() * scale
+    return -(likelihood + dist.Normal(0, 5).log_prob(mu) + dist.HalfNormal(2).log_prob(tau) + q[1])
 
 
-@pytest.mark.parametrize("sweeps", [1, 3])
-def test_the_gradients_mean_is_that_of_the_marginal_posterior(sweeps):
-    mean, error = mean_gradient(draw, sweeps)
-    assert (np.abs(mean - jax.grad(marginal)(AT)) < 4.0 * error).all()
+@pytest.mark.parametrize("num_sweeps", [1, 3])
+def test_gradient_exact_gibbs_fn_is_unbiased_for_marginal(num_sweeps):
+    mean, error = mean_gradient(sample_exactly, num_sweeps)
+    assert (np.abs(mean - jax.grad(marginal_potential)(POSITION)) < 4.0 * error).all()
     assert (error < 0.2).all()
 
 
-def test_a_minibatch_stands_for_all_rows():
+def test_gradient_minibatch_is_unbiased_for_scaled_marginal():
     rows = jnp.array([3, 17, 5, 30])
-    mean, error = mean_gradient(draw, 1, rows)
-    exact = jax.grad(lambda q: marginal(q, jnp.asarray(Y)[rows], ROWS / 4))(AT)
+    mean, error = mean_gradient(sample_exactly, 1, rows)
+    exact = jax.grad(lambda q: marginal_potential(q, jnp.asarray(Y)[rows], ROWS / 4))(POSITION)
     assert (np.abs(mean - exact) < 4.0 * error).all()
 
 
-@pytest.mark.parametrize("sweeps", [1, 4, 20])
-def test_too_few_sweeps_leave_the_share_of_the_prior_that_they_remember(sweeps):
-    """The mean's gradient is linear in the local values, whose means are known."""
-    mean, error = mean_gradient(draw_slowly, sweeps)
-    globals_ = {"mu": AT[0], "tau": jnp.exp(AT[1])}
-    middle, _ = conditional(globals_, jnp.asarray(Y))
-    z = middle + STICKS**sweeps * (globals_["mu"] - middle)
+@pytest.mark.parametrize("num_sweeps", [1, 4, 20])
+def test_gradient_few_sweeps_has_known_bias(num_sweeps):
+    """The gradient in mu is linear in the local values, whose means are known."""
+    mean, error = mean_gradient(sample_with_memory, num_sweeps)
+    globals_ = {"mu": POSITION[0], "tau": jnp.exp(POSITION[1])}
+    exact_mean, _ = conditional(globals_, jnp.asarray(Y))
+    z = exact_mean + AUTOCORRELATION**num_sweeps * (globals_["mu"] - exact_mean)
     exact = -(z - globals_["mu"]).sum() / globals_["tau"] ** 2 + globals_["mu"] / 25
     assert abs(mean[0] - exact) < 4.0 * error[0]
-    is_biased = abs(mean[0] - jax.grad(marginal)(AT)[0]) > 4.0 * error[0]
-    assert is_biased == (sweeps < 10)
+    is_biased = abs(mean[0] - jax.grad(marginal_potential)(POSITION)[0]) > 4.0 * error[0]
+    assert is_biased == (num_sweeps < 10)
 
 
 def given(scales, **settings):
-    """All that a warm-up looks for."""
-    matrix = np.square(scales)
-    found = {
-        "inverse_mass_matrix": matrix,
+    """Return options that leave nothing for the warm-up to adapt."""
+    defaults = {
+        "inverse_mass_matrix": np.square(scales),
         "gradient_estimator": "minibatch",
         "subsampling": "contiguous",
+        "step_size": 0.1,
+        "num_steps": 20,
     }
-    return {**found, "step_size": 0.1, "num_steps": 20, **settings}
+    return {**defaults, **settings}
 
 
 @pytest.mark.usefixtures("optimised")
-def test_the_posterior_of_the_globals():
+def test_draws_match_marginal_posterior():
     y = normal_means_data()
     exact = normal_means_posterior(y)
     (_, sd), (mean, sd_of_tau) = exact["mu"], exact["tau"]
     settings = given([sd, sd_of_tau / mean], friction=4.0)
     kernel = SGHMCSplit(
-        normal_means, gibbs_fn=draw, gibbs_sites=["z"], keep_locals=False, **settings
+        normal_means, gibbs_fn=sample_exactly, gibbs_sites=["z"], keep_locals=False, **settings
     )
     mcmc = quietly(kernel, num_warmup=50, num_samples=400, num_chains=2, chain_method="vectorized")
     start = {"mu": np.full(2, exact["mu"][0]), "tau": np.full(2, np.log(mean))}
@@ -124,14 +125,13 @@ def test_the_posterior_of_the_globals():
 
 
 @pytest.mark.slow
-def test_rows_may_be_on_the_host():
-    """No values of all rows are kept, so that the rows may be anywhere."""
+def test_draws_host_array_match_array_in_memory():
     settings = given([0.1, 0.1], num_steps=3)
     found = []
     for rows in (Y, HostArray(Y)):
         kernel = SGHMCSplit(
             normal_means,
-            gibbs_fn=draw,
+            gibbs_fn=sample_exactly,
             gibbs_sites=["z"],
             keep_locals=False,
             num_gibbs_sweeps=2,
@@ -148,45 +148,44 @@ def test_rows_may_be_on_the_host():
 MANY = 10**9
 
 
-def endless(batch_size=10):
-    """Rows that are computed, of which no memory holds a number each."""
+def many_rows(batch_size=10):
+    """Model with rows that are computed, too many to hold one number each in memory."""
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("rows", MANY, subsample_size=batch_size) as i:
         z = numpyro.sample("z", dist.Normal(mu, 1))
         numpyro.sample("y", dist.Normal(z, 1), obs=jnp.sin(i))
 
 
-def draw_endless(rng_key, gibbs_sites, hmc_sites, rows):
+def sample_many_rows(rng_key, gibbs_sites, hmc_sites, rows):
     mean = 0.5 * (hmc_sites["mu"] + jnp.sin(rows))
     return {"z": dist.Normal(mean, jnp.sqrt(0.5)).sample(rng_key)}
 
 
-def test_memory_is_that_of_a_minibatch():
-    """Gigabytes, were there anything for each row; a look before any values is kept small, too."""
-    draws = {"gibbs_fn": draw_endless, "gibbs_sites": ["z"]}
-    kernel = SGHMCSplit(endless, **draws, keep_locals=False, **given([1e-4], num_steps=2))
+def test_run_many_rows_needs_memory_of_a_minibatch():
+    options = {"gibbs_fn": sample_many_rows, "gibbs_sites": ["z"]}
+    kernel = SGHMCSplit(many_rows, **options, keep_locals=False, **given([1e-4], num_steps=2))
     mcmc = quietly(kernel, num_warmup=2, num_samples=3)
     mcmc.run(random.key(0), init_params={"mu": np.array(0.0)})
     assert np.isfinite(mcmc.get_samples()["mu"]).all()
-    target = make_model_potential(
-        endless, Arguments((), {}), init_to_uniform, GibbsConfig(draw_endless, ("z",))
+    potential = make_model_potential(
+        many_rows, Arguments((), {}), init_to_uniform, GibbsConfig(sample_many_rows, ("z",))
     )
-    potential = jax.jit(lambda rows: target.value(jnp.zeros(1), {"rows": rows}, Arguments((), {})))
-    needed = potential.lower(jnp.arange(7)).compile().memory_analysis()
-    assert needed.temp_size_in_bytes < 10**6
-    assert np.isfinite(potential(jnp.arange(7)))
+    value = jax.jit(lambda rows: potential.value(jnp.zeros(1), {"rows": rows}, Arguments((), {})))
+    memory = value.lower(jnp.arange(7)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 10**6
+    assert np.isfinite(value(jnp.arange(7)))
 
 
 def topics(counts, batch_size=None):
-    """Of which a value at zero is outside of its support."""
+    """Topic model: the local values are on a simplex, which does not contain zero."""
     words = numpyro.sample("words", dist.Dirichlet(jnp.ones((3, 5))).to_event(1))
     with numpyro.plate("documents", len(counts), subsample_size=batch_size) as i:
         shares = numpyro.sample("shares", dist.Dirichlet(jnp.ones(3)))
         numpyro.sample("counts", dist.Multinomial(20, shares @ words), obs=counts[i])
 
 
-def draw_shares(rng_key, gibbs_sites, hmc_sites, rows, model_args, model_kwargs):
-    """By one sweep about: the mean of the words' topics given the shares, then the shares."""
+def sample_shares(rng_key, gibbs_sites, hmc_sites, rows, model_args, model_kwargs):
+    """Approximate sweep: the mean of the words' topics given the shares, then the shares."""
     assert model_kwargs == {"batch_size": 8}
     odds = gibbs_sites["shares"][:, :, None] * hmc_sites["words"]
     of_topics = model_args[0][rows][:, None] * odds / odds.sum(1, keepdims=True)
@@ -200,15 +199,15 @@ def documents():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sweeps", [None, 2])
-def test_values_that_a_simplex_bounds(sweeps):
-    """Nothing evaluates the model at local values that nobody has drawn."""
+@pytest.mark.parametrize("num_sweeps", [None, 2])
+def test_draws_local_values_on_simplex_are_finite(num_sweeps):
+    """The model is evaluated only at local values inside their support."""
     kernel = SGHMCSplit(
         topics,
-        gibbs_fn=draw_shares,
+        gibbs_fn=sample_shares,
         gibbs_sites=["shares"],
-        keep_locals=sweeps is None,
-        num_gibbs_sweeps=sweeps or 1,
+        keep_locals=num_sweeps is None,
+        num_gibbs_sweeps=num_sweeps or 1,
         **given(np.full(12, 0.1)),
     )
     mcmc = quietly(kernel, num_warmup=5, num_samples=5)
@@ -218,27 +217,29 @@ def test_values_that_a_simplex_bounds(sweeps):
     assert (words[1:] != words[:-1]).all()
 
 
-def test_draws_on_the_boundary_name_the_site():
-    """A share of exactly zero has no density, and no other start would help."""
+def test_init_gibbs_fn_on_boundary_of_support_raises():
+    """A proportion of exactly zero has no density, at any initial position."""
 
-    def draw_one(rng_key, gibbs_sites, hmc_sites, rows):
+    def sample_vertices(rng_key, gibbs_sites, hmc_sites, rows):
         return {"shares": jax.nn.one_hot(random.randint(rng_key, (len(rows),), 0, 3), 3)}
 
     kernel = SGHMCSplit(
         topics,
-        gibbs_fn=draw_one,
+        gibbs_fn=sample_vertices,
         gibbs_sites=["shares"],
         keep_locals=False,
         **given(np.full(12, 0.1)),
     )
-    with pytest.raises(ValueError, match=r"`gibbs_fn` draws values of 'shares'.*exactly 0: keep"):
+    with pytest.raises(ValueError, match=r"gibbs_fn.*'shares'.*not finite"):
         kernel.init(random.key(0), 2, None, (documents(),), {"batch_size": 8})
 
 
 @pytest.mark.slow
-def test_a_run_can_be_stored(tmp_path):
+def test_checkpointed_run_resampled_locals_has_draws(tmp_path):
     settings = given([0.1, 0.1], step_size=0.01)
-    kernel = SGNHT(normal_means, gibbs_fn=draw, gibbs_sites=["z"], keep_locals=False, **settings)
+    kernel = SGNHT(
+        normal_means, gibbs_fn=sample_exactly, gibbs_sites=["z"], keep_locals=False, **settings
+    )
     mcmc = CheckpointedMCMC(
         kernel, num_warmup=3, num_samples=6, checkpoint=tmp_path / "run", progress_bar=False
     )
@@ -253,8 +254,8 @@ def two_effects(y, batch_size=None):
         numpyro.sample("y", dist.Normal(z + w, 1), obs=y[i])
 
 
-def test_what_makes_no_sense_is_refused():
-    draws = {"gibbs_fn": draw, "gibbs_sites": ["z"], "keep_locals": False}
+def test_kernel_invalid_options_of_resampled_locals_raises():
+    draws = {"gibbs_fn": sample_exactly, "gibbs_sites": ["z"], "keep_locals": False}
     for wrong, words in [
         ({**draws, "num_gibbs_sweeps": 0}, "num_gibbs_sweeps"),
         ({"keep_locals": False}, "keep_locals.*gibbs_fn"),

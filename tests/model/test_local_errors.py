@@ -1,4 +1,4 @@
-"""Latent sites inside the subsampled plate: what is refused."""
+"""Latent sites inside the subsampled plate: models and options that raise errors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ import pytest
 from numpyro.infer import DiscreteGibbs, Gibbs
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
-from tests.contract.kernels import (
-    quietly,
-)
-from tests.model.hierarchies import (
-    normal_means_data,
-)
+from tests.contract.kernels import quietly
+from tests.model.hierarchies import normal_means_data
 
 Y = normal_means_data(60)
 
 
 def _local(build: Any) -> Any:
-    """A model with a plate of 60 rows, in which ``build(i, mu)`` has the rest."""
+    """Return a model with a plate of 60 rows, in which ``build(mu)`` gives their means."""
 
     def model(y, batch_size=20):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -112,71 +108,70 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "words"),
+    ("model", "options", "match"),
     [
-        (two_plates, {}, "'z' .* subsampled plates .*'others', 'rows'"),
-        (crossed, {}, "'z' .* pair of rows"),
-        (outside, {}, "'z' .* a site outside of the plate"),
-        (neighbours, {}, "'z' .* a row's value serves another row"),
-        (only_local, {}, "All latent sites"),
-        (unobserved, {}, "'y' .* nothing is observed: pass its data"),
-        (keyed, {}, "'z' .*prng_key"),
-        (discrete, {}, r"'k' .* discrete .* gibbs_sites=\['k'\]"),
-        (stretched, {}, "'z' .* support that depends on other values"),
-        (fixed, {}, "'z' .* delta"),
-        (normal, {"subsampling": "iid"}, "'z' .* a row twice"),
-        (normal, {"noise_compensation": True}, "'z' .* a row twice"),
-        (normal, {"gradient_estimator": "second_order_control_variate"}, "'z' .* Hessian"),
-        (normal, {"collect_local_sites": ["w"]}, r"'w', .* \['z'\]"),
-        (normal, {"gibbs_fn": right_shape, "gibbs_sites": ["mu"]}, "'mu', which is no latent"),
-        (discrete, {"gibbs_fn": wrong_shape, "gibbs_sites": ["k"]}, r"must return \{'k': \(20,"),
-        (discrete, {"gibbs_fn": array, "gibbs_sites": ["k"]}, "must return a dict"),
-        (discrete, {"gibbs_fn": probabilities, "gibbs_sites": ["k"]}, "float32 values of 'k'"),
-        (discrete, {"gibbs_fn": sevens, "gibbs_sites": ["k"]}, "'k' outside .*, for example 7"),
+        (two_plates, {}, "'z'.*plates.*'others', 'rows'"),
+        (crossed, {}, "'z'.*pair"),
+        (outside, {}, "'z'.*'rows'.*dependent"),
+        (neighbours, {}, "'z'.*'rows'.*dependent"),
+        (only_local, {}, "latent sites"),
+        (unobserved, {}, "'y'.*'rows'.*observed"),
+        (keyed, {}, "'z'.*prng_key"),
+        (discrete, {}, r"'k'.*discrete.*gibbs_sites=\['k'\]"),
+        (stretched, {}, "'z'.*support"),
+        (fixed, {}, "'z'.*delta"),
+        (normal, {"subsampling": "iid"}, "'z'.*iid"),
+        (normal, {"noise_compensation": True}, "'z'.*noise_compensation"),
+        (normal, {"gradient_estimator": "second_order_control_variate"}, "'z'.*Hessian"),
+        (normal, {"collect_local_sites": ["w"]}, "collect_local_sites.*'w'"),
+        (normal, {"gibbs_fn": right_shape, "gibbs_sites": ["mu"]}, "gibbs_sites.*'mu'"),
+        (discrete, {"gibbs_fn": wrong_shape, "gibbs_sites": ["k"]}, r"gibbs_fn.*'k': \(20,"),
+        (discrete, {"gibbs_fn": array, "gibbs_sites": ["k"]}, "gibbs_fn.*dict"),
+        (discrete, {"gibbs_fn": probabilities, "gibbs_sites": ["k"]}, "gibbs_fn.*float32.*'k'"),
+        (discrete, {"gibbs_fn": sevens, "gibbs_sites": ["k"]}, "gibbs_fn.*7.*'k'.*support"),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
-def test_refused_before_any_sampling(model, options, words):
-    with pytest.raises(ValueError, match=words):
+def test_run_local_latents_not_supported_raises(model, options, match):
+    with pytest.raises(ValueError, match=match):
         quietly(SGHMCSplit(model, **options)).run(jax.random.key(0), Y)
 
 
-def test_epochs_with_a_seam_are_refused():
-    with pytest.raises(ValueError, match=r"'z' .* 7 rows do not divide 60"):
+def test_run_shuffled_minibatches_across_epochs_raises():
+    with pytest.raises(ValueError, match=r"'z'.*epochs.*contiguous"):
         quietly(SGHMCSplit(normal, subsampling="shuffled")).run(jax.random.key(0), Y, batch_size=7)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "match"),
     [
-        ({"gibbs_fn": right_shape}, "go together"),
-        ({"gibbs_sites": ["k"]}, "go together"),
-        ({"gibbs_fn": right_shape, "gibbs_sites": "k"}, "a list of names"),
+        ({"gibbs_fn": right_shape}, "gibbs_fn"),
+        ({"gibbs_sites": ["k"]}, "gibbs_sites"),
+        ({"gibbs_fn": right_shape, "gibbs_sites": "k"}, "gibbs_sites"),
         ({"gibbs_fn": 3, "gibbs_sites": ["k"]}, "gibbs_fn"),
-        ({"gibbs_fn": lambda key: {}, "gibbs_sites": ["k"]}, "keywords rng_key, .*, but "),
-        ({"collect_local_sites": "z"}, "True, False or a list"),
+        ({"gibbs_fn": lambda key: {}, "gibbs_sites": ["k"]}, "gibbs_fn.*rng_key"),
+        ({"collect_local_sites": "z"}, "collect_local_sites"),
     ],
 )
-def test_options_are_checked_at_construction(options, words):
-    with pytest.raises(ValueError, match=words):
+def test_kernel_invalid_options_of_local_latents_raises(options, match):
+    with pytest.raises(ValueError, match=match):
         SGHMCSplit(normal, **options)
 
 
-def test_options_without_local_sites_or_a_model():
-    with pytest.raises(ValueError, match="need a kernel made from a model"):
+def test_collect_local_sites_without_local_sites_or_model_raises():
+    with pytest.raises(ValueError, match="collect_local_sites"):
         SGHMCSplit(potential_fn=lambda z: z @ z, collect_local_sites=True)
-    with pytest.raises(ValueError, match="has none: leave it out"):
-        quietly(SGHMCSplit(_local(lambda mu: mu), collect_local_sites=True)).run(
-            jax.random.key(0), Y
-        )
+    kernel = SGHMCSplit(_local(lambda mu: mu), collect_local_sites=True)
+    with pytest.raises(ValueError, match=r"collect_local_sites.*plate"):
+        quietly(kernel).run(jax.random.key(0), Y)
 
 
-def test_not_with_rows_on_the_host():
-    with pytest.raises(ValueError, match=r"'z' .*HostArray would be read"):
+def test_run_local_latents_with_host_array_raises():
+    with pytest.raises(ValueError, match=r"'z'.*HostArray"):
         quietly(SGHMCSplit(normal)).run(jax.random.key(0), HostArray(Y))
 
 
-def test_not_in_a_block_of_gibbs_unless_its_values_are_collected():
+def test_run_gibbs_block_with_local_latents_not_collected_raises():
     def switching(y, batch_size=20):
         k = numpyro.sample("k", dist.Bernoulli(0.5))
         mu = numpyro.sample("mu", dist.Normal(k, 1))
@@ -186,7 +181,5 @@ def test_not_in_a_block_of_gibbs_unless_its_values_are_collected():
 
     kernel = SGHMCSplit(switching)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
-    with pytest.raises(
-        ValueError, match=r"'z' .* other blocks of Gibbs .* collect_local_sites=True"
-    ):
+    with pytest.raises(ValueError, match=r"'z'.*Gibbs.*collect_local_sites"):
         quietly(gibbs).run(jax.random.key(0), Y)
