@@ -120,12 +120,12 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, caps
     truth = true_bias(collected_run, normal_means_posterior(normal_means_data()))
     np.testing.assert_allclose(found, truth, atol=0.06)
     assert not report.is_flagged
-    assert "Globals alone, the local values integrated out; not judged: `z`." in str(report)
+    assert "local latent variables `z`" in str(report)
     print_summary(collected_run)
-    assert "Bias: means off by at most" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="leave out the function"):
+    assert "Bias" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="fn"):
         bias_report(collected_run, lambda draw: draw["mu"])
-    with pytest.raises(ValueError, match="cannot tell the bias of a model with latent sites"):
+    with pytest.raises(ValueError, match="compare_with_finer"):
         diagnostics.compare_with_finer(collected_run, jax.random.key(0))
 
 
