@@ -228,7 +228,7 @@ def test_posterior_predictive_at_some_rows_and_draws_selects_them(mcmc):
 
 @pytest.mark.slow
 def test_posterior_predictive_with_rows_on_the_host_equals_that_in_memory(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.model.handlers._MAX_FULL_DATA_BYTES", 1)
+    monkeypatch.setattr("numpyro_sgmcmc.model.handlers.FullDataModel.max_bytes", 1)
     on_host, in_memory = run(HostArray(x), HostArray(3.0 * x)), run(x, 3.0 * x)
     replicates, expected = (
         posterior_predictive(m, random.key(1), num_draws=5) for m in (on_host, in_memory)

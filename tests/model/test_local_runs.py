@@ -130,8 +130,7 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, caps
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
-@pytest.mark.filterwarnings("ignore:.*step_size")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWarning")
 def test_bias_report_noisy_gradient_flags_globals():
     y = normal_means_data()
     kernel = SGHMCSplit(normal_means, gradient_estimator="minibatch", step_size=0.2)
@@ -182,7 +181,7 @@ def test_run_after_warmup_matches_posterior():
     ],
     ids=["gibbs_fn", "shuffled", "SGNHT", "minibatch"],
 )
-@pytest.mark.filterwarnings("ignore:A draw takes", "ignore:The minibatch gradient is so noisy")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWarning")
 def test_draws_other_kernels_match_marginal_posterior(kernel):
     y = normal_means_data()
     assert_globals(posterior_run(kernel, y), normal_means_posterior(y))

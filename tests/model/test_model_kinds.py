@@ -184,7 +184,7 @@ def test_warnings_have_the_users_line(fitted):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.GradientNoiseWarning")
 def test_draws_nested_plates_and_dependent_support_match_exact_posterior():
     """Both rows and columns of a table are subsampled, and a prior is ``Uniform(0, top)``."""
 
@@ -221,7 +221,7 @@ def test_draws_nested_plates_and_dependent_support_match_exact_posterior():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The minibatch gradient is so noisy")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.GradientNoiseWarning")
 def test_draws_stochastic_likelihood_gets_new_key_every_step():
     """The model adds new noise to its data at each evaluation.
 
