@@ -264,7 +264,13 @@ class CheckpointedMCMC(MCMC):
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Raise: :meth:`run` includes the warm-up, which has checkpoints too."""
-        raise NotImplementedError("`CheckpointedMCMC` has no `warmup`: `run` includes it.")
+        raise NotImplementedError(
+            format_message(
+                "`CheckpointedMCMC` has no `warmup`.",
+                "call `run`, which includes it.",
+                "checkpoint-unsupported",
+            )
+        )
 
     @property
     def post_warmup_state(self) -> Any:
@@ -274,8 +280,11 @@ class CheckpointedMCMC(MCMC):
     @post_warmup_state.setter
     def post_warmup_state(self, state: Any) -> None:
         raise NotImplementedError(
-            "`CheckpointedMCMC` does not start from `post_warmup_state`: it continues from its "
-            "folder."
+            format_message(
+                "`CheckpointedMCMC` cannot start from `post_warmup_state`.",
+                "call `resume`, which continues from the folder.",
+                "checkpoint-unsupported",
+            )
         )
 
     # NumPyro's MCMC reads and sets these draws; here they are read from disk when needed.

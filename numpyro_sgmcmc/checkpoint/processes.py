@@ -153,7 +153,13 @@ class ProcessGroup(NamedTuple):
             raise failure
         for index, text in enumerate(texts):
             if text:
-                raise RuntimeError(f"Process {index} of {self.num_processes} failed. {text}")
+                raise RuntimeError(
+                    format_message(
+                        f"Process {index} of {self.num_processes} failed: {text}",
+                        "solve this in that process, and call `resume` in all processes.",
+                        "process-failed",
+                    )
+                )
 
     @contextmanager
     def lock_shared_folder(self, folder: Path) -> Iterator[None]:
