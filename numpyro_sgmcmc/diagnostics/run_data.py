@@ -557,7 +557,7 @@ def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str
     latent = [s for s in trace.sample_sites if not s.is_observed]
     if local := next((s.name for s in latent if s.plate_frames), None):
         raise InvalidArgumentError(
-            f"`bias_report` of Gibbs does not support site '{local}' inside the subsampled plate.",
+            f"`bias_report` of Gibbs does not support '{local}', latent inside a subsampled plate.",
             "use one kernel for all sites, or compare with a run of half the step_size.",
             "bias-of-local-latents",
         )
