@@ -90,6 +90,9 @@ class ExplainedError(Exception):
         self.problem, self.fix, self.entry = problem, fix, entry
         super().__init__(format_message(problem, fix, entry) if fix else problem)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problem, self.fix, self.entry)
+
 
 class InvalidArgumentError(ExplainedError, ValueError):
     """Raised for an argument, an option or data that cannot be used."""

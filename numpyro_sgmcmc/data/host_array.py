@@ -44,8 +44,8 @@ _MAX_INT32_ROWS = 2**31 - 1
 # Elements per operand of a callback. XLA's CPU client copies small buffers (about 100 kB) inline,
 # and larger ones on a thread of its pool.
 _MAX_CALLBACK_OPERAND_SIZE = 4096
-# Blocks of prefetched rows that an array keeps per device. A run needs one per chain; blocks of
-# aborted runs are discarded.
+# Blocks of prefetched rows that an array keeps per device. A run needs one per plate; others are
+# left by aborted runs, and the oldest are discarded.
 _MAX_PREFETCHES_PER_READER = 8
 # Bytes of a memory map that may stay resident: a bound on memory.
 _MAX_RESIDENT_MMAP_BYTES = 2**29

@@ -49,8 +49,8 @@ def rows(shift=0.0):
     X[-1] += shift
     own = slice(2 * jax.process_index(), 2 * jax.process_index() + 2)
     ends = np.cumsum((0, *COUNTS))
-    here = slice(ends[own.start], ends[own.stop])
-    return [ShardedArray(x[here], counts=COUNTS[own]) for x in (X, y)]
+    rows = slice(ends[own.start], ends[own.stop])
+    return [ShardedArray(x[rows], counts=COUNTS[own]) for x in (X, y)]
 
 
 def on_hosts(data):
@@ -190,7 +190,7 @@ def check_damaged_checkpoint_resumes_from_the_one_before():
     if jax.process_index() == 0:
         newest = max((folder / "checkpoints").iterdir())
         os.truncate(newest / "manifest/manifest.json", 10)
-    DATA[0][np.array([0])]  # a sum over processes: both have come here
+    DATA[0][np.array([0])]  # a sum over processes, which waits for both
     with pytest.warns(UserWarning, match="iteration 14 is damaged.*of iteration 10"):
         assert_kept("whole", resume(folder))
 

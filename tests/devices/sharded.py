@@ -157,12 +157,12 @@ def check_gradient_estimators_on_all_rows_are_exact():
     _, gradient, hessian = jax.jit(potential.full_value_grad_hessian)(reference, arguments)
     preconditioner = Preconditioner(reference, jnp.ones(potential.dim), gradient, hessian)
     for estimator in GRADIENT_ESTIMATORS.values():
-        found = jax.jit(
+        gradient = jax.jit(
             lambda q, a, e=estimator: make_gradient_fn(
                 e, potential, a, preconditioner, {"rows": jnp.arange(60)}
             )(q)
         )(q, arguments)
-        assert_close(found, jax.grad(exact)(reference + q))
+        assert_close(gradient, jax.grad(exact)(reference + q))
 
 
 def check_each_shard_samples_its_part_by_the_subsampling_method():
@@ -228,8 +228,8 @@ def assert_gradient_uses_one_all_reduce(counts, pairs=PAIRS):
 
             return lax.scan(step, q, rows)[0], state
 
-        found = count_collectives(steps, zeros, init_stream(plate, random.key(0)), arguments)
-        assert found == {"all-reduce": 1}, (subsampling, found)
+        collectives = count_collectives(steps, zeros, init_stream(plate, random.key(0)), arguments)
+        assert collectives == {"all-reduce": 1}, (subsampling, collectives)
         fresh = {"rows": sample_independent_minibatch(subsampling, plate, random.key(0))}
         assert count_collectives(potential.gradient, zeros, fresh, arguments) == {"all-reduce": 1}
         assert count_collectives(potential.full_gradient, zeros, arguments) == {"all-reduce": 1}
@@ -287,14 +287,14 @@ def uneven_regression():
 def fit_known_noise(*arguments):
     """Return a run of that regression with a complete warm-up."""
 
-    def known(X, y, batch_size=None):
+    def known_noise(X, y, batch_size=None):
         beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
         with numpyro.plate("rows", X.shape[0], subsample_size=batch_size):
             x = numpyro.subsample(X, event_dim=1)
             numpyro.sample("y", dist.Normal(x @ beta, 1), obs=numpyro.subsample(y, event_dim=0))
 
     mcmc = MCMC(
-        SGHMCSplit(known),
+        SGHMCSplit(known_noise),
         num_warmup=300,
         num_samples=800,
         num_chains=4,
@@ -342,8 +342,8 @@ def check_jax_array_sharded_by_rows_is_converted():
     X, _, _ = table(400)
     mesh = make_mesh(4)
     given = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows")))
-    (found,) = Arguments((given, X)).sharded_arrays
-    assert found == ShardedArray.from_padded_array(given, ShardedArray(X, mesh).shards, "X")
+    (converted,) = Arguments((given, X)).sharded_arrays
+    assert converted == ShardedArray.from_padded_array(given, ShardedArray(X, mesh).shards, "X")
     one = jax.device_put(X, NamedSharding(make_mesh(1), PartitionSpec("rows")))
     by_columns = jax.device_put(X.T, NamedSharding(mesh, PartitionSpec(None, "rows")))
     assert not Arguments((one, by_columns)).sharded_arrays

@@ -51,25 +51,30 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
     every = list(product(*(windows(p.size, p.subsample_size) for p in potential.plates)))
     rows = {p.name: np.array([e[k] for e in every]) for k, p in enumerate(potential.plates)}
 
-    def potentials(q: Any, plain: Any, held: Arguments, rows: Any) -> Any:
+    def potentials(q: Any, plain: Any, numpy_arguments: Arguments, rows: Any) -> Any:
         theirs = jax.value_and_grad(lambda q: potential_energy(specimen.model, *plain, site(q)))
-        one = jax.value_and_grad(lambda q, i: potential.value(q, i, held))
-        found = {
+        one = jax.value_and_grad(lambda q, i: potential.value(q, i, numpy_arguments))
+        values = {
             "NumPyro": theirs(q),
-            "full": (potential.full_value(q, held), potential.full_gradient(q, held)),
+            "full": (
+                potential.full_value(q, numpy_arguments),
+                potential.full_gradient(q, numpy_arguments),
+            ),
         }
         if rows:
             means = jax.tree.map(lambda x: x.mean(0), jax.vmap(one, (None, 0))(q, rows))
-            found["mean of minibatches"] = means
-        return found
+            values["mean of minibatches"] = means
+        return values
 
     site = potential.unravel
-    held = arguments.map_arrays(np.array)
-    found = jax.tree.map(np.asarray, jax.jit(potentials)(position, specimen.plain, held, rows))
-    expected = found.pop("NumPyro")
+    numpy_arguments = arguments.map_arrays(np.array)
+    results = jax.tree.map(
+        np.asarray, jax.jit(potentials)(position, specimen.plain, numpy_arguments, rows)
+    )
+    expected = results.pop("NumPyro")
     sizes = 1.0 + np.abs(expected[0]), 1.0 + np.abs(expected[1]).max()
-    for name, both in found.items():
-        for value, right, size in zip(both, expected, sizes, strict=True):
+    for name, value_and_gradient in results.items():
+        for value, right, size in zip(value_and_gradient, expected, sizes, strict=True):
             description = f"{name} of {specimen}: {value} where {right}"
             assert value.shape == right.shape, description
             assert np.isfinite(right).all(), description

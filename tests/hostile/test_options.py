@@ -129,19 +129,19 @@ def test_option_with_an_array_of_strings_is_named(kernel):
     name=st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12),
 )
 def test_kernel_with_a_misspelt_option_names_it(data, kernel, name):
-    known = set(inspect.signature(kernel).parameters) | set(SHARED)
-    if data.draw(st.booleans()):  # a known one without one of its letters
-        right = data.draw(st.sampled_from(sorted(known)))
+    options = set(inspect.signature(kernel).parameters) | set(SHARED)
+    if data.draw(st.booleans()):  # an option without one of its letters
+        right = data.draw(st.sampled_from(sorted(options)))
         k = data.draw(st.integers(0, len(right) - 1))
         name = right[:k] + right[k + 1 :]
-    known |= {
+    options |= {
         "integrator",
         "dense_mass",
         "inverse_mass_matrix",
         "options",
         "self",
     }  # Python's own: self
-    if name and name not in known:
+    if name and name not in options:
         assert_error_names(lambda: kernel(by_index, **{name: 1}), f"'{name}'")
 
 

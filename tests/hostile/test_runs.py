@@ -89,9 +89,9 @@ def test_host_array_index_gives_the_rows_in_memory(rows, dtype, form):
     x = (np.arange(12).reshape(6, 2) % 5).astype(dtype)
     source = Reader(x, lambda x: x) if form == "reader" else x
     host = HostArray(source, sort=form == "sorted")
-    found, expected = host[np.array(rows)], jnp.asarray(x)[np.array(rows)]
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(found, expected)
+    rows_on_host, expected = host[np.array(rows)], jnp.asarray(x)[np.array(rows)]
+    assert rows_on_host.dtype == expected.dtype
+    np.testing.assert_array_equal(rows_on_host, expected)
 
 
 def on_disk(**settings: Any) -> Any:
