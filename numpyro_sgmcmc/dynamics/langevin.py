@@ -278,10 +278,13 @@ class UnderdampedDynamics(Dynamics):
         dp = -\nabla U(\theta)\,dt - \xi\nabla K(p)\,dt + \sqrt{2A}\,dW
 
     The friction is a constant, equal to A, or a thermostat, a field of the state whose stationary
-    mean is A. Its flows: drift, friction, kick, kick with noise, and the two kicks of Euler's
-    method. Subclasses override :attr:`mean_friction`, and :attr:`kinetics` unless momenta are
-    Gaussian.
+    mean is A. The flows are drift, friction, kick with noise, and the kicks of Euler's methods.
+    Subclasses have a field ``friction``, or override :attr:`mean_friction`; they override
+    :attr:`kinetics` unless momenta are Gaussian.
     """
+
+    friction: float
+    """The injected noise A, if the subclass has a field of this name."""
 
     relaxation_factor: ClassVar[float] = 2.0
     """Relaxation time at friction one, where it is shortest: 2 for a damped oscillator."""
@@ -294,7 +297,7 @@ class UnderdampedDynamics(Dynamics):
     @property
     def mean_friction(self) -> float:
         """Stationary mean of the friction, which is the level A of the injected noise."""
-        raise NotImplementedError
+        return self.friction
 
     def effective_friction(self, step_size: Any) -> float:
         """Return the constant friction that damps as much as the integrator does."""
@@ -455,10 +458,6 @@ class UnderdampedLangevin(UnderdampedDynamics):
         gradient = jnp.zeros_like(position) if self.is_fsal else None
         return UnderdampedState(position, momentum, gradient)
 
-    @property
-    def mean_friction(self) -> float:
-        return self.friction
-
     def effective_friction(self, step_size: Any) -> float:
         """Return the friction, for Lie-Trotter the one that damps as much as the refreshments."""
         if self.num_leapfrog is None:
@@ -542,7 +541,3 @@ class MonomialGammaLangevin(UnderdampedDynamics):
             "euler": Integrator((Part("damped_kick"), Part("drift")), order=1, step_size=0.05),
             "symmetric": Integrator(SYMMETRIC_SPLITTING, order=2, step_size=0.2),
         }
-
-    @property
-    def mean_friction(self) -> float:
-        return self.friction

@@ -145,10 +145,6 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
     def resampling_periods(self) -> Mapping[str, int]:
         return {} if self.momentum_period is None else {"momentum": self.momentum_period}
 
-    @property
-    def mean_friction(self) -> float:
-        return self.friction
-
     def _metric_sqrt(self, q: Array) -> Array:
         return _matrix_sqrt(self.inverse_metric(q))
 

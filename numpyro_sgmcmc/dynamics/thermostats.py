@@ -66,9 +66,9 @@ __all__ = [
     "ThermostatState",
 ]
 
-# Thermostats per coordinate leave the variance inflation h^2 V / 16 of gradient noise that is the
-# same everywhere: fitted to simulated Gaussians at friction 1.5.
-_RESIDUAL_INFLATION = 16.0
+# Gradient noise V that is the same everywhere inflates variances by this fraction of h^2 V if each
+# coordinate has a thermostat: fitted to simulated Gaussians.
+_RESIDUAL_INFLATION = 1.0 / 16.0
 
 
 class ThermostatState(NamedTuple):
@@ -130,10 +130,6 @@ class NoseHooverThermostat(ThermostatDynamics):
         # The thermostats stay near their mean.
         return UnderdampedLangevin(self.friction)
 
-    @property
-    def mean_friction(self) -> float:
-        return self.friction
-
     def sample_auxiliary(
         self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
     ) -> Array:
@@ -154,7 +150,7 @@ class NoseHooverThermostat(ThermostatDynamics):
         inflation = super().variance_inflation(gradient_variance, step_size)
         if not self.per_coordinate:
             return inflation
-        residual = gradient_variance * step_size**2 / _RESIDUAL_INFLATION
+        residual = _RESIDUAL_INFLATION * gradient_variance * step_size**2
         return residual + position_dependent_fraction * inflation
 
     def gradient_noise_fraction(self, step_size: Any) -> float:
