@@ -275,7 +275,7 @@ def describe(report: BiasReport) -> str:
             "step_size."
         )
     if not_converged := by_diagnosis[Diagnosis.NOT_CONVERGED]:
-        r_hat = format_r_hat(max(s.r_hat for s in not_converged))
+        r_hat = format_r_hat(float(np.fmax.reduce([s.r_hat for s in not_converged])))
         problem = f"The chains disagree on {_list_names(not_converged)} (R-hat up to {r_hat})"
         if any(w.kind == ModelWarningKind.MODES_VISITED for w in report.model_warnings):
             sentences.append(

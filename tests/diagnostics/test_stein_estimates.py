@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from numpyro_sgmcmc.diagnostics.geometry import TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import Sums
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
     GradientsAtDraws,
@@ -59,6 +60,31 @@ def test_too_few_gradients_for_a_regression_give_a_finite_estimate():
     estimate = bias.sd_inflation
     assert np.isfinite(estimate.value).all()
     assert (np.abs(estimate.value - 0.5) < 5 * estimate.error).mean() > 0.9
+
+
+def cauchy_draws(scale):
+    return scale * np.random.default_rng(3).standard_cauchy((4, 1000, 1))
+
+
+def test_heavy_tailed_draws_of_the_posterior_have_no_bias():
+    q = cauchy_draws(1.0)
+    measured = estimate_bias_from_draws(q, slice(None), 2.0 * q / (1.0 + q**2))
+    assert measured.heavy_tailed_coordinates.tolist() == [0]
+    for value, error in measured.bias_estimates[0]:
+        assert abs(value[0]) < min(0.1, 4 * error[0] + 0.01)
+
+
+def test_bias_of_wider_heavy_tailed_draws_is_estimated_to_first_order():
+    """The SD of the transformed draws is 18% too large, of which more than half is estimated."""
+    q = cauchy_draws(1.5)
+    measured = estimate_bias_from_draws(q, slice(None), 2.0 * q / (1.0 + q**2))
+    transform = TailTransform.fit(q.reshape(-1, 1))
+    posterior = np.tan(np.pi * (np.linspace(0.0, 1.0, 100_002)[1:-1, None] - 0.5))
+    truth = transform.transform(q).std() / transform.transform(posterior).std() - 1.0
+    value, error = measured.bias_estimates[0].sd_inflation
+    assert truth > 0.15
+    assert 0.5 * truth < value[0] < 1.1 * truth
+    assert error[0] < 0.02
 
 
 def test_mean_bias_is_estimated_by_gradients_at_draws():
