@@ -83,7 +83,7 @@ def sample(
         progress_bar=False,
     )
     with warnings.catch_warnings():
-        # That there is no single region, and what larger minibatches would save.
+        # About the missing dominant mode, and larger minibatches that would save time.
         warnings.simplefilter("ignore", UserWarning)
         mcmc.run(
             random.key(seed),

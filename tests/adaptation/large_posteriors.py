@@ -1,8 +1,7 @@
 """Posteriors with hundreds of parameters whose moments are exact: by linear algebra, and by grids.
 
-Each entry of :data:`PROBLEMS` makes a model, its data, and the mean and sd of its sites. Where
-scales are unknown, the rest is Gaussian or one integral given them, and the posterior is a mixture
-over a grid of scales.
+Each entry of :data:`PROBLEMS` makes a model, its data, and the mean and SD of its sites. Given
+unknown scales the posterior is Gaussian or a one-dimensional integral; their grid makes a mixture.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["PROBLEMS", "Problem"]
 
 class Problem(NamedTuple):
     """
-    - **model**, **args**, **batch_size** - what the kernel gets.
-    - **exact** - mean and sd of each site that is compared.
+    - **model**, **args**, **batch_size** - arguments of the kernel and of the run.
+    - **exact** - mean and SD of each site that is compared.
     """
 
     model: Callable
@@ -37,7 +36,7 @@ def _float(x: np.ndarray) -> Any:
 
 
 def _mixed(log_weight: np.ndarray, mean: np.ndarray, square: np.ndarray) -> tuple:
-    """Mean and sd of a mixture: parts' weights, and their means of the value and its square."""
+    """Return mean and SD of a mixture from means of the value and its square in each component."""
     weight = np.exp(log_weight - log_weight.max()).ravel()
     weight /= weight.sum()
     mean, square = (np.tensordot(weight, x.reshape(weight.size, -1), 1) for x in (mean, square))
@@ -45,7 +44,7 @@ def _mixed(log_weight: np.ndarray, mean: np.ndarray, square: np.ndarray) -> tupl
 
 
 def _gaussian(precision: np.ndarray, linear: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and sd of a Gaussian."""
+    """Return mean and SD of a Gaussian from its precision and precision times mean."""
     covariance = np.linalg.inv(precision)
     return covariance @ linear, np.sqrt(np.diag(covariance))
 
@@ -82,7 +81,7 @@ def slopes(is_centred: bool, num_groups: int = 150, num: int = 9_000) -> Problem
     own = np.linalg.inv(gram)
 
     parts: dict[str, list] = {"weight": [], "mean": [], "effect": [], "scale": []}
-    # Over four posterior sds each way.
+    # Four posterior SDs each way.
     about = np.sqrt(estimate.var(0) - np.diagonal(own.mean(0)))
     grid = [s * np.exp(np.linspace(-0.32, 0.32, 41)) for s in about]
     for first in grid[0]:

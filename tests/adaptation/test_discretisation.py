@@ -1,4 +1,4 @@
-"""What a step makes of a standard normal at its kicks, beside formulas and simulated chains."""
+"""The discretisation error on a normal agrees with formulas and simulated chains."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.adaptation.step_size import (
-    PredictedMeanBias,
     compute_draw_variance_inflation,
     compute_kick_variance_inflation,
     limit_step_size_by_discretisation,
@@ -22,13 +21,13 @@ from numpyro_sgmcmc.dynamics import (
 
 
 @pytest.mark.parametrize("step_size", [0.01, 0.05, 0.2])
-def test_euler_on_the_overdamped_equation(step_size):
+def test_kick_variance_euler_overdamped_has_the_exact_value(step_size):
     """X <- (1 - h) x + sqrt(2 h) z has variance 1 / (1 - h / 2)."""
-    found = compute_kick_variance_inflation(OverdampedLangevin(), "euler", step_size)
-    assert found == pytest.approx(1 / (1 - step_size / 2) - 1, rel=1e-3)
+    inflation = compute_kick_variance_inflation(OverdampedLangevin(), "euler", step_size)
+    assert inflation == pytest.approx(1 / (1 - step_size / 2) - 1, rel=1e-3)
 
 
-def test_schemes_that_kick_where_the_variance_is_right():
+def test_kick_variance_baoab_and_lie_trotter_have_no_error():
     assert (
         abs(compute_kick_variance_inflation(UnderdampedLangevin(is_fsal=True), "baoab", 0.5)) < 1e-5
     )
@@ -40,98 +39,83 @@ def test_schemes_that_kick_where_the_variance_is_right():
     )
 
 
-@pytest.mark.parametrize("scheme", ["symmetric", "euler", "leapfrog", "mt3"])
-def test_error_falls_with_the_order(scheme):
-    """Midway through a step as well, but where the gradient's place is only about the end's."""
+@pytest.mark.parametrize("integrator", ["symmetric", "euler", "leapfrog", "mt3"])
+def test_kick_variance_error_falls_with_the_order(integrator):
+    """One order less where gradients are taken at a position that is only close to the end's."""
     dynamics = UnderdampedLangevin()
-    coarse, fine = (compute_kick_variance_inflation(dynamics, scheme, h) for h in (0.2, 0.1))
+    coarse, fine = (compute_kick_variance_inflation(dynamics, integrator, h) for h in (0.2, 0.1))
     order = np.log2(coarse / fine)
-    assert order > min(2, dynamics.integrators[scheme].order + 1) - 0.3
+    assert order > min(2, dynamics.integrators[integrator].order + 1) - 0.3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["symmetric", "euler"])
-def test_simulated_chains_agree(scheme):
-    step, step_size = UnderdampedLangevin().make_step(scheme), 0.4
+@pytest.mark.parametrize("integrator", ["symmetric", "euler"])
+def test_kick_variance_agrees_with_simulated_chains(integrator):
+    step, step_size = UnderdampedLangevin().make_step(integrator), 0.4
 
-    def one(state, noise):
-        places = []
-        state = step(state, step_size, lambda q: (places.append(q), q)[1], noise)
-        return state, places[0]
+    def run_step(state, noise):
+        positions = []
+        state = step(state, step_size, lambda q: (positions.append(q), q)[1], noise)
+        return state, positions[0]
 
-    start = UnderdampedLangevin().init(
+    init = UnderdampedLangevin().init(
         jax.random.normal(jax.random.key(2), (200_000,)), jax.random.key(0)
     )
     noise = jax.random.normal(jax.random.key(1), (100, step.num_noise, 200_000))
-    _, places = jax.lax.scan(one, start, noise)
-    variances = np.asarray(places[40::10]).var(1)
+    _, positions = jax.lax.scan(run_step, init, noise)
+    variances = np.asarray(positions[40::10]).var(1)
     error = 5 * np.sqrt(2 / 200_000 / len(variances))
     assert variances.mean() - 1 == pytest.approx(
-        compute_kick_variance_inflation(UnderdampedLangevin(), scheme, 0.4), abs=error
+        compute_kick_variance_inflation(UnderdampedLangevin(), integrator, 0.4), abs=error
     )
-    assert compute_kick_variance_inflation(UnderdampedLangevin(), scheme, 0.4) > 2 * error
+    assert compute_kick_variance_inflation(UnderdampedLangevin(), integrator, 0.4) > 2 * error
 
 
-def test_what_has_no_linear_form_is_left_alone():
+def test_kick_variance_nonlinear_dynamics_is_zero():
     assert compute_kick_variance_inflation(MonomialGammaThermostat(), "symmetric", 0.3) == 0.0
 
 
-def test_a_thermostat_widens_besides():
-    """It holds the momenta's variance at one, which the symmetric step makes less."""
+def test_kick_variance_thermostat_inflates_positions():
+    """It keeps the variance of momenta at one, which the symmetric step alone reduces."""
     step, step_size = NoseHooverThermostat(per_coordinate=False).make_step("symmetric"), 0.3
 
-    def one(state, noise):
-        places = []
-        state = step(state, step_size, lambda q: (places.append(q), q)[1], noise)
-        return state, jnp.square(places[0]).mean()
+    def run_step(state, noise):
+        positions = []
+        state = step(state, step_size, lambda q: (positions.append(q), q)[1], noise)
+        return state, jnp.square(positions[0]).mean()
 
-    start = NoseHooverThermostat(per_coordinate=False).init(
+    init = NoseHooverThermostat(per_coordinate=False).init(
         jax.random.normal(jax.random.key(2), (100_000,)), jax.random.key(0)
     )
     noise = jax.random.normal(jax.random.key(1), (200, step.num_noise, 100_000))
-    _, variances = jax.lax.scan(one, start, noise)
-    found = compute_kick_variance_inflation(NoseHooverThermostat(), "symmetric", step_size)
-    assert variances[100:].mean() - 1 == pytest.approx(found, abs=0.004)
+    _, variances = jax.lax.scan(run_step, init, noise)
+    inflation = compute_kick_variance_inflation(NoseHooverThermostat(), "symmetric", step_size)
+    assert variances[100:].mean() - 1 == pytest.approx(inflation, abs=0.004)
     assert (
-        found
+        inflation
         > compute_kick_variance_inflation(UnderdampedLangevin(), "symmetric", step_size) + 0.008
     )
 
 
-def test_step_sizes_at_which_means_stay():
-    """Noise moves the first mean, the step's error the second, and both the third, two ways."""
-    shifts = PredictedMeanBias(
-        np.array([1.0, 0.0, 1.0]), np.array([0.0, -50.0, -20.0]), lambda h: h**2
-    )
-    assert shifts.compute_max(0.1) == pytest.approx(0.5)
-    assert shifts.compute_max(0.04) == pytest.approx(0.08)
-    assert shifts.compute_max(0.04, batch_size_factor=10.0) == pytest.approx(0.08)
-    assert shifts.compute_max(0.01, batch_size_factor=1.0) == pytest.approx(0.01)
-    found = shifts.limit_step_size(0.3, 0.001, 0.06, batch_size_factor=1.0)
-    assert found == pytest.approx(np.sqrt(0.06 / 50), rel=0.04)
-    assert shifts.limit_step_size(0.3, 0.1, 0.06, batch_size_factor=1.0) == 0.1
-    assert shifts.limit_step_size(0.02, 0.001, 0.06, batch_size_factor=1.0) == 0.02
-
-
-def test_a_step_that_moves_nothing_has_no_excess():
-    """A friction that ends all momentum within a step leaves positions to rounding."""
+def test_kick_variance_huge_friction_is_zero():
+    """Where friction stops all movement, rounding hides the effect of a step."""
     for friction in (100.0, 1e3, 1e4):
         assert (
             compute_kick_variance_inflation(UnderdampedLangevin(friction), "symmetric", 0.3) == 0.0
         )
 
 
-# --- The variance that draws have --------------------------------------------------------------
+# --- The variance of draws ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("curvature", [1.0, 4.0])
-def test_draws_of_euler_on_the_overdamped_equation(curvature):
-    found = compute_draw_variance_inflation(OverdampedLangevin(), "euler", 0.2, curvature)
-    assert found == pytest.approx(1 / (1 - 0.2 * curvature / 2) - 1, rel=1e-3)
+def test_draw_variance_euler_overdamped_has_the_exact_value(curvature):
+    inflation = compute_draw_variance_inflation(OverdampedLangevin(), "euler", 0.2, curvature)
+    assert inflation == pytest.approx(1 / (1 - 0.2 * curvature / 2) - 1, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("dynamics", "scheme", "step_size"),
+    ("dynamics", "integrator", "step_size"),
     [
         (UnderdampedLangevin(), "symmetric", 1.5),
         (UnderdampedLangevin(), "euler", 0.5),
@@ -141,14 +125,14 @@ def test_draws_of_euler_on_the_overdamped_equation(curvature):
         (UnderdampedLangevin(is_fsal=True), "baoab", 1.5),
     ],
 )
-def test_draws_have_the_variance_of_simulated_chains(dynamics, scheme, step_size):
-    sd, error = simulate_sd_inflation(dynamics, scheme, step_size, 0.0, 20)
-    found = compute_draw_variance_inflation(dynamics, scheme, step_size)
-    assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
+def test_draw_variance_agrees_with_simulated_chains(dynamics, integrator, step_size):
+    sd, error = simulate_sd_inflation(dynamics, integrator, step_size, 0.0, 20)
+    inflation = compute_draw_variance_inflation(dynamics, integrator, step_size)
+    assert np.sqrt(1 + inflation) - 1 == pytest.approx(sd, abs=4 * error)
 
 
 @pytest.mark.parametrize(
-    ("dynamics", "scheme", "step_size"),
+    ("dynamics", "integrator", "step_size"),
     [
         (UnderdampedLangevin(), "symmetric", 0.3),
         (UnderdampedLangevin(), "mt3", 0.8),
@@ -157,14 +141,14 @@ def test_draws_have_the_variance_of_simulated_chains(dynamics, scheme, step_size
         (OverdampedLangevin(), "euler", 0.1),
     ],
 )
-def test_draws_have_the_variance_of_chains_with_noisy_gradients(dynamics, scheme, step_size):
-    sd, error = simulate_sd_inflation(dynamics, scheme, step_size, 2.0, 20)
-    found = compute_draw_variance_inflation(dynamics, scheme, step_size, noise_variance=2.0)
-    assert found > compute_draw_variance_inflation(dynamics, scheme, step_size) + 0.01
-    assert np.sqrt(1 + found) - 1 == pytest.approx(sd, abs=4 * error)
+def test_draw_variance_noisy_gradients_agree_with_simulated_chains(dynamics, integrator, step_size):
+    sd, error = simulate_sd_inflation(dynamics, integrator, step_size, 2.0, 20)
+    inflation = compute_draw_variance_inflation(dynamics, integrator, step_size, noise_variance=2.0)
+    assert inflation > compute_draw_variance_inflation(dynamics, integrator, step_size) + 0.01
+    assert np.sqrt(1 + inflation) - 1 == pytest.approx(sd, abs=4 * error)
 
 
-def test_what_a_thermostat_does_to_draws_is_not_known():
+def test_draw_variance_thermostat_is_unknown():
     assert compute_draw_variance_inflation(NoseHooverThermostat(), "symmetric", 0.2) is None
     assert (
         compute_draw_variance_inflation(
@@ -174,8 +158,8 @@ def test_what_a_thermostat_does_to_draws_is_not_known():
     )
 
 
-def test_noise_that_a_step_hardly_forgets_is_not_called_harmless():
-    """There rounding decides: without noise nothing is wrong, with it nobody knows."""
+def test_draw_variance_tiny_step_with_noise_is_unknown():
+    """Rounding hides the effect of noise in tiny steps; without noise they are exact."""
     assert compute_draw_variance_inflation(OverdampedLangevin(), "euler", 1e-6) == 0.0
     assert (
         compute_draw_variance_inflation(OverdampedLangevin(), "euler", 1e-6, noise_variance=1.0)
@@ -183,25 +167,27 @@ def test_noise_that_a_step_hardly_forgets_is_not_called_harmless():
     )
 
 
-def test_a_friction_next_to_none_is_not_refused():
-    """Rounding does not tell its steps from those that are not stable; simulated chains do."""
-    step_size, excess = limit_step_size_by_discretisation(
+def test_limit_by_discretisation_tiny_friction_is_simulated():
+    """Rounding does not distinguish its steps from unstable ones; simulated chains do."""
+    step_size, sd_inflation = limit_step_size_by_discretisation(
         UnderdampedLangevin(1e-6), "symmetric", 0.3, 20, 0.05
     )
     assert step_size == 0.3
-    assert abs(excess) < 0.05
+    assert abs(sd_inflation) < 0.05
 
 
 @pytest.mark.parametrize(
     ("friction", "variance", "longest"), [(0.1, 0.0, 0.3), (3.0, 0.0, 0.3), (10.0, 0.0, 0.2)]
 )
-def test_steps_of_unusual_frictions_are_as_long_as_they_may_be(friction, variance, longest):
-    """By the exact variance: of slow chains a simulation had seen too little."""
+def test_limit_by_discretisation_unusual_friction_has_the_longest_valid_step(
+    friction, variance, longest
+):
+    """By the exact variance, since simulated chains of large friction are too slow."""
     dynamics = UnderdampedLangevin(friction)
-    step_size, excess = limit_step_size_by_discretisation(
+    step_size, sd_inflation = limit_step_size_by_discretisation(
         dynamics, "symmetric", 0.3, 20, 0.04, variance
     )
-    assert abs(excess) <= 0.02
+    assert abs(sd_inflation) <= 0.02
     assert step_size <= longest
     if step_size < 0.3:
         assert (
@@ -211,17 +197,17 @@ def test_steps_of_unusual_frictions_are_as_long_as_they_may_be(friction, varianc
 
 
 @pytest.mark.parametrize(
-    ("scheme", "longest"), [("euler", 1.0), ("lie_trotter", 2.0), ("baoab", 2.0)]
+    ("integrator", "longest"), [("euler", 1.0), ("lie_trotter", 2.0), ("baoab", 2.0)]
 )
-def test_steps_that_are_not_stable(scheme, longest):
-    dynamics = UnderdampedLangevin(is_fsal=scheme == "baoab")
-    assert abs(compute_draw_variance_inflation(dynamics, scheme, 0.95 * longest)) < np.inf
+def test_draw_variance_unstable_step_is_infinite(integrator, longest):
+    dynamics = UnderdampedLangevin(is_fsal=integrator == "baoab")
+    assert abs(compute_draw_variance_inflation(dynamics, integrator, 0.95 * longest)) < np.inf
     for step_size in (longest, 1.1 * longest, 1e3, 1e30):
-        assert compute_draw_variance_inflation(dynamics, scheme, step_size) == np.inf
-    assert compute_draw_variance_inflation(dynamics, scheme, 0.8 * longest, 4.0) == np.inf
+        assert compute_draw_variance_inflation(dynamics, integrator, step_size) == np.inf
+    assert compute_draw_variance_inflation(dynamics, integrator, 0.8 * longest, 4.0) == np.inf
 
 
-def test_a_step_in_which_friction_ends_all_momentum():
+def test_draw_variance_huge_friction_stops_chains():
     for friction in (35.0, 100.0, 1e3):
         assert compute_draw_variance_inflation(
             UnderdampedLangevin(friction), "symmetric", 1.0
@@ -229,7 +215,7 @@ def test_a_step_in_which_friction_ends_all_momentum():
 
 
 @pytest.mark.parametrize("step_size", [1e-9, 1e-6, 1e-5, 1e-4, 1e-3])
-def test_rounding_in_short_steps_is_no_excess(step_size):
+def test_draw_variance_short_steps_have_no_rounding_error(step_size):
     for dynamics in (UnderdampedLangevin(), UnderdampedLangevin(40.0), OverdampedLangevin()):
         assert abs(compute_draw_variance_inflation(dynamics, "euler", step_size)) < 0.01
 

@@ -1,4 +1,4 @@
-"""A step size that the warm-up chose too long is shortened by the chains that find it so."""
+"""A step size that the warm-up chose too long is shortened by the chains."""
 
 import warnings
 
@@ -15,24 +15,26 @@ from numpyro_sgmcmc import SGNHT, SHMC, SGHMCSplit
 from numpyro_sgmcmc.adaptation import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.gradient_noise import compute_epoch_variance_fraction
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
+from numpyro_sgmcmc.errors import GradientNoiseWarning
 from numpyro_sgmcmc.sampling.bias_monitor import StepSizeMonitor
 
-# --- What noise that cancels over an epoch is predicted to do ----------------------------------
+# --- The variance inflation that is predicted for noise that cancels over an epoch ----------------
 
 
 @pytest.mark.parametrize("friction", [0.0, 0.2, 1.5, 2.0, 10.0, 1e3])
 def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
-    times = np.array([0.0, 0.3, 1.0, 5.0, 300.0])
+    lags = np.array([0.0, 0.3, 1.0, 5.0, 300.0])
     drift = np.array([[0.0, 1.0], [-1.0, -friction]])
-    exact = [expm(t * drift)[0, 0] for t in times]
-    found = UnderdampedLangevin(friction).autocorrelation(times, 0.1)
-    np.testing.assert_allclose(found, exact, atol=1e-6)
-    np.testing.assert_allclose(OverdampedLangevin().autocorrelation(times, 0.1), np.exp(-times))
+    exact = [expm(t * drift)[0, 0] for t in lags]
+    np.testing.assert_allclose(
+        UnderdampedLangevin(friction).autocorrelation(lags, 0.1), exact, atol=1e-6
+    )
+    np.testing.assert_allclose(OverdampedLangevin().autocorrelation(lags, 0.1), np.exp(-lags))
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("dynamics", "scheme", "step_size", "per_epoch"),
+    ("dynamics", "integrator", "step_size", "batches_per_epoch"),
     [
         (UnderdampedLangevin(1.5), "symmetric", 0.02, 100),
         (UnderdampedLangevin(1.5), "symmetric", 0.02, 400),
@@ -41,124 +43,114 @@ def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
         (OverdampedLangevin(), "euler", 0.01, 50),
     ],
 )
-def test_share_of_noise_that_an_epoch_leaves(dynamics, scheme, step_size, per_epoch):
-    """Exactly: the offsets of a random permutation, through the scheme's own response."""
-    step = dynamics.make_step(scheme)
-    start = dynamics.init(jnp.zeros(1), jax.random.key(0))
-    start = jax.tree.map(jnp.zeros_like, start)
-    quiet = jnp.zeros((step.draws, 1))
+def test_epoch_variance_fraction_agrees_with_the_response_to_a_permutation(
+    dynamics, integrator, step_size, batches_per_epoch
+):
+    """The offsets of a random permutation act through the integrator's exact impulse response."""
+    step = dynamics.make_step(integrator)
+    state = jax.tree.map(jnp.zeros_like, dynamics.init(jnp.zeros(1), jax.random.key(0)))
+    zeros = jnp.zeros((step.num_noise, 1))
 
-    def position(state, offset):
-        state = step(state, step_size, lambda q: q + offset, quiet, 0)
+    def run_step(state, offset):
+        state = step(state, step_size, lambda q: q + offset, zeros, 0)
         return state, state.position[0]
 
-    num = per_epoch * int(np.ceil(60 / (per_epoch * step_size)))
-    offsets = jnp.zeros(num + per_epoch).at[0].set(1.0)
-    response = np.asarray(jax.lax.scan(position, start, offsets)[1])
-    # Of one epoch's offsets, the sum is zero and all orders are alike.
-    one = (np.eye(per_epoch) - 1 / per_epoch) * per_epoch / (per_epoch - 1)
+    num = batches_per_epoch * int(np.ceil(60 / (batches_per_epoch * step_size)))
+    impulse = jnp.zeros(num + batches_per_epoch).at[0].set(1.0)
+    response = np.asarray(jax.lax.scan(run_step, state, impulse)[1])
+    # The offsets of an epoch sum to zero, and all orders have the same probability.
+    epoch_covariance = np.eye(batches_per_epoch) - 1 / batches_per_epoch
+    epoch_covariance *= batches_per_epoch / (batches_per_epoch - 1)
     variance = 0.0
-    for phase in range(per_epoch):
+    for phase in range(batches_per_epoch):
         shifted = np.concatenate([np.zeros(phase), response])[: num + phase]
-        shifted = np.pad(shifted, (0, -len(shifted) % per_epoch)).reshape(-1, per_epoch)
-        variance += np.sum(shifted @ one * shifted) / per_epoch
-    share = variance / np.square(response).sum()
-    assert 0.01 < share < 0.99
-    assert compute_epoch_variance_fraction(dynamics, step_size, per_epoch) == pytest.approx(
-        share, rel=0.03, abs=0.01
+        shifted = np.pad(shifted, (0, -len(shifted) % batches_per_epoch))
+        shifted = shifted.reshape(-1, batches_per_epoch)
+        variance += np.sum(shifted @ epoch_covariance * shifted) / batches_per_epoch
+    fraction = variance / np.square(response).sum()
+    assert 0.01 < fraction < 0.99
+    assert compute_epoch_variance_fraction(dynamics, step_size, batches_per_epoch) == pytest.approx(
+        fraction, rel=0.03, abs=0.01
     )
 
 
-def test_noise_that_cancels_is_predicted_to_do_less():
-    noise = GradientNoiseStats(100.0, 0.0, 100.0)
-    over_epochs = noise._replace(batches_per_epoch=100)
+def test_predict_variance_inflation_noise_cancels_over_an_epoch():
+    stats = GradientNoiseStats(100.0, 0.0, 100.0)
+    epoch_stats = stats._replace(batches_per_epoch=100)
     dynamics = UnderdampedLangevin(1.5)
-    assert noise.predict_variance_inflation(dynamics, 0.02) == pytest.approx(2 / 3)
-    # Simulated, the variance is 1.127 times the right one.
-    assert over_epochs.predict_variance_inflation(dynamics, 0.02) == pytest.approx(0.127, abs=0.01)
+    assert stats.predict_variance_inflation(dynamics, 0.02) == pytest.approx(2 / 3)
+    # In a simulation the variance is 1.127.
+    assert epoch_stats.predict_variance_inflation(dynamics, 0.02) == pytest.approx(0.127, abs=0.01)
     thermostat = NoseHooverThermostat(1.5)
-    assert over_epochs.predict_variance_inflation(
+    assert epoch_stats.predict_variance_inflation(
         thermostat, 0.02
-    ) == noise.predict_variance_inflation(thermostat, 0.02)
-    assert noise._replace(batches_per_epoch=1).predict_variance_inflation(dynamics, 0.02) == 0.0
+    ) == stats.predict_variance_inflation(thermostat, 0.02)
+    assert stats._replace(batches_per_epoch=1).predict_variance_inflation(dynamics, 0.02) == 0.0
 
 
-# --- The decision ------------------------------------------------------------------------------
+# --- The decision ---------------------------------------------------------------------------------
 
 
-def decide(temperatures, allowed=0.1, independent=1.0):
-    """The factor after iterations of these temperatures, shape ``(iterations, d)``."""
-    control = StepSizeMonitor.zeros(temperatures.shape[1], jnp.float32)
-    seen = jnp.append(temperatures, temperatures.mean(1, keepdims=True), 1)
-    control = StepSizeMonitor(jnp.float32(len(seen)), seen.sum(0), jnp.square(seen).sum(0))
-    return float(control.compute_step_scale(jnp.float32(allowed), independent))
+def compute_scale(temperatures, allowed=0.1, ess_per_iteration=1.0):
+    """Return the factor of the step size after iterations, shape ``(iterations, d)``."""
+    monitor = StepSizeMonitor.zeros(temperatures.shape[1], jnp.float32)
+    for_all = jnp.append(temperatures, temperatures.mean(1, keepdims=True), 1)
+    monitor = StepSizeMonitor(jnp.float32(len(for_all)), for_all.sum(0), jnp.square(for_all).sum(0))
+    return float(monitor.compute_step_scale(jnp.float32(allowed), ess_per_iteration))
 
 
-def chi_square(shape, seed=0):
+def sample_temperatures(shape, seed=0):
+    """Sample temperatures of exact draws of a standard normal."""
     return jnp.asarray(np.square(np.random.default_rng(seed).standard_normal(shape)), jnp.float32)
 
 
-def test_sums_are_those_of_the_iterations_that_count():
-    temperatures = chi_square((30, 3))
-    control = StepSizeMonitor.zeros(3, jnp.float32)
+def test_step_size_monitor_sums_leave_out_invalid_iterations():
+    temperatures = sample_temperatures((30, 3))
+    monitor = StepSizeMonitor.zeros(3, jnp.float32)
     for k, t in enumerate(temperatures):
-        control = control.add(jnp.where(k == 7, jnp.nan, t), jnp.array(k != 7))
+        monitor = monitor.add(jnp.where(k == 7, jnp.nan, t), jnp.array(k != 7))
     kept = np.delete(np.asarray(temperatures), 7, 0)
-    assert control.num_iterations == 29
-    np.testing.assert_allclose(
-        control.temperature_sum, [*kept.sum(0), kept.mean(1).sum()], rtol=1e-5
-    )
-    np.testing.assert_allclose(control.temperature_sq_sum[:3], np.square(kept).sum(0), rtol=1e-5)
+    assert monitor.num_iterations == 29
+    expected = [*kept.sum(0), kept.mean(1).sum()]
+    np.testing.assert_allclose(monitor.temperature_sum, expected, rtol=1e-5)
+    np.testing.assert_allclose(monitor.temperature_sq_sum[:3], np.square(kept).sum(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("num", [25, 75, 500])
-def test_chance_does_not_shorten_steps(num):
-    """Temperatures of exact draws of a Gaussian, 20 coordinates: a false alarm is rare."""
-    factors = [decide(chi_square((num, 20), seed)) for seed in range(200)]
-    assert np.mean(np.array(factors) < 1) <= 0.01
+def test_step_scale_exact_draws_rarely_shorten_the_step(num):
+    scales = [compute_scale(sample_temperatures((num, 20), seed)) for seed in range(200)]
+    assert np.mean(np.array(scales) < 1) <= 0.01
 
 
 @pytest.mark.parametrize(
-    ("heat", "factor"),
+    ("temperature", "scale"),
     [
         (np.ones(20), 1.0),
         (1.05 * np.ones(20), 1.0),  # within what is allowed
         (1.4 * np.ones(20), 0.1 / 0.4),
         (3.0 * np.ones(20), 1 / 8),
-        (0.7 * np.ones(20), 0.1 / 0.3),  # too cold on average
-        (np.append(2.0, np.ones(19)), 1 / 8),  # one coordinate alone
+        (0.7 * np.ones(20), 0.1 / 0.3),  # too low on average
+        (np.append(2.0, np.ones(19)), 1 / 8),  # in one coordinate alone
         (np.append(0.5, np.ones(19)), 0.1 / 0.5),
     ],
 )
-def test_heat_shortens_the_step_as_far_as_it_is_too_much(heat, factor):
-    found = decide(jnp.asarray(heat) * chi_square((2000, 20)))
-    assert found == pytest.approx(factor, rel=0.25)
+def test_step_scale_is_the_ratio_of_allowed_to_actual_deviation(temperature, scale):
+    temperatures = jnp.asarray(temperature) * sample_temperatures((2000, 20))
+    assert compute_scale(temperatures) == pytest.approx(scale, rel=0.25)
 
 
-def test_dependent_iterations_and_few_are_not_trusted():
-    hot = 1.4 * chi_square((100, 20))
-    assert decide(hot) < 1
-    assert decide(hot, independent=0.02) == 1
-    assert decide(4.0 * chi_square((10, 20))) == 1
-    assert decide(hot, allowed=1.0) == 1
+def test_step_scale_few_or_dependent_iterations_do_not_shorten_the_step():
+    temperatures = 1.4 * sample_temperatures((100, 20))
+    assert compute_scale(temperatures) < 1
+    assert compute_scale(temperatures, ess_per_iteration=0.02) == 1
+    assert compute_scale(4.0 * sample_temperatures((10, 20))) == 1
+    assert compute_scale(temperatures, allowed=1.0) == 1
 
 
-# --- In a run ----------------------------------------------------------------------------------
+# --- In a run -------------------------------------------------------------------------------------
 
-
-def misled(kernel_class, factor):
-    """The kernel, whose warm-up takes a step so much too long."""
-
-    class Misled(kernel_class):
-        def _adapt(self, *args):
-            adaptation = super()._adapt(*args)
-            if not hasattr(self, "right"):
-                self.right = adaptation.step_size
-                adaptation = adaptation._replace(step_size=factor * adaptation.step_size)
-                self._cache.adaptation = adaptation
-            return adaptation
-
-    return Misled
+DATA = jnp.asarray(np.random.default_rng(0).standard_normal((1000, 3)), jnp.float32)
+NOISY = {"gradient_estimator": "minibatch", "subsampling": "iid"}
 
 
 def normal_mean(y, batch_size):
@@ -167,12 +159,24 @@ def normal_mean(y, batch_size):
         numpyro.sample("y", dist.Normal(mu, 1).to_event(1), obs=y[i])
 
 
-DATA = jnp.asarray(np.random.default_rng(0).standard_normal((1000, 3)), jnp.float32)
-NOISY = {"gradient_estimator": "minibatch", "subsampling": "iid"}
+def standard_normal(kernel_class):
+    return kernel_class(
+        potential_fn=lambda q: jnp.square(q).sum() / 2, inverse_mass_matrix=np.ones(3)
+    )
+
+
+def with_step_size_factor(kernel, factor, init_params, args, kwargs):
+    """Return a kernel whose warm-up has chosen a longer step, and the right step size."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        kernel.init(jax.random.key(0), 0, init_params, args, kwargs)
+    adaptation = kernel.adaptation
+    step_size = adaptation.step_size
+    return kernel.copy_with(adaptation=adaptation._replace(step_size=factor * step_size)), step_size
 
 
 def run(kernel, num_warmup=300):
-    """The step sizes in the end, and how far the sds are off."""
+    """Return the step sizes of the chains, and the relative errors of the SDs."""
     mcmc = MCMC(
         kernel,
         num_warmup=num_warmup,
@@ -184,92 +188,80 @@ def run(kernel, num_warmup=300):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         mcmc.run(jax.random.key(0), DATA, batch_size=10)
-    sds = np.asarray(mcmc.get_samples()["mu"]).std(0)
-    return np.asarray(mcmc.last_state.adapt_state.step_size), sds * np.sqrt(len(DATA)) - 1
+    sd_inflation = np.asarray(mcmc.get_samples()["mu"]).std(0) * np.sqrt(len(DATA)) - 1
+    return np.asarray(mcmc.last_state.adapt_state.step_size), sd_inflation
 
 
 @pytest.mark.slow
-def test_steps_that_noise_makes_too_long_are_shortened():
-    kernel = misled(SGHMCSplit, 20.0)(normal_mean, num_steps=100, **NOISY)
-    step_sizes, off = run(kernel)
-    assert (step_sizes < 4.0 * kernel.right).all()
-    assert np.abs(off).max() < 0.35
-    # Without a warm-up there is no check.
-    unchecked, off = run(
-        misled(SGHMCSplit, 20.0)(normal_mean, num_steps=100, **NOISY), num_warmup=0
-    )
-    np.testing.assert_allclose(unchecked, 20.0 * kernel.right, rtol=1e-5)
-    assert off.min() > 1.0
+def test_run_too_long_steps_are_shortened_in_warmup_only():
+    kernel = SGHMCSplit(normal_mean, num_steps=100, **NOISY)
+    arguments = None, (DATA,), {"batch_size": 10}
+    kernel, step_size = with_step_size_factor(kernel, 20.0, *arguments)
+    step_sizes, sd_inflation = run(kernel)
+    assert (step_sizes < 4.0 * step_size).all()
+    assert np.abs(sd_inflation).max() < 0.35
+    step_sizes, sd_inflation = run(kernel, num_warmup=0)
+    np.testing.assert_allclose(step_sizes, 20.0 * step_size, rtol=1e-5)
+    assert sd_inflation.min() > 1.0
 
 
-def test_a_target_out_of_reach_is_said_with_numbers():
-    """V h / (2 friction) is 0.2 at the shortest step that 500 steps a draw can pay for."""
-    kernel = SGHMCSplit(normal_mean, target_sd_bias=0.03, **NOISY)
-    with pytest.warns(
-        UserWarning, match="1[0-2] % too wide, where target_sd_bias allows 3 %"
-    ) as said:
-        kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
-    # Of all rows a draw takes few steps, and less work.
-    assert "of 'rows' all 1000: 10 steps a draw" in str(said[0].message)
-    # Over an epoch of 100 minibatches the same noise does little.
+@pytest.mark.slow
+def test_run_right_steps_are_kept():
+    kernel = SGHMCSplit(normal_mean)
+    step_sizes, sd_inflation = run(kernel)
+    np.testing.assert_allclose(step_sizes, kernel.adaptation.step_size, rtol=1e-5)
+    assert np.abs(sd_inflation).max() < 0.1
+
+
+@pytest.mark.slow
+def test_run_user_step_size_is_kept():
+    step_sizes, sd_inflation = run(SGHMCSplit(normal_mean, step_size=0.1, num_steps=30, **NOISY))
+    np.testing.assert_allclose(step_sizes, 0.1, rtol=1e-5)
+    assert sd_inflation.min() > 0.5
+
+
+def test_warm_up_target_out_of_reach_is_reported_unless_noise_cancels():
+    """V h / (2 friction) is 0.2 at the shortest step, of 500 steps per draw."""
+    arguments = jax.random.key(0), 0, None, (DATA,), {"batch_size": 10}
+    with pytest.warns(GradientNoiseWarning, match=r"1[0-2]% too wide.*\(10 steps per draw\)"):
+        SGHMCSplit(normal_mean, target_sd_bias=0.03, **NOISY).init(*arguments)
+    # Over an epoch of 100 minibatches the same noise cancels.
+    options = {"gradient_estimator": "minibatch", "subsampling": "shuffled"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kernel = SGHMCSplit(
-            normal_mean, target_sd_bias=0.03, gradient_estimator="minibatch", subsampling="shuffled"
-        )
-        kernel.init(jax.random.key(0), 0, None, (DATA,), {"batch_size": 10})
-
-
-@pytest.mark.slow
-def test_right_steps_are_left_alone():
-    kernel = misled(SGHMCSplit, 1.0)(normal_mean)
-    step_sizes, off = run(kernel)
-    np.testing.assert_allclose(step_sizes, kernel.right, rtol=1e-5)
-    assert np.abs(off).max() < 0.1
-
-
-@pytest.mark.slow
-def test_the_users_step_size_is_left_alone():
-    step_sizes, off = run(SGHMCSplit(normal_mean, step_size=0.1, num_steps=30, **NOISY))
-    np.testing.assert_allclose(step_sizes, 0.1, rtol=1e-5)
-    assert off.min() > 0.5
+        SGHMCSplit(normal_mean, target_sd_bias=0.03, **options).init(*arguments)
 
 
 @pytest.mark.parametrize(
     "kernel_class", [SGHMCSplit, *(pytest.param(k, marks=pytest.mark.slow) for k in (SGNHT, SHMC))]
 )
-def test_a_chain_that_diverges_in_warmup_goes_on_with_smaller_steps(kernel_class):
-    """Beyond its stability bound the integrator diverges, from wherever it starts."""
-
-    def make(factor):
-        return misled(kernel_class, factor)(
-            potential_fn=lambda q: jnp.square(q).sum() / 2, inverse_mass_matrix=np.ones(3)
-        )
-
-    probe = make(1.0)
-    probe.init(jax.random.key(0), 0, jnp.zeros(3), (), {})
-    kernel = make(4.0 / probe.right)
+def test_run_chains_that_diverge_in_warmup_take_shorter_steps(kernel_class):
+    """Beyond its stability limit the integrator diverges from every position."""
+    _, step_size = with_step_size_factor(standard_normal(kernel_class), 1.0, jnp.zeros(3), (), {})
+    kernel, _ = with_step_size_factor(
+        standard_normal(kernel_class), 4.0 / step_size, jnp.zeros(3), (), {}
+    )
     mcmc = MCMC(kernel, num_warmup=200, num_samples=1000, progress_bar=False)
     mcmc.run(jax.random.key(0), init_params=jnp.ones(3), extra_fields=("diverging",))
     assert mcmc.last_state.adapt_state.step_size < 2.0
     assert not mcmc.get_extra_fields()["diverging"].any()
-    # Near its bound a thermostat may stand still in one coordinate for long.
+    # Near its stability limit a thermostat may stop in one coordinate for long.
     if kernel_class is not SGNHT:
         assert np.asarray(mcmc.get_samples()).std(0) == pytest.approx(1.0, abs=0.25)
 
 
-def test_steps_do_not_shrink_to_nothing():
-    """Where every iteration diverges, it is not the step's doing."""
+def test_run_steps_are_not_shortened_without_end():
+    """Where every iteration diverges, the step size is not the cause."""
 
-    def cliff(q):
+    def potential_fn(q):
         return jnp.square(q).sum() / 2 + 1e-9 * jnp.sqrt(1e-4 - jnp.square(q)).sum()
 
-    kernel = SGHMCSplit(potential_fn=cliff, inverse_mass_matrix=np.ones(2), num_steps=5)
+    kernel = SGHMCSplit(potential_fn=potential_fn, inverse_mass_matrix=np.ones(2), num_steps=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         state = kernel.init(jax.random.key(0), 100, jnp.zeros(2), (), {})
-    first = float(state.adapt_state.step_size)
-    step = jax.jit(lambda state: kernel.sample(state, (), {}))
+    step_size = float(state.adapt_state.step_size)
+    sample = jax.jit(lambda state: kernel.sample(state, (), {}))
     for _ in range(100):
-        state = step(state)
-    assert state.adapt_state.step_size == pytest.approx(first / 64, rel=1e-5)
+        state = sample(state)
+    assert state.adapt_state.step_size == pytest.approx(step_size / 64, rel=1e-5)

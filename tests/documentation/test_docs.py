@@ -52,7 +52,7 @@ def test_code_fits_its_box():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.filterwarnings("ignore:Pilot chains find no single region")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.NonIdentifiedPosteriorWarning")
 def test_the_page_on_networks_runs(capsys):
     pytest.importorskip("flax")
     text = (ROOT / "docs/networks.md").read_text()
