@@ -393,7 +393,8 @@ def run_pilot(
     """
     q, p = (jnp.asarray(x, potential.dtype) for x in (init_q, rng.standard_normal(init_q.shape)))
     state, draws = UnderdampedState(q, p), []
-    steps_per_call = _choose_steps_per_call(num_steps, *init_q.shape, max_normals_per_call)
+    num_chains, dim = init_q.shape
+    steps_per_call = _choose_steps_per_call(num_steps, num_chains, dim, max_normals_per_call)
     num_calls = -(-num_steps // steps_per_call)
     for call in range(num_calls):
         shape = (steps_per_call, _PILOT_STEP.num_noise, *init_q.shape)
@@ -409,7 +410,7 @@ def run_pilot(
             jnp.asarray(float(estimator.needs_reference), potential.dtype),
             (indices, normals, keys),
         )
-        progress.advance(steps_per_call * (len(init_q) + 1))
+        progress.advance(steps_per_call * (num_chains + 1))
         positions = np.asarray(positions)  # waits, so that one call's normals are in memory
         if call >= num_calls // 2:
             draws.append(np.moveaxis(positions, 0, 1))
