@@ -587,10 +587,10 @@ def _format_notes(report: BiasReport) -> list[str]:
     """Return the notes below the table."""
     unit, owner = ("value", "function") if report.is_for_functions else ("coordinate", "site")
     largest = max(s.size for s in report.sites)
-    rows = f"Each row is the {unit} of a {owner}"
+    subject = f"Each row is the {unit} of a {owner}"
     limits = ""
     if largest > 1:
-        rows = f"Each row is the worst of up to {largest} {unit}s of a {owner}"
+        subject = f"Each row is the worst of up to {largest} {unit}s of a {owner}"
         limits = ", diagnosed by simultaneous 95% limits"
     space = "" if report.is_for_functions else ", in unconstrained space"
     source = "gradients on all rows" if report.full_data else "the run's minibatch gradients"
@@ -604,7 +604,7 @@ def _format_notes(report: BiasReport) -> list[str]:
     if np.isfinite(kinetic.value):
         temperatures += f", kinetic {kinetic.value:.3f} ± {kinetic.error:.3f}"
     notes = [
-        f"{rows}{space}; bias ± one standard error{limits}. Estimated from {source}.",
+        f"{subject}{space}; bias ± one standard error{limits}. Estimated from {source}.",
         f"Temperature (1 if exact): {temperatures}.",
         _format_noise_note(report),
     ]

@@ -385,7 +385,7 @@ def _compute_stein_terms(
     return jax.tree.map(lambda x: x[:, 0], by_row)
 
 
-class _StandardisedSums(NamedTuple):
+class _TermSums(NamedTuple):
     """Sums over draws of the terms and of their products with f, which is centred."""
 
     num: np.ndarray
@@ -402,14 +402,14 @@ def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     """Sum over batches of the draws of each chain by time.
 
     :param terms: shape ``(chains, draws, ..., 4)``.
-    :return: shape ``(batches, 8, k)``, along the second axis as in :class:`_StandardisedSums`.
+    :return: shape ``(batches, 8, k)``, along the second axis as in :class:`_TermSums`.
     """
     num_chains, num_draws = terms.shape[:2]
     f, work, squared_gradient, divergence = np.moveaxis(terms, -1, 0).reshape(
         _NUM_STEIN_TERMS, num_chains, num_draws, -1
     )
     f = f - f.mean((0, 1))
-    summands = _StandardisedSums(
+    summands = _TermSums(
         np.ones_like(f), f, work, squared_gradient, divergence, f * f, f * work, f * divergence
     )
     num_batches = min(_NUM_JACKKNIFE_BATCHES, num_draws)
@@ -425,8 +425,8 @@ def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[Estimate, Estimate
     """
 
     def statistic(total: np.ndarray) -> np.ndarray:
-        sums = _StandardisedSums(*total)
-        mean = _StandardisedSums(*(x / sums.num for x in sums))
+        sums = _TermSums(*total)
+        mean = _TermSums(*(x / sums.num for x in sums))
         variance = mean.f_f - mean.f * mean.f
         with np.errstate(divide="ignore", invalid="ignore"):
             work = mean.f_work - mean.f * mean.work

@@ -487,24 +487,26 @@ def estimate_bias_from_draws(
     """Estimate the bias of draws, however they were generated.
 
     :param draws: all draws as flat positions, shape ``(chains, draws, d)``.
-    :param gradient_slice: the draws of each chain at which gradients are known.
+    :param gradient_slice: the draws of each chain at which gradients are gradients_at_draws.
     :param gradients: unbiased gradients of the potential there.
     """
-    known = GradientsAtDraws.from_arrays(draws[:, gradient_slice], gradients)
+    gradients_at_draws = GradientsAtDraws.from_arrays(draws[:, gradient_slice], gradients)
     everywhere = GradientsAtDraws.from_arrays(
-        draws, _extrapolate_gradients(draws, gradient_slice, known)
+        draws, _extrapolate_gradients(draws, gradient_slice, gradients_at_draws)
     )
     stein = estimate_bias_from_sums(*compute_sums_at_draws(everywhere, _fit_preconditioner(draws)))
     tails = TailTransform.fit(draws.reshape(-1, draws.shape[-1]))
     convergence = ConvergenceStats.from_draws(transform_tails(draws, tails))
     if len(draws) == 1:  # halves of one chain differ because of few draws, which the ESS shows
         convergence = convergence._replace(r_hat=np.full_like(convergence.r_hat, np.nan))
-    bias = stein.bias.override_coordinates(tails.coordinates, estimate_tail_bias(known, tails))
+    bias = stein.bias.override_coordinates(
+        tails.coordinates, estimate_tail_bias(gradients_at_draws, tails)
+    )
     return BiasMeasurements((bias,), convergence, stein, tails.coordinates)
 
 
 def _extrapolate_gradients(
-    draws: np.ndarray, gradient_slice: slice, known: GradientsAtDraws
+    draws: np.ndarray, gradient_slice: slice, gradients_at_draws: GradientsAtDraws
 ) -> np.ndarray:
     """Return gradients at all draws whose sums are unbiased.
 
@@ -513,16 +515,19 @@ def _extrapolate_gradients(
     those of all draws. With too few known gradients for a regression the prediction is zero.
     """
     dim = draws.shape[-1]
-    q, g = known.positions.reshape(-1, dim), known.gradients.reshape(-1, dim)
+    q, g = (
+        gradients_at_draws.positions.reshape(-1, dim),
+        gradients_at_draws.gradients.reshape(-1, dim),
+    )
     gradients = np.zeros_like(draws)
     if len(q) >= _MIN_DRAWS_PER_COORDINATE * dim:
         center = q.mean(0)
         scale = np.where(q.std(0) > 0.0, q.std(0), 1.0)
         slope = np.linalg.lstsq((q - center) / scale, g - g.mean(0), rcond=None)[0]
         gradients = (draws - center) / scale @ slope + g.mean(0)
-    draws_per_gradient = draws.shape[1] / known.positions.shape[1]
+    draws_per_gradient = draws.shape[1] / gradients_at_draws.positions.shape[1]
     gradients[:, gradient_slice] += draws_per_gradient * (
-        known.gradients - gradients[:, gradient_slice]
+        gradients_at_draws.gradients - gradients[:, gradient_slice]
     )
     return gradients
 

@@ -51,12 +51,12 @@ def estimate_for_gaussian(fn, row_arrays, sd_ratio, offset):
 @pytest.mark.parametrize("sd_ratio", [1.0, np.array([1.0, 1.3, 0.8])], ids=["right", "unequal"])
 def test_bias_of_linear_functions_of_a_gaussian_is_exact(sd_ratio):
     offset = np.array([0.1, 0.0, -0.5])
-    found = estimate_for_gaussian(linear, (ROWS,), sd_ratio, offset)
+    bias = estimate_for_gaussian(linear, (ROWS,), sd_ratio, offset)
     sd = np.sqrt(np.square(ROWS) @ SD**2)
     sd_inflation = np.sqrt(np.square(ROWS) @ np.square(sd_ratio * SD)) / sd - 1.0
-    assert [name for name, _ in found.names] == ["linear"] * 7
-    assert found.names[3] == ("linear", "linear[3]")
-    truths = (found.sd_inflation, sd_inflation), (found.mean_bias, ROWS @ offset / sd)
+    assert [name for name, _ in bias.names] == ["linear"] * 7
+    assert bias.names[3] == ("linear", "linear[3]")
+    truths = (bias.sd_inflation, sd_inflation), (bias.mean_bias, ROWS @ offset / sd)
     for (value, error), truth in truths:
         assert error.max() < 0.03
         assert np.abs((value - truth) / error).max() < 4.0
@@ -66,15 +66,15 @@ def test_bias_of_linear_functions_of_a_gaussian_is_exact(sd_ratio):
 @pytest.mark.parametrize("fn", [square, cube])
 def test_bias_of_nonlinear_functions_accounts_for_their_laplacian(fn, variance_ratio):
     """It matters for the mean of the square, and for the SD of the cube as well."""
-    found = estimate_for_gaussian(fn, (), np.sqrt(variance_ratio), 0.0)
-    value, error = (x.item() for x in found.sd_inflation)
+    bias = estimate_for_gaussian(fn, (), np.sqrt(variance_ratio), 0.0)
+    value, error = (x.item() for x in bias.sd_inflation)
     assert error < 0.06
     ratio = variance_ratio if fn is square else (5.0 * variance_ratio - 2.0) / 3.0
     assert abs(value - (np.sqrt(ratio) - 1.0)) < 4.0 * error
     # In units of the SD that the estimated inflation implies.
     sd = np.sqrt(2.0 * (SD**4).sum()) * variance_ratio / np.sqrt(variance_ratio)
     mean_bias = (variance_ratio - 1.0) * (SD**2).sum() / sd if fn is square else 0.0
-    value, error = (x.item() for x in found.mean_bias)
+    value, error = (x.item() for x in bias.mean_bias)
     assert error < 0.1
     assert abs(value - mean_bias) < 4.0 * error
 

@@ -99,12 +99,12 @@ def test_ess_is_at_least_one(monkeypatch):
 
 def test_ess_per_gradient_counts_all_gradients(noisy):
     num_steps = int(noisy.last_state.num_steps[0])
-    found = ess_per_gradient(noisy)
+    ess_per_gradients = ess_per_gradient(noisy)
     draws = noisy.get_samples(group_by_chain=True)
-    assert set(found) == {"beta", "rate"}
-    for site in found:
+    assert set(ess_per_gradients) == {"beta", "rate"}
+    for site, values in ess_per_gradients.items():
         ess = effective_sample_size(np.asarray(draws[site]))
-        np.testing.assert_allclose(found[site], ess / (4 * 1000 * num_steps))
+        np.testing.assert_allclose(values, ess / (4 * 1000 * num_steps))
 
 
 def test_ess_per_gradient_counts_each_gradient_of_a_step():

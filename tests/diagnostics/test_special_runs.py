@@ -31,16 +31,16 @@ def variance_inflation(mcmc):
 
 @pytest.mark.parametrize("change", ["step", pytest.param("batch", marks=pytest.mark.slow)])
 def test_finer_run_has_half_the_variance_inflation(coarse, change):
-    found = compare_with_finer(coarse, jax.random.key(1), change)
-    assert found.names == ["beta[0]", "beta[1]", "rate"]
-    assert found.is_visible
+    comparison = compare_with_finer(coarse, jax.random.key(1), change)
+    assert comparison.names == ["beta[0]", "beta[1]", "rate"]
+    assert comparison.is_visible
     inflation = variance_inflation(coarse)
     expected = np.sqrt((1.0 + inflation) / (1.0 + inflation / 2.0)) - 1.0
-    error = found.sd_inflation.error
-    assert (np.abs(found.sd_inflation.value - expected) < 4 * error + 0.03).all()
-    np.testing.assert_allclose(variance_inflation(found.finer_run), inflation / 2.0, rtol=0.25)
+    error = comparison.sd_inflation.error
+    assert (np.abs(comparison.sd_inflation.value - expected) < 4 * error + 0.03).all()
+    np.testing.assert_allclose(variance_inflation(comparison.finer_run), inflation / 2.0, rtol=0.25)
     factor = {"step": 2, "batch": 1}[change]
-    assert (found.finer_run.last_state.num_steps == factor * coarse.last_state.num_steps).all()
+    assert (comparison.finer_run.last_state.num_steps == factor * coarse.last_state.num_steps).all()
 
 
 @pytest.mark.slow
