@@ -455,4 +455,4 @@ def _describe_sd_bias(
     sd_inflation = math.sqrt(max(0.0, 1.0 + total_inflation)) - 1.0
     percent, direction = 100.0 * abs(sd_inflation), "wide" if sd_inflation > 0.0 else "narrow"
     percent_text = f"{percent:.2g}" if percent < 100.0 else f"{percent:.0f}"
-    return f"make posterior SDs up to {percent_text}% too {direction}"
+    return f"make SDs up to {percent_text}% too {direction}"
