@@ -38,8 +38,8 @@ __all__ = [
 # of a Hessian in float32.
 _MIN_RELATIVE_EIGENVALUE = 1e-7
 
-# Random sign vectors for the diagonal of a Hessian: the relative error of an entry is the norm of
-# its off-diagonal row over 8. Estimates below a tenth of the median are raised to it.
+# Random sign vectors for the diagonal of a Hessian: the SD of an entry is the norm of its
+# off-diagonal row over 8. Estimates below a tenth of the median are raised to it.
 _NUM_PROBE_VECTORS = 64
 _MIN_DIAGONAL_TO_MEDIAN_RATIO = 0.1
 _MIN_DIAGONAL_TO_MAX_RATIO = 1e-12
