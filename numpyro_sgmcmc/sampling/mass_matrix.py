@@ -129,10 +129,10 @@ def _find_block_indices(arg_name: str, block: Any, sites: tuple[GlobalSite, ...]
     names = _as_tuple(block)
     for name in names:
         if name not in indices_by_site:
-            listed = ", ".join(repr(s) for s in indices_by_site)
+            listed = ", ".join(repr(s) for s in indices_by_site) or "there are none"
             raise InvalidArgumentError(
                 f"`{arg_name}` names site '{name}', which is not a latent site of the model.",
-                f"use these sites: {listed}." if listed else "pass an array: there are no sites.",
+                f"use names of latent sites ({listed}), or pass an array.",
                 "mass-matrix-blocks",
             )
     return np.concatenate([indices_by_site[name] for name in names])

@@ -92,9 +92,9 @@ class ExpandedMean(Reparam):
     def __call__(self, name: str, fn: Any, obs: Any) -> tuple[None, Array]:
         fn, expand_shape, event_dim = self._unwrap(fn)
         if not isinstance(fn, dist.Dirichlet) or obs is not None:
+            reason = f"has distribution {type(fn).__name__}" if obs is None else "is observed"
             raise InvalidModelError(
-                f"ExpandedMean cannot reparametrise site '{name}', which "
-                + (f"has distribution {type(fn).__name__}." if obs is None else "is observed."),
+                f"ExpandedMean cannot reparametrise site '{name}', which {reason}.",
                 "use it for latent sites with a Dirichlet distribution only.",
                 "expanded-mean",
             )

@@ -296,9 +296,10 @@ def _check_weights(draws: Any, weights: Any, needs_chain_axis: bool = False) -> 
 def _check_fraction(name: str, value: Any, is_one_valid: bool = True) -> None:
     errors.check_nonnegative(name, value)
     if float(value) > 1 or (float(value) == 1 and not is_one_valid):
+        interval = "[0, 1]" if is_one_valid else "[0, 1)"
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not in [0, 1{']' if is_one_valid else ')'}.",
-            "pass a number from 0 to 1." if is_one_valid else "pass a number from 0 to below 1.",
+            f"`{name}` is {value!r}, which is not in {interval}.",
+            f"pass a number in {interval}.",
             "number-range",
         )
 
