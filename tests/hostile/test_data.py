@@ -253,7 +253,7 @@ BATCH_SIZES = st.one_of(
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(25)
+@num_examples(12)
 @given(n=st.sampled_from([1, 4]), batch=BATCH_SIZES)
 def test_subsample_size_with_any_value_is_accepted_or_named(n, batch):
     check_minibatch_size(n, batch)

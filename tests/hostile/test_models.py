@@ -24,6 +24,7 @@ from tests.hostile.calls import (
     init_kernel,
     table,
 )
+from tests.quick import quick_if
 
 
 def in_plate(body: Callable[[Any, Any, Any, Any, int], Any]) -> Callable:
@@ -262,7 +263,7 @@ GOOD_MODELS: dict[str, Callable] = {
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [quick_if(False, 1), 4])
 @pytest.mark.parametrize("name", GOOD_MODELS)
 def test_unusual_model_is_accepted(name, batch_size):
     assert_accepted(lambda: init_kernel(GOOD_MODELS[name], *table(12), batch_size=batch_size))
