@@ -23,7 +23,7 @@ def marginal_potential(position, y):
     return -(likelihood - 0.5 * (mu / 5) ** 2 - 0.5 * (tau / 2) ** 2 + position[1])
 
 
-@pytest.mark.parametrize("offset", [0.0, 3.0])
+@pytest.mark.parametrize("offset", [pytest.param(0.0, marks=pytest.mark.slow), 3.0])
 def test_estimate_marginal_gradients_any_initial_values_is_unbiased(offset):
     y = jnp.asarray(normal_means_data(ROWS))
     arguments = Arguments((y,), {"batch_size": 30})

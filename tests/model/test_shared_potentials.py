@@ -1,9 +1,7 @@
 """Kernels on one model share its potential and compiled programs, and never a wrong one."""
 
-import gc
 import logging
 import warnings
-import weakref
 from contextlib import contextmanager
 
 import jax
@@ -215,19 +213,6 @@ def test_get_model_potential_other_param_values_is_not_shared():
 
     assert potential(model, (Y,)) is potential(model, (Y.copy(),))
     assert potential(model, (Y,)) is not potential(model, (Y + 1,))
-
-
-# --- Released -----------------------------------------------------------------------------------
-
-
-def test_get_model_potential_unused_is_released():
-    model = closing_over(np.zeros(ROWS))
-    unused = potential(model, (Y,))
-    refs = weakref.ref(unused), weakref.ref(model)
-    del unused, model
-    jax.clear_caches()
-    gc.collect()
-    assert [ref() for ref in refs] == [None, None]
 
 
 # --- Fingerprints -------------------------------------------------------------------------------
