@@ -22,6 +22,7 @@ import numpy as np
 import numpyro
 
 __all__ = [
+    "CheckpointError",
     "CheckpointWarning",
     "ConvergenceWarning",
     "DataOrderWarning",
@@ -108,6 +109,10 @@ class InitializationError(ExplainedError, ValueError):
 
 class DataReadError(ExplainedError, RuntimeError):
     """Raised where rows on the host cannot be read, or hold values that cannot be used."""
+
+
+class CheckpointError(ExplainedError, RuntimeError):
+    """Raised where a checkpointed run cannot be written or read, or is in use."""
 
 
 class SGMCMCWarning(UserWarning):

@@ -13,7 +13,7 @@ import numpy as np
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.checkpoint.store import compute_checksum, decode, read_latest_manifest
-from numpyro_sgmcmc.errors import format_message
+from numpyro_sgmcmc.errors import CheckpointError
 
 __all__ = ["DrawsOnDisk", "open_draws"]
 
@@ -121,12 +121,10 @@ class DrawsOnDisk:
             except Exception as error:
                 damage = " ".join(str(error).split())[:200]
             if damage:
-                raise RuntimeError(
-                    format_message(
-                        f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({damage}).",
-                        "read the others with `open_draws`.",
-                        "damaged-draws",
-                    )
+                raise CheckpointError(
+                    f"Draws {start} to {stop} in '{self._zarr_path}' are damaged ({damage}).",
+                    "read the others with `open_draws`.",
+                    "damaged-draws",
                 )
             blocks.append(arrays)
         leaves = [np.concatenate(arrays, 1) for arrays in zip(*blocks, strict=True)]

@@ -23,7 +23,7 @@ from jax import Array, random
 from jax.experimental import multihost_utils
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.errors import InvalidArgumentError, format_message
+from numpyro_sgmcmc.errors import CheckpointError, InvalidArgumentError
 
 __all__ = ["SINGLE_PROCESS", "ProcessGroup", "get_process_group", "lock_folder"]
 
@@ -48,12 +48,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RuntimeError(
-            format_message(
-                f"The folder `checkpoint='{folder}'` cannot be created: {error.strerror}.",
-                "give `checkpoint` another folder.",
-                "checkpoint-folder",
-            )
+        raise CheckpointError(
+            f"The folder `checkpoint='{folder}'` cannot be created: {error.strerror}.",
+            "give `checkpoint` another folder.",
+            "checkpoint-folder",
         ) from None
     with open(folder / "lock", "a+") as file:
         try:
@@ -63,12 +61,10 @@ def lock_folder(folder: Path) -> Iterator[None]:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 file.seek(0)
                 owner = file.read().strip() or "unknown"
-                raise RuntimeError(
-                    format_message(
-                        f"'{folder}' is in use by another run, of process {owner}.",
-                        "wait until it ends, or give `checkpoint` another folder.",
-                        "checkpoint-lock",
-                    )
+                raise CheckpointError(
+                    f"'{folder}' is in use by another run, of process {owner}.",
+                    "wait until it ends, or give `checkpoint` another folder.",
+                    "checkpoint-lock",
                 ) from None
         # The process number is for the message only: on a full disk the lock works without. It is
         # written unbuffered, as a buffer would be written again, and fail, when the file closes.
@@ -153,12 +149,10 @@ class ProcessGroup(NamedTuple):
             raise failure
         for index, text in enumerate(texts):
             if text:
-                raise RuntimeError(
-                    format_message(
-                        f"Process {index} of {self.num_processes} failed: {text}",
-                        "solve this in that process, and call `resume` in all processes.",
-                        "process-failed",
-                    )
+                raise CheckpointError(
+                    f"Process {index} of {self.num_processes} failed: {text}",
+                    "solve this in that process, and call `resume` in all processes.",
+                    "process-failed",
                 )
 
     @contextmanager
@@ -177,12 +171,10 @@ class ProcessGroup(NamedTuple):
                         token_path.write_text(token)
             with self.fail_together():
                 if self.num_processes > 1 and _read_text(token_path) != token:
-                    raise RuntimeError(
-                        format_message(
-                            f"`checkpoint='{folder}'` is not the same folder in all processes.",
-                            "give `checkpoint` a folder on a file system that all processes share.",
-                            "processes-differ",
-                        )
+                    raise CheckpointError(
+                        f"`checkpoint='{folder}'` is not the same folder in all processes.",
+                        "give `checkpoint` a folder on a file system that all processes share.",
+                        "processes-differ",
                     )
             yield
 

@@ -30,6 +30,7 @@ from jax import Array, random
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.errors import (
+    CheckpointError,
     CheckpointWarning,
     InvalidArgumentError,
     format_message,
@@ -191,12 +192,10 @@ class CheckpointStore:
             return Checkpoint(
                 manifest["iterations"], manifest["draws"], manifest["blocks"], manifest, tree
             )
-        raise RuntimeError(
-            format_message(
-                f"No checkpoint in '{self._folder}' can be read: {' and '.join(damages)}.",
-                "run in another folder; `open_draws` reads the draws that are on disk.",
-                "damaged-checkpoint",
-            )
+        raise CheckpointError(
+            f"No checkpoint in '{self._folder}' can be read: {' and '.join(damages)}.",
+            "run in another folder; `open_draws` reads the draws that are on disk.",
+            "damaged-checkpoint",
         )
 
     def _read_tree(self, step: int, manifest: dict[str, Any]) -> Any:
@@ -240,7 +239,7 @@ def read_latest_manifest(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
-    """Turn any error while writing into a RuntimeError that states how many draws are safe.
+    """Turn any error while writing into a CheckpointError that states how many draws are safe.
 
     :param num_draws: draws per chain in the last checkpoint.
     """
@@ -251,13 +250,11 @@ def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
     # Orbax and Zarr have error types for a full disk that are not OSErrors.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise RuntimeError(
-            format_message(
-                f"Writing a checkpoint to '{folder}' failed ({reason}).",
-                f"free disk space and call `resume`; {num_draws} draws per chain are stored and "
-                "`open_draws` reads them.",
-                "checkpoint-write",
-            )
+        raise CheckpointError(
+            f"Writing a checkpoint to '{folder}' failed ({reason}).",
+            f"free disk space and call `resume`; {num_draws} draws per chain are stored and "
+            "`open_draws` reads them.",
+            "checkpoint-write",
         ) from error
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import bias_report, open_draws
-from numpyro_sgmcmc.errors import CheckpointWarning
+from numpyro_sgmcmc.errors import CheckpointError, CheckpointWarning
 from tests.checkpoint.runs import (
     DATA,
     assert_bitwise_equal,
@@ -31,7 +31,7 @@ def test_full_disk_raises_and_the_run_can_be_resumed(whole, tmp_path, monkeypatc
     mcmc = mcmc_of(tmp_path)
     with monkeypatch.context() as patch:
         fail_writing(patch, step, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-        with pytest.raises(RuntimeError, match=r"No space left on device.* 2 draws"):
+        with pytest.raises(CheckpointError, match=r"No space left on device.* 2 draws"):
             run(mcmc)
     assert mcmc.get_samples(True)["beta"].shape == (2, 2, 2)
     assert open_draws(tmp_path)["posterior"].sizes["draw"] == 2
@@ -187,7 +187,7 @@ def test_folder_in_use_raises_until_the_other_process_ends(copy, whole):
     try:
         assert owner.stdout.readline() == b"locked\n"
         for use in (resume, lambda folder: run(mcmc_of(folder))):
-            with pytest.raises(RuntimeError, match=rf"copy' is in use.* process {owner.pid}"):
+            with pytest.raises(CheckpointError, match=rf"copy' is in use.* process {owner.pid}"):
                 use(copy)
         assert open_draws(copy)["posterior"].sizes["draw"] == 6
     finally:

@@ -8,12 +8,13 @@ import jax
 import pytest
 
 from numpyro_sgmcmc import open_draws
+from numpyro_sgmcmc.errors import CheckpointError
 from tests.checkpoint.runs import mcmc_of, resume, run
 
 
 def test_run_in_a_folder_that_cannot_be_created_raises(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RuntimeError, match="cannot be created: Not a directory"):
+    with pytest.raises(CheckpointError, match="cannot be created: Not a directory"):
         run(mcmc_of(tmp_path / "file" / "run"))
 
 

@@ -11,7 +11,7 @@ import pytest
 from numpyro_sgmcmc import open_draws
 from numpyro_sgmcmc.checkpoint.store import CheckpointStore, decode, encode
 from numpyro_sgmcmc.data.subsampling import StreamState
-from numpyro_sgmcmc.errors import CheckpointWarning, ModelWarning, ModelWarningKind
+from numpyro_sgmcmc.errors import CheckpointError, CheckpointWarning, ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks
 from tests.checkpoint.runs import (
     assert_bitwise_equal,
@@ -104,7 +104,7 @@ def test_damaged_checkpoint_resumes_from_the_one_before(whole, copy, damage):
 def test_damaged_checkpoints_without_a_whole_one_raise(copy):
     for step in (copy / "checkpoints").iterdir():
         truncate(manifest_of(step))
-    with pytest.raises(RuntimeError, match=r"No checkpoint.* iteration 19"):
+    with pytest.raises(CheckpointError, match=r"No checkpoint.* iteration 19"):
         resume(copy)
 
 
