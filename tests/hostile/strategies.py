@@ -19,10 +19,11 @@ from numpyro.distributions import constraints
 
 
 class Specimen(NamedTuple):
-    """
+    """A model with its arguments.
+
     - **model** - the model.
     - **args** - positional arguments.
-    - **kwargs** - keyword arguments but for the minibatch sizes.
+    - **kwargs** - keyword arguments without the minibatch sizes.
     - **plain** - both with every array as a fresh JAX array.
     - **batch** - minibatch sizes by plate; None for all rows.
     - **sizes** - sizes by plate.
@@ -45,7 +46,7 @@ class Specimen(NamedTuple):
 # Each returns a real number that depends on all entries of the site.
 
 
-def _mean(x: Any) -> Any:
+def _mean_of(x: Any) -> Any:
     return jnp.mean(jnp.asarray(x, float))
 
 
@@ -62,28 +63,30 @@ def _bounded_by_another(name: str, k: int) -> Any:
 
 def _in_a_plate(name: str, k: int) -> Any:
     with numpyro.plate(f"{name}_plate", k):
-        return _mean(numpyro.sample(name, dist.StudentT(4.0, 0.0, 1.0)))
+        return _mean_of(numpyro.sample(name, dist.StudentT(4.0, 0.0, 1.0)))
 
 
-def _of(distribution: Callable[[int], Any]) -> Callable[[str, int], Any]:
-    return lambda name, k: _mean(numpyro.sample(name, distribution(k)) ** 2)
+def _mean_square_of(distribution: Callable[[int], Any]) -> Callable[[str, int], Any]:
+    return lambda name, k: _mean_of(numpyro.sample(name, distribution(k)) ** 2)
 
 
 LATENTS: dict[str, Callable[[str, int], Any]] = {
     "scalar": lambda name, k: numpyro.sample(name, dist.Normal(0.5, 1.0)),
-    "batch": _of(lambda k: dist.Normal(0.0, 1.0).expand([k])),
-    "event": _of(lambda k: dist.Laplace(0.0, 1.0).expand([k]).to_event(1)),
-    "matrix": _of(lambda k: dist.Normal(0.0, 1.0).expand([2, k]).to_event(2)),
-    "half": _of(lambda k: dist.HalfNormal(2.0).expand([k])),
-    "gamma": _of(lambda k: dist.Gamma(2.0, 1.0)),
-    "beta": _of(lambda k: dist.Beta(2.0, 3.0).expand([k, 1]).to_event(1)),
-    "interval": _of(lambda k: dist.Uniform(-1.0, 3.0)),
-    "truncated": _of(lambda k: dist.TruncatedNormal(0.0, 1.0, low=-0.5)),
-    "simplex": _of(lambda k: dist.Dirichlet(jnp.arange(1.0, k + 2.0))),
-    "many simplices": _of(lambda k: dist.Dirichlet(jnp.ones((k, 3))).to_event(1)),
-    "correlated": _of(lambda k: dist.MultivariateNormal(jnp.zeros(k), 2.0 * jnp.eye(k))),
-    "cholesky": _of(lambda k: dist.LKJCholesky(k + 1, 2.0)),
-    "masked": _of(lambda k: dist.Normal(0.0, 1.0).expand([k]).mask(jnp.arange(k) > 0)),
+    "batch": _mean_square_of(lambda k: dist.Normal(0.0, 1.0).expand([k])),
+    "event": _mean_square_of(lambda k: dist.Laplace(0.0, 1.0).expand([k]).to_event(1)),
+    "matrix": _mean_square_of(lambda k: dist.Normal(0.0, 1.0).expand([2, k]).to_event(2)),
+    "half": _mean_square_of(lambda k: dist.HalfNormal(2.0).expand([k])),
+    "gamma": _mean_square_of(lambda k: dist.Gamma(2.0, 1.0)),
+    "beta": _mean_square_of(lambda k: dist.Beta(2.0, 3.0).expand([k, 1]).to_event(1)),
+    "interval": _mean_square_of(lambda k: dist.Uniform(-1.0, 3.0)),
+    "truncated": _mean_square_of(lambda k: dist.TruncatedNormal(0.0, 1.0, low=-0.5)),
+    "simplex": _mean_square_of(lambda k: dist.Dirichlet(jnp.arange(1.0, k + 2.0))),
+    "many simplices": _mean_square_of(lambda k: dist.Dirichlet(jnp.ones((k, 3))).to_event(1)),
+    "correlated": _mean_square_of(
+        lambda k: dist.MultivariateNormal(jnp.zeros(k), 2.0 * jnp.eye(k))
+    ),
+    "cholesky": _mean_square_of(lambda k: dist.LKJCholesky(k + 1, 2.0)),
+    "masked": _mean_square_of(lambda k: dist.Normal(0.0, 1.0).expand([k]).mask(jnp.arange(k) > 0)),
     "ordered": _ordered,
     "bounded": _bounded_by_another,
     "plate": _in_a_plate,
@@ -94,7 +97,8 @@ LATENTS: dict[str, Callable[[str, int], Any]] = {
 
 
 class Kind(NamedTuple):
-    """
+    """A likelihood, and data in its support.
+
     - **likelihood** - distribution of a real predictor.
     - **draw** - ``(rng, shape) -> data``.
     - **event_shape** - shape of one observation.
@@ -249,7 +253,7 @@ def specimens(draw: Any) -> Specimen:
     data = [{**part, "mask": np.asarray(part["mask"]).astype(bool)} for part in data]
 
     def model(*args: Any, **kwargs: Any) -> None:
-        parts = _parts(style, args, kwargs)
+        parts = _get_parts(style, args, kwargs)
         level = sum(LATENTS[name](f"z{n}", k) for n, name in enumerate(latents))
         plates = {
             p: numpyro.plate(p, n, subsample_size=kwargs.get(p), dim=DIMS[p])
@@ -268,10 +272,10 @@ def specimens(draw: Any) -> Specimen:
 
             def rows(x: Any, event_dim: int) -> Any:
                 if lookup == "subsample":
-                    return numpyro.subsample(_spread(x, ordered, event_dim), event_dim)
+                    return numpyro.subsample(_expand_plate_axes(x, ordered, event_dim), event_dim)
                 for axis, p in enumerate(ordered):
                     x = LOOKUPS[lookup](x, indices[p], axis)
-                return _spread(x, ordered, event_dim)
+                return _expand_plate_axes(x, ordered, event_dim)
 
             x, y, mask = (
                 rows(part["x"], 0),
@@ -291,18 +295,18 @@ def specimens(draw: Any) -> Specimen:
             for plate in reversed(with_plates):
                 plate.__exit__(None, None, None)
 
-    args, kwargs = _passed(style, data)
+    args, kwargs = _pass_data(style, data)
     plain = [{n: jnp.asarray(np.array(x)) for n, x in part.items()} for part in data]
     description = (
         f"plates {arrangement} {batch} of {sizes}; latents {latents} ({k}); sites {kinds}; "
         f"{lookup}; scale {scale}; masked {is_masked}; {style}; "
         f"types {[{n: str(x.dtype) for n, x in part.items()} for part in data]}"
     )
-    return Specimen(model, args, kwargs, _passed(style, plain), batch, sizes, description)
+    return Specimen(model, args, kwargs, _pass_data(style, plain), batch, sizes, description)
 
 
-def _spread(x: Any, plates: list[str], event_dim: int) -> Any:
-    """Axes of one where a plate between is missing: each plate has the axis of its dimension."""
+def _expand_plate_axes(x: Any, plates: list[str], event_dim: int) -> Any:
+    """Return data with an axis of length one for each missing plate, as ``dim`` requires."""
     x = jnp.asarray(x)
     taken = [DIMS[p] for p in plates]
     shape = [1] * -min(taken)
@@ -311,7 +315,7 @@ def _spread(x: Any, plates: list[str], event_dim: int) -> Any:
     return x.reshape(*shape, *x.shape[x.ndim - event_dim :])
 
 
-def _passed(style: str, parts: list[dict[str, Any]]) -> tuple[tuple, dict]:
+def _pass_data(style: str, parts: list[dict[str, Any]]) -> tuple[tuple, dict]:
     if style == "positional":
         return tuple(x for part in parts for x in (part["y"], part["x"], part["mask"])), {}
     if style == "keyword":
@@ -321,7 +325,7 @@ def _passed(style: str, parts: list[dict[str, Any]]) -> tuple[tuple, dict]:
     return (tuple(parts),), {}
 
 
-def _parts(style: str, args: tuple, kwargs: dict) -> list[dict[str, Any]]:
+def _get_parts(style: str, args: tuple, kwargs: dict) -> list[dict[str, Any]]:
     if style == "positional":
         columns = [args[k : k + 3] for k in range(0, len(args), 3)]
         return [dict(zip(("y", "x", "mask"), c, strict=True)) for c in columns]
