@@ -131,7 +131,7 @@ class Child:
         if not errors:
             print(text)  # of which there must be none
             return "ended without a sentence"
-        if own := [line for line in errors if "could not be written" in line]:
+        if own := [line for line in errors if "Writing a checkpoint" in line]:
             return self._short(own[-1])  # threads of Orbax's may say more as the process ends
         if not any(word in errors[-1] for word in ("HostArray", "mmap")):
             print(text)
