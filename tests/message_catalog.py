@@ -18,16 +18,7 @@ PACKAGE = ROOT / "numpyro_sgmcmc"
 CATALOG = ROOT / "tests" / "messages.txt"
 
 _ERROR_PARAMETERS = ("problem", "fix", "entry")
-# Callable that makes a message -> its parameters, in order.
-_PARAMETERS = {
-    "InvalidArgumentError": _ERROR_PARAMETERS,
-    "InvalidModelError": _ERROR_PARAMETERS,
-    "InitializationError": _ERROR_PARAMETERS,
-    "DataReadError": _ERROR_PARAMETERS,
-    "RowIndexError": _ERROR_PARAMETERS,
-    "format_message": _ERROR_PARAMETERS,
-    "warn_user": ("message", "category", "fix", "entry"),
-}
+_ERROR_BASE = "ExplainedError"
 
 
 class Message(NamedTuple):
@@ -61,11 +52,20 @@ class Message(NamedTuple):
 
 def collect_messages() -> list[Message]:
     """Return the messages of all files, in the order of the source."""
-    messages = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        messages += _collect(tree, str(path.relative_to(ROOT)), "module", None)
-    return messages
+    trees = {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
+    error_classes = {
+        node.name
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and _ERROR_BASE in map(ast.unparse, node.bases)
+    }
+    # Callable that makes a message -> its parameters, in order.
+    parameters = dict.fromkeys({*error_classes, "format_message"}, _ERROR_PARAMETERS)
+    parameters["warn_user"] = ("message", "category", "fix", "entry")
+    return [m for path, tree in trees.items() for m in _collect(tree, path, parameters)]
 
 
 def collect_plain_raises() -> list[str]:
@@ -84,10 +84,16 @@ def collect_plain_raises() -> list[str]:
 
 
 def _collect(
-    node: ast.AST, path: str, function: str, scope: ast.AST | None, in_model_warning: bool = False
+    node: ast.AST,
+    path: str,
+    parameters: dict[str, tuple[str, ...]],
+    function: str = "module",
+    scope: ast.AST | None = None,
+    in_model_warning: bool = False,
 ) -> Iterator[Message]:
     """Yield the messages below a node.
 
+    :param parameters: parameters of the callables that make messages.
     :param function: name of the innermost function or class.
     :param scope: innermost function, whose local variables may hold parts of a message.
     :param in_model_warning: whether the node is an argument of ``ModelWarning``, which the warm-up
@@ -100,10 +106,12 @@ def _collect(
             child_scope = child if isinstance(child, ast.FunctionDef) else scope
         elif isinstance(child, ast.Call):
             name = getattr(child.func, "id", getattr(child.func, "attr", ""))
-            if name in _PARAMETERS and not _passes_parameters_on(child, scope):
-                yield _read_call(child, name, path, function, scope, in_model_warning)
+            if name in parameters and not _passes_parameters_on(child, scope):
+                arguments = dict(zip(parameters[name], child.args, strict=False))
+                arguments |= {k.arg: k.value for k in child.keywords if k.arg}
+                yield _read_call(child, name, arguments, path, function, scope, in_model_warning)
             is_inside = is_inside or name == "ModelWarning"
-        yield from _collect(child, path, child_function, child_scope, is_inside)
+        yield from _collect(child, path, parameters, child_function, child_scope, is_inside)
 
 
 def _passes_parameters_on(call: ast.Call, scope: ast.AST | None) -> bool:
@@ -120,13 +128,12 @@ def _passes_parameters_on(call: ast.Call, scope: ast.AST | None) -> bool:
 def _read_call(
     call: ast.Call,
     name: str,
+    arguments: dict[str, ast.expr],
     path: str,
     function: str,
     scope: ast.AST | None,
     in_model_warning: bool,
 ) -> Message:
-    arguments = dict(zip(_PARAMETERS[name], call.args, strict=False))
-    arguments |= {k.arg: k.value for k in call.keywords if k.arg}
     arguments["problem"] = arguments.get("problem", arguments.get("message"))
     parts = {
         part: list(_render(arguments[part], scope)) if arguments.get(part) is not None else []

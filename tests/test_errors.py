@@ -16,6 +16,7 @@ EACH_ERROR = [
     (errors.InvalidModelError, ValueError),
     (errors.InitializationError, ValueError),
     (errors.DataReadError, RuntimeError),
+    (errors.CheckpointError, RuntimeError),
     (RowIndexError, TypeError),
 ]
 

@@ -34,7 +34,6 @@ def test_messages_have_a_fix_and_an_entry(messages):
 # Errors that the package catches itself, or whose text another message includes.
 INTERNAL_RAISES = (
     "raise KeyError(name)",
-    "raise RuntimeError(f'Process {index} of {self.num_processes} failed.",
     "raise ValueError(f'a checkpoint has no",
     "raise ValueError(f'{qualified_name} is no named tuple",
     "raise ValueError('the checksum of an array differs",
