@@ -506,8 +506,8 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
         )
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:
         raise InvalidArgumentError(
-            f"`gradient_estimator` is {options.gradient_estimator!r}, but the likelihood is random: "
-            f"{_describe_randomness(options)}.",
+            f"`gradient_estimator` is {options.gradient_estimator!r}, but the likelihood is "
+            f"random: {_describe_randomness(options)}.",
             "use gradient_estimator='minibatch' or 'auto'.",
             "random-likelihood",
         )
