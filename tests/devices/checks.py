@@ -32,7 +32,7 @@ SLOW = {
     "check_failing_source_raises_on_all_devices",
     "check_posterior_of_rows_on_hosts_is_exact",
     "check_parallel_chains_of_rows_on_the_host_have_the_draws_of_rows_in_memory",
-    "check_parallel_chains_with_gibbs_have_the_enumerated_posterior",
+    "check_parallel_chains_with_gibbs_have_the_exact_posterior",
     "check_parallel_chains_after_a_kill_resume_bitwise",
 }
 

@@ -39,12 +39,12 @@ def check_parallel_chains_of_rows_on_the_host_have_the_draws_of_rows_in_memory()
     host_rows.assert_same(host_rows.get_draws(host), host_rows.get_draws(memory))
 
 
-def check_parallel_chains_with_gibbs_have_the_enumerated_posterior():
+def check_parallel_chains_with_gibbs_have_the_exact_posterior():
     kernel = SGHMCSplit(gibbs.switching)
-    draws = gibbs.sweep(kernel, 1500, 40, num_chains=2, chain_method="parallel")
+    draws = gibbs.run_gibbs(kernel, 1500, 40, num_chains=2, chain_method="parallel")
     assert draws["rate"].shape == draws["k"].shape == (2, 1500)
     assert not (draws["rate"][0] == draws["rate"][1]).any()
-    gibbs.assert_enumerated(draws)
+    gibbs.assert_exact_posterior(draws)
 
 
 def check_parallel_chains_after_a_kill_resume_bitwise():
