@@ -75,8 +75,7 @@ def test_warmup_any_data_compiles_each_program_once(compiled, args, options):
     assert compiled["jit__sum_hessian_products"] <= 1
     assert compiled["jit__evaluate_remainder_variances"] <= 1
     # The default initialisation strategy is uniform, which NumPy samples.
-    compiles_init = any("init_position" in name or name == "jit_start" for name in compiled)
-    assert compiles_init == ("init_strategy" in options)
+    assert "jit_sample_uniform" not in compiled
 
 
 @pytest.mark.parametrize(("batch_size", "num_fits"), [quick_if(False, 1_000, 1), (1_100, 2)])
