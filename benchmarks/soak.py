@@ -37,7 +37,7 @@ from numpyro_sgmcmc.checkpoint.store import encode
 
 DISTURBANCES = ("killed", "stopped", "full disk", "data cut", "clock jumps")
 WIDTHS = (14, 7, 110)
-_ERROR = re.compile(r"\w*Error: ")
+_ERROR = re.compile(r"[\w.]*Error: ")
 
 
 def mcmc_of(folder: Path, samples: int) -> CheckpointedMCMC:

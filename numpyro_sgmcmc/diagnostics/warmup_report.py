@@ -195,11 +195,12 @@ def _describe_preconditioner(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adapt
         form = f"Diagonal plus {len(scales)} direction{'s' * (len(scales) != 1)}"
         directions = f", these scaled by {scales.min():.2g} to {scales.max():.2g}"
     low, high = int(np.argmin(standard_deviations)), int(np.argmax(standard_deviations))
-    if standard_deviations[low] == standard_deviations[high]:
-        return f"{form}, {source}: unconstrained SDs of {standard_deviations[0]:.3g}."
+    smallest, largest = standard_deviations[low], standard_deviations[high]
+    if smallest == largest:
+        return f"{form}, {source}: unconstrained SDs of {smallest:.3g}."
     return (
-        f"{form}, {source}: unconstrained SDs from {standard_deviations[low]:.3g} ({names[low]}) to "
-        f"{standard_deviations[high]:.3g} ({names[high]}){directions}."
+        f"{form}, {source}: unconstrained SDs from {smallest:.3g} ({names[low]}) to "
+        f"{largest:.3g} ({names[high]}){directions}."
     )
 
 
