@@ -32,7 +32,7 @@ from numpyro_sgmcmc import (
 )
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
-WIDTHS = (24, 12, 8, 17)
+WIDTHS = (24, 12, 11, 17)
 
 METRICS = {
     "scalar": lambda z: 1.0 + 0.1 * jnp.tanh(z["beta"].sum()),
@@ -111,7 +111,7 @@ def main() -> None:
     data = make_data(random.key(0), int(args.num_rows), DIM)
     rows = f"N = {int(args.num_rows):,}, B = {BATCH_SIZE}"
     print_header(f"Every kernel's step over the bare loop's, {rows}")
-    print_row(["kernel", "scheme", "plain", "control variates"], WIDTHS)
+    print_row(["kernel", "integrator", "minibatch", "control variates"], WIDTHS)
     for name, scheme, kernel_class, settings in variants():
         if not name.startswith(args.only):
             continue

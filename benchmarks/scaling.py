@@ -105,7 +105,7 @@ def report(num_rows: int, name: str, result: Result, mean: np.ndarray, sd: np.nd
     numbers = [f"{result.warmup:.1f} s", f"{result.sampling:.2f} s", f"{result.ess:.0f}"]
     error = float((np.abs(result.draws.mean((0, 1)) - mean) / sd).max())
     rate = f"{result.ess / result.sampling:,.0f}"
-    print_row([f"{num_rows:,}", name, *numbers, rate, f"{error:.3f} sd"], WIDTHS)
+    print_row([f"{num_rows:,}", name, *numbers, rate, f"{error:.3f} SD"], WIDTHS)
 
 
 def main() -> None:
