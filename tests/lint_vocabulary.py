@@ -62,7 +62,7 @@ RETIRED = {
 }
 # Patterns for prose only: as names of variables and sites these words are ordinary.
 PROSE_ONLY = (r"sds|sd(?=[ ,.;:)])", r"\d %", r"[«»]")
-_SEPARATED = r"(?<![A-Za-z])(?:{})(?![A-Za-z])"
+_SEPARATED = r"(?<![A-Za-z_])(?:{})(?![A-Za-z_])"
 _PROSE = re.compile(_SEPARATED.format("|".join(f"(?:{w})" for w in RETIRED)))
 _NAMES = re.compile(_SEPARATED.format("|".join(f"(?:{w})" for w in RETIRED if w not in PROSE_ONLY)))
 _STRING_TOKENS = {
@@ -105,7 +105,12 @@ def texts_of_page(source: str) -> Iterator[tuple[int, str, re.Pattern]]:
     for number, line in enumerate(source.split("\n"), 1):
         if line.startswith("```"):
             is_code = not is_code
-        yield number, line if is_code else line.replace("_", " "), _NAMES if is_code else _PROSE
+        if is_code:
+            yield number, line, _NAMES
+        if is_code or re.fullmatch(r"\([a-z0-9-]+\)=", line):  # the label of a section
+            continue
+        for k, part in enumerate(line.split("`")):  # every other part is a code span
+            yield number, part.replace("_", " ") if k % 2 else part, _NAMES if k % 2 else _PROSE
 
 
 def find_words(path: Path) -> list[str]:
