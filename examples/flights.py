@@ -63,7 +63,7 @@ def load_flights() -> tuple[dict, jax.Array, dict]:
 
 
 def model(x, num_levels, late=None, batch_size=None):
-    """Model P(late) by an intercept, the distance, and effects of each factor with one scale per factor."""
+    """Model P(late) by an intercept, the distance, and effects with one scale per factor."""
     intercept = numpyro.sample("intercept", dist.Normal(0, 1.5))
     distance = numpyro.sample("distance", dist.Normal(0, 1))
     effects = {}

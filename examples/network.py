@@ -160,9 +160,7 @@ def main() -> None:
         low, high = np.quantile(p, (0.025, 0.975), axis=0)
         width = high - low
         at = ", ".join(map(str, hours))
-        print(
-            f"95% intervals at {at} h: {width.min():.0%} to {width.max():.0%} wide over the year"
-        )
+        print(f"95% intervals at {at} h: {width.min():.0%} to {width.max():.0%} wide over the year")
     plot(mcmc, others).savefig(options.output, dpi=150)
 
 

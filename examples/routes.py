@@ -43,7 +43,8 @@ def plot(draws, share, flown, names):
         ax.vlines(flown, low, high, color="#2b6a99", alpha=0.25, linewidth=1.2)
         ax.vlines(flown, share, estimate, color="#d9822b", alpha=0.5, linewidth=0.6)
         ax.scatter(flown, share, s=12, color="#d9822b", label="share of the route's own flights")
-        ax.scatter(flown, estimate, s=12, color="#2b6a99", label="partially pooled, with 95% intervals")
+        pooled = "partially pooled, with 95% intervals"
+        ax.scatter(flown, estimate, s=12, color="#2b6a99", label=pooled)
         ax.axhline(everywhere, color="0.6", linewidth=0.8, linestyle="--")
         worst = np.argsort(np.abs(share - everywhere) * (flown < 100))[-3:]
         for k in worst:

@@ -73,7 +73,8 @@ def typical(draws):
 
 def plot(draws, words, vocabulary):
     """The words of each topic, with their shares of it and the range of the draws."""
-    import matplotlib.pyplot as plt  # imported here, so that the memory reported is that of the sampler
+    # Imported here, so that the memory reported is that of the sampler.
+    import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator, PercentFormatter
     from nycflights import style
 

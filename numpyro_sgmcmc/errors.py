@@ -87,9 +87,9 @@ class ExplainedError(Exception):
     :param entry: label of the entry on the troubleshooting page.
     """
 
-    def __init__(self, problem: str, fix: str = "", entry: str = "") -> None:
+    def __init__(self, problem: str, fix: str, entry: str) -> None:
         self.problem, self.fix, self.entry = problem, fix, entry
-        super().__init__(format_message(problem, fix, entry) if fix else problem)
+        super().__init__(format_message(problem, fix, entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problem, self.fix, self.entry)

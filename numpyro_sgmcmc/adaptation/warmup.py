@@ -96,8 +96,8 @@ __all__ = [
     "warm_up_globals",
 ]
 
-# Kinetic temperature above the predicted one, relative to the predicted increase, at which chains in
-# warm-up shorten their step.
+# Kinetic temperature above the predicted one, relative to the predicted increase, at which chains
+# in warm-up shorten their step.
 _VARIANCE_INFLATION_TOLERANCE = 1.5
 
 

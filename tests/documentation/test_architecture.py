@@ -31,7 +31,7 @@ def listed_path(name):
     """Read the numbered functions of a path, and the files that the page names beside it."""
     section = re.split(rf"\n### The path of a {name}\n", PAGE.read_text())[1].split("\n### ")[0]
     steps = re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", section, re.MULTILINE)
-    beside = re.findall(r"`([\w/]+\.py)`", section.split("\nBeside")[1]) if "\nBeside" in section else []
+    beside = re.findall(r"`([\w/]+\.py)`", section.split("\nBeside")[1])
     return steps, beside
 
 
@@ -46,9 +46,9 @@ class CallRecorder:
             return
         function = self.name(frame)
         while frame is not None:
-            if frame.f_code.co_filename.startswith(str(PACKAGE)):
-                if (order := self.below.get(self.name(frame))) is not None:
-                    order.setdefault(function, len(order))
+            is_ours = frame.f_code.co_filename.startswith(str(PACKAGE))
+            if is_ours and (order := self.below.get(self.name(frame))) is not None:
+                order.setdefault(function, len(order))
             frame = frame.f_back
 
     @staticmethod
