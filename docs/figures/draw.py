@@ -34,13 +34,13 @@ BLUE, ORANGE, GREEN, RED = "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
 STYLE = {**style, "savefig.dpi": 150}
 
 
-# -- splitting: stationary sds of the library's own steps on a standard normal, solved exactly --
+# -- splitting: stationary SDs of the library's own steps on a standard normal, solved exactly --
 
 
-def stationary_sd(scheme: str, step_size: float, noise_variance: float = 0.0) -> float:
-    """Sd of the position to which the steps of a scheme lead on a standard normal."""
+def stationary_sd(integrator: str, step_size: float, noise_variance: float = 0.0) -> float:
+    """Return the stationary SD of the position for an integrator on a standard normal."""
     dynamics = UnderdampedLangevin(1.5)
-    step = dynamics.make_step(scheme)
+    step = dynamics.make_step(integrator)
     start = dynamics.init(jnp.zeros(1), jax.random.key(0))
 
     def one(position, momentum, noise):
@@ -59,29 +59,29 @@ def stationary_sd(scheme: str, step_size: float, noise_variance: float = 0.0) ->
 def draw_splitting() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     sizes = np.geomspace(0.03, 0.8, 25)
-    schemes = (
+    integrators = (
         ("euler", ORANGE, "Euler (SGHMC)"),
         ("symmetric", BLUE, "symmetric splitting (SGHMCSplit)"),
     )
-    for scheme, colour, label in schemes:
-        error = [abs(stationary_sd(scheme, h) - 1.0) for h in sizes]
+    for integrator, colour, label in integrators:
+        error = [abs(stationary_sd(integrator, h) - 1.0) for h in sizes]
         left.plot(sizes, 100 * np.array(error), color=colour, label=label)
     left.axhline(5, color="0.6", linewidth=0.8, linestyle="--")
-    left.text(sizes[0], 5.6, "what the choice of the step allows", fontsize=8, color="0.4")
+    left.text(sizes[0], 5.6, "tolerance (target_sd_bias)", fontsize=8, color="0.4")
     left.set(
-        xscale="log", yscale="log", xlabel="step size (posterior sds)",
-        ylabel="error of the sd / %", title="Exact gradients: the scheme's own error",
+        xscale="log", yscale="log", xlabel="step size (posterior SDs)",
+        ylabel="bias of the SD (%)", title="Exact gradients: discretisation error",
     )  # fmt: skip
     left.legend(loc="lower right", fontsize=8)
     for variance, colour in ((1.0, GREEN), (10.0, BLUE), (100.0, ORANGE), (1000.0, RED)):
-        excess = [100 * (stationary_sd("symmetric", h, variance) - 1) for h in sizes]
-        right.plot(sizes, np.maximum(excess, 1e-3), color=colour, label=f"variance {variance:g}")
+        sd_bias = [100 * (stationary_sd("symmetric", h, variance) - 1) for h in sizes]
+        right.plot(sizes, np.maximum(sd_bias, 1e-3), color=colour, label=f"variance {variance:g}")
     right.axhline(5, color="0.6", linewidth=0.8, linestyle="--")
     right.set(
-        xscale="log", yscale="log", xlabel="step size (posterior sds)", ylim=(0.1, None),
-        ylabel="sd too wide by / %", title="Noisy gradients: noise is heat",
+        xscale="log", yscale="log", xlabel="step size (posterior SDs)", ylim=(0.1, None),
+        ylabel="bias of the SD (%)", title="Noisy gradients: SDs are inflated",
     )  # fmt: skip
-    right.legend(fontsize=8, title="of the gradient's noise", title_fontsize=8)
+    right.legend(fontsize=8, title="gradient-noise variance", title_fontsize=8)
     for ax in (left, right):
         ax.set_xticks([0.05, 0.1, 0.2, 0.5], ["0.05", "0.1", "0.2", "0.5"])
         ax.xaxis.set_minor_locator(NullLocator())
@@ -92,7 +92,7 @@ def draw_splitting() -> None:
 
 
 def survey(num_rows: int = 20_000, dim: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """Covariates and answers."""
+    """Simulate covariates and binary responses."""
     rng = np.random.default_rng(0)
     X = rng.standard_normal((num_rows, dim))
     p = 1 / (1 + np.exp(-X @ np.linspace(-1, 1, dim)))
@@ -100,7 +100,7 @@ def survey(num_rows: int = 20_000, dim: int = 5) -> tuple[np.ndarray, np.ndarray
 
 
 def mode_and_factor(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The posterior's mode under a standard normal prior, and L with LL^T about its covariance."""
+    """Return the posterior mode under a standard normal prior, and a factor of the covariance."""
     beta = np.zeros(X.shape[1])
     for _ in range(20):
         p = 1 / (1 + np.exp(-X @ beta))
@@ -112,21 +112,21 @@ def mode_and_factor(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def draw_control_variates() -> None:
     X, y = survey()
     n, batch = len(y), 100
-    anchor, factor = mode_and_factor(X, y)
+    mode, factor = mode_and_factor(X, y)
     rng = np.random.default_rng(1)
     distances = np.geomspace(0.1, 30, 20)
-    p_anchor = 1 / (1 + np.exp(-X @ anchor))
-    at_anchor = X * (p_anchor - y)[:, None]
-    found = {"plain": [], "control variate": [], "of second order": []}
+    p_mode = 1 / (1 + np.exp(-X @ mode))
+    at_mode = X * (p_mode - y)[:, None]
+    found = {"minibatch": [], "control variate": [], "second-order control variate": []}
     for distance in distances:
         variances = []
         for _ in range(10):
-            direction = rng.standard_normal(len(anchor))
+            direction = rng.standard_normal(len(mode))
             move = factor @ (distance * direction / np.linalg.norm(direction))
-            p = 1 / (1 + np.exp(-X @ (anchor + move)))
+            p = 1 / (1 + np.exp(-X @ (mode + move)))
             rows = X * (p - y)[:, None]
-            linear = X * (p_anchor * (1 - p_anchor) * (X @ move))[:, None]
-            each = (rows, rows - at_anchor, rows - at_anchor - linear)
+            linear = X * (p_mode * (1 - p_mode) * (X @ move))[:, None]
+            each = (rows, rows - at_mode, rows - at_mode - linear)
             variances.append([(n**2 / batch * (r @ factor).var(0)).mean() for r in each])
         for values, variance in zip(found.values(), np.mean(variances, 0), strict=True):
             values.append(variance)
@@ -135,18 +135,18 @@ def draw_control_variates() -> None:
         ax.plot(distances, values, color=colour, label=label)
     ax.axhline(1, color="0.6", linewidth=0.8, linestyle="--")
     ax.text(0.1, 1.4, "variance of the gradient itself", fontsize=8, color="0.4")
-    near = np.sqrt(len(anchor))
+    near = np.sqrt(len(mode))
     ax.axvspan(near / 2, 2 * near, color="#eef2f5", zorder=0)
     ax.text(near, 3e-9, "where draws are", fontsize=8, color="0.4", ha="center")
     ax.set(
-        xscale="log", yscale="log", xlabel="distance from the anchor (posterior sds)",
-        ylabel="variance of the noise", title="Gradients from 100 of 20,000 rows",
+        xscale="log", yscale="log", xlabel="distance from the reference point (posterior SDs)",
+        ylabel="gradient-noise variance", title="Gradients from 100 of 20,000 rows",
     )  # fmt: skip
     ax.legend(fontsize=8, loc="lower right")
     figure.savefig(FOLDER / "control-variates.png")
 
 
-# -- runs: chains that agree and are wrong, and what the report says of them --
+# -- runs: chains that agree and are biased, and the bias report of them --
 
 
 def model(X, y, batch_size=None):
@@ -190,40 +190,40 @@ def draw_runs() -> None:
         ax.fill_between(at, density, color=colour, alpha=0.25, linewidth=0)
         ax.plot(at, density, color=colour, label=label)
     ratio = draws.std() / truth[:, 0].std()
-    ax.set(xlabel="coefficient", yticks=[], title=f"And are {ratio:.1f} times too wide")
+    ax.set(xlabel="coefficient", yticks=[], title=f"and are {ratio:.1f} times too wide")
     ax.legend(fontsize=8)
     figure.savefig(FOLDER / "silently-wrong.png")
 
-    settings = [("plain", h) for h in (0.003, 0.01, 0.02, 0.05, 0.1)]
+    settings = [("minibatch", h) for h in (0.003, 0.01, 0.02, 0.05, 0.1)]
     settings += [("control_variate", h) for h in (0.3, 0.8, 1.2)]
     figure, ax = plt.subplots(figsize=(5.2, 4.2), layout="constrained")
     ends = [-15, 200]
     ax.plot(ends, ends, color="0.7", linewidth=0.8)
-    for gradient, colour in (("plain", ORANGE), ("control_variate", BLUE)):
-        true, told, error = [], [], []
+    for gradient, colour in (("minibatch", ORANGE), ("control_variate", BLUE)):
+        true, estimated, error = [], [], []
         for step_size in (h for g, h in settings if g == gradient):
             mcmc = run(gradient_estimator=gradient, step_size=step_size)
             estimate = bias_report(mcmc).sd_inflation
-            sds = np.asarray(mcmc.get_samples()["beta"]).std(0)
-            true += list(100 * (sds / truth.std(0) - 1))
-            told += list(100 * estimate.value)
+            sd = np.asarray(mcmc.get_samples()["beta"]).std(0)
+            true += list(100 * (sd / truth.std(0) - 1))
+            estimated += list(100 * estimate.value)
             error += list(200 * estimate.error)
-        print(gradient, np.round(true, 1), np.round(told, 1), np.round(error, 1))
+        print(gradient, np.round(true, 1), np.round(estimated, 1), np.round(error, 1))
         ax.errorbar(
-            true, told, yerr=error, fmt="o", markersize=4, linewidth=1, color=colour,
-            label=gradient.replace("_", " ") + "s" * (gradient != "plain"),
+            true, estimated, yerr=error, fmt="o", markersize=4, linewidth=1, color=colour,
+            label=gradient.replace("_", " ") + ("s" if gradient != "minibatch" else " gradients"),
         )  # fmt: skip
     ax.set_xscale("symlog", linthresh=10)
     ax.set_yscale("symlog", linthresh=10)
     ticks = [-10, 0, 10, 100]
-    ax.set_xticks(ticks, [f"{t:+d} %" for t in ticks])
-    ax.set_yticks(ticks, [f"{t:+d} %" for t in ticks])
+    ax.set_xticks(ticks, [f"{t:+d}%" for t in ticks])
+    ax.set_yticks(ticks, [f"{t:+d}%" for t in ticks])
     ax.set(
-        xlabel="sds are too wide by", ylabel="the report says",
-        title="Forty sds of eight runs, as they are and as told",
+        xlabel="true bias of SDs", ylabel="estimated bias of SDs",
+        title="Estimated and true bias of 40 SDs in 8 runs",
     )  # fmt: skip
     ax.legend(fontsize=8)
-    figure.savefig(FOLDER / "told.png")
+    figure.savefig(FOLDER / "told.png")  # vocabulary: ok
 
 
 if __name__ == "__main__":
