@@ -126,7 +126,7 @@ trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/trust.py --rivals
 	$(bin)/python benchmarks/large.py
 	$(bin)/python benchmarks/large.py --small
-	$(bin)/python benchmarks/verdicts.py --seeds 10
+	$(bin)/python benchmarks/verdicts.py --seeds 10  # vocabulary: ok
 	$(bin)/python benchmarks/calibration.py --figure docs/calibration.png
 
 papers: $(VENV)/.installed-examples

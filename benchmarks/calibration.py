@@ -90,7 +90,7 @@ def counts(x: Any, group: Any, y: Any = None, batch_size: int | None = None) -> 
 
 
 Ranks = tuple[dict[str, np.ndarray], bool]
-"""By site the ranks of its entries, and whether the report says fine."""
+"""By site the ranks of its entries, and whether the report is ok."""
 
 PROBLEMS = {
     "logistic": Problem(logistic, ("beta",)),
@@ -124,7 +124,7 @@ def sampler(model: Callable) -> MCMC:
 
 
 def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> Ranks:
-    """Ranks of the parameters that made the data, by site; and whether the report says fine."""
+    """Ranks of the parameters that made the data, by site; and whether the report is ok."""
     given = covariates()
     prior_key, run_key = jax.random.split(jax.random.key(seed))
     drawn = Predictive(problem.model, num_samples=1)(prior_key, *given)
@@ -165,7 +165,7 @@ def p_value(ranks: np.ndarray) -> float:
 
 
 def draw(found: dict[str, dict[str, np.ndarray]], path: Path) -> None:
-    """Each parameter's distribution of ranks less the uniform one, and where 95 % of such lie."""
+    """Each parameter's distribution of ranks less the uniform one, and where 95% of such lie."""
     figure, axes = plt.subplots(1, len(found), figsize=(11, 2.8), sharey=True, squeeze=False)
     places = np.arange(CHAINS * KEPT + 1)
     uniform = (places + 1) / len(places)
@@ -196,7 +196,7 @@ def main() -> None:
     arguments = parser.parse_args()
     kept = read_ranks(arguments.save)
     print_header("Calibration: ranks of what made the data among the draws")
-    print_row(("model", "parameter", "sets", "p", "fine"), WIDTHS)
+    print_row(("model", "parameter", "sets", "p", "ok"), WIDTHS)
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in arguments.only:
         start = time.perf_counter()
@@ -212,7 +212,7 @@ def main() -> None:
         for site, ranks in found[name].items():
             for k, of_one in enumerate(ranks.T):
                 p = f"{p_value(of_one):.3f}"
-                print_row((name, f"{site}[{k}]", len(runs), p, f"{100 * fine:.0f} %"), WIDTHS)
+                print_row((name, f"{site}[{k}]", len(runs), p, f"{100 * fine:.0f}%"), WIDTHS)
         print(f"{time.perf_counter() - start:.0f} s", flush=True)
     if arguments.figure is not None:
         draw(found, arguments.figure)

@@ -17,7 +17,7 @@ from results import Table, key, read
 from timing import print_row
 
 WIDTHS = (34, 30, 16, 12, 12, 6)
-_LABELS = 2  # cells that say what a row is of
+_LABELS = 2  # cells that identify a row
 _NUMBER = re.compile(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
 
 

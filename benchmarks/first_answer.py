@@ -1,6 +1,6 @@
-"""How long until the first answer, and how much of it is compilation.
+"""Measure the time to the first result, and how much of it is compilation.
 
-Each case in a process of its own, first with an empty cache of compiled programs, then with the
+Each case runs in a separate process, first with an empty cache of compiled programs, then with the
 cache that this has left. *Seconds* are wall time and CPU time of one call of ``MCMC.run``; data
 and imports are made before. *Tracing* and *compiling* are seconds by JAX's own events, on all
 threads; *programs* those whose compilation took more than 0.1 s.
@@ -90,7 +90,7 @@ def measure(case: str) -> dict[str, float]:
 
 
 def in_process(case: str, cache: str) -> dict[str, float]:
-    """The same in a process of its own, with programs kept in the folder ``cache``."""
+    """Measure in a separate process, with compiled programs cached in the folder ``cache``."""
     settings = {
         "JAX_COMPILATION_CACHE_DIR": cache,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",

@@ -1,7 +1,7 @@
-"""What a step of every kernel and scheme costs over its gradient.
+"""Measure the cost of a step of every kernel and integrator relative to its gradient.
 
 As ``step_cost.py``, for all kernels: microseconds a step over those of the bare gradient loop, on
-the logistic regression with random rows drawn independently, plain gradients and control variates.
+the logistic regression with iid random rows, minibatch gradients and control variates.
 """
 
 from __future__ import annotations
@@ -49,26 +49,31 @@ RECIPE = {
 
 
 def variants() -> Iterator[tuple[str, str, type, dict[str, Any]]]:
-    """Kernel, scheme, class and settings of each row."""
+    """Kernel, integrator, class and settings of each row."""
     for kernel in (SGHMCSplit, SGHMC, SGLD, SHMC):
-        for scheme in kernel.integrators:
-            yield kernel.__name__, scheme, kernel, {"integrator": scheme}
+        for integrator in kernel.integrators:
+            yield kernel.__name__, integrator, kernel, {"integrator": integrator}
     yield "SGHMCSplit, compensated", "symmetric", SGHMCSplit, {"noise_compensation": True}
-    for scheme in SGNHT.integrators:
-        yield "SGNHT", scheme, SGNHT, {"integrator": scheme}
-        yield "SGNHT, shared", scheme, SGNHT, {"integrator": scheme, "per_coordinate": False}
-    for scheme in SGMGT.integrators:
+    for integrator in SGNHT.integrators:
+        yield "SGNHT", integrator, SGNHT, {"integrator": integrator}
+        yield (
+            "SGNHT, shared",
+            integrator,
+            SGNHT,
+            {"integrator": integrator, "per_coordinate": False},
+        )
+    for integrator in SGMGT.integrators:
         for a in (0.5, 1.0, 2.0):
-            yield f"SGMGT, a = {a:g}", scheme, SGMGT, {"integrator": scheme, "a": a}
+            yield f"SGMGT, a = {a:g}", integrator, SGMGT, {"integrator": integrator, "a": a}
     yield "SGMGT, a = 1, D", "symmetric", SGMGT, {"sigma_theta": 0.1, "sigma_xi": 0.1}
-    for scheme in SGLaplaceHMC.integrators:
-        yield "SGLaplaceHMC", scheme, SGLaplaceHMC, {"integrator": scheme}
+    for integrator in SGLaplaceHMC.integrators:
+        yield "SGLaplaceHMC", integrator, SGLaplaceHMC, {"integrator": integrator}
     for kernel in (SGRLD, SGRHMC):
-        for scheme in kernel.integrators:
-            yield f"{kernel.__name__}, potential", scheme, kernel, {"integrator": scheme}
+        for integrator in kernel.integrators:
+            yield f"{kernel.__name__}, potential", integrator, kernel, {"integrator": integrator}
             for name, metric in METRICS.items():
-                settings = {"integrator": scheme, "inverse_metric": metric}
-                yield f"{kernel.__name__}, {name}", scheme, kernel, settings
+                settings = {"integrator": integrator, "inverse_metric": metric}
+                yield f"{kernel.__name__}, {name}", integrator, kernel, settings
     yield "RecipeKernel", "euler", RecipeKernel, RECIPE
 
 
@@ -112,14 +117,16 @@ def main() -> None:
     rows = f"N = {int(args.num_rows):,}, B = {BATCH_SIZE}"
     print_header(f"Every kernel's step over the bare loop's, {rows}")
     print_row(["kernel", "integrator", "minibatch", "control variates"], WIDTHS)
-    for name, scheme, kernel_class, settings in variants():
+    for name, integrator, kernel_class, settings in variants():
         if not name.startswith(args.only):
             continue
         bare = {"bare": lambda: bare_loop(random.key(0), *data, args.iterations, 1)}
         loops = loops_of(kernel_class, settings, data, args.iterations)
         times = interleaved({**bare, **loops}, args.repeats)
         base = times.pop("bare")
-        print_row([name, scheme, *(f"{np.median(t / base):.2f}" for t in times.values())], WIDTHS)
+        print_row(
+            [name, integrator, *(f"{np.median(t / base):.2f}" for t in times.values())], WIDTHS
+        )
 
 
 if __name__ == "__main__":

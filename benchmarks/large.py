@@ -3,7 +3,7 @@
 ``python benchmarks/large.py`` runs the problems of ``large_problems.py`` with nothing but model,
 data and minibatch, and compares them with the references of ``large_references.py``, in
 unconstrained space, coordinate by coordinate; with words, only problems whose name has one of them.
-``--small`` takes minibatches that are known to be too small: the library must say so.
+``--small`` takes minibatches that are known to be too small: the library must report a bias.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _COLUMNS = {
     "NUTS": 7,
     "report": 8,
 }
-_VERDICTS = ("not converged", "biased", "inconclusive", "ok")  # the worst first
+_DIAGNOSES = ("not converged", "biased", "multimodal", "inconclusive", "ok")  # the worst first
 
 
 def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:
-    """Four chains, the CPU seconds they took, and what the library said."""
+    """Four chains, the CPU seconds they took, and the library's warnings."""
     model, args = LARGE_PROBLEMS[name].build()
     mcmc = MCMC(
         SGHMCSplit(model),
@@ -55,15 +55,15 @@ def run(name: str, batch_size: int, seed: int) -> tuple[MCMC, float, list[str]]:
         progress_bar=False,
     )
     start = time.process_time()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         mcmc.run(jax.random.key(seed), *args, batch_size=batch_size)
     jax.block_until_ready(mcmc.get_samples())
-    return mcmc, time.process_time() - start, [str(w.message) for w in said]
+    return mcmc, time.process_time() - start, [str(w.message) for w in caught]
 
 
 def compare(name: str, batch_size: int, seed: int) -> list[str]:
-    """One row of the table; what the library said is returned."""
+    """Print one row of the table and return the library's warnings."""
     mcmc, seconds, said = run(name, batch_size, seed)
     model, args = LARGE_PROBLEMS[name].build()
     draws = unconstrained(model, args, mcmc.get_samples(group_by_chain=True))
@@ -81,7 +81,7 @@ def compare(name: str, batch_size: int, seed: int) -> list[str]:
     sd_error = np.sqrt(0.5 / ess_sd + 0.5 / ess_sd_right)
     beyond = (np.abs(shift) > 0.1 + 3 * error) | (np.abs(inflation) > 0.1 + 3 * sd_error)
     r_hat = max(np.max(split_gelman_rubin(np.asarray(x, np.float64))) for x in draws.values())
-    verdicts = {s.diagnosis for s in bias_report(mcmc).sites}
+    diagnoses = {s.diagnosis for s in bias_report(mcmc).sites}
     cells: dict[str, Any] = {
         "problem": name,
         "d": len(mean),
@@ -95,7 +95,7 @@ def compare(name: str, batch_size: int, seed: int) -> list[str]:
         "cpu s": f"{seconds:.0f}",
         "ESS/s": f"{ess.min() / seconds:.1f}",
         "NUTS": f"{ess_right.min() / float(theirs['cpu']):.1f}",
-        "report": next(v for v in _VERDICTS if v in verdicts),
+        "report": next(v for v in _DIAGNOSES if v in diagnoses),
     }
     print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
     return said

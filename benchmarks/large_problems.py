@@ -87,7 +87,7 @@ def _intercepts() -> tuple[Callable, tuple]:
 
 
 def _counties() -> tuple[Callable, tuple]:
-    """A house's radon by floor, 386 counties of very unequal size, non-centred: 391 parameters."""
+    """Radon in homes by floor, 386 counties of very unequal size, non-centred: 391 parameters."""
     num_groups, num = 386, 12_573
 
     def model(floor: Any, uranium: Any, county: Any, y: Any, batch_size: int | None = None) -> None:

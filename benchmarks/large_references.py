@@ -1,4 +1,4 @@
-"""Means and sds in unconstrained space by long NUTS runs, kept in ``large_references/``.
+"""Means and SDs in unconstrained space by long NUTS runs, kept in ``large_references/``.
 
 ``python benchmarks/large_references.py`` makes the files anew (hours on two cores); with names of
 problems, only those.

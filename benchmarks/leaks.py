@@ -1,10 +1,10 @@
 """What a process keeps of runs that are over.
 
-A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a kernel of its own, on the
+A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a new kernel, on the
 same model function or on a new one each (a closure, as a loop over models makes them), and of
 ``CheckpointedMCMC``; NUTS stands beside them. Resident memory, JAX's live compiled programs and
 arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth, half
-of them and all; it looks after every tenth. Each series is in a process of its own.
+of them and all; it looks after every tenth. Each series runs in a separate process.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def report(what: str, began: float) -> None:
 def write(folder: Path, parameters: int, draws: int) -> None:
     began, segment = time.perf_counter(), max(1, draws // 50)
     disk, rng, blocks = DrawsOnDisk(folder, "z"), np.random.default_rng(0), []
-    room = {"z": {"w": np.empty((1, segment, parameters), np.float32)}}
-    disk.create(room, draws)
+    template = {"z": {"w": np.empty((1, segment, parameters), np.float32)}}
+    disk.create(template, draws)
     for start in range(0, draws, segment):
         shape = (1, min(segment, draws - start), parameters)
         values = {"z": {"w": rng.standard_normal(shape, np.float32)}}
@@ -49,7 +49,7 @@ def read(folder: Path, parameters: int) -> None:
     began = time.perf_counter()
     column = np.asarray(open_draws(folder)["posterior"]["w"][:, :, parameters // 2])
     assert np.isfinite(column).all()
-    report(f"draws of one parameter, sd {column.std():.2f}", began)
+    report(f"draws of one parameter, SD {column.std():.2f}", began)
 
 
 def main() -> None:

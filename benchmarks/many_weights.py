@@ -1,4 +1,4 @@
-"""What the warm-up of a network costs: its seconds over those of a bare minibatch gradient.
+"""Measure the cost of a network's warm-up in evaluations of a hand-written minibatch gradient.
 
 A network of two hidden layers of one width, written by hand, on 60,000 rows of 784 columns in ten
 classes, ``SGHMCSplit`` with no arguments. The bare gradient is that of a potential without NumPyro,
@@ -62,7 +62,7 @@ def network(x: Array, y: Array, units: int, batch_size: int | None = None) -> No
 
 @partial(jax.jit, static_argnums=(3, 4))
 def bare_loop(weights: Weights, x: Array, y: Array, batch: int, num: int) -> Weights:
-    """Steps against the gradient, each of a minibatch of its own."""
+    """Steps against the gradient, each of a new minibatch."""
 
     def potential(weights: Weights, rows: Array) -> Array:
         prior = sum(jnp.sum(w**2) for w in weights.values()) / 2.0

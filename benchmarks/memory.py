@@ -2,12 +2,12 @@
 
 Peak resident memory of a whole process that makes N rows of D float32 columns as JAX arrays, runs
 ``MCMC(SGHMCSplit(model))`` on them with default arguments and reads the draws, over the bytes of
-the data. Each chain method runs in a process of its own; a process that only makes the data
+the data. Each chain method runs in a separate process; a process that only makes the data
 stands beside them. Target: under 2.5 at N = 1e7, D = 20.
 
 A second table has numbers of draws by numbers of rows, in memory and by ``CheckpointedMCMC``, which
 writes the draws to disk and looks at their means alone; a third the same with 200 columns and four
-chains, where draws weigh more than rows.
+chains, where draws take more memory than rows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(num_rows: int, dim: int, how: str, num_chains: int, num_draws: int) -> N
 
 
 def measured(num_rows: int, dim: int, how: str, chains: int, draws: int) -> tuple[int, int]:
-    """Bytes of the data and of the peak, in a process of its own."""
+    """Bytes of the data and of the peak, in a separate process."""
     command = [sys.executable, __file__, "--num-rows", str(num_rows), "--child", how]
     command += ["--dim", str(dim), "--chains", str(chains), "--draws", str(draws)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -1,9 +1,9 @@
-"""What the moments that tell the bias cost.
+"""Measure the cost of the moments from which the bias is estimated.
 
 Time of ``SGHMCSplit``'s own iterations of ten steps with them over the time without: read off the
 steps' own gradients (at every step; at every fifth with more than 10,000 coordinates), and read
-apart, from a minibatch of its own each iteration. In turn, in one process, compilation not timed.
-The target is 1.1.
+separately, from one more minibatch in each iteration. They are timed in turn in one process, without
+compilation. The target is 1.1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
     for minibatch in ("contiguous", "iid"):
         for estimator in ("minibatch", "control_variate"):
             chosen = {
-                "minibatch": SUBSAMPLINGS[minibatch],
+                "subsampling": SUBSAMPLINGS[minibatch],
                 "estimator": GRADIENT_ESTIMATORS[estimator],
             }
             guess = (

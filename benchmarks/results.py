@@ -27,7 +27,7 @@ _printed: list[Table] = []
 
 
 def begin(title: str) -> None:
-    """A table of which :func:`add` is told the rows, the columns' names first."""
+    """Begin a table; :func:`add` adds its rows, the columns' names first."""
     if FOLDER not in os.environ:
         return
     if not _printed:

@@ -1,11 +1,11 @@
-"""Whether a change of the code's structure moves any draw: record before it, compare after it.
+"""Check that a change of the code's structure changes no draw: record before, compare after.
 
     python benchmarks/same_draws.py record before.npz
     ... change ...
     python benchmarks/same_draws.py compare before.npz
 
 Every kernel on two models, and one run for each feature that a chain or the warm-up can have:
-estimators, minibatches, schemes, schedules, local sites, rows on the host and on devices,
+estimators, minibatches, integrators, schedules, local sites, rows on the host and on devices,
 checkpoints, Gibbs. What is compared is every bit of the draws, of the last state and of the
 adaptation, and the text of the bias report. Bits hold on one machine with one version of JAX.
 """
@@ -168,8 +168,8 @@ def cases() -> dict[str, Callable[[], Any]]:
         sg.SGHMCSplit(potential_fn=quartic),
         init_params={"a": jnp.zeros((2, 2)), "b": jnp.ones((2, 3))},
     )
-    for scheme in ("baoab", "obabo", "mt3", "lie_trotter", "symmetric", "euler"):
-        found[f"SHMC {scheme}"] = lambda s=scheme: run(
+    for integrator in ("baoab", "obabo", "mt3", "lie_trotter", "symmetric", "euler"):
+        found[f"SHMC {integrator}"] = lambda s=integrator: run(
             sg.SHMC(logistic, integrator=s), *LOGISTIC, batch_size=50
         )
     found["lie_trotter, three leapfrogs"] = lambda: run(
@@ -370,8 +370,8 @@ def main() -> None:
             if k not in before or k not in found or not are_same(k, before[k], found[k])
         )
         differing += bool(off)
-        verdict = f"DIFFERENT in {', '.join(off[:8])}" if off else "the same"
-        print(f"{name}: {verdict} ({len(found)} arrays, {seconds:.0f} s)", flush=True)
+        result = f"DIFFERENT in {', '.join(off[:8])}" if off else "the same"
+        print(f"{name}: {result} ({len(found)} arrays, {seconds:.0f} s)", flush=True)
     sys.exit(f"{differing} cases differ" if differing else 0)
 
 

@@ -5,7 +5,7 @@ chains; one chain of NUTS on all rows beside it while N is small. Timed is the s
 kernel's own iterations after warm-up, compiled beforehand, as ``MCMC(progress_bar=False)`` runs
 them; the fastest of three runs. The effective sample size is the smallest over coordinates. The
 error is that of the posterior mean against the mode, the largest over coordinates, in posterior
-sds; Monte Carlo error and the posterior's skewness are part of it.
+SDs; Monte Carlo error and the posterior's skewness are part of it.
 Warm-up is the time of ``MCMC.warmup``: adaptation, burn-in and all compilation.
 
 Target: ESS/s within a factor 2 of each other from the N at which the data leave the cache.
@@ -81,7 +81,7 @@ def sample(kernel: Any, num_chains: int, num_draws: int, args: tuple, kwargs: di
 
 
 def laplace(X: Array, y: Array) -> tuple[np.ndarray, np.ndarray]:
-    """The posterior's mode and the sds of the Gaussian there, by Newton's method."""
+    """The posterior's mode and the SDs of the Gaussian there, by Newton's method."""
 
     @jax.jit
     def on_chunk(beta: Array, X: Array, y: Array) -> tuple[Array, Array]:

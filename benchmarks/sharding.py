@@ -1,7 +1,7 @@
 """Rows spread over devices: what a step costs here, and what it would cost on many hosts.
 
-Every row of the first table is a process of its own (or two, that talk over loopback), whose host
-poses as so many devices; they share this machine's cores, so that no speed-up is to be had beyond
+Every row of the first table is a separate process (or two, connected over loopback), whose host
+poses as so many devices; they share this machine's cores, so that no speed-up is possible beyond
 those. Seconds are of the kernel's own iterations, four chains. Then the constants of the cost model
 
     T(H) = T_0 + t_row B / H + t_sum(H),    t_sum(H) = 2 log2(H) latency + 2 bytes / bandwidth
@@ -109,10 +109,10 @@ def measure(processes: int, devices: int, batches: tuple[int, ...], args: Any) -
         )
         for process in range(processes)
     ]
-    told = [p.communicate()[0] for p in running]
+    outputs = [p.communicate()[0] for p in running]
     if any(p.returncode for p in running):
         raise RuntimeError(f"A worker failed: {processes} processes, {devices} devices each.")
-    return json.loads(told[0].splitlines()[-1])
+    return json.loads(outputs[0].splitlines()[-1])
 
 
 def main() -> None:

@@ -197,7 +197,7 @@ def main() -> None:
         while time.monotonic() - began < 60.0 * given.minutes:
             folder = scratch / f"run-{rounds}"
             run_disturbed(folder, given.samples, chance, longest, found)
-            assert outcome(folder, given.samples) == whole, "not the same bits"
+            assert outcome(folder, given.samples) == whole, "not bitwise the same"
             shutil.rmtree(folder)
             rounds += 1
     print(f"\n{rounds} complete runs, each the undisturbed one's to the last bit")

@@ -5,7 +5,7 @@ with unknown scale and degrees of freedom (D = 22), which is less so. Minibatche
 said. ESS/s is the smallest effective sample size of a coordinate over the seconds of sampling,
 compilation and warm-up left out; *all* is everything in seconds, compilation too, of one call of
 ``MCMC.run`` on a kernel that nothing has prepared. *Mean* and *sd* are the largest errors against
-the NUTS run, whose own Monte Carlo error is about 0.06 sds and 4 %; for logistic regression
+the NUTS run, whose own Monte Carlo error is about 0.06 SDs and 4%; for logistic regression
 against the Gaussian at the mode.
 
 Targets: 3,000 times the ESS/s of NUTS, 15 times that of HMCECS, *all* at most a tenth of NUTS's.

@@ -1,4 +1,4 @@
-"""What a step costs over its gradient.
+"""Measure the cost of a step relative to its gradient.
 
 Microseconds a stochastic-gradient step of ``SGHMCSplit`` on a NumPyro logistic regression, over
 those of a bare loop: draw B random rows, look them up, take the gradient of a hand-written
@@ -8,13 +8,13 @@ all that an iteration adds. Compilation and adaptation are not timed.
 
 Targets, times the bare loop:
 
-================  =====  ================
-rows              plain  control variates
-================  =====  ================
-random            1.3    1.7
-random, D = 1e5   1.1    2.1
-blocks, N >= 1e6  0.5    0.7
-================  =====  ================
+=====================  =========  ================
+rows                   minibatch  control variates
+=====================  =========  ================
+random                 1.3        1.7
+random, D = 1e5        1.1        2.1
+contiguous, N >= 1e6   0.5        0.7
+=====================  =========  ================
 
 The bare loop draws its random rows at every step. Drawn for ten steps at once, as the kernel
 does, they may cost less: that loop's ratio is shown beside it.
@@ -133,8 +133,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     print_header(f"Cost of a step over the bare loop's, B = {BATCH_SIZE}")
     kinds = ["iid", "shuffled", "contiguous"]
-    with_anchor = [f"cv {kind}" for kind in kinds]  # control variates
-    print_row(["N", "D", "bare step", "10 ahead", *kinds, *with_anchor], WIDTHS)
+    with_reference = [f"cv {kind}" for kind in kinds]  # control variates
+    print_row(["N", "D", "bare step", "10 ahead", *kinds, *with_reference], WIDTHS)
     for num_rows in args.num_rows:
         measure(int(num_rows), DIM, args.seconds, args.repeats)
         gc.collect()

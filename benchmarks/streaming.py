@@ -4,7 +4,7 @@ First, steps a second with a table that fits into memory, as arrays and as ``Hos
 maps; in turn, so that a busy machine slows both, and with the same settings, where the warm-up
 might choose others. Target: at least 0.7 of the speed. Beside it the ratio of CPU seconds of all
 threads, which other work on the machine changes less. Then (``--gigabytes``) a table larger than
-memory is meant to be, sampled in a process of its own: largest resident memory, and means and sds
+memory is meant to be, sampled in a separate process: largest resident memory, and means and SDs
 against Newton's method by chunks. Targets for 20 GB: under 3 GB of memory, and a warm-up of three
 times one read from end to end.
 """
@@ -113,7 +113,7 @@ def compare_speed(num_rows: int, repeats: int) -> None:
 
 
 def laplace_by_chunks(X: np.memmap, y: np.memmap) -> tuple[np.ndarray, np.ndarray]:
-    """The posterior's mode and sds: Newton's method on a part, then twice on all rows."""
+    """The posterior's mode and SDs: Newton's method on a part, then twice on all rows."""
     beta = np.zeros(DIM)
     for last in [min(len(y), 10 * CHUNK)] * 5 + [len(y)] * 2:
         weight = len(y) / last
@@ -127,7 +127,7 @@ def laplace_by_chunks(X: np.memmap, y: np.memmap) -> tuple[np.ndarray, np.ndarra
     return beta, np.sqrt(np.diagonal(np.linalg.inv(hessian)))
 
 
-def forget(folder: Path) -> None:
+def drop_from_page_cache(folder: Path) -> None:
     """Have the system keep nothing of the files in memory."""
     for path in (folder / "X", folder / "y"):
         with path.open("rb") as file:
@@ -137,7 +137,7 @@ def forget(folder: Path) -> None:
 
 def read_once(folder: Path) -> float:
     """Seconds in which the files are read from end to end."""
-    forget(folder)
+    drop_from_page_cache(folder)
     start = time.perf_counter()
     for path in (folder / "X", folder / "y"):
         with path.open("rb", buffering=0) as file:
@@ -149,7 +149,7 @@ def read_once(folder: Path) -> float:
 def sample_table(folder: Path) -> None:
     """Samples the table and prints what it cost; the process does nothing else."""
     data = [HostArray(a, name=n) for a, n in zip(open_table(folder), "Xy", strict=True)]
-    forget(folder)
+    drop_from_page_cache(folder)
     start = time.perf_counter()
     kernel, warm_up = SGHMCSplit(logistic), []
     init = kernel.init
@@ -194,7 +194,7 @@ def larger_than_memory(gigabytes: float, folder: Path) -> None:
         f"\n{num_rows:.2e} rows, {gigabytes:g} GB on disk: {found['seconds']:.0f} s, of which "
         f"{found['warm-up']:.0f} s until the first iteration, {found['warm-up'] / once:.1f} times "
         f"one read from end to end ({once:.0f} s); at most "
-        f"{found['gigabytes']:.2f} GB resident; means within {shift:.2f} sds, sds "
+        f"{found['gigabytes']:.2f} GB resident; means within {shift:.2f} SDs, SDs "
         f"{ratio.min():.3f} to {ratio.max():.3f}"
     )
 

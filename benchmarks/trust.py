@@ -1,4 +1,4 @@
-"""Whether posteriors are right with no arguments, and whether the bias report tells when not.
+"""Check posteriors with no arguments, and the bias report where they are wrong.
 
 ``python benchmarks/trust.py`` runs kernels with no arguments on the problems of
 ``trust_problems.py`` and compares them with long NUTS runs. ``--bad`` runs one kernel with
@@ -39,15 +39,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "step 3 times": {"factor": 3.0},
     "step 6 times": {"factor": 6.0},
-    "plain, h = 0.1": {"gradient_estimator": "minibatch", "step_size": 0.1},
-    "plain, iid, h = 0.03": {
+    "minibatch, h = 0.1": {"gradient_estimator": "minibatch", "step_size": 0.1},
+    "minibatch, iid, h = 0.03": {
         "gradient_estimator": "minibatch",
         "subsampling": "iid",
         "step_size": 0.03,
     },
     "five rows": {"batch_size": 5},
-    "five rows, plain": {"batch_size": 5, "gradient_estimator": "minibatch", "step_size": 0.03},
-    "no whitening": {"adapt_mass_matrix": False, "factor": 3.0},
+    "five rows, minibatch": {"batch_size": 5, "gradient_estimator": "minibatch", "step_size": 0.03},
+    "no preconditioner": {"adapt_mass_matrix": False, "factor": 3.0},
 }
 RIVALS = ("SVI normal", "SVI multivariate", "HMCECS", "BlackJAX sghmc", "BlackJAX sgnht")
 WIDTHS = (34, 18, 9, 13, 9, 9, 9, 8, 8)
@@ -55,8 +55,8 @@ WIDTHS = (34, 18, 9, 13, 9, 9, 9, 8, 8)
 
 class Outcome(NamedTuple):
     """
-    - **shift** - mean error of each coordinate, in posterior sds.
-    - **inflation** - sd over the reference's, minus one.
+    - **shift** - mean error of each coordinate, in posterior SDs.
+    - **inflation** - SD over the reference's, minus one.
     - **shift_error** - Monte Carlo error of the shifts, of both runs.
     - **inflation_error** - the same of the inflations.
     - **ess** - smallest effective sample size.
@@ -109,8 +109,8 @@ def write_outcome(file: Path, cell: Cell, outcome: Outcome) -> None:
 
 def make(kernel: str, model: Callable, **options: Any) -> Any:
     """A kernel by its name in the table."""
-    name, *scheme = kernel.split()
-    extra = {"integrator": scheme[0]} if scheme else {}
+    name, *integrator = kernel.split()
+    extra = {"integrator": integrator[0]} if integrator else {}
     return getattr(numpyro_sgmcmc, name)(model, **extra, **options)
 
 
@@ -206,26 +206,26 @@ def rival(name: str, problem: str, reference: Mapping[str, Any], seed: int) -> O
 
 
 def distance(o: Outcome) -> float:
-    """The largest error, in sds or relative; infinite where a chain has left the numbers."""
+    """The largest error, in SDs or relative; infinite where a chain has left the numbers."""
     worst = max(np.abs(o.shift).max(), np.abs(o.inflation).max())
     return float(worst) if np.isfinite(worst) else np.inf
 
 
 def is_right(o: Outcome) -> bool:
-    """Means within 0.1 sd and sds within 7 %, beyond three standard errors."""
+    """Means within 0.1 SD and SDs within 7%, beyond three standard errors."""
     mean = np.abs(o.shift) <= 0.1 + 3.0 * o.shift_error
     return bool((mean & (np.abs(o.inflation) <= 0.07 + 3.0 * o.inflation_error)).all())
 
 
-def tells_the_truth(o: Outcome) -> float:
-    """Share of coordinates whose sd is within 5 % or two standard errors of what was said."""
+def accurate_share(o: Outcome) -> float:
+    """Share of coordinates whose SD is within 5% or two standard errors of the report."""
     error = np.hypot(o.said_error, o.inflation_error)
     allowed = np.maximum(0.05 * (1.0 + o.inflation), 2.0 * error)
     return float(np.mean(np.abs(o.said - o.inflation) <= allowed))
 
 
-def tells_strictly(o: Outcome) -> float:
-    """The same with 5 percentage points in place of 5 % of the sd: harder where that is wide."""
+def strictly_accurate_share(o: Outcome) -> float:
+    """The same with 5 percentage points in place of 5% of the SD: harder where that is wide."""
     error = np.hypot(o.said_error, o.inflation_error)
     return float(np.mean(np.abs(o.said - o.inflation) <= np.maximum(0.05, 2.0 * error)))
 
@@ -244,7 +244,7 @@ def show(problem: str, kernel: str, o: Outcome) -> None:
     k = int(np.abs(o.inflation).argmax())
     own = ["", "", ""]
     if o.said.size:
-        own = [f"{o.said[k]:+.2f}", f"{tells_the_truth(o):.2f}", flag(o)]
+        own = [f"{o.said[k]:+.2f}", f"{accurate_share(o):.2f}", flag(o)]
     print_row(
         [
             problem[:34],
@@ -262,11 +262,11 @@ def show(problem: str, kernel: str, o: Outcome) -> None:
 def summary(cells: list[Outcome]) -> str:
     """How many are right, and how often the reports were."""
     right = sum(is_right(o) for o in cells)
-    truth = sum(tells_the_truth(o) >= 0.9 for o in cells)
-    strict = sum(tells_strictly(o) >= 0.9 for o in cells)
+    truth = sum(accurate_share(o) >= 0.9 for o in cells)
+    strict = sum(strictly_accurate_share(o) >= 0.9 for o in cells)
     flags = [flag(o) for o in cells]
     return (
-        f"right in {right} of {len(cells)}; the report tells the truth in {truth}, counted in "
+        f"right in {right} of {len(cells)}; the report is accurate in {truth}, counted in "
         f"percentage points in {strict};\n"
         f"missed {flags.count('MISSED')}, false alarms {flags.count('FALSE')}"
     )

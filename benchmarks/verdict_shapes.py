@@ -1,7 +1,7 @@
-"""Posteriors of awkward shape, and likelihoods with awkward gradients, for the verdicts benchmark.
+"""Posteriors and gradients of awkward shape for the benchmark of diagnoses.
 
-Modes, funnels, heavy tails and curved ridges are mostly priors: their rows say nothing of them, so
-that the posterior is known exactly. Each model takes ``batch_size`` for its data's plate, and None
+Modes, funnels, heavy tails and curved ridges are mostly priors: the likelihood does not depend on
+them, so that the posterior is known exactly. Each model takes ``batch_size`` for its data's plate, and None
 for all rows.
 """
 
@@ -27,7 +27,7 @@ def rows(*columns: Any) -> tuple:
 
 
 def silent(prior: Callable[[], Any]) -> Built:
-    """1,000 rows about a level of their own, which say nothing of what ``prior`` samples."""
+    """1,000 rows about a separate level, which do not depend on what ``prior`` samples."""
 
     def model(y: Any, batch_size: int | None = None) -> None:
         prior()

@@ -1,22 +1,21 @@
-"""Whether a run that is wrong is called fine, and whether right runs are flagged.
+"""Compare diagnoses with the truth: whether wrong runs are called ok, and right runs are flagged.
 
-``python benchmarks/verdicts.py`` runs ``SGHMCSplit`` with no arguments on the small problems of
-``verdict_problems.py``, whose posteriors are known, and sets what the library says of each run
-beside what is true. With ``--save FILE`` each run is kept in the file when it ends, and is not run
-again.
+This script runs ``SGHMCSplit`` with no arguments on small problems with known posteriors, and
+compares the report and the warnings of each run with its true error. With ``--save
+FILE`` each run is stored in the file when it ends, and is not run again.
 
 Draws are compared in normal scores, all coordinates alike: a draw's rank among the exact posterior
 in unconstrained space, as the normal quantile of that rank, and at most 3 either way. Exact draws
-have mean 0 and sd 1 then, whatever the posterior's shape and tails. A run is
+have mean 0 and SD 1 then, whatever the posterior's shape and tails. A run is
 
-- *wrong* where any mean is off by more than 0.3 or any sd by more than 20 %, and by more than three
+- *wrong* where any mean is off by more than 0.3 or any SD by more than 20%, and by more than three
   standard errors, or where draws are not finite;
 - *right* where none is and three standard errors are no more than that;
-- *thin* otherwise: too few effective draws to say.
+- *thin* otherwise: the effective sample size is too small to decide;
+- *raised* where an error is raised before there are draws.
 
-It is called fine where the report calls it fine and nothing was warned of nor refused, and flagged
-where the report flags it, or anything was warned of or refused; else it is left unclear. A run that
-is refused before it has draws is neither right nor wrong.
+A run is called ok where the report is ok and there is no warning or error. It is flagged where the
+report is flagged, or a warning or an error was raised. Otherwise it is inconclusive.
 """
 
 from __future__ import annotations
@@ -35,14 +34,15 @@ import numpy as np
 from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from timing import print_header, print_row
-from verdict_exact import Reference
-from verdict_problems import PROBLEMS, Problem
-from verdict_references import normal_scores, read
-from verdict_shapes import Built
+from verdict_exact import Reference  # vocabulary: ok
+from verdict_problems import PROBLEMS, Problem  # vocabulary: ok
+from verdict_references import normal_scores, read  # vocabulary: ok
+from verdict_shapes import Built  # vocabulary: ok
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation import initialisation
 from numpyro_sgmcmc.diagnostics.run_data import RunData
+from numpyro_sgmcmc.errors import SGMCMCWarning
 
 MEAN_TOLERANCE, SD_TOLERANCE = 0.3, 0.2
 _ERRORS = 3.0  # standard errors that chance may explain
@@ -54,36 +54,36 @@ _COLUMNS = {
     "mean": 6,
     "sd": 6,
     "ESS": 6,
-    "said": 8,
+    "report": 12,
     "warned": 6,
     "s": 4,
 }
 _KINDS = {
     "kind": 12,
     "runs": 5,
-    "refused": 8,
+    "raised": 8,
     "wrong": 6,
     "called ok": 12,
-    "inconclusive": 8,
+    "inconclusive": 12,
     "thin": 5,
     "called ok ": 12,
     "right": 6,
     "flagged": 8,
-    "unclear ": 8,
+    "inconclusive ": 12,
 }
 
 
 class Outcome(NamedTuple):
     """
-    - **truth** - right, wrong, thin or refused.
+    - **truth** - right, wrong, thin or raised.
     - **mean** - the mean that is most off, in normal scores.
-    - **sd** - the sd that is most off, relative.
+    - **sd** - the SD that is most off, relative.
     - **ess** - smallest effective sample size of the scores.
-    - **verdicts** - of the sites, each once.
-    - **sentence** - the report in a few sentences, or what was refused.
-    - **is_fine** - whether the report calls the run right.
-    - **is_flagged** - whether it calls it biased or apart, or anything was refused.
-    - **warned** - what was warned of.
+    - **diagnoses** - of the sites, each once.
+    - **sentence** - the report's diagnosis, or the message of the error.
+    - **is_ok** - whether the report calls the run ok.
+    - **is_flagged** - whether it is biased or not converged, or an error was raised.
+    - **warned** - messages of the warnings.
     - **seconds** - compilation, warm-up, draws and report.
     """
 
@@ -91,9 +91,9 @@ class Outcome(NamedTuple):
     mean: float = np.nan
     sd: float = np.nan
     ess: float = np.nan
-    verdicts: tuple[str, ...] = ()
+    diagnoses: tuple[str, ...] = ()
     sentence: str = ""
-    is_fine: bool = False
+    is_ok: bool = False
     is_flagged: bool = False
     warned: tuple[str, ...] = ()
     seconds: float = 0.0
@@ -156,68 +156,73 @@ def _effective(x: np.ndarray) -> np.ndarray:
 
 
 def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) -> Outcome:
-    """Four chains with no arguments, judged, and what the library says of them."""
+    """Run four chains with no arguments, and compare them with the reference and the report."""
     model, args = built
     kernel = SGHMCSplit(model)
     initialisation.WARMUP_SEED = seed  # else all seeds would have one warm-up
     options = {"num_warmup": 300, "num_samples": 1000, **problem.options}
     mcmc = MCMC(kernel, **options, num_chains=4, chain_method="vectorized", progress_bar=False)
     start = time.perf_counter()
-    outcome = Outcome("refused")
+    outcome = Outcome("raised")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             mcmc.run(jax.random.key(seed), *args, batch_size=problem.batch_size)
-            outcome = judge(np.asarray(RunData.from_mcmc(mcmc, "verdicts").draws), reference)
+            outcome = judge(np.asarray(RunData.from_mcmc(mcmc, "evaluate").draws), reference)
             report = bias_report(mcmc)
             outcome = outcome._replace(
-                verdicts=tuple(sorted({s.diagnosis for s in report.sites})),
+                diagnoses=tuple(sorted({s.diagnosis for s in report.sites})),
                 sentence=report.diagnosis,
-                is_fine=report.is_ok,
+                is_ok=report.is_ok,
                 is_flagged=report.is_flagged,
             )
-        except (ValueError, RuntimeError) as error:  # the library's refusals, and NumPyro's
+        except (ValueError, RuntimeError) as error:  # the library's and NumPyro's
             sentence = f"{type(error).__name__}: {error}"
             outcome = outcome._replace(sentence=sentence, is_flagged=True)
-    warned = tuple(str(w.message) for w in caught if w.category is UserWarning)
+    warned = tuple(str(w.message) for w in caught if is_counted(w.category))
     return outcome._replace(warned=warned, seconds=time.perf_counter() - start)
 
 
-def said(o: Outcome) -> str:
-    """What a user is told of the run: fine, flagged or unclear."""
+def is_counted(category: type[Warning]) -> bool:
+    """Return whether a warning is this package's or a plain one, such as NumPyro's."""
+    return category is UserWarning or issubclass(category, SGMCMCWarning)
+
+
+def reported(o: Outcome) -> str:
+    """Return the report's result: ok, flagged or inconclusive."""
     if o.is_flagged or o.warned:
         return "flagged"
-    return "ok" if o.is_fine else "inconclusive"
+    return "ok" if o.is_ok else "inconclusive"
 
 
 def show(cell: Cell, o: Outcome) -> None:
-    """One row, and what was said below it where it is more than that all is well."""
-    known = o.truth != "refused"
+    """Print one row, and below it the diagnosis and warnings of runs that are not ok."""
+    known = o.truth != "raised"
     cells = {
         "problem": cell.problem,
         "seed": cell.seed,
-        "truth": o.truth.upper() if (o.truth, said(o)) == ("wrong", "ok") else o.truth,
+        "truth": o.truth.upper() if (o.truth, reported(o)) == ("wrong", "ok") else o.truth,
         "mean": f"{o.mean:+.2f}" if known else "",
         "sd": f"{o.sd:+.2f}" if known else "",
         "ESS": f"{o.ess:.0f}" if known else "",
-        "said": said(o),
+        "report": reported(o),
         "warned": len(o.warned) or "",
         "s": f"{o.seconds:.0f}",
     }
     print_row([cells[c] for c in _COLUMNS], _COLUMNS.values())
-    if said(o) != "ok":
-        for sentence in ([] if o.is_fine else [o.sentence]) + list(o.warned):
+    if reported(o) != "ok":
+        for sentence in ([] if o.is_ok else [o.sentence]) + list(o.warned):
             print(f"    {sentence[:60]}", flush=True)
 
 
 def count(kind: str, outcomes: Iterable[Outcome]) -> dict[str, str | int]:
-    """A row of the table of what was true and what was said."""
-    pairs = [(o.truth, said(o)) for o in outcomes]
+    """Return a row of the table of true errors against reports."""
+    pairs = [(o.truth, reported(o)) for o in outcomes]
     truths = [truth for truth, _ in pairs]
     return {
         "kind": kind,
         "runs": len(pairs),
-        "refused": truths.count("refused"),
+        "raised": truths.count("raised"),
         "wrong": truths.count("wrong"),
         "called ok": pairs.count(("wrong", "ok")),
         "inconclusive": pairs.count(("wrong", "inconclusive")),
@@ -225,7 +230,7 @@ def count(kind: str, outcomes: Iterable[Outcome]) -> dict[str, str | int]:
         "called ok ": pairs.count(("thin", "ok")),
         "right": truths.count("right"),
         "flagged": pairs.count(("right", "flagged")),
-        "unclear ": pairs.count(("right", "inconclusive")),
+        "inconclusive ": pairs.count(("right", "inconclusive")),
     }
 
 
@@ -251,7 +256,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, help="in place of the problems' own")
     parser.add_argument("--save", type=Path, help="file of finished runs, added to")
     given = parser.parse_args()
-    print_header("Verdicts: what is true, and what is said")
+    print_header("Diagnoses: true errors against reports")
     print_row(_COLUMNS, _COLUMNS.values())
     kept = read_outcomes(given.save)
     found = {}

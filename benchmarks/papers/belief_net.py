@@ -134,7 +134,7 @@ def on_step_sizes(
     places = np.linspace(0, len(late) - 1, size.judged).astype(int)
     found = []
     for chain in range(len(sampler.step_sizes)):
-        told = np.stack(
+        log_likelihoods = np.stack(
             [
                 log_likelihood(
                     {name: x[chain] for name, x in late[place].items()},
@@ -145,9 +145,9 @@ def on_step_sizes(
                 for place in places
             ]
         )
-        mean = logsumexp(told, axis=0) - np.log(len(told))
+        mean = logsumexp(log_likelihoods, axis=0) - np.log(len(log_likelihoods))
         often = float(np.mean([d[chain] for d in diverging]))
-        found.append(Outcome(-float(np.mean(mean)), -told.mean(1), often))
+        found.append(Outcome(-float(np.mean(mean)), -log_likelihoods.mean(1), often))
     return found
 
 
@@ -159,9 +159,9 @@ def on_grid(name: str, images: np.ndarray, size: Size) -> dict[Setting, Outcome]
         outcomes = on_step_sizes(sampler, friction, images, size)
         for h, outcome in zip(sampler.step_sizes, outcomes, strict=True):
             found[h, friction] = outcome
-        told = ", ".join(f"{o.nll:.1f}" for o in outcomes)
+        text = ", ".join(f"{o.nll:.1f}" for o in outcomes)
         seconds = time.process_time() - began
-        print(f"{name}, friction {friction}: {told} ({seconds:.0f} s CPU)", flush=True)
+        print(f"{name}, friction {friction}: {text} ({seconds:.0f} s CPU)", flush=True)
     return found
 
 
@@ -179,7 +179,7 @@ def best_of(runs: dict[Setting, Outcome]) -> Setting:
     )
 
 
-def tell(found: dict[str, dict[Setting, Outcome]], units: int) -> None:
+def print_results(found: dict[str, dict[Setting, Outcome]], units: int) -> None:
     """The best settings, and all of them."""
     rows = []
     for name, runs in found.items():
@@ -231,7 +231,7 @@ def annealing_error(images: np.ndarray, size: Size) -> None:
         )
     output.print_table(
         f"Annealed importance sampling beside the exact log likelihood, {size.units} units",
-        ("temperatures", "exact NLL", "log estimate less exact, mean", "sd over images"),
+        ("temperatures", "exact NLL", "log estimate less exact, mean", "SD over images"),
         rows,
     )
 
@@ -251,7 +251,7 @@ def main() -> None:
     few = size._replace(units=min(size.units, 10))
     annealing_error(images, few)
     found = {name: on_grid(name, images, size) for name in SAMPLERS}
-    tell(found, size.units)
+    print_results(found, size.units)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ START = 0.5
 
 
 class Sampler(NamedTuple):
-    """A dynamic and its scheme."""
+    """A dynamic and its integrator."""
 
     dynamics: Dynamics
-    scheme: str
+    integrator: str
 
 
 SGHMC = Sampler(UnderdampedLangevin(FRICTION), "symmetric")
@@ -98,7 +98,7 @@ def simulate(
     start: float = START,
 ) -> Averages:
     """Weighted averages up to each stop, of independent runs; lanes share their noise."""
-    dynamics, step = sampler.dynamics, sampler.dynamics.make_step(sampler.scheme)
+    dynamics, step = sampler.dynamics, sampler.dynamics.make_step(sampler.integrator)
     key, start_key, momentum_key, order_key = random.split(rng_key, 4)
     offset = random.normal(start_key, (runs, 1)) * start / np.sqrt(PRECISION)
     states = jax.vmap(dynamics.init)(MEAN + offset, random.split(momentum_key, runs))
@@ -155,7 +155,7 @@ class Moments(NamedTuple):
 
 
 def step_jacobians(sampler: Sampler, h: Any) -> Jacobians:
-    return jacobians(sampler.dynamics, sampler.scheme, h, np.array([[PRECISION]]))
+    return jacobians(sampler.dynamics, sampler.integrator, h, np.array([[PRECISION]]))
 
 
 def advance(

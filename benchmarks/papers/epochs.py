@@ -1,4 +1,4 @@
-"""A partition's minibatches in a random order, of its own for every run and new in every epoch."""
+"""A partition's minibatches in a random order, different in every run and in every epoch."""
 
 from __future__ import annotations
 

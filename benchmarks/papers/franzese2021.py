@@ -75,10 +75,10 @@ def plot(
     guide(ax, toy_sizes, toy_errors["permuted, ends"][0] * 0.4, 3)
     ax.set(title="two points, exact integrator", ylabel="relative error of the variance")
     for ax, way in ((axes[0, 1], "full batch"), (axes[1, 0], "permuted, ends")):
-        for scheme, errors in found.items():
+        for integrator, errors in found.items():
             values = np.array([e.predictive for e in errors[way]])
             if values.max() > 1e-9:
-                ax.plot(step_sizes, values, "o-", color=COLORS[scheme], ms=4, label=scheme)
+                ax.plot(step_sizes, values, "o-", color=COLORS[integrator], ms=4, label=integrator)
         ax.set(title=f"trigonometric features, {way}", ylabel="relative error, predictive moments")
         ax.set_ylim(1e-10, 1)
     ax = axes[0, 1]
@@ -90,12 +90,14 @@ def plot(
     guide(ax, step_sizes, 1e-7, 2)
     guide(ax, step_sizes[:-2], 6e-3, 1, is_above=True)
     ax = axes[1, 1]
-    for i, (scheme, values) in enumerate(drawn.items()):
-        law = [e.kolmogorov for e in found[scheme]["permuted, ends"]]
-        ax.plot(step_sizes, law, "-", color=COLORS[scheme], lw=1)
+    for i, (integrator, values) in enumerate(drawn.items()):
+        law = [e.kolmogorov for e in found[integrator]["permuted, ends"]]
+        ax.plot(step_sizes, law, "-", color=COLORS[integrator], lw=1)
         # Side by side, to be seen.
         x = np.array(drawn_sizes) * 1.08 ** (i - 1)
-        ax.errorbar(x, *values.T, fmt="o", color=COLORS[scheme], ms=5, capsize=2, label=scheme)
+        ax.errorbar(
+            x, *values.T, fmt="o", color=COLORS[integrator], ms=5, capsize=2, label=integrator
+        )
     ax.axhline(itself.value, color="grey", ls="--", label="self-distance of the draws")
     ax.set(title="permuted, ends: draws (points) and law (lines)")
     ax.set(ylabel="mean Kolmogorov distance", xlim=(1e-3, 0.1), ylim=(1e-5, 1))
@@ -125,17 +127,17 @@ def synthetic(quick: bool) -> None:
         f"regression: {len(problem.mean)} of {NUM_FEATURES} directions reached; largest curvature "
         f"{curvatures[-1]:.0f} on all rows, up to {max(curvatures[:-1]):.0f} on a minibatch"
     )
-    schemes = ("lie_trotter", "mt3") if quick else tuple(ORDERS)
+    integrators = ("lie_trotter", "mt3") if quick else tuple(ORDERS)
     step_sizes = 0.08 / 2.0 ** np.arange(9, -1, -3 if quick else -1)
-    found = bottleneck(problem, schemes, step_sizes)
+    found = bottleneck(problem, integrators, step_sizes)
     windows = (slice(0, 2),) if quick else (slice(0, 4), slice(3, 7))
     slope_table(found, step_sizes, windows)
     lengths = (1, 10) if quick else (1, 5, 10, 25, 50, 100)
     integration_lengths(problem, lengths, step_sizes[windows[0]], (0.005, 0.02))
     drawn_sizes = (0.04,) if quick else (0.08, 0.04, 0.02)
-    drawn_schemes = schemes[:1] if quick else ("leapfrog", "lie_trotter", "mt3")
+    drawn_integrators = integrators[:1] if quick else ("leapfrog", "lie_trotter", "mt3")
     drawn, itself = distances(
-        problem, drawn_schemes, drawn_sizes, *((50, 1.0) if quick else (1000, 15.0))
+        problem, drawn_integrators, drawn_sizes, *((50, 1.0) if quick else (1000, 15.0))
     )
     figure = plot(toy_errors, toy_sizes, found, step_sizes, drawn, itself, drawn_sizes)
     if not quick:

@@ -1,7 +1,7 @@
-"""Many chains of one of the paper's schemes on a model's plain gradient.
+"""Many chains of one of the paper's integrators on a model's minibatch gradient.
 
-Step size, friction and the number of steps are values, so that a scheme is compiled once for all of
-its settings.
+Step size, friction and the number of steps are values, so that an integrator is compiled once for
+all of its settings.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.model.potential import Potential
 
 
-@partial(jax.jit, static_argnames=("target", "scheme", "num_leapfrog", "num_draws"))
+@partial(jax.jit, static_argnames=("target", "integrator", "num_leapfrog", "num_draws"))
 def _draws(
     target: Potential,
     arguments: Arguments,
-    scheme: str,
+    integrator: str,
     num_leapfrog: int | None,
     num_draws: int,
     key: Array,
@@ -35,7 +35,7 @@ def _draws(
     num_steps: Array,
 ) -> Array:
     dynamics = UnderdampedLangevin(friction, num_leapfrog=num_leapfrog)
-    step = dynamics.make_step(scheme)
+    step = dynamics.make_step(integrator)
     init_key, order_key, noise_key = random.split(key, 3)
 
     def one_step(state: Any, order: Any, noise: Array, count: Array) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def _draws(
 def draws(
     target: Potential,
     arguments: Arguments,
-    scheme: str,
+    integrator: str,
     key: Array,
     starts: Array,
     h: float,
@@ -89,7 +89,7 @@ def draws(
     found = _draws(
         target,
         arguments,
-        scheme,
+        integrator,
         num_leapfrog,
         num_draws,
         key,

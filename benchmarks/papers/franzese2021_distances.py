@@ -22,10 +22,10 @@ from standard_errors import Mean, mean
 
 @partial(jax.jit, static_argnums=1)
 def simulate(
-    problem: Regression, scheme: str, key: Array, starts: Array, h: Array, num_epochs: Array
+    problem: Regression, integrator: str, key: Array, starts: Array, h: Array, num_epochs: Array
 ) -> Array:
-    """Positions of independent chains at the end of an epoch, each with orders of its own."""
-    step, batches = DYNAMICS.step(scheme), jnp.asarray(BATCHES)
+    """Positions of independent chains at the end of an epoch, each with independent orders."""
+    step, batches = DYNAMICS.make_step(integrator), jnp.asarray(BATCHES)
     init_key, order_key, key = random.split(key, 3)
 
     def one_step(state: Any, rows: Array, noise: Array) -> Any:
@@ -37,7 +37,7 @@ def simulate(
 
         def body(state: Any, each: tuple[Array, Array]) -> tuple[Any, None]:
             batch, key = each
-            noise = random.normal(key, (len(starts), step.draws, starts.shape[1]))
+            noise = random.normal(key, (len(starts), step.num_noise, starts.shape[1]))
             return jax.vmap(one_step)(state, batches[batch], noise), None
 
         keys = random.split(random.fold_in(key, i), len(batches))
@@ -62,7 +62,7 @@ def predictive_distance(problem: Regression, positions: np.ndarray, num_groups: 
 
 def distances(
     problem: Regression,
-    schemes: Sequence[str],
+    integrators: Sequence[str],
     step_sizes: Sequence[float],
     num_draws: int,
     duration: float,
@@ -71,23 +71,23 @@ def distances(
     """Appendix F.2: predictive marginals with permuted minibatches, and the self-distance."""
     rng, size = np.random.default_rng(1), num_groups * num_draws
     itself = predictive_distance(problem, exact_draws(problem, rng, size), num_groups)
-    found: dict[str, list] = {scheme: [] for scheme in schemes}
+    found: dict[str, list] = {integrator: [] for integrator in integrators}
     rows = [("exact draws", "-", f"{itself:.4f}", "0")]
-    for i, (scheme, h) in enumerate(itertools.product(schemes, step_sizes)):
+    for i, (integrator, h) in enumerate(itertools.product(integrators, step_sizes)):
         # From exact draws, so that only the bias must grow: three relaxation times are enough.
         starts = jnp.asarray(exact_draws(problem, rng, size))
         num_epochs = max(1, round(duration / (h * len(BATCHES))))
-        positions = simulate(problem, scheme, random.key(i), starts, h, num_epochs)
+        positions = simulate(problem, integrator, random.key(i), starts, h, num_epochs)
         distance = predictive_distance(problem, np.asarray(positions), num_groups)
-        found[scheme].append(distance)
-        moment = permuted(regression_steps(problem, scheme, h, BATCHES)).ends
+        found[integrator].append(distance)
+        moment = permuted(regression_steps(problem, integrator, h, BATCHES)).ends
         law = errors_of(problem, moment).kolmogorov
-        rows.append((scheme, f"{h:g}", f"{distance:.4f}", f"{law:.4f}"))
+        rows.append((integrator, f"{h:g}", f"{distance:.4f}", f"{law:.4f}"))
     output.print_table(
         f"Appendix F.2, permuted minibatches: mean Kolmogorov distance of {num_draws} draws from "
         "the exact predictive marginals, simulated, and without sampling error for a Gaussian law "
-        "of the exact moments. The paper: at small steps all schemes reach the self-distance.",
-        ("scheme", "h", "draws", "law"),
+        "of the exact moments. The paper: at small steps all integrators reach the self-distance.",
+        ("integrator", "h", "draws", "law"),
         rows,
     )
-    return {scheme: np.array(v) for scheme, v in found.items()}, itself
+    return {integrator: np.array(v) for integrator, v in found.items()}, itself

@@ -30,11 +30,11 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 
 SIZES, VARIANCE, BATCH = (13, 50, 1), 0.2, 32
-SCHEMES = ("leapfrog", "lie_trotter", "symmetric", "mt3")
+INTEGRATORS = ("leapfrog", "lie_trotter", "symmetric", "mt3")
 LENGTHS = (1, 10, 50, 100)
 FRICTIONS = (0.5, 1.0, 5.0, 10.0, 50.0, 100.0)
 NUM_DRAWS = 200
-EXPLODED = 20.0  # times the oracle's sds
+EXPLODED = 20.0  # times the oracle's SDs
 
 
 class Size(NamedTuple):
@@ -65,7 +65,7 @@ QUICK = Size((0.04, 0.02), 1, 40, 0.2, 0.1, 40, values=2)
 class Cell(NamedTuple):
     """
     - **distance** - mean Kolmogorov distance of predictions to the oracle.
-    - **width** - mean ratio of their sds to the oracle's.
+    - **width** - mean ratio of their SDs to the oracle's.
     """
 
     distance: float
@@ -78,7 +78,7 @@ class Cell(NamedTuple):
 
 
 Curves: TypeAlias = dict[Any, list[Cell]]
-"""A cell for each step size, by scheme, length or friction."""
+"""A cell for each step size, by integrator, length or friction."""
 
 
 def predictions(weights: Any, x: Array) -> Array:
@@ -110,7 +110,7 @@ class Oracle:
 
     @property
     def self_distance(self) -> Mean:
-        """Of as many draws of the one run, and its sd from one choice of them to the other."""
+        """Of as many draws of the one run, and its SD from one choice of them to the other."""
         return Mean(self.own.mean(), self.own.std())
 
     def target(self, batch_size: int) -> tuple[Potential, Arguments]:
@@ -118,7 +118,7 @@ class Oracle:
         return get_model_potential(self.model, arguments, init_to_sample), arguments
 
     def starts(self, target: Potential, chains: int) -> Array:
-        """Draws of the first run, as far apart as there is room."""
+        """Draws of the first run, as far apart as the run allows."""
         every = len(next(iter(self.runs[0].values()))[0]) // chains
         some = {name: w[0, ::every][:chains] for name, w in self.runs[0].items()}
         return jax.vmap(lambda w: jax.flatten_util.ravel_pytree(w)[0])(some)
@@ -155,7 +155,7 @@ def curve(
         weights = draws(
             target,
             arguments,
-            setting.get("scheme", "leapfrog"),
+            setting.get("integrator", "leapfrog"),
             keys[0],
             starts,
             h,
@@ -173,7 +173,7 @@ def curve(
 def explore(oracle: Oracle, size: Size) -> dict[tuple[str, str], Curves]:
     """Curves by what varies and by minibatch."""
     varied: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-        "scheme": [(s, {"integrator": s}) for s in SCHEMES],
+        "integrator": [(s, {"integrator": s}) for s in INTEGRATORS],
         "length": [(n, {"integrator": "lie_trotter", "num_leapfrog": n}) for n in LENGTHS],
         "friction": [(c, {"friction": c, "from_prior": True}) for c in FRICTIONS],
     }
@@ -192,8 +192,8 @@ def explore(oracle: Oracle, size: Size) -> dict[tuple[str, str], Curves]:
 
 
 HEADS = {
-    "integrator": "Figure 8, C = 5. The paper: minibatches tie all schemes, and order shows on all "
-    "rows in long steps",
+    "integrator": "Figure 8, C = 5. The paper: with minibatches all integrators are equal; the "
+    "order matters with all rows and long steps",
     "length": "Figure 9, Lie-Trotter, steps between refreshments. The paper: one is safe",
     "friction": "Figure 10, leapfrog, chains from the prior. The paper: 5 to 10 do, not sensitive",
 }
@@ -203,7 +203,7 @@ def print_curves(found: dict[tuple[str, str], Curves], size: Size) -> None:
     for (what, name), curves in found.items():
         output.print_table(
             f"{HEADS[what]}. {name}: mean Kolmogorov distance of {NUM_DRAWS} draws' predictions "
-            "to the oracle's (and the ratio of their sds)",
+            "to the oracle's (and the ratio of their SDs)",
             (what, *(f"h = {h:g}" for h in size.step_sizes)),
             [
                 (value, *cells, *["-"] * (len(size.step_sizes) - len(cells)))
@@ -217,14 +217,14 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
     figure, axes = plt.subplots(
         2, 3, figsize=(11, 6.2), sharex=True, sharey=True, layout="constrained"
     )
-    titles = {"integrator": "scheme", "length": "Lie-Trotter, $N_l$", "friction": "leapfrog, C"}
+    titles = {"integrator": "integrator", "length": "Lie-Trotter, $N_l$", "friction": "leapfrog, C"}
     for (what, name), curves in found.items():
         ax = axes[int(name == "all rows"), list(titles).index(what)]
         colors = plt.get_cmap("viridis")(np.linspace(0.0, 0.92, len(curves)))
         for k, (value, cells) in enumerate(curves.items()):
             x = np.array(size.step_sizes[: len(cells)])
             y = np.array([c.distance for c in cells])
-            color = f"C{k}" if what == "scheme" else colors[k]
+            color = f"C{k}" if what == "integrator" else colors[k]
             # What diverges is as far away as can be.
             is_there = np.isfinite(y)
             ax.plot(
@@ -233,7 +233,7 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
                 "-",
                 color=color,
                 lw=1.2,
-                label=f"{value:g}" if what != "scheme" else value,
+                label=f"{value:g}" if what != "integrator" else value,
             )
             ax.plot(x[is_there], y[is_there], "o", color=color, ms=4)
             ax.plot(x[~is_there], np.ones((~is_there).sum()), "x", color=color, ms=6)
@@ -292,7 +292,7 @@ def experiment(size: Size) -> None:
     for seed in range(size.splits):
         oracle = Oracle(split(table, seed), size, seed)
         own = oracle.self_distance
-        print(f"self-distance {own.value:.3f}, sd {own.error:.3f}", flush=True)
+        print(f"self-distance {own.value:.3f}, SD {own.error:.3f}", flush=True)
         library(oracle, size)
         found = explore(oracle, size)
         print_curves(found, size)

@@ -76,8 +76,8 @@ def make_regression(seed: int = 0) -> Regression:
     )
 
 
-def regression_steps(problem: Regression, scheme: str, h: float, batches: Any) -> list[Affine]:
-    return [linearized(DYNAMICS, scheme, h, *problem.quadratic(rows)) for rows in batches]
+def regression_steps(problem: Regression, integrator: str, h: float, batches: Any) -> list[Affine]:
+    return [linearized(DYNAMICS, integrator, h, *problem.quadratic(rows)) for rows in batches]
 
 
 class Errors(NamedTuple):
@@ -115,13 +115,13 @@ def errors_of(problem: Regression, moment: np.ndarray) -> Errors:
 
 
 def bottleneck(
-    problem: Regression, schemes: Sequence[str], step_sizes: Sequence[float]
+    problem: Regression, integrators: Sequence[str], step_sizes: Sequence[float]
 ) -> dict[str, dict[str, list[Errors]]]:
-    """Figure 1: errors by scheme, way of taking minibatches and step size; all exact."""
-    found = {scheme: {} for scheme in schemes}
-    for scheme, h in itertools.product(schemes, step_sizes):
-        full = permuted(regression_steps(problem, scheme, h, FULL)).ends
-        steps = regression_steps(problem, scheme, h, BATCHES)
+    """Figure 1: errors by integrator, way of taking minibatches and step size; all exact."""
+    found = {integrator: {} for integrator in integrators}
+    for integrator, h in itertools.product(integrators, step_sizes):
+        full = permuted(regression_steps(problem, integrator, h, FULL)).ends
+        steps = regression_steps(problem, integrator, h, BATCHES)
         in_order = permuted(steps)
         moments = {
             "full batch": full,
@@ -130,7 +130,7 @@ def bottleneck(
             "with replacement": with_replacement(steps).ends,
         }
         for name, moment in moments.items():
-            found[scheme].setdefault(name, []).append(errors_of(problem, moment))
+            found[integrator].setdefault(name, []).append(errors_of(problem, moment))
     return found
 
 
@@ -158,7 +158,7 @@ def slope_table(
             f"Figure 1, order in h of the error in the {what}, exact moments, {len(used)} step "
             f"sizes from {used[0]:.2g} to {used[-1]:.2g}. The paper: the weak order on the full "
             "batch, at most 2 with permuted minibatches.",
-            ("scheme", "weak order", *WAYS),
+            ("integrator", "weak order", *WAYS),
             [
                 (s, ORDERS[s], *(cell([getattr(e, field) for e in f[w]], window) for w in WAYS))
                 for s, f in found.items()
@@ -167,6 +167,6 @@ def slope_table(
     at = windows[-1].stop - 1
     output.print_table(
         f"Figure 1, relative error of the predictive second moments at h = {step_sizes[at]:.2g}",
-        ("scheme", *WAYS),
+        ("integrator", *WAYS),
         [(s, *(f"{f[w][at].predictive:.1e}" for w in WAYS)) for s, f in found.items()],
     )

@@ -1,8 +1,8 @@
 """Tables 1 and 2 of Franzese et al. (2021): deep networks on four tables, gradients on all rows.
 
 Energy and Yacht are in no package. The paper's SGHMC is Springenberg's, which adapts its mass and
-friction in its burn-in; here it is the Euler scheme at the same step size and friction as SHMC,
-whose scheme is the leapfrog.
+friction in its burn-in; here it is the Euler integrator at the same step size and friction as SHMC,
+whose integrator is the leapfrog.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def measure(table: Table, size: Size) -> dict[str, list[Scores]]:
 
 
 def row(name: str, found: dict[str, list[Scores]]) -> tuple[str, ...]:
-    """The table's: means over splits and their sds, as the paper's."""
+    """The table's: means over splits and their SDs, as the paper's."""
 
     def cell(field: str) -> str:
         values = [np.array([getattr(s, field) for s in of_splits]) for of_splits in found.values()]
@@ -137,7 +137,7 @@ def experiment(size: Size) -> None:
     for what, tables in names.items():
         rows: list[Any] = [row(name, measure(load(name), size)) for name in tables]
         output.print_table(
-            f"{what} and mean negative log-likelihood (SHMC, SGHMC), mean ± sd over "
+            f"{what} and mean negative log-likelihood (SHMC, SGHMC), mean ± SD over "
             f"{size.splits} splits; {size.draws} draws, {size.num_steps} steps of "
             f"{size.step_size:g} from one to the next",
             ("table", what, "paper", "MNLL", "paper"),

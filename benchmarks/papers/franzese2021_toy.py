@@ -43,11 +43,11 @@ def exact_step(h: float, offset: float) -> Affine:
     return Affine(matrix, noise)
 
 
-def toy_steps(scheme: str, h: float, offsets: Sequence[float]) -> list[Affine]:
-    if scheme == "exact":
+def toy_steps(integrator: str, h: float, offsets: Sequence[float]) -> list[Affine]:
+    if integrator == "exact":
         return [exact_step(h, o) for o in offsets]
     dynamics, hessian = UnderdampedLangevin(TOY_FRICTION), np.array([[1.0 / TOY_VARIANCE]])
-    return [linearized(dynamics, scheme, h, hessian, -hessian[0] * o) for o in offsets]
+    return [linearized(dynamics, integrator, h, hessian, -hessian[0] * o) for o in offsets]
 
 
 @partial(jax.jit, static_argnums=(2, 3))
@@ -80,9 +80,11 @@ def toy(num_epochs: int, step_sizes: Sequence[float]) -> dict[str, np.ndarray]:
     """Figure 6 and how its error falls with the step size."""
     center, offsets = TOY_MEANS.mean(), TOY_MEANS - TOY_MEANS.mean()
     laws = {
-        "full batch": lambda scheme, h: permuted(toy_steps(scheme, h, [0.0])),
-        "with replacement": lambda scheme, h: with_replacement(toy_steps(scheme, h, offsets)),
-        "permuted": lambda scheme, h: permuted(toy_steps(scheme, h, offsets)),
+        "full batch": lambda integrator, h: permuted(toy_steps(integrator, h, [0.0])),
+        "with replacement": lambda integrator, h: with_replacement(
+            toy_steps(integrator, h, offsets)
+        ),
+        "permuted": lambda integrator, h: permuted(toy_steps(integrator, h, offsets)),
     }
     spread, rows = math.sqrt(TOY_VARIANCE), []
     for i, (order, law) in enumerate(laws.items()):
@@ -92,18 +94,18 @@ def toy(num_epochs: int, step_sizes: Sequence[float]) -> dict[str, np.ndarray]:
         standard = (draws - center) / spread
         distance = mean(ks_1samp(standard, ndtr, axis=0, method="asymp").statistic)
         cells = []
-        for scheme in ("exact", "lie_trotter", "symmetric"):
-            s = law(scheme, 0.4)
+        for integrator in ("exact", "lie_trotter", "symmetric"):
+            s = law(integrator, 0.4)
             cells.append(" / ".join(f"{math.sqrt(m[0, 0]):.4f}" for m in s))
         rows.append((order, f"{distance:.4f}", *cells))
     # The mean of the Kolmogorov distribution.
     expected = math.sqrt(math.pi / 2 / TOY_DRAWS) * math.log(2)
     output.print_table(
         f"Figure 6, two points, h = 0.4: Kolmogorov distance of {TOY_DRAWS:,} draws of the exact "
-        f"integrator ({expected:.4f} expected for exact draws) and sd of the position at the ends "
+        f"integrator ({expected:.4f} expected for exact draws) and SD of the position at the ends "
         f"of epochs / over all steps, exact; the posterior's is {spread:.4f}. The paper: with "
         "minibatches even the exact integrator is off.",
-        ("minibatches", "Kolmogorov", "sd, exact integrator", "sd, lie_trotter", "sd, symmetric"),
+        ("minibatches", "Kolmogorov", "SD, exact integrator", "SD, lie_trotter", "SD, symmetric"),
         rows,
     )
     truth = np.diag([TOY_VARIANCE, 1.0])

@@ -39,13 +39,15 @@ class Jacobians(NamedTuple):
     noise: Array
 
 
-@partial(jax.jit, static_argnames=("dynamics", "scheme"))
-def jacobians(dynamics: Dynamics, scheme: str, h: Any, hessian: Any, count: Any = 0) -> Jacobians:
+@partial(jax.jit, static_argnames=("dynamics", "integrator"))
+def jacobians(
+    dynamics: Dynamics, integrator: str, h: Any, hessian: Any, count: Any = 0
+) -> Jacobians:
     """The step's on the gradient ``hessian q + slope``.
 
     :param count: steps before this one, for parts that do not run at every step.
     """
-    step, zero = dynamics.make_step(scheme), jnp.zeros(len(hessian))
+    step, zero = dynamics.make_step(integrator), jnp.zeros(len(hessian))
     state, unravel = ravel_pytree(dynamics.init(zero, random.key(0)))
 
     def move(z: Array, slope: Array, noise: Array) -> Array:
@@ -77,14 +79,14 @@ def after(step: Affine, moment: Any) -> Any:
 
 def linearized(
     dynamics: Dynamics,
-    scheme: str,
+    integrator: str,
     h: float,
     hessian: np.ndarray,
     slope: np.ndarray,
     count: int = 0,
 ) -> Affine:
     """The library's step on the gradient ``hessian q + slope``."""
-    by = jax.tree.map(np.asarray, jacobians(dynamics, scheme, h, hessian, count))
+    by = jax.tree.map(np.asarray, jacobians(dynamics, integrator, h, hessian, count))
     n = len(by.state)
     matrix, noise = np.eye(n + 1), np.zeros((n + 1, n + 1))
     matrix[:n, :n], matrix[:n, n] = by.state, by.slope @ slope

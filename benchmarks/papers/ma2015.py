@@ -6,7 +6,7 @@ a banana in the plane. The metric is the paper's, ``G^-1 = D sqrt|U + C|`` with 
 
 The paper gives no step sizes, friction, run lengths or gradient noise. Here each sampler runs on
 a grid of step sizes (and frictions, where speed is compared), with the exact gradient unless said
-otherwise, by the paper's Euler scheme and by the library's symmetric splitting.
+otherwise, by the paper's Euler integrator and by the library's symmetric splitting.
 
 Divergences are ``KL(histogram, density)`` over bins of equal mass. Those of long runs are
 jackknifed over groups of independent chains, which takes the finite sample's bias away and gives
@@ -76,7 +76,7 @@ SPEED = {
 
 def scientific(run: LongRun) -> str:
     if run.diverged > 0:
-        return f"{100 * run.diverged:.3g} % diverged"
+        return f"{100 * run.diverged:.3g}% diverged"
     return f"{1000 * run.value:.2f} ± {1000 * run.error:.2f}"
 
 
@@ -96,8 +96,8 @@ def invariance(
     """Figure 2: the divergence of long runs, against the step size."""
     found = {}
     for name in samplers:
-        make, scheme = INVARIANCE[name]
-        make = partial(make, integrator=scheme)
+        make, integrator = INVARIANCE[name]
+        make = partial(make, integrator=integrator)
         found[name] = long_runs(target, make, step_sizes, num_chains, num_steps)
     limit = f"{1000 * naive_limit(target):.2f}"
     output.print_table(
@@ -116,14 +116,14 @@ def vanishing_metric(step_sizes: Sequence[float], num_chains: int, num_steps: in
     """The double well as the paper writes it: U + C has four roots, where the metric is zero."""
     target = line("θ⁴ - 2θ²", double_well, 1.0)
     rows = []
-    for scheme in ("explicit_euler", "symmetric"):
-        make = partial(gsgrhmc, integrator=scheme)
+    for integrator in ("explicit_euler", "symmetric"):
+        make = partial(gsgrhmc, integrator=integrator)
         runs = long_runs(target, make, step_sizes, num_chains, num_steps)
-        rows.append((scheme, *(f"{100 * r.diverged:.3g} %" for r in runs)))
+        rows.append((integrator, *(f"{100 * r.diverged:.3g}%" for r in runs)))
     output.print_table(
         "gSGRHMC on U = θ⁴ - 2θ² as it stands, its smallest value not lifted to 0: share of the "
         "chains that diverge",
-        ("scheme", *(f"h = {h:g}" for h in step_sizes)),
+        ("integrator", *(f"h = {h:g}" for h in step_sizes)),
         rows,
     )
 
@@ -159,12 +159,12 @@ def exploration(
     """Figure 3: the divergence of a single run's histogram, against its length."""
     found, rows = {}, []
     for name in samplers:
-        make, scheme = SPEED[name]
+        make, integrator = SPEED[name]
         has_friction = make in (sghmc, gsgrhmc)
         used = frictions if has_friction else frictions[:1]
         settings = np.array([SHARED, *((h, friction) for friction in used for h in step_sizes)])
         found[name] = s = speed(
-            target, partial(make, integrator=scheme), settings, lengths, num_runs
+            target, partial(make, integrator=integrator), settings, lengths, num_runs
         )
         # n independent draws have a mean KL of about (bins - 1) / 2n.
         per_draw = Mean(*(2 * lengths[-1] / (target.num_bins - 1) * np.array(s.best[-1])))

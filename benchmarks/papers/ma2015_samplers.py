@@ -33,30 +33,30 @@ def inverse_metric(potential: Callable, q: Array) -> Array:
     return D * jnp.sqrt(jnp.abs(potential(q) + C))
 
 
-def exactly(potential: Callable, dynamics: Any, scheme: str) -> Sampler:
+def exactly(potential: Callable, dynamics: Any, integrator: str) -> Sampler:
     """A sampler with the exact gradient."""
-    return lambda key: (dynamics, dynamics.make_step(scheme), jax.grad(potential))
+    return lambda key: (dynamics, dynamics.make_step(integrator), jax.grad(potential))
 
 
-def sgld(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, OverdampedLangevin(), scheme)
+def sgld(potential: Callable, friction: Any, integrator: str) -> Sampler:
+    return exactly(potential, OverdampedLangevin(), integrator)
 
 
-def sgrld(potential: Callable, friction: Any, scheme: str) -> Sampler:
+def sgrld(potential: Callable, friction: Any, integrator: str) -> Sampler:
     return exactly(
-        potential, RiemannianOverdampedLangevin(partial(inverse_metric, potential)), scheme
+        potential, RiemannianOverdampedLangevin(partial(inverse_metric, potential)), integrator
     )
 
 
-def sghmc(potential: Callable, friction: Any, scheme: str) -> Sampler:
-    return exactly(potential, UnderdampedLangevin(friction), scheme)
+def sghmc(potential: Callable, friction: Any, integrator: str) -> Sampler:
+    return exactly(potential, UnderdampedLangevin(friction), integrator)
 
 
-def gsgrhmc(potential: Callable, friction: Any, scheme: str) -> Sampler:
+def gsgrhmc(potential: Callable, friction: Any, integrator: str) -> Sampler:
     return exactly(
         potential,
         RiemannianUnderdampedLangevin(partial(inverse_metric, potential), friction),
-        scheme,
+        integrator,
     )
 
 
@@ -65,17 +65,17 @@ def naive_potential(potential: Callable, q: Array) -> Array:
     return potential(q) + 0.5 * jnp.log(inverse_metric(potential, q))
 
 
-def naive(potential: Callable, friction: Any, scheme: str) -> Sampler:
+def naive(potential: Callable, friction: Any, integrator: str) -> Sampler:
     """The paper's equation (16), without the divergence of S.
 
     That divergence is S times the gradient of log S, so a gradient with log S in it cancels it.
     """
     dynamics = RiemannianUnderdampedLangevin(partial(inverse_metric, potential), friction)
     gradient = jax.grad(partial(naive_potential, potential))
-    return lambda key: (dynamics, dynamics.make_step(scheme), gradient)
+    return lambda key: (dynamics, dynamics.make_step(integrator), gradient)
 
 
-def with_minibatches(potential: Callable, friction: Any, scheme: str, source: str) -> Sampler:
+def with_minibatches(potential: Callable, friction: Any, integrator: str, source: str) -> Sampler:
     """The generalized SGRHMC with gradients from one row a step.
 
     The rows are of two kinds that add opposite slopes to the potential. The slopes are below one,
@@ -96,7 +96,7 @@ def with_minibatches(potential: Callable, friction: Any, scheme: str, source: st
             "another row": on_row(other),
         }[source]
         dynamics = RiemannianUnderdampedLangevin(partial(inverse_metric, in_metric), friction)
-        return dynamics, dynamics.make_step(scheme), jax.grad(on_row(row))
+        return dynamics, dynamics.make_step(integrator), jax.grad(on_row(row))
 
     return sampler
 

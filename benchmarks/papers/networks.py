@@ -1,10 +1,10 @@
 """Bayesian neural networks by this library's kernels, beside what is used today.
 
 Regressions on tables (one hidden layer), and Fashion-MNIST on 784-128-10 units (101,770 weights),
-with digits as what the network has never seen. Beside the kernels: Adam to the posterior's mode and
-with a decay of its own, a deep ensemble, dropout in prediction, and a Laplace approximation of the
-last layer. Rates, decays and dropout are chosen on a tenth of the rows to learn from, as is the sd
-of a number where the method has none; and so are the kernels' steps and temperature.
+with digits as out-of-distribution images. Compared with the kernels: Adam to the posterior's mode
+and with a separate weight decay, a deep ensemble, dropout in prediction, and a Laplace approximation
+of the last layer. Rates, decays, dropout, the kernels' steps and temperature are chosen on a tenth
+of the training rows, as is the predictive SD where a method has none.
 
     python benchmarks/papers/networks.py              # both
     python benchmarks/papers/networks.py --only images
@@ -36,7 +36,7 @@ class Size(NamedTuple):
     - **seeds** - splits of a table, or runs on the images.
     - **epochs** - of a network of the rivals.
     - **batch** - its minibatches.
-    - **decay** - like the prior's pull; of numbers for a noise of sd 0.3.
+    - **decay** - like the prior's pull; of numbers for a noise of SD 0.3.
     - **rates**, **decays**, **drops** - among which held-out rows choose.
     - **runs** - the kernels', by name; where there are several, held-out rows choose.
     """

@@ -74,7 +74,7 @@ def table(name: str, seed: int) -> Data:
 
 
 def fashion(num: int | None = None, num_test: int | None = None) -> Data:
-    """Images of clothes, and of digits as others; pixels less their mean, of sd one over all.
+    """Images of clothes, and of digits as others; pixels less their mean, of SD one over all.
 
     :param num: images to learn from, the first ones. Default: all 60,000.
     :param num_test: likewise to test on, of 10,000.
@@ -92,7 +92,7 @@ def fashion(num: int | None = None, num_test: int | None = None) -> Data:
 
 
 def made_up(num: int, seed: int = 0) -> Data:
-    """Three classes about which two numbers tell, and rows far from all, to see that all works."""
+    """Three classes separated by two inputs, and rows far from all of them: a check of the code."""
     parts = zhang2017_data.made_up_classes(num, seed)
     far = np.random.default_rng(seed).uniform(-3, 3, (50, 2)).astype(np.float32)
     return Data(*parts, far)

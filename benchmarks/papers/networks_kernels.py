@@ -1,4 +1,4 @@
-"""The kernels on a task: with no arguments, and with steps of one's own from optimised starts."""
+"""The kernels on a task: with no arguments, and with given steps from optimised initial values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run(NamedTuple):
     """
     - **kernel** - its class.
     - **batch** - rows of a minibatch.
-    - **chains** - each with a start of its own.
+    - **chains** - each with a different initial value.
     - **warmup** - draws that are left out.
     - **draws** - of each chain.
     - **step_size** - None for a kernel with no arguments.
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 @cache
 def _with(task: Task, temperature: float, gain: float) -> Task:
     # One object for all splits: programs are compiled anew for each object's model.
-    return task._replace(kinetic_temperature=temperature, gain=gain)
+    return task._replace(temperature=temperature, gain=gain)
 
 
 def sample(

@@ -29,7 +29,7 @@ class Training(NamedTuple):
     - **epochs** - passes over the rows, at whose end the rate has come down to zero as a cosine.
     - **batch** - rows of a minibatch.
     - **rate** - Adam's, at first.
-    - **decay** - of the weights: how many times the prior's pull, of a likelihood with sd one.
+    - **decay** - of the weights: how many times the prior's pull, of a likelihood with SD one.
     - **dropout** - share of hidden units that drop out.
     """
 
@@ -102,7 +102,7 @@ def single(task: Task, data: Data, how: Training, seed: int) -> Predict:
 
 
 def ensemble(task: Task, data: Data, how: Training, seed: int, members: int = 5) -> Predict:
-    """Networks from starts of their own (Lakshminarayanan et al. 2017)."""
+    """Networks from independent initial values (Lakshminarayanan et al. 2017)."""
     found = [train(task, data, how, 100 * seed + member) for member in range(members)]
     draws = jax.tree.map(lambda *w: jnp.stack(w), *found)
     return partial(task.outputs, draws)
@@ -138,14 +138,14 @@ def last_layer_laplace(
     return lambda x: jnp.einsum("nu,muk->mnk", task.features(weights, x), layers)
 
 
-def gauss_newton(task: Task, data: Data, weights: Weights, sd: float = 1.0) -> np.ndarray:
+def gauss_newton(task: Task, data: Data, weights: Weights, scale: float = 1.0) -> np.ndarray:
     """Of the last layer, output by output, shape ``(k (units + 1), k (units + 1))``.
 
-    :param sd: of a number about the network's.
+    :param scale: SD of a number about the network's.
     """
     z = task.features(weights, jnp.asarray(data.x))
     if not task.has_classes:
-        return np.asarray(z.T @ z, np.float64) / sd**2
+        return np.asarray(z.T @ z, np.float64) / scale**2
     p = jax.nn.softmax(z @ task.last(weights))
     k, width = p.shape[1], z.shape[1]
     matrix = np.zeros((k, width, k, width))
@@ -166,20 +166,20 @@ class Tuned(NamedTuple):
     sd: float | None
 
 
-def score(task: Task, predict: Predict, data: Data, sd: Any = None) -> Scores:
+def score(task: Task, predict: Predict, data: Data, scale: Any = None) -> Scores:
     """On the rows to test on, and on the others where there are some.
 
-    :param sd: see :func:`networks_task.of_numbers`.
+    :param scale: see :func:`networks_task.of_numbers`.
     """
     outputs = predict(jnp.asarray(data.x_test))
     if not task.has_classes:
-        return of_numbers(outputs, sd, data)
+        return of_numbers(outputs, scale, data)
     others = None if data.x_other is None else predict(jnp.asarray(data.x_other))
     return of_classes(outputs, data, others)
 
 
 def best_sd(task: Task, predict: Predict, data: Data) -> tuple[float, float | None]:
-    """The least NLL on rows to test on, and the sd of numbers that has it."""
+    """The least NLL on rows to test on, and the SD of numbers that has it."""
     if task.has_classes:
         return score(task, predict, data._replace(x_other=None)).nll, None
     outputs = predict(jnp.asarray(data.x_test))
@@ -200,7 +200,7 @@ def tune(task: Task, data: Data, method: Callable, among: Sequence[Training], se
 def laplace(task: Task, data: Data, how: Training, seed: int) -> tuple[Predict, float | None]:
     """A network with a normal about its last layer; the prior's precision held-out rows choose.
 
-    :return: also the sd of a number about what is predicted.
+    :return: also the SD of a number about what is predicted.
     """
     held_out = data.held_out(seed=seed)
     weights = train(task, held_out, how, seed)

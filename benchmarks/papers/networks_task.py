@@ -31,7 +31,7 @@ class Task(NamedTuple):
     over the root of a layer's width, and biases ``gain`` times that.
 
     - **sizes** - units of each layer, inputs first.
-    - **gain** - the prior's sd of a unit's output for inputs of size one.
+    - **gain** - the prior's SD of a unit's output for inputs of size one.
     - **has_classes** - whether outputs are logits of classes, or else the mean of a normal number.
     - **temperature** - of the posterior, prior and likelihood.
     """
@@ -84,7 +84,7 @@ class Task(NamedTuple):
         return 0.5 * jnp.square(y - f[:, 0]).mean()
 
     def model(self, x: Array, y: Array, batch_size: int | None = None) -> None:
-        """For a kernel. A number's sd is half normal before the data."""
+        """For a kernel. A number's SD is half normal before the data."""
         with numpyro.handlers.scale(scale=1.0 / self.temperature):
             weights = sample_weights(self.sizes)
             sd = None if self.has_classes else numpyro.sample("sd", dist.HalfNormal(1.0))
@@ -148,16 +148,16 @@ def of_classes(outputs: Any, data: Data, others: Any = None) -> Scores:
     )
 
 
-def of_numbers(outputs: Any, sd: Any, data: Data) -> Scores:
+def of_numbers(outputs: Any, scale: Any, data: Data) -> Scores:
     """Of a mixture of normals, one for each network.
 
     :param outputs: their means for the rows to test on, shape ``(networks, n, 1)``.
-    :param sd: their sds, shape ``(networks,)`` or one for all.
+    :param scale: their SDs, shape ``(networks,)`` or one for all.
     """
     f, y = jnp.asarray(outputs)[..., 0], data.y_test
-    sd = jnp.broadcast_to(jnp.asarray(sd), len(f))[:, None]
-    densities = logsumexp(norm.logpdf(y, f, sd), axis=0) - math.log(len(f) * data.unit)
-    below = np.asarray(norm.cdf(y, f, sd).mean(0))
+    scale = jnp.broadcast_to(jnp.asarray(scale), len(f))[:, None]
+    densities = logsumexp(norm.logpdf(y, f, scale), axis=0) - math.log(len(f) * data.unit)
+    below = np.asarray(norm.cdf(y, f, scale).mean(0))
     gaps = [abs((below <= level).mean() - level) for level in _LEVELS]
     return Scores(
         nll=float(-densities.mean()),

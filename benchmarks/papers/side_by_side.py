@@ -23,7 +23,7 @@ def side_by_side(
 ) -> Iterator[Any]:
     """The state of all chains after each iteration.
 
-    :param kernel: with all settings given, so that nothing is looked for.
+    :param kernel: with all settings given, so that the warm-up adapts nothing.
     :param first: where all of them start, by site; or where each does.
     :param arguments: the model's.
     :param decay: by what step sizes are divided after each iteration.

@@ -137,8 +137,8 @@ def on_grid(name: str, data: Corpus, size: Size) -> dict[Setting, list[Outcome]]
         runs = [grid(sampler, friction, data, size, seed) for seed in range(size.runs)]
         for h, outcomes in zip(sampler.step_sizes, zip(*runs, strict=True), strict=True):
             found[h, friction] = list(outcomes)
-            told = ", ".join(f"{o.perplexity:.0f} ({o.diverging:.0%})" for o in outcomes)
-            print(f"{name}, h = {h:g}, friction {friction}: {told}", flush=True)
+            text = ", ".join(f"{o.perplexity:.0f} ({o.diverging:.0%})" for o in outcomes)
+            print(f"{name}, h = {h:g}, friction {friction}: {text}", flush=True)
         print(f"{time.process_time() - began:.0f} s CPU", flush=True)
     return found
 
@@ -159,7 +159,7 @@ def shown(outcomes: list[Outcome]) -> str:
     return f"{value} ({often:.0%} diverge)" if often else value
 
 
-def tell(found: dict[str, dict], seen: np.ndarray) -> dict[str, list[Outcome]]:
+def print_results(found: dict[str, dict], seen: np.ndarray) -> dict[str, list[Outcome]]:
     """Tables of the best settings, and of all of them; the best runs."""
     best = {name: min(runs, key=lambda k, r=runs: mean_of(r[k])) for name, runs in found.items()}
     early = np.searchsorted(seen, seen[-1] / 3)
@@ -222,7 +222,7 @@ def main() -> None:
     print(f"{num:,} documents and {size.held_out} held out, {len(data.vocabulary):,} words")
     found = {name: on_grid(name, data, size) for name in SAMPLERS}
     seen = size.batch * size.steps_a_draw(num) * np.arange(1, size.draws + 1)
-    best = tell(found, seen)
+    best = print_results(found, seen)
     if not asked.quick:
         output.save(draw(best, seen), "topics")
 

@@ -7,7 +7,7 @@ start in the deepest well with gradients that carry normal noise. Appendix D giv
 and no more. The rest is taken from the paper's settings for the discriminative RBM where it has
 them: sigma_p = 10, gamma = 1, m = 1, c = 3 for a = 1 and 5 for a = 2, fresh momenta and
 thermostats every 100 steps, and sigma_theta = sigma_xi = 0.1 for "D". SGNHT draws nothing afresh;
-SGMGT with a = 1/2 is SGNHT that does, and tells the effect of the kinetics from that of fresh
+SGMGT with a = 1/2 is SGNHT that does, and separates the effect of the kinetics from that of fresh
 draws. The gradient's noise has standard deviation 2. Two more settings change one thing each: no
 noise, or sigma_p = 1. All samplers run at all step sizes; each is
 judged at its own best.

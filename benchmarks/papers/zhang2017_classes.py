@@ -28,7 +28,7 @@ import output
 from jax import Array
 from jax.nn import log_softmax, softplus
 from zhang2017_data import Split, digits, letters, made_up_classes
-from zhang2017_runs import Runs, Sampler, Task, all_runs, tell
+from zhang2017_runs import Runs, Sampler, Task, all_runs, print_results
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGNHT
 
@@ -99,7 +99,7 @@ def experiment(name: str, data: Split, size: Size) -> dict[str, Runs]:
         f"{name}: {len(data.y):,} rows to learn from, {len(data.y_test):,} to test on, "
         f"{size.units} units, {size.runs} runs (* the paper's step size)"
     )
-    tell(found, SAMPLERS, caption, has_classes=True)
+    print_results(found, SAMPLERS, caption, has_classes=True)
     return found
 
 

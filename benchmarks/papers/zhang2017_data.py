@@ -48,7 +48,7 @@ def split(x: np.ndarray, y: np.ndarray, num_train: int, seed: int = 0) -> Split:
 
 
 def standardised(data: Split) -> Split:
-    """Inputs of mean zero, and of sd one over all of them, by the rows to learn from."""
+    """Inputs of mean zero, and of SD one over all of them, by the rows to learn from."""
     center = data.x.mean(0)
     unit = (data.x - center).std()
     return data._replace(x=(data.x - center) / unit, x_test=(data.x_test - center) / unit)
@@ -82,7 +82,7 @@ def chorales(longest: int) -> Split:
 
 
 def made_up_classes(num: int, seed: int = 0) -> Split:
-    """Three classes about which two numbers tell, to see that all works."""
+    """Three classes separated by two inputs: a check of the code."""
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 3, num)
     x = np.eye(3)[y][:, :2] + 0.2 * rng.standard_normal((num, 2))

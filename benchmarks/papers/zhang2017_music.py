@@ -35,7 +35,7 @@ import output
 from jax import Array, lax
 from jax.nn import softplus
 from zhang2017_data import Split, chorales, made_up_music
-from zhang2017_runs import Sampler, Task, all_runs, header, on_grid, row_of, tell
+from zhang2017_runs import Sampler, Task, all_runs, header, on_grid, print_results, row_of
 
 from numpyro_sgmcmc import SGLD, SGMGT, SGNHT
 
@@ -140,7 +140,7 @@ def as_printed(task: Task, passes: int) -> None:
     for name, sampler in SAMPLERS.items():
         began = time.process_time()
         options = {**sampler.options, "max_grad_norm": largest}
-        own = sampler._replace(step_size_limits=(sampler.printed,), options=options)
+        own = sampler._replace(step_sizes=(sampler.printed,), options=options)
         (runs,) = on_grid(own, task, passes, DECAY).values()
         rows.append((name, f"{sampler.printed:g}", *row_of(runs, has_classes=False)))
         print(f"{name}, as printed: {time.process_time() - began:.0f} s CPU", flush=True)
@@ -167,7 +167,7 @@ def main() -> None:
         f"Negative log likelihood of a quarter: {len(data.y)} pieces to learn from, "
         f"{len(data.y_test)} to test on, {size.units} units, {size.runs} runs (* the paper's h)"
     )
-    tell(found, SAMPLERS, caption, has_classes=False)
+    print_results(found, SAMPLERS, caption, has_classes=False)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def draw_rows(key: Array, size: int) -> Array:
 def slice_step(key: Array, data: Regression, beta: Array, batch_size: int) -> Array:
     """Doubling and shrinking (Neal 2003), on one minibatch.
 
-    The slice is an interval, so that doubling needs no test of its own.
+    The slice is an interval, so that doubling needs no separate test.
     """
     row_key, level_key, place_key, side_key, key = random.split(key, 5)
     u = batch_potential(data, draw_rows(row_key, batch_size))
@@ -170,7 +170,7 @@ def regression(quick: bool) -> dict[str, np.ndarray]:
     """Draws of each sampler, in posterior standard deviations from the posterior mean."""
     data = make_regression()
     runs, num = (20, 200) if quick else (100, 2000)
-    heat = STEP_SIZE * data.noise / 2 / FRICTION
+    variance_inflation = STEP_SIZE * data.noise / 2 / FRICTION
     keys = random.split(random.key(1), 7)
     half = STEP_SIZE / 2
     tasks: dict[str, tuple[Callable[[], Array], str]] = {
@@ -178,11 +178,11 @@ def regression(quick: bool) -> dict[str, np.ndarray]:
         "naive slices": (lambda: run_slices(keys[1], data, BATCH_SIZE, runs, num), "above 1"),
         f"Laplacian, h = {STEP_SIZE:g}": (
             lambda: run_laplacian(keys[2], data, STEP_SIZE, False, runs, num),
-            f"near 1; theory {1 + heat:.2f}",
+            f"near 1; theory {1 + variance_inflation:.2f}",
         ),
         f"Laplacian, h = {half:g}": (
             lambda: run_laplacian(keys[3], data, half, False, runs, num),
-            f"near 1; theory {1 + heat / 2:.2f}",
+            f"near 1; theory {1 + variance_inflation / 2:.2f}",
         ),
         f"Laplacian, h = {half:g}, eq. 27": (
             lambda: run_laplacian(keys[4], data, half, True, runs, num),

@@ -84,11 +84,11 @@ def scores(
 
     :param averages: whether predictions are averaged; else each stands for itself.
     """
-    told = np.stack([np.asarray(task.predict(weights)) for weights in path])
+    predicted = np.stack([np.asarray(task.predict(weights)) for weights in path])
     places = np.arange(len(task.outcomes)), task.outcomes
     rows = []
-    for k, last in enumerate(told):
-        kept = told[(k + 1) // 2 : k + 1] if averages else last[None]
+    for k, last in enumerate(predicted):
+        kept = predicted[(k + 1) // 2 : k + 1] if averages else last[None]
         mean = np.logaddexp.reduce(kept, axis=0) - np.log(len(kept))
         wrong = mean.argmax(-1) != task.outcomes
         rows.append((-mean[places].mean(), wrong.mean(), -last[places].mean()))
@@ -183,7 +183,7 @@ def header(passes: int, has_classes: bool) -> list[str]:
     return [*columns, *(["error, %"] if has_classes else []), "passes that diverge"]
 
 
-def tell(
+def print_results(
     found: Mapping[str, Runs], samplers: Mapping[str, Sampler], caption: str, has_classes: bool
 ) -> None:
     """A table of all runs; the paper's step sizes have a star."""

@@ -223,7 +223,7 @@ def five_wells(quick: bool) -> tuple[dict[str, Score], int]:
         first = first or scores
     output.print_table(
         f"Five wells: each sampler at its best step size, {num_steps} steps, {runs} chains",
-        ("setting", "sampler", "h", "total variation", "crossings / 1,000", "wells seen at 10 %"),
+        ("setting", "sampler", "h", "total variation", "crossings / 1,000", "wells seen at 10%"),
         rows,
     )
     output.print_table(

@@ -40,7 +40,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One page of a Chromium of its own.
+    """One page of a new Chromium process.
 
     :param folder: an empty folder for its profile.
     """
@@ -93,8 +93,11 @@ class Browser:
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
+        colors = {
+            "name": "prefers-color-scheme",
+            "value": "dark" if is_dark else "light",
+        }  # vocabulary: ok
+        self.call("Emulation.setEmulatedMedia", features=[colors])
 
     def open(self, page: Path, query: str = "") -> None:
         """Load a page, its pictures included."""

@@ -14,7 +14,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (ROOT / "numpyro_sgmcmc", ROOT)
+FOLDERS = (ROOT / "numpyro_sgmcmc", ROOT)
 PUBLIC = ("", ".diagnostics", ".dynamics", ".kernel", ".metrics", ".schedules")
 
 
@@ -28,7 +28,7 @@ def named_files(text):
 def test_named_files_exist(page):
     files = named_files((ROOT / page).read_text())
     assert len(files) > 40
-    missing = [f for f in files if not any((room / f).exists() for room in ROOMS)]
+    missing = [f for f in files if not any((folder / f).exists() for folder in FOLDERS)]
     assert not missing
 
 
@@ -78,8 +78,8 @@ def documented_names():
 def public_names():
     """Each public object by its names, of which some have two."""
     names = {}
-    for room in PUBLIC:
-        module = importlib.import_module(f"numpyro_sgmcmc{room}")
+    for subpackage in PUBLIC:
+        module = importlib.import_module(f"numpyro_sgmcmc{subpackage}")
         for name in module.__all__:
             names.setdefault(id(getattr(module, name)), []).append(f"{module.__name__}.{name}")
     return list(names.values())
@@ -94,14 +94,14 @@ def test_the_reference_is_complete_and_shows_nothing_private():
 
 
 def test_every_argument_is_described():
-    told = re.compile(r":param (?:\w+ )?\*?(\w+):|^- \*\*(\w+)\*\*", re.MULTILINE)
+    described_names = re.compile(r":param (?:\w+ )?\*?(\w+):|^- \*\*(\w+)\*\*", re.MULTILINE)
     as_mcmc = inspect.signature(MCMC).parameters  # which NumPyro describes
     for names in public_names():
         module, name = names[0].rsplit(".", 1)
         public = getattr(importlib.import_module(module), name)
         if is_typeddict(public):
             continue
-        described = ["".join(found) for found in told.findall(inspect.getdoc(public))]
+        described = ["".join(found) for found in described_names.findall(inspect.getdoc(public))]
         taken = list(inspect.signature(public).parameters)
         if isinstance(public, type) and issubclass(public, MCMC):
             taken = [x for x in taken if x in described or x not in as_mcmc]

@@ -30,14 +30,14 @@ Y = jnp.asarray(RNG.standard_normal(ROWS), jnp.float32)
 
 
 def exact_posterior():
-    """Mean and sds of bias and weights, in the order of their names."""
+    """Mean and SDs of bias and weights, in the order of their names."""
     design = np.column_stack([np.ones(ROWS), np.asarray(X, float) / math.sqrt(2)])
     covariance = np.linalg.inv(np.eye(3) + design.T @ design / VARIANCE)
     return covariance @ design.T @ np.asarray(Y, float) / VARIANCE, np.sqrt(np.diag(covariance))
 
 
 @pytest.mark.parametrize(
-    ("scheme", "num_leapfrog", "batch_size", "h"),
+    ("integrator", "num_leapfrog", "batch_size", "h"),
     [
         ("mt3", None, ROWS, 0.05),
         quick_if(False, "leapfrog", None, ROWS, 0.05),
@@ -45,7 +45,7 @@ def exact_posterior():
         quick_if(False, "symmetric", None, 20, 0.004),
     ],
 )
-def test_chains_have_the_posterior(scheme, num_leapfrog, batch_size, h):
+def test_chains_have_the_posterior(integrator, num_leapfrog, batch_size, h):
     model = make_model((2, 1), jnp.tanh, VARIANCE)
     arguments = Arguments((X, Y), {"batch_size": batch_size})
     target = get_model_potential(model, arguments, init_to_sample)
@@ -53,7 +53,7 @@ def test_chains_have_the_posterior(scheme, num_leapfrog, batch_size, h):
     found = draws(
         target,
         arguments,
-        scheme,
+        integrator,
         jax.random.key(0),
         starts,
         h,

@@ -136,7 +136,7 @@ def test_bytes_of_images_are_read(tmp_path):
     np.testing.assert_array_equal(data.read(tmp_path / "images.gz"), images)
 
 
-def test_chains_tell_classes_apart():
+def test_chains_separate_classes():
     """From optimised starts, and much better than chance."""
     start = rivals.Training(10, 20, 0.03, 1.0)
     run = kernels.Run(SGHMCSplit, 20, 2, 0, 20, 0.02, 5, start)
@@ -148,7 +148,7 @@ def test_chains_tell_classes_apart():
 
 
 def test_with_no_arguments_the_warm_up_finds_start_and_steps():
-    """And chains come to the line, whose rows have an sd of 0.3, or 0.6 in the table's units."""
+    """And chains come to the line, whose rows have an SD of 0.3, or 0.6 in the table's units."""
     rows = line()
     draws = kernels.sample(LINE, rows, kernels.Run(SGHMCSplit, 20, 2, 20, 100), 0)
     assert len(draws["sd"]) == 200

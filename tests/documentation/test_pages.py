@@ -159,7 +159,7 @@ def run(page):
             continue
         exec(BEFORE.get((page, number), ""), names)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # toy sizes have warnings of their own
+            warnings.simplefilter("ignore")  # toy sizes cause other warnings
             exec(compile(code, f"{page}, block {number}", "exec"), names)
     return names
 

@@ -1,4 +1,4 @@
-"""What benchmarks print is kept, told on a page, and compared."""
+"""Tables that benchmarks print are stored, shown on a page, and compared."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ for row in ROWS:
 
 
 def run(folder, rows, name="things.py", **environment):
-    """A benchmark that prints such rows, in a process of its own."""
+    """A benchmark that prints such rows, in a separate process."""
     script = folder / name
     script.write_text(SCRIPT.replace("ROWS", repr(rows)))
     return subprocess.run(
@@ -36,8 +36,8 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-OLD = [["a", "x", "1,200 us", "5 %"], ["a", "x", "10 us", "5 %"], ["b", "y", "-", "2.0e3 s"]]
-NEW = [["a", "x", "1,250 us", "5 %"], ["a", "x", "20 us", "6 %"], ["b", "y", "3 us", "1e3 s"]]
+OLD = [["a", "x", "1,200 us", "5 MB"], ["a", "x", "10 us", "5 MB"], ["b", "y", "-", "2.0e3 s"]]
+NEW = [["a", "x", "1,250 us", "5 MB"], ["a", "x", "20 us", "6 MB"], ["b", "y", "3 us", "1e3 s"]]
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_page_has_the_tables_that_it_names(benchmarks):
     one = pages.with_tables(page.format("things 1"), measured)
     assert one.startswith("A\n<!-- measured: things 1 -->\nWidths of things: Python 3.11, JAX 1.0")
     assert one.endswith("\n<!-- end -->\nB <!-- end -->\n")
-    assert "| a | x | 10 / 20 us | 5 / 6 % |\n" in one, "two Pythons' numbers"
+    assert "| a | x | 10 / 20 us | 5 / 6 MB |\n" in one, "two Pythons' numbers"
     assert "stale" not in one
     assert "Other" not in one
     assert pages.with_tables(one, measured) == one

@@ -51,16 +51,16 @@ def browser(tmp_path_factory):
 
 
 class Links(HTMLParser):
-    """Where a page's links lead to, and its anchors."""
+    """Where a page's links lead to, and its fragments."""
 
     def __init__(self, page):
         super().__init__()
-        self.found, self.anchors = [], set()
+        self.found, self.fragments = [], set()
         self.feed(page.read_text())
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
-        self.anchors.add(attrs.get("id"))
+        self.fragments.add(attrs.get("id"))
         for name in ("href", "src"):
             if attrs.get(name):
                 self.found.append(attrs[name])
@@ -73,11 +73,11 @@ def dead_links(site):
     for page, links in pages.items():
         for link in links.found:
             parts = urlsplit(link)
-            if parts.scheme:
+            if parts.scheme:  # vocabulary: ok
                 continue
             there = (page.parent / unquote(parts.path)).resolve() if parts.path else page
-            anchors = pages[there].anchors if there in pages else {parts.fragment}
-            is_there = there.exists() and (not parts.fragment or parts.fragment in anchors)
+            fragments = pages[there].fragments if there in pages else {parts.fragment}
+            is_there = there.exists() and (not parts.fragment or parts.fragment in fragments)
             if not is_there:
                 dead.append((page.name, link))
     return dead

@@ -65,13 +65,13 @@ def test_the_models_count_all_rows_and_no_quarter_beyond_the_end():
     }
     length = np.array([5, 2])
     found = log_density(music.model, (ROLL, jnp.asarray(length), 4), {}, NETWORK)[0]
-    told = sum(sum(loop_of_music(x)[:n]) for x, n in zip(ROLL, length, strict=True))
-    assert float(found) == pytest.approx(priors["network"] + told, rel=1e-4)
+    total = sum(sum(loop_of_music(x)[:n]) for x, n in zip(ROLL, length, strict=True))
+    assert float(found) == pytest.approx(priors["network"] + total, rel=1e-4)
     x, y = RNG.standard_normal((6, 2)), np.array([0, 1, 2, 2, 1, 0])
     found = log_density(classes.model, (x, jnp.asarray(y), 4, 3), {}, MACHINE)[0]
     z = np.asarray(classes.logits(MACHINE, x), float)
-    told = (z[np.arange(6), y] - logsumexp(z, axis=1)).sum()
-    assert float(found) == pytest.approx(priors["machine"] + told, rel=1e-4)
+    total = (z[np.arange(6), y] - logsumexp(z, axis=1)).sum()
+    assert float(found) == pytest.approx(priors["machine"] + total, rel=1e-4)
 
 
 def test_scores_are_of_the_later_half_of_the_draws():
@@ -125,11 +125,11 @@ def test_a_split_of_made_up_rows():
     assert len(found.y_test) == len(found.x_test) == 50
 
 
-def test_classes_are_told_apart():
+def test_classes_are_separated():
     """In long steps, and not in steps that go nowhere."""
     task = classes.make_task(data.made_up_classes(400), classes.Size(4, 20, 10, 2))
     name = "SGMGT-D, a = 1"
-    sampler = classes.SAMPLERS[name]._replace(step_size_limits=(1e-7, 0.05))
+    sampler = classes.SAMPLERS[name]._replace(step_sizes=(1e-7, 0.05))
     found = runs.all_runs({name: sampler}, task, 10, 0.05)
     for idle in found[name][1e-7]:
         assert abs(idle.nll[-1] - math.log(3)) < 0.2
@@ -142,7 +142,7 @@ def test_classes_are_told_apart():
 def test_steps_decay():
     """So fast here that nothing moves from the second pass on."""
     task = classes.make_task(data.made_up_classes(100), classes.Size(4, 20, 3, 1))
-    sampler = classes.SAMPLERS["SGLD"]._replace(step_size_limits=(0.02,))
+    sampler = classes.SAMPLERS["SGLD"]._replace(step_sizes=(0.02,))
     (run,) = runs.on_grid(sampler, task, 3, decay=1e12)[0.02]
     assert abs(run.single[1] - run.single[0]) < 1e-4
     start = -task.predict(task.starts[0])[np.arange(50), task.outcomes].mean()
@@ -155,7 +155,7 @@ def test_music_is_heard():
     pieces = data.made_up_music(60, 12)
     task = music.make_task(pieces, music.Size(8, 10, 60, 1))
     name = "SGMGT, a = 1"
-    sampler = music.SAMPLERS[name]._replace(step_size_limits=(0.05,))
+    sampler = music.SAMPLERS[name]._replace(step_sizes=(0.05,))
     found = runs.all_runs({name: sampler}, task, 60, 0.03)
     is_music = np.arange(12) < pieces.y_test[:, None]
     p, x = pieces.x[pieces.x.any(-1)].mean(0), pieces.x_test[is_music]
