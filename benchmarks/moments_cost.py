@@ -2,8 +2,8 @@
 
 Time of ``SGHMCSplit``'s own iterations of ten steps with them over the time without: read off the
 steps' own gradients (at every step; at every fifth with more than 10,000 coordinates), and read
-separately, from one more minibatch in each iteration. They are timed in turn in one process, without
-compilation. The target is 1.1.
+separately, from one more minibatch in each iteration. They are timed in turn in one process,
+without compilation. The target is 1.1.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
                 "estimator": GRADIENT_ESTIMATORS[estimator],
             }
             guess = (
-                interleaved({"": loop(2, moment_source=MonitorGradients(0), **chosen)}, 5)[""].min()
+                interleaved({"": loop(2, monitor_gradients=MonitorGradients(0), **chosen)}, 5)[""].min()
                 / 2
             )
             n = max(2, int(seconds / guess))
-            loops = {k: loop(n, moment_source=s, **chosen) for k, s in sources.items()}
+            loops = {k: loop(n, monitor_gradients=s, **chosen) for k, s in sources.items()}
             times = interleaved(loops, repeats)
             base = times.pop("without")
             micros = f"{np.median(base) / n / NUM_STEPS * 1e6:.1f} µs"

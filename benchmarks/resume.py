@@ -30,8 +30,8 @@ from numpyro.infer import MCMC
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit
-from numpyro_sgmcmc.checkpoint.store import encode
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit  # noqa: E402
+from numpyro_sgmcmc.checkpoint.store import encode  # noqa: E402
 
 ROWS, COLUMNS, BATCH = 100_000, 20, 100
 
@@ -144,7 +144,7 @@ def measure(
     seconds = {}
     commands = {"plain": ["--plain"], "whole": ["--child", str(scratch / "whole")]}
     if not with_plain:
-        del commands["minibatch"]
+        del commands["plain"]
     for name, extra in commands.items():
         began = time.perf_counter()
         command = [sys.executable, __file__, "--samples", str(samples), *extra]

@@ -195,7 +195,7 @@ def _network() -> tuple[Callable, tuple]:
 
     table = load_breast_cancer()
     X = (table.data - table.data.mean(0)) / table.data.std(0)
-    return model, (jnp.asarray(X, jnp.float32), jnp.asarray(table.potential, jnp.int32))
+    return model, (jnp.asarray(X, jnp.float32), jnp.asarray(table.target, jnp.int32))
 
 
 PROBLEMS: dict[str, Problem] = {

@@ -29,7 +29,7 @@ def simulate(
     :param settings: step sizes and frictions, shape ``(settings, 2)``.
     """
     shape = (len(settings), len(starts))
-    draws = make(target.potential, 1.0)(key)[1].draws
+    num_noise = make(target.potential, 1.0)(key)[1].num_noise
 
     def init(key: Array, start: Array, setting: Array) -> Any:
         return make(target.potential, setting[1])(key)[0].init(start, key)
@@ -44,7 +44,7 @@ def simulate(
 
     def body(state: Any, key: Array) -> tuple[Any, Array]:
         noise_key, row_key = random.split(key)
-        noise = random.normal(noise_key, (*shape, draws, starts.shape[1]))
+        noise = random.normal(noise_key, (*shape, num_noise, starts.shape[1]))
         return over_all(advance, 0, 0, 0)(state, noise, random.split(row_key, shape), settings)
 
     init_key, key = random.split(key)

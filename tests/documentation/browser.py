@@ -94,9 +94,9 @@ class Browser:
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
         colors = {
-            "name": "prefers-color-scheme",
+            "name": "prefers-color-scheme",  # vocabulary: ok
             "value": "dark" if is_dark else "light",
-        }  # vocabulary: ok
+        }
         self.call("Emulation.setEmulatedMedia", features=[colors])
 
     def open(self, page: Path, query: str = "") -> None:
