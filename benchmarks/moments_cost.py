@@ -60,7 +60,9 @@ def measure(num_rows: int, dim: int, seconds: float, repeats: int) -> None:
                 "estimator": GRADIENT_ESTIMATORS[estimator],
             }
             guess = (
-                interleaved({"": loop(2, monitor_gradients=MonitorGradients(0), **chosen)}, 5)[""].min()
+                interleaved({"": loop(2, monitor_gradients=MonitorGradients(0), **chosen)}, 5)[
+                    ""
+                ].min()
                 / 2
             )
             n = max(2, int(seconds / guess))

@@ -68,7 +68,7 @@ def test_sweeps_leave_the_units_their_posterior():
 def test_weights_are_found():
     """Better than pixels that know nothing of each other."""
     images, size = belief_net.made_up(400), belief_net.Size(3, 100, 20, 3_000, 6, 2, 20)
-    sampler = belief_net.SAMPLERS["SGHMC, splitting"]._replace(step_size_limits=(1e-6, 0.02))
+    sampler = belief_net.SAMPLERS["SGHMC, splitting"]._replace(step_sizes=(1e-6, 0.02))
     idle, found = belief_net.on_step_sizes(sampler, 10.0, images, size)
     p = images[100:].mean(0)
     alone = -(images[:100] * np.log(p) + (1 - images[:100]) * np.log(1 - p)).sum(1).mean()

@@ -49,7 +49,7 @@ def test_the_temperature_is_of_prior_and_likelihood():
     likelihood = -len(y) * float(CLASSES.loss(weights, x, y, None, 0.0))
     prior = sum(norm.logpdf(np.asarray(w)).sum() for w in weights.values())
     for temperature in (1.0, 0.25):
-        model = CLASSES._replace(kinetic_temperature=temperature).model
+        model = CLASSES._replace(temperature=temperature).model
         found = log_density(model, (x, y), {}, weights)[0]
         assert float(found) == pytest.approx((prior + likelihood) / temperature, rel=1e-4)
 

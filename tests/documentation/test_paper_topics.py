@@ -75,7 +75,7 @@ def test_a_file_of_counts():
 def test_topics_are_found():
     topics = module("topics")
     data, size = module("topics_data").made_up(60, 30, 24), topics.Size(4, 10, 10, 8, 2, 1, 4)
-    sampler = topics.SAMPLERS["SGRLD"]._replace(step_size_limits=(1e-5, 1e-2))
+    sampler = topics.SAMPLERS["SGRLD"]._replace(step_sizes=(1e-5, 1e-2))
     idle, found = topics.grid(sampler, None, data, size, 0)
     assert found.diverging == 0.0
     assert (found.path < 30.0).all()  # a guess among 30 words
