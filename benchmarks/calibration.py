@@ -104,14 +104,14 @@ PROBLEMS = {
 
 
 def covariates() -> tuple[Any, Any]:
-    """The same for all data sets."""
+    """Return the covariates and groups, the same for all data sets."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((ROWS, 5)).astype(np.float32)
     return jnp.asarray(x), jnp.asarray(rng.integers(0, GROUPS, ROWS))
 
 
 def sampler(model: Callable) -> MCMC:
-    """With nothing given but the model; one for all data sets, so that it is compiled once."""
+    """Build a sampler with default options; all data sets share it, so that it is compiled once."""
     return MCMC(
         SGHMCSplit(partial(model, batch_size=BATCH)),
         num_warmup=300,
@@ -124,7 +124,7 @@ def sampler(model: Callable) -> MCMC:
 
 
 def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> Ranks:
-    """Ranks of the parameters that made the data, by site; and whether the report is ok."""
+    """Return the ranks of the true parameters by site, and whether the report is ok."""
     given = covariates()
     prior_key, run_key = jax.random.split(jax.random.key(seed))
     drawn = Predictive(problem.model, num_samples=1)(prior_key, *given)
@@ -141,7 +141,7 @@ def ranks_of(problem: Problem, mcmc: MCMC, seed: int) -> Ranks:
 
 
 def read_ranks(file: Path | None) -> dict[tuple[str, int], Ranks]:
-    """What a file holds of models and seeds."""
+    """Read the ranks of a file, by model and seed."""
     if file is None or not file.exists():
         return {}
     found = {}
@@ -152,14 +152,14 @@ def read_ranks(file: Path | None) -> dict[tuple[str, int], Ranks]:
 
 
 def write_ranks(file: Path, name: str, seed: int, ranks: Ranks) -> None:
-    """Add those of a data set to the file."""
+    """Append the ranks of a data set to the file."""
     of_sites = {site: r.tolist() for site, r in ranks[0].items()}
     with file.open("a") as out:
         out.write(json.dumps([name, seed, of_sites, bool(ranks[1])]) + "\n")
 
 
 def p_value(ranks: np.ndarray) -> float:
-    """Of a chi-squared test for uniform ranks."""
+    """Return the p-value of a chi-squared test for uniform ranks."""
     edges = np.linspace(-0.5, CHAINS * KEPT + 0.5, BINS + 1)
     return float(stats.chisquare(np.histogram(ranks, edges)[0]).pvalue)
 

@@ -44,7 +44,7 @@ COMPILING = "/jax/core/compile/backend_compile_duration"
 
 
 def prepare(case: str):
-    """What runs the case, its data made."""
+    """Make the data of a case and return a function that runs it."""
     if case == "flights":
         sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
         import flights

@@ -1,4 +1,4 @@
-"""Means and SDs in unconstrained space by long NUTS runs, kept in ``large_references/``.
+"""Compute means and SDs in unconstrained space by long NUTS runs, stored in ``large_references/``.
 
 ``python benchmarks/large_references.py`` makes the files anew (hours on two cores); with names of
 problems, only those.
@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "large_references"
 
 
 def file_of(problem: str) -> Path:
-    """Where the reference of a problem is kept."""
+    """Return the file of a problem's reference."""
     return FOLDER / (re.sub("[^a-z0-9]+", "-", problem.lower()) + ".npz")
 
 

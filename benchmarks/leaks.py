@@ -1,4 +1,4 @@
-"""What a process keeps of runs that are over.
+"""Measure the memory that a process retains after repeated runs.
 
 A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a new kernel, on the
 same model function or on a new one each (a closure, as a loop over models makes them), and of

@@ -1,4 +1,4 @@
-"""What the benchmarks print, kept as JSON: every table with its day, versions and machine.
+"""Store printed tables as JSON, each with its day, versions and machine.
 
 Where the environment variable BENCHMARK_RESULTS names a folder, a script's tables go into its
 ``python-3.13.json`` (by the Python that ran it), in place of the same tables of an earlier run.
@@ -66,7 +66,7 @@ def _keep() -> None:
 
 
 def key(table: Table) -> tuple[str, str]:
-    """By which a table of one run is that of another."""
+    """Return the key that identifies a table across runs."""
     return table["benchmark"], table["title"]
 
 

@@ -1,4 +1,4 @@
-"""What else a NumPyro user could run on the same model: SVI, HMCECS and BlackJAX's samplers.
+"""Other methods for the same model: SVI, HMCECS and the samplers of BlackJAX.
 
 Each gives draws in unconstrained space, and all have better settings than a user would find at
 once: SVI's step size falls to zero on a cosine, HMCECS gets the posterior's mean for its Taylor

@@ -123,7 +123,7 @@ LINEAR, LOGISTIC = (X, GROUP, Y), (X, SUCCESS)
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """Each a name and what runs it."""
+    """Return the cases: names and functions that run them."""
     found: dict[str, Callable[[], Any]] = {}
     for k in KERNELS:
         found[f"{k.__name__}, linear"] = lambda k=k: run(k(linear), *LINEAR, batch_size=60)

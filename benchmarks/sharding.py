@@ -87,7 +87,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure(processes: int, devices: int, batches: tuple[int, ...], args: Any) -> dict[str, Any]:
-    """What the workers find; ``devices`` of each process, 0 for arrays that are not spread."""
+    """Run the workers; ``devices`` per process, 0 for arrays that are not sharded."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -121,7 +121,7 @@ class Child:
         os.truncate(self.folder.parent / "X.dat", 2 * ROWS * COLUMNS)
 
     def end(self) -> str:
-        """How it ended."""
+        """Return how a child process ended."""
         text, code = self.process.communicate()[1], self.process.returncode
         if code == 0:
             return "ended well"

@@ -86,7 +86,7 @@ class Cell(NamedTuple):
 
 
 def read_outcomes(file: Path | None) -> dict[Cell, Outcome]:
-    """The runs that a file holds, one a line."""
+    """Read the runs of a file, one per line."""
     if file is None or not file.exists():
         return {}
     found = {}
@@ -108,7 +108,7 @@ def write_outcome(file: Path, cell: Cell, outcome: Outcome) -> None:
 
 
 def make(kernel: str, model: Callable, **options: Any) -> Any:
-    """A kernel by its name in the table."""
+    """Build a kernel by its name in the table."""
     name, *integrator = kernel.split()
     extra = {"integrator": integrator[0]} if integrator else {}
     return getattr(numpyro_sgmcmc, name)(model, **extra, **options)
@@ -129,7 +129,7 @@ def run(kernel: Any, args: tuple, batch_size: int, num_samples: int, seed: int) 
 
 
 def compare(draws: Mapping[str, Any], args: tuple, reference: Mapping[str, Any]) -> Outcome:
-    """Unconstrained draws beside the reference, in the order of the report's coordinates."""
+    """Compare unconstrained draws with the reference, in the order of the report's coordinates."""
     assert reference["data"] == fingerprint(args), "make trust_references.json anew"
     ours = summarise(draws)
     theirs = reference["sites"]
@@ -152,7 +152,7 @@ def compare(draws: Mapping[str, Any], args: tuple, reference: Mapping[str, Any])
 def evaluate(
     kernel: str, problem: str, reference: Mapping[str, Any], settings: Mapping[str, Any], seed: int
 ) -> Outcome:
-    """One cell of the table."""
+    """Run a kernel on a problem and compare it with the reference."""
     options = dict(settings)
     model, args = PROBLEMS[problem].build()
     batch_size = options.pop("batch_size", PROBLEMS[problem].batch_size)
@@ -176,7 +176,7 @@ def evaluate(
 
 
 def rival(name: str, problem: str, reference: Mapping[str, Any], seed: int) -> Outcome:
-    """What else could be run on the problem; of several tries the best by its distance.
+    """Run another method on the problem; of several tries return the one with the smallest error.
 
     :raises Exception: what the rival itself raises, where no try succeeds.
     """
@@ -206,7 +206,7 @@ def rival(name: str, problem: str, reference: Mapping[str, Any], seed: int) -> O
 
 
 def distance(o: Outcome) -> float:
-    """The largest error, in SDs or relative; infinite where a chain has left the numbers."""
+    """Return the largest error, in SDs or relative; infinite for draws that are not finite."""
     worst = max(np.abs(o.shift).max(), np.abs(o.inflation).max())
     return float(worst) if np.isfinite(worst) else np.inf
 
@@ -218,20 +218,20 @@ def is_right(o: Outcome) -> bool:
 
 
 def accurate_share(o: Outcome) -> float:
-    """Share of coordinates whose SD is within 5% or two standard errors of the report."""
+    """Return the share of coordinates with an SD within 5% or two standard errors of the report."""
     error = np.hypot(o.said_error, o.inflation_error)
     allowed = np.maximum(0.05 * (1.0 + o.inflation), 2.0 * error)
     return float(np.mean(np.abs(o.said - o.inflation) <= allowed))
 
 
 def strictly_accurate_share(o: Outcome) -> float:
-    """The same with 5 percentage points in place of 5% of the SD: harder where that is wide."""
+    """Return the share with 5 percentage points in place of 5% of the SD, which is stricter."""
     error = np.hypot(o.said_error, o.inflation_error)
     return float(np.mean(np.abs(o.said - o.inflation) <= np.maximum(0.05, 2.0 * error)))
 
 
 def flag(o: Outcome) -> str:
-    """Whether a flag is due, was given, or both."""
+    """Compare the flag of the report with the true error."""
     wrong = (np.abs(o.inflation) > 0.2).any() or (np.abs(o.shift) > 0.3).any()
     fine = (np.abs(o.inflation) < 0.03).all() and (np.abs(o.shift) < 0.05).all()
     if wrong and not o.is_flagged:
@@ -260,7 +260,7 @@ def show(problem: str, kernel: str, o: Outcome) -> None:
 
 
 def summary(cells: list[Outcome]) -> str:
-    """How many are right, and how often the reports were."""
+    """Summarise how many runs and how many reports are right."""
     right = sum(is_right(o) for o in cells)
     truth = sum(accurate_share(o) >= 0.9 for o in cells)
     strict = sum(strictly_accurate_share(o) >= 0.9 for o in cells)

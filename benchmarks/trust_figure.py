@@ -1,4 +1,4 @@
-"""Draws what files of ``trust.py --save`` hold: ``docs/trust.png``.
+"""Plot the runs stored by ``trust.py --save`` in ``docs/trust.png``.
 
 Left and middle, one row a posterior: the largest error of a mean and of an SD, for this package's
 kernels with no arguments and for what else there is. Right, one dot a run, settings that are wrong
@@ -32,7 +32,7 @@ STYLES = {
 
 
 def family(label: str) -> str:
-    """Whose run it is."""
+    """Return the method of a run."""
     return label.split()[0] if label in RIVALS else "this package, no arguments"
 
 
@@ -52,7 +52,7 @@ def draw_errors(ax: Any, cells: dict[Cell, Outcome], problems: list[str], what: 
 
 
 def draw_reports(ax: Any, cells: dict[Cell, Outcome]) -> None:
-    """Said against true; runs whose report gave no number are left out."""
+    """Plot the reported against the true SD ratio, without runs that have no report."""
     ratios = []
     for cell, o in cells.items():
         if o.said.size and not PROBLEMS[cell.problem].hard:

@@ -1,4 +1,4 @@
-"""Means and SDs in unconstrained space by long NUTS runs, kept in ``trust_references.json``.
+"""Means and SDs in unconstrained space by long NUTS runs, in ``trust_references.json``.
 
 ``python benchmarks/trust_references.py`` makes the file anew (an hour on two cores); with names of
 problems, only those.

@@ -48,7 +48,7 @@ class Density(NamedTuple):
 
 
 def as_float64(args: tuple) -> tuple:
-    """The same numbers with more digits."""
+    """Convert arrays to float64."""
     return tuple(jnp.asarray(x, jnp.float64) if x.dtype == jnp.float32 else x for x in args)
 
 
@@ -89,7 +89,7 @@ def _newton(potential: Callable, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def mode(potential: Callable, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the density is largest, and the inverse of its curvature there."""
+    """Return the mode and the inverse curvature there."""
     found = optimize.minimize(jax.jit(potential), start, jac=jax.jit(jax.grad(potential)))
     z = found.x
     for _ in range(5):
@@ -172,7 +172,7 @@ def by_weights(model: Callable, args: tuple, num: int = 40_000) -> Reference:
 
 
 def prior_draws(model: Callable, args: tuple, num: int = 400_000) -> Draws:
-    """Of a silent model: its prior, and the level's own posterior."""
+    """Draw from the prior of a model, and from the posterior of the level."""
     args = as_float64(args)
     found = trace(seed(model, jax.random.key(0))).get_trace(*args)
     latent = [k for k, s in found.items() if s["type"] == "sample" and not s["is_observed"]]

@@ -107,7 +107,7 @@ class Cell(NamedTuple):
 
 
 def read_outcomes(file: Path | None) -> dict[Cell, Outcome]:
-    """The runs that a file holds, one a line."""
+    """Read the runs of a file, one per line."""
     if file is None or not file.exists():
         return {}
     found = {}
@@ -128,7 +128,7 @@ def write_outcome(file: Path, cell: Cell, outcome: Outcome) -> None:
 
 
 def judge(draws: np.ndarray, reference: Reference) -> Outcome:
-    """Unconstrained draws ``(chains, draws, d)`` beside the exact posterior."""
+    """Compare unconstrained draws ``(chains, draws, d)`` with the exact posterior."""
     if not np.isfinite(draws).all():
         return Outcome("wrong", np.inf, np.inf, 0.0)
     z = normal_scores(draws.astype(np.float64), reference.quantiles)
@@ -149,7 +149,7 @@ def judge(draws: np.ndarray, reference: Reference) -> Outcome:
 
 
 def _effective(x: np.ndarray) -> np.ndarray:
-    """Effective sample size; one where the chains stand still, all at the same place or not."""
+    """Return the effective sample size; one for constant chains."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.asarray(effective_sample_size(x))
     return np.where(np.isfinite(found) & (found > 0), found, 1.0)
@@ -235,7 +235,7 @@ def count(kind: str, outcomes: Iterable[Outcome]) -> dict[str, str | int]:
 
 
 def summarise(found: dict[Cell, Outcome]) -> None:
-    """The runs of each kind, and all."""
+    """Print a row for each kind of fault, and one for all runs."""
     print()
     print_row(_KINDS, _KINDS.values())
     kinds = dict.fromkeys(PROBLEMS[cell.problem].fault for cell in found)

@@ -46,7 +46,7 @@ class Sampler(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """Sizes of the data, the network and the runs."""
 
     units: int
     held_out: int
@@ -103,7 +103,7 @@ def made_up(num: int) -> np.ndarray:
 
 
 def log_likelihood(weights: dict, images: np.ndarray, size: Size, key: Any) -> np.ndarray:
-    """Of each image: exact where the units are few."""
+    """Return the log likelihood of each image, exact if there are at most ten units."""
     if size.units <= 10:
         return np.asarray(net.exact(weights, images))
     return np.asarray(net.annealed(key, weights, images, size.temperatures, 1))

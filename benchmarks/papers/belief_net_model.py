@@ -36,7 +36,7 @@ def model(images: Any, num_units: int, batch_size: int | None = None) -> None:
 
 
 def first(num_pixels: int, num_units: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Where chains start: units that differ by chance alone."""
+    """Return initial values of chains: units that differ by chance alone."""
     rng = np.random.default_rng(seed)
     w = 0.1 * rng.standard_normal((num_pixels, num_units))
     found = {"w": w, "b": np.zeros(num_units), "c": np.zeros(num_pixels)}
@@ -72,7 +72,7 @@ def sweep(
 
 
 def _log_likelihood(units: Array, images: Array, weights: Any) -> Array:
-    """Of images given their units."""
+    """Return the log likelihood of images given their units."""
     logits = units @ weights["w"].T + weights["c"]
     return (images * logits - softplus(logits)).sum(-1)
 

@@ -80,7 +80,7 @@ def relative_bias(sampler: Sampler, order: str, h: np.ndarray, num_steps: int) -
 def simulated_bias(
     rng_key: Array, sampler: Sampler, order: str, h: np.ndarray, quick: bool
 ) -> Jackknifed:
-    """As :func:`relative_bias`, simulated."""
+    """Estimate :func:`relative_bias` by simulation."""
     runs, num_steps = (100, 2000) if quick else (2000 if order == "full" else 600, 30_000)
     stops, burn_in = jnp.array([num_steps]), num_steps // 5
     averages = simulate(rng_key, sampler, order, constant(h), stops, runs, burn_in, 1.0)

@@ -81,7 +81,7 @@ class Curve(NamedTuple):
 
     @property
     def within(self) -> tuple[int, int]:
-        """How many simulated values lie within two standard errors of the exact, and of all."""
+        """Count simulated values within two standard errors of the exact ones, and all values."""
         close = np.abs(self.simulated.value - self.exact) < 2.0 * self.simulated.error
         return int(close.sum()), close.size
 

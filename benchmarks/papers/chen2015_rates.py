@@ -64,7 +64,7 @@ def simulated_rates(
     stops: np.ndarray,
     runs: int,
 ) -> tuple[Jackknifed, Jackknifed]:
-    """As :func:`exact_rates`, simulated."""
+    """Estimate :func:`exact_rates` by simulation."""
     if kind == "decreasing":
         steps = Steps(jnp.full(len(alphas), prefactor), jnp.asarray(alphas))
         averages = simulate(rng_key, sampler, order, steps, jnp.asarray(stops), runs)
@@ -160,7 +160,7 @@ COMPARED = {"SGHMC": (SGHMC, 2), "SGLD": (SGLD, 1)}
 
 
 def best_prefactor(sampler: Sampler, order: str, alpha: float) -> float:
-    """As the paper's: of the least MSE after 500 steps."""
+    """Return the prefactor with the least MSE after 500 steps, as in the paper."""
     h = GRID * 500.0**-alpha
     mse = np.asarray(exact(sampler, order, constant(h), jnp.array([500]))[1][0])
     return float(GRID[np.nanargmin(np.where(np.isfinite(mse), mse, np.inf))])

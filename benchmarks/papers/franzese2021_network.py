@@ -82,7 +82,7 @@ Curves: TypeAlias = dict[Any, list[Cell]]
 
 
 def predictions(weights: Any, x: Array) -> Array:
-    """At all rows, of draws with any axes."""
+    """Return predictions at all rows, for draws with two leading axes."""
     flat = {name: jnp.asarray(w).reshape(-1, *w.shape[2:]) for name, w in weights.items()}
     return jax.lax.map(lambda w: network(w, x, jnp.tanh)[:, 0], flat)
 
@@ -110,7 +110,7 @@ class Oracle:
 
     @property
     def self_distance(self) -> Mean:
-        """Of as many draws of the one run, and its SD from one choice of them to the other."""
+        """Distance of as many draws of one run, and its SD over choices of draws."""
         return Mean(self.own.mean(), self.own.std())
 
     def target(self, batch_size: int) -> tuple[Potential, Arguments]:
@@ -256,7 +256,7 @@ def plot(found: dict[tuple[str, str], Curves], own: np.ndarray, size: Size) -> A
 
 
 def library(oracle: Oracle, size: Size, h: float = 0.01) -> None:
-    """The same by the kernel, with nothing left to the warm-up, judged as a user would."""
+    """Run the kernel with all settings given, and evaluate it as a user would."""
     kernel = SHMC(
         oracle.model,
         friction=5.0,

@@ -64,7 +64,7 @@ class Scores(NamedTuple):
 
 
 def scores(outputs: Array, data: Split, variance: float | None) -> Scores:
-    """Of the mixture over draws.
+    """Return the scores of the mixture over draws.
 
     :param outputs: the networks', shape ``(draws, n, k)``.
     """

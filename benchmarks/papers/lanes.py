@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def in_lanes(tree: Any, lanes: int) -> Any:
-    """The same arrays for each lane, shape ``(lanes, ...)``."""
+    """Repeat arrays for each lane, shape ``(lanes, ...)``."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), tree)
 
 

@@ -27,7 +27,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 
 
 class Jacobians(NamedTuple):
-    """Of the flat state after a step.
+    """Jacobians of the flat state after a step.
 
     - **state** - by the state before, shape ``(n, n)``.
     - **slope** - by the potential's slope, shape ``(n, d)``.

@@ -131,7 +131,7 @@ def vanishing_metric(step_sizes: Sequence[float], num_chains: int, num_steps: in
 def minibatch_metrics(
     target: Target, step_sizes: Sequence[float], num_chains: int, num_steps: int
 ) -> None:
-    """Whether the potential in the metric may be the minibatch's, as in the paper."""
+    """Check whether the metric may use the potential of the minibatch, as in the paper."""
     edges = quantile_edges(on_grid(target.potential), target.num_bins)
     biased = binned_divergence(same_row_density(target.potential), edges)
     rows = []

@@ -102,7 +102,7 @@ def with_minibatches(potential: Callable, friction: Any, integrator: str, source
 
 
 def same_row_density(potential: Callable) -> np.ndarray:
-    """What the sampler samples at small steps where one row gives the metric and the gradient.
+    """Return the limit density at small steps if one row gives both metric and gradient.
 
     The mean force is that of a potential with slope E[S grad U] / E[S], over rows.
     """

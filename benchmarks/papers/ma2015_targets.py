@@ -67,7 +67,7 @@ def double_well(q: Array) -> Array:
 
 
 def lifted_double_well(q: Array) -> Array:
-    """The same density with the smallest potential zero, where U + C has no roots."""
+    """Return the double well shifted to a minimum of zero, so that U + C has no roots."""
     return double_well(q) + 1.0
 
 

@@ -134,7 +134,7 @@ def measure(task: Task, load: Callable[[int], Data], size: Size) -> dict[str, li
 def _methods(
     task: Task, data: Data, settings: Mapping[str, Any], seed: int
 ) -> dict[str, Callable[[], Scores]]:
-    """What gives the scores of each, by name."""
+    """Return functions that compute the scores, by name."""
     rivals, runs = settings["rivals"], settings["runs"]
     methods: dict[str, Callable[[], Scores]] = {
         name: partial(_by_rival, task, data, method, tuned, seed)

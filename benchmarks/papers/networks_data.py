@@ -106,7 +106,7 @@ def read(file: Path) -> np.ndarray:
 
 
 def _folder() -> Path:
-    """Where the four files are, which are downloaded if they are nowhere."""
+    """Return the folder of the four files; download them if necessary."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = home / "numpyro-sgmcmc" / "fashion-mnist"
     for folder in (INSTALLED, kept):

@@ -97,7 +97,7 @@ def sample(
 
 
 def starts(task: Task, data: Data, run: Run, seed: int) -> dict[str, Any]:
-    """Where Adam comes to from draws of the prior, unconstrained, one for each chain."""
+    """Run Adam from draws of the prior and return one unconstrained position per chain."""
     assert run.start is not None
     found = [train(task, data, run.start, 1000 + 100 * seed + c) for c in range(run.chains)]
     each: dict[str, Any] = jax.tree.map(lambda *w: jnp.stack(w), *found)
@@ -128,7 +128,7 @@ def tune(task: Task, data: Data, among: Sequence[Run]) -> Run:
 
 
 def score(task: Task, draws: dict[str, Any], data: Data) -> Scores:
-    """Of what the draws predict together."""
+    """Return the scores of the mean prediction over draws."""
     weights = {name: w for name, w in draws.items() if name != "sd"}
     outputs = partial(task.outputs, weights)
     if not task.has_classes:

@@ -1,4 +1,4 @@
-"""What is used beside sampling: Adam, ensembles, dropout, Laplace's approximation.
+"""Methods compared with sampling: Adam, ensembles, dropout, Laplace approximation.
 
 All are tuned on held-out rows. Then they learn from all rows, with the settings found.
 """
@@ -139,7 +139,7 @@ def last_layer_laplace(
 
 
 def gauss_newton(task: Task, data: Data, weights: Weights, scale: float = 1.0) -> np.ndarray:
-    """Of the last layer, output by output, shape ``(k (units + 1), k (units + 1))``.
+    """Return the Gauss-Newton matrix of the last layer, ``(k (units + 1), k (units + 1))``.
 
     :param scale: SD of a number about the network's.
     """
@@ -156,7 +156,7 @@ def gauss_newton(task: Task, data: Data, weights: Weights, scale: float = 1.0) -
 
 
 class Tuned(NamedTuple):
-    """What held-out rows have chosen.
+    """Settings chosen on held-out rows.
 
     - **how** - to train.
     - **sd** - of a number about what a method predicts; None for classes.
@@ -167,7 +167,7 @@ class Tuned(NamedTuple):
 
 
 def score(task: Task, predict: Predict, data: Data, scale: Any = None) -> Scores:
-    """On the rows to test on, and on the others where there are some.
+    """Return the scores on test rows, and on out-of-distribution rows if there are any.
 
     :param scale: see :func:`networks_task.of_numbers`.
     """

@@ -84,7 +84,7 @@ class Task(NamedTuple):
         return 0.5 * jnp.square(y - f[:, 0]).mean()
 
     def model(self, x: Array, y: Array, batch_size: int | None = None) -> None:
-        """For a kernel. A number's SD is half normal before the data."""
+        """Model for a kernel. The SD of a number has a half-normal prior."""
         with numpyro.handlers.scale(scale=1.0 / self.temperature):
             weights = sample_weights(self.sizes)
             sd = None if self.has_classes else numpyro.sample("sd", dist.HalfNormal(1.0))
@@ -94,7 +94,7 @@ class Task(NamedTuple):
                 numpyro.sample("y", law, obs=y[i])
 
     def outputs(self, draws: Weights, x: Any) -> Array:
-        """Of each draw's network, shape ``(draws, n, outputs)``."""
+        """Return the outputs of each draw's network, shape ``(draws, n, outputs)``."""
         return _outputs(self, draws, x)
 
 
@@ -123,7 +123,7 @@ class Scores(NamedTuple):
 
 
 def of_classes(outputs: Any, data: Data, others: Any = None) -> Scores:
-    """Of the mean probabilities of networks.
+    """Return the scores of the networks' mean probabilities.
 
     :param outputs: logits for the rows to test on, shape ``(networks, n, classes)``.
     :param others: likewise for the others.
@@ -149,7 +149,7 @@ def of_classes(outputs: Any, data: Data, others: Any = None) -> Scores:
 
 
 def of_numbers(outputs: Any, scale: Any, data: Data) -> Scores:
-    """Of a mixture of normals, one for each network.
+    """Return the scores of a mixture of normals, one per network.
 
     :param outputs: their means for the rows to test on, shape ``(networks, n, 1)``.
     :param scale: their SDs, shape ``(networks,)`` or one for all.
@@ -167,12 +167,12 @@ def of_numbers(outputs: Any, scale: Any, data: Data) -> Scores:
 
 
 def mean_probabilities(outputs: Any) -> np.ndarray:
-    """Of networks with such logits, shape ``(n, classes)``."""
+    """Return the mean probabilities of networks, shape ``(n, classes)``."""
     return np.asarray(lax.map(jax.nn.softmax, jnp.asarray(outputs)).mean(0), np.float64)
 
 
 def entropy(p: np.ndarray) -> np.ndarray:
-    """In nats, shape ``(n,)``."""
+    """Return the entropy in nats, shape ``(n,)``."""
     return -(p * np.log(np.maximum(p, 1e-30))).sum(1)
 
 

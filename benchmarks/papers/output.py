@@ -1,4 +1,4 @@
-"""How the papers' experiments are asked for and what they show: titles, tables, figures."""
+"""Command line and output of the papers' experiments: titles, tables, figures."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Sampler(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """Sizes of the data, the network and the runs."""
 
     topics: int
     held_out: int
@@ -144,7 +144,7 @@ def on_grid(name: str, data: Corpus, size: Size) -> dict[Setting, list[Outcome]]
 
 
 def mean_of(outcomes: list[Outcome]) -> float:
-    """Of runs that did not diverge; infinity of others."""
+    """Return the mean perplexity of runs, or infinity if any diverged."""
     if any(o.diverging > 0 or not np.isfinite(o.perplexity) for o in outcomes):
         return np.inf
     return float(np.mean([o.perplexity for o in outcomes]))

@@ -54,7 +54,7 @@ def made_up(documents: int, vocabulary: int, longest: int, seed: int = 0) -> Cor
 
 
 def _cut(lines: list[str], longest: int, seed: int) -> np.ndarray:
-    """From lines such as ``2 17:1 4:3``: two words, the 17th once and the fourth thrice."""
+    """Sample words of lines such as ``2 17:1 4:3``: the 17th word once, the fourth thrice."""
     rng = np.random.default_rng(seed)
     found = np.full((len(lines), longest), -1, np.int32)
     for row, line in zip(found, rng.permutation(lines), strict=True):

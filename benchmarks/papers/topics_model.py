@@ -51,13 +51,13 @@ mean = reparam(_dirichlet, config={"topics": ExpandedMean()})
 
 
 def first(model: Any, shape: tuple[int, int], seed: int = 0) -> dict[str, np.ndarray]:
-    """Where chains start: topics alike but for chance, the same in both parametrisations."""
+    """Return initial topics that differ by chance alone, the same in both parametrisations."""
     sizes = BETA * np.random.default_rng(seed).gamma(100.0, 0.01, shape).astype(np.float32)
     return {"sizes": np.log(sizes)} if model is natural else {"topics_mirrored": sizes}
 
 
 def topics_of(z: dict[str, Array]) -> Array:
-    """Of unconstrained values in either."""
+    """Return the topics of unconstrained values in either parametrisation."""
     sizes = jnp.exp(z["sizes"]) if "sizes" in z else jnp.abs(z["topics_mirrored"])
     return sizes / sizes.sum(-1, keepdims=True)
 
@@ -109,6 +109,6 @@ def completed(topics: Array, words: Array, rng_key: Array) -> Array:
 
 
 def perplexity(probabilities: Any, words: np.ndarray) -> float:
-    """Of the second words of documents, of whose probability draws make the mean."""
+    """Return the perplexity of held-out words under the mean probability over draws."""
     num = (words[:, 1::2] >= 0).sum()
     return float(np.exp(-np.log(np.asarray(probabilities, np.float64)).sum() / num))

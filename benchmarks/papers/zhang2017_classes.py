@@ -45,7 +45,7 @@ RATE = 1e-3
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """Sizes of the data, the network and the runs."""
 
     units: int
     batch: int
@@ -58,7 +58,7 @@ def shapes(inputs: int, units: int, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def logits(weights: Any, x: Array) -> Array:
-    """Of the classes, up to a constant of each row, shape ``(n, classes)``."""
+    """Return the logits of the classes, up to a constant per row, shape ``(n, classes)``."""
     hidden = weights["c"] + x @ weights["w"]
     return weights["d"] + softplus(hidden[:, :, None] + weights["u"]).sum(1)
 

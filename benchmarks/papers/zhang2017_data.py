@@ -102,7 +102,7 @@ def made_up_music(num: int, quarters: int, seed: int = 0) -> Split:
 def _kept(
     name: str, requirement: str, read: Callable[[Path], tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is read from a package, at the first time, or from the file made of it then."""
+    """Read data from a package once, and then from a cached file."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "numpyro-sgmcmc"
     file = home / f"{name}.npz"
     if not file.exists():
@@ -148,7 +148,7 @@ def _read_chorales(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def roll_of(score: ElementTree.Element) -> np.ndarray:
-    """Which keys sound at each quarter note of a MusicXML score, shape ``(quarters, 88)``."""
+    """Return the keys that sound at each quarter of a MusicXML score, shape ``(quarters, 88)``."""
     notes = [note for part in score.iter("part") for note in _notes(part)]
     roll = np.zeros((int(max(end for _, end, _ in notes)), KEYS), bool)
     for start, end, key in notes:
@@ -177,6 +177,6 @@ def _notes(part: ElementTree.Element) -> Iterator[tuple[Fraction, Fraction, int]
 
 
 def _key(pitch: ElementTree.Element) -> int:
-    """Which of a piano's keys it is, from 0 on."""
+    """Return the index of a pitch among the piano keys, from 0."""
     semitones = _SEMITONES[pitch.findtext("step", "")] + int(pitch.findtext("alter", "0"))
     return 12 * (int(pitch.findtext("octave", "")) + 1) + semitones - LOWEST

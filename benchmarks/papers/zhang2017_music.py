@@ -60,7 +60,7 @@ DECAY, LARGEST = 1.1, 5.0
 
 
 class Size(NamedTuple):
-    """How much of everything."""
+    """Sizes of the data, the network and the runs."""
 
     units: int
     batch: int
@@ -79,7 +79,7 @@ def shapes(keys: int, units: int) -> dict[str, tuple[int, ...]]:
 
 
 def log_likelihoods(weights: Any, x: Array) -> Array:
-    """Of each quarter given those before it, shape ``(n, quarters)``.
+    """Return the log likelihood of each quarter given those before, shape ``(n, quarters)``.
 
     :param x: shape ``(n, quarters, keys)``.
     """

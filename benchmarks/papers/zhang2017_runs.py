@@ -58,7 +58,7 @@ class Task(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of one run, after each pass: shape ``(passes,)``.
+    """Scores of one run after each pass, shape ``(passes,)``.
 
     - **nll** - negative log probability of a thing that came, by the mean prediction of the later
       half of the draws so far.
@@ -80,7 +80,7 @@ Runs = dict[float, list[Scores]]
 def scores(
     path: Sequence[Weights], diverging: np.ndarray, task: Task, averages: bool = True
 ) -> Scores:
-    """Of the weights after each pass.
+    """Return the scores of the weights after each pass.
 
     :param averages: whether predictions are averaged; else each stands for itself.
     """
@@ -121,7 +121,7 @@ def on_grid(sampler: Sampler, task: Task, passes: int, decay: float = 1.0) -> Ru
 
 
 def adam(task: Task, rate: float, passes: int) -> list[Scores]:
-    """From each start towards the posterior's mode, by minibatches of random rows."""
+    """Run Adam on minibatches from each start towards the posterior mode."""
     optimizer = optax.adam(rate)
 
     def loss(weights: Any, key: Array) -> Array:
@@ -177,7 +177,7 @@ def row_of(runs: Sequence[Scores], has_classes: bool) -> list[str]:
 
 
 def header(passes: int, has_classes: bool) -> list[str]:
-    """Of columns such as :func:`row_of` gives."""
+    """Return the header of the columns of :func:`row_of`."""
     counts = (passes // 10 or 1, passes // 3 or 1, passes)
     columns = [f"NLL after {k} passes" for k in counts] + ["last draw's NLL"]
     return [*columns, *(["error, %"] if has_classes else []), "passes that diverge"]
