@@ -1,4 +1,4 @@
-"""Do cancellations come together? Counts by airline, airport and day, overdispersed.
+"""Model overdispersed counts of cancelled flights by airline, airport and day.
 
 python examples/cancellations.py                # all days of 2013
 python examples/cancellations.py --rows 5000    # quickly

@@ -1,4 +1,4 @@
-"""Which flights from New York arrive late? A hierarchical logistic regression on a real table.
+"""Fit a hierarchical logistic regression of late arrivals to flights from New York.
 
 The data are the 327,346 flights that left New York's airports in 2013 and arrived somewhere. The
 model gives the probability that a flight arrives more than 15 minutes late from its carrier,

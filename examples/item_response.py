@@ -1,4 +1,4 @@
-"""What makes people curse? Persons and items on one scale: an item response model.
+"""Fit an item response model: persons and items of verbal aggression on one scale.
 
 316 persons were asked of 24 things whether they would do them: `no`, `perhaps` or `yes`.
 

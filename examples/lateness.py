@@ -1,4 +1,4 @@
-"""How late? Four classes of lateness by the hour of departure: an ordinal regression.
+"""Fit an ordinal regression: four classes of delay by the hour of departure.
 
 python examples/lateness.py                # all flights of 2013
 python examples/lateness.py --rows 5000    # quickly

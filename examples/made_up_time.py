@@ -1,5 +1,4 @@
-"""How much time is made up in the air? Two likelihoods, judged by what they predict: data drawn
-anew beside the data, and leave-one-out cross-validation.
+"""Compare two likelihoods by a posterior predictive check and leave-one-out cross-validation.
 
 python examples/made_up_time.py                # all flights of 2013
 python examples/made_up_time.py --rows 5000    # quickly

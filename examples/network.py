@@ -1,4 +1,4 @@
-"""How sure is a neural network? Lateness by time of day and day of the year, with its uncertainty.
+"""Fit a neural network to delays by hour and day of the year, with predictive intervals.
 
 The data are 5,000 of the flights that left New York in 2013 and arrived somewhere. A network with
 one hidden layer gives the probability that a flight arrives more than 15 minutes late; its weights

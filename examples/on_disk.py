@@ -1,4 +1,4 @@
-"""Do late planes hurry? Rows on disk and rows in memory, and one posterior.
+"""Fit one model to data on disk and to the same data in memory.
 
 python examples/on_disk.py                 # all flights of 2013
 python examples/on_disk.py --rows 5000     # quickly

@@ -1,4 +1,4 @@
-"""When is the plane back? Time until a plane's next departure, from a table that ends too early.
+"""Fit a survival model of the time until an aircraft's next departure, with censoring.
 
 python examples/return_time.py                # all departures of January 2013
 python examples/return_time.py --rows 5000    # quickly

@@ -1,4 +1,4 @@
-"""Which routes run late? Partial pooling over two hundred routes of very different size.
+"""Fit a hierarchical model of delays on two hundred routes of very different size.
 
 python examples/routes.py                  # all flights of 2013
 python examples/routes.py --rows 5000      # quickly

@@ -1,4 +1,4 @@
-"""What are the articles about? Topics of a stream of documents that stays on disk.
+"""Fit latent Dirichlet allocation to documents on disk.
 
 Latent Dirichlet allocation of 8,447 articles of the New York Times. Each article's shares of the
 topics are drawn when it comes by and dropped after the step, and its words are read from a file:

@@ -1,4 +1,4 @@
-"""Who gets out of a well? Langevin dynamics and two thermostats on five wells, as an animation.
+"""Animate Langevin dynamics and two thermostats on a potential with five wells.
 
 python examples/wells.py                # the animation, and beside it its end as wells.png
 python examples/wells.py --steps 200    # quickly
