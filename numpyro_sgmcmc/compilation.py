@@ -27,13 +27,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from numpyro_sgmcmc.data.arguments import IdentityKey, is_array
 
-__all__ = [
-    "aot_compile",
-    "clear_compilation_cache_if_full",
-    "fingerprint_jaxpr",
-    "jit_low_optimization",
-]
-
 # A bound on time: hashing as many bytes of constants takes 0.1 s.
 _MAX_CONSTANT_BYTES = 2**26
 # Parameters that hold derivative rules, new at every tracing. They need not be compared, because a

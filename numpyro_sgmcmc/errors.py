@@ -45,23 +45,6 @@ __all__ = [
     "SGMCMCWarning",
     "ShardingWarning",
     "StepSizeWarning",
-    "check_bool",
-    "check_callable",
-    "check_choice",
-    "check_in_interval",
-    "check_no_unknown_kwargs",
-    "check_nonnegative",
-    "check_positive",
-    "check_positive_int",
-    "check_rng_key",
-    "check_rng_keys",
-    "evaluate_user_function",
-    "format_message",
-    "import_optional",
-    "standard_normal_points",
-    "summarise_error",
-    "validate_real_array",
-    "warn_user",
 ]
 
 TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-__all__ = ["find_dependent_outputs", "propagate", "propagate_labels", "sub_jaxprs"]
-
 # Primitives that evaluate one jaxpr on their own inputs, and the parameter that holds it.
 _CALL_PRIMITIVES = {
     "checkpoint": "jaxpr",

@@ -14,8 +14,6 @@ from tqdm import tqdm
 
 from numpyro_sgmcmc.data.host_array import HostArray, count_reads
 
-__all__ = ["ProgressReporter", "show_adaptation_progress", "show_data_passes"]
-
 # Shorter work shows no bar.
 _DISPLAY_DELAY_SECONDS = 3.0
 

@@ -31,16 +31,6 @@ from numpyro_sgmcmc.data.subsampling import Indices, Plate, Subsampling
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "BatchedGradients",
-    "JittedPotential",
-    "WeightedMinibatch",
-    "assemble_hessian",
-    "iter_weighted_minibatches",
-    "sample_minibatch_indices",
-    "sample_subset",
-]
-
 # Rows of a plate in a representative subset.
 _NUM_SUBSET_ROWS = 20_000
 

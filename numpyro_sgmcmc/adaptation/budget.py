@@ -15,8 +15,6 @@ import numpy as np
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.potential import Potential
 
-__all__ = ["HIGH_DIM", "WarmupBudget", "count_rows_per_gradient"]
-
 # Coordinates beyond which a vector operation costs as much as a gradient.
 HIGH_DIM = 20_000
 

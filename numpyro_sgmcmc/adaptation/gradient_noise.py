@@ -34,20 +34,6 @@ from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, make_gra
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "NO_NOISE",
-    "UNKNOWN_NOISE",
-    "GradientNoiseStats",
-    "NoiseStatsBySubsampling",
-    "compute_epoch_variance_fraction",
-    "compute_max_curvatures",
-    "estimate_max_curvature",
-    "measure_noise",
-    "measure_noise_covariance",
-    "predict_mean_bias_from_noise",
-    "predict_mean_bias_per_variance_inflation",
-]
-
 # Smallest fraction of the variance inflation that an epoch leaves of position-dependent noise: in
 # simulated epochs of 15 minibatches the prediction was off by this much.
 _MIN_EPOCH_VARIANCE_FRACTION = 0.1

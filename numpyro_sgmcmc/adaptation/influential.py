@@ -37,13 +37,6 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 
-__all__ = [
-    "choose_num_influential",
-    "compute_remainder_variances",
-    "find_influential_rows",
-    "precompile_influential_rows",
-]
-
 # Pairs of positions a + delta, a - delta at which each observation is evaluated.
 _NUM_ANTITHETIC_PAIRS = 6
 

@@ -27,21 +27,6 @@ from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "InitResult",
-    "VariationalFit",
-    "check_finite_gradient",
-    "check_potential_fn_params",
-    "create_warmup_rng",
-    "find_finite_positions",
-    "find_init_positions",
-    "fit_inits",
-    "generate_init_positions",
-    "generate_prior_positions",
-    "validate_init_params",
-    "validate_init_sites",
-]
-
 WARMUP_SEED = 0
 """Seed of the warm-up: its result depends on model, data and options, not on the run's key."""
 

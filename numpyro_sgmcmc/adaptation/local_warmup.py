@@ -91,14 +91,6 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.validation import check_conditional_independence
 
-__all__ = [
-    "ConditionalPosterior",
-    "compute_abs_local_hessian_diagonal",
-    "jitted_sweep_local_values",
-    "optimize_globals",
-    "warm_up_locals",
-]
-
 _MAX_HESSIAN_DIM = 200  # bounds the cost of a Hessian where no dense mass matrix is adapted
 
 # Length scales of the local moves: rounds from curvature and as many from acceptance rates, and the

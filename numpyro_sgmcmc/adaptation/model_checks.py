@@ -27,12 +27,6 @@ from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "compute_hidden_change",
-    "find_inconsistent_gradients",
-    "find_nonadditive_plates",
-]
-
 # Consistency of gradients: intervals per line; groups into which the sites are divided, and lines
 # per group at least; rows on which the potential is evaluated. These bound the work.
 _NUM_INTERVALS_PER_LINE = 16

@@ -45,23 +45,6 @@ from numpyro_sgmcmc.model.gradient_estimators import (
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "MAX_TRIAL_VARIANCE_INFLATION",
-    "NON_IDENTIFIED_WARNING",
-    "Modes",
-    "compute_mass_fractions",
-    "describe_other_modes",
-    "find_modes",
-    "find_other_modes",
-    "has_barrier",
-    "interpolate_line",
-    "is_drifting_towards",
-    "is_fit_near",
-    "measure_trial_variance_inflation",
-    "rescale_to_prior",
-    "select_candidate_fits",
-]
-
 # --- Other modes. Nats are of the log posterior density or log mass.
 _MAX_LOG_MASS_DEFICIT = 2.5  # nats below the main mode, about a tenth of the mass
 _MAX_ELBO_GAP = 100.0  # nats below the best fit; with many observations fits end several SDs off

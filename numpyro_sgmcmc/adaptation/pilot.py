@@ -45,24 +45,6 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import ProgressReporter
 
-__all__ = [
-    "MAX_PILOT_STEP_SIZE",
-    "PILOT_DYNAMICS",
-    "PILOT_TARGET_SD_BIAS",
-    "PILOT_THINNING",
-    "PilotResult",
-    "WindowStatus",
-    "build_preconditioner_from_fit",
-    "compute_r_hat",
-    "find_chains_outside_modes",
-    "find_separated_coordinates",
-    "precompile_pilot",
-    "run_pilot",
-    "run_pilot_windows",
-    "run_windows",
-    "sample_pilot_q",
-]
-
 PILOT_DYNAMICS = UnderdampedLangevin(friction=1.5)
 MAX_PILOT_STEP_SIZE = 0.3  # default step size of the symmetric splitting
 PILOT_TARGET_SD_BIAS = 0.2  # of pilot chains with local latents

@@ -21,19 +21,6 @@ from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
 
-__all__ = [
-    "assemble_dense_factor",
-    "compute_geometric_mean_with_inverse",
-    "factor_from_curvature",
-    "factor_from_gradients",
-    "factorize_covariance",
-    "factorize_spd",
-    "fit_low_rank_along",
-    "refine_directions",
-    "thin_draws",
-    "update_preconditioner",
-]
-
 # Smallest eigenvalue of a matrix with unit diagonal, relative to the largest: the rounding error
 # of a Hessian in float32.
 _MIN_RELATIVE_EIGENVALUE = 1e-7

@@ -29,21 +29,6 @@ from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import ProgressReporter
 
-__all__ = [
-    "MAX_CONVERGED_R_HAT",
-    "Adaptation",
-    "AdaptationTrace",
-    "Candidates",
-    "LocalLatentsInit",
-    "MonitorGradients",
-    "StepSizeLimit",
-    "StepSizeTrace",
-    "SubsamplingChoice",
-    "WarmupInputs",
-    "WarmupSettings",
-    "build_empty_adaptation",
-]
-
 MAX_CONVERGED_R_HAT = 1.1
 """R-hat of pilot chains below which they count as converged (Gelman and Rubin 1992)."""
 

@@ -46,25 +46,6 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "MAX_NUM_STEPS",
-    "MEAN_BIAS_TO_TARGET_RATIO",
-    "PredictedMeanBias",
-    "StepSizeChoice",
-    "choose_num_steps",
-    "choose_step_size",
-    "compute_draw_variance_inflation",
-    "compute_effective_curvature",
-    "compute_kick_variance_inflation",
-    "compute_noise_variance_inflation",
-    "compute_stability_limit",
-    "find_num_batches_per_epoch",
-    "limit_step_size_by_discretisation",
-    "limit_step_size_by_noise",
-    "recommend_step_size",
-    "simulate_sd_inflation",
-]
-
 MAX_NUM_STEPS = 500
 """Most steps per draw: no limit shortens the step below 1/500 of the relaxation time."""
 

@@ -57,21 +57,6 @@ from numpyro_sgmcmc.model.gradient_estimators import (
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "MONITOR_INTERVAL",
-    "EstimatorChoice",
-    "NoiseMeasurement",
-    "choose_estimator",
-    "choose_monitor_gradients",
-    "choose_separate_gradients",
-    "choose_step_gradients",
-    "choose_subsampling",
-    "list_candidates",
-    "measure_gradient_noise",
-    "measure_noise_by_subsampling",
-    "measure_noise_to_compensate",
-]
-
 MONITOR_INTERVAL = 20
 """Steps between gradients on separate minibatches: they cost 5% or less of a run."""
 

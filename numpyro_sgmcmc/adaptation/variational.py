@@ -30,8 +30,6 @@ from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.progress import ProgressReporter
 
-__all__ = ["MeanField", "fit_mean_field", "precompile_mean_field"]
-
 # Initial SD of all coordinates, in unconstrained units.
 _INIT_SD = 0.1
 

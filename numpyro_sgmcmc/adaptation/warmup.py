@@ -86,16 +86,6 @@ from numpyro_sgmcmc.model.gradient_estimators import (
 from numpyro_sgmcmc.model.potential import IncludedRows
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "ModeSettings",
-    "adapt_to_mode",
-    "build_adaptation_from_settings",
-    "combine_modes",
-    "create_batched_gradients",
-    "fit_variational_mean",
-    "warm_up_globals",
-]
-
 # Kinetic temperature above the predicted one, relative to the predicted increase, at which chains
 # in warm-up shorten their step.
 _VARIANCE_INFLATION_TOLERANCE = 1.5

@@ -36,14 +36,6 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 
-__all__ = [
-    "is_thermostat_active",
-    "warn_about_gradient_noise",
-    "warn_about_uncompensated_noise",
-    "warn_about_user_step_size",
-    "warn_sorted_data",
-]
-
 # Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
 # is issued from this multiple of what is allowed, for means and for variances.
 _MIN_WARNED_MEAN_BIAS_RATIO, _MIN_WARNED_VARIANCE_INFLATION_RATIO = 2.0, 3.0

@@ -15,8 +15,6 @@ from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.checkpoint.store import compute_checksum, decode, read_latest_manifest
 from numpyro_sgmcmc.errors import CheckpointError
 
-__all__ = ["DrawsOnDisk", "open_draws"]
-
 # A bound on memory: a reader of one parameter loads whole chunks of this size at most.
 _MAX_CHUNK_BYTES = 2**24
 

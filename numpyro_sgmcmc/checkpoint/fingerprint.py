@@ -26,8 +26,6 @@ from numpyro_sgmcmc.data.arguments import Arguments, is_array
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = ["check_same_run", "compute_fingerprint", "describe", "shorten_text"]
-
 # Bounds on the time of a checksum: of larger arrays, so many evenly spaced rows are used.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512

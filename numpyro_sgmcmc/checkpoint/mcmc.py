@@ -54,8 +54,6 @@ from numpyro_sgmcmc.errors import (
 )
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = ["CheckpointedMCMC"]
-
 # Segments of a run by default: at most a twentieth is lost, and as much is in memory.
 _DEFAULT_NUM_SEGMENTS = 20
 

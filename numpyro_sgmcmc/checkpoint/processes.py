@@ -25,8 +25,6 @@ from jax.experimental import multihost_utils
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import CheckpointError, InvalidArgumentError
 
-__all__ = ["SINGLE_PROCESS", "ProcessGroup", "get_process_group", "lock_folder"]
-
 try:
     import fcntl
 except ImportError:  # Windows

@@ -17,8 +17,6 @@ from numpyro_sgmcmc.checkpoint.processes import ProcessGroup
 from numpyro_sgmcmc.diagnostics.stein_estimates import compute_configurational_temperature
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-__all__ = ["CheckpointSchedule", "ChunkSizer", "ProgressBar", "SigintHandler"]
-
 # Seconds between two looks at Ctrl-C and updates of the bar: short for a user, long for a device.
 _POLL_INTERVAL_SECONDS = 0.5
 # Coordinates whose ESS is in the bar: a bound on the time it takes.

@@ -20,8 +20,6 @@ from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-__all__ = ["ChainRunner", "Segment", "add_chain_axis", "parse_collected_fields"]
-
 
 class Segment(NamedTuple):
     """

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-__all__ = ["RunningMoments"]
-
 
 class RunningMoments(NamedTuple):
     """

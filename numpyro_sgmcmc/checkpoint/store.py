@@ -37,16 +37,6 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointStore",
-    "compute_checksum",
-    "decode",
-    "encode",
-    "read_latest_manifest",
-    "report_write_failure",
-]
-
 # Version of the manifest and of the state's structure. Draws on disk are the same since format 1.
 _FORMAT_VERSION = 7
 # Checkpoints kept: the second one is used where the newest is damaged.

@@ -22,16 +22,6 @@ from numpyro_sgmcmc.data.host_array import HostArray, exceeds_integer_range
 from numpyro_sgmcmc.data.sharded_array import ShardedArray, as_sharded
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
-__all__ = [
-    "Arguments",
-    "DeviceArrayCache",
-    "IdentityKey",
-    "as_jax_arrays",
-    "check_jax_representable",
-    "is_array",
-    "is_traced",
-]
-
 # Bytes of all arrays together from which they are held in references. Below, the time to compile
 # them as constants is negligible.
 _MIN_TOTAL_CACHE_BYTES = 2**25

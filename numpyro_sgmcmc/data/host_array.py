@@ -24,21 +24,6 @@ import numpy as np
 
 from numpyro_sgmcmc.errors import DataReadError, ExplainedError, InvalidArgumentError
 
-__all__ = [
-    "HostArray",
-    "RowArray",
-    "RowIndexError",
-    "call_host",
-    "check_unmasked",
-    "count_reads",
-    "exceeds_integer_range",
-    "find_nonfinite_rows",
-    "index_trailing_axes",
-    "read_and_prefetch",
-    "split_index",
-    "unwrap_callback_errors",
-]
-
 # Row indices are 32-bit integers.
 _MAX_INT32_ROWS = 2**31 - 1
 # Elements per operand of a callback. XLA's CPU client copies small buffers (about 100 kB) inline,

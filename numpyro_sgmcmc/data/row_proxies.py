@@ -34,18 +34,6 @@ from numpyro_sgmcmc.data.sharded_array import (
 )
 from numpyro_sgmcmc.errors import DataReadError, InvalidModelError
 
-__all__ = [
-    "IndexingRecorder",
-    "PlateIndexRegistry",
-    "PrefetchedRows",
-    "RowLookup",
-    "ShardedOperands",
-    "has_prefetched_rows",
-    "is_row_array_or_proxy",
-    "read_lookups",
-    "with_prefetched_rows",
-]
-
 
 class RowLookup(NamedTuple):
     """An array that the model indexes by the indices of a plate.

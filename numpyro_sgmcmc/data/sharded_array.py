@@ -41,15 +41,6 @@ from numpyro_sgmcmc.data.host_array import (
 )
 from numpyro_sgmcmc.errors import DataReadError, InvalidArgumentError
 
-__all__ = [
-    "DeviceShardView",
-    "HostShardView",
-    "ShardView",
-    "ShardedArray",
-    "Shards",
-    "as_sharded",
-]
-
 
 class Shards(NamedTuple):
     """Distribution of rows over devices.

@@ -30,22 +30,6 @@ from jax import Array, random
 
 from numpyro_sgmcmc.data.sharded_array import Shards
 
-__all__ = [
-    "SUBSAMPLINGS",
-    "ContiguousSubsampling",
-    "IIDSubsampling",
-    "Indices",
-    "Plate",
-    "ShuffledSubsampling",
-    "StreamState",
-    "Subsampling",
-    "epoch_seed",
-    "init_stream",
-    "permute",
-    "sample_independent_minibatch",
-    "sample_minibatches",
-]
-
 # 2^32 over the golden ratio: its multiples are evenly spaced among the 32-bit words.
 _GOLDEN_RATIO_UINT32 = 0x9E3779B9
 # Rounds of the shuffle: two positions stay correlated by 2^-12.

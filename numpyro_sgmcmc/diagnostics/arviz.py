@@ -37,8 +37,6 @@ from numpyro_sgmcmc.diagnostics.predictive import (
 from numpyro_sgmcmc.diagnostics.run_data import RunData, check_finished_run
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
-__all__ = ["LooDifference", "LooEstimate", "add_group", "loo", "to_arviz"]
-
 # Above it, Pareto-smoothed importance sampling is unreliable (Vehtari et al., 2024, section 3).
 _MAX_RELIABLE_PARETO_K = 0.7
 

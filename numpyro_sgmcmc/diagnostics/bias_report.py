@@ -71,13 +71,6 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
 
-__all__ = [
-    "BiasReport",
-    "bias_corrected_samples",
-    "bias_report",
-    "print_summary",
-]
-
 _MAX_DIVERGENCE_FRACTION = 0.01
 """Share of diverging iterations beyond which a run is flagged."""
 

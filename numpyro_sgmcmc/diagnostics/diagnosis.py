@@ -23,27 +23,6 @@ from numpyro_sgmcmc.errors import ModelWarningKind
 if TYPE_CHECKING:
     from numpyro_sgmcmc.diagnostics.bias_report import BiasReport
 
-__all__ = [
-    "MAX_OK_R_HAT",
-    "MEAN_BIAS_TOLERANCE",
-    "MIN_OK_ESS",
-    "SD_INFLATION_TOLERANCE",
-    "Diagnosis",
-    "SiteBias",
-    "classify_bias",
-    "compute_simultaneous_z",
-    "describe",
-    "describe_site_bias",
-    "diagnose_site",
-    "diagnose_sites",
-    "format_html",
-    "format_html_table",
-    "format_r_hat",
-    "format_text",
-    "format_text_table",
-    "summarize_in_one_line",
-]
-
 MEAN_BIAS_TOLERANCE = 0.1
 """Bias of a mean, in posterior SDs, beyond which a site is biased. It lowers the coverage of a
 central 90% interval to 89.8%."""

@@ -22,8 +22,6 @@ from scipy.stats import ks_2samp
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
-__all__ = ["KolmogorovDistance", "compute_ks_statistic", "kolmogorov_distance", "stein_discrepancy"]
-
 # Draws per block of the Stein kernel matrix: a bound on memory, of 512 n entries for n draws.
 _STEIN_BLOCK_SIZE = 512
 

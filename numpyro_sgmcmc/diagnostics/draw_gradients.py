@@ -34,12 +34,6 @@ from numpyro_sgmcmc.diagnostics.run_data import RunData, make_thinning_slice
 from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, GradientsAtDraws
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "compute_full_gradients_at_draws",
-    "compute_gradients_at_draws",
-    "predict_noise_mean_bias",
-]
-
 _MAX_GRADIENT_DRAWS, _MIN_GRADIENT_DRAWS = 1_024, 64
 """Draws at which gradients are taken, within the bound on rows below."""
 

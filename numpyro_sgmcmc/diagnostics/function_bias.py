@@ -63,13 +63,6 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "FunctionBias",
-    "SteinField",
-    "check_differentiable",
-    "estimate_function_bias",
-]
-
 _MAX_METRIC_VALUES = 64
 """Values whose gradients make the matrix S: a bound on the time of its inverse at each draw."""
 

@@ -20,12 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "FunnelNeck",
-    "TailTransform",
-    "find_funnel_necks",
-]
-
 _MIN_HEAVY_TAIL_SD_RATIO = 1.3
 """SD over that of a normal with the same 5% and 95% quantiles, beyond which tails are heavy. That
 of a Laplace variable is 1.01, of a Student t with 4 and 3 degrees of freedom 1.09 and 1.21."""

@@ -26,14 +26,6 @@ from numpyro_sgmcmc.dynamics import Dynamics, Recipe
 from numpyro_sgmcmc.dynamics.general import check_recipe
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
-__all__ = [
-    "SDE",
-    "check_invariance",
-    "fokker_planck_residual",
-    "make_step_expectation",
-    "small_step_limit",
-]
-
 # Step sizes from which rates at zero are extrapolated, in the time unit of the SDE (1 over a
 # friction or curvature): small enough for a polynomial of degree 8, large enough for float64.
 _STEP_SIZES = 0.003 * np.arange(1, 9)

@@ -25,8 +25,6 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 if TYPE_CHECKING:
     from numpyro.infer import MCMC
 
-__all__ = ["plot_bias", "plot_warmup"]
-
 _BLUE, _RED, _PALE_BLUE, _ORANGE = "#4c78a8", "#d62728", "#b8c7d9", "#d9822b"
 # Coordinates with a label each; of more, sites are labelled, so that the figure fits a page.
 _MAX_COORDINATE_LABELS = 40

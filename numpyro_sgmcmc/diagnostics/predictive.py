@@ -43,20 +43,6 @@ from numpyro_sgmcmc.model.handlers import FullDataModel
 from numpyro_sgmcmc.progress import show_data_passes
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = [
-    "DrawFunctions",
-    "FunctionSummary",
-    "PredictiveSummary",
-    "evaluate_log_likelihood",
-    "evaluate_replicates",
-    "get_draws_by_site",
-    "get_subsampled_plate",
-    "log_likelihood",
-    "posterior_predictive",
-    "predictive_summary",
-    "validate_row_indices",
-]
-
 # Bounds on memory. Values of all draws together in a chunk of rows, and values that are computed
 # at once, of functions of the draws:
 _MAX_ELEMENTS_PER_CHUNK = 2**24

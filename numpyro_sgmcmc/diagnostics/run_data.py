@@ -35,19 +35,6 @@ from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
 
-__all__ = [
-    "ConvergenceStats",
-    "GibbsRunData",
-    "RunData",
-    "Sums",
-    "check_finished_run",
-    "check_has_data",
-    "check_sites_kept",
-    "ess_per_gradient",
-    "get_coordinate_names",
-    "make_thinning_slice",
-]
-
 _MAX_DRAW_ENTRIES = 2**27
 """Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone."""
 

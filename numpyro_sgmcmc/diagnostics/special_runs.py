@@ -64,14 +64,6 @@ from numpyro_sgmcmc.progress import show_data_passes
 from numpyro_sgmcmc.sampling.bias_monitor import Moments
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = [
-    "Refinement",
-    "compare_with_finer",
-    "find_unconverged_discrete_sites",
-    "measure_bias_of_gibbs",
-    "measure_bias_of_globals",
-]
-
 _MARGINAL_GRADIENT_SEED = 0
 
 _FINER_RUN_BURN_IN_FRACTION = 0.1

@@ -32,25 +32,6 @@ from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, Sums
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums
 
-__all__ = [
-    "BiasEstimate",
-    "BiasMeasurements",
-    "Estimate",
-    "GradientsAtDraws",
-    "SteinEstimates",
-    "compute_between_chain_r_hat",
-    "compute_configurational_temperature",
-    "compute_posterior_covariance",
-    "compute_sums_at_draws",
-    "convert_sums_to_first_chain",
-    "estimate_bias_at_draws",
-    "estimate_bias_from_draws",
-    "estimate_bias_from_sums",
-    "estimate_tail_bias",
-    "jackknife",
-    "transform_tails",
-]
-
 _MIN_STEIN_ENTRY_Z = 3.0
 """Standard errors: off-diagonal entries of C below are set to zero before C is inverted."""
 

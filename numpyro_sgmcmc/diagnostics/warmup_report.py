@@ -20,8 +20,6 @@ from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-__all__ = ["WarmupReport", "check_warmed_up_run", "get_coordinate_variances", "warmup_report"]
-
 # Characters of a line, and of its heading.
 _PAGE_WIDTH, _HEADING_WIDTH = 88, 16
 # A chain has shortened its step size if that is below this share of the adapted one.

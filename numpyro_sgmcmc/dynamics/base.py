@@ -29,16 +29,6 @@ from jax import Array, random
 from numpyro_sgmcmc.dynamics.integrators import Flow, Integrator, Step, compose
 from numpyro_sgmcmc.jaxpr import propagate
 
-__all__ = [
-    "Dynamics",
-    "GradientNoiseCovariance",
-    "MomentumState",
-    "PositionState",
-    "damped_oscillator_autocorrelation",
-    "divergence",
-    "is_elementwise",
-]
-
 # Markers of entries that do not come from one entry of the argument: from none, or from several.
 _CONSTANT_SOURCE = -1
 _MIXED_SOURCE = -2

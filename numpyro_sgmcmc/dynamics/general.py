@@ -32,12 +32,6 @@ from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Pa
 from numpyro_sgmcmc.dynamics.langevin import OverdampedDynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError, standard_normal_points
 
-__all__ = [
-    "Recipe",
-    "RecipeState",
-    "check_recipe",
-]
-
 # Eigenvalues of D below this fraction of the largest are taken as zero: float32 rounding.
 _ZERO_EIGENVALUE = 1e-6
 # Relative tolerances, for float32 rounding: of symmetry and definiteness of D and Q, and of the

@@ -15,17 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
-__all__ = [
-    "SYMMETRIC_SPLITTING",
-    "Flow",
-    "GradientFn",
-    "Integrator",
-    "Part",
-    "Step",
-    "clip_grad_norm",
-    "compose",
-]
-
 GradientFn: TypeAlias = Callable[[Array], Array]
 """Gradient (or its unbiased estimate) of the potential at a position of shape ``(d,)``."""
 

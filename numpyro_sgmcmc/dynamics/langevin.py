@@ -56,18 +56,6 @@ from numpyro_sgmcmc.dynamics.integrators import (
     Part,
 )
 
-__all__ = [
-    "GAUSSIAN_KINETICS",
-    "LAPLACE_KINETICS",
-    "Kinetics",
-    "MonomialGammaLangevin",
-    "OverdampedDynamics",
-    "OverdampedLangevin",
-    "UnderdampedDynamics",
-    "UnderdampedLangevin",
-    "UnderdampedState",
-]
-
 # The table of momentum quantiles: its largest exponential variable, of tail probability exp(-40)
 # (a float32 uniform variable ends at exp(-17)), and its number of entries, about five digits.
 _MAX_TABLE_EXPONENTIAL = 40.0

@@ -37,12 +37,6 @@ from numpyro_sgmcmc.dynamics.base import (
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 from numpyro_sgmcmc.dynamics.langevin import OverdampedDynamics, UnderdampedDynamics
 
-__all__ = [
-    "RiemannianOverdampedLangevin",
-    "RiemannianUnderdampedLangevin",
-    "potential_metric",
-]
-
 
 def potential_metric(q: Array) -> Array:
     r"""Return the inverse metric of gSGRHMC, :math:`G^{-1} \propto \sqrt{|U + C|}`, a scalar.

@@ -59,13 +59,6 @@ from numpyro_sgmcmc.dynamics.langevin import (
     UnderdampedLangevin,
 )
 
-__all__ = [
-    "MonomialGammaThermostat",
-    "NoseHooverThermostat",
-    "ThermostatDynamics",
-    "ThermostatState",
-]
-
 # Gradient noise V that is the same everywhere inflates variances by this fraction of h^2 V if each
 # coordinate has a thermostat: fitted to simulated Gaussians.
 _RESIDUAL_INFLATION = 1.0 / 16.0

@@ -27,8 +27,6 @@ from numpyro_sgmcmc.jaxpr import propagate, propagate_labels, sub_jaxprs
 from numpyro_sgmcmc.model.handlers import plate_array_length_error, trace_prior
 from numpyro_sgmcmc.model.trace import ModelTrace, find_user_source_line
 
-__all__ = ["RowGather", "check_factorises_over_plates", "find_row_gathers"]
-
 # Primitives whose output holds the same indices as their input, perhaps in another order or shape.
 _INDEX_PRESERVING_PRIMITIVES = {
     "broadcast_in_dim",

@@ -33,16 +33,6 @@ from numpyro_sgmcmc.dynamics.integrators import GradientFn
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-__all__ = [
-    "GRADIENT_ESTIMATORS",
-    "ControlVariate",
-    "GradientEstimator",
-    "MeanOverShards",
-    "MinibatchGradient",
-    "SecondOrderControlVariate",
-    "make_gradient_fn",
-]
-
 # Step of the finite difference along the displacement from the reference point, as a fraction of
 # that displacement: small against the scale on which curvature varies, large against rounding.
 _FINITE_DIFFERENCE_FRACTION = 0.1

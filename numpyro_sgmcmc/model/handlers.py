@@ -27,16 +27,6 @@ from numpyro_sgmcmc.data.row_proxies import is_row_array_or_proxy
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 
-__all__ = [
-    "ConditionedModel",
-    "FullDataModel",
-    "detect_rng_use",
-    "disable_validation",
-    "sample_prior_values",
-    "set_subsample_indices",
-    "trace_prior",
-]
-
 ChooseIndices = Callable[[str, int, int], Any]
 """Maps ``(name, size, subsample_size)`` of a plate to row indices, or None to leave it alone."""
 

@@ -34,21 +34,6 @@ from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.trace import ModelTrace
 
-__all__ = [
-    "BatchLocalValues",
-    "LocalLatents",
-    "LocalSite",
-    "LocalValues",
-    "call_gibbs_fn",
-    "find_local_latents",
-    "get_gibbs_fn_keywords",
-    "insert_local_values",
-    "resample_local_values",
-    "select_collected_sites",
-    "with_local_values",
-    "without_local_values",
-]
-
 _LOCAL_VALUES_KWARG = "_local_values"
 
 

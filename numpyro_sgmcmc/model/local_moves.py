@@ -53,19 +53,6 @@ from numpyro_sgmcmc.model.local_latents import (
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import is_fixed_support
 
-__all__ = [
-    "NUM_LOCAL_UPDATES",
-    "LocalLatentsState",
-    "compute_local_hessian_diagonal",
-    "estimate_marginal_gradients",
-    "init_local_values",
-    "map_over_row_chunks",
-    "pointwise_local_potentials",
-    "sweep_local_values",
-    "update_local_values",
-    "update_minibatch_locals",
-]
-
 NUM_LOCAL_UPDATES = 10
 """Updates of all local values before the gradients at a draw, and updates with a gradient each."""
 

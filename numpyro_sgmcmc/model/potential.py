@@ -31,16 +31,6 @@ from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error
 from numpyro_sgmcmc.model.local_latents import LocalLatents
 
-__all__ = [
-    "FunctionPotential",
-    "GlobalSite",
-    "IncludedRows",
-    "Potential",
-    "compute_chunk_size",
-    "make_function_potential",
-    "mean_over_chunks",
-]
-
 # Bounds on the memory of a pass over all rows: numbers and rows per chunk.
 _MAX_CHUNK_ELEMENTS = 2**20
 _MAX_CHUNK_ROWS = 8192

@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["LowRankFactor", "Preconditioner", "stack_preconditioners"]
-
 
 class LowRankFactor(NamedTuple):
     r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions.

@@ -67,16 +67,6 @@ from numpyro_sgmcmc.model.trace import (
 )
 from numpyro_sgmcmc.model.validation import validate_model
 
-__all__ = [
-    "ModelPotential",
-    "build_potential",
-    "find_global_sites",
-    "get_model_potential",
-    "get_uniform_radius",
-    "make_model_potential",
-    "validate_init_strategy",
-]
-
 # A bound on memory: of host and sharded arrays as many rows are searched for values not finite.
 _MAX_DIAGNOSED_ROWS = 20_000
 

@@ -41,19 +41,6 @@ from numpyro_sgmcmc.errors import (
 )
 from numpyro_sgmcmc.model.handlers import FullDataModel, trace_prior
 
-__all__ = [
-    "NO_GIBBS",
-    "GibbsConfig",
-    "ModelTrace",
-    "SampleSite",
-    "TracedSite",
-    "find_user_source_line",
-    "get_base_distribution",
-    "is_fixed_support",
-    "trace_model",
-    "translate_model_error",
-]
-
 
 class TracedSite(NamedTuple):
     """A named statement of the model.

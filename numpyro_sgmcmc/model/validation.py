@@ -39,16 +39,6 @@ from numpyro_sgmcmc.model.local_moves import pointwise_local_potentials
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import ModelTrace, SampleSite
 
-__all__ = [
-    "check_conditional_independence",
-    "check_global_sites",
-    "check_local_latents_options",
-    "check_local_sites",
-    "check_sharding",
-    "validate_model",
-    "warn_missing_plates",
-]
-
 # The check of independence compares a minibatch with its rows: rows per minibatch, number of
 # minibatches, and tolerances relative to the terms, well above rounding.
 _NUM_CHECKED_ROWS = 5

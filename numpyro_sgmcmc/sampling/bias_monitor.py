@@ -23,15 +23,6 @@ from jax import Array, lax
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
 
-__all__ = [
-    "FULL_MOMENTS_MAX_DIM",
-    "FirstGradientRecorder",
-    "Moments",
-    "RunningSums",
-    "StepSizeMonitor",
-    "compute_batch_index",
-]
-
 FULL_MOMENTS_MAX_DIM = 64
 """Number of coordinates up to which second moments are matrices: a bound on a step's cost."""
 

@@ -24,8 +24,6 @@ from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
 from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
 from numpyro_sgmcmc.sampling.state import AdaptState, ChainConfig, SGMCMCState, has_chain_axis
 
-__all__ = ["init_chains"]
-
 # SD of the initial positions in posterior SDs: chains that agree then have converged, not started
 # together. R-hat needs such initial positions (Gelman and Rubin 1992).
 _INIT_DISPERSION_SD = 2.0

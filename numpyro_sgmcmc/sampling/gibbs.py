@@ -32,14 +32,6 @@ from numpyro_sgmcmc.sampling.options import (
 )
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-__all__ = [
-    "build_conditional_potential",
-    "condition_on_variational_means",
-    "find_continuous_global_sites",
-    "recenter_state",
-    "with_conditioning",
-]
-
 
 def with_conditioning(arguments: Arguments, conditioning_values: Mapping[str, Any]) -> Arguments:
     """Return the arguments with these values of other blocks' sites."""

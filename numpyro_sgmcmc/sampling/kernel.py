@@ -63,8 +63,6 @@ from numpyro_sgmcmc.sampling.options import (
 from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
 from numpyro_sgmcmc.sampling.step import run_iteration
 
-__all__ = ["InitCache", "SGMCMCKernel", "full_gradients"]
-
 
 class SGMCMCKernel(KernelReprMixin, MCMCKernel):
     r"""Base of the stochastic-gradient kernels; a subclass chooses the SDE and its integrators.

@@ -19,15 +19,6 @@ from jax.scipy.linalg import solve_triangular
 from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error
 from numpyro_sgmcmc.model.potential import GlobalSite
 
-__all__ = [
-    "MassMatrixBlocks",
-    "build_mass_matrix_blocks",
-    "build_mass_matrix_mask",
-    "compute_mass_matrix_sqrt",
-    "is_positive_definite",
-    "parse_inverse_mass_matrix",
-]
-
 # Relative asymmetry that float32 arithmetic can cause in a symmetric matrix, and the same in units
 # of the largest entry, for entries near zero.
 _SYMMETRY_RTOL, _SYMMETRY_ATOL = 1e-4, 1e-6

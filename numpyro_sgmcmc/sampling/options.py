@@ -38,20 +38,6 @@ from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM
 from numpyro_sgmcmc.sampling.mass_matrix import build_mass_matrix_mask, parse_inverse_mass_matrix
 from numpyro_sgmcmc.sampling.schedules import first_step_size
 
-__all__ = [
-    "KernelOptions",
-    "KernelReprMixin",
-    "Options",
-    "add_options_to_signature",
-    "build_potential_from_fn",
-    "build_potential_from_model",
-    "build_warmup_settings",
-    "check_chain_method",
-    "check_gibbs_block_collects_locals",
-    "check_options_match_model",
-    "get_single_chain_shapes",
-]
-
 # Parameters up to which `dense_mass=None` adapts a dense mass matrix: a bound on the time of the
 # adaptation, which needs several draws per parameter.
 _MAX_DENSE_MASS_MATRIX_DIM = 100

@@ -26,8 +26,6 @@ from numpyro_sgmcmc.sampling.state import (
     sample_iteration_indices,
 )
 
-__all__ = ["attach_prefetch_buffer", "compute_buffer_length", "refill_prefetch_buffer"]
-
 # Bounds on memory: bytes of the buffers of all chains, and iterations of a buffer.
 _MAX_PREFETCH_BUFFER_BYTES, _MAX_PREFETCHED_ITERATIONS = 2**23, 64
 

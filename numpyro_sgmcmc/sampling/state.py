@@ -25,19 +25,6 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks, compute_mass_matrix_sqrt
 
-__all__ = [
-    "AdaptState",
-    "ChainConfig",
-    "Keys",
-    "PrefetchBuffer",
-    "PrefetchCursor",
-    "SGMCMCState",
-    "StepCarry",
-    "get_key_data",
-    "has_chain_axis",
-    "sample_iteration_indices",
-]
-
 
 class SGMCMCState(NamedTuple):
     """

@@ -47,8 +47,6 @@ from numpyro_sgmcmc.sampling.state import (
     sample_iteration_indices,
 )
 
-__all__ = ["Minibatch", "StepInputs", "make_step", "run_iteration"]
-
 # Normal numbers of an iteration that are generated at once: a bound on memory, 16 MB in float32.
 _MAX_PREGENERATED_NORMALS = 2**22
 # Posterior SDs in one iteration: a chain that moves farther has diverged.
