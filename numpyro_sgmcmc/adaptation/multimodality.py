@@ -372,7 +372,7 @@ def rescale_to_prior(
     preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
     q = preconditioner.solve(pilot.positions - preconditioner.center)
     rescaled = replace(pilot, preconditioner=preconditioner, q=q)
-    inflation = measure_trial_variance_inflation(inputs, batched_gradients, rescaled, rng)
+    inflation = measure_minibatch_variance_inflation(inputs, batched_gradients, rescaled, rng)
     return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
 
@@ -399,7 +399,7 @@ def _has_effective_control_variates(
     return control_variate.mean_variance < max_variance
 
 
-def measure_trial_variance_inflation(
+def measure_minibatch_variance_inflation(
     inputs: WarmupInputs,
     batched_gradients: BatchedGradients,
     pilot: PilotResult,

@@ -13,7 +13,7 @@ from numpyro.infer import MCMC, NUTS
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.multimodality import (
     MAX_TRIAL_VARIANCE_INFLATION,
-    measure_trial_variance_inflation,
+    measure_minibatch_variance_inflation,
     rescale_to_prior,
 )
 from numpyro_sgmcmc.adaptation.pilot import PilotResult
@@ -115,7 +115,7 @@ def test_trial_run_detects_gradient_noise(batch_size, is_noisy, num_steps):
     inputs = make_inputs(linear(0.3), (X, Y), batch_size)
     inputs = replace(inputs, budget=replace(inputs.budget, pilot_window_steps=(num_steps,)))
     pilot = PilotResult(Preconditioner(np.zeros(2), np.ones(2), np.zeros(2)), draws)
-    inflation = measure_trial_variance_inflation(
+    inflation = measure_minibatch_variance_inflation(
         inputs, create_batched_gradients(inputs), pilot, rng
     )
     assert (inflation > MAX_TRIAL_VARIANCE_INFLATION) == is_noisy
