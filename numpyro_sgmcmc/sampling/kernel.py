@@ -67,6 +67,8 @@ from numpyro_sgmcmc.sampling.step import run_iteration
 class SGMCMCKernel(KernelReprMixin, MCMCKernel):
     r"""Base of the stochastic-gradient kernels; a subclass chooses the SDE and its integrators.
 
+    :param model: a NumPyro model with a subsampled plate, or None.
+    :param potential_fn: minus the log density of a pytree of unconstrained values, or None.
     :param dynamics: the SDE.
     :param integrator: name of the integrator.
     :param options: the keywords of :class:`~numpyro_sgmcmc.sampling.options.Options`.
