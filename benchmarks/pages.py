@@ -23,7 +23,7 @@ from results import Table, key, read
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "scaling", "trust", "measured")]
 _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-_LABELS = 2  # cells that say what a row is of
+_LABELS = 2  # first cells, which are the labels of a row
 
 
 def kept() -> list[list[Table]]:
