@@ -1,6 +1,7 @@
 """The code of the site's pages runs, block after block, at toy size."""
 
 import re
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -167,7 +168,16 @@ def run(page):
 def test_every_page_is_run():
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
     with_code = {page for page in pages if blocks(page)}
-    assert with_code - {"networks.md"} == set(PAGES) - {"../README.md"}  # it has its own test
+    own_tests = {"networks.md", "troubleshooting.md"}
+    assert with_code - own_tests == set(PAGES) - {"../README.md"}
+
+
+def test_code_of_the_troubleshooting_page_compiles():
+    """Its blocks are fragments of users' programs."""
+    fragments = blocks("troubleshooting.md")
+    assert len(fragments) > 20
+    for number, fragment in enumerate(fragments):
+        compile(textwrap.dedent(fragment), f"troubleshooting.md, block {number}", "exec")
 
 
 @pytest.mark.parametrize("page", [quick_if(p == "start.md", p, id=p) for p in PAGES])
