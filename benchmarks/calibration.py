@@ -1,10 +1,10 @@
-"""Simulation-based calibration of the whole library, with its figure.
+"""Simulation-based calibration of the package, with its figure.
 
-For parameters drawn from the prior and data drawn given them, the rank of each parameter among the
-posterior's draws is uniform, if every step from the model to the draws is right: reading, warm-up,
-minibatches, sampling. ``python benchmarks/calibration.py`` does so for four models, with
-minibatches and nothing given, prints a chi-squared test a parameter, and draws how far the ranks'
-distribution is from the uniform one (``docs/calibration.png``).
+Parameters are drawn from the prior and data given the parameters. Then the rank of each parameter
+among the posterior draws is uniform if model, warm-up, minibatches and sampler are right.
+``python benchmarks/calibration.py`` checks four models with minibatches and default options. It
+prints a chi-squared test per parameter, and plots the difference between the distribution of the
+ranks and the uniform distribution (``docs/calibration.png``).
 
 Reference: Talts, Betancourt, Simpson, Vehtari and Gelman (2018), *Validating Bayesian inference
 algorithms with simulation-based calibration*.

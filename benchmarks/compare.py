@@ -1,7 +1,7 @@
 """Compare the tables of two files of results: ``python benchmarks/compare.py OLD NEW``.
 
-Rows are matched by their first two cells, numbers by their column. What differs by more than a
-tenth is shown, the new number over the old one; which way is better the column says.
+Rows are matched by their first two cells, and numbers by their column. Numbers that differ by more
+than a tenth are printed, with the ratio of the new number to the old one.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Posteriors with 100 to 10,000 parameters with no arguments, beside NUTS.
+"""Posteriors with 100 to 10,000 parameters and default options, compared with NUTS.
 
-``python benchmarks/large.py`` runs the problems of ``large_problems.py`` with nothing but model,
-data and minibatch, and compares them with the references of ``large_references.py``, in
-unconstrained space, coordinate by coordinate; with words, only problems whose name has one of them.
-``--small`` takes minibatches that are known to be too small: the library must report a bias.
+``python benchmarks/large.py`` runs the problems of ``large_problems.py`` with default options, and
+compares each coordinate in unconstrained space with the references of ``large_references.py``.
+Words as arguments select problems by their names. ``--small`` takes minibatches that are known to
+be too small: the library must report a bias.
 """
 
 from __future__ import annotations

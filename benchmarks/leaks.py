@@ -1,10 +1,10 @@
 """Measure the memory that a process retains after repeated runs.
 
-A hundred runs of ``MCMC(kernel(model))`` one after the other, each with a new kernel, on the
-same model function or on a new one each (a closure, as a loop over models makes them), and of
-``CheckpointedMCMC``; NUTS stands beside them. Resident memory, JAX's live compiled programs and
-arrays, the targets that kernels share, and mappings of memory, after the first run, the tenth, half
-of them and all; it looks after every tenth. Each series runs in a separate process.
+A hundred runs of ``MCMC(kernel(model))`` follow each other, each with a new kernel, on the same
+model function or on a new one each (a closure, as in a loop over models). ``CheckpointedMCMC`` and
+NUTS are measured as well. The table has resident memory, live compiled programs and arrays of JAX,
+cached potentials and memory mappings after the first run, the tenth, half of the runs and all of
+them. Each series runs in a separate process.
 """
 
 from __future__ import annotations

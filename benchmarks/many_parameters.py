@@ -1,10 +1,10 @@
-"""Draws that do not fit in memory: those of many parameters, written and read by processes apart.
+"""Draws of many parameters that do not fit in memory, written and read by separate processes.
 
     python benchmarks/many_parameters.py [--parameters 1e6] [--draws 1000]
 
-The first process writes random draws as ``CheckpointedMCMC`` does, a segment at a time; the second
-opens them and reads all those of one parameter. Prints the largest resident memory of each beside
-what the draws take.
+The first process writes random draws in segments, as ``CheckpointedMCMC`` does. The second opens
+them and reads all draws of one parameter. Prints the largest resident memory of each, and the size
+of the draws.
 """
 
 from __future__ import annotations

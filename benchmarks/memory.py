@@ -1,13 +1,13 @@
 """Peak memory of a run.
 
-Peak resident memory of a whole process that makes N rows of D float32 columns as JAX arrays, runs
-``MCMC(SGHMCSplit(model))`` on them with default arguments and reads the draws, over the bytes of
-the data. Each chain method runs in a separate process; a process that only makes the data
-stands beside them. Target: under 2.5 at N = 1e7, D = 20.
+A process makes N rows of D float32 columns as JAX arrays, runs ``MCMC(SGHMCSplit(model))`` on them
+with default options and reads the draws. The table has its peak resident memory relative to the
+size of the data. Each chain method runs in a separate process, and one process only makes the data.
+Target: under 2.5 at N = 1e7, D = 20.
 
-A second table has numbers of draws by numbers of rows, in memory and by ``CheckpointedMCMC``, which
-writes the draws to disk and looks at their means alone; a third the same with 200 columns and four
-chains, where draws take more memory than rows.
+A second table varies the numbers of draws and rows, in memory and with ``CheckpointedMCMC``, which
+writes the draws to disk, of which only means are read. A third has 200 columns and four chains,
+where draws take more memory than rows.
 """
 
 from __future__ import annotations

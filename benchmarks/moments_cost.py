@@ -1,9 +1,9 @@
 """Measure the cost of the moments from which the bias is estimated.
 
-Time of ``SGHMCSplit``'s own iterations of ten steps with them over the time without: read off the
-steps' own gradients (at every step; at every fifth with more than 10,000 coordinates), and read
-separately, from one more minibatch in each iteration. They are timed in turn in one process,
-without compilation. The target is 1.1.
+The ratio is the time of an iteration of ten steps of ``SGHMCSplit`` with moments to that without.
+*own*: moments from the gradients of the steps (at every step; at every fifth with more than 10,000
+coordinates). *apart*: moments from one more minibatch in each iteration. Runs alternate in one
+process, without compilation. The target is 1.1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Store printed tables as JSON, each with its day, versions and machine.
 
-Where the environment variable BENCHMARK_RESULTS names a folder, a script's tables go into its
-``python-3.13.json`` (by the Python that ran it), in place of the same tables of an earlier run.
-``benchmarks/pages.py`` puts them into the site's pages, and ``benchmarks/compare.py`` compares two.
+If the environment variable BENCHMARK_RESULTS is a folder, the tables of a script go into its
+``python-3.13.json`` (by the Python version) and replace the same tables of an earlier run.
+``benchmarks/pages.py`` puts them into the pages of the site, ``benchmarks/compare.py`` compares two
+files.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A run that is killed at random times and resumed each time, beside one that is not.
+"""A run that is killed at random times and resumed each time, compared with an undisturbed run.
 
     python benchmarks/resume.py [--kills 20] [--samples 200000] [--longest 25]
 
 The run is a child process of a logistic regression on 100,000 rows, killed by SIGKILL, which no
-process can catch. Prints a line for each kill, then whether everything the two runs leave (draws,
-state, cursors of the data, moments, running means) is the same to the last bit, and what the
-checkpoints cost beside plain ``MCMC``.
+process can catch. Prints a line for each kill; then whether the results of both runs (draws, state,
+data cursors, moments, running means) are bitwise the same; and the cost of the checkpoints relative
+to ``MCMC``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Other methods for the same model: SVI, HMCECS and the samplers of BlackJAX.
 
-Each gives draws in unconstrained space, and all have better settings than a user would find at
-once: SVI's step size falls to zero on a cosine, HMCECS gets the posterior's mean for its Taylor
-proxy, and BlackJAX's samplers start there, with the best of several step sizes by their distance
-from the reference.
+Each returns draws in unconstrained space. All have better settings than a user would choose at
+first: the step size of SVI decays to zero on a cosine, HMCECS gets the posterior mean for its
+Taylor proxy, and BlackJAX's samplers start there, with the best of several step sizes by the
+distance to the reference.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     ... change ...
     python benchmarks/same_draws.py compare before.npz
 
-Every kernel on two models, and one run for each feature that a chain or the warm-up can have:
-estimators, minibatches, integrators, schedules, local sites, rows on the host and on devices,
-checkpoints, Gibbs. What is compared is every bit of the draws, of the last state and of the
-adaptation, and the text of the bias report. Bits hold on one machine with one version of JAX.
+Runs every kernel on two models, and one run for each feature of a chain or the warm-up: estimators,
+subsampling, integrators, schedules, local sites, rows on the host and on devices, checkpoints,
+Gibbs. Draws, last state and adaptation are compared bitwise, the bias report by its numbers. Draws
+are bitwise reproducible on one machine with one version of JAX.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Effective draws a second against the number of rows.
+"""Effective draws per second against the number of rows.
 
-Logistic regression, D = 20, ``SGHMCSplit`` with default arguments, B = 100, four vectorized
-chains; one chain of NUTS on all rows beside it while N is small. Timed is the sampling alone: the
-kernel's own iterations after warm-up, compiled beforehand, as ``MCMC(progress_bar=False)`` runs
-them; the fastest of three runs. The effective sample size is the smallest over coordinates. The
-error is that of the posterior mean against the mode, the largest over coordinates, in posterior
-SDs; Monte Carlo error and the posterior's skewness are part of it.
-Warm-up is the time of ``MCMC.warmup``: adaptation, burn-in and all compilation.
+Logistic regression, D = 20, ``SGHMCSplit`` with default options, B = 100, four vectorized chains;
+for small N also one chain of NUTS on all rows. The time is that of sampling alone: the kernel's
+iterations after warm-up, compiled beforehand, as ``MCMC(progress_bar=False)`` runs them; the
+fastest of three runs. The effective sample size is the smallest over coordinates. The error is that
+of the posterior mean relative to the mode, the largest over coordinates, in posterior SDs; it
+includes Monte Carlo error and the skewness of the posterior. Warm-up is the time of
+``MCMC.warmup``: adaptation, burn-in and all compilation.
 
-Target: ESS/s within a factor 2 of each other from the N at which the data leave the cache.
+Target: ESS/s equal within a factor of 2 from the N at which the data leave the cache.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Rows spread over devices: what a step costs here, and what it would cost on many hosts.
+"""Sharded rows: the cost of a step on this machine, and the predicted cost on many hosts.
 
-Every row of the first table is a separate process (or two, connected over loopback), whose host
-poses as so many devices; they share this machine's cores, so that no speed-up is possible beyond
-those. Seconds are of the kernel's own iterations, four chains. Then the constants of the cost model
+Every row of the first table is a separate process (or two, connected over loopback) with several
+host devices. These share the cores of this machine, so that no further speed-up is possible. Times
+are of the kernel's iterations, with four chains. Then the constants of the cost model
 
     T(H) = T_0 + t_row B / H + t_sum(H),    t_sum(H) = 2 log2(H) latency + 2 bytes / bandwidth
 
-are measured: T_0 and t_row by a line through the steps' times at several minibatches on one device,
-t_sum here by a loop of nothing but sums. The model is printed for a network of given latency and
-bandwidth, with the minibatch at which the sum takes a tenth of the step.
+are estimated: T_0 and t_row by a line through the times of steps at several minibatch sizes on one
+device, t_sum by a loop of sums alone. The model is printed for a network of given latency and
+bandwidth, with the minibatch size at which the sum takes a tenth of the step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Runs on rows on disk that are disturbed for an hour, beside one that is not.
+"""Runs on memory-mapped data that are disturbed for an hour, compared with an undisturbed run.
 
     python benchmarks/soak.py [--minutes 60] [--samples 20000]
 
-A child process runs ``CheckpointedMCMC`` on memory maps, and at random times it is killed
-(SIGKILL), stopped for some seconds (SIGSTOP), kept from making any file longer (a full disk), or
-its data file is cut to half; some children have a clock that jumps by up to a day, both ways. One
-that ends is started again and goes on. Each must end well or with a sentence of the library's own,
-and what a complete run leaves must be the undisturbed run's to the last bit. Prints how each
-disturbance ended, and how often.
+A child process runs ``CheckpointedMCMC`` on memory maps. At random times it is killed (SIGKILL), is
+stopped for some seconds (SIGSTOP), cannot extend files (a full disk), or its data file is
+truncated; some children have a clock that jumps by up to a day, both ways. A child that ends is
+started again and resumes. Each must end well or with an error of this package, and a complete run
+must be bitwise the same as the undisturbed one. Prints the ends of the children by disturbance.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class Child:
             print(text)  # of which there must be none
             return "ended without a sentence"
         if own := [line for line in errors if "Writing a checkpoint" in line]:
-            return self._short(own[-1])  # threads of Orbax's may say more as the process ends
+            return self._short(own[-1])  # threads of Orbax may print more as the process ends
         if not any(word in errors[-1] for word in ("HostArray", "mmap")):
             print(text)
         return self._short(errors[-1])

@@ -1,12 +1,11 @@
-"""Effective draws a second beside NUTS and HMCECS, on a million rows.
+"""Effective draws per second compared with NUTS and HMCECS, on a million rows.
 
 Two posteriors: logistic regression (D = 20), which is nearly Gaussian, and Student-t regression
-with unknown scale and degrees of freedom (D = 22), which is less so. Minibatches of 100 unless
-said. ESS/s is the smallest effective sample size of a coordinate over the seconds of sampling,
-compilation and warm-up left out; *all* is everything in seconds, compilation too, of one call of
-``MCMC.run`` on a kernel that nothing has prepared. *Mean* and *sd* are the largest errors against
-the NUTS run, whose own Monte Carlo error is about 0.06 SDs and 4%; for logistic regression
-against the Gaussian at the mode.
+with unknown scale and degrees of freedom (D = 22), which is less so. The default minibatch has 100
+rows. ESS/s is the smallest effective sample size of a coordinate over the seconds of sampling,
+without compilation and warm-up; *all* is the time of one call of ``MCMC.run`` with a new kernel,
+compilation included. *Mean* and *sd* are the largest errors relative to the NUTS run, whose Monte
+Carlo error is about 0.06 SDs and 4%; for logistic regression relative to the Gaussian at the mode.
 
 Targets: 3,000 times the ESS/s of NUTS, 15 times that of HMCECS, *all* at most a tenth of NUTS's.
 """

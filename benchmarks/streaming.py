@@ -1,12 +1,12 @@
-"""Rows on disk beside the same rows in memory: speed, memory and the posterior.
+"""Rows on disk compared with the same rows in memory: speed, memory and the posterior.
 
-First, steps a second with a table that fits into memory, as arrays and as ``HostArray`` over memory
-maps; in turn, so that a busy machine slows both, and with the same settings, where the warm-up
-might choose others. Target: at least 0.7 of the speed. Beside it the ratio of CPU seconds of all
-threads, which other work on the machine changes less. Then (``--gigabytes``) a table larger than
-memory is meant to be, sampled in a separate process: largest resident memory, and means and SDs
-against Newton's method by chunks. Targets for 20 GB: under 3 GB of memory, and a warm-up of three
-times one read from end to end.
+First, steps per second with a table that fits into memory, as arrays and as ``HostArray`` over
+memory maps. Runs alternate, so that other load slows both, and have the same settings, since the
+warm-up might choose others. Target: at least 0.7 of the speed. The ratio of CPU seconds of all
+threads is less sensitive to other load. Then (``--gigabytes``) a table larger than the intended
+memory, sampled in a separate process: largest resident memory, and means and SDs compared with
+Newton's method by chunks. Targets for 20 GB: under 3 GB of memory, and a warm-up of three times one
+sequential read.
 """
 
 from __future__ import annotations

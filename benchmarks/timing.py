@@ -1,4 +1,4 @@
-"""Runs timed in turn, and the tables in which the benchmarks print what they find."""
+"""Alternating timed runs, and the tables that the benchmarks print."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Check posteriors with no arguments, and the bias report where they are wrong.
 
-``python benchmarks/trust.py`` runs kernels with no arguments on the problems of
+``python benchmarks/trust.py`` runs kernels with default options on the problems of
 ``trust_problems.py`` and compares them with long NUTS runs. ``--bad`` runs one kernel with
-settings that are wrong on purpose, and counts how often the report says so; ``--rivals`` runs what
-else there is. All comparisons are in unconstrained space, coordinate by coordinate. With ``--save
-FILE`` each run is kept in the file when it ends, and is not run again; ``trust_figure.py`` draws
-what a file holds.
+deliberately wrong settings and counts the reports that detect this; ``--rivals`` runs other
+methods. Coordinates are compared in unconstrained space. With ``--save FILE`` each run is stored in
+the file when it ends, and is not run again; ``trust_figure.py`` plots the runs of a file.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Plot the runs stored by ``trust.py --save`` in ``docs/trust.png``.
 
-Left and middle, one row a posterior: the largest error of a mean and of an SD, for this package's
-kernels with no arguments and for what else there is. Right, one dot a run, settings that are wrong
-on purpose included: the ratio of the SD that is most off to the posterior's, against what the run's
-own report said of it.
+Left and middle, one row per posterior: the largest error of a mean and of an SD, for the kernels of
+this package with default options and for other methods. Right, one dot per run, deliberately wrong
+settings included: the true ratio of the worst SD to the posterior's, against the ratio in the bias
+report of the run.
 """
 
 from __future__ import annotations

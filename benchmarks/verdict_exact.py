@@ -1,7 +1,7 @@
-"""Posteriors as quantiles of their coordinates, without MCMC: in float64.
+"""Posteriors as quantiles of their coordinates, computed in float64 without MCMC.
 
-A reference holds each coordinate's quantiles at the levels of evenly spaced normal scores, so that
-interpolation in it takes draws to their scores.
+A reference has the quantiles of each coordinate at evenly spaced normal scores, so that draws are
+converted to scores by interpolation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Small posteriors that are known exactly, for the benchmark of diagnoses.
 
-Each has what may go wrong with it: several modes, funnels, gradients that are not the potential's,
-few influential rows, numbers out of range; or nothing. Shapes that do not come from
-regression are in a module of shapes.
+Each has one possible fault, or none: several modes, funnels, gradients that are not those of the
+potential, influential rows, numbers out of range. Shapes that do not come from regression are in a
+module of shapes.
 """
 
 from __future__ import annotations

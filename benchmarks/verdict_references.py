@@ -1,11 +1,11 @@
 """Exact posteriors in unconstrained space, stored as quantiles.
 
 This script makes the file of references anew (minutes); with names of problems as arguments, only
-those. In float64, and all but one without MCMC: closed forms of normal posteriors, grids,
-independent draws where the model gives them, weighted ones elsewhere. ``--check`` runs NUTS on the
-models as they are, also in float64, and prints how far the two are apart, in normal scores. It
-accepts by the potential, so that gradients which are wrong only slow it down; where it does not mix
-(funnels, modes), its effective size says so.
+those. References are computed in float64, all but one without MCMC: closed forms of normal
+posteriors, grids, independent draws where the model has them, and weighted draws elsewhere.
+``--check`` runs NUTS in float64 on the same models and prints the differences in normal scores.
+NUTS accepts by the potential, so wrong gradients only slow it down. Where it does not mix (funnels,
+modes), its effective sample size is small.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def make(name: str) -> dict[str, Any]:
 
 
 def check(name: str) -> None:
-    """NUTS beside the reference: its worst mean and SD in normal scores, its effective size."""
+    """Print the worst mean and SD of NUTS in normal scores, and its effective sample size."""
     model, args = PROBLEMS[name].build()
     z = normal_scores(nuts(model, args), read(name, args).quantiles)
     ess = effective_sample_size(z).min()

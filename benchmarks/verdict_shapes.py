@@ -1,8 +1,8 @@
 """Posteriors and gradients of awkward shape for the benchmark of diagnoses.
 
-Modes, funnels, heavy tails and curved ridges are mostly priors: the likelihood does not depend on
-them, so that the posterior is known exactly. Each model takes ``batch_size`` for its data's
-plate, and None for all rows.
+Modes, funnels, heavy tails and curved ridges are priors: the likelihood does not depend on them, so
+the posterior is known exactly. Each model takes ``batch_size`` for the plate of its data, and None
+for all rows.
 """
 
 from __future__ import annotations

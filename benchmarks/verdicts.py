@@ -1,8 +1,8 @@
 """Compare diagnoses with the truth: whether wrong runs are called ok, and right runs are flagged.
 
 This script runs ``SGHMCSplit`` with no arguments on small problems with known posteriors, and
-compares the report and the warnings of each run with its true error. With ``--save
-FILE`` each run is stored in the file when it ends, and is not run again.
+compares the report and the warnings of each run with its true error. With ``--save FILE`` each run
+is stored in the file when it ends, and is not run again.
 
 Draws are compared in normal scores, all coordinates alike: a draw's rank among the exact posterior
 in unconstrained space, as the normal quantile of that rank, and at most 3 either way. Exact draws
