@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     - **inflation_error** - the same of the inflations.
     - **ess** - smallest effective sample size.
     - **seconds** - compilation, warm-up and draws.
-    - **said** - inflation by the bias report; empty for the rivals, which have none.
+    - **said** - SD inflation estimated by the bias report; empty for the rivals.
     - **said_error** - its standard error.
     - **is_flagged** - whether the report calls the run biased.
     """
@@ -286,7 +286,7 @@ def main() -> None:
     known = json.loads(FILE.read_text())
     what = "rivals" if args.rivals else "wrong on purpose" if args.bad else "no arguments"
     print_header(f"Trust: {what}")
-    header = ["problem", "kernel", "mean", "sd", "said", "truth", "flag", "ESS", "s"]
+    header = ["problem", "kernel", "mean", "sd", "report", "accurate", "flag", "ESS", "s"]
     print_row(header, WIDTHS)
     labels = RIVALS if args.rivals else args.kernels
     cells = []
