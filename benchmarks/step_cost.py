@@ -41,7 +41,7 @@ from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
 NUM_STEPS = 10
-WIDTHS = (11, 8, 10, 9, 8, 8, 8, 8, 8, 8)
+WIDTHS = (11, 8, 10, 9, 8, 9, 11, 8, 12, 14)
 
 
 def gradient(theta: Array, X: Array, y: Array, rows: Array) -> Array:
