@@ -47,6 +47,9 @@ __all__ = [
     "StepSizeWarning",
 ]
 
+# Characters of a value's repr in a message; a problem has at most 120.
+_MAX_VALUE_LENGTH = 60
+
 TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 
 
@@ -228,12 +231,25 @@ def summarise_error(error: BaseException) -> str:
     return first_line or type(error).__name__
 
 
+def describe_value(value: Any) -> str:
+    """Return a value for a message: its repr, or the kind of a value whose repr is long."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None and shape != ():
+        return f"an array of shape {tuple(shape)} and type {dtype}"
+    text = repr(value)
+    if len(text) <= _MAX_VALUE_LENGTH and "\n" not in text:
+        return text
+    return f"of type {type(value).__name__}"
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Check that a value is one of the choices."""
     if not (isinstance(value, str) and value in choices):
         listed = ", ".join(repr(c) for c in choices)
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not a choice.", f"use one of {listed}.", "choice"
+            f"`{name}` is {describe_value(value)}, which is not a choice.",
+            f"use one of {listed}." if len(choices) > 1 else f"use {listed}, the only choice.",
+            "choice",
         )
 
 
@@ -241,7 +257,9 @@ def check_callable(name: str, value: Any) -> None:
     """Check that a value can be called."""
     if not callable(value):
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not a function.", "pass a function.", "callable"
+            f"`{name}` is {describe_value(value)}, which is not a function.",
+            "pass a function.",
+            "callable",
         )
 
 
@@ -271,16 +289,19 @@ def standard_normal_points(like: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (8, *like.shape), like.dtype)
 
 
-# Option of NUTS -> the option of this package with the same purpose.
-_NUTS_EQUIVALENTS = {"target_accept_prob": "target_sd_bias"}  # vocabulary: ok
+# Options of NUTS without an equivalent, and what to do.
+_NUTS_OPTIONS = {
+    "target_accept_prob": "leave it out: no proposal is rejected; `target_sd_bias` (default 0.05) "
+    "bounds the relative bias of SDs."
+}
 
 
 def check_no_unknown_kwargs(kernel_class: type, unknown_kwargs: Mapping[str, Any]) -> None:
     """Check that a kernel got no unknown keyword, and suggest the nearest known one."""
     for name in unknown_kwargs:
         similar = difflib.get_close_matches(name, inspect.signature(kernel_class).parameters, 1)
-        similar = [_NUTS_EQUIVALENTS[name]] if name in _NUTS_EQUIVALENTS else similar
         fix = f"did you mean '{similar[0]}'?" if similar else "leave it out."
+        fix = _NUTS_OPTIONS.get(name, fix)
         problem = f"{kernel_class.__name__} got an unexpected keyword argument '{name}'."
         raise TypeError(format_message(problem, fix, "unknown-keyword"))
 
@@ -316,7 +337,7 @@ def check_positive(name: str, value: Any) -> None:
     number = _float_or_none(value)
     if number is None or not (number > 0 and np.isfinite(number)):
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not a positive finite number.",
+            f"`{name}` is {describe_value(value)}, which is not a positive finite number.",
             "pass a positive number.",
             "number-range",
         )
@@ -327,7 +348,7 @@ def check_in_interval(name: str, value: Any, low: float, high: float) -> None:
     check_positive(name, value)
     if not low <= float(value) <= high:
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not between {low:g} and {high:g}.",
+            f"`{name}` is {describe_value(value)}, which is not between {low:g} and {high:g}.",
             f"pass a number from {low:g} to {high:g}.",
             "number-range",
         )
@@ -338,7 +359,8 @@ def check_nonnegative(name: str, value: Any) -> None:
     number = _float_or_none(value)
     if number is None or not 0 <= number < np.inf:
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is neither zero nor a positive finite number.",
+            f"`{name}` is {describe_value(value)}, "
+            "which is neither zero nor a positive finite number.",
             "pass zero or a positive number.",
             "number-range",
         )
@@ -348,7 +370,9 @@ def check_bool(name: str, value: Any) -> None:
     """Check that a value is True or False."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not a bool.", "pass True or False.", "bool"
+            f"`{name}` is {describe_value(value)}, which is not a bool.",
+            "pass True or False.",
+            "bool",
         )
 
 
@@ -357,7 +381,7 @@ def check_positive_int(name: str, value: Any) -> None:
     is_int = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not (is_int and value > 0):
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not a positive integer.",
+            f"`{name}` is {describe_value(value)}, which is not a positive integer.",
             "pass a positive integer.",
             "number-range",
         )
@@ -415,5 +439,5 @@ def _key_batch_ndim(rng_key: Any) -> int | None:
 def _describe_rng_key(rng_key: Any) -> str:
     """Return a short text on what was passed as a key."""
     if (dtype := getattr(rng_key, "dtype", None)) is None:
-        return repr(rng_key)[:60]
+        return describe_value(rng_key)
     return f"an array of shape {np.shape(rng_key)} and type {dtype}"

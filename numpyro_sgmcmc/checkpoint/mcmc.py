@@ -506,7 +506,8 @@ def _check_settings(
     errors.check_bool("keep_draws", keep_draws)
     if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
         raise InvalidArgumentError(
-            f"`checkpoint` is {checkpoint!r}, which is not the path of a folder.",
+            f"`checkpoint` is {errors.describe_value(checkpoint)}, "
+            "which is not the path of a folder.",
             "pass a string or a Path.",
             "checkpoint-folder",
         )

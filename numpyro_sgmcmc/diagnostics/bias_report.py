@@ -49,7 +49,12 @@ from numpyro_sgmcmc.diagnostics.function_bias import (
 )
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform, find_funnel_necks
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_draws_by_site
-from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, GibbsRunData, RunData
+from numpyro_sgmcmc.diagnostics.run_data import (
+    ConvergenceStats,
+    GibbsRunData,
+    RunData,
+    check_finished_run,
+)
 from numpyro_sgmcmc.diagnostics.special_runs import (
     find_unconverged_discrete_sites,
     measure_bias_of_gibbs,
@@ -661,6 +666,8 @@ def print_summary(
         None: all.
     :raises ValueError: for a run of another kernel, or before a run, and for unknown sites.
     """
+    if not (isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs)):
+        check_finished_run(mcmc, "print_summary", uses_moments=False)
     report = bias_report(mcmc)
     errors.check_in_interval("prob", prob, 0.0, 1.0)
     if sites is None:
@@ -684,7 +691,7 @@ def _select_site_draws(
     is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
     if not is_list or any(name.removeprefix("~") not in available for name in names):
         raise InvalidArgumentError(
-            f"`sites` is {sites!r}, which is not a list of sites of the run.",
+            f"`sites` is {errors.describe_value(sites)}, which is not a list of sites of the run.",
             f"use names of {', '.join(map(repr, available)) or 'a model with named sites'}.",
             "summary-sites",
         )

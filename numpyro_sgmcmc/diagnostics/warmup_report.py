@@ -159,7 +159,7 @@ def _describe_initialisation(adaptation: Adaptation) -> str:
         return f"Positions of {source}; every setting was given, so no pilot chains were run."
     if not trace.num_pilot_windows:
         return "Last positions of pilot chains, near the bulk of the posterior."
-    r_hat = f"R-hat {format_r_hat(trace.r_hat)} in the last of {trace.num_pilot_windows} windows"
+    r_hat = f"R-hat {format_r_hat(trace.r_hat)} in window {trace.num_pilot_windows}, the last"
     if not adaptation.has_dominant_mode:
         return (
             f"Pilot chains found no dominant mode ({r_hat}); coordinates are scaled by the prior."

@@ -395,7 +395,8 @@ class RiemannianKernel(SGMCMCKernel):
         is_default = isinstance(inverse_metric, str) and inverse_metric == "potential"
         if not (is_default or callable(inverse_metric)):
             raise InvalidArgumentError(
-                f"`inverse_metric` is {inverse_metric!r}, which is not a function.",
+                f"`inverse_metric` is {errors.describe_value(inverse_metric)}, "
+                "which is not a function.",
                 "pass 'potential' or a function of the unconstrained values.",
                 "inverse-metric",
             )

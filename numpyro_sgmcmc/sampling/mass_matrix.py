@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error
+from numpyro_sgmcmc.errors import InvalidArgumentError, describe_value, summarise_error
 from numpyro_sgmcmc.model.potential import GlobalSite
 
 # Relative asymmetry that float32 arithmetic can cause in a symmetric matrix, and the same in units
@@ -38,7 +38,8 @@ def build_mass_matrix_mask(
         return None
     if not isinstance(dense_mass, list):
         raise InvalidArgumentError(
-            f"`dense_mass` is {dense_mass!r}, which is neither a bool nor a list of tuples.",
+            f"`dense_mass` is {describe_value(dense_mass)}, "
+            "which is neither a bool nor a list of tuples.",
             "pass True, False, None or a list of tuples of site names.",
             "dense-mass",
         )
@@ -112,7 +113,7 @@ def _find_block_indices(arg_name: str, block: Any, sites: tuple[GlobalSite, ...]
     """Return the flat coordinates of a user's tuple of site names, in the order of the tuple."""
     if not isinstance(block, (str, tuple, list)) or not block:
         raise InvalidArgumentError(
-            f"`{arg_name}` has {block!r} where a tuple of site names is expected.",
+            f"`{arg_name}` has {describe_value(block)} where a tuple of site names is expected.",
             "write a block as a tuple of names, for example ('a', 'b').",
             "mass-matrix-blocks",
         )

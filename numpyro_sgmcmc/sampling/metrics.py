@@ -28,7 +28,7 @@ from numpyro.distributions import constraints
 from numpyro.distributions.util import validate_sample
 from numpyro.infer.reparam import Reparam
 
-from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, describe_value
 
 __all__ = ["ExpandedMean", "MirroredGamma", "expanded_mean"]
 
@@ -117,7 +117,7 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     """
     if not names or not all(isinstance(n, str) for n in names):
         raise InvalidArgumentError(
-            f"`names` of expanded_mean is {names!r}, which are not names of sites.",
+            f"`names` of expanded_mean is {describe_value(names)}, which are not names of sites.",
             "pass names of Dirichlet sites.",
             "expanded-mean",
         )

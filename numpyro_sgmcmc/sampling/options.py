@@ -239,7 +239,8 @@ class Options:
         """Check the options about local sites."""
         if not _are_names(self.gibbs_sites):
             raise InvalidArgumentError(
-                f"`gibbs_sites` is {self.gibbs_sites!r}, which is not a list of site names.",
+                f"`gibbs_sites` is {errors.describe_value(self.gibbs_sites)}, "
+                "which is not a list of site names.",
                 "pass a list of strings.",
                 "gibbs-options",
             )
@@ -259,8 +260,8 @@ class Options:
             self._set("collect_local_sites", tuple(collected))
         else:
             raise InvalidArgumentError(
-                f"`collect_local_sites` is {collected!r}, which is neither a bool nor a list of "
-                "names.",
+                f"`collect_local_sites` is {errors.describe_value(collected)}, "
+                "which is neither a bool nor a list of names.",
                 "pass True, False or a list of site names.",
                 "gibbs-options",
             )
@@ -486,8 +487,8 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
         warn_user(
             "The model has no subsampled plate: every step computes the gradient on all data.",
             PlateWarning,
-            "give the plate of the data a subsample_size, for example 100; if it is an argument of "
-            "the model, pass it to `run`.",
+            "put the data in a plate with a subsample_size, for example 100; if it is an "
+            "argument of the model, pass it to `run`.",
             "no-subsampled-plate",
         )
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:

@@ -298,7 +298,7 @@ def _check_fraction(name: str, value: Any, is_one_valid: bool = True) -> None:
     if float(value) > 1 or (float(value) == 1 and not is_one_valid):
         interval = "[0, 1]" if is_one_valid else "[0, 1)"
         raise InvalidArgumentError(
-            f"`{name}` is {value!r}, which is not in {interval}.",
+            f"`{name}` is {errors.describe_value(value)}, which is not in {interval}.",
             f"pass a number in {interval}.",
             "number-range",
         )
