@@ -170,10 +170,9 @@ ON_RUNS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", ON_RUNS)
 def test_diagnostics_of_another_object_than_a_run_name_the_function(name, finished):
-    named = "bias_report" if name == "print_summary" else name
     wrong = finished["NUTS"], finished["not run"], finished["ours"].sampler, {}, None, SGHMCSplit
     for mcmc in wrong:
-        assert_error_names(lambda mcmc=mcmc: ON_RUNS[name](mcmc), f"`{named}`")
+        assert_error_names(lambda mcmc=mcmc: ON_RUNS[name](mcmc), f"`{name}`")
 
 
 def test_diagnostics_with_a_wrong_argument_name_it(finished):
