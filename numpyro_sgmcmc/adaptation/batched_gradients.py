@@ -14,8 +14,9 @@ nothing, and the curvature of columns in very different units needs the precisio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,8 +32,7 @@ from numpyro_sgmcmc.data.subsampling import Indices, Plate, Subsampling
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
-# Rows of a plate in a representative subset.
-_NUM_SUBSET_ROWS = 20_000
+_DEFAULT_BUDGET = WarmupBudget()
 
 # Bytes of consecutive rows that random access to a file reads at once: a few pages.
 _CONTIGUOUS_RUN_BYTES = 2**14
@@ -62,17 +62,14 @@ _MAX_HESSIAN_ROW_DIRECTIONS = 2**20
 _MAX_HESSIAN_MINIBATCHES_PER_CALL = 32
 
 
-_jitted_value = jax.jit(Potential.full_value, static_argnums=0)
-_jitted_gradient = jax.jit(Potential.full_gradient, static_argnums=0)
-_jitted_value_grad_hessian = jax.jit(Potential.full_value_grad_hessian, static_argnums=0)
-_jitted_hessian_products = jax.jit(Potential.full_hessian_products, static_argnums=0)
+@lru_cache
+def _jit_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.jit(method, static_argnums=0)
 
 
 class JittedPotential:
     """The potential on all rows, or on a subset of them, at positions in float64.
 
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
     :param subset_indices: rows of a representative subset, or None for all rows.
     """
 
@@ -80,43 +77,34 @@ class JittedPotential:
         self, potential: Potential, arguments: Arguments, subset_indices: Indices | None = None
     ) -> None:
         self.potential, self.arguments, self.subset_indices = potential, arguments, subset_indices
-        self._cast = partial(np.asarray, dtype=potential.dtype)
 
     @classmethod
     def from_random_subset(cls, potential: Potential, arguments: Arguments) -> JittedPotential:
         """Build the potential on a fixed random subset of the rows, for approximate work."""
-        return cls(potential, arguments, sample_subset(potential, 0))
+        return cls(potential, arguments, sample_subset(potential))
 
     def value(self, position: np.ndarray) -> float:
         """Return the potential."""
-        return float(
-            _jitted_value(self.potential, self._cast(position), self.arguments, self.subset_indices)
-        )
+        return float(self._evaluate(Potential.full_value, position))
 
     def gradient(self, position: np.ndarray) -> np.ndarray:
         """Return the gradient, shape ``(d,)``."""
-        gradient = _jitted_gradient(
-            self.potential, self._cast(position), self.arguments, self.subset_indices
-        )
-        return np.asarray(gradient, np.float64)
+        return np.asarray(self._evaluate(Potential.full_gradient, position))
 
     def value_grad_hessian(self, position: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return potential, gradient of shape ``(d,)`` and Hessian of shape ``(d, d)``."""
-        value, gradient, hessian = _jitted_value_grad_hessian(
-            self.potential, self._cast(position), self.arguments, self.subset_indices
-        )
-        return float(value), np.asarray(gradient, np.float64), np.asarray(hessian, np.float64)
+        value, gradient, hessian = self._evaluate(Potential.full_value_grad_hessian, position)
+        return float(value), gradient, hessian
 
     def hessian_products(self, position: np.ndarray, vectors: np.ndarray) -> np.ndarray:
         """Return the products of the Hessian with each of ``vectors``, shape ``(k, d)``."""
-        products = _jitted_hessian_products(
-            self.potential,
-            self._cast(position),
-            self._cast(vectors),
-            self.arguments,
-            self.subset_indices,
-        )
-        return np.asarray(products, np.float64)
+        return np.asarray(self._evaluate(Potential.full_hessian_products, position, vectors))
+
+    def _evaluate(self, method: Callable[..., Any], *vectors: np.ndarray) -> Any:
+        """Return the results of a method of the potential, in float64."""
+        cast = (np.asarray(v, self.potential.dtype) for v in vectors)
+        results = _jit_method(method)(self.potential, *cast, self.arguments, self.subset_indices)
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), results)
 
 
 def assemble_hessian(jitted_potential: JittedPotential, position: np.ndarray) -> np.ndarray:
@@ -128,19 +116,17 @@ def assemble_hessian(jitted_potential: JittedPotential, position: np.ndarray) ->
 
 
 def sample_subset(
-    potential: Potential, seed: int, num_rows: int = _NUM_SUBSET_ROWS
+    potential: Potential, num_rows: int = WarmupBudget.num_representative_rows
 ) -> Indices | None:
-    """Sample rows that represent all rows, ``num_rows`` per plate and at least a minibatch.
+    """Sample rows that represent all rows, about ``num_rows`` per plate and at least a minibatch.
 
-    :param potential: the posterior.
-    :param seed: seed of the subset.
-    :param num_rows: rows of a plate, about.
-    :return: sorted indices by plate; None where the subset is all rows, on one device.
+    :return: sorted indices by plate, always the same; None where the subset is all rows, on one
+        device.
     """
     num_rows = max([num_rows, *(p.subsample_size for p in potential.plates)])
     if all(p.size <= num_rows and p.shards is None for p in potential.plates):
         return None
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     subset: dict[str, np.ndarray] = {}
     for plate in potential.plates:
         if plate.size <= num_rows and plate.shards is None:
@@ -156,22 +142,16 @@ def sample_subset(
 def sample_minibatch_indices(
     potential: Potential, rng: np.random.Generator, shape: tuple[int, ...], subsampling: Subsampling
 ) -> Indices:
-    """Sample independent minibatches of random rows, or of consecutive rows.
-
-    :param potential: the posterior.
-    :param rng: random number generator.
-    :param shape: shape of the array of minibatches.
-    :param subsampling: whose ``is_contiguous`` says which of the two.
-    :return: indices of shape ``shape + (subsample_size,)`` for each plate.
+    """Sample independent minibatches of consecutive rows if ``subsampling`` is contiguous, else of
+    random rows; shape ``shape + (subsample_size,)`` for each plate.
     """
 
     def sample(plate: Plate) -> np.ndarray:
-        contiguous = subsampling.is_contiguous
-        run_length = (
-            plate.subsample_size_per_shard if contiguous else _choose_run_length(potential, plate)
-        )
+        batch_size = plate.subsample_size_per_shard
+        is_contiguous = subsampling.is_contiguous
+        run_length = batch_size if is_contiguous else _choose_run_length(potential, plate)
         if not plate.included_rows:
-            num_runs = plate.subsample_size_per_shard // run_length
+            num_runs = batch_size // run_length
             return _sample_runs(plate, rng, shape, num_runs, run_length)
         random_part = plate.random_part
         batch_size = random_part.subsample_size_per_shard
@@ -210,11 +190,7 @@ def _sample_runs(
 
 
 class WeightedMinibatch(NamedTuple):
-    """A minibatch and its weight in a mean.
-
-    - **indices** - indices by plate, as many as the plate's ``subsample_size``.
-    - **weight** - its weight; weights sum to one and may be negative.
-    """
+    """A minibatch and its weight in a mean, which may be negative; weights sum to one."""
 
     indices: Indices
     weight: float
@@ -302,12 +278,7 @@ def _iter_plate_minibatches(
 
 
 class PairResults(NamedTuple):
-    """Potentials and gradients of consecutive pairs of a position and a minibatch.
-
-    - **pair_slice** - the pairs, as a slice of all pairs.
-    - **values** - potentials, shape ``(n,)``.
-    - **gradients** - gradients, shape ``(n, d)``.
-    """
+    """Potentials ``(n,)`` and gradients ``(n, d)`` of a slice of all pairs."""
 
     pair_slice: slice
     values: np.ndarray
@@ -358,12 +329,11 @@ def _sum_hessian_products(
 class BatchedGradients:
     """Potentials and gradients on minibatches, called from Python.
 
+    - **budget** - work that the stages of the warm-up may spend on them.
     - **plate_groups** - the plates, with the batch size of a pass over many rows.
     - **subset_minibatches** - minibatches of a representative subset.
 
-    :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
-    :param num_rows: rows of a plate in the representative subset, about.
     :param included_rows: rows that every minibatch of a step and the representative subset
         include.
     """
@@ -372,16 +342,16 @@ class BatchedGradients:
         self,
         potential: Potential,
         arguments: Arguments,
-        num_rows: int = WarmupBudget.num_representative_rows,
+        budget: WarmupBudget = _DEFAULT_BUDGET,
         included_rows: IncludedRows = (),
     ) -> None:
-        self.potential, self.included_rows = potential, included_rows
+        self.potential, self.budget, self.included_rows = potential, budget, included_rows
         self.arguments = arguments.map_arrays(jnp.asarray)  # transferred to the device once
         self.plate_groups = [
             [_with_min_batch_size(p) for p in group] if len(group) == 1 else group
             for group in potential.plate_groups
         ]
-        self.subset_minibatches = list(self.iter_subset_minibatches(num_rows))
+        self.subset_minibatches = list(self.iter_subset_minibatches(budget.num_representative_rows))
         self._num_evaluated_pairs = 0  # seeds the keys of randomised likelihoods
 
     @property
@@ -390,13 +360,10 @@ class BatchedGradients:
         return self.potential.with_included_rows(self.included_rows)
 
     def iter_subset_minibatches(self, num_rows: int) -> Iterator[WeightedMinibatch]:
-        """Iterate over minibatches of a subset whose weighted mean estimates that over all rows.
-
-        :param num_rows: rows of a plate in the subset, about.
-        """
+        """Iterate over minibatches of about ``num_rows`` rows per plate that represent all rows."""
         if not self.included_rows:
             yield from iter_weighted_minibatches(
-                self.plate_groups, sample_subset(self.potential, 0, num_rows)
+                self.plate_groups, sample_subset(self.potential, num_rows)
             )
             return
         # Two strata: the included rows, and a sample of all others.
@@ -411,21 +378,6 @@ class BatchedGradients:
             for indices, weight in iter_weighted_minibatches(self.plate_groups, {plate.name: rows}):
                 yield WeightedMinibatch(indices, stratum_size / plate.size * weight)
 
-    def evaluate_step_minibatches(
-        self,
-        positions: np.ndarray,
-        indices: Indices,
-        position_index: np.ndarray,
-        minibatch_index: np.ndarray,
-    ) -> Iterator[PairResults]:
-        """Evaluate minibatches of steps, whose first rows are the included ones.
-
-        Parameters and results are those of :meth:`evaluate_minibatches`.
-        """
-        return self.evaluate_minibatches(
-            positions, indices, position_index, minibatch_index, self.step_potential
-        )
-
     def evaluate_minibatches(
         self,
         positions: np.ndarray,
@@ -434,18 +386,25 @@ class BatchedGradients:
         minibatch_index: np.ndarray,
         potential: Potential | None = None,
     ) -> Iterator[PairResults]:
-        """Evaluate minibatches of a pass over many rows, by default.
+        """Evaluate pairs of a position and a minibatch, some at a time, in their order.
 
         :param positions: shape ``(k, d)``.
         :param indices: minibatches, shape ``(m, rows)`` for each plate.
         :param position_index: position of each pair.
         :param minibatch_index: minibatch of each pair.
-        :param potential: the posterior as these minibatches define it.
-        :return: results of some pairs at a time, in their order.
+        :param potential: :attr:`step_potential` for minibatches of steps, whose first rows are the
+            included ones; by default minibatches are those of a pass over many rows.
         """
         potential = potential or self.potential
         positions = positions.astype(potential.dtype)
-        pairs_per_call = self._choose_pairs_per_call(indices)
+        dim = potential.dim
+        batch_size = _count_rows_per_minibatch(indices)
+        batch_size = batch_size or count_rows_per_gradient(potential, self.arguments)
+        pairs_per_call = min(
+            max(1, _MAX_GRADIENT_ENTRIES_PER_CALL // dim),
+            max(1, _MAX_ROWS_PER_CALL // batch_size),
+            _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL,
+        )
         for first in range(0, len(position_index), pairs_per_call):
             pair_slice = slice(first, first + pairs_per_call)
             num_pairs = len(position_index[pair_slice])
@@ -471,11 +430,8 @@ class BatchedGradients:
     def weighted_mean(
         self, positions: np.ndarray, weighted_minibatches: Iterable[WeightedMinibatch]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the weighted mean of the minibatches' potentials and gradients at each position.
-
-        :param positions: shape ``(k, d)``.
-        :param weighted_minibatches: minibatches and their weights.
-        :return: shapes ``(k,)`` and ``(k, d)``.
+        """Return the weighted mean of the minibatches' potentials and gradients at each position,
+        shapes ``(k,)`` and ``(k, d)``.
         """
         num_positions = len(positions)
         mean_values, mean_gradients = np.zeros(num_positions), np.zeros(positions.shape)
@@ -509,12 +465,9 @@ class BatchedGradients:
     def estimate_full_gradients(
         self, positions: np.ndarray, preconditioner: Preconditioner, num_rows: int
     ) -> np.ndarray:
-        """Estimate full-data gradients by a control variate with the reference gradient.
+        """Estimate full-data gradients on about ``num_rows`` rows per plate, shape ``(k, d)``.
 
-        :param positions: shape ``(k, d)``.
-        :param preconditioner: whose center is the reference position.
-        :param num_rows: rows of a plate on which gradients are evaluated, about.
-        :return: shape ``(k, d)``.
+        The control variate is the reference gradient at the center of the preconditioner.
         """
         _, gradients = self.weighted_mean(
             np.concatenate([positions, preconditioner.center[None]]),
@@ -536,24 +489,15 @@ class BatchedGradients:
             return np.array([potential.value(position) for position in positions])
         return self.weighted_mean(positions, iter_weighted_minibatches(self.plate_groups))[0]
 
-    def full_hessian(
-        self,
-        position: np.ndarray,
-        max_row_directions: int = _MAX_HESSIAN_ROW_DIRECTIONS,
-        max_minibatches_per_call: int = _MAX_HESSIAN_MINIBATCHES_PER_CALL,
-    ) -> np.ndarray:
+    def full_hessian(self, position: np.ndarray, **call_limits: int) -> np.ndarray:
         """Return the Hessian on all rows, shape ``(d, d)``; undefined for a randomised likelihood.
 
-        :param position: shape ``(d,)``.
-        :param max_row_directions: rows of a minibatch times directions of a call, at most.
-        :param max_minibatches_per_call: minibatches of a call, at most.
+        :param call_limits: of :meth:`_iter_hessian_calls`.
         """
         if self.arguments.sharded_arrays:
             return assemble_hessian(JittedPotential(self.potential, self.arguments), position)
         hessian = np.zeros((position.size, position.size))
-        for columns, inputs in self._iter_hessian_calls(
-            position, max_row_directions, max_minibatches_per_call
-        ):
+        for columns, inputs in self._iter_hessian_calls(position, **call_limits):
             products = np.asarray(_sum_hessian_products(*inputs), np.float64)
             hessian[columns] += products[columns.start - columns.stop :]
         return (hessian + hessian.T) / 2.0
@@ -561,17 +505,19 @@ class BatchedGradients:
     def precompile_hessian(self) -> None:
         """Start the compilation of :meth:`full_hessian`."""
         if not self.arguments.sharded_arrays:
-            calls = self._iter_hessian_calls(
-                np.zeros(self.potential.dim),
-                _MAX_HESSIAN_ROW_DIRECTIONS,
-                _MAX_HESSIAN_MINIBATCHES_PER_CALL,
-            )
-            aot_compile(_sum_hessian_products, *next(calls)[1])
+            _, inputs = next(self._iter_hessian_calls(np.zeros(self.potential.dim)))
+            aot_compile(_sum_hessian_products, *inputs)
 
     def _iter_hessian_calls(
-        self, position: np.ndarray, max_row_directions: int, max_minibatches_per_call: int
+        self,
+        position: np.ndarray,
+        max_row_directions: int = _MAX_HESSIAN_ROW_DIRECTIONS,
+        max_minibatches_per_call: int = _MAX_HESSIAN_MINIBATCHES_PER_CALL,
     ) -> Iterator[tuple[slice, tuple[Any, ...]]]:
-        """Iterate over columns of the Hessian and arguments of :func:`_sum_hessian_products`."""
+        """Iterate over columns of the Hessian and arguments of :func:`_sum_hessian_products`.
+
+        :param max_row_directions: rows of a minibatch times directions of a call, at most.
+        """
         potential, dim = self.potential, self.potential.dim
         batch_size = sum(p.subsample_size for group in self.plate_groups for p in group)
         batch_size = batch_size or count_rows_per_gradient(potential, self.arguments)
@@ -588,29 +534,24 @@ class BatchedGradients:
                 p.name: np.stack([m.indices[p.name] for m in chunk]) for p in potential.plates
             }
             weights = np.array([m.weight for m in chunk], potential.dtype)
+            common = potential, self.arguments, position.astype(potential.dtype), indices, weights
             for start in range(0, dim, num_directions):
                 stop = min(start + num_directions, dim)
-                yield (
-                    slice(start, stop),
-                    (
-                        potential,
-                        self.arguments,
-                        position.astype(potential.dtype),
-                        indices,
-                        weights,
-                        unit_vectors[stop - num_directions : stop],
-                    ),
-                )
+                yield slice(start, stop), (*common, unit_vectors[stop - num_directions : stop])
             chunk = list(islice(minibatches, num_minibatches))
 
-    def _choose_pairs_per_call(self, indices: Indices) -> int:
-        """Return how many pairs of a position and such a minibatch one call evaluates."""
-        dim = self.potential.dim
-        batch_size = _count_rows_per_minibatch(indices)
-        batch_size = batch_size or count_rows_per_gradient(self.potential, self.arguments)
-        num_pairs = min(_MAX_GRADIENT_ENTRIES_PER_CALL // dim, _MAX_ROWS_PER_CALL // batch_size)
-        max_pairs = _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL
-        return int(np.clip(num_pairs, 1, max_pairs))
+
+@dataclass(frozen=True)
+class BulkPositions:
+    """Positions in the bulk of the posterior, at which gradients are taken.
+
+    - **preconditioner** - coordinates, with the reference gradient at their center.
+    - **q** - the positions in these coordinates, shape ``(n, d)``.
+    """
+
+    batched_gradients: BatchedGradients
+    preconditioner: Preconditioner
+    q: np.ndarray
 
 
 def _with_min_batch_size(plate: Plate) -> Plate:

@@ -1,7 +1,8 @@
 r"""Statistics of the gradient noise, its effect on the posterior, and the largest curvature.
 
 Everything is in preconditioned coordinates and estimated from minibatch gradients at positions in
-the bulk of the posterior (:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BatchedGradients`):
+the bulk of the posterior (:class:`~numpyro_sgmcmc.adaptation.batched_gradients.BulkPositions`), of
+which the first few are used:
 
 - :class:`GradientNoiseStats` holds the variance of the gradient noise and how much it depends on
   the position; from these follows the inflation of the posterior variance at a step size.
@@ -15,6 +16,7 @@ the bulk of the posterior (:class:`~numpyro_sgmcmc.adaptation.batched_gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,10 +27,16 @@ from jax import Array
 
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
+    BulkPositions,
     sample_minibatch_indices,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.subsampling import Indices, Subsampling
+from numpyro_sgmcmc.data.subsampling import (
+    ContiguousSubsampling,
+    IIDSubsampling,
+    Indices,
+    Subsampling,
+)
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, make_gradient_fn
 from numpyro_sgmcmc.model.potential import Potential
@@ -90,11 +98,7 @@ class GradientNoiseStats(NamedTuple):
     noise_exponent: int = 0
 
     def predict_variance_inflation(self, dynamics: Dynamics, step_size: float) -> float:
-        """Return the predicted relative inflation of a unit posterior variance.
-
-        :param dynamics: SDE, which determines the response to noise.
-        :param step_size: step size.
-        """
+        """Return the predicted relative inflation of a unit posterior variance."""
         inflation = dynamics.variance_inflation(
             self.variance, step_size, self.position_dependent_fraction
         )
@@ -113,9 +117,8 @@ class GradientNoiseStats(NamedTuple):
     def from_variances(
         cls, variances: np.ndarray, num_minibatches: int, use_noisiest_coordinate: bool
     ) -> GradientNoiseStats:
-        """Build the statistics from variances that were measured at some positions.
+        """Build the statistics from variances at some positions, shape ``(positions, d)``.
 
-        :param variances: shape ``(positions, d)``.
         :param num_minibatches: minibatches that each variance was measured on.
         :param use_noisiest_coordinate: whether **variance** is the maximum over coordinates; else
             the mean.
@@ -141,11 +144,7 @@ UNKNOWN_NOISE = GradientNoiseStats(float("nan"), float("nan"), float("nan"))
 
 
 class NoiseStatsBySubsampling(NamedTuple):
-    """Gradient noise of each estimator, by subsampling.
-
-    - **iid** - for minibatches of random rows.
-    - **contiguous** - for minibatches of consecutive rows.
-    """
+    """Gradient noise of each estimator, with minibatches of random and of consecutive rows."""
 
     iid: dict[GradientEstimator, GradientNoiseStats]
     contiguous: dict[GradientEstimator, GradientNoiseStats]
@@ -172,9 +171,6 @@ def compute_epoch_variance_fraction(
     position moves and cancels less: its own correlation, a power of the position's, is another
     factor under the sum.
 
-    :param dynamics: SDE, for the autocorrelation of positions.
-    :param step_size: step size h.
-    :param batches_per_epoch: number of minibatches K.
     :param noise_exponent: power of the distance that the noise is proportional to.
     """
     if batches_per_epoch < 2:
@@ -189,26 +185,24 @@ def compute_epoch_variance_fraction(
     return float(np.clip(fraction, _MIN_EPOCH_VARIANCE_FRACTION * (noise_exponent > 0), 1.0))
 
 
+def measure_noise_by_subsampling(
+    bulk: BulkPositions, estimators: Sequence[GradientEstimator], rng: np.random.Generator
+) -> NoiseStatsBySubsampling:
+    """Measure the gradient noise of each estimator with iid and with contiguous minibatches."""
+    iid = measure_noise(bulk, estimators, IIDSubsampling(), rng)
+    return NoiseStatsBySubsampling(
+        iid, measure_noise(bulk, estimators, ContiguousSubsampling(), rng)
+    )
+
+
 def measure_noise(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
+    bulk: BulkPositions,
     estimators: Sequence[GradientEstimator],
     subsampling: Subsampling,
-    max_minibatches: int,
     rng: np.random.Generator,
 ) -> dict[GradientEstimator, GradientNoiseStats]:
-    """Measure the gradient noise of each estimator.
-
-    :param batched_gradients: gradients on minibatches.
-    :param preconditioner: coordinates, with the reference gradient at their center.
-    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
-    :param estimators: gradient estimators.
-    :param subsampling: whether minibatches have random or consecutive rows.
-    :param max_minibatches: minibatches per position, at most.
-    :param rng: random number generator.
-    """
-    potential = batched_gradients.potential
+    """Measure the gradient noise of each estimator."""
+    potential, q = bulk.batched_gradients.potential, bulk.q
     if not potential.plates:
         return dict.fromkeys(estimators, NO_NOISE)
     batch_size = sum(p.subsample_size for p in potential.plates)
@@ -217,15 +211,10 @@ def measure_noise(
     num_minibatches = max_gradients // num_positions
     if num_minibatches < _MIN_NOISE_MINIBATCHES:
         num_positions = min(len(q), _MIN_NOISE_POSITIONS)
+    max_minibatches = bulk.batched_gradients.budget.max_noise_minibatches
     num_minibatches = int(np.clip(num_minibatches, _MIN_NOISE_MINIBATCHES, max_minibatches))
     estimates = _sample_gradient_estimates(
-        batched_gradients,
-        preconditioner,
-        q[:num_positions],
-        estimators,
-        subsampling,
-        num_minibatches,
-        rng,
+        replace(bulk, q=q[:num_positions]), estimators, subsampling, num_minibatches, rng
     )
     is_enough = num_positions * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
     return {
@@ -237,19 +226,16 @@ def measure_noise(
 
 
 def _sample_gradient_estimates(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
+    bulk: BulkPositions,
     estimators: Sequence[GradientEstimator],
     subsampling: Subsampling,
     num_minibatches: int,
     rng: np.random.Generator,
 ) -> dict[GradientEstimator, np.ndarray]:
-    """Return preconditioned gradient estimates up to a constant, shape ``(k, minibatches, d)``."""
-    minibatches = sample_minibatch_indices(
-        batched_gradients.step_potential, rng, (num_minibatches,), subsampling
-    )
-    eval_points = {e: [e.noise_eval_points(x, preconditioner) for x in q] for e in estimators}
+    """Return preconditioned gradient estimates up to a constant, shape ``(n, minibatches, d)``."""
+    potential, preconditioner = bulk.batched_gradients.step_potential, bulk.preconditioner
+    minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
+    eval_points = {e: [e.noise_eval_points(x, preconditioner) for x in bulk.q] for e in estimators}
     # Estimators share evaluation points: each is evaluated once.
     unique_points = {
         point.tobytes(): point
@@ -259,8 +245,12 @@ def _sample_gradient_estimates(
     }
     pairs = np.arange(len(unique_points) * num_minibatches)
     position_index, minibatch_index = np.divmod(pairs, num_minibatches)
-    results = batched_gradients.evaluate_step_minibatches(
-        np.stack(list(unique_points.values())), minibatches, position_index, minibatch_index
+    results = bulk.batched_gradients.evaluate_minibatches(
+        np.stack(list(unique_points.values())),
+        minibatches,
+        position_index,
+        minibatch_index,
+        potential,
     )
     gradients = preconditioner.apply_transpose(np.concatenate([r.gradients for r in results]))
     gradients = gradients.reshape(len(unique_points), num_minibatches, -1)
@@ -274,13 +264,10 @@ def _sample_gradient_estimates(
 
 
 def predict_mean_bias_from_noise(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
+    bulk: BulkPositions,
     estimator: GradientEstimator,
     subsampling: Subsampling,
     variance_inflation_per_noise_variance: float,
-    num_minibatches: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
     r"""Predict the bias of posterior means from gradient noise, in posterior SDs.
@@ -289,69 +276,55 @@ def predict_mean_bias_from_noise(
     :math:`\zeta` of :func:`_predict_mean_bias` are deviations of the minibatch gradients
     themselves, scaled by :math:`\sqrt c`, so that all their correlations are accounted for.
 
-    :param batched_gradients: gradients on minibatches.
-    :param preconditioner: coordinates.
-    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
-    :param estimator: gradient estimator.
-    :param subsampling: whether minibatches have random or consecutive rows.
     :param variance_inflation_per_noise_variance: c, the relative inflation of a unit variance by
         noise of variance one.
-    :param num_minibatches: minibatches per position.
-    :param rng: random number generator.
     :return: predicted bias shrunk by two standard errors, zero within these; shape ``(d,)``.
     """
-    potential = batched_gradients.potential
+    potential = bulk.batched_gradients.potential
     has_noise = potential.plates and variance_inflation_per_noise_variance > 0.0
     if not has_noise or potential.is_stochastic:
         return np.zeros(potential.dim)
-    q = q[:_MAX_MEAN_BIAS_POSITIONS]
-    num = max(2, num_minibatches * _MAX_MEAN_BIAS_POSITIONS // len(q))
+    bulk = replace(bulk, q=bulk.q[:_MAX_MEAN_BIAS_POSITIONS])
+    num = _choose_num_probes(bulk)
     # Independent minibatches at each position.
     gradients = np.concatenate(
         [
             _sample_gradient_estimates(
-                batched_gradients, preconditioner, x[None], (estimator,), subsampling, num, rng
+                replace(bulk, q=x[None]), (estimator,), subsampling, num, rng
             )[estimator]
-            for x in q
+            for x in bulk.q
         ]
     )
     deviations = gradients - gradients.mean(1, keepdims=True)
     scale = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1))
-    return _predict_mean_bias(batched_gradients, preconditioner, q, scale * deviations)
+    return _predict_mean_bias(bulk, scale * deviations)
 
 
 def predict_mean_bias_per_variance_inflation(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    num_directions: int,
-    rng: np.random.Generator,
+    bulk: BulkPositions, rng: np.random.Generator
 ) -> np.ndarray:
     """Predict the bias of means (posterior SDs) per relative inflation of all variances.
 
-    :param batched_gradients: gradients on minibatches.
-    :param preconditioner: coordinates.
-    :param q: preconditioned positions in the bulk of the posterior; the first few are used.
-    :param num_directions: random directions per position.
-    :param rng: random number generator.
     :return: predicted bias shrunk by two standard errors, zero within these, over the inflation;
         shape ``(d,)``.
     """
-    if batched_gradients.potential.is_stochastic:
-        return np.zeros(batched_gradients.potential.dim)
-    q = q[:_MAX_MEAN_BIAS_POSITIONS]
-    num = max(2, num_directions * _MAX_MEAN_BIAS_POSITIONS // len(q))
-    perturbations = _PERTURBATION_SD * rng.standard_normal((len(q), num, q.shape[1]))
-    mean_bias = _predict_mean_bias(batched_gradients, preconditioner, q, perturbations)
-    return mean_bias / _PERTURBATION_SD**2
+    if bulk.batched_gradients.potential.is_stochastic:
+        return np.zeros(bulk.batched_gradients.potential.dim)
+    bulk = replace(bulk, q=bulk.q[:_MAX_MEAN_BIAS_POSITIONS])
+    num_positions, dim = bulk.q.shape
+    perturbations = _PERTURBATION_SD * rng.standard_normal(
+        (num_positions, _choose_num_probes(bulk), dim)
+    )
+    return _predict_mean_bias(bulk, perturbations) / _PERTURBATION_SD**2
 
 
-def _predict_mean_bias(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    perturbations: np.ndarray,
-) -> np.ndarray:
+def _choose_num_probes(bulk: BulkPositions) -> int:
+    """Return the perturbations per position: as many in all, whatever the number of positions."""
+    num_probes = bulk.batched_gradients.budget.num_bias_probes
+    return max(2, num_probes * _MAX_MEAN_BIAS_POSITIONS // len(bulk.q))
+
+
+def _predict_mean_bias(bulk: BulkPositions, perturbations: np.ndarray) -> np.ndarray:
     r"""Predict the bias of means, in posterior SDs, where perturbations are added to the posterior.
 
     To first order the mean moves by
@@ -361,14 +334,14 @@ def _predict_mean_bias(
     which is zero for a Gaussian posterior. Many coordinates that are each hardly wider can move a
     coordinate that they have in common: the scale of hundreds of effects.
 
-    :param q: preconditioned positions, shape ``(k, d)``.
-    :param perturbations: shape ``(k, num, d)``.
+    :param perturbations: in preconditioned coordinates, shape ``(n, num, d)``.
     :return: mean shrunk by two standard errors, zero within these; ``(d,)``. Perturbations out of
         the support are left out; where most are, the bias is 100 SDs.
     """
-    dim, num = q.shape[1], perturbations.shape[1]
+    q, preconditioner = bulk.q, bulk.preconditioner
+    _, num, dim = perturbations.shape
     points = np.concatenate([q[:, None], q[:, None] + perturbations, q[:, None] - perturbations], 1)
-    values, gradients = batched_gradients.evaluate_on_subset(
+    values, gradients = bulk.batched_gradients.evaluate_on_subset(
         preconditioner.to_position(points.reshape(-1, dim))
     )
     # A gradient can be finite where the density is not.
@@ -387,27 +360,16 @@ def _predict_mean_bias(
 
 
 def measure_noise_covariance(
-    potential: Potential,
-    arguments: Arguments,
-    preconditioner: Preconditioner,
-    q: Array,
-    rng: np.random.Generator,
-    estimator: GradientEstimator,
-    is_dense: bool,
+    bulk: BulkPositions, estimator: GradientEstimator, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return the covariance of the gradient noise from the gradients of single rows.
+    """Return the covariance of the gradient noise, or its diagonal if the factor is diagonal.
 
     For minibatches of independent rows it is the covariance of one row's gradient over the batch
     size, summed over plates, here averaged over positions.
-
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
-    :param preconditioner: coordinates.
-    :param q: preconditioned positions, shape ``(k, d)``.
-    :param rng: random number generator.
-    :param estimator: gradient estimator.
-    :param is_dense: whether to return the matrix ``(d, d)``, or its diagonal ``(d,)``.
     """
+    potential = bulk.batched_gradients.step_potential
+    preconditioner = bulk.preconditioner.cast(potential.dtype)
+    q, is_dense = jnp.asarray(bulk.q, potential.dtype), preconditioner.is_dense
     num_rows = int(np.clip(_MAX_ROW_GRADIENT_ENTRIES // potential.dim, 16, 1024))
     shape = len(q), num_rows
     total = np.zeros((potential.dim,) * (1 + is_dense))
@@ -421,13 +383,13 @@ def measure_noise_covariance(
             for p in potential.plates
         }
         covariance = _compute_row_gradient_covariance(
-            potential, arguments, preconditioner, q, indices, estimator, is_dense
+            potential, bulk.batched_gradients.arguments, preconditioner, q, indices, estimator
         )
         total += np.asarray(covariance, np.float64) / varied.subsample_size
     return total
 
 
-@partial(jax.jit, static_argnames=("potential", "estimator", "is_dense"))
+@partial(jax.jit, static_argnames=("potential", "estimator"))
 def _compute_row_gradient_covariance(
     potential: Potential,
     arguments: Arguments,
@@ -435,7 +397,6 @@ def _compute_row_gradient_covariance(
     q: Array,
     indices: Indices,
     estimator: GradientEstimator,
-    is_dense: bool,
 ) -> Array:
     """Return the covariance of gradients of single rows, mean over positions."""
 
@@ -445,34 +406,26 @@ def _compute_row_gradient_covariance(
             return make_gradient_fn(estimator, potential, arguments, preconditioner, minibatch)(q)
 
         gradients = jax.vmap(row_gradient)(dict(indices))
-        return jnp.cov(gradients, rowvar=False) if is_dense else gradients.var(0, ddof=1)
+        if preconditioner.is_dense:
+            return jnp.cov(gradients, rowvar=False)
+        return gradients.var(0, ddof=1)
 
     return jax.lax.map(lambda x: covariance_at(*x), (q, dict(indices))).mean(0)
 
 
-def estimate_max_curvature(
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    num_iterations: int,
-    rng: np.random.Generator,
-) -> float:
+def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> float:
     """Estimate the largest preconditioned curvature at some positions, at least 1.
 
     It is 1 for a randomised likelihood, whose gradients cannot be compared.
-
-    :param batched_gradients: gradients on minibatches.
-    :param preconditioner: coordinates.
-    :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
-    :param num_iterations: power iterations.
-    :param rng: random number generator, for the initial directions.
     """
-    if batched_gradients.potential.is_stochastic:
+    if bulk.batched_gradients.potential.is_stochastic:
         return 1.0
-    positions = preconditioner.to_position(q)
-    directions = rng.standard_normal(positions.shape)
     curvatures = compute_max_curvatures(
-        batched_gradients, preconditioner, positions, directions, num_iterations
+        bulk.batched_gradients,
+        bulk.preconditioner,
+        bulk.preconditioner.to_position(bulk.q),
+        rng.standard_normal(bulk.q.shape),
+        bulk.batched_gradients.budget.num_power_iterations,
     )
     return float(curvatures[np.isfinite(curvatures)].max(initial=1.0))
 
@@ -489,11 +442,8 @@ def compute_max_curvatures(
 
     Products with the Hessian are differences of gradients on the representative subset.
 
-    :param batched_gradients: gradients on minibatches.
-    :param preconditioner: coordinates.
     :param positions: shape ``(k, d)``.
     :param directions: initial directions in preconditioned coordinates, shape ``(k, d)``.
-    :param num_iterations: power iterations.
     :param step_length: length of the finite difference, in preconditioned units.
     :return: shape ``(k,)``; not finite where a gradient is not.
     """

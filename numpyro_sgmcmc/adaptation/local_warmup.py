@@ -33,11 +33,15 @@ from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
+    BulkPositions,
     JittedPotential,
     assemble_hessian,
     sample_minibatch_indices,
 )
-from numpyro_sgmcmc.adaptation.gradient_noise import estimate_max_curvature
+from numpyro_sgmcmc.adaptation.gradient_noise import (
+    estimate_max_curvature,
+    measure_noise_by_subsampling,
+)
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
     create_warmup_rng,
@@ -62,7 +66,6 @@ from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
     choose_estimator,
     list_candidates,
-    measure_noise_by_subsampling,
 )
 from numpyro_sgmcmc.adaptation.warmup import (
     adapt_to_mode,
@@ -373,16 +376,9 @@ def _run_local_pilot(
         preconditioner = pilot.preconditioner
         noise_q = np.concatenate([pilot.q, rng.standard_normal((_NUM_PILOT_CHAINS, dim))])
         posterior = ConditionalPosterior.create(inputs, last_window.get_local_values(0))
-        noise_stats = measure_noise_by_subsampling(
-            inputs, posterior.batched_gradients, estimators, preconditioner, noise_q, rng
-        )
-        max_curvature = estimate_max_curvature(
-            posterior.batched_gradients,
-            preconditioner,
-            pilot.q,
-            inputs.budget.num_power_iterations,
-            rng,
-        )
+        bulk = BulkPositions(posterior.batched_gradients, preconditioner, noise_q)
+        noise_stats = measure_noise_by_subsampling(bulk, estimators, rng)
+        max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q), rng)
         choice = choose_estimator(
             estimators,
             PILOT_DYNAMICS,

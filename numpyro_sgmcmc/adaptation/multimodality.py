@@ -21,7 +21,7 @@ import numpy as np
 from jax import random
 from scipy.optimize import linear_sum_assignment
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_noise
 from numpyro_sgmcmc.adaptation.initialisation import VariationalFit
@@ -39,7 +39,6 @@ from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
-    GradientEstimator,
     MinibatchGradient,
 )
 from numpyro_sgmcmc.model.potential import Potential
@@ -360,9 +359,8 @@ def rescale_to_prior(
         return None
     if pilot.r_hat < _MIN_NON_IDENTIFIED_R_HAT:
         return None
-    if inputs.potential.dim > high_dim and _has_effective_control_variates(
-        inputs, batched_gradients, pilot, rng
-    ):
+    bulk = BulkPositions(batched_gradients, pilot.preconditioner, pilot.q)
+    if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, rng):
         return None
     prior_sds = _estimate_prior_sds(inputs)
     if prior_sds is None:
@@ -376,25 +374,13 @@ def rescale_to_prior(
     return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
 
-def _has_effective_control_variates(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    pilot: PilotResult,
-    rng: np.random.Generator,
-) -> bool:
+def _has_effective_control_variates(bulk: BulkPositions, rng: np.random.Generator) -> bool:
     """Return whether control variates are clearly less noisy than minibatch gradients."""
-    if inputs.potential.is_stochastic or not inputs.potential.plates:
+    potential = bulk.batched_gradients.potential
+    if potential.is_stochastic or not potential.plates:
         return False
-    estimators: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
-    minibatch, control_variate = measure_noise(
-        batched_gradients,
-        pilot.preconditioner,
-        pilot.q,
-        estimators,
-        IIDSubsampling(),
-        inputs.budget.max_noise_minibatches,
-        rng,
-    ).values()
+    estimators = [MinibatchGradient(), ControlVariate()]
+    minibatch, control_variate = measure_noise(bulk, estimators, IIDSubsampling(), rng).values()
     max_variance = _MAX_CONTROL_VARIATE_NOISE_RATIO * minibatch.mean_variance
     return control_variate.mean_variance < max_variance
 

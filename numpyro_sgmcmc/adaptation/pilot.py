@@ -21,7 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, sample_minibatch_indices
+from numpyro_sgmcmc.adaptation.batched_gradients import (
+    BatchedGradients,
+    BulkPositions,
+    sample_minibatch_indices,
+)
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     estimate_max_curvature,
@@ -235,22 +239,9 @@ def _choose_pilot_step(
     estimators: tuple[GradientEstimator, ...] = (MinibatchGradient(), ControlVariate())
     if inputs.potential.is_stochastic:
         estimators = (MinibatchGradient(),)
-    noise_stats = measure_noise(
-        batched_gradients,
-        pilot.preconditioner,
-        pilot.q,
-        estimators,
-        IIDSubsampling(),
-        inputs.budget.max_noise_minibatches,
-        rng,
-    )
-    max_curvature = estimate_max_curvature(
-        batched_gradients,
-        pilot.preconditioner,
-        pilot.q[:_NUM_CURVATURE_POSITIONS],
-        inputs.budget.num_power_iterations,
-        rng,
-    )
+    bulk = BulkPositions(batched_gradients, pilot.preconditioner, pilot.q)
+    noise_stats = measure_noise(bulk, estimators, IIDSubsampling(), rng)
+    max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q[:_NUM_CURVATURE_POSITIONS]), rng)
     step_sizes = {
         e: limit_step_size_by_noise(
             PILOT_DYNAMICS,

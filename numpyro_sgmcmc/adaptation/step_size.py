@@ -30,7 +30,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from jax.interpreters.ad import JVPTracer
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     predict_mean_bias_from_noise,
@@ -44,7 +44,6 @@ from numpyro_sgmcmc.adaptation.settings import (
 )
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError
-from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 MAX_NUM_STEPS = 500
 """Most steps per draw: no limit shortens the step below 1/500 of the relaxation time."""
@@ -152,12 +151,10 @@ class StepSizeChoice:
 
 def choose_step_size(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
+    bulk: BulkPositions,
     choice: SubsamplingChoice,
     max_curvature: float,
     bound_dynamics: Dynamics,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
     has_dominant_mode: bool,
     rng: np.random.Generator,
 ) -> StepSizeChoice:
@@ -166,7 +163,6 @@ def choose_step_size(
     :param choice: gradient estimator and subsampling, with the step size that noise allows.
     :param max_curvature: largest preconditioned curvature.
     :param bound_dynamics: the SDE in preconditioned coordinates.
-    :param q: preconditioned positions in the bulk of the posterior, shape ``(n, d)``.
     :param has_dominant_mode: whether means can be predicted there.
     """
     settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
@@ -183,17 +179,9 @@ def choose_step_size(
             choice.variance_inflation, float(np.square(1.0 + sd_inflation) - 1.0)
         )
     dynamics_limit = float(step_size)
-    mean_bias = _predict_mean_bias(
-        inputs,
-        batched_gradients,
-        choice,
-        bound_dynamics,
-        preconditioner,
-        q,
-        has_dominant_mode,
-        dynamics_limit,
-        rng,
-    )
+    mean_bias = PredictedMeanBias.zero()
+    if inputs.potential.local_latents is None and has_dominant_mode:
+        mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit, rng)
     if settings.step_size is not None:
         limits = [StepSizeLimit("user", float(step_size))]
     else:
@@ -209,7 +197,9 @@ def choose_step_size(
         ]
     is_independent = choice.subsampling.is_independent
     noise_stats = noise_stats._replace(
-        batches_per_epoch=0 if is_independent else find_num_batches_per_epoch(batched_gradients)
+        batches_per_epoch=0
+        if is_independent
+        else find_num_batches_per_epoch(bulk.batched_gradients)
     )
     if noise_stats.batches_per_epoch:
         variance_inflation = min(
@@ -409,33 +399,21 @@ def _limit_step_size_by_mean_bias(
 
 def _predict_mean_bias(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
+    bulk: BulkPositions,
     choice: SubsamplingChoice,
     bound_dynamics: Dynamics,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    has_dominant_mode: bool,
     step_size: float,
     rng: np.random.Generator,
 ) -> PredictedMeanBias:
     """Predict the bias of posterior means by gradient noise and discretisation error."""
-    settings, num_probes = inputs.settings, inputs.budget.num_bias_probes
-    if inputs.potential.local_latents is not None or not has_dominant_mode:
-        return PredictedMeanBias.zero()
+    settings = inputs.settings
     by_noise = np.zeros(inputs.potential.dim)
     if not settings.noise_compensation:
         inflation_per_noise_variance = settings.dynamics.variance_inflation(
             1.0, step_size, choice.noise_stats.position_dependent_fraction
         )
         by_noise = predict_mean_bias_from_noise(
-            batched_gradients,
-            preconditioner,
-            q,
-            choice.estimator,
-            choice.subsampling,
-            inflation_per_noise_variance,
-            num_probes,
-            rng,
+            bulk, choice.estimator, choice.subsampling, inflation_per_noise_variance, rng
         )
     # The variance inflation is computed at the longest step, where rounding is small beside it;
     # at shorter ones it is smaller by the order of the integrator.
@@ -444,9 +422,7 @@ def _predict_mean_bias(
     inflation = compute_kick_variance_inflation(bound_dynamics, settings.integrator, max_step_size)
     per_inflation = np.zeros(inputs.potential.dim)
     if inflation != 0.0:
-        per_inflation = predict_mean_bias_per_variance_inflation(
-            batched_gradients, preconditioner, q, num_probes, rng
-        )
+        per_inflation = predict_mean_bias_per_variance_inflation(bulk, rng)
     return PredictedMeanBias(
         by_noise / step_size,
         per_inflation,

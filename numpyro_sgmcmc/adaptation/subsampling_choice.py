@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     NoiseStatsBySubsampling,
     estimate_max_curvature,
     measure_noise,
+    measure_noise_by_subsampling,
     measure_noise_covariance,
 )
 from numpyro_sgmcmc.adaptation.settings import (
@@ -55,7 +55,6 @@ from numpyro_sgmcmc.model.gradient_estimators import (
     GradientEstimator,
     MinibatchGradient,
 )
-from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 MONITOR_INTERVAL = 20
 """Steps between gradients on separate minibatches: they cost 5% or less of a run."""
@@ -75,11 +74,7 @@ _MAX_DIM_MONITORED_EACH_STEP, _MAX_STEP_GRADIENT_INTERVAL = 10_000, 5
 
 @dataclass(frozen=True)
 class NoiseMeasurement:
-    """Gradient noise and curvature in the bulk of the posterior.
-
-    - **by_subsampling** - gradient noise of each candidate estimator.
-    - **max_curvature** - largest preconditioned curvature.
-    """
+    """Gradient noise of each candidate estimator, and the largest preconditioned curvature."""
 
     by_subsampling: NoiseStatsBySubsampling
     max_curvature: float
@@ -114,62 +109,19 @@ def list_candidates(inputs: WarmupInputs) -> Candidates:
 
 
 def measure_gradient_noise(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    candidates: Candidates,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    rng: np.random.Generator,
+    bulk: BulkPositions, candidates: Candidates, rng: np.random.Generator
 ) -> NoiseMeasurement:
-    """Measure the noise of each candidate estimator, and the largest curvature.
-
-    :param q: preconditioned positions in the bulk of the posterior, shape ``(n, d)``.
-    """
-    by_subsampling = measure_noise_by_subsampling(
-        inputs, batched_gradients, candidates.estimators, preconditioner, q, rng
-    )
+    """Measure the noise of each candidate estimator, and the largest curvature."""
+    noise = measure_noise_by_subsampling(bulk, candidates.estimators, rng)
     # Over an epoch noise cancels. That of minibatch gradients is so large that their step size
     # does not rely on it.
     if candidates.subsampling is None or not candidates.subsampling.is_independent:
-        per_epoch = find_num_batches_per_epoch(batched_gradients)
-        by_subsampling = NoiseStatsBySubsampling(
-            *(
-                {
-                    e: stats._replace(batches_per_epoch=per_epoch if e.needs_reference else 0)
-                    for e, stats in stats_by_estimator.items()
-                }
-                for stats_by_estimator in by_subsampling
-            )
-        )
-    max_curvature = estimate_max_curvature(
-        batched_gradients, preconditioner, q, inputs.budget.num_power_iterations, rng
-    )
-    return NoiseMeasurement(by_subsampling, max_curvature)
-
-
-def measure_noise_by_subsampling(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    estimators: tuple[GradientEstimator, ...],
-    preconditioner: Preconditioner,
-    q: np.ndarray,
-    rng: np.random.Generator,
-) -> NoiseStatsBySubsampling:
-    """Measure the gradient noise with iid and with contiguous minibatches."""
-    return NoiseStatsBySubsampling(
-        *(
-            measure_noise(
-                batched_gradients,
-                preconditioner,
-                q,
-                estimators,
-                subsampling,
-                inputs.budget.max_noise_minibatches,
-                rng,
-            )
-            for subsampling in (IIDSubsampling(), ContiguousSubsampling())
-        )
-    )
+        per_epoch = find_num_batches_per_epoch(bulk.batched_gradients)
+        for stats_by_estimator in noise:
+            for estimator, stats in stats_by_estimator.items():
+                if estimator.needs_reference:
+                    stats_by_estimator[estimator] = stats._replace(batches_per_epoch=per_epoch)
+    return NoiseMeasurement(noise, estimate_max_curvature(bulk, rng))
 
 
 def choose_subsampling(
@@ -219,11 +171,7 @@ def choose_estimator(
 ) -> EstimatorChoice:
     """Choose the estimator with the lowest cost per independent draw.
 
-    :param integrator_step_size: step size for a standard normal and an exact gradient.
-    :param noise_stats: gradient noise of each estimator.
-    :param max_curvature: largest preconditioned curvature.
-    :param target_sd_bias: allowed relative error of posterior SDs.
-    :param is_compensated: whether the noise covariance is subtracted from the injected noise.
+    Its parameters are those of :func:`.limit_step_size_by_noise`.
     """
     costs = []
     for estimator in estimators:
@@ -250,35 +198,26 @@ def _choose_subsampling(
     iid: EstimatorChoice,
     contiguous: EstimatorChoice,
 ) -> Subsampling:
-    """Choose the subsampling, of those without duplicates where there are local latents."""
-    local_latents = inputs.potential.local_latents
-    if local_latents is None:
-        return _choose_fastest_subsampling(inputs, noise, iid, contiguous)
-    size, batch_size = local_latents.plate.size, local_latents.plate.subsample_size
-    # A minibatch across the end of an epoch may contain an observation twice.
-    if not ShuffledSubsampling().has_distinct_rows(size, batch_size):
+    """Choose contiguous minibatches, which memory reads fastest, unless their noise matters.
+
+    Of local latents no minibatch may contain an observation twice.
+    """
+    settings, local_latents = inputs.settings, inputs.potential.local_latents
+
+    def is_allowed(subsampling: Subsampling) -> bool:
+        if local_latents is None:
+            return True
+        plate = local_latents.plate
+        return subsampling.has_distinct_rows(plate.size, plate.subsample_size)
+
+    if not is_allowed(ShuffledSubsampling()):
         return ContiguousSubsampling()
-    subsampling = _choose_fastest_subsampling(inputs, noise, iid, contiguous)
-    # So may iid minibatches.
-    if subsampling.has_distinct_rows(size, batch_size):
-        return subsampling
-    return ContiguousSubsampling()
-
-
-def _choose_fastest_subsampling(
-    inputs: WarmupInputs,
-    noise: NoiseMeasurement,
-    iid: EstimatorChoice,
-    contiguous: EstimatorChoice,
-) -> Subsampling:
-    """Choose contiguous minibatches, which memory reads fastest, unless their noise matters."""
-    settings = inputs.settings
     # Noise that cancels over an epoch changes momenta, and not positions. A thermostat would take
     # it for a kinetic temperature that is too high.
     if is_thermostat_active(
         inputs, noise.by_subsampling.iid[iid.estimator], settings.step_size or iid.step_size
     ):
-        return IIDSubsampling()
+        return IIDSubsampling() if is_allowed(IIDSubsampling()) else ContiguousSubsampling()
     contiguous_variance = noise.by_subsampling.contiguous[contiguous.estimator].mean_variance
     iid_variance = noise.by_subsampling.iid[contiguous.estimator].mean_variance
     shortens_step = iid.step_size > contiguous.step_size
@@ -294,9 +233,7 @@ def _choose_fastest_subsampling(
 
 def measure_noise_to_compensate(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
+    bulk: BulkPositions,
     choice: SubsamplingChoice,
     step_size: float,
     rng: np.random.Generator,
@@ -304,21 +241,9 @@ def measure_noise_to_compensate(
     """Measure the noise covariance that is subtracted from the injected noise.
 
     A warning is issued where it exceeds the injected noise.
-
-    :param preconditioner: in the model's type.
     """
-    matrix = measure_noise_covariance(
-        batched_gradients.step_potential,
-        inputs.arguments,
-        preconditioner,
-        inputs.cast(q),
-        rng,
-        choice.estimator,
-        preconditioner.is_dense,
-    )
-    covariance = GradientNoiseCovariance.from_covariance(
-        jnp.asarray(matrix, inputs.potential.dtype)
-    )
+    matrix = measure_noise_covariance(bulk, choice.estimator, rng)
+    covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
     fraction = inputs.settings.dynamics.gradient_noise_fraction(step_size)
     ratios = np.asarray(covariance.eigenvalues) * fraction
     if ratios.max() > 1.0:
@@ -328,23 +253,21 @@ def measure_noise_to_compensate(
 
 def choose_monitor_gradients(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    candidates: Candidates,
+    bulk: BulkPositions,
     choice: SubsamplingChoice,
-    noise: NoiseMeasurement,
+    noise: NoiseStatsBySubsampling,
     step_size: float,
     num_steps: int,
-    preconditioner: Preconditioner,
-    q: np.ndarray,
     rng: np.random.Generator,
 ) -> MonitorGradients:
     """Choose the gradients from which the chains estimate their bias.
 
+    :param noise: gradient noise of the candidate estimators.
     :param step_size: step size of the chains.
     :param num_steps: steps per iteration.
     """
     potential, subsampling = inputs.potential, choice.subsampling
-    noise_stats = noise.by_subsampling.for_subsampling(subsampling)
+    noise_stats = noise.for_subsampling(subsampling)
     own_stats = noise_stats[choice.estimator]
     variance_inflation = inputs.settings.dynamics.variance_inflation(own_stats.variance, step_size)
     # Separate gradients in few steps cost so much that a little dependence is accepted.
@@ -352,16 +275,9 @@ def choose_monitor_gradients(
     is_independent = subsampling.is_independent or variance_inflation <= negligible
     if is_independent and own_stats.mean_variance <= num_steps:
         return choose_step_gradients(potential.dim, num_steps)
-    if candidates.estimators == (MinibatchGradient(),) and not potential.is_stochastic:
-        noise_stats = measure_noise(
-            batched_gradients,
-            preconditioner,
-            q,
-            tuple(e for e in GRADIENT_ESTIMATORS.values() if not e.needs_hessian),
-            ContiguousSubsampling() if subsampling.is_contiguous else IIDSubsampling(),
-            inputs.budget.max_noise_minibatches,
-            rng,
-        )
+    if list(noise_stats) == [MinibatchGradient()] and not potential.is_stochastic:
+        without_hessian = [e for e in GRADIENT_ESTIMATORS.values() if not e.needs_hessian]
+        noise_stats = measure_noise(bulk, without_hessian, subsampling, rng)
     # The chains have a reference Hessian only if their estimator needs it.
     variances = {
         e: stats.mean_variance
@@ -386,10 +302,8 @@ def choose_separate_gradients(
 ) -> MonitorGradients | None:
     """Choose gradients on separate minibatches, or None where those of the steps serve.
 
-    :param noise_variances: variance of the gradient noise by estimator.
     :param estimator: estimator of the steps.
     :param is_independent: whether the minibatches of the steps are independent of the position.
-    :param num_steps: steps per iteration.
     """
     divisors = (k for k in range(1, num_steps + 1) if num_steps % k == 0)
     interval = next(k for k in divisors if k >= min(MONITOR_INTERVAL, num_steps))

@@ -12,11 +12,11 @@ passes over the data. Arrays are concrete, so that Python may branch; nothing he
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, UNKNOWN_NOISE
 from numpyro_sgmcmc.adaptation.influential import (
     find_influential_rows,
@@ -154,9 +154,7 @@ def create_batched_gradients(
 
     :param included_rows: influential observations in every minibatch, by plate.
     """
-    return BatchedGradients(
-        inputs.potential, inputs.arguments, inputs.budget.num_representative_rows, included_rows
-    )
+    return BatchedGradients(inputs.potential, inputs.arguments, inputs.budget, included_rows)
 
 
 def _start_compilation(
@@ -271,20 +269,13 @@ def adapt_to_mode(
 ) -> ModeSettings:
     """Choose estimator, subsampling, step size and steps per iteration of chains in one mode."""
     settings, dynamics = inputs.settings, inputs.settings.dynamics
-    preconditioner, q = pilot.preconditioner, pilot.q
-    noise = measure_gradient_noise(inputs, batched_gradients, candidates, preconditioner, q, rng)
+    preconditioner = pilot.preconditioner
+    bulk = BulkPositions(batched_gradients, preconditioner, pilot.q)
+    noise = measure_gradient_noise(bulk, candidates, rng)
     choice = choose_subsampling(inputs, candidates, noise)
     bound_dynamics = settings.bind_dynamics(preconditioner.cast(inputs.potential.dtype))
     step = choose_step_size(
-        inputs,
-        batched_gradients,
-        choice,
-        noise.max_curvature,
-        bound_dynamics,
-        preconditioner,
-        q,
-        has_dominant_mode,
-        rng,
+        inputs, bulk, choice, noise.max_curvature, bound_dynamics, has_dominant_mode, rng
     )
     step_size = float(step.step_size)
     relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
@@ -299,19 +290,10 @@ def adapt_to_mode(
     noise_covariance = None
     if settings.noise_compensation and inputs.potential.plates:
         noise_covariance = measure_noise_to_compensate(
-            inputs, batched_gradients, chain_preconditioner, q, choice, step_size, rng
+            inputs, replace(bulk, preconditioner=chain_preconditioner), choice, step_size, rng
         )
     monitor_gradients = choose_monitor_gradients(
-        inputs,
-        batched_gradients,
-        candidates,
-        choice,
-        noise,
-        step_size,
-        num_steps,
-        preconditioner,
-        q,
-        rng,
+        inputs, bulk, choice, noise.by_subsampling, step_size, num_steps, rng
     )
     return ModeSettings(
         chain_preconditioner,

@@ -20,10 +20,11 @@ import numpy as np
 from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
+    BulkPositions,
     iter_weighted_minibatches,
     sample_minibatch_indices,
 )
-from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, WarmupBudget, count_rows_per_gradient
+from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     compute_max_curvatures,
     predict_mean_bias_from_noise,
@@ -146,11 +147,12 @@ def _estimate_gradients(
     draw_index = minibatch_index // batches_per_position
     weight = (1 - 2 * is_center) / batches_per_position
     gradients = _compute_center_gradients(batched, preconditioners)[chain_index]
-    for part, _, part_gradients in batched.evaluate_step_minibatches(
+    for part, _, part_gradients in batched.evaluate_minibatches(
         np.concatenate([positions, centers]),
         minibatches,
         np.where(is_center, num + chain_index[draw_index], draw_index),
         minibatch_index,
+        batched.step_potential,
     ):
         np.add.at(gradients, draw_index[part], weight[part, None] * part_gradients)
     return gradients
@@ -184,14 +186,13 @@ def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     flat = draws.reshape(-1, potential.dim)
     indices = np.linspace(0, len(flat) - 1, _NUM_NOISE_BIAS_POSITIONS).astype(int)
     preconditioner = run.preconditioners[0]
+    batched = BatchedGradients(potential, run.arguments, included_rows=adaptation.included_rows)
+    q = preconditioner.solve(flat[indices] - preconditioner.center)
     mean_bias = predict_mean_bias_from_noise(
-        BatchedGradients(potential, run.arguments, included_rows=adaptation.included_rows),
-        preconditioner,
-        preconditioner.solve(flat[indices] - preconditioner.center),
+        BulkPositions(batched, preconditioner, q),
         adaptation.estimator,
         adaptation.subsampling,
         _compute_variance_inflation_per_noise_variance(run, adaptation),
-        WarmupBudget.num_bias_probes,
         np.random.default_rng(0),
     )
     return Estimate(mean_bias, _NOISE_BIAS_RELATIVE_ERROR * np.abs(mean_bias))

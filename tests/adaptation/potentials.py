@@ -7,6 +7,7 @@ import numpyro.distributions as dist
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.potential import make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -40,9 +41,10 @@ def jitted_potential(fn, dim):
     return JittedPotential(make_function_potential(fn, jnp.zeros(dim)), Arguments())
 
 
-def function_gradients(fn, dim):
+def function_gradients(fn, dim, **budget):
     """Batched gradients of a potential function, which has no plates."""
-    return BatchedGradients(make_function_potential(fn, jnp.zeros(dim)), Arguments())
+    potential = make_function_potential(fn, jnp.zeros(dim))
+    return BatchedGradients(potential, Arguments(), WarmupBudget(**budget))
 
 
 def exponential_model(y, batch_size=None):
@@ -52,11 +54,11 @@ def exponential_model(y, batch_size=None):
         numpyro.sample("y", dist.Exponential(jnp.exp(t)), obs=y[i])
 
 
-def exponential_gradients(num_rows=200, batch_size=20):
+def exponential_gradients(num_rows=200, batch_size=20, **budget):
     """Data, batched gradients and preconditioner of :func:`exponential_model`."""
     y = np.random.default_rng(0).exponential(size=num_rows)
     arguments = Arguments((jnp.asarray(y),), {"batch_size": batch_size})
     potential = get_model_potential(exponential_model, arguments, init_to_uniform)
     mode = np.array([np.log(num_rows / y.sum())])
     preconditioner = Preconditioner(mode, num_rows**-0.5 * np.ones(1), np.zeros(1))
-    return y, BatchedGradients(potential, arguments), preconditioner
+    return y, BatchedGradients(potential, arguments, WarmupBudget(**budget)), preconditioner

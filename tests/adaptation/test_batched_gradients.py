@@ -39,11 +39,11 @@ def potential_with_plates(*plates):
 
 
 def test_sample_subset_small_plate_is_none():
-    assert sample_subset(potential_with_plates(("a", 20_000, 10)), 0) is None
+    assert sample_subset(potential_with_plates(("a", 20_000, 10))) is None
 
 
 def test_sample_subset_large_plate_is_sorted_and_uniform():
-    subset = sample_subset(potential_with_plates(("a", 10**6, 10), ("b", 30, 5)), 0)
+    subset = sample_subset(potential_with_plates(("a", 10**6, 10), ("b", 30, 5)))
     assert subset["a"].shape == (20_000,)
     assert (np.diff(subset["a"]) >= 0).all()
     assert 0 <= subset["a"].min() < 1000
@@ -194,6 +194,8 @@ def test_full_hessian_any_call_size_is_exact(size, batch_size, num_directions):
     gradients = BatchedGradients(potential, arguments)
     # Minibatches of a pass have at least 64 rows, or all.
     rows_per_minibatch = min(64, size)
-    found = gradients.full_hessian(b, num_directions * rows_per_minibatch, 2)
+    found = gradients.full_hessian(
+        b, max_row_directions=num_directions * rows_per_minibatch, max_minibatches_per_call=2
+    )
     p = 1 / (1 + np.exp(-x @ b))
     np.testing.assert_allclose(found, np.eye(3) + x.T @ (x * (p * (1 - p))[:, None]))

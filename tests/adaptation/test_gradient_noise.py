@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     compute_max_curvatures,
@@ -44,11 +44,10 @@ def rng():
 @pytest.mark.parametrize("name", GRADIENT_ESTIMATORS)
 def test_measure_noise_random_rows_matches_variance_of_single_rows(name):
     estimator = GRADIENT_ESTIMATORS[name]
-    y, gradients, preconditioner = exponential_gradients()
+    y, gradients, preconditioner = exponential_gradients(max_noise_minibatches=4_000)
     q = np.array([[1.5]])
-    noise = measure_noise(
-        gradients, preconditioner, q, [estimator], IIDSubsampling(), 4_000, rng()
-    )[estimator]
+    bulk = BulkPositions(gradients, preconditioner, q)
+    noise = measure_noise(bulk, [estimator], IIDSubsampling(), rng())[estimator]
     t, reference = preconditioner.to_position(q)[0, 0], preconditioner.center[0]
     row_gradients = {
         "minibatch": np.exp(t),
@@ -84,12 +83,11 @@ def test_noise_stats_one_varying_coordinate_is_detected():
 @pytest.mark.parametrize("estimator", [MinibatchGradient(), ControlVariate()], ids=lambda e: e.name)
 def test_mean_bias_from_noise_skewed_posterior_matches_third_derivative(estimator):
     """The mean moves by minus half the third derivative times the added variance."""
-    y, gradients, preconditioner = exponential_gradients()
+    y, gradients, preconditioner = exponential_gradients(num_bias_probes=4_000)
     inflation = 0.02
     q = 0.7 * np.ones((8, 1))
-    (found,) = predict_mean_bias_from_noise(
-        gradients, preconditioner, q, estimator, IIDSubsampling(), inflation, 4_000, rng()
-    )
+    bulk = BulkPositions(gradients, preconditioner, q)
+    (found,) = predict_mean_bias_from_noise(bulk, estimator, IIDSubsampling(), inflation, rng())
     t, reference = preconditioner.to_position(q[:1])[0, 0], preconditioner.center[0]
     row_gradients = (np.exp(t) - estimator.needs_reference * np.exp(reference)) * y
     variance = preconditioner.factor[0] ** 2 * len(y) ** 2 * row_gradients.var() / 20
@@ -100,9 +98,10 @@ def test_mean_bias_from_noise_skewed_posterior_matches_third_derivative(estimato
 
 
 def test_mean_bias_per_inflation_skewed_posterior_matches_third_derivative():
-    y, gradients, preconditioner = exponential_gradients()
+    y, gradients, preconditioner = exponential_gradients(num_bias_probes=4_000)
     q = 0.7 * np.ones((8, 1))
-    (found,) = predict_mean_bias_per_variance_inflation(gradients, preconditioner, q, 4_000, rng())
+    bulk = BulkPositions(gradients, preconditioner, q)
+    (found,) = predict_mean_bias_per_variance_inflation(bulk, rng())
     t = preconditioner.to_position(q[:1])[0, 0]
     third_derivative = np.exp(t) * y.sum() * preconditioner.factor[0] ** 3
     assert -0.5 * third_derivative < found < 0.9 * -0.5 * third_derivative
@@ -112,11 +111,14 @@ def test_mean_bias_per_inflation_shared_scale_adds_over_effects():
     """The scale of n non-centred standard normal effects moves by n."""
     num, factor = 50, np.concatenate([[0.1], np.ones(50)])
     gradients = function_gradients(
-        lambda q: q[0] + jnp.exp(2 * q[0]) * jnp.square(q[1:]).sum() / 2, 51
+        lambda q: q[0] + jnp.exp(2 * q[0]) * jnp.square(q[1:]).sum() / 2,
+        51,
+        num_bias_probes=2_000,
     )
     preconditioner = Preconditioner(np.zeros(51), factor, np.zeros(51))
     q = np.concatenate([np.zeros((8, 1)), rng().standard_normal((8, num))], 1)
-    found = predict_mean_bias_per_variance_inflation(gradients, preconditioner, q, 2_000, rng())
+    bulk = BulkPositions(gradients, preconditioner, q)
+    found = predict_mean_bias_per_variance_inflation(bulk, rng())
     # Third derivatives: four times the squares along the scale, two along each effect.
     squares = np.square(q[:, 1:]).sum(1).mean()
     expected = -0.5 * (2 * num + 8 * squares / 2 * 0.1**2) * 0.1
@@ -134,11 +136,11 @@ def test_mean_bias_gaussian_posterior_is_zero():
     potential = get_model_potential(model, arguments, init_to_uniform)
     gradients = BatchedGradients(potential, arguments)
     preconditioner = Preconditioner(np.array([y.mean()]), 0.1 * np.ones(1), np.zeros(1))
-    q = rng().standard_normal((8, 1))
+    bulk = BulkPositions(gradients, preconditioner, rng().standard_normal((8, 1)))
     from_noise = predict_mean_bias_from_noise(
-        gradients, preconditioner, q, MinibatchGradient(), IIDSubsampling(), 1.0, 8, rng()
+        bulk, MinibatchGradient(), IIDSubsampling(), 1.0, rng()
     )
-    per_inflation = predict_mean_bias_per_variance_inflation(gradients, preconditioner, q, 8, rng())
+    per_inflation = predict_mean_bias_per_variance_inflation(bulk, rng())
     assert np.abs(from_noise).max() < 1e-6
     assert np.abs(per_inflation).max() < 1e-6
 
@@ -146,11 +148,12 @@ def test_mean_bias_gaussian_posterior_is_zero():
 @pytest.mark.parametrize(("edge", "expected"), [(0.5, 0.0), (0.05, 100.0)])
 def test_mean_bias_perturbations_out_of_support(edge, expected):
     """A few are left out; where most are, the bias cannot be predicted and counts as 100 SDs."""
-    gradients = function_gradients(lambda q: jnp.log(edge - q).sum() + jnp.log(edge + q).sum(), 1)
-    preconditioner = Preconditioner(np.zeros(1), np.ones(1), np.zeros(1))
-    found = predict_mean_bias_per_variance_inflation(
-        gradients, preconditioner, np.zeros((8, 1)), 200, rng()
+    gradients = function_gradients(
+        lambda q: jnp.log(edge - q).sum() + jnp.log(edge + q).sum(), 1, num_bias_probes=200
     )
+    preconditioner = Preconditioner(np.zeros(1), np.ones(1), np.zeros(1))
+    bulk = BulkPositions(gradients, preconditioner, np.zeros((8, 1)))
+    found = predict_mean_bias_per_variance_inflation(bulk, rng())
     assert found * 0.3**2 == pytest.approx(expected, abs=1e-3)
 
 
@@ -163,7 +166,7 @@ def test_max_curvature_quadratic_is_largest_eigenvalue():
     largest = 4 * np.linalg.eigvalsh(hessian).max()
     q = rng().standard_normal((4, 20))
     diagonal = Preconditioner(np.zeros(20), 2.0 * np.ones(20), np.zeros(20))
-    found = estimate_max_curvature(gradients, diagonal, q, 8, rng())
+    found = estimate_max_curvature(BulkPositions(gradients, diagonal, q), rng())
     assert found == pytest.approx(largest, rel=0.1)
     assert found <= largest * (1 + 1e-6)
     per_position = compute_max_curvatures(gradients, diagonal, q, rng().standard_normal(q.shape), 8)
@@ -171,10 +174,12 @@ def test_max_curvature_quadratic_is_largest_eigenvalue():
     assert per_position.max() == pytest.approx(found, rel=1e-6)
     root = np.linalg.cholesky(np.linalg.inv(hessian))
     dense = Preconditioner(np.zeros(20), root, np.zeros(20))
-    assert estimate_max_curvature(gradients, dense, q, 8, rng()) == pytest.approx(1, rel=1e-6)
+    found = estimate_max_curvature(BulkPositions(gradients, dense, q), rng())
+    assert found == pytest.approx(1, rel=1e-6)
 
 
 def test_max_curvature_not_finite_is_one():
     gradients = function_gradients(lambda q: jnp.sqrt(q).sum(), 2)
     preconditioner = Preconditioner(-np.ones(2), np.ones(2), np.zeros(2))
-    assert estimate_max_curvature(gradients, preconditioner, np.zeros((4, 2)), 8, rng()) == 1.0
+    bulk = BulkPositions(gradients, preconditioner, np.zeros((4, 2)))
+    assert estimate_max_curvature(bulk, rng()) == 1.0

@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.influential import choose_num_influential, find_influential_rows
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -156,7 +157,8 @@ def test_evaluate_on_subset_included_rows_are_a_stratum():
     exact = np.stack([potential.full_gradient(jnp.asarray(x, jnp.float32), arguments) for x in q])
 
     def gradients(num_rows, included_rows=()):
-        batched = BatchedGradients(potential, arguments, num_rows, included_rows)
+        budget = WarmupBudget(num_representative_rows=num_rows)
+        batched = BatchedGradients(potential, arguments, budget, included_rows)
         return batched.evaluate_on_subset(q)[1]
 
     # The gradient with respect to b comes from these rows alone, and the prior.

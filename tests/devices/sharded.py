@@ -195,7 +195,7 @@ def check_minibatches_of_the_warmup_stay_within_shards():
         for k, (end, count) in enumerate(zip(ends, counts, strict=True)):
             assert set(np.unique(parts[:, :, k])) == set(range(end - count, end))
     big = potential.plates[0]._replace(size=10**6)
-    subset = sample_subset(replace(potential, plates=(big,)), 0)["rows"].reshape(4, -1)
+    subset = sample_subset(replace(potential, plates=(big,)))["rows"].reshape(4, -1)
     for part, end, count in zip(subset, ends, counts, strict=True):
         assert set(np.unique(part)) == set(range(end - count, end))
         assert (np.diff(part) >= 0).all()
