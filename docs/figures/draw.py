@@ -223,7 +223,7 @@ def draw_runs() -> None:
         title="Estimated and true bias of 40 SDs in 8 runs",
     )  # fmt: skip
     ax.legend(fontsize=8)
-    figure.savefig(FOLDER / "told.png")  # vocabulary: ok
+    figure.savefig(FOLDER / "estimated-bias.png")  # vocabulary: ok
 
 
 if __name__ == "__main__":
