@@ -11,7 +11,8 @@ mean. With :math:`e_i = \mathrm{elpd}_i - \tilde\ell_i`,
 
     \widehat{\mathrm{elpd}} = \sum_{i\le N}\tilde\ell_i + \frac Nm\sum_{i\in S} e_i
 
-is unbiased, with variance :math:`N^2(1 - m/N)\,s_e^2/m`: the difference estimator of Magnusson,
+is unbiased, with variance :math:`N^2(1 - m/N)\,s_e^2/m` for the sample variance :math:`s_e^2`
+(over m - 1 degrees of freedom): the difference estimator of Magnusson,
 Andersen, Jonasson and Vehtari (2020), *Leave-one-out cross-validation for Bayesian model comparison
 in large data*. The difference of two models at the same rows is estimated in the same way, with
 :math:`e_i` the difference of theirs.
@@ -30,7 +31,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.diagnostics.predictive import (
-    evaluate_log_likelihood,
+    evaluate_plate_sites,
     get_subsampled_plate,
     validate_row_indices,
 )
@@ -65,7 +66,7 @@ class LooEstimate(NamedTuple):
 
     - **elpd** - expected log pointwise predictive density of all rows, each left out.
     - **se** - its standard error for rows as a sample of a population, as in ArviZ.
-    - **subsampling_se** - its standard error from evaluating a subset of the rows.
+    - **subsampling_se** - its standard error from evaluating a subset of the rows; NaN for one row.
     - **p_loo** - effective number of parameters.
     - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``; a row's elpd is unreliable
       above 0.7.
@@ -100,12 +101,8 @@ class LooEstimate(NamedTuple):
                 "loo-rows",
             )
         elpd = self.elpd_i - other.elpd_i
-        differences = elpd - self.plpd_i + other.plpd_i
-        return LooDifference(
-            elpd=self.elpd - other.elpd,
-            se=_compute_population_se(elpd, self.num_rows),
-            subsampling_se=_compute_subsampling_se(differences, self.num_rows),
-        )
+        standard_errors = _compute_standard_errors(elpd, self.plpd_i - other.plpd_i, self.num_rows)
+        return LooDifference(self.elpd - other.elpd, *standard_errors)
 
     def __str__(self) -> str:
         num_unreliable = int((self.pareto_k > _MAX_RELIABLE_PARETO_K).sum())
@@ -135,16 +132,13 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     :raises ValueError: for a run of another kernel or before a run, and indices out of range.
     :raises ImportError: without ArviZ.
     """
-    kernel = check_finished_run(mcmc, "to_arviz", uses_moments=False)
-    arviz = _import_arviz("to_arviz")
-    data = _convert_draws(arviz, mcmc)
+    check_finished_run(mcmc, "to_arviz", uses_moments=False)
+    data = _convert_draws(mcmc)
     if log_likelihood is False:
         return data
-    plate = get_subsampled_plate(kernel, "to_arviz")
-    if log_likelihood is True:
-        indices = np.arange(plate.size)
-    elif np.ndim(log_likelihood):
-        indices = validate_row_indices(log_likelihood, plate)
+    plate = get_subsampled_plate(mcmc, "to_arviz")
+    if log_likelihood is True or np.ndim(log_likelihood):
+        indices = validate_row_indices(None if log_likelihood is True else log_likelihood, plate)
     else:
         errors.check_positive_int("log_likelihood", log_likelihood)
         if log_likelihood > plate.size:
@@ -156,9 +150,18 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
             )
         rng = np.random.default_rng(seed)
         indices = np.sort(rng.choice(plate.size, log_likelihood, replace=False))
-    values, axes = evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), indices)
-    dataset = _make_log_likelihood_dataset(values, axes, plate.name, indices)
-    add_group(data, "log_likelihood", dataset)
+    import xarray  # a dependency of ArviZ
+
+    samples = mcmc.get_samples(group_by_chain=True)
+    chains, draws = jax.tree.leaves(samples)[0].shape[:2]
+    arrays = {}
+    values, axes = evaluate_plate_sites(mcmc, samples, indices)
+    for name, x in values.items():
+        dims = [f"{name}_dim_{k}" for k in range(x.ndim - 2)]
+        dims[axes[name]] = plate.name
+        arrays[name] = (("chain", "draw", *dims), x)
+    coords = {"chain": np.arange(chains), "draw": np.arange(draws), plate.name: indices}
+    add_group(data, "log_likelihood", xarray.Dataset(arrays, coords=coords))
     return data
 
 
@@ -176,9 +179,8 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     :raises ValueError: for a run of another kernel or before a run, and for another model.
     :raises ImportError: without ArviZ.
     """
-    kernel = check_finished_run(mcmc, "loo", uses_moments=False)
+    num_all = get_subsampled_plate(mcmc, "loo").size
     errors.check_positive_int("num_rows", num_rows)
-    num_all = get_subsampled_plate(kernel, "loo").size
     data = to_arviz(mcmc, min(num_rows, num_all), seed)
     group = data["log_likelihood"]
     names = list(group.data_vars)
@@ -191,16 +193,28 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
         )
     log_likelihood = group[names[0]]
     indices = np.asarray(log_likelihood.coords[log_likelihood.dims[-1]])
-    elpd_i, pareto_k = _compute_pointwise_loo(data)
-    mean_draw = _compute_posterior_mean_draw(mcmc)
-    plpd = evaluate_log_likelihood(mcmc, mean_draw, np.arange(num_all))[0][names[0]].reshape(-1)
+    arviz = _import_arviz("loo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # large Pareto k are in the result
+        result = arviz.loo(data, pointwise=True)
+    elpd_i, pareto_k = (
+        np.asarray(x, np.float64).ravel()
+        for x in (result["loo_i"] if _is_arviz_0x(arviz) else result.elpd_i, result.pareto_k)
+    )
+    # The mean of the unconstrained draws, as one draw of one chain.
+    kernel = mcmc.sampler
+    mean = RunData.from_mcmc(mcmc, "loo").draws.mean((0, 1))
+    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(mean))
+    mean_draw = jax.tree.map(lambda x: jnp.asarray(x)[None, None], sites)
+    plpd = evaluate_plate_sites(mcmc, mean_draw, np.arange(num_all))[0][names[0]].reshape(-1)
     plpd_i = plpd[indices].astype(np.float64)
     by_draw = np.asarray(log_likelihood, np.float64).reshape(-1, len(indices))
     lpd_i = np.logaddexp.reduce(by_draw, axis=0) - np.log(len(by_draw))
+    se, subsampling_se = _compute_standard_errors(elpd_i, plpd_i, num_all)
     return LooEstimate(
         elpd=float(plpd.sum(dtype=np.float64) + num_all * (elpd_i - plpd_i).mean()),
-        se=_compute_population_se(elpd_i, num_all),
-        subsampling_se=_compute_subsampling_se(elpd_i - plpd_i, num_all),
+        se=se,
+        subsampling_se=subsampling_se,
         p_loo=float(num_all * (lpd_i - elpd_i).mean()),
         pareto_k=pareto_k,
         indices=indices,
@@ -218,15 +232,17 @@ def add_group(data: Any, group: str, dataset: Any) -> None:
         data[group] = type(data)(dataset)
 
 
-def _compute_population_se(pointwise: np.ndarray, num_rows: int) -> float:
-    """Return the SE of a sum over all rows, as a sample of a population."""
-    return float(np.sqrt(num_rows) * pointwise.std())
+def _compute_standard_errors(
+    elpd_i: np.ndarray, plpd_i: np.ndarray, num_rows: int
+) -> tuple[float, float]:
+    """Return the SEs of a sum over all rows: as a sample of a population, and from a subset.
 
-
-def _compute_subsampling_se(pointwise: np.ndarray, num_rows: int) -> float:
-    """Return the SE of a sum over all rows, estimated from some, sampled without replacement."""
-    fraction = len(pointwise) / num_rows
-    return float(num_rows * np.sqrt((1.0 - fraction) / len(pointwise)) * pointwise.std())
+    The latter is estimated without bias from ``elpd_i - plpd_i`` at m rows; it is NaN for one row.
+    """
+    m, residuals = len(elpd_i), elpd_i - plpd_i
+    variance = residuals.var(ddof=1) if m > 1 else np.nan
+    subsampling_se = num_rows * np.sqrt((1.0 - m / num_rows) * variance / m)
+    return float(np.sqrt(num_rows) * elpd_i.std()), float(subsampling_se)
 
 
 def _import_arviz(caller: str) -> Any:
@@ -239,8 +255,9 @@ def _is_arviz_0x(arviz: Any) -> bool:
     return bool(arviz.__version__.startswith("0."))
 
 
-def _convert_draws(arviz: Any, mcmc: MCMC) -> Any:
+def _convert_draws(mcmc: MCMC) -> Any:
     """Return an ArviZ object without log likelihoods; data on the host are left out."""
+    arviz = _import_arviz("to_arviz")
     if not Arguments(mcmc._args, mcmc._kwargs).host_arrays:
         return arviz.from_numpyro(mcmc, log_likelihood=False)
     fields = mcmc.get_extra_fields(group_by_chain=True).items()
@@ -251,37 +268,3 @@ def _convert_draws(arviz: Any, mcmc: MCMC) -> Any:
     }
     groups = jax.tree.map(np.asarray, groups)
     return arviz.from_dict(**groups) if _is_arviz_0x(arviz) else arviz.from_dict(groups)
-
-
-def _make_log_likelihood_dataset(
-    log_lik_by_site: dict[str, np.ndarray], axes: dict[str, int], plate_name: str, indices: Any
-) -> Any:
-    """Return log likelihoods by site, with the rows' indices as the plate's coordinate."""
-    import xarray  # a dependency of ArviZ
-
-    arrays = {}
-    for name, x in log_lik_by_site.items():
-        dims = [f"{name}_dim_{k}" for k in range(x.ndim - 2)]
-        dims[axes[name]] = plate_name
-        arrays[name] = (("chain", "draw", *dims), x)
-    chains, draws = next(iter(log_lik_by_site.values())).shape[:2]
-    coords = {"chain": np.arange(chains), "draw": np.arange(draws), plate_name: indices}
-    return xarray.Dataset(arrays, coords=coords)
-
-
-def _compute_pointwise_loo(data: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ArviZ's pointwise elpd and Pareto k."""
-    arviz = _import_arviz("loo")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # large Pareto k are in the result
-        result = arviz.loo(data, pointwise=True)
-    elpd = result["loo_i"] if _is_arviz_0x(arviz) else result.elpd_i
-    return np.asarray(elpd, np.float64).ravel(), np.asarray(result.pareto_k, np.float64).ravel()
-
-
-def _compute_posterior_mean_draw(mcmc: MCMC) -> dict[str, Any]:
-    """Return the mean of the unconstrained draws as one draw of one chain."""
-    kernel = mcmc.sampler
-    mean = RunData.from_mcmc(mcmc, "loo", allow_local_latents=True).draws.mean((0, 1))
-    sites = kernel.get_constrain_fn(mcmc._args, mcmc._kwargs)(kernel.potential.unravel(mean))
-    return {name: jnp.asarray(x)[None, None] for name, x in sites.items()}

@@ -79,6 +79,9 @@ from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
 _MAX_DIVERGENCE_FRACTION = 0.01
 """Share of diverging iterations beyond which a run is flagged."""
 
+_MIN_DRAWS_FOR_SUMMARY = 4
+"""Draws per chain that split R-hat needs, which NumPyro's table has."""
+
 _KINETIC_Z = 3.0
 """Standard errors beyond which an inflated kinetic temperature is attributed to gradient noise."""
 
@@ -664,12 +667,21 @@ def print_summary(
     :param sites: names of the sites in the table, deterministic ones too, or, each after a ``~``,
         of the sites to leave out: ``["~effect"]``. The lines below are on all sites. Default
         None: all.
-    :raises ValueError: for a run of another kernel, or before a run, and for unknown sites.
+    :raises ValueError: for a run of another kernel, or before a run, for fewer than 4 draws per
+        chain, and for unknown sites.
     """
     if not (isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs)):
         check_finished_run(mcmc, "print_summary", uses_moments=False)
     report = bias_report(mcmc)
     errors.check_in_interval("prob", prob, 0.0, 1.0)
+    num_draws = [x.shape[1] for x in jax.tree.leaves(mcmc.get_samples(group_by_chain=True))]
+    if num_draws and min(num_draws) < _MIN_DRAWS_FOR_SUMMARY:
+        raise InvalidArgumentError(
+            f"`print_summary` needs {_MIN_DRAWS_FOR_SUMMARY} draws per chain, but there are "
+            f"{min(num_draws)}.",
+            "raise num_samples, or print `bias_report(mcmc)`.",
+            "few-draws",
+        )
     if sites is None:
         mcmc.print_summary(prob, exclude_deterministic)
     else:

@@ -50,7 +50,7 @@ import numpy as np
 from jax import Array, random
 from numpyro.infer import Predictive
 
-from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions
+from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_evenly_spaced_indices
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
     BiasEstimate,
@@ -63,22 +63,17 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
+# Values whose gradients make the matrix S: a bound on the time of its inverse at each draw.
 _MAX_METRIC_VALUES = 64
-"""Values whose gradients make the matrix S: a bound on the time of its inverse at each draw."""
-
+# Preconditioned curvature along the functions' gradients beyond which S is not the identity.
 _MIN_CURVATURE_RATIO = 2.0
-"""Preconditioned curvature along the functions' gradients beyond which S is not the identity."""
-
+# Share of that curvature in S; tuned on linear functions of Gaussians with narrow directions, see
+# tests/diagnostics/test_function_bias.py.
 _METRIC_CURVATURE_FRACTION = 0.03
-"""Share of that curvature in S; tuned on linear functions of Gaussians with narrow directions, see
-tests/diagnostics/test_function_bias.py."""
-
+# Batches of each chain's draws by time.
 _NUM_JACKKNIFE_BATCHES = 16
-"""Batches of each chain's draws by time."""
-
+# Lower bound of the estimated squared ratio of SDs, which noise can make negative.
 _MIN_VARIANCE_RATIO = 0.01
-"""Lower bound of the estimated squared ratio of SDs, which noise can make negative."""
-
 _PROBE_SEED = 0
 
 
@@ -172,13 +167,14 @@ def estimate_function_bias(
     points["direction"] = random.rademacher(
         random.key(_PROBE_SEED), points["position"].shape, dtype
     )
+    value_subset_fn = _make_value_subset_fn(functions, shapes, constrain_fn)
     field, capacitance_inverse = SteinField.from_draws(
-        functions, shapes, points, preconditioner, constrain_fn, min_curvature_ratio
+        value_subset_fn, points, preconditioner, min_curvature_ratio
     )
     if capacitance_inverse is not None:
         points["capacitance_inverse"] = capacitance_inverse
     stein_functions = DrawFunctions(
-        partial(_compute_stein_terms, functions, field),
+        partial(_compute_stein_terms, functions, constrain_fn, field),
         functions.row_arrays,
         elements_per_result=dim,
     )
@@ -194,12 +190,9 @@ def _reduce_by_function(
     draws: Mapping[str, Array],
     reduce_fn: Callable[[str, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Reduce the values of each function over draws; the last axis of the result is the values'.
-
-    :param reduce_fn: takes a name and values of shape ``(chains, draws, ...)``.
-    """
+    """Reduce the values of each function over draws; the last axis of the result is the values'."""
     results: dict[str, list[np.ndarray]] = {}
-    for _, (values,) in functions.iterate_chunks([draws], random.key(_PROBE_SEED)):
+    for (values,) in functions.iterate_chunks([draws], random.key(_PROBE_SEED)):
         for name, x in values.items():
             results.setdefault(name, []).append(reduce_fn(name, x.astype(np.float64)))
     return np.concatenate([x for parts in results.values() for x in parts], axis=-1)
@@ -222,40 +215,39 @@ class SteinField(NamedTuple):
     r"""The vector field :math:`\varphi = S\nabla f`.
 
     - **preconditioner** - preconditioned coordinates.
-    - **constrain_fn** - maps a flat position to a draw.
     - **values_fn** - maps a flat position to some of the functions' values, shape ``(k,)``.
     - **weights** - :math:`c` over the variance of each of these values, shape ``(k,)``.
     """
 
     preconditioner: Preconditioner
-    constrain_fn: Callable[[Array], dict[str, Array]]
     values_fn: Callable[[Array], Array]
     weights: Any
 
     @classmethod
     def from_draws(
         cls,
-        functions: DrawFunctions,
-        result_shapes: Mapping[str, Any],
+        values_fn: Callable[[Array], Array],
         points: Mapping[str, Array],
         preconditioner: Preconditioner,
-        constrain_fn: Callable[[Array], dict[str, Array]],
-        min_curvature_ratio: float = _MIN_CURVATURE_RATIO,
+        min_curvature_ratio: float,
     ) -> tuple[SteinField, Array | None]:
         r"""Estimate the field's weights from gradients at draws.
 
-        :param result_shapes: shapes of the functions' results on all rows.
         :param points: positions and gradients, axes of chains and draws first.
         :return: the field, and :math:`(I + c\,BB^\top)^{-1}` at each draw, shape ``(chains, draws,
             k, k)``; None if S is the identity.
         """
-        values_fn = _make_value_subset_fn(functions, result_shapes, constrain_fn)
+
+        def compute_products(point: Mapping[str, Array]) -> dict[str, Array]:
+            q = point["position"]
+            gradients = preconditioner.apply_transpose(jax.jacrev(values_fn)(q))
+            work = gradients @ preconditioner.apply_transpose(point["gradient"])
+            return {"value": values_fn(q), "work": work, "products": gradients @ gradients.T}
+
         products_fn = DrawFunctions(
-            partial(_compute_gradient_products, values_fn, preconditioner),
-            (),
-            elements_per_result=preconditioner.center.size,
+            compute_products, (), elements_per_result=preconditioner.center.size
         )
-        _, (results,) = next(products_fn.iterate_chunks([points], random.key(0)))
+        (results,) = next(products_fn.iterate_chunks([points], random.key(0)))
         value, work, products = (
             results[k].astype(np.float64) for k in ("value", "work", "products")
         )
@@ -264,7 +256,7 @@ class SteinField(NamedTuple):
         squared_length = np.diagonal(products, axis1=-2, axis2=-1).mean((0, 1)) @ precision
         squared_work = np.square(work).mean((0, 1)) @ precision
         if not squared_work > min_curvature_ratio * squared_length:
-            return cls(preconditioner, constrain_fn, values_fn, precision), None
+            return cls(preconditioner, values_fn, precision), None
         c = (squared_work - squared_length) / (
             precision @ np.square(products).mean((0, 1)) @ precision
         )
@@ -274,7 +266,7 @@ class SteinField(NamedTuple):
         # occupies a thread that the others wait for.
         capacitance_inverse = np.linalg.inv(np.eye(len(root)) + root[:, None] * products * root)
         dtype = preconditioner.center.dtype
-        field = cls(preconditioner, constrain_fn, values_fn, jnp.asarray(weights, dtype))
+        field = cls(preconditioner, values_fn, jnp.asarray(weights, dtype))
         return field, jnp.asarray(capacitance_inverse, dtype)
 
     def make_metric_operator(
@@ -306,39 +298,27 @@ def _make_value_subset_fn(
     """Return a function of a flat position that evaluates some of the values, evenly spaced."""
     values_per_row = sum(int(np.prod(x.shape[1:])) for x in result_shapes.values())
     row_arrays = tuple(
-        x[_get_evenly_spaced_indices(len(x), max(1, _MAX_METRIC_VALUES // values_per_row))]
+        x[get_evenly_spaced_indices(len(x), max(1, _MAX_METRIC_VALUES // values_per_row))]
         for x in functions.row_arrays
     )
 
     def values_fn(q: Array) -> Array:
         results = functions.evaluate_draw(None, constrain_fn(q), row_arrays)
         flat = jnp.concatenate([x.reshape(-1) for x in results.values()])
-        return flat[_get_evenly_spaced_indices(flat.size, _MAX_METRIC_VALUES)]
+        return flat[get_evenly_spaced_indices(flat.size, _MAX_METRIC_VALUES)]
 
     return values_fn
 
 
-def _get_evenly_spaced_indices(num: int, max_count: int) -> np.ndarray:
-    return np.unique(np.linspace(0, num - 1, min(num, max_count)).astype(int))
-
-
-def _compute_gradient_products(
-    values_fn: Callable[[Array], Array], preconditioner: Preconditioner, point: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Return values at a draw, and products of their gradients with the potential's and theirs."""
-    q = point["position"]
-    gradients = preconditioner.apply_transpose(jax.jacrev(values_fn)(q))
-    work = gradients @ preconditioner.apply_transpose(point["gradient"])
-    return {"value": values_fn(q), "work": work, "products": gradients @ gradients.T}
-
-
 # --- Stein's identity ---------------------------------------------------------------------------
-
-_NUM_STEIN_TERMS = 4
 
 
 def _compute_stein_terms(
-    functions: DrawFunctions, field: SteinField, point: dict[str, Array], *row_arrays: Array
+    functions: DrawFunctions,
+    constrain_fn: Callable[[Array], dict[str, Array]],
+    field: SteinField,
+    point: dict[str, Array],
+    *row_arrays: Array,
 ) -> dict[str, Array]:
     r"""Return the terms of Stein's identity for each value at one draw, along the last axis.
 
@@ -351,7 +331,7 @@ def _compute_stein_terms(
 
     def terms_on_rows(*arrays: Array) -> dict[str, Array]:
         def value_fn(q: Array) -> dict[str, Array]:
-            return functions.evaluate_draw(None, field.constrain_fn(q), arrays)
+            return functions.evaluate_draw(None, constrain_fn(q), arrays)
 
         def field_fn(q: Array) -> tuple[Any, tuple[Any, Any]]:
             gradient = jax.tree.map(field.preconditioner.apply_transpose, jax.jacrev(value_fn)(q))
@@ -361,15 +341,11 @@ def _compute_stein_terms(
         phi, derivative, (gradient, value) = jax.jvp(
             field_fn, (point["position"],), (field.preconditioner.apply(v),), has_aux=True
         )
-        return jax.tree.map(
-            lambda f, phi, grad_f, dphi: jnp.stack(
-                [f, phi @ g, (phi * grad_f).sum(-1), dphi @ v], -1
-            ),
-            value,
-            phi,
-            gradient,
-            derivative,
-        )
+
+        def stack(f: Array, phi: Array, grad_f: Array, dphi: Array) -> Array:
+            return jnp.stack([f, phi @ g, (phi * grad_f).sum(-1), dphi @ v], -1)
+
+        return jax.tree.map(stack, value, phi, gradient, derivative)
 
     if not row_arrays:
         return terms_on_rows()
@@ -397,9 +373,9 @@ def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     :param terms: shape ``(chains, draws, ..., 4)``.
     :return: shape ``(batches, 8, k)``, along the second axis as in :class:`_TermSums`.
     """
-    num_chains, num_draws = terms.shape[:2]
-    f, work, squared_gradient, divergence = np.moveaxis(terms, -1, 0).reshape(
-        _NUM_STEIN_TERMS, num_chains, num_draws, -1
+    num_chains, num_draws, *_, num_terms = terms.shape
+    f, work, squared_gradient, divergence = np.moveaxis(
+        terms.reshape(num_chains, num_draws, -1, num_terms), -1, 0
     )
     f = f - f.mean((0, 1))
     summands = _TermSums(

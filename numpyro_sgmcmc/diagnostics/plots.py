@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation import Adaptation
@@ -21,9 +22,6 @@ from numpyro_sgmcmc.diagnostics.warmup_report import (
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
-
-if TYPE_CHECKING:
-    from numpyro.infer import MCMC
 
 _BLUE, _RED, _PALE_BLUE, _ORANGE = "#4c78a8", "#d62728", "#b8c7d9", "#d9822b"
 # Coordinates with a label each; of more, sites are labelled, so that the figure fits a page.
@@ -45,12 +43,9 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
     pyplot = errors.import_optional("matplotlib.pyplot", "`plot_bias`", "examples")
     if not isinstance(report, BiasReport):
         report = bias_report(report)
-    _check_axes(axes, 2)
-    sites = [site for site, _ in report.coordinate_names]
-    names = [name for _, name in report.coordinate_names]
-    if axes is None:
-        height = 1.4 + 0.22 * min(len(names), _MAX_COORDINATE_LABELS)
-        _, axes = pyplot.subplots(1, 2, sharey=True, figsize=(8.0, height), layout="constrained")
+    sites, names = zip(*report.coordinate_names, strict=True)
+    height = 1.4 + 0.22 * min(len(names), _MAX_COORDINATE_LABELS)
+    axes = _prepare_axes(pyplot, axes, 2, sharey=True, figsize=(8.0, height))
     y = np.arange(len(names))
     z = np.array([compute_simultaneous_z(sites.count(site)) for site in sites])
     estimates = report.bias_estimates
@@ -59,14 +54,11 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
         ([e.sd_inflation for e in estimates], 100.0, SD_INFLATION_TOLERANCE, "SD bias / %"),
     )
     for ax, (panel_estimates, unit, tolerance, label) in zip(axes, panels, strict=True):
+        values, standard_errors = (np.stack(x) for x in zip(*panel_estimates, strict=True))
+        shows_bias = np.abs(values) - z * standard_errors > tolerance
         # As in the report's table: the first estimate, or another one that clearly shows a bias.
-        value, error = panel_estimates[0]
-        is_biased = np.abs(value) - z * error > tolerance
-        for other_value, other_error in panel_estimates[1:]:
-            shows_bias = ~is_biased & (np.abs(other_value) - z * other_error > tolerance)
-            value = np.where(shows_bias, other_value, value)
-            error = np.where(shows_bias, other_error, error)
-            is_biased |= shows_bias
+        shown = shows_bias.argmax(0), y
+        value, error, is_biased = values[shown], standard_errors[shown], shows_bias[shown]
         value = unit * np.where(np.isinf(error), np.nan, value)  # infinite: no estimate
         margin = unit * z * np.nan_to_num(error, posinf=0.0)
         ax.axvspan(-unit * tolerance, unit * tolerance, color="0.92", zorder=0)
@@ -77,7 +69,6 @@ def plot_bias(report: BiasReport | MCMC, *, axes: Any = None) -> Any:
                 color=color, zorder=2,
             )  # fmt: skip
         ax.set_xlabel(label)
-        ax.spines[["top", "right"]].set_visible(False)
     if len(names) <= _MAX_COORDINATE_LABELS:
         axes[0].set_yticks(y, names)
     else:
@@ -112,25 +103,26 @@ def plot_warmup(mcmc: MCMC, *, axes: Any = None) -> Any:
             "leave settings out, such as `step_size`, that the warm-up is to adapt.",
             "nothing-adapted",
         )
-    _check_axes(axes, 3)
-    if axes is None:
-        _, axes = pyplot.subplots(1, 3, figsize=(10.0, 3.2), layout="constrained")
+    axes = _prepare_axes(pyplot, axes, 3, figsize=(10.0, 3.2))
     _plot_posterior_sds(axes[0], adaptation.preconditioner)
     _plot_gradient_noise(axes[1], adaptation)
     _plot_step_size_limits(axes[2], adaptation.trace.step_size_limits)
-    for ax in axes:
-        ax.spines[["top", "right"]].set_visible(False)
     return axes
 
 
-def _check_axes(axes: Any, num_axes: int) -> None:
-    is_axes = np.shape(axes) == (num_axes,) and hasattr(axes[0], "errorbar")
-    if axes is not None and not is_axes:
+def _prepare_axes(pyplot: Any, axes: Any, num_axes: int, **settings: Any) -> Any:
+    """Return the user's axes, or those of a new figure."""
+    if axes is None:
+        axes = pyplot.subplots(1, num_axes, layout="constrained", **settings)[1]
+    elif np.shape(axes) != (num_axes,) or not hasattr(axes[0], "errorbar"):
         raise InvalidArgumentError(
             f"`axes` is a {type(axes).__name__} that does not hold {num_axes} matplotlib axes.",
             f"pass the axes of plt.subplots(1, {num_axes}).",
             "plot-axes",
         )
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
 def _plot_posterior_sds(ax: Any, preconditioner: Preconditioner) -> None:

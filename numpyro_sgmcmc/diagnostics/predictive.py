@@ -41,7 +41,6 @@ from numpyro_sgmcmc.diagnostics.run_data import (
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.handlers import FullDataModel
 from numpyro_sgmcmc.progress import show_data_passes
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
 # Bounds on memory. Values of all draws together in a chunk of rows, and values that are computed
 # at once, of functions of the draws:
@@ -53,6 +52,15 @@ _MAX_ROWS_PER_CHUNK = 8192
 
 # Mean of the Kolmogorov distribution.
 _KOLMOGOROV_MEAN = np.sqrt(np.pi / 2.0) * np.log(2.0)
+# Title, field, reduction over values and format; the last two columns need a reference.
+_TABLE_COLUMNS: tuple[tuple[str, str, Callable[[np.ndarray], Any], str], ...] = (
+    ("R-hat", "r_hat", np.nanmax, ".3f"),
+    ("ESS", "ess", np.nanmin, ".0f"),
+    ("between chains", "between_chain_distance", np.mean, ".3f"),
+    ("expected", "expected_distance", np.nanmean, ".3f"),
+    ("to reference", "distance_to_reference", np.mean, ".3f"),
+    ("within reference", "reference_between_chain_distance", np.mean, ".3f"),
+)
 _TABLE_NOTE = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1, are means."
 
 
@@ -69,10 +77,8 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, indices out of range, or draws that were not kept.
     """
-    kernel = check_finished_run(mcmc, "log_likelihood", uses_moments=False)
-    plate = get_subsampled_plate(kernel, "log_likelihood")
-    indices = validate_row_indices(np.arange(plate.size) if rows is None else rows, plate)
-    return evaluate_log_likelihood(mcmc, mcmc.get_samples(group_by_chain=True), indices)[0]
+    indices = validate_row_indices(rows, get_subsampled_plate(mcmc, "log_likelihood"))
+    return evaluate_plate_sites(mcmc, mcmc.get_samples(group_by_chain=True), indices)[0]
 
 
 def posterior_predictive(
@@ -94,67 +100,30 @@ def posterior_predictive(
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
         plate or with several, indices out of range, or draws that were not kept.
     """
-    kernel = check_finished_run(mcmc, "posterior_predictive", uses_moments=False)
+    plate = get_subsampled_plate(mcmc, "posterior_predictive")
     errors.check_rng_key(rng_key)
-    plate = get_subsampled_plate(kernel, "posterior_predictive")
-    indices = validate_row_indices(np.arange(plate.size) if rows is None else rows, plate)
+    indices = validate_row_indices(rows, plate)
     samples = mcmc.get_samples(group_by_chain=True)
     if num_draws is not None:
         errors.check_positive_int("num_draws", num_draws)
-        num_all = jax.tree.leaves(samples)[0].shape[1]
-        draw_indices = np.linspace(0, num_all - 1, min(num_draws, num_all)).astype(int)
-        samples = {name: x[:, draw_indices] for name, x in samples.items()}
-    return evaluate_replicates(mcmc, rng_key, samples, indices)
+        selected = get_evenly_spaced_indices(_count_chains_and_draws(samples)[1], num_draws)
+        samples = {name: x[:, selected] for name, x in samples.items()}
+    return evaluate_plate_sites(mcmc, samples, indices, rng_key)[0]
 
 
-def evaluate_log_likelihood(
-    mcmc: MCMC,
-    samples: dict[str, Any],
-    indices: np.ndarray,
-    max_rows_per_chunk: int = _MAX_ROWS_PER_CHUNK,
-) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Return log likelihoods by site, and the axis, from the right, of the rows.
-
-    :param samples: draws by site, ``(chains, draws, ...)``.
-    :param indices: indices of the rows, shape ``(n,)``.
-    """
-
-    def read_site(site: dict[str, Any]) -> Array | None:
-        is_data = site["type"] == "sample" and site["is_observed"]
-        return site["fn"].log_prob(site["value"]) if is_data else None
-
-    return _evaluate_plate_sites(
-        mcmc, samples, indices, max_rows_per_chunk, "log likelihood", read_site
-    )
+def get_evenly_spaced_indices(num: int, max_count: int) -> np.ndarray:
+    """Return at most ``max_count`` indices from 0 to ``num - 1``, both included."""
+    return np.linspace(0, num - 1, min(num, max_count)).astype(int)
 
 
-def evaluate_replicates(
-    mcmc: MCMC,
-    rng_key: Array,
-    samples: dict[str, Any],
-    indices: np.ndarray,
-    max_rows_per_chunk: int = _MAX_ROWS_PER_CHUNK,
-) -> dict[str, np.ndarray]:
-    """Return replicated data by site (:func:`posterior_predictive`) for some draws."""
-
-    def read_site(site: dict[str, Any]) -> Array | None:
-        if site["type"] == "deterministic":
-            return site["value"]
-        is_data = site["type"] == "sample" and site["infer"].get("was_observed")
-        is_factor = isinstance(site["fn"], Unit)
-        return site["value"] if is_data and not is_factor else None
-
-    return _evaluate_plate_sites(
-        mcmc, samples, indices, max_rows_per_chunk, "predictive", read_site, uncondition, rng_key
-    )[0]
-
-
-def get_subsampled_plate(kernel: SGMCMCKernel, caller: str) -> Plate:
-    """Return the one subsampled plate.
+def get_subsampled_plate(mcmc: MCMC, caller: str) -> Plate:
+    """Return the one subsampled plate of a finished run.
 
     :param caller: name of the function that needs it, for the message.
-    :raises ValueError: for a model with none, or several.
+    :raises ValueError: for a run of another kernel or before a run, and for a model without a
+        subsampled plate or with several.
     """
+    kernel = check_finished_run(mcmc, caller, uses_moments=False)
     plates = kernel.potential.plates
     if kernel.potential.local_latents is not None:
         raise InvalidModelError(
@@ -173,12 +142,12 @@ def get_subsampled_plate(kernel: SGMCMCKernel, caller: str) -> Plate:
     return plates[0]
 
 
-def validate_row_indices(indices: Any, plate: Plate) -> np.ndarray:
-    """Return indices of a plate's rows as an array.
+def validate_row_indices(rows: Any, plate: Plate) -> np.ndarray:
+    """Return indices of a plate's rows as an array; all for None.
 
     :raises ValueError: for no integers, or indices out of range.
     """
-    indices = np.asarray(indices)
+    indices = np.arange(plate.size) if rows is None else np.asarray(rows)
     fix = f"pass integers of shape (n,), at least one, from 0 to {plate.size - 1}."
     if indices.ndim != 1 or indices.size == 0 or indices.dtype.kind not in "iu":
         raise InvalidArgumentError(
@@ -193,38 +162,40 @@ def validate_row_indices(indices: Any, plate: Plate) -> np.ndarray:
     return indices
 
 
-def _evaluate_plate_sites(
+def evaluate_plate_sites(
     mcmc: MCMC,
     samples: dict[str, Any],
     indices: np.ndarray,
-    max_rows_per_chunk: int,
-    progress_label: str,
-    read_site: Callable[[dict[str, Any]], Array | None],
-    handler: Callable[[Callable], Callable] = lambda model: model,
     rng_key: Array | None = None,
+    max_rows_per_chunk: int = _MAX_ROWS_PER_CHUNK,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Return values of the sites inside the plate at each draw and row, and the rows' axes.
+    """Return log likelihoods or, with a random key, replicated data of the sites in the plate.
 
     :param samples: draws by site, ``(chains, draws, ...)``.
     :param indices: indices of the rows, shape ``(n,)``.
-    :param progress_label: label of the progress bar.
-    :param read_site: maps a site of a trace to its value, or None to leave it out.
-    :param handler: effect handler around the seeded model.
-    :param rng_key: random key of the model; each draw and chunk has another one.
     :return: by site, ``(chains, draws, ...)``, and the axis, from the right, of the rows.
     :raises ValueError: for draws that were not kept.
     """
-    kernel: SGMCMCKernel = mcmc.sampler
-    potential, model = kernel.potential, kernel.model
+    potential, model = mcmc.sampler.potential, mcmc.sampler.model
     assert isinstance(model, FullDataModel)
     plate = potential.plates[0]
     check_sites_kept([s.name for s in potential.sites or ()], samples)
-    chains, draws = jax.tree.leaves(samples)[0].shape[:2]
+    chains, draws = _count_chains_and_draws(samples)
     axes: dict[str, int] = {}
 
+    def read_site(site: dict[str, Any]) -> Array | None:
+        if rng_key is None:
+            is_data = site["type"] == "sample" and site["is_observed"]
+            return site["fn"].log_prob(site["value"]) if is_data else None
+        if site["type"] == "sample":
+            is_data = site["infer"].get("was_observed") and not isinstance(site["fn"], Unit)
+            return site["value"] if is_data else None
+        return site["value"] if site["type"] == "deterministic" else None
+
     def evaluate_draw(draw: Any, key: Array, rows: Array, arguments: Arguments) -> dict[str, Array]:
-        seeded = handler(seed(model.with_subsample_indices({plate.name: rows}), key))
-        sites = trace(substitute(seeded, data=draw)).get_trace(*arguments.args, **arguments.kwargs)
+        handled = seed(model.with_subsample_indices({plate.name: rows}), key)
+        handled = substitute(handled if rng_key is None else uncondition(handled), data=draw)
+        sites = trace(handled).get_trace(*arguments.args, **arguments.kwargs)
         values = {}
         for name, site in sites.items():
             frames = [f for f in site.get("cond_indep_stack", ()) if f.name == plate.name]
@@ -239,17 +210,18 @@ def _evaluate_plate_sites(
     host_arrays, arguments = arguments.host_arrays, arguments.map_arrays(jnp.asarray)
     max_rows = min(max_rows_per_chunk, _MAX_DRAW_ROW_PAIRS_PER_CHUNK // (chains * draws))
     chunk = max(1, min(len(indices), max_rows))
-    rng_key = random.key(0) if rng_key is None else rng_key
+    base_key = random.key(0) if rng_key is None else rng_key
+    label = "log likelihood" if rng_key is None else "predictive"
     results: dict[str, np.ndarray] = {}
     with (
         unwrap_callback_errors(host_arrays),
-        show_data_passes(progress_label, host_arrays, len(indices) / plate.size),
+        show_data_passes(label, host_arrays, len(indices) / plate.size),
     ):
         for start in range(0, len(indices), chunk):
             # The last chunk overlaps with the one before: chunks of one length, one compilation.
             first = min(start, len(indices) - chunk)
             rows = jnp.asarray(indices[first : first + chunk], jnp.int32)
-            keys = random.split(random.fold_in(rng_key, start), chains * draws)
+            keys = random.split(random.fold_in(base_key, start), chains * draws)
             for name, values in evaluate(flat_draws, keys, rows, arguments).items():
                 shape = list(values.shape)
                 shape[axes[name]] = len(indices)
@@ -301,26 +273,19 @@ class PredictiveSummary:
 
     def _make_table_rows(self) -> list[list[str]]:
         """Return rows of cells, the header first."""
-        header = ["function", "size", "R-hat", "ESS", "between chains", "expected"]
-        if self.has_reference:
-            header += ["to reference", "within reference"]
-        table_rows = [header]
-        for name, f in self.functions.items():
-            row = [
+        columns = _TABLE_COLUMNS if self.has_reference else _TABLE_COLUMNS[:4]
+        header = ["function", "size", *(title for title, *_ in columns)]
+        return [header] + [
+            [
                 name,
                 str(f.mean.size),
-                _format_cell(np.nanmax, f.r_hat, "{:.3f}"),
-                _format_cell(np.nanmin, f.ess, "{:.0f}"),
-                _format_cell(np.mean, f.between_chain_distance, "{:.3f}"),
-                _format_cell(np.nanmean, f.expected_distance, "{:.3f}"),
+                *(
+                    "-" if np.isnan(x := getattr(f, field)).all() else f"{reduce_fn(x):{spec}}"
+                    for _, field, reduce_fn, spec in columns
+                ),
             ]
-            if self.has_reference:
-                row += [
-                    f"{f.distance_to_reference.mean():.3f}",
-                    f"{f.reference_between_chain_distance.mean():.3f}",
-                ]
-            table_rows.append(row)
-        return table_rows
+            for name, f in self.functions.items()
+        ]
 
     def __str__(self) -> str:
         return f"{format_text_table(self._make_table_rows())}\n\n{_TABLE_NOTE}"
@@ -342,10 +307,6 @@ class PredictiveSummary:
             axes = [f"{name}_dim_{k}" for k in range(f.mean.ndim)]
             variables[name] = (["statistic", *axes], np.stack(f))
         return xarray.Dataset(variables, coords={"statistic": list(FunctionSummary._fields)})
-
-
-def _format_cell(reduce_fn: Callable[[np.ndarray], Any], values: np.ndarray, template: str) -> str:
-    return "-" if np.isnan(values).all() else template.format(reduce_fn(values))
 
 
 def predictive_summary(
@@ -381,20 +342,20 @@ def predictive_summary(
         axis.
     """
     runs = [get_draws_by_site(mcmc, "mcmc")]
-    if reference is not None:
-        runs.append(get_draws_by_site(reference, "reference"))
+    runs += [] if reference is None else [get_draws_by_site(reference, "reference")]
     functions = DrawFunctions.from_fn(fn, rows)
     rng_key = random.key(0) if rng_key is None else rng_key
     errors.check_rng_key(rng_key)
+    parts: dict[str, list[FunctionSummary]] = {}
+    for values in functions.iterate_chunks(runs, rng_key):
+        for name in values[0]:
+            parts.setdefault(name, []).append(_summarize_function(name, [v[name] for v in values]))
     summaries = {
-        name: FunctionSummary(*(np.full(x.shape, np.nan) for _ in FunctionSummary._fields))
-        for name, x in functions.eval_shape(runs[0]).items()
+        name: FunctionSummary(
+            *(np.concatenate(x) if rows else np.asarray(x[0]) for x in zip(*chunks, strict=True))
+        )
+        for name, chunks in parts.items()
     }
-    for index, values in functions.iterate_chunks(runs, rng_key):
-        for name, summary in summaries.items():
-            part = _summarize_function(name, [v[name] for v in values])
-            for target, source in zip(summary, part, strict=True):
-                target[index] = source
     return PredictiveSummary(summaries, has_reference=reference is not None)
 
 
@@ -409,45 +370,37 @@ def _summarize_function(name: str, values: list[np.ndarray]) -> FunctionSummary:
             "change the function, or leave out the draws of diverging iterations.",
             "not-finite-draws",
         )
-    x = values[0].astype(np.float64)
-    shape = x.shape[2:]
+    x, *references = (v.astype(np.float64) for v in values)
+    shape, num_chains = x.shape[2:], max(2, len(x))
     stats = ConvergenceStats.from_draws(x.reshape(*x.shape[:2], -1))
-    ess = stats.ess.reshape(shape)
-    num_chains = max(2, len(x))
-    summary = FunctionSummary(
+    r_hat, ess = (stat.reshape(shape) for stat in stats)
+    to_reference = within_reference = np.full(shape, np.nan)
+    for reference in references:
+        to_reference = compute_ks_statistic(*(v.reshape(-1, *shape) for v in (x, reference)))
+        within_reference = _compute_between_chain_distance(reference)
+    return FunctionSummary(
         mean=x.mean((0, 1)),
         sd=x.std((0, 1)),
-        r_hat=stats.r_hat.reshape(shape),
+        r_hat=r_hat,
         ess=ess,
         between_chain_distance=_compute_between_chain_distance(x),
         expected_distance=_KOLMOGOROV_MEAN
         * np.sqrt((num_chains + num_chains / (num_chains - 1)) / ess),
-        distance_to_reference=np.full(shape, np.nan),
-        reference_between_chain_distance=np.full(shape, np.nan),
-    )
-    if len(values) == 1:
-        return summary
-    reference = values[1].astype(np.float64)
-    pooled, pooled_reference = (v.reshape(-1, *shape) for v in (x, reference))
-    return summary._replace(
-        distance_to_reference=compute_ks_statistic(pooled, pooled_reference),
-        reference_between_chain_distance=_compute_between_chain_distance(reference),
+        distance_to_reference=to_reference,
+        reference_between_chain_distance=within_reference,
     )
 
 
 def _compute_between_chain_distance(values: np.ndarray) -> np.ndarray:
-    """Return the mean Kolmogorov distance between a chain and all others.
-
-    :param values: shape ``(chains, draws, ...)``.
-    """
+    """Return the mean Kolmogorov distance between a chain, the first axis, and all others."""
     if len(values) == 1:
         half = values.shape[1] // 2
         return compute_ks_statistic(values[0, :half], values[0, half:])
-    others = [
-        np.delete(values, k, axis=0).reshape(-1, *values.shape[2:]) for k in range(len(values))
+    distances = [
+        compute_ks_statistic(x, np.delete(values, k, axis=0).reshape(-1, *x.shape[1:]))
+        for k, x in enumerate(values)
     ]
-    distances = [compute_ks_statistic(x, y) for x, y in zip(values, others, strict=True)]
-    return np.asarray(np.mean(distances, axis=0))
+    return np.mean(distances, axis=0)
 
 
 def get_draws_by_site(run: Any, arg_name: str) -> dict[str, Array]:
@@ -487,10 +440,11 @@ def get_draws_by_site(run: Any, arg_name: str) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class DrawFunctions:
-    """
+    """Functions of a draw, and the rows at which they are evaluated.
+
     - **fn** - maps one draw, a dict by site, and rows to an array or a dict of arrays.
     - **row_arrays** - arrays whose rows are passed to ``fn`` in chunks; its results have them along
-      their first axis. None for functions of the draw alone.
+      their first axis. Empty for functions of the draw alone.
     - **takes_key** - whether ``fn`` takes a random key before the draw.
     - **elements_per_result** - approximate number of values in memory per value of the results.
     """
@@ -507,23 +461,19 @@ class DrawFunctions:
         :raises ValueError: for anything else, and for rows of different lengths.
         """
         arrays = tuple(np.asarray(x) for x in row_arrays)
-        fix = (
-            "pass arrays of numbers with as many rows each, at least one; give other arguments to "
-            "`fn` by functools.partial."
-        )
+        lengths = {x.shape[0] if x.ndim else 0 for x in arrays}
+        problem = ""
         if any(x.dtype.kind not in "biufc" for x in arrays):
             types = ", ".join(str(x.dtype) for x in arrays)
-            raise InvalidArgumentError(
-                f"The arrays after `fn` have types {types}, which are not all numbers.",
-                fix,
-                "rows-of-a-function",
-            )
-        lengths = {x.shape[0] if x.ndim else 0 for x in arrays}
-        if len(lengths) > 1 or 0 in lengths:
+            problem = f"types {types}, which are not all numbers"
+        elif len(lengths) > 1 or 0 in lengths:
             shapes = ", ".join(str(x.shape) for x in arrays)
+            problem = f"shapes {shapes}, without a common number of rows"
+        if problem:
             raise InvalidArgumentError(
-                f"The arrays after `fn` have shapes {shapes}, without a common number of rows.",
-                fix,
+                f"The arrays after `fn` have {problem}.",
+                "pass arrays of numbers with as many rows each, at least one; give other arguments "
+                "to `fn` by functools.partial.",
                 "rows-of-a-function",
             )
         if isinstance(fn, Predictive):
@@ -590,11 +540,11 @@ class DrawFunctions:
         rng_key: Array,
         max_elements_per_chunk: int = _MAX_ELEMENTS_PER_CHUNK,
         max_elements_per_batch: int = _MAX_ELEMENTS_PER_BATCH,
-    ) -> Iterator[tuple[Any, list[dict[str, np.ndarray]]]]:
-        """Yield the index of a chunk of rows, and the results there of each run, by name.
+    ) -> Iterator[list[dict[str, np.ndarray]]]:
+        """Yield the results of each run at a chunk of rows, by name.
 
-        Results have shape ``(chains, draws, rows, ...)``. Without rows there is one chunk, of
-        shape ``(chains, draws, ...)``.
+        They have shape ``(chains, draws, rows, ...)``. Without rows there is one chunk, of shape
+        ``(chains, draws, ...)``.
         """
         shapes, *_ = [self.eval_shape(draws) for draws in runs]
         num_rows = len(self.row_arrays[0]) if self.row_arrays else 1
@@ -607,7 +557,15 @@ class DrawFunctions:
         )
         chunk = max(1, min(max_rows, num_rows))
         batch_size = max(1, max_elements_per_batch // (chunk * per_row_in_memory))
-        evaluate = jax.jit(self._evaluate_draws, static_argnames="batch_size")
+
+        @jax.jit
+        def evaluate(keys: Array, draws: Any, rows: tuple[Array, ...]) -> dict[str, Array]:
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (keys, draws))
+            results = lax.map(
+                lambda x: self.evaluate_draw(x[0], x[1], rows), flat, batch_size=batch_size
+            )
+            return jax.tree.map(lambda x: x.reshape(*keys.shape, *x.shape[1:]), results)
+
         for start in range(0, num_rows, chunk):
             # The last chunk overlaps with the one before: chunks of one length, one compilation.
             first = min(start, num_rows - chunk)
@@ -616,22 +574,11 @@ class DrawFunctions:
             for k, draws in enumerate(runs):
                 key = random.fold_in(random.fold_in(rng_key, k), first)
                 keys = random.split(key, _count_chains_and_draws(draws))
-                values = evaluate(keys, draws, rows, batch_size)
-                if self.row_arrays:
+                values = evaluate(keys, draws, rows)
+                if rows:
                     values = {name: x[:, :, start - first :] for name, x in values.items()}
                 results.append(jax.tree.map(np.asarray, values))
-            yield (slice(start, first + chunk) if self.row_arrays else ...), results
-
-    def _evaluate_draws(
-        self, keys: Array, draws: dict[str, Array], row_arrays: tuple[Array, ...], batch_size: int
-    ) -> dict[str, Array]:
-        def evaluate(key_and_draw: tuple[Array, dict[str, Array]]) -> dict[str, Array]:
-            return self.evaluate_draw(*key_and_draw, row_arrays)
-
-        shape = keys.shape
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (keys, draws))
-        results = lax.map(evaluate, flat, batch_size=batch_size)
-        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
+            yield results
 
     def evaluate_draw(self, key: Any, draw: Any, row_arrays: tuple[Any, ...]) -> dict[str, Array]:
         """Return results at one draw by name."""

@@ -153,9 +153,8 @@ def _describe_run(kernel: SGMCMCKernel) -> str:
 def _describe_initialisation(adaptation: Adaptation) -> str:
     trace = adaptation.trace
     if trace is None:
-        source = "the initialisation strategy"
-        if not adaptation.uses_init_strategy:
-            source = "`init_params`"
+        uses_strategy = adaptation.uses_init_strategy
+        source = "the initialisation strategy" if uses_strategy else "`init_params`"
         return f"Positions of {source}; every setting was given, so no pilot chains were run."
     if not trace.num_pilot_windows:
         return "Last positions of pilot chains, near the bulk of the posterior."
@@ -166,9 +165,9 @@ def _describe_initialisation(adaptation: Adaptation) -> str:
         )
     num_modes = 1 + len(adaptation.other_mode_preconditioners)
     modes = f" {num_modes} modes, in which chains start in turn." * (num_modes > 1)
-    if trace.r_hat > MAX_CONVERGED_R_HAT:
-        return f"Last positions of pilot chains, which had not converged ({r_hat}).{modes}"
-    return f"Last positions of pilot chains, in the bulk of the posterior ({r_hat}).{modes}"
+    is_unconverged = trace.r_hat > MAX_CONVERGED_R_HAT
+    place = "which had not converged" if is_unconverged else "in the bulk of the posterior"
+    return f"Last positions of pilot chains, {place} ({r_hat}).{modes}"
 
 
 def _describe_preconditioner(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
@@ -211,17 +210,12 @@ def _describe_gradient_estimator(kernel: SGMCMCKernel, adaptation: Adaptation) -
         return f"{text}."
     if len(noise_variances) > 1:
         text += ", of the highest estimated efficiency per unit of computation"
+    # Two significant digits, with an exponent only for small values.
     variances = "; ".join(
-        f"{_ESTIMATOR_LABELS[name]} {_format_two_digits(random)} and "
-        f"{_format_two_digits(contiguous)}"
+        f"{_ESTIMATOR_LABELS[name]} {float(f'{random:.2g}'):g} and {float(f'{contiguous:.2g}'):g}"
         for name, (random, contiguous) in noise_variances.items()
     )
     return f"{text}. Mean noise variance for random and for contiguous minibatches: {variances}."
-
-
-def _format_two_digits(value: float) -> str:
-    """Return two significant digits, with an exponent only for small values."""
-    return f"{float(f'{value:.2g}'):g}"
 
 
 def _describe_subsampling(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
@@ -266,34 +260,28 @@ def _describe_num_steps(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
         )
     if not origin and num_steps == MAX_NUM_STEPS:
         origin = ", the maximum"
-    friction = _describe_friction(kernel, time)
-    if not adaptation.has_dominant_mode:
-        return (
-            f"{num_steps:,} per draw{origin}. In coordinates scaled by the prior the step size is "
-            f"{adaptation.step_size:.3g} and the relaxation time of the prior is {time:.2g}; that "
-            f"of the posterior may be longer.{friction}"
+    step_size = f"{adaptation.step_size:.3g}"
+    if adaptation.has_dominant_mode:
+        text = (
+            f"Positions {max(1, round(time / adaptation.step_size)):,} steps apart are about "
+            f"independent: in preconditioned coordinates the relaxation time is {time:.2g} and the "
+            f"step size {step_size}."
         )
-    return (
-        f"{num_steps:,} per draw{origin}. Positions {max(1, round(time / adaptation.step_size)):,} "
-        f"steps apart are about independent: in preconditioned coordinates the relaxation time is "
-        f"{time:.2g} and the step size {adaptation.step_size:.3g}.{friction}"
-    )
-
-
-def _describe_friction(kernel: SGMCMCKernel, relaxation_time: float) -> str:
-    """Return a sentence on a friction that makes relaxation slow."""
-    dynamics = kernel.dynamics
-    default_friction = UnderdampedLangevin.friction
-    if not isinstance(dynamics, UnderdampedLangevin) or dynamics.friction == default_friction:
-        return ""
-    default = replace(dynamics, friction=default_friction)
-    ratio = relaxation_time / default.relaxation_time(kernel.adaptation.step_size)
-    if ratio < _SLOW_RELAXATION_RATIO:
-        return ""
-    return (
-        f" With friction {dynamics.friction:g} relaxation takes {ratio:,.0f} times as long as with "
-        f"the default of {default_friction}."
-    )
+    else:
+        text = (
+            f"In coordinates scaled by the prior the step size is {step_size} and the relaxation "
+            f"time of the prior is {time:.2g}; that of the posterior may be longer."
+        )
+    dynamics, default_friction = kernel.dynamics, UnderdampedLangevin.friction
+    if isinstance(dynamics, UnderdampedLangevin) and dynamics.friction != default_friction:
+        default = replace(dynamics, friction=default_friction)
+        ratio = time / default.relaxation_time(adaptation.step_size)
+        if ratio >= _SLOW_RELAXATION_RATIO:
+            text += (
+                f" With friction {dynamics.friction:g} relaxation takes {ratio:,.0f} times as long "
+                f"as with the default of {default_friction}."
+            )
+    return f"{num_steps:,} per draw{origin}. {text}"
 
 
 def _describe_predicted_bias(adaptation: Adaptation) -> str:

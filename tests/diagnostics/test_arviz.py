@@ -9,9 +9,10 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC, init_to_feasible, log_likelihood
+from scipy import stats
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, loo, to_arviz
-from numpyro_sgmcmc.diagnostics.predictive import evaluate_log_likelihood
+from numpyro_sgmcmc.diagnostics.predictive import evaluate_plate_sites
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
@@ -140,9 +141,9 @@ def test_to_arviz_with_all_rows_has_numpyros_log_likelihood(mcmc, exact):
     np.testing.assert_allclose(values, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluate_log_likelihood_does_not_depend_on_chunks(mcmc, exact):
+def test_log_likelihood_does_not_depend_on_chunks(mcmc, exact):
     samples = mcmc.get_samples(group_by_chain=True)
-    values, axes = evaluate_log_likelihood(mcmc, samples, np.arange(N), max_rows_per_chunk=150)
+    values, axes = evaluate_plate_sites(mcmc, samples, np.arange(N), max_rows_per_chunk=150)
     assert axes == {"y": -1}
     np.testing.assert_allclose(values["y"], exact, rtol=1e-4, atol=1e-4)
 
@@ -212,6 +213,15 @@ def test_loo_of_some_rows_has_errors_as_estimated(mcmc):
     assert f"elpd   {estimates[0].elpd:.1f}" in text
     assert "40 of 400 rows" in text
     assert len(text.splitlines()) == 4
+
+
+def test_subsampling_error_of_loo_is_that_of_a_sample_without_replacement(mcmc):
+    """Its square has an expectation of the error's variance, also at few rows."""
+    estimate = loo(mcmc, 3)
+    residuals = estimate.elpd_i - estimate.plpd_i
+    expected = N * np.sqrt(1.0 - 3 / N) * stats.sem(residuals)
+    assert estimate.subsampling_se == pytest.approx(expected, rel=1e-9)
+    assert np.isnan(loo(mcmc, 1).subsampling_se)
 
 
 def test_loo_difference_of_all_rows_is_arvizs(mcmc, other, numpyro_data):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
@@ -309,6 +310,16 @@ def test_summary_shows_the_sites_asked_for(
 def test_summary_of_unknown_sites_raises(default, sites):
     with pytest.raises(ValueError, match="`sites`"):
         print_summary(default, sites=sites)
+
+
+@pytest.mark.parametrize("sites", [None, ["x"]])
+def test_summary_of_three_draws_raises(sites):
+    kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q["x"]).sum() / 2, step_size=0.1)
+    mcmc = quietly(kernel, num_warmup=1, num_samples=3)
+    mcmc.run(jax.random.key(0), init_params={"x": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"`print_summary`.*4 draws.*are 3\.") as info:
+        print_summary(mcmc, sites=sites)
+    assert "num_samples" in str(info.value)
 
 
 def test_plot_shows_every_coordinate(noisy_report):

@@ -12,7 +12,7 @@ from scipy import stats
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, posterior_predictive
 from numpyro_sgmcmc.diagnostics import predictive_summary
-from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, evaluate_replicates
+from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, evaluate_plate_sites
 from tests.contract.kernels import quietly
 
 # Deterministic sites inside the plate are not among the draws.
@@ -63,9 +63,8 @@ def test_predictive_summary_equals_its_definitions():
 @pytest.mark.parametrize("max_elements", [1, 3 * 80 * 5, 3 * 80 * 23])
 def test_iterate_chunks_does_not_depend_on_chunks(max_elements):
     functions = DrawFunctions.from_fn(mean, (X,))
-    chunked = np.zeros((3, 80, len(X)))
-    for index, (values,) in functions.iterate_chunks([DRAWS], random.key(0), max_elements, 7):
-        chunked[:, :, index] = values["mean"]
+    chunks = functions.iterate_chunks([DRAWS], random.key(0), max_elements, 7)
+    chunked = np.concatenate([values["mean"] for (values,) in chunks], axis=2)
     expected = np.einsum("csd,nd->csn", DRAWS["beta"], X)
     np.testing.assert_allclose(chunked, expected, rtol=1e-5, atol=1e-6)
 
@@ -193,9 +192,7 @@ def mcmc():
 def test_posterior_predictive_has_the_distribution_of_the_model(mcmc):
     samples = mcmc.get_samples(group_by_chain=True)
     # Chunks of 25 of 60 rows: the last overlaps with the one before.
-    replicates = evaluate_replicates(
-        mcmc, random.key(1), samples, np.arange(N), max_rows_per_chunk=25
-    )
+    replicates, _ = evaluate_plate_sites(mcmc, samples, np.arange(N), random.key(1), 25)
     assert set(replicates) == {"mean", "first", "next"}
     slope = np.asarray(samples["slope"])
     np.testing.assert_allclose(replicates["mean"], slope[..., None] * x, rtol=1e-5)
