@@ -672,16 +672,18 @@ def print_summary(
     """
     if not (isinstance(mcmc, MCMC) and isinstance(mcmc.sampler, Gibbs)):
         check_finished_run(mcmc, "print_summary", uses_moments=False)
+    if mcmc.last_state is not None:
+        draws = jax.tree.leaves(mcmc.get_samples(group_by_chain=True))
+        num_draws = min((x.shape[1] for x in draws), default=_MIN_DRAWS_FOR_SUMMARY)
+        if num_draws < _MIN_DRAWS_FOR_SUMMARY:
+            raise InvalidArgumentError(
+                f"`print_summary` needs {_MIN_DRAWS_FOR_SUMMARY} draws per chain, but there are "
+                f"{num_draws}.",
+                "raise num_samples, or print `bias_report(mcmc)`.",
+                "few-draws",
+            )
     report = bias_report(mcmc)
     errors.check_in_interval("prob", prob, 0.0, 1.0)
-    num_draws = [x.shape[1] for x in jax.tree.leaves(mcmc.get_samples(group_by_chain=True))]
-    if num_draws and min(num_draws) < _MIN_DRAWS_FOR_SUMMARY:
-        raise InvalidArgumentError(
-            f"`print_summary` needs {_MIN_DRAWS_FOR_SUMMARY} draws per chain, but there are "
-            f"{min(num_draws)}.",
-            "raise num_samples, or print `bias_report(mcmc)`.",
-            "few-draws",
-        )
     if sites is None:
         mcmc.print_summary(prob, exclude_deterministic)
     else:
