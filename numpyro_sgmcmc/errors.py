@@ -6,12 +6,10 @@ address of its entry on the troubleshooting page.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,23 +287,6 @@ def standard_normal_points(like: jax.Array) -> jax.Array:
     return jax.random.normal(jax.random.key(0), (8, *like.shape), like.dtype)
 
 
-# Options of NUTS without an equivalent, and what to do.
-_NUTS_OPTIONS = {
-    "target_accept_prob": "leave it out: no proposal is rejected; `target_sd_bias` (default 0.05) "
-    "bounds the relative bias of SDs."
-}
-
-
-def check_no_unknown_kwargs(kernel_class: type, unknown_kwargs: Mapping[str, Any]) -> None:
-    """Check that a kernel got no unknown keyword, and suggest the nearest known one."""
-    for name in unknown_kwargs:
-        similar = difflib.get_close_matches(name, inspect.signature(kernel_class).parameters, 1)
-        fix = f"did you mean '{similar[0]}'?" if similar else "leave it out."
-        fix = _NUTS_OPTIONS.get(name, fix)
-        problem = f"{kernel_class.__name__} got an unexpected keyword argument '{name}'."
-        raise TypeError(format_message(problem, fix, "unknown-keyword"))
-
-
 def import_optional(module: str, caller: str, extra: str) -> Any:
     """Import and return an optional dependency.
 
@@ -332,8 +313,8 @@ def _float_or_none(value: Any) -> float | None:
         return None
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Check that a value is a positive finite number."""
+def check_positive(name: str, value: Any) -> float:
+    """Check that a value is a positive finite number, and return it as a float."""
     number = _float_or_none(value)
     if number is None or not (number > 0 and np.isfinite(number)):
         raise InvalidArgumentError(
@@ -341,21 +322,43 @@ def check_positive(name: str, value: Any) -> None:
             "pass a positive number.",
             "number-range",
         )
+    return number
 
 
-def check_in_interval(name: str, value: Any, low: float, high: float) -> None:
-    """Check that a value is a positive number from ``low`` to ``high``."""
-    check_positive(name, value)
-    if not low <= float(value) <= high:
+def check_in_interval(name: str, value: Any, low: float, high: float) -> float:
+    """Check that a value is a positive number from ``low`` to ``high``; return it as a float."""
+    number = check_positive(name, value)
+    if not low <= number <= high:
         raise InvalidArgumentError(
             f"`{name}` is {describe_value(value)}, which is not between {low:g} and {high:g}.",
             f"pass a number from {low:g} to {high:g}.",
             "number-range",
         )
+    return number
 
 
-def check_nonnegative(name: str, value: Any) -> None:
-    """Check that a value is zero or a positive finite number."""
+def check_fraction(name: str, value: Any, interval: str) -> float:
+    """Check that a value is a number from 0 to 1, and return it as a float.
+
+    :param interval: ``"[0, 1]"``, or with a round bracket for an end that is not valid.
+    """
+    number = _float_or_none(value)
+    if (
+        number is None
+        or not 0 <= number <= 1
+        or (number == 0 and interval.startswith("("))
+        or (number == 1 and interval.endswith(")"))
+    ):
+        raise InvalidArgumentError(
+            f"`{name}` is {describe_value(value)}, which is not in {interval}.",
+            f"pass a number in {interval}.",
+            "number-range",
+        )
+    return number
+
+
+def check_nonnegative(name: str, value: Any) -> float:
+    """Check that a value is zero or a positive finite number, and return it as a float."""
     number = _float_or_none(value)
     if number is None or not 0 <= number < np.inf:
         raise InvalidArgumentError(
@@ -364,16 +367,18 @@ def check_nonnegative(name: str, value: Any) -> None:
             "pass zero or a positive number.",
             "number-range",
         )
+    return number
 
 
-def check_bool(name: str, value: Any) -> None:
-    """Check that a value is True or False."""
+def check_bool(name: str, value: Any) -> bool:
+    """Check that a value is True or False, and return it as a bool of Python."""
     if not isinstance(value, (bool, np.bool_)):
         raise InvalidArgumentError(
             f"`{name}` is {describe_value(value)}, which is not a bool.",
             "pass True or False.",
             "bool",
         )
+    return bool(value)
 
 
 def check_positive_int(name: str, value: Any) -> None:

@@ -64,7 +64,11 @@ def test_warnings_of_the_package_have_one_base():
 
 @pytest.mark.parametrize(
     ("keyword", "suggestion"),
-    [("stepsize", "'step_size'"), ("target_accept_prob", "`target_sd_bias`"), ("zzz", "leave")],
+    [
+        ("stepsize", "'step_size'"),
+        ("target_accept_prob", "`target_sd_bias`"),
+        ("zzz", "use one of"),
+    ],
 )
 def test_unknown_keyword_suggests_the_closest_option(keyword, suggestion):
     with pytest.raises(TypeError, match=rf"SGHMCSplit.*'{keyword}'.*{suggestion}"):

@@ -98,15 +98,7 @@ def condition_on_variational_means(
     potential = build_conditional_potential(model, kept, arguments, joint_options)
     if potential.local_latents is not None:
         return arguments
-    settings = build_warmup_settings(
-        joint_options,
-        potential,
-        dynamics,
-        integrator,
-        lambda _: dynamics,
-        has_init_params=False,
-        is_site_aligned=False,
-    )
+    settings = build_warmup_settings(joint_options, potential, dynamics, integrator)
     with show_adaptation_progress(arguments.host_arrays) as progress:
         init_positions = generate_init_positions(
             potential, joint_arguments, None, has_chain_axis=False

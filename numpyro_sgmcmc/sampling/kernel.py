@@ -9,11 +9,13 @@ stochastic-gradient steps in a ``lax.scan`` (:mod:`numpyro_sgmcmc.sampling.step`
 from __future__ import annotations
 
 import copy
+import html
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,11 @@ from numpyro.infer.mcmc import MCMCKernel
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation import NO_NOISE, Adaptation, GradientNoiseStats, adapt
-from numpyro_sgmcmc.adaptation.initialisation import generate_init_positions, validate_init_params
+from numpyro_sgmcmc.adaptation.initialisation import (
+    check_potential_fn_params,
+    generate_init_positions,
+    validate_init_params,
+)
 from numpyro_sgmcmc.compilation import clear_compilation_cache_if_full
 from numpyro_sgmcmc.data.arguments import (
     Arguments,
@@ -37,7 +43,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.handlers import ConditionedModel, FullDataModel, sample_prior_values
 from numpyro_sgmcmc.model.local_latents import select_collected_sites
-from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.potential import Potential, make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import show_adaptation_progress, show_data_passes
 from numpyro_sgmcmc.sampling.chain_init import init_chains
@@ -50,27 +56,30 @@ from numpyro_sgmcmc.sampling.gibbs import (
 from numpyro_sgmcmc.sampling.mass_matrix import build_mass_matrix_blocks
 from numpyro_sgmcmc.sampling.options import (
     KernelOptions,
-    KernelReprMixin,
     Options,
     add_options_to_signature,
-    build_potential_from_fn,
     build_potential_from_model,
     build_warmup_settings,
-    check_chain_method,
-    check_gibbs_block_collects_locals,
-    get_single_chain_shapes,
+    check_no_unknown_options,
 )
 from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
 from numpyro_sgmcmc.sampling.step import run_iteration
 
+# Characters of a value in a kernel's repr; longer values are printed as "...".
+_MAX_REPR_CHARS = 60
+# Keyword of the monomial-gamma kernels, the paper's symbol -> field of their Kinetics.
+_KINETICS_FIELD_NAMES = {"a": "a", "m": "mass", "c": "softening"}
 
-class SGMCMCKernel(KernelReprMixin, MCMCKernel):
+_T = TypeVar("_T")
+
+
+class SGMCMCKernel(MCMCKernel):
     r"""Base of the stochastic-gradient kernels; a subclass chooses the SDE and its integrators.
 
     :param model: a NumPyro model with a subsampled plate, or None.
     :param potential_fn: minus the log density of a pytree of unconstrained values, or None.
     :param dynamics: the SDE.
-    :param integrator: name of the integrator.
+    :param integrator: one of :attr:`integrators`. Default: the first of them.
     :param options: the keywords of :class:`~numpyro_sgmcmc.sampling.options.Options`.
     :raises ValueError: at construction, for an option that is unknown or out of range; at
         ``init``, naming the site, plate or argument that cannot be sampled.
@@ -92,10 +101,10 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
         potential_fn: Callable | None,
         *,
         dynamics: Dynamics,
-        integrator: str,
+        integrator: str | None = None,
         **options: Unpack[KernelOptions],
     ) -> None:
-        errors.check_no_unknown_kwargs(type(self), Options.find_unknown(options))
+        check_no_unknown_options(type(self), options)
         if (model is None) == (potential_fn is None):
             raise InvalidArgumentError(
                 "Exactly one of `model` and `potential_fn` must be given.",
@@ -106,6 +115,7 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
             errors.check_callable("model", model)
         else:
             errors.check_callable("potential_fn", potential_fn)
+        integrator = self.integrators[0] if integrator is None else integrator
         errors.check_choice("integrator", integrator, self.integrators)
         self._model = model
         self._potential_fn = potential_fn
@@ -150,6 +160,33 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
         """True if the step size follows a schedule of the user's."""
         return callable(self._options.step_size)
 
+    def __repr__(self) -> str:
+        """Return the call that makes this kernel, without default values."""
+        arguments = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value, default = self._get_setting(name, parameter.default), parameter.default
+            is_plain = isinstance(value, (bool, int, float, str, tuple))
+            if value is default or (is_plain and (type(value), value) == (type(default), default)):
+                continue
+            text = getattr(value, "__name__", None) or repr(value)
+            text = text if "\n" not in text and len(text) <= _MAX_REPR_CHARS else "..."
+            arguments.append(text if name == "model" else f"{name}={text}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape(repr(self))}</code>"
+
+    def _get_setting(self, name: str, default: Any) -> Any:
+        """Return a constructor argument: an attribute of the kernel, its SDE or its kinetics."""
+        settings = self.settings
+        for key in (name, f"{name}_fn"):
+            if key in settings:
+                return settings[key]
+        kinetics = getattr(self._dynamics, "kinetics", None)
+        if name in _KINETICS_FIELD_NAMES and kinetics is not None:
+            return getattr(kinetics, _KINETICS_FIELD_NAMES[name])
+        return getattr(self._dynamics, name, default)
+
     # Results of `init`.
 
     @property
@@ -160,23 +197,22 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
     @property
     def potential(self) -> Potential:
         """The potential, once the kernel is initialised."""
-        if self._cache.potential is None:
-            raise self._not_initialised_error()
-        return self._cache.potential
+        return self._require_init(self._cache.potential)
 
     @property
     def adaptation(self) -> Adaptation:
         """The adaptation that all chains share, once the kernel is initialised."""
-        if self._cache.adaptation is None:
-            raise self._not_initialised_error()
-        return self._cache.adaptation
+        return self._require_init(self._cache.adaptation)
 
-    def _not_initialised_error(self) -> InitializationError:
-        return InitializationError(
-            f"{type(self).__name__} is not initialised.",
-            "call `init`, or `MCMC.run` or `MCMC.warmup`.",
-            "not-initialised",
-        )
+    def _require_init(self, result: _T | None) -> _T:
+        """Return a result of ``init``, or raise before it."""
+        if result is None:
+            raise InitializationError(
+                f"{type(self).__name__} is not initialised.",
+                "call `init`, or `MCMC.run` or `MCMC.warmup`.",
+                "not-initialised",
+            )
+        return result
 
     @property
     def noise_stats(self) -> GradientNoiseStats:
@@ -186,11 +222,6 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
     def get_cached_adaptation(self, arguments: Arguments) -> Adaptation | None:
         """Return the adaptation if it was made for these very arguments, else None."""
         return self._cache.get_adaptation(self.potential, arguments)
-
-    def get_preconditioner(self, state: SGMCMCState) -> Preconditioner:
-        """Return the preconditioner of a state; that of the first chain of batched states."""
-        preconditioner = state.adapt_state.preconditioner
-        return jax.tree.map(lambda x: x[0], preconditioner) if state.i.ndim else preconditioner
 
     def full_gradients(self, positions: Array, arguments: Arguments) -> Array:
         """Return full-data gradients at flat positions, shape ``(m, d)``."""
@@ -234,11 +265,17 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
         outside_trace = jax.ensure_compile_time_eval() if is_traced(rng_key) else nullcontext()
         with outside_trace, unwrap_callback_errors(arguments.host_arrays):
             concrete = _concretize_arguments(self._model, arguments)
-            check_chain_method(concrete)
+            if concrete.sharded_arrays and jax.sharding.get_abstract_mesh().manual_axes:
+                raise InvalidArgumentError(
+                    "chain_method='parallel' needs a device per chain, but the data are sharded "
+                    "over them.",
+                    "use chain_method='vectorized'.",
+                    "sharded-parallel-chains",
+                )
             potential = self._get_potential(concrete, init_params, is_batch)
             self._cache.potential = potential
             if is_block:
-                check_gibbs_block_collects_locals(potential, self._options)
+                _check_locals_are_collected(potential, self._options)
                 init_params = None  # Gibbs passes constrained draws from the prior
                 concrete = self._condition_on_variational_means(concrete)
             num_chains = len(rng_key) if is_batch else None
@@ -276,16 +313,17 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Return a function that constrains sites and adds deterministic sites outside plates."""
-        arguments = self._cached_arguments(model_args, model_kwargs)
-        return lambda z: self.potential.constrain_with_locals(
-            lambda z: _call_with_cached_arrays(self.potential.postprocess, z, arguments), z
-        )
+        return self._make_draw_fn(self.potential.postprocess, model_args, model_kwargs)
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Return a function that constrains sites; it runs the model only for dynamic supports."""
-        arguments = self._cached_arguments(model_args, model_kwargs)
-        return lambda z: self.potential.constrain_with_locals(
-            lambda z: _call_with_cached_arrays(self.potential.constrain, z, arguments), z
+        return self._make_draw_fn(self.potential.constrain, model_args, model_kwargs)
+
+    def _make_draw_fn(self, fn: Callable, model_args: tuple, model_kwargs: dict | None) -> Callable:
+        """Return a function that applies ``fn`` to unconstrained values of a draw."""
+        potential, arguments = self.potential, self._cached_arguments(model_args, model_kwargs)
+        return lambda z: potential.constrain_with_locals(
+            lambda z: _call_with_cached_arrays(fn, z, arguments), z
         )
 
     def get_diagnostics_str(self, state: SGMCMCState) -> str:
@@ -359,7 +397,9 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
         self._cache.finish_init(arguments, num_warmup)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": self._cache.copy_without_data()}
+        # Without data and compiled functions.
+        cache = InitCache(noise_stats=self._cache.noise_stats, num_warmup=self._cache.num_warmup)
+        return {**self.__dict__, "_cache": cache}
 
     # Hooks of kernels whose SDE depends on the position.
 
@@ -407,17 +447,35 @@ class SGMCMCKernel(KernelReprMixin, MCMCKernel):
 
     def _get_potential(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Potential:
         """Return the potential for arguments of this structure, built at the first call."""
-        potentials = self._cache.potentials
-        if self._model is None:
+        build: Callable[[], Potential]
+        if self._model is not None:
+            key: Any = arguments.signature, jnp.result_type(float)
+            build = partial(build_potential_from_model, self._model, arguments, self._options)
+        else:
             assert self._potential_fn is not None
-            shapes = get_single_chain_shapes(init_params, is_batch)
-            return build_potential_from_fn(self._potential_fn, shapes, self._options, potentials)
-        signature = (arguments.signature, jnp.result_type(float))
-        if signature not in potentials:
-            potentials[signature] = build_potential_from_model(
-                self._model, arguments, self._options
+            if init_params is None:
+                raise InvalidArgumentError(
+                    "`init_params` is None, but `potential_fn` needs initial values.",
+                    "pass init_params to MCMC.run, a pytree of unconstrained values.",
+                    "potential-fn-init-params",
+                )
+            check_potential_fn_params(init_params)
+            leaves, structure = jax.tree.flatten(init_params)
+            chain_axes = int(is_batch)
+            shapes = [
+                jax.ShapeDtypeStruct(jnp.shape(x)[chain_axes:], jnp.result_type(x)) for x in leaves
+            ]
+            key = structure, tuple(x.shape for x in shapes)
+            build = partial(
+                make_function_potential,
+                self._potential_fn,
+                jax.tree.unflatten(structure, shapes),
+                self._options.forward_mode_differentiation,
             )
-        return potentials[signature]
+        potentials = self._cache.potentials
+        if key not in potentials:
+            potentials[key] = build()
+        return potentials[key]
 
     def _condition_on_variational_means(self, arguments: Arguments) -> Arguments:
         """Return a Gibbs block's arguments with likely values of the other blocks' sites.
@@ -506,10 +564,6 @@ class InitCache:
             host_array.clear_prefetched()
         self.num_warmup = num_warmup
         self.is_ready = True
-
-    def copy_without_data(self) -> InitCache:
-        """Return the cache of a copied or pickled kernel, without data and compiled functions."""
-        return InitCache(noise_stats=self.noise_stats, num_warmup=self.num_warmup)
 
     def get_adaptation(self, potential: Potential, arguments: Arguments) -> Adaptation | None:
         """Return the adaptation if it was made for this potential and these arrays, unchanged."""
@@ -637,6 +691,21 @@ def _concretize_arguments(model: Callable | None, arguments: Arguments) -> Argum
     names = list(arguments.kwargs[GIBBS_SITES_KWARG])
     values = sample_prior_values(model, with_conditioning(arguments, {}), names)
     return with_conditioning(arguments, values)
+
+
+def _check_locals_are_collected(potential: Potential, options: Options) -> None:
+    """Check that a block of NumPyro's Gibbs hands its local values to the other blocks."""
+    local = potential.local_latents
+    if local is None:
+        return
+    collected = select_collected_sites(local, options.collect_local_sites)
+    if missing := [name for name in local.names if name not in collected]:
+        raise InvalidArgumentError(
+            f"Site '{missing[0]}' is latent inside the subsampled plate, and Gibbs needs its "
+            "values.",
+            "pass collect_local_sites=True, so that the other blocks get the values of all rows.",
+            "gibbs-block-locals",
+        )
 
 
 def _have_identical_arrays(a: Arguments, b: Arguments) -> bool:

@@ -1,7 +1,8 @@
 """The kernels: for each the SDE, the integrators, the defaults, and when to choose it.
 
-All share the keywords of :class:`~numpyro_sgmcmc.kernel.Options` and the warm-up and output of
-:class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`. A constructor checks the keywords of its SDE and
+The positional arguments, ``integrator`` and the keywords of
+:class:`~numpyro_sgmcmc.kernel.Options` are the same for all, as are warm-up and output
+(:class:`~numpyro_sgmcmc.kernel.SGMCMCKernel`). A constructor checks the keywords of its SDE and
 builds it.
 """
 
@@ -12,13 +13,11 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.dynamics import (
-    Dynamics,
     Kinetics,
     MonomialGammaLangevin,
     MonomialGammaThermostat,
@@ -35,7 +34,7 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.mass_matrix import is_positive_definite
-from numpyro_sgmcmc.sampling.options import KernelOptions
+from numpyro_sgmcmc.sampling.options import KernelKeywords, KernelOptions
 
 __all__ = [
     "SGHMC",
@@ -112,12 +111,10 @@ class SGHMCSplit(SGMCMCKernel):
         potential_fn: Callable | None = None,
         *,
         friction: float = 1.5,
-        integrator: str = "symmetric",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_positive("friction", friction)
-        dynamics = UnderdampedLangevin(float(friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        dynamics = UnderdampedLangevin(errors.check_positive("friction", friction))
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SHMC(SGMCMCKernel):
@@ -151,8 +148,6 @@ class SHMC(SGMCMCKernel):
     Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
     stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`C` in the paper), positive,
         in preconditioned units. Default 1.5.
     :param str integrator: one of the table. Default ``"leapfrog"``.
@@ -161,8 +156,7 @@ class SHMC(SGMCMCKernel):
         fraction :math:`e^{-\gamma h N_l}`: a large friction refreshes it completely. The step size
         is then at most 1.5 / N_l, because at a half period, :math:`N_l h = \pi`, chains would not
         mix. Default 1.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
@@ -177,7 +171,6 @@ class SHMC(SGMCMCKernel):
         num_leapfrog: int = 1,
         **options: Unpack[KernelOptions],
     ) -> None:
-        errors.check_positive("friction", friction)
         errors.check_positive_int("num_leapfrog", num_leapfrog)
         errors.check_choice("integrator", integrator, self.integrators)
         if num_leapfrog > 1 and integrator != "lie_trotter":
@@ -188,7 +181,7 @@ class SHMC(SGMCMCKernel):
             )
         self._num_leapfrog = num_leapfrog  # for `settings`: the SDE has None for other integrators
         dynamics = UnderdampedLangevin(
-            float(friction),
+            errors.check_positive("friction", friction),
             num_leapfrog=num_leapfrog if integrator == "lie_trotter" else None,
             is_fsal=integrator in ("baoab", "obabo"),
         )
@@ -215,16 +208,13 @@ class SGNHT(SGMCMCKernel):
     Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC algorithms with
     high-order integrators*, Algorithm 3 (Euler) and appendix A.3 (splitting).
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: injected noise A, which is the stationary mean of the friction without
         gradient noise; positive, in preconditioned units. Default 1.5.
     :param bool per_coordinate: whether there is one thermostat per coordinate, which also
         compensates noise that differs between coordinates; False for the one thermostat of the
         paper. Default True.
     :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("symmetric", "euler")
@@ -236,13 +226,13 @@ class SGNHT(SGMCMCKernel):
         *,
         friction: float = 1.5,
         per_coordinate: bool = True,
-        integrator: str = "symmetric",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_positive("friction", friction)
-        errors.check_bool("per_coordinate", per_coordinate)
-        dynamics = NoseHooverThermostat(float(friction), bool(per_coordinate))
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        dynamics = NoseHooverThermostat(
+            errors.check_positive("friction", friction),
+            errors.check_bool("per_coordinate", per_coordinate),
+        )
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SGMGT(SGMCMCKernel):
@@ -270,8 +260,6 @@ class SGMGT(SGMCMCKernel):
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (13), appendices C (kinetics) and E (splitting).
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float a: shape of the kinetics, in [0.5, 2]. Default 1.
     :param float m: mass of the kinetics, positive. Default 1.
     :param float c: softening, positive; larger values soften less. Default 3.
@@ -284,8 +272,7 @@ class SGMGT(SGMCMCKernel):
     :param int thermostat_period: steps between resamplings of the friction, :math:`T_\xi`; None for
         never. Default 100.
     :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("symmetric", "euler")
@@ -304,25 +291,18 @@ class SGMGT(SGMCMCKernel):
         gamma: float = 1.0,
         momentum_period: int | None = 100,
         thermostat_period: int | None = 100,
-        integrator: str = "symmetric",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_in_interval("a", a, 0.5, 2.0)
-        _check_positive(m=m, c=c, sigma_p=sigma_p, gamma=gamma)
-        errors.check_nonnegative("sigma_theta", sigma_theta)
-        errors.check_nonnegative("sigma_xi", sigma_xi)
-        _check_period("momentum_period", momentum_period)
-        _check_period("thermostat_period", thermostat_period)
         dynamics = MonomialGammaThermostat(
-            kinetics=Kinetics(float(a), float(m), float(c)),
-            sigma_p=float(sigma_p),
-            gamma=float(gamma),
-            sigma_theta=float(sigma_theta),
-            sigma_xi=float(sigma_xi),
-            momentum_period=momentum_period,
-            thermostat_period=thermostat_period,
+            kinetics=_build_kinetics(errors.check_in_interval("a", a, 0.5, 2.0), m, c),
+            sigma_p=errors.check_positive("sigma_p", sigma_p),
+            gamma=errors.check_positive("gamma", gamma),
+            sigma_theta=errors.check_nonnegative("sigma_theta", sigma_theta),
+            sigma_xi=errors.check_nonnegative("sigma_xi", sigma_xi),
+            momentum_period=_check_period("momentum_period", momentum_period),
+            thermostat_period=_check_period("thermostat_period", thermostat_period),
         )
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SGLaplaceHMC(SGMCMCKernel):
@@ -341,14 +321,11 @@ class SGLaplaceHMC(SGMCMCKernel):
     Reference: Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial gamma
     sampler*, equation (27), where it corrects the naive stochastic slice sampler.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient A, positive, in preconditioned units. Default 1.5.
     :param float m: mass of the kinetics, positive. Default 1.
     :param float c: softening, positive; larger values soften less. Default 3.
     :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("symmetric", "euler")
@@ -361,25 +338,19 @@ class SGLaplaceHMC(SGMCMCKernel):
         friction: float = 1.5,
         m: float = 1.0,
         c: float = 3.0,
-        integrator: str = "symmetric",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        _check_positive(friction=friction, m=m, c=c)
-        dynamics = MonomialGammaLangevin(Kinetics(1.0, float(m), float(c)), float(friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        dynamics = MonomialGammaLangevin(
+            _build_kinetics(1.0, m, c), errors.check_positive("friction", friction)
+        )
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class RiemannianKernel(SGMCMCKernel):
     """Base of the kernels in a metric that depends on the position.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param inverse_metric: ``"potential"``, or the user's function of the unconstrained values.
     :param dynamics: the SDE, whose metric the user's replaces.
-    :param integrator: name of the integrator.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
-        wrong shape or not positive definite.
     """
 
     def __init__(
@@ -388,9 +359,8 @@ class RiemannianKernel(SGMCMCKernel):
         potential_fn: Callable | None,
         *,
         inverse_metric: str | Callable[[Any], Any],
-        dynamics: Dynamics,
-        integrator: str,
-        **options: Unpack[KernelOptions],
+        dynamics: RiemannianUnderdampedLangevin | RiemannianOverdampedLangevin,
+        **options: Unpack[KernelKeywords],
     ) -> None:
         is_default = isinstance(inverse_metric, str) and inverse_metric == "potential"
         if not (is_default or callable(inverse_metric)):
@@ -403,16 +373,16 @@ class RiemannianKernel(SGMCMCKernel):
         self._inverse_metric_fn = inverse_metric
         if callable(inverse_metric) and options.get("dense_mass") is None:
             options["dense_mass"] = False  # so that a diagonal metric belongs to the sites
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
     @property
     def _is_site_aligned(self) -> bool:
         return callable(self._inverse_metric_fn)
 
     def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Any:
-        user_metric = self._inverse_metric_fn
+        user_metric, dynamics = self._inverse_metric_fn, self._dynamics
         if not callable(user_metric):
-            return self._dynamics
+            return dynamics
 
         def inverse_metric(q: Array) -> Array:
             position = potential.unravel(preconditioner.to_position(q))
@@ -421,17 +391,26 @@ class RiemannianKernel(SGMCMCKernel):
                 value = _flatten_diagonal_by_site(value, position)
             return jnp.asarray(value, potential.dtype)
 
-        dynamics = self._dynamics
         assert isinstance(dynamics, (RiemannianUnderdampedLangevin, RiemannianOverdampedLangevin))
         return replace(dynamics, inverse_metric=inverse_metric)
 
     def _check_inverse_metric_fn(self, dynamics: Any, potential: Potential) -> None:
-        origin = jnp.zeros(potential.dim, potential.dtype)
+        dim, origin = potential.dim, jnp.zeros(potential.dim, potential.dtype)
         for q in (origin, *standard_normal_points(origin)):
-            _check_inverse_metric(
-                errors.evaluate_user_function("inverse_metric", dynamics.inverse_metric, q),
-                potential.dim,
-            )
+            value = errors.evaluate_user_function("inverse_metric", dynamics.inverse_metric, q)
+            if value.shape not in ((), (dim,), (dim, dim)):
+                raise InvalidArgumentError(
+                    f"`inverse_metric` returns shape {value.shape}, but the model has {dim} "
+                    "unconstrained coordinates.",
+                    f"return a scalar, shape ({dim},) or ({dim}, {dim}).",
+                    "inverse-metric",
+                )
+            if not is_positive_definite(value):
+                raise InvalidArgumentError(
+                    "`inverse_metric` is not positive definite at a typical position.",
+                    "return the square or the exponential of it, which is positive everywhere.",
+                    "inverse-metric",
+                )
 
 
 class SGRHMC(RiemannianKernel):
@@ -452,8 +431,6 @@ class SGRHMC(RiemannianKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equation
     (17) with its signs corrected, and Algorithm 1.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param inverse_metric: :math:`G^{-1}` relative to the posterior covariance, so that 1 is a step
         of the usual length: a function of the unconstrained values (a dict by site name) that
         returns a positive scalar, a diagonal of shape ``(d,)`` or as a dict by site name (arrays
@@ -465,9 +442,9 @@ class SGRHMC(RiemannianKernel):
         1.5.
     :param int momentum_period: steps between resamplings of the momentum; None (default) for never.
     :param str integrator: ``"symmetric"`` (default) or ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
-        wrong shape or not positive definite.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
+    :raises InvalidArgumentError: at ``init``, for a metric of the wrong shape or not positive
+        definite.
     """
 
     integrators = ("symmetric", "euler")
@@ -480,20 +457,14 @@ class SGRHMC(RiemannianKernel):
         inverse_metric: str | Callable[[Any], Any] = "potential",
         friction: float = 1.5,
         momentum_period: int | None = None,
-        integrator: str = "symmetric",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_positive("friction", friction)
-        _check_period("momentum_period", momentum_period)
+        dynamics = RiemannianUnderdampedLangevin(
+            friction=errors.check_positive("friction", friction),
+            momentum_period=_check_period("momentum_period", momentum_period),
+        )
         super().__init__(
-            model,
-            potential_fn,
-            inverse_metric=inverse_metric,
-            dynamics=RiemannianUnderdampedLangevin(
-                friction=float(friction), momentum_period=momentum_period
-            ),
-            integrator=integrator,
-            **options,
+            model, potential_fn, inverse_metric=inverse_metric, dynamics=dynamics, **options
         )
 
 
@@ -513,13 +484,11 @@ class SGRLD(RiemannianKernel):
     probability simplex*; Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient
     MCMC*, equation (14), with the sign of :math:`\Gamma` corrected.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param inverse_metric: as for :class:`~numpyro_sgmcmc.SGRHMC`.
     :param str integrator: ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range, and at ``init`` for a metric of the
-        wrong shape or not positive definite.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
+    :raises InvalidArgumentError: at ``init``, for a metric of the wrong shape or not positive
+        definite.
     """
 
     integrators = ("euler",)
@@ -530,16 +499,11 @@ class SGRLD(RiemannianKernel):
         potential_fn: Callable | None = None,
         *,
         inverse_metric: str | Callable[[Any], Any] = "potential",
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
+        dynamics = RiemannianOverdampedLangevin()
         super().__init__(
-            model,
-            potential_fn,
-            inverse_metric=inverse_metric,
-            dynamics=RiemannianOverdampedLangevin(),
-            integrator=integrator,
-            **options,
+            model, potential_fn, inverse_metric=inverse_metric, dynamics=dynamics, **options
         )
 
 
@@ -568,8 +532,6 @@ class RecipeKernel(SGMCMCKernel):
     Reference: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, equations
     (2) to (6).
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param diffusion: D: maps z to a positive semi-definite matrix of shape ``(n, n)``, or to its
         diagonal.
     :param curl: Q: maps z to a skew-symmetric matrix of shape ``(n, n)``.
@@ -579,11 +541,11 @@ class RecipeKernel(SGMCMCKernel):
     :param auxiliary: ``(rng_key, d) -> (n - d,)``, initial values of the auxiliary variables,
         ``init_auxiliary`` of :class:`~numpyro_sgmcmc.dynamics.Recipe`. Default: there are none.
     :param str integrator: ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range, and at ``init`` if D is not positive
-        semi-definite, Q not skew, one of the wrong shape, or if h changes with the position. The
-        last is detected for energies that are a sum of a function of the position and one of the
-        auxiliary variables, or quadratic in these (100 at most).
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
+    :raises InvalidArgumentError: at ``init``, if D is not positive semi-definite, Q not skew, one
+        of the wrong shape, or if h changes with the position. The last is detected for energies
+        that are a sum of a function of the position and one of the auxiliary variables, or
+        quadratic in these (100 at most).
 
     **Example** Stochastic-gradient HMC with friction 1.5:
 
@@ -618,16 +580,14 @@ class RecipeKernel(SGMCMCKernel):
         curl: Callable[[Array], Array],
         hamiltonian: Callable[[Array], Array],
         auxiliary: Callable[[Array, int], Array] = _init_no_auxiliary,
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_callable("diffusion", diffusion)
-        errors.check_callable("curl", curl)
-        errors.check_callable("hamiltonian", hamiltonian)
-        errors.check_callable("auxiliary", auxiliary)
+        functions = {"diffusion": diffusion, "curl": curl, "hamiltonian": hamiltonian}
+        for name, function in {**functions, "auxiliary": auxiliary}.items():
+            errors.check_callable(name, function)
         self._auxiliary = auxiliary  # for `settings`: the SDE calls it `init_auxiliary`
         dynamics = Recipe(diffusion, curl, hamiltonian, auxiliary)
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
     def _check_user_functions(self, potential: Potential) -> None:
         dynamics = self._dynamics
@@ -657,13 +617,10 @@ class SGHMC(SGMCMCKernel):
     Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
     equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in preconditioned units. Default 1.5.
     :param str integrator: ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("euler",)
@@ -674,12 +631,10 @@ class SGHMC(SGMCMCKernel):
         potential_fn: Callable | None = None,
         *,
         friction: float = 1.5,
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        errors.check_positive("friction", friction)
-        dynamics = UnderdampedLangevin(float(friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        dynamics = UnderdampedLangevin(errors.check_positive("friction", friction))
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SGLD(SGMCMCKernel):
@@ -698,11 +653,8 @@ class SGLD(SGMCMCKernel):
     Reference: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin
     dynamics*, equation (4), whose step :math:`\epsilon` is :math:`2h`.
 
-    :param model: model with a subsampled plate around the data.
-    :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param str integrator: ``"euler"``.
-    :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
-    :raises InvalidArgumentError: for an option out of range.
+    :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
     integrators = ("euler",)
@@ -711,24 +663,21 @@ class SGLD(SGMCMCKernel):
         self,
         model: Callable | None = None,
         potential_fn: Callable | None = None,
-        *,
-        integrator: str = "euler",
-        **options: Unpack[KernelOptions],
+        **options: Unpack[KernelKeywords],
     ) -> None:
-        dynamics = OverdampedLangevin()
-        super().__init__(model, potential_fn, dynamics=dynamics, integrator=integrator, **options)
+        super().__init__(model, potential_fn, dynamics=OverdampedLangevin(), **options)
 
 
-def _check_positive(**values: Any) -> None:
-    """Check that keywords are positive numbers."""
-    for name, value in values.items():
-        errors.check_positive(name, value)
+def _build_kinetics(a: float, m: Any, c: Any) -> Kinetics:
+    """Return the kinetic energy of the paper's symbols."""
+    return Kinetics(a, errors.check_positive("m", m), errors.check_positive("c", c))
 
 
-def _check_period(name: str, period: Any) -> None:
+def _check_period(name: str, period: Any) -> int | None:
     """Check that a number of steps between resamplings is a positive integer or None."""
     if period is not None:
         errors.check_positive_int(name, period)
+    return period
 
 
 def _flatten_diagonal_by_site(
@@ -756,20 +705,3 @@ def _flatten_diagonal_by_site(
                 "inverse-metric",
             ) from None
     return ravel_pytree(diagonal)[0]
-
-
-def _check_inverse_metric(inverse_metric: np.ndarray, dim: int) -> None:
-    """Check that a value is a positive scalar, diagonal or positive definite matrix."""
-    if inverse_metric.shape not in ((), (dim,), (dim, dim)):
-        raise InvalidArgumentError(
-            f"`inverse_metric` returns shape {inverse_metric.shape}, but the model has {dim} "
-            "unconstrained coordinates.",
-            f"return a scalar, shape ({dim},) or ({dim}, {dim}).",
-            "inverse-metric",
-        )
-    if not is_positive_definite(inverse_metric):
-        raise InvalidArgumentError(
-            "`inverse_metric` is not positive definite at a typical position.",
-            "return the square or the exponential of it, which is positive everywhere.",
-            "inverse-metric",
-        )

@@ -2,34 +2,36 @@ r"""The keywords that all kernels share: declaration, checks, and what is built 
 
 :class:`Options` declares each keyword with its type, default, description and check;
 :class:`KernelOptions` repeats the types for type checkers. :func:`add_options_to_signature` shows
-them in every kernel's signature, :class:`KernelReprMixin` prints a kernel as the call that makes
-it. From a kernel's options :func:`build_potential_from_model` and :func:`build_potential_from_fn`
-build the posterior, and :func:`build_warmup_settings` the settings of the warm-up.
+them in every kernel's signature. From a kernel's options :func:`build_potential_from_model` builds
+the posterior, and :func:`build_warmup_settings` the settings of the warm-up.
 """
 
 from __future__ import annotations
 
-import html
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation import WarmupSettings
-from numpyro_sgmcmc.adaptation.initialisation import check_potential_fn_params
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.data.subsampling import SUBSAMPLINGS
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, PlateWarning, warn_user
+from numpyro_sgmcmc.errors import (
+    InvalidArgumentError,
+    InvalidModelError,
+    PlateWarning,
+    format_message,
+    warn_user,
+)
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
-from numpyro_sgmcmc.model.local_latents import get_gibbs_fn_keywords, select_collected_sites
-from numpyro_sgmcmc.model.potential import Potential, make_function_potential
+from numpyro_sgmcmc.model.local_latents import get_gibbs_fn_keywords
+from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from numpyro_sgmcmc.model.trace import GibbsConfig
@@ -41,10 +43,13 @@ from numpyro_sgmcmc.sampling.schedules import first_step_size
 # Parameters up to which `dense_mass=None` adapts a dense mass matrix: a bound on the time of the
 # adaptation, which needs several draws per parameter.
 _MAX_DENSE_MASS_MATRIX_DIM = 100
-# Characters of a value in a kernel's repr; longer values are printed as "...".
-_MAX_REPR_CHARS = 60
-# Keyword of the monomial-gamma kernels, the paper's symbol -> field of their Kinetics.
-_KINETICS_FIELD_NAMES = {"a": "a", "m": "mass", "c": "softening"}
+# Keywords of NUTS and of MCMC, and what to do in place of passing them to a kernel.
+_FIX_BY_FOREIGN_KEYWORD = {
+    "target_accept_prob": "leave it out: no proposal is rejected; `target_sd_bias` (default 0.05) "
+    "bounds the relative bias of SDs.",
+    "batch_size": "set the subsample_size of the plate in the model.",
+    **dict.fromkeys(("num_warmup", "num_samples", "num_chains"), "pass it to MCMC."),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +93,7 @@ class Options:
         :func:`~numpyro_sgmcmc.bias_report` uses gradients without clipping and estimates by how
         much. Default None: no clipping.
     :param target_sd_bias: largest predicted relative error of posterior standard deviations at the
-        step size chosen in warm-up. Default 0.05.
+        step size chosen in warm-up, in (0, 1). Default 0.05.
     :param init_strategy: NumPyro initialisation strategy, from which the warm-up starts.
     :param forward_mode_differentiation: whether gradients are taken in forward mode, for models
         with ``lax.while_loop``; their cost grows with the number of coordinates. Default False.
@@ -148,15 +153,13 @@ class Options:
         errors.check_callable("init_strategy", self.init_strategy)
         if self.num_steps is not None:
             errors.check_positive_int("num_steps", self.num_steps)
-        errors.check_positive("target_sd_bias", self.target_sd_bias)
-        self._set("target_sd_bias", float(self.target_sd_bias))
+        target_sd_bias = errors.check_fraction("target_sd_bias", self.target_sd_bias, "(0, 1)")
+        self._set("target_sd_bias", target_sd_bias)
         if self.max_grad_norm is not None:
-            errors.check_positive("max_grad_norm", self.max_grad_norm)
-            self._set("max_grad_norm", float(self.max_grad_norm))
+            self._set("max_grad_norm", errors.check_positive("max_grad_norm", self.max_grad_norm))
         for field in fields(self):
             if field.type == "bool":  # a string, as all annotations of this module
-                errors.check_bool(field.name, getattr(self, field.name))
-                self._set(field.name, bool(getattr(self, field.name)))
+                self._set(field.name, errors.check_bool(field.name, getattr(self, field.name)))
         self._check_step_size()
         if self.noise_compensation:
             self._check_noise_compensation()
@@ -165,7 +168,6 @@ class Options:
         if isinstance(dense_mass, np.bool_):
             self._set("dense_mass", bool(dense_mass))
         self._check_gibbs()
-        self._set("gibbs_sites", tuple(self.gibbs_sites))
 
     @property
     def can_shrink_user_step_size(self) -> bool:
@@ -183,17 +185,8 @@ class Options:
         num_sweeps = None if self.keep_locals else self.num_gibbs_sweeps
         return GibbsConfig(self.gibbs_fn, tuple(self.gibbs_sites), num_sweeps)
 
-    @classmethod
-    def find_unknown(cls, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keywords that are not options."""
-        names = {field.name for field in fields(cls)}
-        return {name: x for name, x in keywords.items() if name not in names}
-
     def check_no_local_options(self) -> None:
-        """Check that there is no option about local sites: a potential function has none.
-
-        :raises InvalidArgumentError: for such options.
-        """
+        """Check that there is no option about local sites: a potential function has none."""
         if self.gibbs_fn is not None or self.collect_local_sites:
             raise InvalidArgumentError(
                 "`gibbs_fn` and `collect_local_sites` are not supported with `potential_fn`.",
@@ -216,8 +209,7 @@ class Options:
                     "traced-step-size",
                 )
         elif self.step_size is not None and not callable(self.step_size):
-            errors.check_positive("step_size", self.step_size)
-            self._set("step_size", float(self.step_size))
+            self._set("step_size", errors.check_positive("step_size", self.step_size))
 
     def _check_noise_compensation(self) -> None:
         """Check that minibatches are independent and measured in one mode."""
@@ -244,15 +236,15 @@ class Options:
                 "pass a list of strings.",
                 "gibbs-options",
             )
-        if (self.gibbs_fn is None) != (len(self.gibbs_sites) == 0):
+        self._set("gibbs_sites", tuple(self.gibbs_sites))
+        if (self.gibbs_fn is None) != (not self.gibbs_sites):
             raise InvalidArgumentError(
                 "Only one of `gibbs_fn` and `gibbs_sites` was given.",
                 "pass both: the function, and the names of the sites whose values it returns.",
                 "gibbs-options",
             )
         if self.gibbs_fn is not None:
-            errors.check_callable("gibbs_fn", self.gibbs_fn)
-            self._check_gibbs_fn_signature(self.gibbs_fn)
+            _check_gibbs_fn(self.gibbs_fn)
         collected = self.collect_local_sites
         if isinstance(collected, (bool, np.bool_)):
             self._set("collect_local_sites", bool(collected))
@@ -286,22 +278,6 @@ class Options:
                 "keep-locals",
             )
 
-    @staticmethod
-    def _check_gibbs_fn_signature(gibbs_fn: Callable) -> None:
-        keywords = get_gibbs_fn_keywords(gibbs_fn)
-        try:
-            signature = inspect.signature(gibbs_fn)
-        except (TypeError, ValueError):  # some built-in functions have none
-            return
-        try:
-            signature.bind(**dict.fromkeys(keywords))
-        except TypeError as error:
-            raise InvalidArgumentError(
-                f"`gibbs_fn` cannot be called with its keywords: {error}.",
-                f"let it take the keywords {', '.join(keywords)}.",
-                "gibbs-options",
-            ) from None
-
 
 class KernelOptions(TypedDict, total=False):
     """Types of :class:`Options`, with which type checkers check a kernel's keywords."""
@@ -328,6 +304,28 @@ class KernelOptions(TypedDict, total=False):
     collect_local_sites: bool | Sequence[str]
 
 
+class KernelKeywords(KernelOptions, total=False):
+    """Types of the keywords that the kernels of this package share."""
+
+    integrator: str
+
+
+def _check_gibbs_fn(gibbs_fn: Callable) -> None:
+    """Check that ``gibbs_fn`` can be called with its keywords, as far as it has a signature."""
+    errors.check_callable("gibbs_fn", gibbs_fn)
+    keywords = get_gibbs_fn_keywords(gibbs_fn)
+    try:
+        inspect.signature(gibbs_fn).bind(**dict.fromkeys(keywords))
+    except ValueError:
+        pass  # some built-in functions have no signature
+    except TypeError as error:
+        raise InvalidArgumentError(
+            f"`gibbs_fn` cannot be called with its keywords: {error}.",
+            f"let it take the keywords {', '.join(keywords)}.",
+            "gibbs-options",
+        ) from None
+
+
 def _are_names(value: Any) -> bool:
     """Return whether a value is a list (or other collection) of strings."""
     is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
@@ -335,59 +333,42 @@ def _are_names(value: Any) -> bool:
 
 
 def add_options_to_signature(kernel_class: type) -> None:
-    """Show the shared keywords in a kernel's signature, in the place of ``**options``."""
+    """Show integrator and shared keywords in a kernel's signature, in place of ``**options``."""
     own = inspect.signature(kernel_class.__init__).parameters  # type: ignore[misc]
     if "options" not in own:
         return
-    own_visible = [p for name, p in own.items() if name not in ("self", "options")]
-    shared = [p for name, p in inspect.signature(Options).parameters.items() if name not in own]
-    kernel_class.__signature__ = inspect.Signature(own_visible + shared)  # type: ignore[attr-defined]
+    parameters = {name: p for name, p in own.items() if name not in ("self", "options")}
+    if integrators := getattr(kernel_class, "integrators", ()):
+        kind = inspect.Parameter.KEYWORD_ONLY
+        integrator = inspect.Parameter("integrator", kind, default=integrators[0], annotation="str")
+        parameters.setdefault("integrator", integrator)
+    for name, parameter in inspect.signature(Options).parameters.items():
+        parameters.setdefault(name, parameter)
+    kernel_class.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
 
 
-class KernelReprMixin:
-    """Mixin that prints a kernel as the call that makes it, without default values."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All arguments of the constructor, by name."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        arguments = []
-        for name, parameter in inspect.signature(type(self)).parameters.items():
-            value, default = self._get_setting(name, parameter.default), parameter.default
-            is_plain = isinstance(value, (bool, int, float, str, tuple))
-            is_equal = is_plain and type(value) is type(default) and value == default
-            if value is default or is_equal:
-                continue
-            text = getattr(value, "__name__", None) or repr(value)
-            text = text if "\n" not in text and len(text) <= _MAX_REPR_CHARS else "..."
-            arguments.append(text if name == "model" else f"{name}={text}")
-        return f"{type(self).__name__}({', '.join(arguments)})"
-
-    def _repr_html_(self) -> str:
-        return f"<code>{html.escape(repr(self))}</code>"
-
-    def _get_setting(self, name: str, default: Any) -> Any:
-        """Return a constructor argument: an attribute of the kernel, its SDE or its kinetics."""
-        settings = self.settings
-        for key in (name, f"{name}_fn"):
-            if key in settings:
-                return settings[key]
-        dynamics = settings["dynamics"]
-        if name in _KINETICS_FIELD_NAMES and hasattr(dynamics, "kinetics"):
-            return getattr(dynamics.kinetics, _KINETICS_FIELD_NAMES[name])
-        return getattr(dynamics, name, default)
+def check_no_unknown_options(kernel_class: type, options: Mapping[str, Any]) -> None:
+    """Check that a kernel got no unknown keyword, and suggest the nearest known one."""
+    known = inspect.signature(kernel_class).parameters
+    for name in options:
+        if name in Options.__dataclass_fields__:
+            continue
+        if similar := difflib.get_close_matches(name, known, 1):
+            fix = f"did you mean '{similar[0]}'?"
+        else:
+            fix = f"use one of {', '.join(known)}."
+        problem = f"{kernel_class.__name__} got an unexpected keyword argument '{name}'."
+        fix = _FIX_BY_FOREIGN_KEYWORD.get(name, fix)
+        raise TypeError(format_message(problem, fix, "unknown-keyword"))
 
 
 def build_potential_from_model(
     model: Callable, arguments: Arguments, options: Options
 ) -> Potential:
-    """Return the potential of a model, and check that the options are supported for it.
+    """Return the potential of a model, after checking that it supports the options.
 
-    :param model: the model.
-    :param arguments: its arguments.
-    :param options: the kernel's options.
+    It warns of a model without subsampled plate.
+
     :raises InvalidModelError: naming the site or plate that cannot be sampled.
     :raises InvalidArgumentError: naming the option that the model does not support.
     """
@@ -405,84 +386,6 @@ def build_potential_from_model(
         options.gradient_estimator,
         options.collect_local_sites,
     )
-    check_options_match_model(potential, options)
-    return potential
-
-
-def build_potential_from_fn(
-    potential_fn: Callable,
-    value_shapes: Any,
-    options: Options,
-    potential_cache: dict[Any, Potential],
-) -> Potential:
-    """Return the potential of a potential function.
-
-    :param potential_fn: the user's function.
-    :param value_shapes: shapes and types of its argument.
-    :param options: the kernel's options.
-    :param potential_cache: potentials by structure and shapes of the argument, which gains this
-        one.
-    :raises InvalidArgumentError: for a function that does not return a real scalar.
-    """
-    leaves, structure = jax.tree.flatten(value_shapes)
-    form = structure, tuple(x.shape for x in leaves)
-    if form not in potential_cache:
-        is_forward = options.forward_mode_differentiation
-        potential_cache[form] = make_function_potential(potential_fn, value_shapes, is_forward)
-    return potential_cache[form]
-
-
-def get_single_chain_shapes(init_params: Any, is_batch: bool) -> Any:
-    """Return shapes and types of one chain's initial values, for a potential function.
-
-    :param init_params: the user's initial values.
-    :param is_batch: whether they have a leading chain axis.
-    :raises InvalidArgumentError: for missing values.
-    """
-    if init_params is None:
-        raise InvalidArgumentError(
-            "`init_params` is None, but `potential_fn` needs initial values.",
-            "pass init_params to MCMC.run, a pytree of unconstrained values.",
-            "potential-fn-init-params",
-        )
-    check_potential_fn_params(init_params)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[int(is_batch) :], jnp.result_type(x)),
-        init_params,
-    )
-
-
-def check_chain_method(arguments: Arguments) -> None:
-    """Check that chains are not distributed over the devices that hold the data's shards."""
-    if arguments.sharded_arrays and jax.sharding.get_abstract_mesh().manual_axes:
-        raise InvalidArgumentError(
-            "chain_method='parallel' needs a device per chain, but the data are sharded over them.",
-            "use chain_method='vectorized'.",
-            "sharded-parallel-chains",
-        )
-
-
-def check_gibbs_block_collects_locals(potential: Potential, options: Options) -> None:
-    """Check that a block of NumPyro's Gibbs hands its local values to the other blocks."""
-    local = potential.local_latents
-    if local is None:
-        return
-    collected = select_collected_sites(local, options.collect_local_sites)
-    for name in local.names:
-        if name not in collected:
-            raise InvalidArgumentError(
-                f"Site '{name}' is latent inside the subsampled plate, and Gibbs needs its values.",
-                "pass collect_local_sites=True, so that the other blocks get the values of all "
-                "rows.",
-                "gibbs-block-locals",
-            )
-
-
-def check_options_match_model(potential: Potential, options: Options) -> None:
-    """Check that a model supports the options; warn of a model without subsampled plate.
-
-    :raises InvalidArgumentError: naming the option.
-    """
     if not potential.plates and potential.dim:
         warn_user(
             "The model has no subsampled plate: every step computes the gradient on all data.",
@@ -491,10 +394,12 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
             "argument of the model, pass it to `run`.",
             "no-subsampled-plate",
         )
+    is_resampled = not options.keep_locals
+    source = "keep_locals=False samples locals" if is_resampled else "it draws keys (prng_key)"
     if potential.is_stochastic and "control_variate" in options.gradient_estimator:
         raise InvalidArgumentError(
             f"`gradient_estimator` is {options.gradient_estimator!r}, but the likelihood is "
-            f"random: {_describe_randomness(options)}.",
+            f"random: {source}.",
             "use gradient_estimator='minibatch' or 'auto'.",
             "random-likelihood",
         )
@@ -505,18 +410,9 @@ def check_options_match_model(potential: Potential, options: Options) -> None:
             "leave out `forward_mode_differentiation`.",
             "forward-mode-locals",
         )
-    if options.noise_compensation:
-        _check_observations_are_independent(potential, options)
-
-
-def _describe_randomness(options: Options) -> str:
-    if not options.keep_locals:
-        return "keep_locals=False samples locals"
-    return "it draws keys (prng_key)"
-
-
-def _check_observations_are_independent(potential: Potential, options: Options) -> None:
-    """Check that per-observation gradients show the gradient noise, as compensation needs."""
+    if not options.noise_compensation:
+        return potential
+    # The noise must show in the gradients of single observations.
     if potential.shards is not None:
         raise InvalidArgumentError(
             "`noise_compensation` is not supported for sharded data.",
@@ -525,8 +421,7 @@ def _check_observations_are_independent(potential: Potential, options: Options) 
         )
     if potential.is_stochastic:
         raise InvalidArgumentError(
-            "`noise_compensation` is not supported, because the likelihood is random: "
-            f"{_describe_randomness(options)}.",
+            f"`noise_compensation` is not supported, because the likelihood is random: {source}.",
             "leave out `noise_compensation`.",
             "random-likelihood",
         )
@@ -538,6 +433,7 @@ def _check_observations_are_independent(potential: Potential, options: Options) 
                 "leave out `noise_compensation`, or subsample one of the plates.",
                 "noise-compensation-unsupported",
             )
+    return potential
 
 
 def build_warmup_settings(
@@ -545,17 +441,14 @@ def build_warmup_settings(
     potential: Potential,
     dynamics: Dynamics,
     integrator: str,
-    bind_dynamics: Callable[[Preconditioner], Dynamics],
-    has_init_params: bool,
-    is_site_aligned: bool,
+    bind_dynamics: Callable[[Preconditioner], Dynamics] | None = None,
+    has_init_params: bool = False,
+    is_site_aligned: bool = False,
 ) -> WarmupSettings:
     """Return the settings of the warm-up.
 
-    :param options: the kernel's options.
-    :param potential: the posterior.
-    :param dynamics: the SDE.
-    :param integrator: name of the integrator.
-    :param bind_dynamics: returns the SDE in given preconditioned coordinates.
+    :param bind_dynamics: returns the SDE in given preconditioned coordinates, on which its metric
+        may depend; None for ``dynamics`` in all of them.
     :param has_init_params: whether the user passed initial values.
     :param is_site_aligned: whether the SDE must run in the coordinates of the sites.
     :raises InvalidArgumentError: for a mass matrix or a schedule that does not match the model.
@@ -578,22 +471,18 @@ def build_warmup_settings(
             "leave out one of them.",
             "dense-mass-in-modes",
         )
-    default_step_size = dynamics.integrators[integrator].step_size
-    is_unknown = options.traced_step_size is not None
-    step_size: float | None
-    if callable(options.step_size):
-        step_size = first_step_size(options.step_size)
-    elif is_unknown or (options.step_size is None and not options.adapt_step_size):
-        step_size = default_step_size
-    else:
-        step_size = options.step_size
-    has_constant_step_size = not callable(options.step_size) and not is_unknown
+    step_size = options.step_size
+    is_traced_or_schedule = callable(step_size) or options.traced_step_size is not None
+    if callable(step_size):
+        step_size = first_step_size(step_size)
+    elif is_traced_or_schedule or (step_size is None and not options.adapt_step_size):
+        step_size = dynamics.integrators[integrator].step_size
     return WarmupSettings(
         dynamics=dynamics,
         integrator=integrator,
-        bind_dynamics=bind_dynamics,
+        bind_dynamics=bind_dynamics or (lambda _: dynamics),
         step_size=step_size,
-        has_constant_step_size=has_constant_step_size,
+        has_constant_step_size=not is_traced_or_schedule,
         num_steps=options.num_steps,
         estimator=GRADIENT_ESTIMATORS.get(options.gradient_estimator),
         subsampling=SUBSAMPLINGS.get(options.subsampling),

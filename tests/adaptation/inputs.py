@@ -14,13 +14,5 @@ def make_inputs(model, args, batch_size, kernel_class=SGHMCSplit, **options):
     arguments = Arguments(args, {"batch_size": batch_size})
     potential = get_model_potential(model, arguments, init_to_uniform)
     kernel = kernel_class(model, **options)
-    settings = build_warmup_settings(
-        kernel.options,
-        potential,
-        kernel.dynamics,
-        kernel.integrator,
-        lambda preconditioner: kernel.dynamics,
-        has_init_params=False,
-        is_site_aligned=False,
-    )
+    settings = build_warmup_settings(kernel.options, potential, kernel.dynamics, kernel.integrator)
     return WarmupInputs.create(potential, arguments, settings)

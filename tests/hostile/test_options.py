@@ -61,7 +61,7 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     ),
     "subsampling": is_one_of("auto", "contiguous", "shuffled", "iid"),
     "max_grad_norm": or_none(is_positive_number),
-    "target_sd_bias": is_positive_number,
+    "target_sd_bias": lambda x: is_positive_number(x) and float(x) < 1,
     "init_strategy": callable,
     "friction": is_positive_number,
     "per_coordinate": is_flag,

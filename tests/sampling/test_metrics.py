@@ -111,7 +111,7 @@ def test_expanded_mean_metric_is_elementwise_in_a_run():
     mcmc = quietly(make_kernel(SGRLD, 1e-3, 2), num_warmup=0, num_samples=1)
     mcmc.run(random.key(0), COUNTS, batch_size=20)
     kernel, state = mcmc.sampler, mcmc.last_state
-    dynamics = kernel._bind_dynamics(kernel.potential, kernel.get_preconditioner(state))
+    dynamics = kernel._bind_dynamics(kernel.potential, state.adapt_state.preconditioner)
     q = state.dynamics_state.position
     assert is_elementwise(dynamics.inverse_metric, q)
     expected = np.concatenate([[1.0], np.abs(state.z["shares_mirrored"])])

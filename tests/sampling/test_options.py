@@ -11,6 +11,7 @@ from numpyro.infer.mcmc import MCMCKernel
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGHMC, SGHMCSplit
+from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.kernels import RiemannianKernel
 from numpyro_sgmcmc.sampling.options import KernelOptions, Options
@@ -47,11 +48,23 @@ def test_kernel_signature_shows_every_option(kernel_class):
         assert parameters[field.name].default is field.default
 
 
-@pytest.mark.parametrize("kernel_class", [*KERNELS, RiemannianKernel])
-def test_kernel_docstring_describes_own_parameters_and_links_to_options(kernel_class):
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_kernel_docstring_describes_own_parameters_and_links_to_the_shared_ones(kernel_class):
     own = list(inspect.signature(kernel_class).parameters)[: -len(OPTION_NAMES)]
-    assert documented_parameters(kernel_class) == [*own, "options"]
-    assert "numpyro_sgmcmc.kernel.Options" in inspect.getdoc(kernel_class)
+    if kernel_class is SGHMCSplit:
+        assert documented_parameters(kernel_class) == [*own, "options"]
+        assert "numpyro_sgmcmc.kernel.Options" in inspect.getdoc(kernel_class)
+    else:
+        shared = ["model", "potential_fn"]
+        assert [*shared, *documented_parameters(kernel_class)] == [*own, "options"]
+        assert "numpyro_sgmcmc.SGHMCSplit" in inspect.getdoc(kernel_class)
+
+
+@pytest.mark.parametrize("kernel_class", KERNELS)
+def test_default_integrator_is_the_first_and_shown_in_the_signature(kernel_class):
+    first = kernel_class.integrators[0]
+    assert inspect.signature(kernel_class).parameters["integrator"].default == first
+    assert make_kernel(kernel_class).integrator == first
 
 
 def test_user_kernel_signature_shows_options_and_suggests_keywords():
@@ -59,10 +72,35 @@ def test_user_kernel_signature_shows_options_and_suggests_keywords():
         def __init__(self, model, friction=2.0, **options):
             super().__init__(model, friction=friction, **options)
 
-    assert list(inspect.signature(UserKernel).parameters) == ["model", "friction", *OPTION_NAMES]
+    own = ["model", "friction", "integrator"]
+    assert list(inspect.signature(UserKernel).parameters) == [*own, *OPTION_NAMES]
     assert not make_kernel(UserKernel).dynamics.has_default_settings
     with pytest.raises(TypeError, match=r"UserKernel.*'stepsize'.*'step_size'"):
         UserKernel(lambda: None, stepsize=0.1)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "fix"),
+    [
+        ("gradient", "did you mean 'gradient_estimator'"),
+        ("sd_bias", "did you mean 'target_sd_bias'"),
+        ("max_norm", "did you mean 'max_grad_norm'"),
+        ("clip", "use one of .*friction, integrator, .*max_grad_norm, "),
+        ("target_accept_prob", "target_sd_bias"),
+        ("batch_size", "subsample_size of the plate"),
+        ("num_samples", "pass it to MCMC"),
+    ],
+)
+def test_unknown_keyword_names_the_option_to_use(keyword, fix):
+    with pytest.raises(TypeError, match=rf"SGHMCSplit.*'{keyword}'.* Fix: .*{fix}"):
+        SGHMCSplit(lambda: None, **{keyword: 1})
+
+
+@pytest.mark.parametrize("value", [80, 1, 1.0, 0, -0.1, float("nan"), "0.1", None, True])
+def test_target_sd_bias_that_is_no_relative_bias_raises(value):
+    with pytest.raises(InvalidArgumentError, match=r"`target_sd_bias`.*\(0, 1\)"):
+        SGHMCSplit(lambda: None, target_sd_bias=value)
+    assert Options(target_sd_bias=np.float32(0.5)).target_sd_bias == 0.5
 
 
 @pytest.mark.parametrize("kernel_class", KERNELS)
