@@ -14,7 +14,7 @@ gradients in coordinates scaled by the prior SDs then let chains move from place
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -112,8 +112,7 @@ def find_modes(
 
     :param fits: variational fits; pilot chains started from the first.
     """
-    rescaled = rescale_to_prior(inputs, batched_gradients, pilot, rng)
-    if rescaled is not None:
+    if rescaled := rescale_to_prior(inputs, batched_gradients, pilot, rng):
         return Modes(rescaled, (), has_dominant_mode=False)
     others = find_other_modes(inputs, batched_gradients, pilot, fits, rng)
     return Modes(pilot, others, has_dominant_mode=True)
@@ -128,19 +127,26 @@ def find_other_modes(
 ) -> tuple[PilotResult, ...]:
     """Run pilot chains from other variational fits, and return the modes of comparable mass.
 
-    :param main: the mode of the pilot chains.
-    :param fits: variational fits; these chains started from the first.
+    :param main: the mode of the pilot chains, which started from the first fit.
     """
     known_modes = [main]
     fit_error = np.abs(fits[0].approximation.mean - main.positions.mean(0))
+
+    def has_barriers(pilot: PilotResult) -> bool:
+        """Return whether the full-data density falls between a mode and each other."""
+        lines = (interpolate_line(mode.center, pilot.center) for mode in known_modes)
+        return all(has_barrier(batched_gradients.full_potentials(line)) for line in lines)
 
     def is_distinct(pilot: PilotResult, last_positions: np.ndarray) -> bool:
         are_separated = all(
             len(find_separated_coordinates(last_positions, mode.positions)) for mode in known_modes
         )
-        return are_separated and (
-            not pilot.is_converged or _has_barrier_to_all(batched_gradients, pilot, known_modes)
-        )
+        return are_separated and (not pilot.is_converged or has_barriers(pilot))
+
+    def compute_log_mass(preconditioner: Preconditioner) -> float:
+        """Return the log mass of a mode up to a constant, by the Laplace approximation."""
+        (potential,) = batched_gradients.full_potentials(preconditioner.center[None])
+        return preconditioner.log_det - float(potential)
 
     for fit in select_candidate_fits(fits):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
@@ -158,27 +164,21 @@ def find_other_modes(
             known_modes,
             is_distinct,
         )
-        if not pilot.is_distinct:
+        is_drifting = any(is_drifting_towards(pilot, mode.positions) for mode in known_modes)
+        if not pilot.is_distinct or is_drifting:
             continue
-        if any(is_drifting_towards(pilot, mode.positions) for mode in known_modes):
+        if not pilot.is_converged and not has_barriers(pilot):
             continue
-        if not pilot.is_converged and not _has_barrier_to_all(
-            batched_gradients, pilot, known_modes
-        ):
-            continue
-        log_mass_deficit = _compute_log_mass(
-            batched_gradients, main.preconditioner
-        ) - _compute_log_mass(batched_gradients, pilot.preconditioner)
+        log_mass_deficit = compute_log_mass(main.preconditioner) - compute_log_mass(
+            pilot.preconditioner
+        )
         if log_mass_deficit < _MAX_LOG_MASS_DEFICIT:
             known_modes.append(replace(pilot, log_mass_deficit=log_mass_deficit))
     return tuple(known_modes[1:])
 
 
 def select_candidate_fits(fits: Sequence[VariationalFit]) -> list[VariationalFit]:
-    """Return the fits besides the best whose ELBO is not far below.
-
-    :param fits: fits, the largest ELBO first.
-    """
+    """Return the fits besides the best, the first, whose ELBO is not far below."""
     best, *others = fits
     return [fit for fit in others if best.elbo - fit.elbo < _MAX_ELBO_GAP]
 
@@ -202,8 +202,6 @@ def is_drifting_towards(pilot: PilotResult, positions: np.ndarray) -> bool:
 
     Chains that cross a low barrier now and then never converge, and yet stay where they are; those
     that are still on their way make a good part of it in every window.
-
-    :param positions: other draws, shape ``(n, d)``.
     """
     if pilot.is_converged:
         return False
@@ -226,25 +224,9 @@ def has_barrier(potentials: np.ndarray) -> bool:
 
     Of hundreds of coordinates some are separated by chance, and along a ridge chains move slowly.
     These are no modes, since the density does not fall in between.
-
-    :param potentials: potential on the line between them.
     """
     ends = max(potentials[0], potentials[-1])
     return not potentials.max() < ends + _MIN_BARRIER  # also where it is not finite
-
-
-def _has_barrier_to_all(
-    batched_gradients: BatchedGradients, pilot: PilotResult, known_modes: Sequence[PilotResult]
-) -> bool:
-    """Return whether the full-data density falls between a mode and each other."""
-    lines = (interpolate_line(mode.center, pilot.center) for mode in known_modes)
-    return all(has_barrier(batched_gradients.full_potentials(line)) for line in lines)
-
-
-def _compute_log_mass(batched_gradients: BatchedGradients, preconditioner: Preconditioner) -> float:
-    """Return the log mass of a mode up to a constant, by the Laplace approximation."""
-    (potential,) = batched_gradients.full_potentials(preconditioner.center[None])
-    return preconditioner.log_det - float(potential)
 
 
 def describe_other_modes(
@@ -255,41 +237,36 @@ def describe_other_modes(
 ) -> ModelWarning:
     """Return the warning about other modes: their mass and the sites that differ.
 
-    :param positions: draws in the main mode, shape ``(n, d)``.
     :param init_in_modes: whether chains start in the other modes as well.
     """
-    sites: list[str] = []
-    permuted_sites: list[str] = []
+    separated: dict[str, bool] = {}  # names of sites, and whether they are permuted
     for mode in other_modes:
-        separated, permuted = _find_separated_sites(potential, positions, mode.positions)
-        sites += [name for name in separated if name not in sites]
-        permuted_sites += [name for name in permuted if name not in permuted_sites]
+        for name, is_permuted in _find_separated_sites(potential, positions, mode.positions):
+            separated[name] = separated.get(name, False) or is_permuted
+    permuted = [name for name, is_permuted in separated.items() if is_permuted]
     percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
     num, plural = len(other_modes), "s" * (len(other_modes) > 1)
-    difference = (
-        f"components of {_join_site_names(permuted_sites)} permuted"
-        if permuted_sites
-        else f"other values of {_join_site_names(sites) or 'the position'}"
-    )
-    coverage = (
-        "Chains start in each mode; their share of the draws does not estimate its mass."
-        if init_in_modes
-        else "Chains sample the main mode only; init_in_modes=True starts chains in each."
-    )
-    fix = (
-        "order the components (numpyro.distributions.transforms.OrderedTransform), or do not "
-        "distinguish them in the draws."
-        if permuted_sites
-        else "exclude modes by the prior, or choose one with `init_params`."
-    )
+    if permuted:
+        difference = f"components of {_join_site_names(permuted)} permuted"
+        fix = (
+            "order the components (numpyro.distributions.transforms.OrderedTransform), or do not "
+            "distinguish them in the draws."
+        )
+    else:
+        difference = f"other values of {_join_site_names(list(separated)) or 'the position'}"
+        fix = "exclude modes by the prior, or choose one with `init_params`."
+    kind = ModelWarningKind.MULTIMODAL
+    coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each."
+    if init_in_modes:
+        kind = ModelWarningKind.MODES_VISITED
+        coverage = "Chains start in each mode; their share of the draws does not estimate its mass."
     message = format_message(
         f"The posterior has {num} other mode{plural} with about {percent:.0f}% of the mass, "
         f"{difference}.",
         f"{fix} {coverage}",
         "multimodal",
     )
-    kind = ModelWarningKind.MODES_VISITED if init_in_modes else ModelWarningKind.MULTIMODAL
-    return ModelWarning(tuple(sites), kind, message)
+    return ModelWarning(tuple(separated), kind, message)
 
 
 def compute_mass_fractions(log_mass_deficits: Sequence[float]) -> np.ndarray:
@@ -303,22 +280,17 @@ def compute_mass_fractions(log_mass_deficits: Sequence[float]) -> np.ndarray:
 
 def _find_separated_sites(
     potential: Potential, positions: np.ndarray, other_positions: np.ndarray
-) -> tuple[list[str], list[str]]:
-    """Return the sites that differ between modes, and those of them that are permuted."""
-    if potential.sites is None:
-        return [], []
-    separated_coordinates = find_separated_coordinates(positions, other_positions)
-    ends = np.cumsum([int(np.prod(s.shape)) for s in potential.sites])
-    separated, permuted = [], []
-    for site, end in zip(potential.sites, ends, strict=True):
-        coordinates = np.arange(end - int(np.prod(site.shape)), end)
-        if not np.isin(coordinates, separated_coordinates).any():
-            continue
-        separated.append(site.name)
-        a, b = (x[:, coordinates].mean(0).reshape(site.shape) for x in (positions, other_positions))
-        if any(_is_permutation(a, b, axis) for axis in range(len(site.shape))):
-            permuted.append(site.name)
-    return separated, permuted
+) -> Iterator[tuple[str, bool]]:
+    """Iterate over sites that differ between modes, and whether their components are permuted."""
+    start, separated_coordinates = 0, find_separated_coordinates(positions, other_positions)
+    for site in potential.sites or ():
+        coordinates = np.arange(start, start + site.size)
+        start += site.size
+        if np.isin(coordinates, separated_coordinates).any():
+            a, b = (
+                x[:, coordinates].mean(0).reshape(site.shape) for x in (positions, other_positions)
+            )
+            yield site.name, any(_is_permutation(a, b, axis) for axis in range(a.ndim))
 
 
 def _is_permutation(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
@@ -363,9 +335,7 @@ def rescale_to_prior(
     if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, rng):
         return None
     prior_sds = _estimate_prior_sds(inputs)
-    if prior_sds is None:
-        return None
-    if np.median(pilot.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:
+    if prior_sds is None or np.median(bulk.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:
         return None
     preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
     q = preconditioner.solve(pilot.positions - preconditioner.center)

@@ -77,23 +77,18 @@ class PredictedMeanBias(NamedTuple):
 
     - **noise_bias_per_step_size** - bias by gradient noise over the step size, shape ``(d,)``.
     - **bias_per_variance_inflation** - bias by the discretisation error over the variance
-      inflation that this makes, shape ``(d,)``.
+      inflation that it makes, shape ``(d,)``.
     - **discretisation_variance_inflation** - maps a step size to that variance inflation.
     """
 
-    noise_bias_per_step_size: np.ndarray
-    bias_per_variance_inflation: np.ndarray
-    discretisation_variance_inflation: Callable[[float], float]
-
-    @classmethod
-    def zero(cls) -> PredictedMeanBias:
-        """Return means without bias."""
-        return cls(np.zeros(1), np.zeros(1), lambda step_size: 0.0)
+    noise_bias_per_step_size: np.ndarray = np.zeros(1)
+    bias_per_variance_inflation: np.ndarray = np.zeros(1)
+    discretisation_variance_inflation: Callable[[float], float] = lambda step_size: 0.0
 
     @property
     def by_noise(self) -> PredictedMeanBias:
         """The part by gradient noise."""
-        return self._replace(bias_per_variance_inflation=np.zeros(1))
+        return PredictedMeanBias(self.noise_bias_per_step_size)
 
     @property
     def by_discretisation(self) -> PredictedMeanBias:
@@ -118,10 +113,8 @@ class PredictedMeanBias(NamedTuple):
         max_mean_bias: float,
         batch_size_factor: float = 1.0,
     ) -> float:
-        """Return the longest step size at which no mean is biased by more than ``max_mean_bias``.
-
-        :param step_size: longest step size.
-        :param min_step_size: the result where the bias is larger at all step sizes.
+        """Return the longest step size at which no mean is biased by more than ``max_mean_bias``,
+        between ``min_step_size`` and ``step_size``.
         """
         return _shrink_until(
             lambda h: not self.compute_max(h, batch_size_factor) > max_mean_bias,
@@ -160,10 +153,9 @@ def choose_step_size(
 ) -> StepSizeChoice:
     """Choose the step size, or predict the effects of the user's.
 
-    :param choice: gradient estimator and subsampling, with the step size that noise allows.
     :param max_curvature: largest preconditioned curvature.
     :param bound_dynamics: the SDE in preconditioned coordinates.
-    :param has_dominant_mode: whether means can be predicted there.
+    :param has_dominant_mode: whether means can be predicted.
     """
     settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
     step_size = settings.step_size
@@ -179,13 +171,13 @@ def choose_step_size(
             choice.variance_inflation, float(np.square(1.0 + sd_inflation) - 1.0)
         )
     dynamics_limit = float(step_size)
-    mean_bias = PredictedMeanBias.zero()
+    mean_bias = PredictedMeanBias()
     if inputs.potential.local_latents is None and has_dominant_mode:
         mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit, rng)
     if settings.step_size is not None:
         limits = [StepSizeLimit("user", float(step_size))]
     else:
-        step_size = _limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+        step_size = limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
         integrator_limit = dynamics.integrators[settings.integrator].step_size
         stability_limit = compute_stability_limit(dynamics, integrator_limit, max_curvature)
         limits = [
@@ -218,13 +210,12 @@ def recommend_step_size(
 ) -> float:
     """Return the step size that would be chosen in place of the user's.
 
-    :param choice: gradient estimator and subsampling, with the step size that noise allows.
-    :param mean_bias: bias of means predicted at the user's step size.
+    :param mean_bias: predicted at the user's step size.
     """
     step_size, _ = _limit_step_size_by_dynamics(
         inputs, bound_dynamics, choice.noise_stats, float(choice.step_size)
     )
-    return _limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+    return limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
@@ -265,7 +256,6 @@ def limit_step_size_by_noise(
     """Return the longest step size at which gradient noise keeps within the target.
 
     :param integrator_step_size: step size for a standard normal and an exact gradient.
-    :param noise_stats: gradient noise in preconditioned coordinates.
     :param max_curvature: largest preconditioned curvature.
     :param target_sd_bias: allowed relative error of posterior SDs. The variance inflation by noise
         is kept to half of it, that of SDs to a quarter.
@@ -316,27 +306,29 @@ def limit_step_size_by_discretisation(
     gradient and then a noisy one. The error is computed where a step is linear, else simulated.
 
     :param step_size: longest step size.
-    :param dim: number of coordinates.
     :param target_sd_bias: allowed relative error of the SD.
     :param noise_variance: variance of the gradient noise in preconditioned coordinates.
     :return: the step size, and the relative error of the SD at it.
     :raises InvalidArgumentError: where no step size is short enough for an exact gradient.
     """
-    compute_sd_inflation = partial(_compute_sd_inflation, dynamics, integrator, dim=dim)
-    is_analytic = (
-        _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance) is not None
-    )
-    shrink_factor = _ANALYTIC_SHRINK_FACTOR if is_analytic else _SIMULATED_SHRINK_FACTOR
-    allowed = _ANALYTIC_BIAS_FRACTION * target_sd_bias if is_analytic else target_sd_bias
-    sd_inflation, error = compute_sd_inflation(step_size, 0.0)
+
+    def compute_sd_inflation(step_size: float, noise_variance: float) -> tuple[float, float, bool]:
+        """Return the error of the SD, its standard error, and whether these are exact."""
+        exact = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
+        if exact is not None:
+            return exact, 0.0, True
+        simulated = simulate_sd_inflation(dynamics, integrator, step_size, noise_variance, dim)
+        return *simulated, False
+
+    analytic = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
+    shrink_factor, allowed = _SIMULATED_SHRINK_FACTOR, target_sd_bias
+    if analytic is not None:
+        shrink_factor, allowed = _ANALYTIC_SHRINK_FACTOR, _ANALYTIC_BIAS_FRACTION * target_sd_bias
     min_step_size = _MIN_STEP_SIZE_RATIO * step_size
+    sd_inflation, error, is_exact = compute_sd_inflation(step_size, 0.0)
     while not abs(sd_inflation) <= allowed + 2.0 * error:
         # Simulated chains that do not move at all move no more in shorter steps.
-        is_stuck = (
-            sd_inflation == -1.0
-            and _compute_analytic_sd_inflation(dynamics, integrator, step_size, 0.0) is None
-        )
-        if is_stuck or step_size < min_step_size:
+        if step_size < min_step_size or (sd_inflation == -1.0 and not is_exact):
             raise InvalidArgumentError(
                 "With these options of the kernel no step size samples a standard normal.",
                 "check that the diffusion is not zero, and that friction, mass and metric are not "
@@ -344,15 +336,15 @@ def limit_step_size_by_discretisation(
                 "no-valid-step-size",
             )
         step_size *= shrink_factor
-        sd_inflation, error = compute_sd_inflation(step_size, 0.0)
+        sd_inflation, error, is_exact = compute_sd_inflation(step_size, 0.0)
     if noise_variance <= 0.0:
         return step_size, sd_inflation
-    sd_inflation, error = compute_sd_inflation(step_size, noise_variance)
+    sd_inflation, error, _ = compute_sd_inflation(step_size, noise_variance)
     while not abs(sd_inflation) <= allowed + 2.0 * error:
         if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
             break
         step_size *= shrink_factor
-        sd_inflation, error = compute_sd_inflation(step_size, noise_variance)
+        sd_inflation, error, _ = compute_sd_inflation(step_size, noise_variance)
     return step_size, sd_inflation
 
 
@@ -388,13 +380,18 @@ def _limit_step_size_by_dynamics(
     )
 
 
-def _limit_step_size_by_mean_bias(
-    inputs: WarmupInputs, mean_bias: PredictedMeanBias, step_size: float
+def limit_step_size_by_mean_bias(
+    inputs: WarmupInputs,
+    mean_bias: PredictedMeanBias,
+    step_size: float,
+    batch_size_factor: float = 1.0,
 ) -> float:
     """Shorten the step size until no mean is biased by more than the target."""
     min_step_size = inputs.settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     allowed = MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
-    return mean_bias.limit_step_size(step_size, min(step_size, min_step_size), allowed)
+    return mean_bias.limit_step_size(
+        step_size, min(step_size, min_step_size), allowed, batch_size_factor
+    )
 
 
 def _predict_mean_bias(
@@ -443,11 +440,10 @@ class _LinearStep(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compute_kick_variance_inflation(dynamics: Dynamics, integrator: str, step_size: float) -> float:
-    """Return the relative increase of a unit variance at the positions of gradients.
+    """Return the relative increase of a unit variance at the positions of exact gradients.
 
-    :param integrator: name of the integrator.
-    :return: mean over the gradients of a step, which are exact; 0 for an SDE whose linear form is
-        not known, and for a step whose effect rounding hides.
+    :return: mean over the gradients of a step; 0 for an SDE whose linear form is not known, and for
+        a step whose effect rounding hides.
     """
     linear_step = _linearise_step(dynamics, integrator, step_size, 1.0)
     if linear_step is None or abs(_find_slowest_eigenvalue(linear_step)) > _MAX_RESOLVED_EIGENVALUE:
@@ -468,7 +464,6 @@ def compute_draw_variance_inflation(
 ) -> float | None:
     """Return the relative increase of the variance of draws from a normal.
 
-    :param integrator: name of the integrator.
     :param curvature: curvature of the normal's potential.
     :param noise_variance: variance of independent gradient noise.
     :return: infinite for an unstable step; -1 where friction stops all movement; None for an SDE
@@ -503,16 +498,6 @@ def simulate_sd_inflation(
     return float(sd) - 1.0, float(error)
 
 
-def _compute_sd_inflation(
-    dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float, dim: int
-) -> tuple[float, float]:
-    """Return the relative error of the SD of draws, and its standard error: 0 if it is exact."""
-    exact = _compute_analytic_sd_inflation(dynamics, integrator, step_size, noise_variance)
-    if exact is None:
-        return simulate_sd_inflation(dynamics, integrator, step_size, noise_variance, dim)
-    return exact, 0.0
-
-
 def _compute_analytic_sd_inflation(
     dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float
 ) -> float | None:
@@ -538,10 +523,7 @@ def _simulate_sd(
     num_chains: int,
     num_steps: int,
 ) -> tuple[Array, Array]:
-    """Return the SD of simulated chains on a standard normal, and its standard error.
-
-    The SD is zero where no chain moves.
-    """
+    """Return the SD on a standard normal, zero where no chain moves, and its standard error."""
     step = dynamics.make_step(integrator)
 
     def run_chain(key: Array) -> Array:
@@ -574,8 +556,7 @@ def _linearise_step(
 ) -> _LinearStep | None:
     """Return the step on a normal, or None for an SDE whose linear form is not known.
 
-    :param curvature: curvature of the normal's potential.
-    :param noise_variance: variance of the gradient noise, whose normal comes last.
+    The last normal is that of the gradient noise.
     """
     linear = dynamics.linear_approximation
     if linear is None or integrator not in linear.integrators:

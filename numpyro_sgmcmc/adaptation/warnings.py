@@ -16,13 +16,13 @@ import numpy as np
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import Candidates, SubsamplingChoice, WarmupInputs
 from numpyro_sgmcmc.adaptation.step_size import (
-    MAX_NUM_STEPS,
     MEAN_BIAS_TO_TARGET_RATIO,
     StepSizeChoice,
     choose_num_steps,
     compute_draw_variance_inflation,
     compute_effective_curvature,
     compute_stability_limit,
+    limit_step_size_by_mean_bias,
     limit_step_size_by_noise,
     recommend_step_size,
     simulate_sd_inflation,
@@ -284,18 +284,15 @@ def _compute_draw_cost(
         settings.target_sd_bias,
         settings.noise_compensation,
     )
-    min_step_size = min(step_size, dynamics.relaxation_time(step_size) / MAX_NUM_STEPS)
-    allowed_mean_bias = MEAN_BIAS_TO_TARGET_RATIO * settings.target_sd_bias
-    step_size = step.mean_bias.limit_step_size(
-        step_size, min_step_size, allowed_mean_bias, batch_size_factor
-    )
+    step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     # An independent draw may be further away than the steps of a draw.
     steps_per_independent_draw = max(1.0, relaxation_time / step_size)
     cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
     is_within_target = (
         variance_inflation <= settings.target_sd_bias
-        and step.mean_bias.compute_max(step_size, batch_size_factor) <= allowed_mean_bias
+        and step.mean_bias.compute_max(step_size, batch_size_factor)
+        <= MEAN_BIAS_TO_TARGET_RATIO * settings.target_sd_bias
     )
     return _DrawCost(
         batch_sizes,
