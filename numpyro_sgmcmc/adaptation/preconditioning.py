@@ -68,8 +68,6 @@ def factorize_spd(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
     Rows and columns are scaled to a unit diagonal first, so that columns in very different units
     do not lose precision. Negative eigenvalues change sign and tiny ones are raised.
 
-    :param matrix: symmetric, shape ``(d, d)``.
-    :param inverse: whether to factorise the inverse.
     :return: shape ``(d, d)``, not symmetric; NaN where the matrix is not finite.
     """
     if not np.isfinite(matrix).all():
@@ -101,15 +99,10 @@ def factor_from_curvature(
     :param hessian: the Hessian, or None where it is too large to form; its diagonal is then
         estimated from products with random sign vectors (Hutchinson 1990).
     :param mass_matrix_mask: blocks of a structured mass matrix, shape ``(d, d)``, or None.
-    :param is_dense: whether L is a matrix.
-    :param jitted_potential: potential for the products.
-    :param position: position of the Hessian.
-    :return: shape ``(d, d)`` or ``(d,)``.
     """
     if is_dense:
         assert hessian is not None
-        factor = factorize_spd(hessian, inverse=True)
-        return _apply_mask(factor, mass_matrix_mask)
+        return _apply_mask(factorize_spd(hessian, inverse=True), mass_matrix_mask)
     if hessian is not None:
         diagonal = np.abs(np.diagonal(hessian))
     else:
@@ -138,7 +131,6 @@ def factor_from_gradients(
     :param gradients: full-data gradients there, of the same shape.
     :param extra_positions: more draws, from which leading directions are chosen: in many
         coordinates a moderately wide direction does not stand out of a few hundred draws.
-    :param allow_low_rank: False for the diagonal alone.
 
     Reference: Seyboldt, Carlson and Carpenter (2026), *Preconditioning Hamiltonian Monte Carlo by
     minimizing Fisher divergence*.
@@ -174,10 +166,8 @@ def _fit_low_rank(
 ) -> tuple[float, LowRankFactor | None]:
     """Return the scale of most directions, and a low-rank factor of those that differ from it.
 
-    :param x: centred and scaled draws, shape ``(n, d)``.
-    :param g: their gradients, centred and scaled.
-    :param extra_x: more draws. They only choose directions: the errors of ``x`` and ``g``, which
-        belong to the same draws, cancel in the eigenvalues.
+    Draws and gradients are centred and scaled. ``extra_x`` only chooses directions: the errors of
+    ``x`` and ``g``, which belong to the same draws, cancel in the eigenvalues.
     """
     num_directions = min(_MAX_LEADING_DIRECTIONS, len(x) // 3, x.shape[1])
     leading = [_compute_leading_directions(v, num_directions) for v in (extra_x, g)]
@@ -187,21 +177,6 @@ def _fit_low_rank(
     eigenvalues, directions = _eigendecompose_in_subspace(basis, x, g)
     typical = float(np.median(eigenvalues))
     return np.sqrt(typical), _select_low_rank(eigenvalues / typical, directions)
-
-
-def fit_low_rank_along(
-    directions: np.ndarray, factor: np.ndarray, positions: np.ndarray, gradients: np.ndarray
-) -> LowRankFactor | None:
-    """Return the low-rank factor within the span of given directions.
-
-    :param directions: columns in the coordinates of the diagonal, shape ``(d, k)``.
-    :param factor: the diagonal, shape ``(d,)``.
-    :param positions: draws, shape ``(n, d)``.
-    :param gradients: full-data gradients there, of the same shape.
-    """
-    x, g = positions - positions.mean(0), gradients - gradients.mean(0)
-    basis = np.linalg.qr(directions)[0]
-    return _select_low_rank(*_eigendecompose_in_subspace(basis, x / factor, g * factor))
 
 
 def _eigendecompose_in_subspace(
@@ -257,12 +232,7 @@ def compute_geometric_mean_with_inverse(a: np.ndarray, b: np.ndarray) -> np.ndar
 def assemble_dense_factor(
     factor: np.ndarray, low_rank: LowRankFactor | None, mass_matrix_mask: np.ndarray | None
 ) -> np.ndarray:
-    """Return a diagonal and its low-rank factor as one matrix, shape ``(d, d)``.
-
-    :param factor: the diagonal, shape ``(d,)``.
-    :param low_rank: the low-rank factor, or None.
-    :param mass_matrix_mask: blocks of a structured mass matrix, shape ``(d, d)``, or None.
-    """
+    """Return a diagonal and its low-rank factor as one matrix, shape ``(d, d)``."""
     matrix = np.diag(factor)
     if low_rank is not None:
         matrix = factor[:, None] * low_rank.apply(np.eye(factor.size))
@@ -289,8 +259,8 @@ def refine_directions(
         \alpha = \frac{r \cdot r}{p \cdot A p}, \quad x \mathrel{+}= \alpha p, \quad
         r' = r - \alpha A p, \quad \beta = \frac{r' \cdot r'}{r \cdot r}, \quad p' = r' + \beta p
 
-    :param batched_gradients: gradients, of which products with A are differences.
-    :param preconditioner: coordinates.
+    Products with A are differences of gradients.
+
     :param directions: columns in preconditioned coordinates, shape ``(d, k)``.
     :return: of the same shape, not normalised; unchanged where the Hessian is not positive along
         the direction.
@@ -298,11 +268,9 @@ def refine_directions(
 
     def hessian_product(p: np.ndarray) -> np.ndarray:
         length = _CG_STEP_LENGTH / np.maximum(np.linalg.norm(p, axis=1, keepdims=True), 1e-30)
-        displacement = preconditioner.apply(length * p)
+        center, displacement = preconditioner.center, preconditioner.apply(length * p)
         _, gradients = batched_gradients.evaluate_on_subset(
-            np.concatenate(
-                [preconditioner.center + displacement, preconditioner.center - displacement]
-            )
+            np.concatenate([center + displacement, center - displacement])
         )
         plus, minus = np.split(preconditioner.apply_transpose(gradients), 2)
         return (plus - minus) / (2.0 * length)
@@ -334,7 +302,6 @@ def update_preconditioner(
 ) -> Preconditioner | None:
     """Move the center to the mean of the draws, and refit the factor.
 
-    :param preconditioner: coordinates of the draws.
     :param draws: preconditioned draws, shape ``(chains, draws, d)``.
     :param noise_stats: gradient noise of the control variate.
     :param is_converged: whether the chains are stationary; if not, another window follows.
@@ -343,9 +310,8 @@ def update_preconditioner(
     settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
     center = preconditioner.to_position(draws.mean((0, 1)))
     if settings.inverse_mass_matrix is not None:
-        updated = Preconditioner(
-            center, preconditioner.factor, batched_gradients.full_gradient(center)
-        )
+        full_gradient = batched_gradients.full_gradient(center)
+        updated = Preconditioner(center, preconditioner.factor, full_gradient)
         return updated if updated.is_finite() else None
 
     num_rows = budget.num_representative_rows
@@ -400,15 +366,15 @@ def _refine_low_rank(
         batched_gradients, Preconditioner(center, factor), low_rank.directions[:, widest]
     )
     directions = np.concatenate([refined, low_rank.directions[:, others]], axis=1)
-    return fit_low_rank_along(directions, factor, positions, gradients)
+    basis = np.linalg.qr(directions)[0]
+    x, g = positions - positions.mean(0), gradients - gradients.mean(0)
+    return _select_low_rank(*_eigendecompose_in_subspace(basis, x / factor, g * factor))
 
 
 def thin_draws(draws: np.ndarray, num_draws: int) -> np.ndarray:
-    """Return evenly spaced draws, the same number (at least two) of each chain.
+    """Return evenly spaced draws, about ``num_draws`` and at least two of each chain.
 
     :param draws: shape ``(chains, draws, d)``.
-    :param num_draws: number of draws to keep of all chains together, about.
-    :return: shape ``(chains, n, d)``.
     """
     per_chain = min(draws.shape[1], max(2, num_draws // len(draws)))
     return draws[:, np.linspace(0, draws.shape[1] - 1, per_chain).astype(int)]
