@@ -62,7 +62,7 @@ from numpyro_sgmcmc.adaptation.preconditioning import (
     factorize_spd,
 )
 from numpyro_sgmcmc.adaptation.settings import Adaptation, LocalLatentsInit, WarmupInputs
-from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
+from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, NoiseLimit
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
     choose_estimator,
     list_candidates,
@@ -379,14 +379,10 @@ def _run_local_pilot(
         bulk = BulkPositions(posterior.batched_gradients, preconditioner, noise_q)
         noise_stats = measure_noise_by_subsampling(bulk, estimators, rng)
         max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q), rng)
-        choice = choose_estimator(
-            estimators,
-            PILOT_DYNAMICS,
-            MAX_PILOT_STEP_SIZE / step_divisor,
-            noise_stats.contiguous,
-            max_curvature,
-            PILOT_TARGET_SD_BIAS,
+        limit = NoiseLimit(
+            PILOT_DYNAMICS, MAX_PILOT_STEP_SIZE / step_divisor, max_curvature, PILOT_TARGET_SD_BIAS
         )
+        choice = choose_estimator(estimators, noise_stats.contiguous, limit)
         inputs.progress.begin_stage("pilot chains")
         draws, next_local_state = _run_local_chains(
             inputs,

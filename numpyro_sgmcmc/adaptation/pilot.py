@@ -33,7 +33,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 )
 from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance, update_preconditioner
 from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT, WarmupInputs
-from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.compilation import aot_compile
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -242,16 +242,13 @@ def _choose_pilot_step(
     bulk = BulkPositions(batched_gradients, pilot.preconditioner, pilot.q)
     noise_stats = measure_noise(bulk, estimators, IIDSubsampling(), rng)
     max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q[:_NUM_CURVATURE_POSITIONS]), rng)
-    step_sizes = {
-        e: limit_step_size_by_noise(
-            PILOT_DYNAMICS,
-            MAX_PILOT_STEP_SIZE / step_divisor,
-            noise_stats[e],
-            max_curvature,
-            _GLOBAL_PILOT_TARGET_SD_BIAS,
-        )[0]
-        for e in estimators
-    }
+    limit = NoiseLimit(
+        PILOT_DYNAMICS,
+        MAX_PILOT_STEP_SIZE / step_divisor,
+        max_curvature,
+        _GLOBAL_PILOT_TARGET_SD_BIAS,
+    )
+    step_sizes = {e: limit.limit_step_size(noise_stats[e])[0] for e in estimators}
     estimator = max(estimators, key=lambda e: (step_sizes[e], e.needs_reference))
     return estimator, step_sizes[estimator], noise_stats[estimators[-1]]
 

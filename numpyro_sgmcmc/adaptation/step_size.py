@@ -41,6 +41,7 @@ from numpyro_sgmcmc.adaptation.settings import (
     StepSizeTrace,
     SubsamplingChoice,
     WarmupInputs,
+    WarmupSettings,
 )
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError
@@ -160,9 +161,8 @@ def choose_step_size(
     settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
     step_size = settings.step_size
     if step_size is not None:
-        variance_inflation = compute_noise_variance_inflation(
-            dynamics, noise_stats, step_size, settings.noise_compensation
-        )
+        noise_limit = NoiseLimit.from_settings(settings, max_curvature)
+        variance_inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
     else:
         step_size, sd_inflation = _limit_step_size_by_dynamics(
             inputs, bound_dynamics, noise_stats, choice.step_size
@@ -245,51 +245,63 @@ def compute_effective_curvature(max_curvature: float) -> float:
     return max(1.0, max_curvature / _MAX_HARMLESS_CURVATURE)
 
 
-def limit_step_size_by_noise(
-    dynamics: Dynamics,
-    integrator_step_size: float,
-    noise_stats: GradientNoiseStats,
-    max_curvature: float,
-    target_sd_bias: float,
-    is_compensated: bool = False,
-) -> tuple[float, float]:
-    """Return the longest step size at which gradient noise keeps within the target.
+@dataclass(frozen=True)
+class NoiseLimit:
+    """The step size that curvature and gradient noise allow.
 
-    :param integrator_step_size: step size for a standard normal and an exact gradient.
-    :param max_curvature: largest preconditioned curvature.
-    :param target_sd_bias: allowed relative error of posterior SDs. The variance inflation by noise
-        is kept to half of it, that of SDs to a quarter.
-    :param is_compensated: whether the noise covariance is subtracted from the injected noise.
-    :return: the step size and the variance inflation predicted at it, which exceeds the target
-        where the step would have to be shorter than 1/500 of the relaxation time.
+    - **integrator_step_size** - step size for a standard normal and an exact gradient.
+    - **max_curvature** - largest preconditioned curvature.
+    - **target_sd_bias** - allowed relative error of posterior SDs. The variance inflation by noise
+      is kept to half of it, that of SDs to a quarter.
+    - **is_compensated** - whether the noise covariance is subtracted from the injected noise.
     """
-    step_size = compute_stability_limit(dynamics, integrator_step_size, max_curvature)
-    compute_inflation = partial(
-        compute_noise_variance_inflation, dynamics, noise_stats, is_compensated=is_compensated
-    )
-    step_size = _shrink_until(
-        lambda h: compute_inflation(h) <= _NOISE_TO_TARGET_RATIO * target_sd_bias,
-        step_size,
-        dynamics.relaxation_time(step_size) / MAX_NUM_STEPS,
-        _NOISE_SHRINK_FACTOR,
-    )
-    return step_size, compute_inflation(step_size)
 
+    dynamics: Dynamics
+    integrator_step_size: float
+    max_curvature: float
+    target_sd_bias: float
+    is_compensated: bool = False
 
-def compute_noise_variance_inflation(
-    dynamics: Dynamics, noise_stats: GradientNoiseStats, step_size: float, is_compensated: bool
-) -> float:
-    """Return the relative increase of posterior variances that gradient noise makes.
+    @classmethod
+    def from_settings(cls, settings: WarmupSettings, max_curvature: float) -> NoiseLimit:
+        """Return the limit for the user's SDE, integrator and target."""
+        step_size = settings.dynamics.integrators[settings.integrator].step_size
+        target, is_compensated = settings.target_sd_bias, settings.noise_compensation
+        return cls(settings.dynamics, step_size, max_curvature, target, is_compensated)
 
-    :param is_compensated: whether the mean noise covariance is subtracted from the injected noise.
-        What remains is the part of it that depends on the position, and the part that exceeds the
-        injected noise.
-    """
-    if not is_compensated:
-        return noise_stats.predict_variance_inflation(dynamics, step_size)
-    inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
-    uncompensated = max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR)
-    return uncompensated * min(inflation, 1.0) + max(inflation - 1.0, 0.0)
+    def limit_step_size(self, noise_stats: GradientNoiseStats) -> tuple[float, float]:
+        """Return the longest step size and the variance inflation predicted at it.
+
+        It exceeds the target where the step would have to be shorter than 1/500 of the relaxation
+        time.
+        """
+        step_size = compute_stability_limit(
+            self.dynamics, self.integrator_step_size, self.max_curvature
+        )
+        step_size = _shrink_until(
+            lambda h: (
+                self.predict_variance_inflation(noise_stats, h)
+                <= _NOISE_TO_TARGET_RATIO * self.target_sd_bias
+            ),
+            step_size,
+            self.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS,
+            _NOISE_SHRINK_FACTOR,
+        )
+        return step_size, self.predict_variance_inflation(noise_stats, step_size)
+
+    def predict_variance_inflation(
+        self, noise_stats: GradientNoiseStats, step_size: float
+    ) -> float:
+        """Return the relative increase of posterior variances that gradient noise makes.
+
+        With noise compensation it is the part of the noise that depends on the position, and the
+        part that exceeds the injected noise.
+        """
+        if not self.is_compensated:
+            return noise_stats.predict_variance_inflation(self.dynamics, step_size)
+        inflation = self.dynamics.variance_inflation(noise_stats.variance, step_size)
+        uncompensated = max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR)
+        return uncompensated * min(inflation, 1.0) + max(inflation - 1.0, 0.0)
 
 
 def limit_step_size_by_discretisation(

@@ -34,8 +34,8 @@ from numpyro_sgmcmc.adaptation.settings import (
     WarmupInputs,
 )
 from numpyro_sgmcmc.adaptation.step_size import (
+    NoiseLimit,
     find_num_batches_per_epoch,
-    limit_step_size_by_noise,
 )
 from numpyro_sgmcmc.adaptation.warnings import (
     is_thermostat_active,
@@ -48,7 +48,6 @@ from numpyro_sgmcmc.data.subsampling import (
     ShuffledSubsampling,
     Subsampling,
 )
-from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.model.gradient_estimators import (
     GRADIENT_ESTIMATORS,
@@ -128,17 +127,9 @@ def choose_subsampling(
     inputs: WarmupInputs, candidates: Candidates, noise: NoiseMeasurement
 ) -> SubsamplingChoice:
     """Choose the gradient estimator and the subsampling."""
-    settings, dynamics = inputs.settings, inputs.settings.dynamics
+    limit = NoiseLimit.from_settings(inputs.settings, noise.max_curvature)
     iid, contiguous = (
-        choose_estimator(
-            candidates.estimators,
-            dynamics,
-            dynamics.integrators[settings.integrator].step_size,
-            noise_stats,
-            noise.max_curvature,
-            settings.target_sd_bias,
-            settings.noise_compensation,
-        )
+        choose_estimator(candidates.estimators, noise_stats, limit)
         for noise_stats in noise.by_subsampling
     )
     subsampling = candidates.subsampling
@@ -162,30 +153,17 @@ class EstimatorChoice:
 
 def choose_estimator(
     estimators: Sequence[GradientEstimator],
-    dynamics: Dynamics,
-    integrator_step_size: float,
     noise_stats: Mapping[GradientEstimator, GradientNoiseStats],
-    max_curvature: float,
-    target_sd_bias: float,
-    is_compensated: bool = False,
+    limit: NoiseLimit,
 ) -> EstimatorChoice:
-    """Choose the estimator with the lowest cost per independent draw.
-
-    Its parameters are those of :func:`.limit_step_size_by_noise`.
-    """
+    """Choose the estimator with the lowest cost per independent draw."""
     costs = []
     for estimator in estimators:
-        step_size, variance_inflation = limit_step_size_by_noise(
-            dynamics,
-            integrator_step_size,
-            noise_stats[estimator],
-            max_curvature,
-            target_sd_bias,
-            is_compensated,
-        )
+        step_size, variance_inflation = limit.limit_step_size(noise_stats[estimator])
         # Where the target cannot be met, no step is shorter: the variance inflation counts.
-        penalty = max(1.0, 2.0 * variance_inflation / target_sd_bias)
-        relaxation_time = dynamics.relaxation_time(step_size, noise_stats[estimator].variance)
+        penalty = max(1.0, 2.0 * variance_inflation / limit.target_sd_bias)
+        noise_variance = noise_stats[estimator].variance
+        relaxation_time = limit.dynamics.relaxation_time(step_size, noise_variance)
         cost = estimator.relative_cost * penalty * relaxation_time / step_size
         choice = EstimatorChoice(estimator, step_size, variance_inflation)
         costs.append((cost, estimator.name, choice))

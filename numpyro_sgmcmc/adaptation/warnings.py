@@ -17,13 +17,13 @@ from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStat
 from numpyro_sgmcmc.adaptation.settings import Candidates, SubsamplingChoice, WarmupInputs
 from numpyro_sgmcmc.adaptation.step_size import (
     MEAN_BIAS_TO_TARGET_RATIO,
+    NoiseLimit,
     StepSizeChoice,
     choose_num_steps,
     compute_draw_variance_inflation,
     compute_effective_curvature,
     compute_stability_limit,
     limit_step_size_by_mean_bias,
-    limit_step_size_by_noise,
     recommend_step_size,
     simulate_sd_inflation,
 )
@@ -276,14 +276,8 @@ def _compute_draw_cost(
     )
     if is_full_data:
         relative_cost, noise_stats, batch_size_factor = 1.0, NO_NOISE, math.inf
-    step_size, variance_inflation = limit_step_size_by_noise(
-        dynamics,
-        dynamics.integrators[settings.integrator].step_size,
-        noise_stats,
-        max_curvature,
-        settings.target_sd_bias,
-        settings.noise_compensation,
-    )
+    noise_limit = NoiseLimit.from_settings(settings, max_curvature)
+    step_size, variance_inflation = noise_limit.limit_step_size(noise_stats)
     step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     # An independent draw may be further away than the steps of a draw.

@@ -11,9 +11,9 @@ from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStat
 from numpyro_sgmcmc.adaptation.settings import StepSizeLimit, StepSizeTrace
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
+    NoiseLimit,
     PredictedMeanBias,
     choose_num_steps,
-    limit_step_size_by_noise,
 )
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, OverdampedLangevin, UnderdampedLangevin
 from tests.adaptation.inputs import make_inputs
@@ -31,14 +31,16 @@ def noise_of(variance):
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 @pytest.mark.parametrize("curvature", [0.1, 1.0])
 def test_limit_by_noise_without_noise_is_the_integrators_step(dynamics, curvature):
-    assert limit_step_size_by_noise(dynamics, 0.2, NO_NOISE, curvature, 0.05) == (0.2, 0.0)
+    assert NoiseLimit(dynamics, 0.2, curvature, 0.05).limit_step_size(NO_NOISE) == (0.2, 0.0)
 
 
 @pytest.mark.parametrize(
     ("dynamics", "power"), [(OverdampedLangevin(), 1), (UnderdampedLangevin(1.5), 0.5)], ids=repr
 )
 def test_limit_by_noise_large_curvature_shortens_the_step(dynamics, power):
-    at = {c: limit_step_size_by_noise(dynamics, 0.2, NO_NOISE, c, 0.05)[0] for c in (50.0, 5000.0)}
+    at = {
+        c: NoiseLimit(dynamics, 0.2, c, 0.05).limit_step_size(NO_NOISE)[0] for c in (50.0, 5000.0)
+    }
     assert at[50.0] < 0.2
     assert at[50.0] / at[5000.0] == pytest.approx(100**power)
 
@@ -47,8 +49,8 @@ def test_limit_by_noise_large_curvature_shortens_the_step(dynamics, power):
 @pytest.mark.parametrize("target_sd_bias", [0.02, 0.05, 0.2])
 @pytest.mark.parametrize("variance", [0.01, 1.0, 10.0])
 def test_limit_by_noise_keeps_within_the_target(dynamics, target_sd_bias, variance):
-    step_size, inflation = limit_step_size_by_noise(
-        dynamics, 0.2, noise_of(variance), 1.0, target_sd_bias
+    step_size, inflation = NoiseLimit(dynamics, 0.2, 1.0, target_sd_bias).limit_step_size(
+        noise_of(variance)
     )
     assert 0 < step_size <= 0.2
     assert inflation == pytest.approx(dynamics.variance_inflation(variance, step_size))
@@ -59,27 +61,27 @@ def test_limit_by_noise_keeps_within_the_target(dynamics, target_sd_bias, varian
 
 @pytest.mark.parametrize("dynamics", DYNAMICS, ids=repr)
 def test_limit_by_noise_ends_at_500_steps_per_draw(dynamics):
-    step_size, inflation = limit_step_size_by_noise(dynamics, 0.2, noise_of(1e6), 1.0, 0.05)
+    step_size, inflation = NoiseLimit(dynamics, 0.2, 1.0, 0.05).limit_step_size(noise_of(1e6))
     assert choose_num_steps(dynamics.relaxation_time(step_size), step_size) == MAX_NUM_STEPS
     assert inflation > 1
 
 
 def test_limit_by_noise_thermostat_steps_grow_as_noise_depends_less_on_the_position():
     steps = [
-        limit_step_size_by_noise(
-            NoseHooverThermostat(1.5), 0.3, GradientNoiseStats(10.0, v, 10.0), 1.0, 0.05
+        NoiseLimit(NoseHooverThermostat(1.5), 0.3, 1.0, 0.05).limit_step_size(
+            GradientNoiseStats(10.0, v, 10.0)
         )[0]
         for v in (1.0, 0.3, 0.1, 0.0)
     ]
     assert (np.diff(steps) > 0).all()
     scalar = NoseHooverThermostat(1.5, False)
-    of_scalar = limit_step_size_by_noise(scalar, 0.3, noise_of(10.0), 1.0, 0.05)[0]
+    of_scalar = NoiseLimit(scalar, 0.3, 1.0, 0.05).limit_step_size(noise_of(10.0))[0]
     assert steps[0] == pytest.approx(of_scalar, rel=0.1)
 
 
 def test_limit_by_noise_is_monotone_in_the_noise():
     steps = [
-        limit_step_size_by_noise(UnderdampedLangevin(1.5), 0.3, noise_of(v), 1.0, 0.05)[0]
+        NoiseLimit(UnderdampedLangevin(1.5), 0.3, 1.0, 0.05).limit_step_size(noise_of(v))[0]
         for v in np.geomspace(1e-3, 1e5, 50)
     ]
     assert (np.diff(steps) <= 0).all()

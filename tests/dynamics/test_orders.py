@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
-from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.dynamics import OverdampedLangevin, UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, compose
 from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
@@ -283,7 +283,7 @@ def test_default_step_size_biases_gaussian_sd_by_less_than_five_percent(
 ):
     dynamics = kernel_class(potential_fn=lambda q: q @ q, integrator=integrator).dynamics
     largest = dynamics.integrators[integrator].step_size
-    step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
+    step_size, _ = NoiseLimit(dynamics, largest, curvature, 0.05).limit_step_size(NO_NOISE)
     ratio = compute_sd_ratio(dynamics, integrator, step_size, curvature)
     assert ratio == pytest.approx(1, abs=0.05)
 

@@ -12,7 +12,7 @@ from numpyro.infer.mcmc import MCMCKernel
 import numpyro_sgmcmc
 from numpyro_sgmcmc import SGMGT, SGNHT, SGRHMC, SGRLD, SHMC, RecipeKernel, SGHMCSplit, SGLaplaceHMC
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
-from numpyro_sgmcmc.adaptation.step_size import limit_step_size_by_noise
+from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.dynamics import (
     Kinetics,
     NoseHooverThermostat,
@@ -120,7 +120,7 @@ def test_default_step_size_biases_gaussian_sd_by_less_than_five_percent(
     kernel = kernel_class(potential_fn=lambda q: q @ q, **settings)
     dynamics, integrator = kernel.dynamics, settings["integrator"]
     largest = dynamics.integrators[integrator].step_size
-    step_size, _ = limit_step_size_by_noise(dynamics, largest, NO_NOISE, curvature, 0.05)
+    step_size, _ = NoiseLimit(dynamics, largest, curvature, 0.05).limit_step_size(NO_NOISE)
     step, num_chains = dynamics.make_step(integrator), 4000
     num_steps = min(2000, math.ceil(30 / step_size / min(curvature, 1.0)))
 
