@@ -33,33 +33,20 @@ from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 _DEFAULT_BUDGET = WarmupBudget()
-
-# Bytes of consecutive rows that random access to a file reads at once: a few pages.
-_CONTIGUOUS_RUN_BYTES = 2**14
-
-# Hessian columns per call: memory is that of the matrix, not of all products at once.
-_HESSIAN_COLUMNS_PER_CALL = 64
-
-# Pairs of a position and a minibatch per call. The first two bound memory: entries of all
-# gradients, and rows of all minibatches. Beyond HIGH_DIM, XLA's matrix products slow down with
-# more than a few pairs.
-_MAX_GRADIENT_ENTRIES_PER_CALL = 2**22
-_MAX_ROWS_PER_CALL = 2**14
-_MAX_PAIRS_PER_CALL = 128
-_MAX_PAIRS_PER_CALL_HIGH_DIM = 4
-
-# Rows of the minibatches whose pairs are arranged at once, and row indices that NumPy creates at
-# once: bounds on memory.
-_MAX_ROWS_PER_CHUNK = 2**20
-_MAX_INDICES_PER_SLICE = 2**16
-
-# Rows of a minibatch in a pass over many rows: with fewer, Python's overhead dominates.
-_MIN_PASS_BATCH_SIZE = 64
-
+_CONTIGUOUS_RUN_BYTES = 2**14  # that random access to a file reads at once: a few pages
+_HESSIAN_COLUMNS_PER_CALL = 64  # memory is that of the matrix, not of all products at once
+# Bounds on memory of a call: entries of all gradients, and rows of all minibatches.
+_MAX_GRADIENT_ENTRIES_PER_CALL, _MAX_ROWS_PER_CALL = 2**22, 2**14
+# Pairs of a position and a minibatch per call. Beyond HIGH_DIM, XLA's matrix products slow down
+# with more than a few.
+_MAX_PAIRS_PER_CALL, _MAX_PAIRS_PER_CALL_HIGH_DIM = 128, 4
+# Bounds on memory: rows of the minibatches whose pairs are arranged at once, and row indices that
+# NumPy creates at once.
+_MAX_ROWS_PER_CHUNK, _MAX_INDICES_PER_SLICE = 2**20, 2**16
+_MIN_PASS_BATCH_SIZE = 64  # of a pass over many rows: with fewer, Python's overhead dominates
 # Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
 # summed in the model's precision before they are added in float64 (a bound on rounding errors).
-_MAX_HESSIAN_ROW_DIRECTIONS = 2**20
-_MAX_HESSIAN_MINIBATCHES_PER_CALL = 32
+_MAX_HESSIAN_ROW_DIRECTIONS, _MAX_HESSIAN_MINIBATCHES_PER_CALL = 2**20, 32
 
 
 @lru_cache

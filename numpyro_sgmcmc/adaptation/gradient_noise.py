@@ -45,34 +45,22 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 # Smallest fraction of the variance inflation that an epoch leaves of position-dependent noise: in
 # simulated epochs of 15 minibatches the prediction was off by this much.
 _MIN_EPOCH_VARIANCE_FRACTION = 0.1
-
 # Standard errors by which a coordinate's noise variance must differ between positions to count.
 _NUM_STANDARD_ERRORS_OF_VARIANCE = 3.0
-
 # Positions and minibatches at which the noise is measured: with fewer than 16 minibatches a
 # variance has an SD of more than a third of itself, so that positions are dropped first.
-_MAX_NOISE_POSITIONS, _MIN_NOISE_POSITIONS = 16, 4
-_MIN_NOISE_MINIBATCHES = 16
-
+_MAX_NOISE_POSITIONS, _MIN_NOISE_POSITIONS, _MIN_NOISE_MINIBATCHES = 16, 4, 16
 # Minibatches in all beyond which the maximum over coordinates is no longer the maximum of the
 # sampling errors.
 _MIN_MINIBATCHES_FOR_MAX_VARIANCE = 128
-
 # Bounds on computing time and memory: row gradients, and entries of the minibatch gradients.
-_MAX_NOISE_ROWS = 2**20
-_MAX_NOISE_GRADIENT_ENTRIES = 2**26
-
-# Entries of the gradients of single rows at one position, a bound on memory.
-_MAX_ROW_GRADIENT_ENTRIES = 2**22
-
-# Prediction of the bias of means: positions; standard errors by which an estimate is shrunk; SD of
-# the perturbations, at which third derivatives show; and the value (posterior SDs) that stands for
-# a bias that is too large to be predicted.
+_MAX_NOISE_ROWS, _MAX_NOISE_GRADIENT_ENTRIES = 2**20, 2**26
+_MAX_ROW_GRADIENT_ENTRIES = 2**22  # of single rows at one position, a bound on memory
+# Prediction of the bias of means.
 _MAX_MEAN_BIAS_POSITIONS = 8
-_NUM_STANDARD_ERRORS_OF_BIAS = 2.0
-_PERTURBATION_SD = 0.3
-_UNPREDICTABLE_MEAN_BIAS_SD = 100.0
-
+_NUM_STANDARD_ERRORS_OF_BIAS = 2.0  # by which an estimate is shrunk
+_PERTURBATION_SD = 0.3  # at which third derivatives show
+_UNPREDICTABLE_MEAN_BIAS_SD = 100.0  # posterior SDs, for a bias that is too large to be predicted
 # Finite difference of the power iteration, in preconditioned units: a tenth of a posterior SD.
 _POWER_ITERATION_STEP_LENGTH = 0.1
 

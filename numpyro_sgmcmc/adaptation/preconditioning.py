@@ -24,39 +24,26 @@ from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
 # Smallest eigenvalue of a matrix with unit diagonal, relative to the largest: the rounding error
 # of a Hessian in float32.
 _MIN_RELATIVE_EIGENVALUE = 1e-7
-
 # Random sign vectors for the diagonal of a Hessian: the SD of an entry is the norm of its
 # off-diagonal row over 8. Estimates below a tenth of the median are raised to it.
 _NUM_PROBE_VECTORS = 64
-_MIN_DIAGONAL_TO_MEDIAN_RATIO = 0.1
-_MIN_DIAGONAL_TO_MAX_RATIO = 1e-12
-
+_MIN_DIAGONAL_TO_MEDIAN_RATIO, _MIN_DIAGONAL_TO_MAX_RATIO = 0.1, 1e-12
 # Leading principal directions of the draws, and as many of their gradients: a bound on the size
 # of the low-rank problem.
 _MAX_LEADING_DIRECTIONS = 128
-
-# Alternations between the diagonal and the low-rank correction.
-_NUM_SCALING_ITERATIONS = 3
-
+_NUM_SCALING_ITERATIONS = 3  # alternations between the diagonal and the low-rank correction
 # Bound on the ratio of a diagonal entry and the SD of the draws, either way: for coordinates in
 # which the gradient hardly varies.
 _MAX_SCALE_TO_SD_RATIO = 100.0
-
 # Ridge that is added to covariances in the subspace, relative to their mean variance.
 _RIDGE_VARIANCE_FRACTION = 1e-5
-
 # A direction is kept if its eigenvalue is above this value or below its inverse (nutpie: 2).
 _LOW_RANK_EIGENVALUE_CUTOFF = 1.5
-
-# Dimension beyond which only a diagonal is fitted: a bound on memory and time.
-_LOW_RANK_MAX_DIM = 50_000
-
+_LOW_RANK_MAX_DIM = 50_000  # beyond which only a diagonal is fitted: a bound on memory and time
 # Conjugate gradients: iterations, and length of finite differences in preconditioned units.
 _NUM_CG_ITERATIONS, _CG_STEP_LENGTH = 12, 0.3
-
 # Directions that are refined, and draws of a window from which they are estimated.
 _MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
-
 # Gradient noise variance to which full-data gradients are estimated. A direction is visible up to
 # the variance 1 / 0.02 of the posterior along it.
 _TARGET_GRADIENT_NOISE_VARIANCE = 0.02

@@ -187,13 +187,11 @@ def choose_step_size(
             StepSizeLimit("dynamics", dynamics_limit),
             StepSizeLimit("mean_bias", float(step_size)),
         ]
-    is_independent = choice.subsampling.is_independent
-    noise_stats = noise_stats._replace(
-        batches_per_epoch=0
-        if is_independent
-        else find_num_batches_per_epoch(bulk.batched_gradients)
-    )
-    if noise_stats.batches_per_epoch:
+    batches_per_epoch = 0
+    if not choice.subsampling.is_independent:
+        batches_per_epoch = find_num_batches_per_epoch(bulk.batched_gradients)
+    noise_stats = noise_stats._replace(batches_per_epoch=batches_per_epoch)
+    if batches_per_epoch:
         variance_inflation = min(
             variance_inflation, noise_stats.predict_variance_inflation(dynamics, float(step_size))
         )
