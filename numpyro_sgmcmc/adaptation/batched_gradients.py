@@ -40,9 +40,7 @@ _MAX_GRADIENT_ENTRIES_PER_CALL, _MAX_ROWS_PER_CALL = 2**22, 2**14
 # Pairs of a position and a minibatch per call. Beyond HIGH_DIM, XLA's matrix products slow down
 # with more than a few.
 _MAX_PAIRS_PER_CALL, _MAX_PAIRS_PER_CALL_HIGH_DIM = 128, 4
-# Bounds on memory: rows of the minibatches whose pairs are arranged at once, and row indices that
-# NumPy creates at once.
-_MAX_ROWS_PER_CHUNK, _MAX_INDICES_PER_SLICE = 2**20, 2**16
+_MAX_ROWS_PER_CHUNK = 2**20  # of minibatches whose pairs are arranged at once: bounds memory
 _MIN_PASS_BATCH_SIZE = 64  # of a pass over many rows: with fewer, Python's overhead dominates
 # Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
 # summed in the model's precision before they are added in float64 (a bound on rounding errors).
@@ -250,13 +248,10 @@ def _iter_plate_minibatches(
         positions = np.arange(start, stop, dtype=np.int32)
         return positions if rows is None else rows[positions]
 
-    num_minibatches, remainder = divmod(size, batch_size)
     weight = batch_size / size
-    minibatches_per_slice = max(1, _MAX_INDICES_PER_SLICE // batch_size)
-    for k in range(0, num_minibatches, minibatches_per_slice):
-        stop = min(k + minibatches_per_slice, num_minibatches)
-        for minibatch in take(k * batch_size, stop * batch_size).reshape(-1, batch_size):
-            yield minibatch, weight
+    num_minibatches, remainder = divmod(size, batch_size)
+    for k in range(num_minibatches):
+        yield take(k * batch_size, (k + 1) * batch_size), weight
     if remainder:
         copies = np.repeat(take(0, 1), batch_size)
         last = np.concatenate([take(num_minibatches * batch_size, size), copies[remainder:]])
@@ -393,13 +388,10 @@ class BatchedGradients:
             _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL,
         )
         for first in range(0, len(position_index), pairs_per_call):
-            pair_slice = slice(first, first + pairs_per_call)
-            num_pairs = len(position_index[pair_slice])
+            num_pairs = min(pairs_per_call, len(position_index) - first)
             # The last call is filled up with the first pair, so that all calls have one shape.
-            of_position = np.full(pairs_per_call, position_index[0])
-            of_minibatch = np.full(pairs_per_call, minibatch_index[0])
-            of_position[:num_pairs] = position_index[pair_slice]
-            of_minibatch[:num_pairs] = minibatch_index[pair_slice]
+            pairs = np.zeros(pairs_per_call, int)
+            pairs[:num_pairs] = np.arange(first, first + num_pairs)
             keys = None
             if potential.is_stochastic:
                 keys = random.split(random.key(self._num_evaluated_pairs), pairs_per_call)
@@ -407,11 +399,12 @@ class BatchedGradients:
             values, gradients = _evaluate_pairs(
                 potential,
                 self.arguments,
-                positions[of_position],
-                {name: rows[of_minibatch] for name, rows in indices.items()},
+                positions[position_index[pairs]],
+                {name: rows[minibatch_index[pairs]] for name, rows in indices.items()},
                 keys,
             )
             values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
+            pair_slice = slice(first, first + num_pairs)
             yield PairResults(pair_slice, values[:num_pairs], gradients[:num_pairs])
 
     def weighted_mean(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -131,17 +131,7 @@ UNKNOWN_NOISE = GradientNoiseStats(float("nan"), float("nan"), float("nan"))
 """Statistics of a run whose settings are all given, so that nothing was measured."""
 
 
-class NoiseStatsBySubsampling(NamedTuple):
-    """Gradient noise of each estimator, with minibatches of random and of consecutive rows."""
-
-    iid: dict[GradientEstimator, GradientNoiseStats]
-    contiguous: dict[GradientEstimator, GradientNoiseStats]
-
-    def for_subsampling(
-        self, subsampling: Subsampling
-    ) -> dict[GradientEstimator, GradientNoiseStats]:
-        """Return the noise of each estimator for a subsampling."""
-        return self.contiguous if subsampling.is_contiguous else self.iid
+NoiseStatsByEstimator: TypeAlias = dict[GradientEstimator, GradientNoiseStats]
 
 
 def compute_epoch_variance_fraction(
@@ -175,12 +165,10 @@ def compute_epoch_variance_fraction(
 
 def measure_noise_by_subsampling(
     bulk: BulkPositions, estimators: Sequence[GradientEstimator], rng: np.random.Generator
-) -> NoiseStatsBySubsampling:
+) -> tuple[NoiseStatsByEstimator, NoiseStatsByEstimator]:
     """Measure the gradient noise of each estimator with iid and with contiguous minibatches."""
     iid = measure_noise(bulk, estimators, IIDSubsampling(), rng)
-    return NoiseStatsBySubsampling(
-        iid, measure_noise(bulk, estimators, ContiguousSubsampling(), rng)
-    )
+    return iid, measure_noise(bulk, estimators, ContiguousSubsampling(), rng)
 
 
 def measure_noise(
@@ -188,7 +176,7 @@ def measure_noise(
     estimators: Sequence[GradientEstimator],
     subsampling: Subsampling,
     rng: np.random.Generator,
-) -> dict[GradientEstimator, GradientNoiseStats]:
+) -> NoiseStatsByEstimator:
     """Measure the gradient noise of each estimator."""
     potential, q = bulk.batched_gradients.potential, bulk.q
     if not potential.plates:

@@ -377,12 +377,12 @@ def _run_local_pilot(
         noise_q = np.concatenate([pilot.q, rng.standard_normal((_NUM_PILOT_CHAINS, dim))])
         posterior = ConditionalPosterior.create(inputs, last_window.get_local_values(0))
         bulk = BulkPositions(posterior.batched_gradients, preconditioner, noise_q)
-        noise_stats = measure_noise_by_subsampling(bulk, estimators, rng)
+        _, noise = measure_noise_by_subsampling(bulk, estimators, rng)
         max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q), rng)
         limit = NoiseLimit(
             PILOT_DYNAMICS, MAX_PILOT_STEP_SIZE / step_divisor, max_curvature, PILOT_TARGET_SD_BIAS
         )
-        choice = choose_estimator(estimators, noise_stats.contiguous, limit)
+        choice = choose_estimator(estimators, ContiguousSubsampling(), noise, limit)
         inputs.progress.begin_stage("pilot chains")
         draws, next_local_state = _run_local_chains(
             inputs,

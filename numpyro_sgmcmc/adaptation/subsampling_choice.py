@@ -14,14 +14,13 @@ separate minibatches (:class:`.MonitorGradients`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import (
-    GradientNoiseStats,
-    NoiseStatsBySubsampling,
+    NoiseStatsByEstimator,
     estimate_max_curvature,
     measure_noise,
     measure_noise_by_subsampling,
@@ -75,17 +74,18 @@ _MAX_DIM_MONITORED_EACH_STEP, _MAX_STEP_GRADIENT_INTERVAL = 10_000, 5
 class NoiseMeasurement:
     """Gradient noise of each candidate estimator, and the largest preconditioned curvature."""
 
-    by_subsampling: NoiseStatsBySubsampling
+    iid: NoiseStatsByEstimator
+    contiguous: NoiseStatsByEstimator
     max_curvature: float
+
+    def for_subsampling(self, subsampling: Subsampling) -> NoiseStatsByEstimator:
+        """Return the noise with a subsampling."""
+        return self.contiguous if subsampling.is_contiguous else self.iid
 
     def tabulate_variances(self) -> dict[str, tuple[float, float]]:
         """Return mean noise variances with iid and contiguous minibatches by name of estimator."""
         return {
-            estimator.name: (
-                stats.mean_variance,
-                self.by_subsampling.contiguous[estimator].mean_variance,
-            )
-            for estimator, stats in self.by_subsampling.iid.items()
+            e.name: (self.iid[e].mean_variance, self.contiguous[e].mean_variance) for e in self.iid
         }
 
 
@@ -120,7 +120,7 @@ def measure_gradient_noise(
             for estimator, stats in stats_by_estimator.items():
                 if estimator.needs_reference:
                     stats_by_estimator[estimator] = stats._replace(batches_per_epoch=per_epoch)
-    return NoiseMeasurement(noise, estimate_max_curvature(bulk, rng))
+    return NoiseMeasurement(*noise, estimate_max_curvature(bulk, rng))
 
 
 def choose_subsampling(
@@ -129,43 +129,31 @@ def choose_subsampling(
     """Choose the gradient estimator and the subsampling."""
     limit = NoiseLimit.from_settings(inputs.settings, noise.max_curvature)
     iid, contiguous = (
-        choose_estimator(candidates.estimators, noise_stats, limit)
-        for noise_stats in noise.by_subsampling
+        choose_estimator(candidates.estimators, s, noise.for_subsampling(s), limit)
+        for s in (IIDSubsampling(), ContiguousSubsampling())
     )
     subsampling = candidates.subsampling
     if subsampling is None:
         subsampling = _choose_subsampling(inputs, noise, iid, contiguous)
-    choice = contiguous if subsampling.is_contiguous else iid
-    noise_stats = noise.by_subsampling.for_subsampling(subsampling)[choice.estimator]
-    return SubsamplingChoice(
-        choice.estimator, subsampling, noise_stats, choice.step_size, choice.variance_inflation
-    )
-
-
-@dataclass(frozen=True)
-class EstimatorChoice:
-    """An estimator, its step size, and the variance inflation predicted at it."""
-
-    estimator: GradientEstimator
-    step_size: float
-    variance_inflation: float
+    return replace(contiguous if subsampling.is_contiguous else iid, subsampling=subsampling)
 
 
 def choose_estimator(
     estimators: Sequence[GradientEstimator],
-    noise_stats: Mapping[GradientEstimator, GradientNoiseStats],
+    subsampling: Subsampling,
+    noise: NoiseStatsByEstimator,
     limit: NoiseLimit,
-) -> EstimatorChoice:
+) -> SubsamplingChoice:
     """Choose the estimator with the lowest cost per independent draw."""
     costs = []
     for estimator in estimators:
-        step_size, variance_inflation = limit.limit_step_size(noise_stats[estimator])
+        noise_stats = noise[estimator]
+        step_size, inflation = limit.limit_step_size(noise_stats)
         # Where the target cannot be met, no step is shorter: the variance inflation counts.
-        penalty = max(1.0, 2.0 * variance_inflation / limit.target_sd_bias)
-        noise_variance = noise_stats[estimator].variance
-        relaxation_time = limit.dynamics.relaxation_time(step_size, noise_variance)
+        penalty = max(1.0, 2.0 * inflation / limit.target_sd_bias)
+        relaxation_time = limit.dynamics.relaxation_time(step_size, noise_stats.variance)
         cost = estimator.relative_cost * penalty * relaxation_time / step_size
-        choice = EstimatorChoice(estimator, step_size, variance_inflation)
+        choice = SubsamplingChoice(estimator, subsampling, noise_stats, step_size, inflation)
         costs.append((cost, estimator.name, choice))
     return min(costs, key=lambda c: c[:2])[2]
 
@@ -173,8 +161,8 @@ def choose_estimator(
 def _choose_subsampling(
     inputs: WarmupInputs,
     noise: NoiseMeasurement,
-    iid: EstimatorChoice,
-    contiguous: EstimatorChoice,
+    iid: SubsamplingChoice,
+    contiguous: SubsamplingChoice,
 ) -> Subsampling:
     """Choose contiguous minibatches, which memory reads fastest, unless their noise matters.
 
@@ -192,12 +180,10 @@ def _choose_subsampling(
         return ContiguousSubsampling()
     # Noise that cancels over an epoch changes momenta, and not positions. A thermostat would take
     # it for a kinetic temperature that is too high.
-    if is_thermostat_active(
-        inputs, noise.by_subsampling.iid[iid.estimator], settings.step_size or iid.step_size
-    ):
+    if is_thermostat_active(inputs, iid.noise_stats, settings.step_size or iid.step_size):
         return IIDSubsampling() if is_allowed(IIDSubsampling()) else ContiguousSubsampling()
-    contiguous_variance = noise.by_subsampling.contiguous[contiguous.estimator].mean_variance
-    iid_variance = noise.by_subsampling.iid[contiguous.estimator].mean_variance
+    contiguous_variance = contiguous.noise_stats.mean_variance
+    iid_variance = noise.iid[contiguous.estimator].mean_variance
     shortens_step = iid.step_size > contiguous.step_size
     inflates_variance = contiguous.variance_inflation > max(
         2.0 * settings.target_sd_bias, _MIN_NOISE_VARIANCE_RATIO * iid.variance_inflation
@@ -233,15 +219,13 @@ def choose_monitor_gradients(
     inputs: WarmupInputs,
     bulk: BulkPositions,
     choice: SubsamplingChoice,
-    noise: NoiseStatsBySubsampling,
+    noise: NoiseMeasurement,
     step_size: float,
     num_steps: int,
     rng: np.random.Generator,
 ) -> MonitorGradients:
     """Choose the gradients from which the chains estimate their bias.
 
-    :param noise: gradient noise of the candidate estimators.
-    :param step_size: step size of the chains.
     :param num_steps: steps per iteration.
     """
     potential, subsampling = inputs.potential, choice.subsampling

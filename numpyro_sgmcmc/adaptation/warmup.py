@@ -293,7 +293,7 @@ def adapt_to_mode(
             inputs, replace(bulk, preconditioner=chain_preconditioner), choice, step_size, rng
         )
     monitor_gradients = choose_monitor_gradients(
-        inputs, bulk, choice, noise.by_subsampling, step_size, num_steps, rng
+        inputs, bulk, choice, noise, step_size, num_steps, rng
     )
     return ModeSettings(
         chain_preconditioner,
