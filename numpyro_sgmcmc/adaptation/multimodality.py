@@ -88,12 +88,9 @@ NON_IDENTIFIED_WARNING = ModelWarning(
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes that the warm-up found.
+    """The mode of the pilot chains, and other modes of comparable mass.
 
-    - **main** - the mode of the pilot chains.
-    - **others** - other modes of comparable mass.
-    - **has_dominant_mode** - False where ``main`` is scaled by the prior SDs, since pilot chains
-      did not agree.
+    Without a dominant mode, in which pilot chains agree, ``main`` is scaled by the prior SDs.
     """
 
     main: PilotResult
@@ -108,10 +105,7 @@ def find_modes(
     fits: Sequence[VariationalFit],
     rng: np.random.Generator,
 ) -> Modes:
-    """Return the mode of the pilot chains, and other modes or prior-scaled coordinates.
-
-    :param fits: variational fits; pilot chains started from the first.
-    """
+    """Return the mode of the pilot chains, which started from the first fit, and other modes."""
     if rescaled := rescale_to_prior(inputs, batched_gradients, pilot, rng):
         return Modes(rescaled, (), has_dominant_mode=False)
     others = find_other_modes(inputs, batched_gradients, pilot, fits, rng)
@@ -235,10 +229,7 @@ def describe_other_modes(
     other_modes: Sequence[PilotResult],
     init_in_modes: bool,
 ) -> ModelWarning:
-    """Return the warning about other modes: their mass and the sites that differ.
-
-    :param init_in_modes: whether chains start in the other modes as well.
-    """
+    """Return the warning about other modes: their mass and the sites that differ."""
     separated: dict[str, bool] = {}  # names of sites, and whether they are permuted
     for mode in other_modes:
         for name, is_permuted in _find_separated_sites(potential, positions, mode.positions):

@@ -130,10 +130,8 @@ class StepSizeChoice:
     """The step size and its predicted effects.
 
     - **step_size** - the user's, or the chosen one.
-    - **trace** - the limits that led to it.
     - **noise_stats** - gradient noise, with the number of minibatches over which it cancels.
     - **variance_inflation** - predicted relative increase of posterior variances.
-    - **mean_bias** - predicted bias of posterior means.
     """
 
     step_size: float
@@ -154,7 +152,6 @@ def choose_step_size(
 ) -> StepSizeChoice:
     """Choose the step size, or predict the effects of the user's.
 
-    :param max_curvature: largest preconditioned curvature.
     :param bound_dynamics: the SDE in preconditioned coordinates.
     :param has_dominant_mode: whether means can be predicted.
     """
@@ -206,10 +203,7 @@ def recommend_step_size(
     choice: SubsamplingChoice,
     mean_bias: PredictedMeanBias,
 ) -> float:
-    """Return the step size that would be chosen in place of the user's.
-
-    :param mean_bias: predicted at the user's step size.
-    """
+    """Return the step size that would be chosen in place of the user's."""
     step_size, _ = _limit_step_size_by_dynamics(
         inputs, bound_dynamics, choice.noise_stats, float(choice.step_size)
     )
@@ -230,10 +224,7 @@ def find_num_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
 def compute_stability_limit(
     dynamics: Dynamics, integrator_step_size: float, max_curvature: float
 ) -> float:
-    """Return the step size for the largest preconditioned curvature and an exact gradient.
-
-    :param integrator_step_size: step size for a standard normal.
-    """
+    """Return the step size for the largest preconditioned curvature and an exact gradient."""
     integrator_step_size = min(integrator_step_size, dynamics.max_step_size)
     return integrator_step_size / dynamics.stiffness(compute_effective_curvature(max_curvature))
 
@@ -373,10 +364,7 @@ def _limit_step_size_by_dynamics(
     noise_stats: GradientNoiseStats,
     step_size: float,
 ) -> tuple[float, float]:
-    """Shorten the step size where the kernel has unusual options.
-
-    :return: the step size, and the relative error of SDs at it; 0 with default options.
-    """
+    """Return a shorter step size for unusual options of the kernel, and the error of SDs at it."""
     settings = inputs.settings
     if bound_dynamics.has_default_settings:
         return step_size, 0.0
@@ -511,9 +499,9 @@ def simulate_sd_inflation(
 def _compute_analytic_sd_inflation(
     dynamics: Dynamics, integrator: str, step_size: float, noise_variance: float
 ) -> float | None:
-    """Return the exact relative error of the SD of draws, or None.
+    """Return the exact relative error of the SD of draws, or None where it is not known.
 
-    None also for unstable steps: rounding does not distinguish them from nearly frictionless ones.
+    Rounding does not distinguish unstable steps from nearly frictionless ones.
     """
     exact = compute_draw_variance_inflation(
         dynamics, integrator, step_size, noise_variance=noise_variance
@@ -585,8 +573,8 @@ def _linearise_step(
 def _compile_step_jacobian(linear_dynamics: Dynamics, integrator: str) -> tuple[int, Callable]:
     """Return the size of a state of one coordinate, and the compiled Jacobians of a step.
 
-    The function maps step size, curvature and SD of the gradient noise to the Jacobians, with
-    respect to state and normals, of the next state and of the positions of gradients.
+    These are of the next state and of the positions of gradients, with respect to state and
+    normals.
     """
     step = linear_dynamics.make_step(integrator)
     shapes = jax.eval_shape(linear_dynamics.init, jnp.zeros(1), jax.random.key(0))

@@ -202,10 +202,7 @@ def measure_noise_to_compensate(
     step_size: float,
     rng: np.random.Generator,
 ) -> GradientNoiseCovariance:
-    """Measure the noise covariance that is subtracted from the injected noise.
-
-    A warning is issued where it exceeds the injected noise.
-    """
+    """Measure the noise covariance to subtract from the injected noise; warn where it is larger."""
     matrix = measure_noise_covariance(bulk, choice.estimator, rng)
     covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
     fraction = inputs.settings.dynamics.gradient_noise_fraction(step_size)
