@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
 
-from numpyro_sgmcmc.dynamics.integrators import Flow, Integrator, Step, compose
+from numpyro_sgmcmc.dynamics.integrators import Flow, Integrator, Step
 from numpyro_sgmcmc.jaxpr import propagate
 
 # Markers of entries that do not come from one entry of the argument: from none, or from several.
@@ -52,20 +52,13 @@ _RESHAPING_PRIMITIVES = {
 
 
 class PositionState(NamedTuple):
-    """State of an SDE without auxiliary variables.
-
-    - **position** - preconditioned position, shape ``(d,)``.
-    """
+    """State of an SDE without auxiliary variables: the preconditioned position."""
 
     position: Array
 
 
 class MomentumState(NamedTuple):
-    """State of an SDE with a momentum.
-
-    - **position** - preconditioned position, shape ``(d,)``.
-    - **momentum** - momentum, shape ``(d,)``.
-    """
+    """State of an SDE with a momentum, of the position's shape ``(d,)``."""
 
     position: Array
     momentum: Array
@@ -94,11 +87,11 @@ class GradientNoiseCovariance(NamedTuple):
         return (self.eigenvectors * self.eigenvalues) @ self.eigenvectors.T
 
     def subtract_from(self, normals: Array, fraction: Any) -> Array:
-        """Scale normals of unit covariance to covariance ``1 - fraction * covariance``.
+        """Scale standard normals ``(..., d)`` to the covariance ``1 - fraction * covariance``.
 
-        :param normals: standard normal entries, shape ``(..., d)``.
+        They are zero in directions in which the difference is negative.
+
         :param fraction: fraction of the injected variance that a gradient variance of one adds.
-        :return: the same shape; zero in directions in which the difference is negative.
         """
         scale = jnp.sqrt(jnp.maximum(1.0 - fraction * self.eigenvalues, 0.0))
         if self.eigenvectors is None:
@@ -157,21 +150,15 @@ class Dynamics:
         return {}
 
     def make_step(self, integrator: str) -> Step:
-        """Return the step of an integrator.
-
-        :param integrator: name of the integrator.
-        """
-        return compose(self.flows, self.integrators[integrator])
+        """Return the step of the integrator of this name."""
+        return Step.from_flows(self.flows, self.integrators[integrator])
 
     def sample_auxiliary(
         self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
     ) -> Array:
-        """Sample an auxiliary variable from its stationary distribution.
+        """Sample the auxiliary variable of this name from its stationary distribution.
 
-        :param name: name of the variable.
-        :param rng_key: random key.
         :param shape: shape of the position, with any number of batch axes before it.
-        :param dtype: type of the position.
         """
         raise NotImplementedError
 
@@ -199,17 +186,12 @@ class Dynamics:
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         """Return the time between approximately independent positions on a standard Gaussian.
 
-        :param step_size: step size.
         :param gradient_variance: variance of the gradient estimate per coordinate.
         """
         raise NotImplementedError
 
     def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
-        """Return the autocorrelation of the position on a standard Gaussian.
-
-        :param lag: lags, of any shape.
-        :param step_size: step size.
-        """
+        """Return the autocorrelation of the position on a standard Gaussian, in the lag's shape."""
         return np.exp(-2.0 * lag / self.relaxation_time(step_size))
 
     def variance_inflation(
@@ -218,7 +200,6 @@ class Dynamics:
         """Return the predicted relative increase of a posterior variance of one.
 
         :param gradient_variance: variance of the gradient estimate per coordinate.
-        :param step_size: step size.
         :param position_dependent_fraction: fraction of the gradient variance that varies over the
             posterior, from 0 to 1; a thermostat cannot compensate it.
         """
@@ -231,8 +212,6 @@ class Dynamics:
 
         :param state: state before the step.
         :param normals: standard normal entries, shape ``(num_noise, d)``.
-        :param step_size: step size.
-        :param noise_covariance: covariance of the gradient noise.
         """
         return noise_covariance.subtract_from(normals, self.gradient_noise_fraction(step_size))
 
@@ -250,24 +229,9 @@ class Dynamics:
         raise NotImplementedError
 
 
-def damped_oscillator_autocorrelation(friction: float, lag: np.ndarray) -> np.ndarray:
-    r"""Return the autocorrelation of the position of a damped oscillator driven by white noise.
-
-    For :math:`dq = p\,dt`, :math:`dp = -q\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW` and the rates
-    :math:`r_\pm = \gamma/2 \pm \sqrt{\gamma^2/4 - 1}` it is
-    :math:`(r_+ e^{-r_- t} - r_- e^{-r_+ t}) / (r_+ - r_-)`.
-
-    :param friction: friction :math:`\gamma`, not negative.
-    :param lag: lags t, of any shape.
-    """
-    decay = friction / 2.0
-    # At critical friction the rates coincide and the quotient is 0 / 0: 1e-8 separates them, below
-    # which the difference would be rounding. The product of the rates is one, so that the slow one
-    # is exact at any friction, and neither exponential overflows.
-    fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
-    slow = 1.0 / fast
-    combined = fast * np.exp(-slow * lag) - slow * np.exp(-fast * lag)
-    return (combined / (fast - slow)).real
+def as_matrix(x: Array) -> Array:
+    """Return a matrix given as one or by its diagonal."""
+    return jnp.diag(x) if x.ndim == 1 else x
 
 
 def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
@@ -278,7 +242,6 @@ def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
     ones gives all of it. Otherwise it is that of ``jax.jacfwd``.
 
     :param matrix_fn: maps a position of shape ``(d,)`` to shape ``()``, ``(d,)`` or ``(d, d)``.
-    :param q: position, shape ``(d,)``.
     """
     ndim = jax.eval_shape(matrix_fn, q).ndim
     if ndim == 0:
@@ -292,10 +255,8 @@ def divergence(matrix_fn: Callable[[Array], Array], q: Array) -> Array:
 def is_elementwise(fn: Callable[[Array], Array], x: Array) -> bool:
     """Return whether entry i of ``fn(x)`` depends on entry i of ``x`` alone, for every ``x``.
 
-    The answer is read off the jaxpr, so that it holds for every ``x``; values at some points would
-    show nothing about others.
+    The answer is read off the jaxpr; values at some points would show nothing about others.
 
-    :param fn: maps shape ``(d,)`` to ``(d,)``.
     :param x: any argument, of which only shape and type count.
     :return: False also if the function contains primitives that are not known.
     """
@@ -320,9 +281,10 @@ def _propagate_sources(eqn: Any, input_sources: list[np.ndarray]) -> list[np.nda
     if name in _ELEMENTWISE_PRIMITIVES and len(shapes) == 1:
         merged = np.broadcast_to(input_sources[0], shapes[0])
         for other in input_sources[1:]:
-            equal = np.where(merged == other, merged, _MIXED_SOURCE)
-            unless_constant = np.where(merged == _CONSTANT_SOURCE, other, equal)
-            merged = np.where(other == _CONSTANT_SOURCE, merged, unless_constant)
+            is_kept = (merged == other) | (other == _CONSTANT_SOURCE)
+            is_constant = merged == _CONSTANT_SOURCE
+            merged = np.select([is_kept, is_constant], [merged, other], _MIXED_SOURCE)
         return [merged]
-    is_constant = all((i == _CONSTANT_SOURCE).all() for i in input_sources)
-    return [np.full(shape, _CONSTANT_SOURCE if is_constant else _MIXED_SOURCE) for shape in shapes]
+    all_constant = all((i == _CONSTANT_SOURCE).all() for i in input_sources)
+    source = _CONSTANT_SOURCE if all_constant else _MIXED_SOURCE
+    return [np.full(shape, source) for shape in shapes]

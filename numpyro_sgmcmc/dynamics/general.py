@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance, divergence
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance, as_matrix, divergence
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
 from numpyro_sgmcmc.dynamics.langevin import OverdampedDynamics
 from numpyro_sgmcmc.errors import InvalidArgumentError, standard_normal_points
@@ -45,11 +45,7 @@ _MAX_HESSIAN_DIM = 100
 
 
 class RecipeState(NamedTuple):
-    """State of the recipe.
-
-    - **position** - preconditioned position, shape ``(d,)``.
-    - **auxiliary** - auxiliary variables, shape ``(k,)``.
-    """
+    """State of the recipe: position and auxiliary variables, shapes ``(d,)`` and ``(k,)``."""
 
     position: Array
     auxiliary: Array
@@ -104,39 +100,30 @@ class Recipe(OverdampedDynamics):
 
         In directions without injected noise it cannot be compensated.
         """
-        z = jnp.concatenate(state)
-        dim, covariance = state.position.size, noise_covariance.covariance
-        full = jnp.diag(covariance) if covariance.ndim == 1 else covariance
-        diffusion = self.diffusion(z)
-        diffusion = jnp.diag(diffusion) if diffusion.ndim == 1 else diffusion
+        z, dim = jnp.concatenate(state), state.position.size
+        covariance, diffusion = as_matrix(noise_covariance.covariance), as_matrix(self.diffusion(z))
         gradient_coefficients = (diffusion + self.curl(z))[:, :dim]
         values, vectors = jnp.linalg.eigh(diffusion)
         has_noise = values > _ZERO_EIGENVALUE * values.max()
         unit = vectors * jnp.where(has_noise, 1.0 / jnp.sqrt(jnp.abs(values)), 0.0)
         relative = GradientNoiseCovariance.from_covariance(
-            unit.T @ gradient_coefficients @ full @ gradient_coefficients.T @ unit
+            unit.T @ gradient_coefficients @ covariance @ gradient_coefficients.T @ unit
         )
         used = normals.ravel()[: z.size]
         compensated = vectors @ relative.subtract_from(vectors.T @ used, step_size / 2.0)
         return normals.ravel().at[: z.size].set(compensated).reshape(normals.shape)
 
     def drift(self, z: Array, potential_gradient: Array) -> Array:
-        """Return the drift of the SDE.
-
-        :param z: position and auxiliary variables, shape ``(n,)``.
-        :param potential_gradient: gradient of U at the position, shape ``(d,)``.
-        """
+        """Return the drift of the SDE at z, given the gradient of U at the position."""
         gradient = jax.grad(self.hamiltonian)(z)
         gradient = gradient.at[: potential_gradient.size].add(potential_gradient)
         diffusion = self.diffusion(z)
         descent = diffusion * gradient if diffusion.ndim == 1 else diffusion @ gradient
-        correction = divergence(self.diffusion, z)
-        correction += jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
+        curl_correction = jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
+        correction = divergence(self.diffusion, z) + curl_correction
         return correction - descent - self.curl(z) @ gradient
 
-    def _euler(
-        self, state: RecipeState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> RecipeState:
+    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         z = jnp.concatenate(state)
         diffusion, zeta = self.diffusion(z), normals.ravel()[: z.size]
         if diffusion.ndim == 1:
@@ -155,8 +142,6 @@ class Recipe(OverdampedDynamics):
 def check_recipe(dynamics: Recipe, dim: int) -> None:
     """Check that a recipe's functions define a diffusion with the posterior as its marginal.
 
-    :param dynamics: the recipe.
-    :param dim: number of coordinates.
     :raises InvalidArgumentError: naming the function whose values have the wrong shape, define no
         diffusion, or change the position's marginal.
     """

@@ -2,8 +2,8 @@ r"""Integrators as data: an :class:`Integrator` is a sequence of flows and fract
 
 An SDE provides named flows (drift, friction, kick, ...), each the exact or approximate solution of
 one part of the SDE. An :class:`Integrator` lists the flows in their order with the fraction of the
-step size for which each runs, and :func:`compose` makes the step. A step is a pure function of
-state, step size, gradient function and normals, so that its order can be tested without sampling.
+step size for which each runs; :class:`Step` runs them. A step is a pure function of state, step
+size, gradient function and normals, so that its order can be tested without sampling.
 """
 
 from __future__ import annotations
@@ -82,13 +82,17 @@ class Step:
     """One step of an integrator, a pure function.
 
     :param tuple parts: the flows with their places in the integrator.
-    :param int order: weak order.
     :param bool gradient_at_end: whether the first gradient is taken where the step ends.
     """
 
     parts: tuple[tuple[Flow, Part], ...]
-    order: int
     gradient_at_end: bool = False
+
+    @classmethod
+    def from_flows(cls, flows: Mapping[str, Flow], integrator: Integrator) -> Step:
+        """Return the step that runs the SDE's flows in the integrator's order."""
+        parts = tuple((flows[part.flow_name], part) for part in integrator.parts)
+        return cls(parts, integrator.gradient_at_end)
 
     @property
     def num_gradients(self) -> int:
@@ -110,8 +114,6 @@ class Step:
     ) -> Any:
         """Return the state after one step.
 
-        :param state: a state of the SDE.
-        :param step_size: step size.
         :param gradient_fn: estimate of the gradient on one minibatch.
         :param normals: standard normal entries, shape ``(num_noise, d)``; each flow uses separate
             vectors.
@@ -128,22 +130,8 @@ class Step:
         return state
 
 
-def compose(flows: Mapping[str, Flow], integrator: Integrator) -> Step:
-    """Return the step that runs an integrator's flows one after the other.
-
-    :param flows: the SDE's flows by name.
-    :param integrator: their order and fractions.
-    """
-    parts = tuple((flows[part.flow_name], part) for part in integrator.parts)
-    return Step(parts, integrator.order, integrator.gradient_at_end)
-
-
 def clip_grad_norm(gradient_fn: GradientFn, max_norm: float | None) -> GradientFn:
-    """Return a gradient function whose values are scaled down to a maximal norm.
-
-    :param gradient_fn: the gradient function.
-    :param max_norm: largest norm; None returns the function unchanged.
-    """
+    """Return a gradient function with values scaled down to a maximal norm, unless it is None."""
     if max_norm is None:
         return gradient_fn
 

@@ -41,13 +41,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
+from scipy.integrate import cumulative_trapezoid
 
-from numpyro_sgmcmc.dynamics.base import (
-    Dynamics,
-    MomentumState,
-    PositionState,
-    damped_oscillator_autocorrelation,
-)
+from numpyro_sgmcmc.dynamics.base import Dynamics, MomentumState, PositionState
 from numpyro_sgmcmc.dynamics.integrators import (
     SYMMETRIC_SPLITTING,
     Flow,
@@ -144,7 +140,6 @@ class Kinetics:
 
         Exact for a = 1/2 and a = 1, an explicit midpoint step otherwise.
 
-        :param p: momentum.
         :param friction_time: :math:`\xi t`.
         """
         if self.is_gaussian:
@@ -207,11 +202,8 @@ def _quantile_table(a: float, softening: float) -> np.ndarray:
     y = grid * (_MAX_TABLE_EXPONENTIAL + 20.0 * max(a, 1.0)) ** a
     g = y ** (1.0 / a)
     rate = np.tanh(softening * g / 2.0) ** a
-    energy = np.concatenate([[0.0], np.cumsum(np.diff(g) * (rate[1:] + rate[:-1]) / 2.0)])
-    density = np.exp(-energy)
-    tail = np.concatenate(
-        [np.cumsum((np.diff(y) * (density[1:] + density[:-1]) / 2)[::-1])[::-1], [0.0]]
-    )
+    density = np.exp(-cumulative_trapezoid(rate, g, initial=0.0))
+    tail = -cumulative_trapezoid(density[::-1], y[::-1], initial=0.0)[::-1]
     with np.errstate(divide="ignore"):
         e = -np.log(tail / tail[0])
     return np.interp(np.linspace(0.0, _MAX_TABLE_EXPONENTIAL, _QUANTILE_TABLE_SIZE), e, y)
@@ -250,9 +242,7 @@ class OverdampedLangevin(OverdampedDynamics):
     def flows(self) -> Mapping[str, Flow]:
         return {"euler": Flow(self._euler, num_gradients=1, num_noise=1)}
 
-    def _euler(
-        self, state: PositionState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> PositionState:
+    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         (q,) = state
         return PositionState(q - time * gradient_fn(q) + jnp.sqrt(2.0 * time) * normals[0])
 
@@ -267,12 +257,9 @@ class UnderdampedDynamics(Dynamics):
 
     The friction is a constant, equal to A, or a thermostat, a field of the state whose stationary
     mean is A. The flows are drift, friction, kick with noise, and the kicks of Euler's methods.
-    Subclasses have a field ``friction``, or override :attr:`mean_friction`; they override
-    :attr:`kinetics` unless momenta are Gaussian.
+    Subclasses have :attr:`friction` as a field, and override :attr:`kinetics` unless momenta are
+    Gaussian.
     """
-
-    friction: float
-    """The injected noise A, if the subclass has a field of this name."""
 
     relaxation_factor: ClassVar[float] = 2.0
     """Relaxation time at friction one, where it is shortest: 2 for a damped oscillator."""
@@ -283,13 +270,13 @@ class UnderdampedDynamics(Dynamics):
         return GAUSSIAN_KINETICS
 
     @property
-    def mean_friction(self) -> float:
+    def friction(self) -> float:
         """Stationary mean of the friction, which is the level A of the injected noise."""
-        return self.friction
+        raise NotImplementedError
 
     def effective_friction(self, step_size: Any) -> float:
         """Return the constant friction that damps as much as the integrator does."""
-        return self.mean_friction
+        return self.friction
 
     @property
     def flows(self) -> Mapping[str, Flow]:
@@ -319,7 +306,19 @@ class UnderdampedDynamics(Dynamics):
         return self.relaxation_factor * max(friction, 1.0 / friction)
 
     def autocorrelation(self, lag: np.ndarray, step_size: Any) -> np.ndarray:
-        return damped_oscillator_autocorrelation(self.effective_friction(step_size), lag)
+        r"""Return the autocorrelation of the position of a damped oscillator.
+
+        With the rates :math:`r_\pm = \gamma/2 \pm \sqrt{\gamma^2/4 - 1}` it is
+        :math:`(r_+ e^{-r_- t} - r_- e^{-r_+ t}) / (r_+ - r_-)` at the lag t.
+        """
+        decay = self.effective_friction(step_size) / 2.0
+        # At critical friction the rates coincide and the quotient is 0 / 0: 1e-8 separates them,
+        # below which the difference would be rounding. The product of the rates is one, so that the
+        # slow one is exact at any friction, and neither exponential overflows.
+        fast = decay + (np.sqrt(complex(decay**2 - 1.0)) or 1e-8)
+        slow = 1.0 / fast
+        combined = fast * np.exp(-slow * lag) - slow * np.exp(-fast * lag)
+        return (combined / (fast - slow)).real
 
     def variance_inflation(
         self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
@@ -332,7 +331,7 @@ class UnderdampedDynamics(Dynamics):
 
     def _friction(self, state: Any) -> Any:
         """Return the friction at a state."""
-        return self.mean_friction
+        return self.friction
 
     def _drift(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         velocity = self.kinetics.velocity(state.momentum)
@@ -352,7 +351,7 @@ class UnderdampedDynamics(Dynamics):
 
     def _noisy_kick(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         kicked = self._kick(state, time, gradient_fn, normals)
-        scale = jnp.sqrt(2.0 * self.mean_friction * time)
+        scale = jnp.sqrt(2.0 * self.friction * time)
         return kicked._replace(momentum=kicked.momentum + scale * normals[0])
 
     def _damped_kick(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
@@ -458,8 +457,8 @@ class UnderdampedLangevin(UnderdampedDynamics):
         return math.inf if self.num_leapfrog is None else _MAX_TRAJECTORY_LENGTH / self.num_leapfrog
 
     def _ornstein_uhlenbeck(
-        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> UnderdampedState:
+        self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> Any:
         """Apply friction and noise together: an Ornstein-Uhlenbeck process, solved exactly."""
         scale = jnp.sqrt(-jnp.expm1(-2.0 * self.friction * time))
         damped = self._apply_friction(state, time, gradient_fn, normals)
@@ -469,15 +468,11 @@ class UnderdampedLangevin(UnderdampedDynamics):
         kicked = super()._apply_gradient(state, time, gradient)
         return kicked._replace(gradient=gradient if self.is_fsal else None)
 
-    def _fsal_kick(
-        self, state: UnderdampedState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> UnderdampedState:
+    def _fsal_kick(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         """Kick by the gradient that the last kick computed at the same position."""
         return state._replace(momentum=state.momentum - time * state.gradient)
 
-    def _mt3(
-        self, state: UnderdampedState, h: Any, gradient_fn: GradientFn, normals: Array
-    ) -> UnderdampedState:
+    def _mt3(self, state: Any, h: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         """Take a step of order three: Milstein and Tretyakov (2003); Franzese et al. (2021), B.5.2.
 
         The stages are implicit in the momentum, but linear, and solved here.

@@ -32,6 +32,7 @@ from numpyro_sgmcmc.dynamics.base import (
     GradientNoiseCovariance,
     MomentumState,
     PositionState,
+    as_matrix,
     divergence,
 )
 from numpyro_sgmcmc.dynamics.integrators import Flow, GradientFn, Integrator, Part
@@ -80,18 +81,15 @@ class RiemannianOverdampedLangevin(OverdampedDynamics):
         s = _matrix_sqrt(self.inverse_metric(state.position))
         covariance = noise_covariance.covariance
         if s.ndim == 2:
-            full = covariance if covariance.ndim == 2 else jnp.diag(covariance)
-            covariance = s.T @ full @ s
+            covariance = s.T @ as_matrix(covariance) @ s
         elif covariance.ndim == 2:
-            covariance = covariance * jnp.outer(*(jnp.broadcast_to(s, covariance.shape[:1]),) * 2)
+            covariance = covariance * (s * jnp.expand_dims(s, -1))
         else:
             covariance = covariance * s**2
         relative = GradientNoiseCovariance.from_covariance(covariance)
         return relative.subtract_from(normals, step_size / 2.0)
 
-    def _euler(
-        self, state: PositionState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> PositionState:
+    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         (q,) = state
         metric = self.inverse_metric(q)
         drift = divergence(self.inverse_metric, q) - _matvec(metric, gradient_fn(q))
@@ -117,21 +115,20 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
 
     @property
     def integrators(self) -> Mapping[str, Integrator]:
+        half_drift = Part("midpoint_drift", 0.5)
         return {
-            "euler": Integrator((Part("euler_momentum"), Part("euler_drift")), 1, step_size=0.06),
+            "euler": Integrator((Part("damped_kick"), Part("drift")), order=1, step_size=0.06),
             "explicit_euler": Integrator((Part("explicit_euler"),), order=1, step_size=0.03),
-            "symmetric": Integrator(
-                (Part("drift", 0.5), Part("momentum"), Part("drift", 0.5)), 2, step_size=0.25
-            ),
+            "symmetric": Integrator((half_drift, Part("momentum"), half_drift), 2, step_size=0.25),
         }
 
     @property
     def flows(self) -> Mapping[str, Flow]:
         return {
             "drift": Flow(self._drift),
+            "midpoint_drift": Flow(self._midpoint_drift),
             "momentum": Flow(self._momentum, num_gradients=1, num_noise=1),
-            "euler_momentum": Flow(self._euler_momentum, num_gradients=1, num_noise=1),
-            "euler_drift": Flow(self._euler_drift),
+            "damped_kick": Flow(self._damped_kick, num_gradients=1, num_noise=1),
             "explicit_euler": Flow(self._explicit_euler, num_gradients=1, num_noise=1),
         }
 
@@ -147,17 +144,19 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
         s = self._metric_sqrt(q)
         return s, divergence(self._metric_sqrt, q) - _matvec(s.T, gradient_fn(q))
 
-    def _drift(
-        self, state: MomentumState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> MomentumState:
+    def _drift(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
+        q, p = state
+        return MomentumState(q + time * _matvec(self._metric_sqrt(q), p), p)
+
+    def _midpoint_drift(
+        self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array
+    ) -> Any:
         """Follow dq = S(q) p dt by a midpoint step."""
         q, p = state
         half = q + 0.5 * time * _matvec(self._metric_sqrt(q), p)
         return MomentumState(q + time * _matvec(self._metric_sqrt(half), p), p)
 
-    def _momentum(
-        self, state: MomentumState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> MomentumState:
+    def _momentum(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         """Apply force, friction and noise at a fixed position: linear, solved exactly."""
         q, p = state
         s, force = self._sqrt_and_force(q, gradient_fn)
@@ -170,27 +169,12 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
         along = _solve_ornstein_uhlenbeck(vectors.T @ p, vectors.T @ force, rate, time, noise)
         return MomentumState(q, vectors @ along)
 
-    def _euler_momentum(
-        self, state: MomentumState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> MomentumState:
+    def _damped_kick(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         q, p = state
         s, force = self._sqrt_and_force(q, gradient_fn)
         damping = self.friction * _matvec(s.T, _matvec(s, p))
         noise = jnp.sqrt(2.0 * self.friction * time) * _matvec(s.T, normals[0])
         return MomentumState(q, p + time * (force - damping) + noise)
-
-    def _euler_drift(
-        self, state: MomentumState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> MomentumState:
-        q, p = state
-        return MomentumState(q + time * _matvec(self._metric_sqrt(q), p), p)
-
-    def _explicit_euler(
-        self, state: MomentumState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> MomentumState:
-        moved = self._euler_drift(state, time, gradient_fn, normals)
-        kicked = self._euler_momentum(state, time, gradient_fn, normals)
-        return MomentumState(moved.position, kicked.momentum)
 
 
 def _matrix_sqrt(inverse_metric: Array) -> Array:

@@ -65,11 +65,9 @@ _RESIDUAL_INFLATION = 1.0 / 16.0
 
 
 class ThermostatState(NamedTuple):
-    """State of an SDE with a momentum and thermostats.
+    """State with a momentum of shape ``(d,)`` and a thermostat, the friction.
 
-    - **position** - preconditioned position, shape ``(d,)``.
-    - **momentum** - momentum, shape ``(d,)``.
-    - **thermostat** - friction, shape ``()``, or ``(d,)`` for one per coordinate.
+    The thermostat has shape ``()``, or ``(d,)`` for one per coordinate.
     """
 
     position: Array
@@ -78,21 +76,50 @@ class ThermostatState(NamedTuple):
 
 
 class ThermostatDynamics(UnderdampedDynamics):
-    """Base of the thermostats: the friction is the state's ``thermostat``."""
+    r"""Base of the thermostats: the friction is the state's ``thermostat``.
+
+    It rises at the rate :math:`\gamma[\nabla K(p)^2 - \nabla^2 K(p)]`, or its mean over coordinates
+    if these share one, which for Gaussian momenta is the kinetic temperature minus one.
+    """
 
     State = ThermostatState
     has_thermostat = True
 
+    @property
+    def gamma(self) -> float:
+        """Stationary variance of a thermostat, times the coordinates that share it."""
+        return 1.0
+
+    @property
+    def per_coordinate(self) -> bool:
+        """True if there is one thermostat per coordinate, False if all share one."""
+        return True
+
+    def sample_auxiliary(
+        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
+    ) -> Array:
+        if name == "momentum":
+            return super().sample_auxiliary(name, rng_key, shape, dtype)
+        if not self.per_coordinate:
+            return self.friction + random.normal(rng_key, shape[:-1], dtype) / math.sqrt(shape[-1])
+        return self.friction + math.sqrt(self.gamma) * random.normal(rng_key, shape, dtype)
+
+    def energy(self, state: ThermostatState) -> Array:
+        num_shared = 1 if self.per_coordinate else state.position.size
+        squares = jnp.square(state.thermostat - self.friction).sum()
+        return super().energy(state) + num_shared * squares / (2.0 * self.gamma)
+
     def thermostat_drift(self, p: Array) -> Array:
         """Return the rate at which the thermostat rises at a momentum."""
-        raise NotImplementedError
+        squares, curvature = jnp.square(self.kinetics.velocity(p)), self.kinetics.curvature(p)
+        if not self.per_coordinate:
+            squares, curvature = squares.mean(), curvature.mean()
+        return self.gamma * (squares - curvature)
 
     def _friction(self, state: ThermostatState) -> Array:
         return state.thermostat
 
-    def _drift(
-        self, state: ThermostatState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> ThermostatState:
+    def _drift(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         moved = super()._drift(state, time, gradient_fn, normals)
         thermostat = state.thermostat + time * self.thermostat_drift(state.momentum)
         return moved._replace(thermostat=thermostat)
@@ -123,20 +150,6 @@ class NoseHooverThermostat(ThermostatDynamics):
         # The thermostats stay near their mean.
         return UnderdampedLangevin(self.friction)
 
-    def sample_auxiliary(
-        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
-    ) -> Array:
-        if name == "momentum":
-            return super().sample_auxiliary(name, rng_key, shape, dtype)
-        if self.per_coordinate:
-            return self.friction + random.normal(rng_key, shape, dtype)
-        return self.friction + random.normal(rng_key, shape[:-1], dtype) / math.sqrt(shape[-1])
-
-    def energy(self, state: ThermostatState) -> Array:
-        num_shared = 1 if self.per_coordinate else state.position.size
-        squares = jnp.square(state.thermostat - self.friction).sum()
-        return super().energy(state) + num_shared * squares / 2.0
-
     def variance_inflation(
         self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
@@ -149,10 +162,6 @@ class NoseHooverThermostat(ThermostatDynamics):
     def gradient_noise_fraction(self, step_size: Any) -> float:
         # The ratio of variances of one kick, in which the thermostats take no part.
         return super().variance_inflation(1.0, step_size)
-
-    def thermostat_drift(self, p: Array) -> Array:
-        squares = jnp.square(p)
-        return (squares if self.per_coordinate else squares.mean()) - 1.0
 
 
 @dataclass(frozen=True)
@@ -204,19 +213,8 @@ class MonomialGammaThermostat(ThermostatDynamics):
         return {name: period for name, period in periods.items() if period is not None}
 
     @property
-    def mean_friction(self) -> float:
+    def friction(self) -> float:
         return self.sigma_p
-
-    def sample_auxiliary(
-        self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
-    ) -> Array:
-        if name == "momentum":
-            return super().sample_auxiliary(name, rng_key, shape, dtype)
-        return self.sigma_p + math.sqrt(self.gamma) * random.normal(rng_key, shape, dtype)
-
-    def energy(self, state: ThermostatState) -> Array:
-        of_thermostats = jnp.square(state.thermostat - self.sigma_p) / (2.0 * self.gamma)
-        return (self.kinetics.energy(state.momentum) + of_thermostats).sum()
 
     def compensate_gradient_noise(
         self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
@@ -227,9 +225,8 @@ class MonomialGammaThermostat(ThermostatDynamics):
         if self.sigma_theta > 0.0:
             coefficients.append(math.sqrt(self.sigma_theta))
         size = math.hypot(*coefficients)
-        direction = (
-            jnp.zeros(len(normals)).at[: len(coefficients)].set(jnp.array(coefficients) / size)
-        )
+        unit = jnp.array(coefficients) / size
+        direction = jnp.zeros(len(normals)).at[: unit.size].set(unit)
         along = direction @ normals
         compensated = noise_covariance.subtract_from(along, step_size * size**2 / 2.0)
         return normals + jnp.outer(direction, compensated - along)
@@ -237,14 +234,7 @@ class MonomialGammaThermostat(ThermostatDynamics):
     def stiffness(self, curvature: float) -> float:
         return curvature if self.sigma_theta > 0.0 else super().stiffness(curvature)
 
-    def thermostat_drift(self, p: Array) -> Array:
-        """Return the rate at which the thermostat rises, apart from its own friction."""
-        velocity, curvature = self.kinetics.velocity(p), self.kinetics.curvature(p)
-        return self.gamma * (jnp.square(velocity) - curvature)
-
-    def _drift(
-        self, state: ThermostatState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> ThermostatState:
+    def _drift(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         moved = super()._drift(state, time, gradient_fn, normals)
         rate = self.sigma_xi / self.gamma
         if rate == 0.0:
@@ -260,9 +250,7 @@ class MonomialGammaThermostat(ThermostatDynamics):
             return kicked
         return kicked._replace(position=state.position - self.sigma_theta * time * gradient)
 
-    def _noisy_kick(
-        self, state: ThermostatState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> ThermostatState:
+    def _noisy_kick(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         q, p, xi = super()._noisy_kick(state, time, gradient_fn, normals)
         used = 1
         if self.sigma_theta > 0.0:
@@ -272,11 +260,8 @@ class MonomialGammaThermostat(ThermostatDynamics):
             xi = xi + jnp.sqrt(2.0 * self.sigma_xi * time) * normals[used]
         return ThermostatState(q, p, xi)
 
-    def _euler(
-        self, state: ThermostatState, time: Any, gradient_fn: GradientFn, normals: Array
-    ) -> ThermostatState:
+    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
         q, p, xi = self._damped_kick(state, time, gradient_fn, normals)
-        rate = self.thermostat_drift(p) - self.sigma_xi / self.gamma * (
-            state.thermostat - self.sigma_p
-        )
+        own_drift = self.sigma_xi / self.gamma * (state.thermostat - self.sigma_p)
+        rate = self.thermostat_drift(p) - own_drift
         return ThermostatState(q + time * self.kinetics.velocity(p), p, xi + time * rate)

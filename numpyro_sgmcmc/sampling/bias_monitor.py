@@ -84,11 +84,9 @@ class RunningSums(NamedTuple):
     def finalize_iteration(
         self, position: Array, kinetic_temperature: Any, weight: Array
     ) -> RunningSums:
-        """Return the iteration's means times its weight, with what is read once per iteration.
+        """Return the iteration's means times the draw's weight, with the sums at the draw alone.
 
         :param position: the iteration's draw.
-        :param kinetic_temperature: kinetic temperature at the draw.
-        :param weight: weight of the draw.
         """
         completed = self._replace(
             position_position=self.weight * self._product(position, position),
@@ -123,7 +121,6 @@ class Moments(NamedTuple):
     def add(self, sums: RunningSums, is_sampling: Array, is_valid: Array) -> Moments:
         """Return the moments with one more iteration.
 
-        :param sums: the iteration's sums.
         :param is_sampling: False in warm-up, whose iterations are not counted.
         :param is_valid: False if the sums are to be left out.
         """
@@ -151,24 +148,18 @@ def compute_batch_index(iteration: Array, num_batches: int) -> Array:
 class FirstGradientRecorder:
     """A gradient function that keeps its first value: a step's gradient at the integrator's start.
 
-    :param gradient_fn: maps a position to a gradient.
+    :ivar first_gradient: the value of the first call; None before.
     """
 
     def __init__(self, gradient_fn: GradientFn) -> None:
         self._gradient_fn = gradient_fn
-        self._first_gradient: Array | None = None
+        self.first_gradient: Any = None
 
     def __call__(self, q: Array) -> Array:
         gradient = self._gradient_fn(q)
-        if self._first_gradient is None:
-            self._first_gradient = gradient
+        if self.first_gradient is None:
+            self.first_gradient = gradient
         return gradient
-
-    @property
-    def first_gradient(self) -> Array:
-        """Value of the first call."""
-        assert self._first_gradient is not None
-        return self._first_gradient
 
 
 class StepSizeMonitor(NamedTuple):
@@ -223,14 +214,10 @@ class StepSizeMonitor(NamedTuple):
         # error that is too small. The SD of such a mean, sqrt(2 / ESS), is a lower bound there.
         min_error = jnp.sqrt(2.0 / (size * ess_per_iteration)) * (deviation < 0.0)
         error = jnp.maximum(error, min_error.at[-1].set(0.0))
-        is_significant = (
-            jnp.abs(deviation) - _NUM_STANDARD_ERRORS * error > allowed_variance_inflation
-        )
+        lower_limit = jnp.abs(deviation) - _NUM_STANDARD_ERRORS * error
+        is_significant = lower_limit > allowed_variance_inflation
         is_significant &= self.num_iterations >= _MIN_MONITORED_ITERATIONS
         largest = jnp.where(is_significant, jnp.abs(deviation), 0.0).max()
-        scale = jnp.clip(
-            allowed_variance_inflation / jnp.maximum(largest, 1e-30),  # 0 if none is significant
-            _MIN_STEP_SCALE,
-            _MAX_STEP_SCALE,
-        )
+        scale = allowed_variance_inflation / jnp.maximum(largest, 1e-30)  # 0 if none is significant
+        scale = jnp.clip(scale, _MIN_STEP_SCALE, _MAX_STEP_SCALE)
         return jnp.where(is_significant.any(), scale, 1.0)

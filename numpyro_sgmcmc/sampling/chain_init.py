@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,8 +36,6 @@ def init_chains(
 ) -> SGMCMCState:
     """Return the initial state of a chain, batched if the key is.
 
-    :param config: configuration of the chains.
-    :param dynamics: the SDE, which initialises its auxiliary variables.
     :param rng_key: one key, or one per chain.
     :param init_params: unconstrained initial values, or None.
     :param arguments: the model's arguments, concrete.
@@ -46,22 +43,30 @@ def init_chains(
     adaptation, potential = config.adaptation, config.potential
     is_batch = has_chain_axis(rng_key)
     num_chains = len(rng_key) if is_batch else 1
-    init_states = partial(
-        _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit,
-        is_batch=is_batch,
-        num_steps=jnp.asarray(adaptation.num_steps),
-        num_temperatures=potential.dim + (not adaptation.has_dominant_mode),
-        arguments=arguments if adaptation.uses_init_strategy else None,
-        potential=potential,
-        dynamics=dynamics,
-    )
     chain_indices: Any = 0
     if adaptation.other_mode_preconditioners and is_batch:
         chain_indices = np.arange(num_chains)
     elif adaptation.other_mode_preconditioners:
-        # A single chain has no number: a random one, by a key that `_init_chain` does not use.
+        # A single chain has no number: a random one, by a key that `_init_states` does not use.
         chain_indices = random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
-    state = init_states(rng_key, init_params, _init_adapt_state(config, chain_indices))
+    num_temperatures = potential.dim + (not adaptation.has_dominant_mode)
+    constants = {
+        "i": jnp.array(0),
+        "num_steps": jnp.asarray(adaptation.num_steps),
+        "diverging": jnp.array(False),
+        "moments": Moments.zeros(potential.dim, potential.dtype),
+        "step_size_monitor": StepSizeMonitor.zeros(num_temperatures, potential.dtype),
+    }
+    init_states = _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit
+    state = init_states(
+        rng_key,
+        init_params,
+        _init_adapt_state(config, chain_indices),
+        arguments if adaptation.uses_init_strategy else None,
+        constants,
+        potential=potential,
+        dynamics=dynamics,
+    )
     attach = partial(attach_prefetch_buffer, config, num_chains=num_chains)
     state = (jax.vmap(attach) if is_batch else attach)(state)
     if potential.local_latents is not None:
@@ -93,67 +98,56 @@ def _init_adapt_state(config: ChainConfig, chain_indices: Any) -> AdaptState:
 
 
 def _init_states(
-    rng_key: Array, init_params: Any, adapt_state: AdaptState, *, is_batch: bool, **shared: Any
+    rng_key: Array,
+    init_params: Any,
+    adapt_state: AdaptState,
+    arguments: Arguments | None,
+    constants: dict[str, Any],
+    potential: Potential,
+    dynamics: Dynamics,
 ) -> SGMCMCState:
-    """Return the initial state of a chain, or of several in one compiled function.
+    """Return the initial state of a chain, or of several, without local latent variables.
 
     :param adapt_state: that of all chains, or one per chain.
+    :param arguments: the model's, if the initialisation strategy chooses the position; else None.
+    :param constants: fields of the state that are the same for all chains.
     """
-    init_chain: Callable[..., SGMCMCState] = partial(_init_chain, **shared)
-    if is_batch:
+
+    def init_chain(rng_key: Array, init_params: Any, adapt_state: AdaptState) -> SGMCMCState:
+        preconditioner = adapt_state.preconditioner
+        rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
+        if init_params is None and arguments is None:
+            q = _INIT_DISPERSION_SD * random.normal(position_key, (potential.dim,), potential.dtype)
+        else:
+            if init_params is None:
+                assert arguments is not None
+                position = potential.sample_init_position(position_key, arguments)
+            else:
+                position = ravel_pytree(init_params)[0]
+            q = preconditioner.solve(position.astype(potential.dtype) - preconditioner.center)
+        stream_keys = random.split(stream_key, len(potential.plates))
+        return SGMCMCState(
+            z=potential.unravel(preconditioner.to_position(q)),
+            dynamics_state=dynamics.init(q, state_key),
+            streams={
+                p.name: init_stream(p, key)
+                for p, key in zip(potential.plates, stream_keys, strict=True)
+            },
+            weight=jnp.zeros_like(adapt_state.step_size),
+            adapt_state=adapt_state,
+            rng_key=rng_key,
+            **constants,
+        )
+
+    if has_chain_axis(rng_key):
         init_chain = jax.vmap(init_chain, (0, 0, 0 if adapt_state.step_size.ndim else None))
     return init_chain(rng_key, init_params, adapt_state)
 
 
-def _init_chain(
-    rng_key: Array,
-    init_params: Any,
-    adapt_state: AdaptState,
-    *,
-    num_steps: Array,
-    num_temperatures: int,
-    arguments: Arguments | None,
-    potential: Potential,
-    dynamics: Dynamics,
-) -> SGMCMCState:
-    """Return a chain's initial state without local latent variables.
-
-    :param num_temperatures: number of temperatures that the step-size monitor sums.
-    :param arguments: the model's, if the initialisation strategy chooses the position; else None.
-    """
-    preconditioner = adapt_state.preconditioner
-    rng_key, position_key, state_key, stream_key = random.split(rng_key, 4)
-    if init_params is None and arguments is None:
-        q = _INIT_DISPERSION_SD * random.normal(position_key, (potential.dim,), potential.dtype)
-    else:
-        if init_params is None:
-            assert arguments is not None
-            position = potential.sample_init_position(position_key, arguments)
-        else:
-            position = ravel_pytree(init_params)[0]
-        q = preconditioner.solve(position.astype(potential.dtype) - preconditioner.center)
-    stream_keys = random.split(stream_key, len(potential.plates))
-    return SGMCMCState(
-        i=jnp.array(0),
-        z=potential.unravel(preconditioner.to_position(q)),
-        dynamics_state=dynamics.init(q, state_key),
-        streams={
-            p.name: init_stream(p, key)
-            for p, key in zip(potential.plates, stream_keys, strict=True)
-        },
-        num_steps=num_steps,
-        weight=jnp.zeros_like(adapt_state.step_size),
-        diverging=jnp.array(False),
-        moments=Moments.zeros(potential.dim, potential.dtype),
-        step_size_monitor=StepSizeMonitor.zeros(num_temperatures, potential.dtype),
-        adapt_state=adapt_state,
-        rng_key=rng_key,
-    )
-
-
-_INIT_STATIC_ARGNAMES = ("is_batch", "potential", "dynamics", "num_temperatures")
-_init_states_jit = jax.jit(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
-_init_states_low_opt_jit = jit_low_optimization(_init_states, static_argnames=_INIT_STATIC_ARGNAMES)
+_init_states_jit = jax.jit(_init_states, static_argnames=("potential", "dynamics"))
+_init_states_low_opt_jit = jit_low_optimization(
+    _init_states, static_argnames=("potential", "dynamics")
+)
 
 
 def _init_locals(

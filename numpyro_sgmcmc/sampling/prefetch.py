@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.row_proxies import RowLookup, read_lookups
 from numpyro_sgmcmc.sampling.state import (
@@ -22,7 +22,6 @@ from numpyro_sgmcmc.sampling.state import (
     PrefetchBuffer,
     PrefetchCursor,
     SGMCMCState,
-    get_key_data,
     sample_iteration_indices,
 )
 
@@ -43,16 +42,17 @@ def attach_prefetch_buffer(config: ChainConfig, state: SGMCMCState, num_chains: 
     )
     length = compute_buffer_length(lookups, index_structs, num_chains)
     indices = {p: jnp.zeros((length, *x.shape), x.dtype) for p, x in index_structs.items()}
+    row_arrays = tuple(
+        jnp.zeros((length, *index_structs[plate].shape, *array.shape[1:]), array.dtype)
+        for array, plate in lookups
+    )
     buffer = PrefetchBuffer(
-        row_arrays=tuple(
-            jnp.zeros((length, *index_structs[plate].shape, *array.shape[1:]), array.dtype)
-            for array, plate in lookups
-        ),
+        row_arrays=row_arrays,
         indices=indices,
         next_indices=indices,
         cursor=PrefetchCursor(state.rng_key, state.streams),
         num_used=jnp.asarray(length),
-        next_key_data=~get_key_data(state.rng_key),  # of no iteration: nothing is read yet
+        next_key_data=~random.key_data(state.rng_key),  # of no iteration: nothing is read yet
     )
     return state._replace(prefetch_buffer=buffer)
 
@@ -63,7 +63,6 @@ def compute_buffer_length(
     """Return the number of iterations in a buffer, so that those of all chains stay near 8 MB.
 
     :param index_structs: shape and type of one iteration's row indices, by plate.
-    :param num_chains: chains that read together.
     """
     num_bytes = num_chains * sum(
         index_structs[plate].size * max(array.row_size, 1) * array.dtype.itemsize
@@ -79,8 +78,6 @@ def refill_prefetch_buffer(
     """Return the state of one chain or of several with the rows of its next iteration.
 
     It is called outside of ``vmap``, which would run both branches of the condition every time.
-
-    :param chain_axis: the mesh axis over which chains are distributed, or None.
     """
     if state.prefetch_buffer is None:
         return state
@@ -91,7 +88,7 @@ def refill_prefetch_buffer(
     # One chain after the other: under `vmap` the loop would make chains the innermost axis, and
     # the rows would be transposed at every iteration.
     sample = partial(lax.map, sample_indices) if is_batch else sample_indices
-    is_other_key = (buffer.next_key_data != get_key_data(state.rng_key)).any()
+    is_other_key = (buffer.next_key_data != random.key_data(state.rng_key)).any()
 
     def read(state: SGMCMCState) -> PrefetchBuffer:
         # Indices are sampled once: the next buffer's are now due, unless the key has changed.
@@ -102,7 +99,7 @@ def refill_prefetch_buffer(
         )
         cursor, next_indices = sample(cursor)
         row_arrays = read_lookups(lookups, indices, next_indices, chain_axis)
-        num_used, key_data = jnp.zeros_like(buffer.num_used), get_key_data(state.rng_key)
+        num_used, key_data = jnp.zeros_like(buffer.num_used), random.key_data(state.rng_key)
         return PrefetchBuffer(row_arrays, indices, next_indices, cursor, num_used, key_data)
 
     is_due = (buffer.num_used >= length).any() | is_other_key

@@ -39,15 +39,12 @@ class SGMCMCState(NamedTuple):
       The chain then restarts from the position at the iteration's start; in warm-up, and after a
       second failure in a row, halfway between it and the center.
     - **adapt_state** - an :class:`AdaptState`.
-    - **moments** - running sums for estimates of the chain's bias, a
-      :class:`~numpyro_sgmcmc.sampling.bias_monitor.Moments`.
-    - **step_size_monitor** - temperatures for the warm-up's check of the step size, a
-      :class:`~numpyro_sgmcmc.sampling.bias_monitor.StepSizeMonitor`.
+    - **moments** - running sums for estimates of the chain's bias.
+    - **step_size_monitor** - temperatures for the warm-up's check of the step size.
     - **rng_key** - random key of the next iteration.
-    - **prefetch_buffer** - rows read ahead of the chain, a :class:`PrefetchBuffer`; None if all
-      data are in memory.
-    - **local_state** - values of the latent sites inside the subsampled plate for all rows, a
-      :class:`~numpyro_sgmcmc.model.local_moves.LocalLatentsState`; None if there are none.
+    - **prefetch_buffer** - rows read ahead of the chain; None if all data are in memory.
+    - **local_state** - values of the latent sites inside the subsampled plate for all rows; None if
+      there are none.
     """
 
     i: Array
@@ -70,14 +67,12 @@ class AdaptState(NamedTuple):
     - **step_size** - size of the iteration's last step, in preconditioned coordinates. A chain
       shortens it in warm-up if it proves too long.
     - **preconditioner** - coordinates, with the full-data gradient at their center and, where the
-      estimator needs it, the Hessian, a
-      :class:`~numpyro_sgmcmc.model.preconditioner.Preconditioner`. In a model with local latent
-      variables the gradient is that given their present values.
-    - **gradient_noise_covariance** - covariance of the preconditioned gradient's noise, a
-      :class:`~numpyro_sgmcmc.dynamics.base.GradientNoiseCovariance`; None unless the noise is
-      compensated.
-    - **mass_matrix_blocks** - blocks in which the mass matrix is shown, a
-      :class:`~numpyro_sgmcmc.sampling.mass_matrix.MassMatrixBlocks`; None for a potential function.
+      estimator needs it, the Hessian. In a model with local latent variables the gradient is that
+      given their present values.
+    - **gradient_noise_covariance** - covariance of the preconditioned gradient's noise; None unless
+      the noise is compensated.
+    - **mass_matrix_blocks** - blocks in which the mass matrix is shown; None for a potential
+      function.
     - **initial_center** - the center before other blocks of Gibbs moved it, shape ``(d,)``; None
       if it has not moved.
     """
@@ -109,21 +104,15 @@ class AdaptState(NamedTuple):
 
     @property
     def _mass_matrices(self) -> tuple[Any, Any, Any]:
-        """Inverse mass matrix, S and the inverse of S."""
         matrix, is_dense = self.preconditioner.inverse_mass_matrix, self.preconditioner.is_dense
         if self.mass_matrix_blocks is None:
             return matrix, *compute_mass_matrix_sqrt(matrix, is_dense)
         blocks = self.mass_matrix_blocks.extract(matrix, is_dense)
-        num_chain_axes = self.step_size.ndim
-        roots = {
-            names: compute_mass_matrix_sqrt(block, block.ndim > 1 + num_chain_axes)
-            for names, block in blocks.items()
-        }
-        return (
-            blocks,
-            {names: root for names, (root, _) in roots.items()},
-            {names: inverse for names, (_, inverse) in roots.items()},
-        )
+        roots, inverses = {}, {}
+        for names, block in blocks.items():
+            is_dense = block.ndim > 1 + self.step_size.ndim  # chains may have an axis
+            roots[names], inverses[names] = compute_mass_matrix_sqrt(block, is_dense)
+        return blocks, roots, inverses
 
     @property
     def center(self) -> Array:
@@ -180,13 +169,10 @@ class PrefetchBuffer(NamedTuple):
     def slice_step(
         self, buffer_index: Array, step: Array
     ) -> tuple[dict[str, Array], tuple[Array, ...]]:
-        """Return the row indices of one step by plate, and the rows.
+        """Return the row indices of a step of the buffer's iteration by plate, and the rows.
 
         Copied for this step alone and with one index for all chains, which is as fast as data in
         memory.
-
-        :param buffer_index: number of the iteration in the buffer.
-        :param step: step in the iteration.
         """
 
         def slice_array(x: Array) -> Array:
@@ -222,8 +208,8 @@ class StepCarry(NamedTuple):
 @dataclass(frozen=True)
 class ChainConfig:
     """
-    - **potential** - the potential.
-    - **adaptation** - the adaptation that all chains share.
+    - **potential** - the posterior.
+    - **adaptation** - results of the warm-up that all chains share.
     - **integrator** - name of the integrator.
     - **bind_dynamics** - returns the SDE in the coordinates of a preconditioner, on which the
       metric of a Riemannian SDE depends.
@@ -308,12 +294,5 @@ def sample_iteration_indices(
 
 
 def has_chain_axis(rng_key: Array) -> bool:
-    """Return whether there is one key per chain; raw keys have one more axis than typed ones."""
-    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
-    return jnp.ndim(rng_key) == (1 if is_typed else 2)
-
-
-def get_key_data(rng_key: Array) -> Array:
-    """Return the words of a typed or a raw key."""
-    is_typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(rng_key) if is_typed else rng_key
+    """Return whether there is one key per chain, typed or raw."""
+    return random.key_data(rng_key).ndim == 2

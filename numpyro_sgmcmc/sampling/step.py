@@ -32,18 +32,15 @@ from numpyro_sgmcmc.model.local_moves import update_minibatch_locals
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import (
     FirstGradientRecorder,
-    Moments,
     RunningSums,
     StepSizeMonitor,
 )
 from numpyro_sgmcmc.sampling.prefetch import refill_prefetch_buffer
 from numpyro_sgmcmc.sampling.state import (
-    AdaptState,
     ChainConfig,
     Keys,
     SGMCMCState,
     StepCarry,
-    get_key_data,
     sample_iteration_indices,
 )
 
@@ -54,16 +51,6 @@ _MAX_DISPLACEMENT_SD = 1e3
 # Shares of the step size below which warm-up does not shorten it, for a chosen one and for one of
 # the user's, which may be in other units: if that is still too long, something else is wrong.
 _MIN_STEP_SIZE_FRACTION, _MIN_USER_STEP_SIZE_FRACTION = 1 / 64, 2.0**-12
-
-
-class Minibatch(NamedTuple):
-    """
-    - **indices** - row indices by plate.
-    - **arguments** - the model's arguments, with the values of these rows.
-    """
-
-    indices: dict[str, Array]
-    arguments: Arguments
 
 
 class StepInputs(NamedTuple):
@@ -83,14 +70,15 @@ class StepInputs(NamedTuple):
     local_key: Array | None
 
 
+StepFn = Callable[[StepCarry, StepInputs], tuple[StepCarry, Array, Array]]
+
+
 def run_iteration(
     config: ChainConfig, state: SGMCMCState, arguments: Arguments, chain_axis: str | None = None
 ) -> SGMCMCState:
     """Return the state after one iteration, of one chain or of several.
 
-    :param config: configuration of the chain.
     :param state: the state before, batched for several chains.
-    :param arguments: the model's arguments.
     :param chain_axis: the mesh axis over which chains are distributed, or None.
     """
     if config.potential.dim == 0:
@@ -98,65 +86,71 @@ def run_iteration(
     state = refill_prefetch_buffer(config, state, chain_axis)
     buffer = state.prefetch_buffer
     buffer_index = None if buffer is None else buffer.num_used.ravel()[0]  # equal for all chains
-    run_chain = partial(
-        _run_chain_iteration, config, arguments=arguments, buffer_index=buffer_index
-    )
+    run_chain = partial(_run_chain_iteration, config, arguments, buffer_index)
     return (
         jax.vmap(run_chain, spmd_axis_name=chain_axis)(state) if state.i.ndim else run_chain(state)
     )
 
 
 def _run_chain_iteration(
-    config: ChainConfig, state: SGMCMCState, arguments: Arguments, buffer_index: Array | None
+    config: ChainConfig, arguments: Arguments, buffer_index: Array | None, state: SGMCMCState
 ) -> SGMCMCState:
     """Return the state of one chain after one iteration.
 
     :param buffer_index: number of the iteration in the prefetch buffer, if there is one.
     """
-    num_steps, adapt_state = config.adaptation.num_steps, state.adapt_state
+    potential, adapt_state, buffer = config.potential, state.adapt_state, state.prefetch_buffer
+    preconditioner = adapt_state.preconditioner
+    dynamics = config.bind_dynamics(preconditioner)
     keys = Keys.split(state.rng_key)
     streams, indices = sample_iteration_indices(config, state.streams, keys.indices)
-    step_indices = state.i * num_steps + jnp.arange(num_steps)
 
-    buffer = state.prefetch_buffer
-    minibatch_inputs: Any = indices if buffer is None else jnp.arange(num_steps)
-
-    def get_minibatch(minibatch_input: Any) -> Minibatch:
+    def get_minibatch(minibatch_input: Any) -> tuple[dict[str, Array], Arguments]:
         if buffer is None:
-            return Minibatch(minibatch_input, arguments)
+            return minibatch_input, arguments
         assert buffer_index is not None
         indices, rows = buffer.slice_step(buffer_index, minibatch_input)
-        lookups = config.potential.host_lookups
-        return Minibatch(indices, with_prefetched_rows(arguments, lookups, indices, rows))
+        return indices, with_prefetched_rows(arguments, potential.host_lookups, indices, rows)
 
-    step, inputs = make_step(
-        config, adapt_state, keys, step_indices, get_minibatch, minibatch_inputs
-    )
+    step, inputs = make_step(config, state, dynamics, keys, indices, get_minibatch)
     final, sums = _scan_steps(config, state, step, inputs, arguments, keys.moments)
     if final.reference_gradient is not None:
         adapt_state = adapt_state.with_reference_gradient(final.reference_gradient)
 
-    step_size = config.get_step_size(step_indices[-1], adapt_state)
+    step_size = config.get_step_size(inputs.step_index[-1], adapt_state)
     dynamics_state, diverging = _restart_if_diverged(
-        config, state, final.dynamics_state, step_size, keys.restart
+        config, state, dynamics, final.dynamics_state, step_size, keys.restart
     )
-    weight = config.compute_weight(step_indices, adapt_state)
-    temperatures = _compute_temperatures(config, state, sums, final)
-    monitor, step_scale = _adapt_step_size(config, state, temperatures, diverging)
-    if step_scale is not None:
-        step_size = step_scale * step_size
+    weight = config.compute_weight(inputs.step_index, adapt_state)
+    temperatures, moments = None, state.moments
+    if config.adaptation.monitor_gradients.interval:
+        temperatures = _compute_temperatures(config, state, dynamics, sums, final.dynamics_state)
+        is_sampling = state.i >= config.num_warmup
+        sums = sums.finalize_iteration(
+            preconditioner.apply_low_rank(dynamics_state.position),
+            dynamics.kinetic_temperature(dynamics_state),
+            weight,
+        )
+        moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
+    monitor, step_size = _adapt_step_size(config, state, temperatures, diverging, step_size)
     if buffer is not None:
         buffer = buffer._replace(
-            num_used=buffer.num_used + 1, next_key_data=get_key_data(keys.next_key)
+            num_used=buffer.num_used + 1, next_key_data=random.key_data(keys.next_key)
         )
+    z = potential.unravel(preconditioner.to_position(dynamics_state.position))
+    if config.collected_local_sites:
+        assert potential.local_latents is not None
+        assert final.local_state is not None
+        local_values = potential.local_latents.to_unconstrained_sites(final.local_state.values)
+        z |= {name: local_values[name] for name in config.collected_local_sites}
     return state._replace(
         i=state.i + 1,
-        z=_collect_site_values(config, adapt_state, dynamics_state.position, final),
+        z=z,
         dynamics_state=dynamics_state,
         streams=streams,
         weight=weight,
         diverging=diverging,
-        moments=_update_moments(config, state, sums, dynamics_state, weight, diverging),
+        moments=moments,
         step_size_monitor=monitor,
         adapt_state=adapt_state._replace(step_size=step_size),
         rng_key=keys.next_key,
@@ -167,30 +161,29 @@ def _run_chain_iteration(
 
 # The steps.
 
-StepFn = Callable[[StepCarry, StepInputs], tuple[StepCarry, Array, Array]]
-
 
 def make_step(
     config: ChainConfig,
-    adapt_state: AdaptState,
+    state: SGMCMCState,
+    dynamics: Dynamics,
     keys: Keys,
-    step_indices: Array,
-    get_minibatch: Callable[[Any], Minibatch],
-    minibatch_inputs: Any,
+    indices: dict[str, Array],
+    get_minibatch: Callable[[Any], tuple[dict[str, Array], Arguments]],
 ) -> tuple[StepFn, StepInputs]:
     """Return the step function of an iteration, and the inputs of all its steps.
 
     A step returns what has changed, and a position with the gradient's estimate there, not
     clipped.
 
-    :param step_indices: numbers of the iteration's steps in the run.
-    :param get_minibatch: returns the minibatch of one of the ``minibatch_inputs``.
-    :param minibatch_inputs: pytree with a leading axis of steps.
+    :param state: the state before the iteration.
+    :param indices: row indices of all steps by plate, used unless they are in a prefetch buffer.
+    :param get_minibatch: returns row indices and arguments of a step from its minibatch input.
     """
     potential, estimator = config.potential, config.adaptation.estimator
-    preconditioner, num_steps = adapt_state.preconditioner, len(step_indices)
-    dynamics = config.bind_dynamics(preconditioner)
+    num_steps, adapt_state = config.adaptation.num_steps, state.adapt_state
+    preconditioner = adapt_state.preconditioner
     integrate = dynamics.make_step(config.integrator)
+    step_indices = state.i * num_steps + jnp.arange(num_steps)
     resample_auxiliary = _make_auxiliary_resampler(config, dynamics, keys.auxiliary, step_indices)
 
     # Random numbers of all steps at once, which is faster, unless they would fill the memory.
@@ -200,11 +193,16 @@ def make_step(
         normals = random.normal(keys.normals, (num_steps, *normals_shape), potential.dtype)
     else:
         normals = random.split(keys.normals, num_steps)
-    model_keys = random.split(keys.model, num_steps) if potential.is_stochastic else None
     local_keys = None
     if potential.local_latents is not None:
         local_keys = random.split(random.fold_in(keys.model, 1), num_steps)
-    all_inputs = StepInputs(minibatch_inputs, normals, model_keys, step_indices, local_keys)
+    all_inputs = StepInputs(
+        minibatch=indices if state.prefetch_buffer is None else jnp.arange(num_steps),
+        normals=normals,
+        model_key=random.split(keys.model, num_steps) if potential.is_stochastic else None,
+        step_index=step_indices,
+        local_key=local_keys,
+    )
 
     def step(carry: StepCarry, inputs: StepInputs) -> tuple[StepCarry, Array, Array]:
         normals = inputs.normals
@@ -227,15 +225,9 @@ def make_step(
                 inputs.local_key,
             )
             carry = StepCarry(carry.dynamics_state, local_state, reference_gradient)
+        updated = carry.update_preconditioner(preconditioner)
         gradient_fn = FirstGradientRecorder(
-            make_gradient_fn(
-                estimator,
-                potential,
-                arguments,
-                carry.update_preconditioner(preconditioner),
-                indices,
-                inputs.model_key,
-            )
+            make_gradient_fn(estimator, potential, arguments, updated, indices, inputs.model_key)
         )
         start = resample_auxiliary(carry.dynamics_state, inputs.step_index)
         step_size = config.get_step_size(inputs.step_index, adapt_state)
@@ -245,12 +237,8 @@ def make_step(
             )
         clipped_gradient_fn = clip_grad_norm(gradient_fn, config.max_grad_norm)
         end = integrate(start, step_size, clipped_gradient_fn, normals, inputs.step_index)
-        gradient_state = end if integrate.gradient_at_end else start
-        return (
-            carry._replace(dynamics_state=end),
-            gradient_state.position,
-            gradient_fn.first_gradient,
-        )
+        position = (end if integrate.gradient_at_end else start).position
+        return carry._replace(dynamics_state=end), position, gradient_fn.first_gradient
 
     return step, all_inputs
 
@@ -322,9 +310,8 @@ def _scan_steps(
         sums = sums.add(preconditioner.apply_low_rank(q), preconditioner.solve_low_rank(gradient))
         return (carry_of_steps, sums), None
 
-    reference_gradient = None
-    if state.local_state is not None:
-        reference_gradient = preconditioner.reference_gradient
+    has_locals = state.local_state is not None
+    reference_gradient = preconditioner.reference_gradient if has_locals else None
     initial = StepCarry(state.dynamics_state, state.local_state, reference_gradient)
     num_intervals = num_steps // interval
     grouped = jax.tree.map(lambda x: x.reshape(num_intervals, interval, *x.shape[1:]), inputs)
@@ -368,6 +355,7 @@ def _independent_gradient(
 def _restart_if_diverged(
     config: ChainConfig,
     state: SGMCMCState,
+    dynamics: Dynamics,
     final_dynamics_state: Any,
     last_step_size: Array,
     rng_key: Array,
@@ -384,22 +372,23 @@ def _restart_if_diverged(
     # in warm-up, and if the iteration before failed too, halve the distance to the center.
     is_halved = (state.i < config.num_warmup) | state.diverging
     factor = jnp.where(is_halved, 0.5, 1.0).astype(config.potential.dtype)
-    dynamics = config.bind_dynamics(state.adapt_state.preconditioner)
     restart = dynamics.init(factor * state.dynamics_state.position, rng_key)
     return jax.tree.map(partial(jnp.where, diverging), restart, final_dynamics_state), diverging
 
 
 def _compute_temperatures(
-    config: ChainConfig, state: SGMCMCState, sums: RunningSums, final: StepCarry
-) -> Array | None:
+    config: ChainConfig,
+    state: SGMCMCState,
+    dynamics: Dynamics,
+    sums: RunningSums,
+    final_dynamics_state: Any,
+) -> Array:
     r"""Return configurational temperatures, whose expectation is one for an exact sampler.
 
     Without a dominant mode the kinetic temperature is appended. Gradient noise then inflates the
     variance in directions that are no coordinates; the momenta show it best, and the step is too
     short to change their temperature itself.
     """
-    if not config.adaptation.monitor_gradients.interval:
-        return None
     temperatures = sums.configurational_temperatures
     preconditioner = state.adapt_state.preconditioner
     if (initial_center := state.adapt_state.initial_center) is not None:
@@ -409,91 +398,43 @@ def _compute_temperatures(
         temperatures += preconditioner.apply_low_rank(moved) * sums.gradient / sums.weight
     if config.adaptation.has_dominant_mode:
         return temperatures
-    dynamics = config.bind_dynamics(preconditioner)
-    kinetic_temperature = dynamics.kinetic_temperature(final.dynamics_state)
+    kinetic_temperature = dynamics.kinetic_temperature(final_dynamics_state)
     # NaN for an SDE without momenta.
     kinetic_temperature = jnp.where(jnp.isnan(kinetic_temperature), 1.0, kinetic_temperature)
     return jnp.append(temperatures, kinetic_temperature)
 
 
 def _adapt_step_size(
-    config: ChainConfig, state: SGMCMCState, temperatures: Array | None, diverging: Array
-) -> tuple[StepSizeMonitor, Array | None]:
-    """Return the step-size monitor, and a factor for the step size: 1 after warm-up.
+    config: ChainConfig,
+    state: SGMCMCState,
+    temperatures: Array | None,
+    diverging: Array,
+    last_step_size: Array,
+) -> tuple[StepSizeMonitor, Array]:
+    """Return the step-size monitor, and the step size, which changes in warm-up only.
 
     The temperatures are checked halfway through the warm-up and at its end, over the iterations
     since its quarter and since its half. A divergence halves the step at once, except those of the
     over-dispersed initial position. A step size of the user's is shortened by divergences only.
     """
-    num_warmup, adaptation = config.num_warmup, config.adaptation
-    if temperatures is None or adaptation.allowed_variance_inflation is None:
-        if not config.can_shrink_user_step_size:
-            return state.step_size_monitor, None
-        one = jnp.ones_like(state.adapt_state.step_size)
-        scale = _shrink_after_divergence(
-            config, state, one, diverging, _MIN_USER_STEP_SIZE_FRACTION
-        )
-        return state.step_size_monitor, scale
-    quarter, half = num_warmup // 4, num_warmup // 2
-    is_warmup = state.i < num_warmup
-    monitor = state.step_size_monitor.add(
-        temperatures, (state.i >= quarter) & is_warmup & ~diverging
-    )
-    is_due = (state.i + 1 == half) | (state.i + 1 == num_warmup)
-    allowed = jnp.asarray(adaptation.allowed_variance_inflation, temperatures.dtype)
-    time = adaptation.num_steps * state.adapt_state.step_size
-    ess_per_iteration = jnp.minimum(time / adaptation.relaxation_time, 1.0)
-    scale = jnp.where(is_due, monitor.compute_step_scale(allowed, ess_per_iteration), 1.0)
-    scale = _shrink_after_divergence(config, state, scale, diverging, _MIN_STEP_SIZE_FRACTION)
-    monitor = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), monitor)
-    return monitor, scale
-
-
-def _shrink_after_divergence(
-    config: ChainConfig, state: SGMCMCState, scale: Array, diverging: Array, min_fraction: float
-) -> Array:
-    """Return the factor for the step size, halved by a divergence in warm-up; 1 after warm-up.
-
-    :param min_fraction: share of the initial step size below which it is not shortened.
-    """
-    is_warmup = state.i < config.num_warmup
-    is_halved = is_warmup & diverging & (state.diverging | (state.i >= config.num_warmup // 4))
+    adaptation, num_warmup = config.adaptation, config.num_warmup
+    quarter, half, is_warmup = num_warmup // 4, num_warmup // 2, state.i < num_warmup
+    step_size, monitor = state.adapt_state.step_size, state.step_size_monitor
+    if temperatures is not None and adaptation.allowed_variance_inflation is not None:
+        min_fraction = _MIN_STEP_SIZE_FRACTION
+        monitor = monitor.add(temperatures, (state.i >= quarter) & is_warmup & ~diverging)
+        is_due = (state.i + 1 == half) | (state.i + 1 == num_warmup)
+        allowed = jnp.asarray(adaptation.allowed_variance_inflation, temperatures.dtype)
+        time = adaptation.num_steps * step_size
+        ess_per_iteration = jnp.minimum(time / adaptation.relaxation_time, 1.0)
+        scale = jnp.where(is_due, monitor.compute_step_scale(allowed, ess_per_iteration), 1.0)
+        monitor = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), monitor)
+    elif config.can_shrink_user_step_size:
+        min_fraction, scale = _MIN_USER_STEP_SIZE_FRACTION, jnp.ones_like(step_size)
+    else:
+        return monitor, last_step_size
+    is_halved = is_warmup & diverging & (state.diverging | (state.i >= quarter))
     scale = jnp.where(is_halved, 0.5 * scale, scale)
-    min_scale = min_fraction * config.adaptation.step_size / state.adapt_state.step_size
-    return jnp.where(is_warmup, jnp.maximum(scale, jnp.minimum(min_scale, 1.0)), 1.0)
-
-
-def _update_moments(
-    config: ChainConfig,
-    state: SGMCMCState,
-    sums: RunningSums,
-    dynamics_state: Any,
-    weight: Array,
-    diverging: Array,
-) -> Moments:
-    """Return the chain's moments with the sums of this iteration, unless it is of the warm-up.
-
-    :param dynamics_state: state of the SDE after the iteration.
-    """
-    if not config.adaptation.monitor_gradients.interval:
-        return state.moments
-    is_sampling = state.i >= config.num_warmup
-    preconditioner = state.adapt_state.preconditioner
-    temperature = config.bind_dynamics(preconditioner).kinetic_temperature(dynamics_state)
-    position = preconditioner.apply_low_rank(dynamics_state.position)
-    finished = sums.finalize_iteration(position, temperature, weight)
-    return state.moments.add(finished, is_sampling, is_sampling & ~diverging)
-
-
-def _collect_site_values(
-    config: ChainConfig, adapt_state: AdaptState, q: Array, final: StepCarry
-) -> dict[str, Array]:
-    """Return the unconstrained values of the sites that a draw contains."""
-    potential = config.potential
-    z: dict[str, Array] = potential.unravel(adapt_state.preconditioner.to_position(q))
-    if config.collected_local_sites:
-        assert potential.local_latents is not None
-        assert final.local_state is not None
-        local_values = potential.local_latents.to_unconstrained_sites(final.local_state.values)
-        z |= {name: local_values[name] for name in config.collected_local_sites}
-    return z
+    min_scale = jnp.minimum(min_fraction * adaptation.step_size / step_size, 1.0)
+    scale = jnp.where(is_warmup, jnp.maximum(scale, min_scale), 1.0)
+    return monitor, scale * last_step_size

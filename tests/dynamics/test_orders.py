@@ -12,7 +12,7 @@ from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.dynamics import OverdampedLangevin, UnderdampedLangevin
-from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, compose
+from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, Step
 from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
 from tests.dynamics.examples import (
     EXAMPLES,
@@ -88,7 +88,7 @@ def test_stationary_covariance_on_gaussian_has_the_claimed_order(name, integrato
 
 def compose_underdamped(*parts):
     integrator = Integrator(tuple(Part(*part) for part in parts), order=2, step_size=0.3)
-    return compose(UnderdampedLangevin(FRICTION).flows, integrator)
+    return Step.from_flows(UnderdampedLangevin(FRICTION).flows, integrator)
 
 
 def step_and_num_noise(name, integrator):
