@@ -41,7 +41,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, random
-from scipy.integrate import cumulative_trapezoid
 
 from numpyro_sgmcmc.dynamics.base import Dynamics, MomentumState, PositionState
 from numpyro_sgmcmc.dynamics.integrators import (
@@ -196,6 +195,8 @@ def _one_minus_tanh_power(a: float, x: Any) -> Any:
 @cache
 def _quantile_table(a: float, softening: float) -> np.ndarray:
     """Return ``g^a``, of density exp(-K), at tail probabilities exp(-e) for e on a grid."""
+    from scipy.integrate import cumulative_trapezoid  # slow to import, and needed here alone
+
     # The grid is finest near zero, where the density of g^a is largest, and ends beyond the last
     # entry of the table.
     grid = np.linspace(0.0, 1.0, _TABLE_QUADRATURE_SIZE) ** 2

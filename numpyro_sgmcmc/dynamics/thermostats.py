@@ -85,15 +85,16 @@ class ThermostatDynamics(UnderdampedDynamics):
     State = ThermostatState
     has_thermostat = True
 
-    @property
-    def gamma(self) -> float:
-        """Stationary variance of a thermostat, times the coordinates that share it."""
-        return 1.0
+    gamma: float = 1.0
+    """Stationary variance of a thermostat, times the number of coordinates that share it."""
+
+    per_coordinate: bool = True
+    """Whether there is one thermostat per coordinate; otherwise all share one."""
 
     @property
-    def per_coordinate(self) -> bool:
-        """True if there is one thermostat per coordinate, False if all share one."""
-        return True
+    def balances_constant_noise(self) -> bool:
+        """True if gradient noise that is the same everywhere hardly widens the posterior."""
+        return self.per_coordinate
 
     def sample_auxiliary(
         self, name: str, rng_key: Array, shape: tuple[int, ...], dtype: Any
@@ -108,6 +109,19 @@ class ThermostatDynamics(UnderdampedDynamics):
         num_shared = 1 if self.per_coordinate else state.position.size
         squares = jnp.square(state.thermostat - self.friction).sum()
         return super().energy(state) + num_shared * squares / (2.0 * self.gamma)
+
+    def variance_inflation(
+        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
+    ) -> float:
+        inflation = super().variance_inflation(gradient_variance, step_size)
+        if not self.balances_constant_noise:
+            return inflation
+        residual = _RESIDUAL_INFLATION * gradient_variance * step_size**2
+        return residual + position_dependent_fraction * inflation
+
+    def gradient_noise_fraction(self, step_size: Any) -> float:
+        # The ratio of variances of one kick, in which the thermostats take no part.
+        return super().variance_inflation(1.0, step_size)
 
     def thermostat_drift(self, p: Array) -> Array:
         """Return the rate at which the thermostat rises at a momentum."""
@@ -149,19 +163,6 @@ class NoseHooverThermostat(ThermostatDynamics):
     def linear_approximation(self) -> UnderdampedLangevin:
         # The thermostats stay near their mean.
         return UnderdampedLangevin(self.friction)
-
-    def variance_inflation(
-        self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
-    ) -> float:
-        inflation = super().variance_inflation(gradient_variance, step_size)
-        if not self.per_coordinate:
-            return inflation
-        residual = _RESIDUAL_INFLATION * gradient_variance * step_size**2
-        return residual + position_dependent_fraction * inflation
-
-    def gradient_noise_fraction(self, step_size: Any) -> float:
-        # The ratio of variances of one kick, in which the thermostats take no part.
-        return super().variance_inflation(1.0, step_size)
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,10 @@ class MonomialGammaThermostat(ThermostatDynamics):
     @property
     def friction(self) -> float:
         return self.sigma_p
+
+    @property
+    def balances_constant_noise(self) -> bool:
+        return self.sigma_theta == 0.0  # no thermostat balances the noise of the position
 
     def compensate_gradient_noise(
         self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance

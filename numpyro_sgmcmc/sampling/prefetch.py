@@ -7,13 +7,13 @@ the rows of the next are being read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax, random
+from jax import lax, random
 
 from numpyro_sgmcmc.data.row_proxies import RowLookup, read_lookups
 from numpyro_sgmcmc.sampling.state import (
@@ -84,11 +84,18 @@ def refill_prefetch_buffer(
     lookups, buffer = config.potential.host_lookups, state.prefetch_buffer
     is_batch = buffer.num_used.ndim == 1
     length = buffer.row_arrays[0].shape[int(is_batch)]
-    sample_indices = partial(_sample_upcoming_indices, config, num_iterations=length)
-    # One chain after the other: under `vmap` the loop would make chains the innermost axis, and
-    # the rows would be transposed at every iteration.
-    sample = partial(lax.map, sample_indices) if is_batch else sample_indices
     is_other_key = (buffer.next_key_data != random.key_data(state.rng_key)).any()
+
+    def sample_iteration(cursor: PrefetchCursor, _: Any) -> tuple[PrefetchCursor, Any]:
+        keys = Keys.split(cursor.rng_key)
+        streams, indices = sample_iteration_indices(config, cursor.streams, keys.indices)
+        return PrefetchCursor(keys.next_key, streams), indices
+
+    sample: Callable = partial(lax.scan, sample_iteration, xs=None, length=length)
+    if is_batch:
+        # One chain after the other: under `vmap` the loop would make chains the innermost axis, and
+        # the rows would be transposed at every iteration.
+        sample = partial(lax.map, sample)
 
     def read(state: SGMCMCState) -> PrefetchBuffer:
         # Indices are sampled once: the next buffer's are now due, unless the key has changed.
@@ -106,18 +113,3 @@ def refill_prefetch_buffer(
     return state._replace(
         prefetch_buffer=lax.cond(is_due, read, lambda s: s.prefetch_buffer, state)
     )
-
-
-def _sample_upcoming_indices(
-    config: ChainConfig, cursor: PrefetchCursor, num_iterations: int
-) -> tuple[PrefetchCursor, dict[str, Array]]:
-    """Return the row indices of the next iterations, with a leading axis of iterations."""
-
-    def sample_iteration(
-        cursor: PrefetchCursor, _: None
-    ) -> tuple[PrefetchCursor, dict[str, Array]]:
-        keys = Keys.split(cursor.rng_key)
-        streams, indices = sample_iteration_indices(config, cursor.streams, keys.indices)
-        return PrefetchCursor(keys.next_key, streams), indices
-
-    return lax.scan(sample_iteration, cursor, None, num_iterations)

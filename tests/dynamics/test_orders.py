@@ -11,7 +11,12 @@ from jax.flatten_util import ravel_pytree
 from numpyro_sgmcmc import SGHMC, SGLD, SHMC, SGHMCSplit
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
-from numpyro_sgmcmc.dynamics import OverdampedLangevin, UnderdampedLangevin
+from numpyro_sgmcmc.dynamics import (
+    MonomialGammaThermostat,
+    NoseHooverThermostat,
+    OverdampedLangevin,
+    UnderdampedLangevin,
+)
 from numpyro_sgmcmc.dynamics.integrators import Integrator, Part, Step
 from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
 from tests.dynamics.examples import (
@@ -317,3 +322,20 @@ def test_variance_inflation_equals_that_of_the_stationary_covariance(
     )
     predicted = example.dynamics.variance_inflation(gradient_variance, step_size)
     assert ratio - 1 == pytest.approx(predicted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dynamics", "ratio"),
+    [
+        (NoseHooverThermostat(), 0.0),
+        (MonomialGammaThermostat(), 0.0),
+        (NoseHooverThermostat(per_coordinate=False), 1.0),
+        (MonomialGammaThermostat(sigma_theta=0.1), 1.0),
+        (UnderdampedLangevin(), 1.0),
+    ],
+)
+def test_thermostats_per_coordinate_balance_noise_that_is_the_same_everywhere(dynamics, ratio):
+    """Except the noise of the position, which no thermostat balances."""
+    position_dependent = dynamics.variance_inflation(0.1, 1e-4)
+    constant = dynamics.variance_inflation(0.1, 1e-4, position_dependent_fraction=0.0)
+    assert constant / position_dependent == pytest.approx(ratio, abs=1e-4)
