@@ -88,9 +88,9 @@ def _init_adapt_state(config: ChainConfig, chain_indices: Any) -> AdaptState:
         mode = chain_indices % (1 + len(others))
         preconditioner = jax.tree.map(lambda x: x[mode], by_mode)
     step_size = jnp.full(np.shape(chain_indices), adaptation.step_size, dtype)
-    if config.traced_step_size is not None:
+    if config.options.traced_step_size is not None:
         # NaN for one that is not positive: every iteration then diverges.
-        traced = config.traced_step_size.astype(dtype)
+        traced = config.options.traced_step_size.astype(dtype)
         step_size = jnp.where(traced > 0.0, traced, jnp.nan) * jnp.ones_like(step_size)
     return AdaptState(
         step_size, preconditioner, adaptation.gradient_noise_covariance, config.mass_matrix_blocks

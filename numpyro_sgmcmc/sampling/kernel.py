@@ -430,13 +430,10 @@ class SGMCMCKernel(MCMCKernel):
         return ChainConfig(
             potential=self.potential.with_included_rows(adaptation.included_rows),
             adaptation=adaptation,
+            options=options,
             integrator=self._integrator,
             bind_dynamics=partial(self._bind_dynamics, self.potential),
-            step_size_schedule=options.step_size if callable(options.step_size) else None,
-            can_shrink_user_step_size=options.can_shrink_user_step_size,
-            traced_step_size=options.traced_step_size,
             num_warmup=self._cache.num_warmup,
-            max_grad_norm=options.max_grad_norm,
             collected_local_sites=select_collected_sites(
                 self.potential.local_latents, options.collect_local_sites
             ),

@@ -24,6 +24,7 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks, compute_mass_matrix_sqrt
+from numpyro_sgmcmc.sampling.options import Options
 
 
 class SGMCMCState(NamedTuple):
@@ -210,50 +211,42 @@ class ChainConfig:
     """
     - **potential** - the posterior.
     - **adaptation** - results of the warm-up that all chains share.
+    - **options** - the user's.
     - **integrator** - name of the integrator.
     - **bind_dynamics** - returns the SDE in the coordinates of a preconditioner, on which the
       metric of a Riemannian SDE depends.
-    - **step_size_schedule** - the user's step sizes by number of steps so far, or None.
     - **num_warmup** - warm-up iterations.
-    - **max_grad_norm** - largest norm of a preconditioned gradient, or None.
     - **collected_local_sites** - local sites of which ``z`` has the values of all rows.
-    - **can_shrink_user_step_size** - whether divergences in warm-up may shorten a step size of the
-      user's.
-    - **traced_step_size** - the user's step size if it is traced, or None.
     - **mass_matrix_blocks** - blocks in which the mass matrix is shown; None for a potential
       function.
     """
 
     potential: Potential
     adaptation: Adaptation
+    options: Options
     integrator: str
     bind_dynamics: Callable[[Preconditioner], Dynamics]
-    step_size_schedule: Callable[[Any], Any] | None
     num_warmup: int
-    max_grad_norm: float | None = None
     collected_local_sites: tuple[str, ...] = ()
-    can_shrink_user_step_size: bool = False
-    traced_step_size: Array | None = None
     mass_matrix_blocks: MassMatrixBlocks | None = None
 
     def get_step_size(self, step_index: Array, adapt_state: AdaptState) -> Array:
         """Return the size of the step that ``step_index`` others precede."""
-        if self.step_size_schedule is None:
+        if not callable(schedule := self.options.step_size):
             return adapt_state.step_size
-        step_size = jnp.asarray(self.step_size_schedule(step_index), adapt_state.step_size.dtype)
+        step_size = jnp.asarray(schedule(step_index), adapt_state.step_size.dtype)
         # A negative step would run time backwards: NaN makes the iteration count as diverging.
         return jnp.where(step_size >= 0.0, step_size, jnp.nan)
 
     def compute_weight(self, step_indices: Array, adapt_state: AdaptState) -> Array:
         """Return the weight in averages of a draw after these steps."""
-        if self.traced_step_size is not None:
+        if self.options.traced_step_size is not None:
             return len(step_indices) * adapt_state.step_size
-        if self.step_size_schedule is None:
+        if not callable(schedule := self.options.step_size):
             # The same for all chains, although some may have shortened their steps.
             step_size = jnp.asarray(self.adaptation.step_size, adapt_state.step_size.dtype)
             return len(step_indices) * step_size
-        weight_fn = getattr(self.step_size_schedule, "weight", self.step_size_schedule)
-        weights = jax.vmap(weight_fn)(step_indices)
+        weights = jax.vmap(getattr(schedule, "weight", schedule))(step_indices)
         # The draw is the last step's: if that step explores, the draw has no weight.
         weight = jnp.where((weights[-1] > 0.0) & (weights >= 0.0).all(), weights.sum(), 0.0)
         return weight.astype(adapt_state.step_size.dtype)

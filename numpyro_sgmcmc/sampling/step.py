@@ -235,7 +235,7 @@ def make_step(
             normals = dynamics.compensate_gradient_noise(
                 start, normals, step_size, adapt_state.gradient_noise_covariance
             )
-        clipped_gradient_fn = clip_grad_norm(gradient_fn, config.max_grad_norm)
+        clipped_gradient_fn = clip_grad_norm(gradient_fn, config.options.max_grad_norm)
         end = integrate(start, step_size, clipped_gradient_fn, normals, inputs.step_index)
         position = (end if integrate.gradient_at_end else start).position
         return carry._replace(dynamics_state=end), position, gradient_fn.first_gradient
@@ -429,7 +429,7 @@ def _adapt_step_size(
         ess_per_iteration = jnp.minimum(time / adaptation.relaxation_time, 1.0)
         scale = jnp.where(is_due, monitor.compute_step_scale(allowed, ess_per_iteration), 1.0)
         monitor = jax.tree.map(lambda x: jnp.where(is_due, jnp.zeros_like(x), x), monitor)
-    elif config.can_shrink_user_step_size:
+    elif config.options.can_shrink_user_step_size:
         min_fraction, scale = _MIN_USER_STEP_SIZE_FRACTION, jnp.ones_like(step_size)
     else:
         return monitor, last_step_size
