@@ -1,17 +1,12 @@
 r"""The interface of an SDE, and mathematics that several SDEs share.
 
 :class:`Dynamics` is the interface: flows, integrators, stationary law of the auxiliary variables,
-and the predictions from which the warm-up chooses a step size. All SDEs are in preconditioned
-coordinates, in which the posterior covariance is about the identity.
+and the predictions from which the warm-up chooses a step size.
 
 :class:`GradientNoiseCovariance` compensates gradient noise. A minibatch gradient of covariance V
 adds :math:`h^2 V` to a step that should add :math:`2\gamma h`; injecting
 :math:`2\gamma h - h^2\hat V` instead restores the total (Ma, Chen and Fox 2015, *A complete recipe
-for stochastic gradient MCMC*, equation (9); Chen, Fox and Guestrin 2014). Directions in which
-:math:`h^2\hat V` exceeds :math:`2\gamma h` get no injected noise.
-
-:func:`divergence` is the correction term of SDEs whose diffusion, curl or metric depends on the
-position.
+for stochastic gradient MCMC*, equation (9); Chen, Fox and Guestrin 2014).
 """
 
 from __future__ import annotations
@@ -89,7 +84,7 @@ class GradientNoiseCovariance(NamedTuple):
     def subtract_from(self, normals: Array, fraction: Any) -> Array:
         """Scale standard normals ``(..., d)`` to the covariance ``1 - fraction * covariance``.
 
-        They are zero in directions in which the difference is negative.
+        They are zero where the difference is negative: there is more noise than is injected.
 
         :param fraction: fraction of the injected variance that a gradient variance of one adds.
         """

@@ -119,8 +119,8 @@ class Recipe(OverdampedDynamics):
         gradient = gradient.at[: potential_gradient.size].add(potential_gradient)
         diffusion = self.diffusion(z)
         descent = diffusion * gradient if diffusion.ndim == 1 else diffusion @ gradient
-        curl_correction = jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
-        correction = divergence(self.diffusion, z) + curl_correction
+        correction = divergence(self.diffusion, z)
+        correction += jnp.einsum("ijj->i", jax.jacfwd(self.curl)(z))
         return correction - descent - self.curl(z) @ gradient
 
     def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
@@ -261,9 +261,9 @@ def _check_position_marginal(dynamics: Recipe, positions: Array, num_auxiliary: 
 
 
 def _free_energy_change(energy_fn: Any, positions: Array, auxiliaries: Array) -> float:
-    r"""Return the range over positions of :math:`-\log\int e^{-h}\,da` for a quadratic h.
+    r"""Return the range over positions of :math:`-\log\int e^{-h}\,da`, or zero.
 
-    :return: zero if h is not quadratic in the auxiliary variables, or not convex.
+    Zero if h is not quadratic in the auxiliary variables, or not convex.
     """
     hessian_fn, gradient_fn = jax.hessian(energy_fn, argnums=1), jax.grad(energy_fn, argnums=1)
     hessians = _evaluate_all_pairs(hessian_fn, positions, auxiliaries[:2])
