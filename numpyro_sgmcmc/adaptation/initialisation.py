@@ -107,9 +107,11 @@ def find_finite_positions(
         if len(positions) == num_positions:
             break
     if not positions:
+        position = inputs.cast(candidate)
+        cause, fix = inputs.potential.diagnose_nonfinite(position, inputs.arguments)
         raise InitializationError(
-            "Cannot find an initial position with a finite log density and gradient.",
-            inputs.potential.diagnose_nonfinite(inputs.cast(candidate), inputs.arguments),
+            f"Cannot find an initial position with a finite log density and gradient{cause}.",
+            fix,
             "no-finite-initial-position",
         )
     return tuple(positions)
@@ -121,11 +123,11 @@ def check_finite_gradient(inputs: WarmupInputs, preconditioner: Preconditioner) 
     :raises InitializationError: naming the sites that are not finite.
     """
     if not preconditioner.is_finite():
+        center = inputs.cast(preconditioner.center)
+        cause, fix = inputs.potential.diagnose_nonfinite(center, inputs.arguments)
         raise InitializationError(
-            "The full-data gradient is not finite at the initial position.",
-            inputs.potential.diagnose_nonfinite(
-                inputs.cast(preconditioner.center), inputs.arguments
-            ),
+            f"The full-data gradient is not finite at the initial position{cause}.",
+            fix,
             "no-finite-initial-position",
         )
 
@@ -239,9 +241,10 @@ def validate_init_params(
         position = ravel_pytree(values)[0]
         if not batched_gradients.is_finite(np.asarray(position)):
             of_chain = f" of chain {chain}" if num_chains else ""
+            cause, fix = potential.diagnose_nonfinite(position, arguments)
             raise InvalidArgumentError(
-                f"Log density or gradient is not finite at the `init_params`{of_chain}.",
-                potential.diagnose_nonfinite(position, arguments),
+                f"Log density or gradient is not finite at the `init_params`{of_chain}{cause}.",
+                fix,
                 "init-params-not-finite",
             )
     return init_params

@@ -26,6 +26,7 @@ from numpyro_sgmcmc.data.subsampling import Plate
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.trace import site_slices
 
 # Consistency of gradients: intervals per line; groups into which the sites are divided, and lines
 # per group at least; rows on which the potential is evaluated. These bound the work.
@@ -106,9 +107,8 @@ def _group_sites(potential: Potential, max_groups: int) -> list[tuple[tuple[str,
     """Return names and coordinates of the sites, divided into at most ``max_groups`` groups."""
     if potential.sites is None:
         return [((), np.arange(potential.dim))]
-    names = [s.name for s in potential.sites]
-    ends = np.cumsum([int(np.prod(s.shape)) for s in potential.sites])
-    coordinates = np.split(np.arange(potential.dim), ends[:-1])
+    slices = site_slices(potential.sites)
+    names, coordinates = list(slices), [np.arange(potential.dim)[s] for s in slices.values()]
     group_size = -(-len(names) // max_groups)
     return [
         (tuple(names[i : i + group_size]), np.concatenate(coordinates[i : i + group_size]))

@@ -43,6 +43,7 @@ from numpyro_sgmcmc.model.gradient_estimators import (
 )
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.trace import site_slices
 
 # --- Other modes. Nats are of the log posterior density or log mass.
 _MAX_LOG_MASS_DEFICIT = 2.5  # nats below the main mode, about a tenth of the mass
@@ -273,10 +274,10 @@ def _find_separated_sites(
     potential: Potential, positions: np.ndarray, other_positions: np.ndarray
 ) -> Iterator[tuple[str, bool]]:
     """Iterate over sites that differ between modes, and whether their components are permuted."""
-    start, separated_coordinates = 0, find_separated_coordinates(positions, other_positions)
+    separated_coordinates = find_separated_coordinates(positions, other_positions)
+    slices = site_slices(potential.sites or ())
     for site in potential.sites or ():
-        coordinates = np.arange(start, start + site.size)
-        start += site.size
+        coordinates = np.arange(potential.dim)[slices[site.name]]
         if np.isin(coordinates, separated_coordinates).any():
             a, b = (
                 x[:, coordinates].mean(0).reshape(site.shape) for x in (positions, other_positions)

@@ -139,6 +139,16 @@ class Arguments:
         )
         return Arguments(args, kwargs)
 
+    def by_name(self, model: Callable) -> dict[str, Any]:
+        """Return the arguments by their names in the model's signature, in pytree order."""
+        try:
+            parameters = list(inspect.signature(model).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        unnamed = [f"argument {k}" for k in range(len(parameters), len(self.args))]
+        names = parameters[: len(self.args)] + unnamed
+        return dict(zip(names, self.args, strict=True)) | dict(sorted(self.kwargs.items()))
+
     def named_arrays(self, model: Callable) -> list[tuple[str, jax.Array | np.ndarray]]:
         """Return the arrays with their names in the model's signature."""
         return [(name, x) for name, x in self._named_leaves(model) if is_array(x)]
@@ -152,21 +162,11 @@ class Arguments:
         self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
     ) -> Iterator[tuple[str, Any]]:
         """Yield all leaves with their names in the model's signature."""
-        try:
-            parameters = list(inspect.signature(model).parameters)
-        except (TypeError, ValueError):
-            parameters = []
-        leaves = jax.tree_util.tree_leaves_with_path((self.args, self.kwargs), is_leaf=is_leaf)
-        for path, leaf in leaves:
-            key = path[1]
-            if isinstance(key, jax.tree_util.SequenceKey):
-                is_named = key.idx < len(parameters)
-                name = parameters[key.idx] if is_named else f"argument {key.idx}"
-            else:
-                name = str(getattr(key, "key", key))
-            # The array inside a ShardedArray has the name of the ShardedArray.
-            inner = [k for k in path[2:] if not isinstance(k, jax.tree_util.FlattenedIndexKey)]
-            yield f"`{name}{jax.tree_util.keystr(tuple(inner))}`", leaf
+        for name, argument in self.by_name(model).items():
+            for path, leaf in jax.tree_util.tree_leaves_with_path(argument, is_leaf=is_leaf):
+                # The array inside a ShardedArray has the name of the ShardedArray.
+                inner = [k for k in path if not isinstance(k, jax.tree_util.FlattenedIndexKey)]
+                yield f"`{name}{jax.tree_util.keystr(tuple(inner))}`", leaf
 
     def tree_flatten(self) -> tuple[list[Any], Hashable]:
         leaves, structure = jax.tree.flatten((self.args, self.kwargs))

@@ -41,6 +41,9 @@ MeanOverShards: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
 """Evaluates a function that is linear in the minibatch gradient function; where rows are sharded,
 the mean of its values on the shards, weighted by their numbers of rows."""
 
+WeightedPoints: TypeAlias = list[tuple[np.ndarray, float]]
+"""Positions of shape ``(d,)``, each with a weight."""
+
 
 class GradientEstimator:
     """Base of estimators of the gradient from one minibatch.
@@ -69,20 +72,14 @@ class GradientEstimator:
     ) -> Array:
         """Return the estimate of the preconditioned gradient at ``q``, shape ``(d,)``.
 
-        :param q: preconditioned position, shape ``(d,)``.
         :param preconditioner: the coordinates, with the reference gradient and Hessian.
         :param mean_over_shards: gives access to the minibatch gradient.
         """
         raise NotImplementedError
 
-    def noise_eval_points(
-        self, q: np.ndarray, preconditioner: Preconditioner
-    ) -> list[tuple[np.ndarray, float]]:
+    def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         """Return positions and weights such that the weighted sum of the minibatch gradients there
-        has the noise of the estimate.
-
-        :param q: preconditioned position, shape ``(d,)``.
-        :param preconditioner: the coordinates, in NumPy.
+        has the noise of the estimate at ``q``; in NumPy.
         """
         raise NotImplementedError
 
@@ -95,20 +92,15 @@ def make_gradient_fn(
     indices: Indices,
     rng_key: Array | None = None,
 ) -> GradientFn:
-    """Return the function that estimates the preconditioned gradient from one minibatch.
+    """Return the function that estimates the preconditioned gradient at ``q`` from one minibatch.
 
-    :param estimator: the gradient estimator.
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
     :param preconditioner: the coordinates, with the reference gradient and Hessian.
-    :param indices: the minibatch.
     :param rng_key: key of a stochastic likelihood.
-    :return: maps ``q`` of shape ``(d,)`` to a gradient of that shape.
     """
 
     def mean_over_shards(fn: Callable[[GradientFn], Array]) -> Array:
-        def on_shard(shard: Potential, indices: Indices, arguments: Arguments, key: Any) -> Array:
-            return fn(lambda position: shard.gradient(position, indices, arguments, key))
+        def on_shard(shard: Potential, *batch: Any) -> Array:
+            return fn(lambda position: shard.gradient(position, *batch))
 
         return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
 
@@ -129,9 +121,7 @@ class MinibatchGradient(GradientEstimator):
         position = preconditioner.to_position(q)
         return preconditioner.apply_transpose(mean_over_shards(lambda gradient: gradient(position)))
 
-    def noise_eval_points(
-        self, q: np.ndarray, preconditioner: Preconditioner
-    ) -> list[tuple[np.ndarray, float]]:
+    def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         return [(preconditioner.to_position(q), 1.0)]
 
 
@@ -151,9 +141,7 @@ class ControlVariate(GradientEstimator):
         difference = mean_over_shards(lambda gradient: gradient(position) - gradient(reference))
         return preconditioner.apply_transpose(difference + preconditioner.reference_gradient)
 
-    def noise_eval_points(
-        self, q: np.ndarray, preconditioner: Preconditioner
-    ) -> list[tuple[np.ndarray, float]]:
+    def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         return [(preconditioner.to_position(q), 1.0), (preconditioner.center, -1.0)]
 
 
@@ -181,9 +169,7 @@ class SecondOrderControlVariate(GradientEstimator):
             expansion = expansion + preconditioner.reference_hessian @ displacement
         return preconditioner.apply_transpose(mean_over_shards(remainder) + expansion)
 
-    def noise_eval_points(
-        self, q: np.ndarray, preconditioner: Preconditioner
-    ) -> list[tuple[np.ndarray, float]]:
+    def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.
         step = _FINITE_DIFFERENCE_FRACTION * preconditioner.apply(q)
         weight = 0.5 / _FINITE_DIFFERENCE_FRACTION

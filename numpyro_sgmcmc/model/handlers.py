@@ -41,14 +41,9 @@ class set_subsample_indices(Messenger):
     """
 
     def __init__(
-        self,
-        fn: Any,
-        indices: Indices | ChooseIndices,
-        weights: Mapping[str, Any] | None = None,
+        self, fn: Any, indices: Indices | ChooseIndices, weights: Mapping[str, Any] | None = None
     ) -> None:
-        self.choose_indices: ChooseIndices = (
-            indices if callable(indices) else lambda name, *_: indices.get(name)
-        )
+        self.choose_indices = indices if callable(indices) else lambda name, *_: indices.get(name)
         self.weights = weights or {}
         super().__init__(fn)
 
@@ -96,12 +91,10 @@ def plate_array_length_error(
 
 
 class disable_validation(Messenger):
-    """Handler that leaves out NumPyro's checks that values of some sites lie in their support.
+    """Handler that leaves out NumPyro's checks that values of the named sites are in their support.
 
-    Values that come from unconstrained space always do, up to rounding, and the checks are a sixth
+    Values that come from unconstrained space always are, up to rounding, and the checks are a sixth
     of the operations of a hierarchical model's gradient.
-
-    :param names: names of the sites.
     """
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
@@ -140,8 +133,6 @@ class ConditionedModel:
     """The model of a block of Gibbs, which subsamples the values of other blocks.
 
     Gibbs passes values for all rows of the sites inside a subsampled plate.
-
-    :param model: the model as Gibbs has wrapped it.
     """
 
     def __init__(self, model: Callable) -> None:
@@ -153,10 +144,7 @@ class ConditionedModel:
 
 
 class _subsample_given_values(Messenger):
-    """Handler that selects the minibatch from site values that are given for all rows.
-
-    :param names: names of the sites.
-    """
+    """Handler that selects the minibatch from values of the named sites, given for all rows."""
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
         self.names = names
@@ -183,8 +171,6 @@ class FullDataModel:
     :class:`~numpyro.infer.gibbs.DiscreteGibbs`.
 
     Two views of one model are equal, so that blocks of ``Gibbs`` can share it.
-
-    :param model: a NumPyro model.
     """
 
     max_bytes = 2**30
@@ -232,14 +218,21 @@ def _all_indices(name: str, size: int, subsample_size: int) -> Array:
     return jnp.arange(size)
 
 
+def trace_run(
+    model: Callable, arguments: Arguments, values: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the trace of one run of a model, with values given for some of its sites."""
+    arguments = arguments.map_arrays(jnp.asarray)
+    run = trace(substitute(model, data=dict(values or {})))
+    return run.get_trace(*arguments.args, **arguments.kwargs)
+
+
 def trace_prior(
     model: Callable, indices: Indices | ChooseIndices, arguments: Arguments
 ) -> dict[str, Any]:
     """Return the model's trace on some rows of each plate, with latent sites from the prior."""
-    arguments = arguments.map_arrays(jnp.asarray)
     model = substitute(seed(model, random.key(0)), substitute_fn=init_to_sample)
-    run = trace(set_subsample_indices(model, indices))
-    return run.get_trace(*arguments.args, **arguments.kwargs)
+    return trace_run(set_subsample_indices(model, indices), arguments)
 
 
 def sample_prior_values(

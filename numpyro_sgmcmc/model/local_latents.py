@@ -16,23 +16,23 @@ probability simplex*, section 4.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 from numpyro.distributions import biject_to
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import seed, substitute
 from numpyro.infer.util import constrain_fn
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidArgumentError
-from numpyro_sgmcmc.model.trace import ModelTrace
+from numpyro_sgmcmc.model.handlers import trace_run
+from numpyro_sgmcmc.model.trace import LatentSite, ModelTrace, site_slices
 
 _LOCAL_VALUES_KWARG = "_local_values"
 
@@ -50,52 +50,17 @@ class LocalValues(NamedTuple):
 
     def take(self, indices: Array) -> BatchLocalValues:
         """Return the values of some rows."""
-        return BatchLocalValues(
-            self.hmc_position[indices], {k: v[indices] for k, v in self.gibbs_values.items()}
-        )
+        return BatchLocalValues(*jax.tree.map(lambda x: x[indices], self))
 
     def put(self, indices: Array, values: BatchLocalValues) -> LocalValues:
         """Return the values with those of some rows replaced; each row occurs once."""
-        return LocalValues(
-            self.hmc_position.at[indices].set(values.hmc_position, unique_indices=True),
-            {
-                k: v.at[indices].set(values.gibbs_values[k], unique_indices=True)
-                for k, v in self.gibbs_values.items()
-            },
+        return jax.tree.map(
+            lambda x, new: x.at[indices].set(new, unique_indices=True), self, LocalValues(*values)
         )
 
 
-class BatchLocalValues(NamedTuple):
-    """Local values of the rows of one evaluation of the model, in their order.
-
-    - **hmc_position** - as in :class:`LocalValues`, shape ``(rows, k)``.
-    - **gibbs_values** - as in :class:`LocalValues`, ``(rows, ...)`` each.
-    """
-
-    hmc_position: Array
-    gibbs_values: dict[str, Array]
-
-
-class LocalSite(NamedTuple):
-    """A latent site inside the subsampled plate.
-
-    - **name** - name of the site.
-    - **shape** - shape of one row's value, unconstrained where HMC updates it.
-    - **axis** - axis of the rows in the values that the model sees.
-    - **support** - the distribution's support.
-    - **dtype** - type of the values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axis: int
-    support: Any
-    dtype: Any
-
-    @property
-    def size(self) -> int:
-        """Numbers per row."""
-        return math.prod(self.shape)
+class BatchLocalValues(LocalValues):
+    """Local values of the rows of one evaluation of the model, in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +76,8 @@ class LocalLatents:
     """
 
     plate: Plate
-    hmc_sites: tuple[LocalSite, ...]
-    gibbs_sites: tuple[LocalSite, ...]
+    hmc_sites: tuple[LatentSite, ...]
+    gibbs_sites: tuple[LatentSite, ...]
     gibbs_fn: Callable | None = None
     num_sweeps: int | None = None
 
@@ -128,23 +93,21 @@ class LocalLatents:
 
     def unravel(self, hmc_position: Array) -> dict[str, Array]:
         """Return unconstrained values in the model's layout, from shape ``(rows, k)``."""
-        ends = accumulate(s.size for s in self.hmc_sites)
-        return {
-            s.name: jnp.moveaxis(
-                hmc_position[:, end - s.size : end].reshape(len(hmc_position), *s.shape), 0, s.axis
-            )
-            for s, end in zip(self.hmc_sites, ends, strict=True)
-        }
+        values, slices = {}, site_slices(self.hmc_sites)
+        for s in self.hmc_sites:
+            rows = hmc_position[:, slices[s.name]].reshape(len(hmc_position), *s.shape)
+            values[s.name] = jnp.moveaxis(rows, 0, s.row_axis)
+        return values
 
     def to_model_layout(self, gibbs_values: Mapping[str, Array]) -> dict[str, Array]:
         """Return values of the Gibbs sites in the model's layout, from shapes ``(rows, ...)``."""
-        return {s.name: jnp.moveaxis(gibbs_values[s.name], 0, s.axis) for s in self.gibbs_sites}
+        return {s.name: jnp.moveaxis(gibbs_values[s.name], 0, s.row_axis) for s in self.gibbs_sites}
 
     def to_row_layout(self, gibbs_values: Mapping[str, Array]) -> dict[str, Array]:
         """Return values of the Gibbs sites as ``(rows, ...)``, from the model's layout."""
-        return {s.name: jnp.moveaxis(gibbs_values[s.name], s.axis, 0) for s in self.gibbs_sites}
+        return {s.name: jnp.moveaxis(gibbs_values[s.name], s.row_axis, 0) for s in self.gibbs_sites}
 
-    def to_unconstrained_sites(self, values: LocalValues | BatchLocalValues) -> dict[str, Array]:
+    def to_unconstrained_sites(self, values: LocalValues) -> dict[str, Array]:
         """Return all local sites in the model's layout; those of HMC are unconstrained."""
         return {**self.unravel(values.hmc_position), **self.to_model_layout(values.gibbs_values)}
 
@@ -169,8 +132,10 @@ class LocalLatents:
 def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
     """Return the latent sites inside the subsampled plate, or None where there are none."""
     gibbs = model_trace.gibbs
-    hmc_sites: list[LocalSite] = []
-    gibbs_sites: list[LocalSite] = []
+    hmc_sites: list[LatentSite] = []
+    gibbs_sites: list[LatentSite] = []
+    if not model_trace.local_sites:
+        return None
     for site in model_trace.local_sites:
         is_gibbs_site = site.name in gibbs.site_names
         axis = len(site.batch_shape) + site.plate_frames[0].dim
@@ -178,9 +143,7 @@ def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
         assert shape is not None
         row_shape = shape[:axis] + shape[axis + 1 :]
         sites = gibbs_sites if is_gibbs_site else hmc_sites
-        sites.append(LocalSite(site.name, row_shape, axis, site.support, site.dtype))
-    if not hmc_sites and not gibbs_sites:
-        return None
+        sites.append(LatentSite(site.name, row_shape, site.support, axis, site.dtype))
     (plate,) = model_trace.plates.values()
     return LocalLatents(
         plate, tuple(hmc_sites), tuple(gibbs_sites), gibbs.gibbs_fn, gibbs.num_sweeps
@@ -206,7 +169,7 @@ def select_collected_sites(
     return tuple(collect_local_sites)
 
 
-def with_local_values(arguments: Arguments, values: LocalValues | BatchLocalValues) -> Arguments:
+def with_local_values(arguments: Arguments, values: LocalValues) -> Arguments:
     """Return the arguments with local values, of all rows or of those that are evaluated."""
     return Arguments(arguments.args, {**arguments.kwargs, _LOCAL_VALUES_KWARG: values})
 
@@ -226,11 +189,9 @@ def insert_local_values(
 ) -> tuple[Callable, Any, Arguments]:
     """Return the model, the unconstrained values and the arguments with local values in place.
 
-    :param local_latents: the local sites, or None where the model has none.
     :param model: the model, with subsample indices set.
     :param z: unconstrained values of the global sites.
-    :param indices: the rows.
-    :param arguments: the model's arguments, with local values or without; default values then.
+    :param arguments: with local values, or without any: then with default values.
     """
     if local_latents is None:
         return model, z, arguments
@@ -239,7 +200,7 @@ def insert_local_values(
     rows = jnp.asarray(indices[local_latents.plate.name])
     if values is None:
         values = _default_local_values(local_latents, model, z, len(rows), arguments)
-    if isinstance(values, LocalValues):
+    if not isinstance(values, BatchLocalValues):
         values = values.take(rows)
     if local_latents.gibbs_sites:
         model = substitute(model, data=local_latents.to_model_layout(values.gibbs_values))
@@ -255,9 +216,9 @@ def _default_local_values(
     hmc_position = jnp.zeros((num_rows, local_latents.hmc_dim))
     if not local_latents.gibbs_sites:
         return BatchLocalValues(hmc_position, {})
-    model, (args, kwargs) = seed(model, random.key(0)), (arguments.args, arguments.kwargs)
-    others = constrain_fn(model, args, kwargs, {**z, **local_latents.unravel(hmc_position)})
-    sites = trace(substitute(model, data=lax.stop_gradient(others))).get_trace(*args, **kwargs)
+    model, z = seed(model, random.key(0)), {**z, **local_latents.unravel(hmc_position)}
+    others = lax.stop_gradient(constrain_fn(model, arguments.args, arguments.kwargs, z))
+    sites = trace_run(model, arguments, others)
     values = {s.name: sites[s.name]["value"] for s in local_latents.gibbs_sites}
     return BatchLocalValues(hmc_position, local_latents.to_row_layout(values))
 
@@ -274,13 +235,10 @@ def resample_local_values(
 
     :param model: the model, with subsample indices set.
     :param other_values: values of all other latent sites.
-    :param indices: the indices that the plate gives out.
     """
     assert local_latents.num_sweeps is not None
     prior_key, sweep_key = random.split(rng_key)
-    sites = trace(substitute(seed(model, prior_key), data=dict(other_values))).get_trace(
-        *arguments.args, **arguments.kwargs
-    )
+    sites = trace_run(seed(model, prior_key), arguments, other_values)
     prior_values = {s.name: jnp.asarray(sites[s.name]["value"]) for s in local_latents.gibbs_sites}
 
     def sweep(values: dict[str, Array], key: Array) -> tuple[dict[str, Array], None]:
@@ -317,8 +275,8 @@ def call_gibbs_fn(
     :param other_values: values of all other latent sites.
     :raises ValueError: where the function returns something else.
     """
-    assert local_latents.gibbs_fn is not None
-    arguments = without_local_values(arguments)
+    gibbs_fn, arguments = local_latents.gibbs_fn, without_local_values(arguments)
+    assert gibbs_fn is not None
     keywords = {
         "rng_key": rng_key,
         "gibbs_sites": current_values,
@@ -327,9 +285,7 @@ def call_gibbs_fn(
         "model_args": arguments.args,
         "model_kwargs": arguments.kwargs,
     }
-    values = local_latents.gibbs_fn(
-        **{k: keywords[k] for k in get_gibbs_fn_keywords(local_latents.gibbs_fn)}
-    )
+    values = gibbs_fn(**{k: keywords[k] for k in get_gibbs_fn_keywords(gibbs_fn)})
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(
             f"`gibbs_fn` returns {type(values).__name__}, which is not a dict.",

@@ -94,12 +94,8 @@ def update_minibatch_locals(
 ) -> tuple[LocalLatentsState, Array, Arguments]:
     """Update the local values of a minibatch's rows.
 
-    :param state: local values of all rows.
-    :param global_position: the globals' flat position, shape ``(d,)``.
-    :param indices: the minibatch.
     :param reference: reference point of the control variates.
     :param reference_gradient: full-data gradient there, at the present local values.
-    :param estimator: the gradient estimator.
     :return: the next state, the full-data gradient at the reference point for the new values, and
         the arguments for the step's gradient.
     """
@@ -132,11 +128,8 @@ def update_local_values(
 ) -> tuple[BatchLocalValues, Array]:
     """Update the local values of some rows given the globals.
 
-    :param global_position: the globals' flat position, shape ``(d,)``.
     :param indices: indices of the rows, each once.
-    :param values: present values of the rows.
     :param scale: length scales of HMC, shape ``(rows, k)``.
-    :param arguments: the model's arguments.
     :return: new values, and the acceptance probability of each row.
     """
     local = _get_local_latents(potential)
@@ -157,7 +150,7 @@ def update_local_values(
         return values, jnp.ones(indices.shape, potential.dtype)
     hmc_position, accept_prob = _hmc_transition(
         lambda x: pointwise_local_potentials(
-            potential, global_position, indices, x, values.gibbs_values, arguments
+            potential, global_position, indices, values._replace(hmc_position=x), arguments
         ),
         values.hmc_position,
         scale,
@@ -204,8 +197,7 @@ def pointwise_local_potentials(
     potential: Potential,
     global_position: Array,
     indices: Array,
-    hmc_position: Array,
-    gibbs_values: dict[str, Array],
+    values: BatchLocalValues,
     arguments: Arguments,
 ) -> Array:
     """Return the potential of each row by itself, without the plate's scale, shape ``(rows,)``.
@@ -214,13 +206,13 @@ def pointwise_local_potentials(
     """
     plate = _get_local_latents(potential).plate
 
-    def one_row(row: Array, position: Array, gibbs_values: dict[str, Array]) -> Array:
-        values = BatchLocalValues(position[None], {k: v[None] for k, v in gibbs_values.items()})
+    def one_row(row: Array, values: BatchLocalValues) -> Array:
+        row, values = jax.tree.map(lambda x: x[None], (row, values))
         row_arguments = with_local_values(arguments, values)
         # On a minibatch of one row the plate's scale is the number of rows.
-        return potential.value(global_position, {plate.name: row[None]}, row_arguments) / plate.size
+        return potential.value(global_position, {plate.name: row}, row_arguments) / plate.size
 
-    return jax.vmap(one_row)(indices, hmc_position, gibbs_values)
+    return jax.vmap(one_row)(indices, values)
 
 
 def _pointwise_value_and_grad(
@@ -240,13 +232,13 @@ def compute_local_hessian_diagonal(
 ) -> Array:
     """Return second derivatives of the rows' potentials in each coordinate, shape ``(rows, k)``."""
 
-    def gradient(position: Array) -> Array:
-        return _pointwise_value_and_grad(
-            lambda x: pointwise_local_potentials(
-                potential, global_position, indices, x, values.gibbs_values, arguments
-            ),
-            position,
-        )[1]
+    def potentials(x: Array) -> Array:
+        return pointwise_local_potentials(
+            potential, global_position, indices, values._replace(hmc_position=x), arguments
+        )
+
+    def gradient(x: Array) -> Array:
+        return _pointwise_value_and_grad(potentials, x)[1]
 
     def second_derivative(k: Array) -> Array:
         direction = jnp.zeros_like(values.hmc_position).at[:, k].set(1.0)
@@ -306,11 +298,10 @@ def estimate_marginal_gradients(
 ) -> Array:
     """Estimate gradients of the globals' marginal potential at a sequence of draws.
 
-    :param global_positions: the globals' flat positions, shape ``(n, d)``.
     :param state: local values near those of the first draw.
     :param cached_arguments: the model's arguments; large arrays may be in references.
     :param num_updates: updates before the gradients at a draw, and updates with one gradient each.
-    :return: approximately unbiased estimates, shape ``(n, d)``.
+    :return: approximately unbiased estimates, of the shape ``(n, d)`` of the positions.
     """
     arguments = cached_arguments.dereference()
 
@@ -367,24 +358,19 @@ def init_local_values(
             potential, global_position, rows, v.take(rows), scale, arguments, random.key(0)
         )
     )(values)
-    model_values = local.to_model_layout(updated.gibbs_values)
-    for site in local.gibbs_sites:
-        _check_values_in_support(site.name, site.support, model_values[site.name])
+    for name, new_values in local.to_model_layout(updated.gibbs_values).items():
+        support = next(site.support for site in local.gibbs_sites if site.name == name)
+        is_inside = np.asarray(support(new_values)) if is_fixed_support(support) else np.array(True)
+        if not is_inside.all():
+            index = np.flatnonzero(~is_inside)[0] if is_inside.ndim else 0
+            outside = np.asarray(new_values).ravel()[index]
+            raise InvalidArgumentError(
+                f"`gibbs_fn` returns {outside} for site '{name}', outside of its support, "
+                f"{support}.",
+                "return samples of the site given the other values.",
+                "gibbs-fn",
+            )
     return values
-
-
-def _check_values_in_support(name: str, support: Any, values: Array) -> None:
-    """Check that samples of ``gibbs_fn`` lie in a support that depends on no other value."""
-    if not is_fixed_support(support):
-        return
-    is_inside = np.asarray(support(values))
-    if not is_inside.all():
-        outside = np.asarray(values).ravel()[np.flatnonzero(~is_inside)[0] if is_inside.ndim else 0]
-        raise InvalidArgumentError(
-            f"`gibbs_fn` returns {outside} for site '{name}', outside of its support, {support}.",
-            "return samples of the site given the other values.",
-            "gibbs-fn",
-        )
 
 
 def _get_local_latents(potential: Potential) -> LocalLatents:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from numpyro_sgmcmc.data.sharded_array import Shards
 from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidArgumentError, summarise_error
 from numpyro_sgmcmc.model.local_latents import LocalLatents
+from numpyro_sgmcmc.model.trace import LatentSite
 
 # Bounds on the memory of a pass over all rows: numbers and rows per chunk.
 _MAX_CHUNK_ELEMENTS = 2**20
@@ -40,24 +41,6 @@ _INIT_RADIUS = 2.0  # NumPyro's default, for potential functions
 
 IncludedRows = tuple[tuple[str, tuple[int, ...]], ...]
 """Names of plates, with their rows that are in every minibatch, in ascending order."""
-
-
-class GlobalSite(NamedTuple):
-    """A latent site outside of the subsampled plates.
-
-    - **name** - name of the site.
-    - **shape** - shape of its unconstrained value.
-    - **support** - the distribution's support, or None where it depends on other values.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    support: Any
-
-    @property
-    def size(self) -> int:
-        """Number of coordinates."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,7 +76,7 @@ class Potential:
 
     dim: int
     dtype: Any
-    sites: tuple[GlobalSite, ...] | None = None
+    sites: tuple[LatentSite, ...] | None = None
     local_latents: LocalLatents | None = None
     init_radius: float | None = None
     plates: tuple[Plate, ...] = ()
@@ -140,8 +123,10 @@ class Potential:
         """Sample the sites inside the subsampled plate given the others; return all sites."""
         raise NotImplementedError
 
-    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> str:
-        """Return a text that names the sites and arguments that are not finite at a position."""
+    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> tuple[str, str]:
+        """Return what is not finite at a position, such as ``": site 'y' (3 of 9 values)"``, and
+        the fix of a message that ends with it.
+        """
         raise NotImplementedError
 
     @cached_property
@@ -150,7 +135,13 @@ class Potential:
 
         It is one object, so that programs compiled for it are shared.
         """
-        raise NotImplementedError
+
+        def sample_uniform(rng_key: Array, arguments: Arguments) -> Array:
+            r = self.init_radius
+            assert r is not None
+            return random.uniform(rng_key, (self.dim,), self.dtype, -r, r)
+
+        return sample_uniform
 
     @cached_property
     def sample_prior_position(self) -> Callable[[Array, Arguments], Array] | None:
@@ -170,37 +161,31 @@ class Potential:
         :param position: flat position, shape ``(d,)``.
         :param indices: row indices of each subsampled plate, of any number of rows; sharded plates
             take the same number from each device, in the devices' order.
-        :param arguments: the model's arguments.
         :param rng_key: key of a stochastic likelihood.
         """
         return self.mean_over_shards(
-            lambda shard, i, a, key: shard._jitted_value(position, i, a, key),
-            indices,
-            arguments,
-            rng_key,
+            lambda shard, *batch: shard._jitted_value(position, *batch), indices, arguments, rng_key
         )
 
     def gradient(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
         """Return the gradient of :meth:`value`, shape ``(d,)``."""
-        return self.mean_over_shards(
-            lambda shard, i, a, key: shard._minibatch_value_and_grad(position, i, a, key)[1],
-            indices,
-            arguments,
-            rng_key,
-        )
+
+        def on_shard(shard: Potential, *batch: Any) -> Array:
+            return shard._minibatch_value_and_grad(position, *batch)[1]
+
+        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
 
     def value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> tuple[Array, Array]:
         """Return :meth:`value` and :meth:`gradient`."""
-        return self.mean_over_shards(
-            lambda shard, i, a, key: shard._minibatch_value_and_grad(position, i, a, key),
-            indices,
-            arguments,
-            rng_key,
-        )
+
+        def on_shard(shard: Potential, *batch: Any) -> tuple[Array, Array]:
+            return shard._minibatch_value_and_grad(position, *batch)
+
+        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
 
     def gradient_or_nan(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -228,18 +213,13 @@ class Potential:
         :param fn: ``(potential, indices, arguments, rng_key) -> pytree``, of this potential or of
             that of one shard.
         :param indices: as for :meth:`value`; plates may be left out.
-        :param arguments: the model's arguments.
-        :param rng_key: key of a stochastic likelihood.
         """
         if self.shards is None:
             return fn(self, indices, arguments, rng_key)
         names = [p.name for p in self.plates if p.shards is not None and p.name in indices]
 
         def on_shard(operands: ShardedOperands, row_offset: Any, num_rows: Any) -> Any:
-            groups = tuple(
-                tuple(p.for_shard(row_offset, num_rows) for p in g) for g in self.plate_groups
-            )
-            shard = replace(self, plates=sum(groups, ()), plate_groups=groups, shards=None)
+            shard = self._map_plates(lambda p: p.for_shard(row_offset, num_rows), shards=None)
             local_arguments = operands.local_arguments(arguments, row_offset, num_rows)
             key = None if rng_key is None else random.fold_in(rng_key, row_offset)
             return fn(shard, {**indices, **operands.indices}, local_arguments, key)
@@ -249,17 +229,18 @@ class Potential:
             on_shard, ShardedOperands.from_arguments(sharded_indices, arguments)
         )
 
-    def differentiate(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    def _map_plates(self, fn: Callable[[Plate], Plate], **changes: Any) -> Potential:
+        """Return this potential with ``fn`` of its plates, and other changes of its fields."""
+        groups = tuple(tuple(map(fn, group)) for group in self.plate_groups)
+        return replace(self, plates=tuple(map(fn, self.plates)), plate_groups=groups, **changes)
+
+    def _differentiate(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
         """Return the function that computes a potential and its gradient in the first argument."""
         if not self.forward_mode_differentiation:
             return jax.value_and_grad(fn)
 
-        def value_and_aux(position: Array, *args: Any) -> tuple[Array, Array]:
-            value = fn(position, *args)
-            return value, value
-
-        def value_and_grad(position: Array, *args: Any) -> tuple[Array, Array]:
-            gradient, value = jax.jacfwd(value_and_aux, has_aux=True)(position, *args)
+        def value_and_grad(position: Array, *batch: Any) -> tuple[Array, Array]:
+            gradient, value = jax.jacfwd(lambda q: (fn(q, *batch),) * 2, has_aux=True)(position)
             return value, gradient
 
         return value_and_grad
@@ -277,7 +258,7 @@ class Potential:
     ) -> tuple[Array, Array]:
         # Prefetched rows are recognised by the identity of the indices, which jit does not keep.
         if has_prefetched_rows(arguments):
-            return self.differentiate(self._minibatch_value)(position, indices, arguments, rng_key)
+            return self._differentiate(self._minibatch_value)(position, indices, arguments, rng_key)
         return self._jitted_value_and_grad(position, indices, arguments, rng_key)
 
     @cached_property
@@ -288,32 +269,24 @@ class Potential:
     @cached_property
     def _jitted_value_and_grad(self) -> Callable[..., tuple[Array, Array]]:
         """Compiled potential and gradient."""
-        return jax.jit(self.differentiate(self._jitted_value), inline=True)
+        return jax.jit(self._differentiate(self._jitted_value), inline=True)
 
     @cached_property
     def _variants_by_included_rows(self) -> dict[IncludedRows, Potential]:
         return {}
 
     def with_included_rows(self, included_rows: IncludedRows) -> Potential:
-        """Return this potential with rows that are in every minibatch.
+        """Return this potential with rows that are in every minibatch, the same object each time.
 
-        The same object is returned each time. Minibatches have the included rows first, so that it
-        is for steps and not for passes over all rows.
-
-        :param included_rows: names of plates, with their included rows in ascending order.
+        Minibatches have the included rows first, so that it is for steps and not for passes over
+        all rows.
         """
         if not included_rows:
             return self
         if included_rows not in self._variants_by_included_rows:
             rows = dict(included_rows)
-
-            def with_rows(plate: Plate) -> Plate:
-                return plate._replace(included_rows=rows.get(plate.name, ()))
-
-            self._variants_by_included_rows[included_rows] = replace(
-                self,
-                plates=tuple(with_rows(p) for p in self.plates),
-                plate_groups=tuple(tuple(with_rows(p) for p in g) for g in self.plate_groups),
+            self._variants_by_included_rows[included_rows] = self._map_plates(
+                lambda plate: plate._replace(included_rows=rows.get(plate.name, ()))
             )
         return self._variants_by_included_rows[included_rows]
 
@@ -337,7 +310,7 @@ class Potential:
     ) -> Array:
         """Return the potential on all rows, or on a subset that represents them, by chunks."""
         return self._mean_over_full_data(
-            lambda shard, i, a: shard.value(position, i, a, self._fixed_rng_key), arguments, subset
+            lambda shard, *batch: shard.value(position, *batch), arguments, subset
         )
 
     def full_gradient(
@@ -345,9 +318,7 @@ class Potential:
     ) -> Array:
         """Return the gradient of :meth:`full_value`, shape ``(d,)``."""
         return self._mean_over_full_data(
-            lambda shard, i, a: shard.gradient(position, i, a, self._fixed_rng_key),
-            arguments,
-            subset,
+            lambda shard, *batch: shard.gradient(position, *batch), arguments, subset
         )
 
     def full_value_grad_hessian(
@@ -355,11 +326,9 @@ class Potential:
     ) -> tuple[Array, Array, Array]:
         """Return value, gradient and Hessian on all rows, or on a subset that represents them."""
 
-        def on_chunk(
-            shard: Potential, indices: Indices, arguments: Arguments
-        ) -> tuple[Array, Array, Array]:
+        def on_chunk(shard: Potential, *batch: Any) -> tuple[Array, Array, Array]:
             def gradient_with_aux(q: Array) -> tuple[Array, tuple[Array, Array]]:
-                value, gradient = shard.value_and_grad(q, indices, arguments, self._fixed_rng_key)
+                value, gradient = shard.value_and_grad(q, *batch)
                 return gradient, (value, gradient)
 
             hessian, (value, gradient) = jax.jacfwd(gradient_with_aux, has_aux=True)(position)
@@ -372,11 +341,11 @@ class Potential:
     ) -> Array:
         """Return products of the Hessian on all rows, or on a subset, with vectors ``(k, d)``."""
 
-        def on_chunk(shard: Potential, indices: Indices, arguments: Arguments) -> Array:
-            def gradient(q: Array) -> Array:
-                return shard.gradient(q, indices, arguments, self._fixed_rng_key)
+        def on_chunk(shard: Potential, *batch: Any) -> Array:
+            def product(v: Array) -> Array:
+                return jax.jvp(lambda q: shard.gradient(q, *batch), (position,), (v,))[1]
 
-            return jax.vmap(lambda v: jax.jvp(gradient, (position,), (v,))[1])(vectors)
+            return jax.vmap(product)(vectors)
 
         return self._mean_over_full_data(on_chunk, arguments, subset, vectors.shape[0])
 
@@ -387,25 +356,23 @@ class Potential:
 
     def _mean_over_full_data(
         self,
-        fn: Callable[[Potential, Indices, Arguments], Any],
+        fn: Callable[..., Any],
         arguments: Arguments,
         subset: Indices | None,
         num_tangents: int = 1,
     ) -> Any:
+        """Return the mean over chunks of ``fn(potential, indices, arguments, rng_key)``."""
         sizes = {p.size for p in self.plates}
-        row_sizes = [
-            x.size // x.shape[0] for x in arguments.arrays if x.ndim and x.shape[0] in sizes
-        ]
-        row_sizes += [x.row_size for x in arguments.host_arrays]
-        row_sizes += [x.row_size for x in arguments.sharded_arrays]
-        chunk_size = compute_chunk_size(
-            sum(row_sizes) + _ELEMENTS_PER_TANGENT * num_tangents, self.max_rows_per_chunk
-        )
+        row_size = sum(x.size // len(x) for x in arguments.arrays if x.ndim and len(x) in sizes)
+        row_size += sum(x.row_size for x in (*arguments.host_arrays, *arguments.sharded_arrays))
+        row_size += _ELEMENTS_PER_TANGENT * num_tangents
+        chunk_size = compute_chunk_size(row_size, self.max_rows_per_chunk)
 
         def on_shard(shard: Potential, subset: Indices, arguments: Arguments, key: Any) -> Any:
-            return mean_over_chunks(
-                lambda i: fn(shard, i, arguments), shard.plate_groups, chunk_size, subset or None
-            )
+            def on_chunk(indices: Indices) -> Any:
+                return fn(shard, indices, arguments, self._fixed_rng_key)
+
+            return mean_over_chunks(on_chunk, shard.plate_groups, chunk_size, subset or None)
 
         return self.mean_over_shards(on_shard, subset or {}, arguments)
 
@@ -428,7 +395,6 @@ def mean_over_chunks(
     rows, and the value at the first rows of all plates is subtracted once per further group.
 
     :param fn: maps indices (of any number of rows per plate) to a pytree of arrays.
-    :param plate_groups: the subsampled plates, those that enclose a common site together.
     :param max_rows_per_chunk: largest number of rows of one call, over the plates of a group.
     :param subset: rows that represent all rows, by plate name; all rows where None.
     """
@@ -443,13 +409,6 @@ def mean_over_chunks(
         if subset is not None:
             return jnp.asarray(subset[plate.name])[positions]
         return plate.row_offset + positions
-
-    def first_indices(plate: Plate) -> Array:
-        size = sizes[plate.name]
-        num_rows = (
-            min(plate.subsample_size, size) if isinstance(size, int) else plate.subsample_size
-        )
-        return chunk_indices(plate, 0, num_rows)
 
     def mean_over_plates(group: Sequence[Plate], indices: dict[str, Array], max_rows: int) -> Any:
         """Return the mean over the rows of these plates, the others' indices being given."""
@@ -483,14 +442,16 @@ def mean_over_chunks(
             return total
         return _tree_add(total, weighted_chunk(num_chunks * chunk_size, remainder))
 
-    first = {p.name: first_indices(p) for p in plates}
-    means = [mean_over_plates(group, first, max_rows_per_chunk) for group in plate_groups]
-    total = means[0]
-    for mean in means[1:]:
-        total = _tree_add(total, mean)
-    if len(means) > 1:
-        at_first = fn(first)
-        total = jax.tree.map(lambda t, s: t - (len(means) - 1) * s, total, at_first)
+    first = {}
+    for p in plates:
+        num_rows, size = p.subsample_size, sizes[p.name]
+        num_rows = min(num_rows, size) if isinstance(size, int) else num_rows
+        first[p.name] = chunk_indices(p, 0, num_rows)
+    total = reduce(
+        _tree_add, [mean_over_plates(group, first, max_rows_per_chunk) for group in plate_groups]
+    )
+    if (num_more := len(plate_groups) - 1) > 0:
+        total = jax.tree.map(lambda t, s: t - num_more * s, total, fn(first))
     return total
 
 
@@ -503,10 +464,8 @@ def _sum_unknown_num_rows(
     the last row are computed and left out, so that the sum can be differentiated.
 
     :param chunk_term: ``(start, number of rows) -> their term of the sum``.
-    :param max_num_rows: upper bound on the number of rows.
     """
-    total = _zeros_like_output(lambda: chunk_term(0, chunk_size))
-    start: Any = 0
+    total, start = _zeros_like_output(lambda: chunk_term(0, chunk_size)), 0
     for num in sorted({chunk_size, math.isqrt(chunk_size), 1}, reverse=True):
         count = (num_rows - start) // num
 
@@ -552,15 +511,8 @@ class FunctionPotential(Potential):
     def postprocess(self, z: Any, arguments: Arguments) -> Any:
         return z
 
-    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> str:
-        return "Pass `init_params` at which `potential_fn` is finite."
-
-    @cached_property
-    def sample_init_position(self) -> Callable[[Array, Arguments], Array]:
-        def sample(rng_key: Array, arguments: Arguments) -> Array:
-            return random.uniform(rng_key, (self.dim,), self.dtype, -_INIT_RADIUS, _INIT_RADIUS)
-
-        return sample
+    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> tuple[str, str]:
+        return "", "pass `init_params` at which `potential_fn` is finite."
 
 
 def make_function_potential(
@@ -568,9 +520,7 @@ def make_function_potential(
 ) -> FunctionPotential:
     """Return the potential of a user's function, which has no rows.
 
-    :param potential_fn: maps a pytree of unconstrained values to a scalar.
     :param prototype: pytree of arrays (or shapes) like the values.
-    :param forward_mode_differentiation: whether gradients are taken in forward mode.
     :raises ValueError: where the function cannot be traced or does not return a real scalar.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)

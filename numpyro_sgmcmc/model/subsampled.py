@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from types import MethodType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,12 +33,12 @@ import numpy as np
 import numpyro
 from jax import Array, lax, random
 from numpyro.distributions import biject_to, constraints
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import seed, substitute
 from numpyro.infer import init_to_sample, init_to_uniform
 from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
 
 from numpyro_sgmcmc.compilation import fingerprint_jaxpr
-from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey, as_jax_arrays
+from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.errors import (
     DroppedSiteWarning,
@@ -49,7 +48,12 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 from numpyro_sgmcmc.jaxpr import find_dependent_outputs
-from numpyro_sgmcmc.model.handlers import detect_rng_use, disable_validation, set_subsample_indices
+from numpyro_sgmcmc.model.handlers import (
+    detect_rng_use,
+    disable_validation,
+    set_subsample_indices,
+    trace_run,
+)
 from numpyro_sgmcmc.model.local_latents import (
     LocalLatents,
     find_local_latents,
@@ -57,12 +61,15 @@ from numpyro_sgmcmc.model.local_latents import (
     resample_local_values,
 )
 from numpyro_sgmcmc.model.local_moves import update_local_values
-from numpyro_sgmcmc.model.potential import GlobalSite, Potential
+from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import (
     NO_GIBBS,
     GibbsConfig,
+    LatentSite,
     ModelTrace,
     get_base_distribution,
+    is_fixed_support,
+    site_slices,
     trace_model,
 )
 from numpyro_sgmcmc.model.validation import validate_model
@@ -79,11 +86,8 @@ def make_model_potential(
 ) -> ModelPotential:
     """Trace a NumPyro model, check that it can be sampled, and return its potential.
 
-    :param model: a NumPyro model.
-    :param arguments: its arguments; only shapes and static values count, except where the model
-        has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
-    :param init_strategy: NumPyro initialisation strategy.
-    :param gibbs: how the user samples local sites.
+    The parameters are those of :func:`~numpyro_sgmcmc.model.trace.trace_model`.
+
     :raises ValueError: naming the site, plate or argument that cannot be used.
     """
     model_trace = trace_model(model, arguments, init_strategy, gibbs)
@@ -97,18 +101,23 @@ def build_potential(model_trace: ModelTrace) -> ModelPotential:
 
     :raises ValueError: for an initialisation strategy that is none.
     """
-    sites = find_global_sites(model_trace)
+    sites = []
+    for site in model_trace.sample_sites:
+        if site.is_global:
+            assert site.unconstrained_shape is not None
+            support = site.support if is_fixed_support(site.support) else None
+            sites.append(LatentSite(site.name, site.unconstrained_shape, support))
     local_latents = find_local_latents(model_trace)
     keeps_values = local_latents is None or local_latents.num_sweeps is None
-    strategy = validate_init_strategy(model_trace.init_strategy)
+    init_strategy, init_radius = _validate_init_strategy(model_trace.init_strategy)
     potential = ModelPotential(
         dim=sum(s.size for s in sites),
         dtype=jnp.result_type(float),
-        sites=sites,
+        sites=tuple(sorted(sites, key=lambda s: s.name)),
         local_latents=local_latents if keeps_values else None,
         resampled_latents=None if keeps_values else local_latents,
-        init_strategy=strategy,
-        init_radius=get_uniform_radius(strategy),
+        init_strategy=init_strategy,
+        init_radius=init_radius,
         plates=tuple(model_trace.plates.values()),
         plate_groups=model_trace.plate_groups,
         host_lookups=tuple(x for x in model_trace.row_lookups if x.array.is_on_host),
@@ -116,21 +125,21 @@ def build_potential(model_trace: ModelTrace) -> ModelPotential:
         model=model_trace.model_with_params,
         user_model=model_trace.model,
     )
-    if potential.needs_rng_key(model_trace.arguments):
-        potential = replace(potential, is_stochastic=True)
-    deterministics = _select_deterministics(model_trace, potential)
-    return replace(potential, deterministics=deterministics) if deterministics else potential
+    potential = replace(potential, is_stochastic=_needs_rng_key(potential, model_trace.arguments))
+    return replace(potential, deterministics=_select_deterministics(model_trace, potential))
 
 
-def find_global_sites(model_trace: ModelTrace) -> tuple[GlobalSite, ...]:
-    """Return the latent sites outside of the subsampled plates, in the order of coordinates."""
-    sites = []
-    for site in model_trace.sample_sites:
-        if site.is_global:
-            assert site.unconstrained_shape is not None
-            support = site.support if site.has_fixed_support else None
-            sites.append(GlobalSite(site.name, site.unconstrained_shape, support))
-    return tuple(sorted(sites, key=lambda s: s.name))
+def _needs_rng_key(potential: ModelPotential, arguments: Arguments) -> bool:
+    """Return whether an evaluation needs a random key (``numpyro.prng_key``, local values)."""
+    if potential.resampled_latents is not None:
+        return True
+    watch = detect_rng_use(
+        lambda q, a: potential.minibatch_potential(
+            potential.unravel(q), potential.first_indices, a, None
+        )
+    )
+    jax.eval_shape(watch, np.zeros(potential.dim, potential.dtype), arguments)
+    return watch.has_requested_key
 
 
 def _select_deterministics(model_trace: ModelTrace, potential: ModelPotential) -> frozenset[str]:
@@ -173,7 +182,7 @@ class ModelPotential(Potential):
     - **deterministics** - names of the deterministic sites that draws hold.
     """
 
-    sites: tuple[GlobalSite, ...]
+    sites: tuple[LatentSite, ...]
     model: Callable
     user_model: Callable
     init_strategy: Callable
@@ -190,18 +199,7 @@ class ModelPotential(Potential):
         """True if values can be constrained without a run of the model."""
         return all(s.support is not None for s in self.sites)
 
-    def needs_rng_key(self, arguments: Arguments) -> bool:
-        """Return whether an evaluation needs a random key (``numpyro.prng_key``, local values)."""
-        if self.resampled_latents is not None:
-            return True
-        watch = detect_rng_use(
-            lambda z, a: self.minibatch_potential(z, self.first_indices, a, None)
-        )
-        zeros = np.zeros(self.dim, self.dtype)
-        jax.eval_shape(lambda q, a: watch(self.unravel(q), a), zeros, arguments)
-        return watch.has_requested_key
-
-    def with_subsample_indices(
+    def _on_rows(
         self, indices: Indices, rng_key: Array | None = None, weights: Any = None
     ) -> Callable:
         """Return the model on chosen rows of its plates.
@@ -212,13 +210,26 @@ class ModelPotential(Potential):
         model = set_subsample_indices(self.model, indices, weights)
         return model if rng_key is None else seed(model, rng_key)
 
+    def _with_locals(
+        self, model: Callable, z: Any, indices: Indices, arguments: Arguments
+    ) -> tuple[Callable, Any, Arguments]:
+        """Return model, unconstrained values and arguments with kept local values in place."""
+        arguments = arguments.map_arrays(jnp.asarray)
+        return insert_local_values(self.local_latents, model, z, indices, arguments)
+
+    def _resample_locals(
+        self, global_values: Any, indices: Indices, arguments: Arguments, rng_key: Any
+    ) -> dict[str, Array]:
+        """Return new values of the local sites that are not kept, if there are such."""
+        if (local := self.resampled_latents) is None:
+            return {}
+        rows = indices[local.plate.name]
+        model = self._on_rows(indices)
+        return resample_local_values(model, local, global_values, rows, arguments, rng_key)
+
     def unravel(self, q: Array | np.ndarray) -> dict[str, Array]:
-        q = jnp.asarray(q)
-        ends = accumulate(s.size for s in self.sites)
-        return {
-            s.name: q[end - s.size : end].reshape(s.shape)
-            for s, end in zip(self.sites, ends, strict=True)
-        }
+        q, slices = jnp.asarray(q), site_slices(self.sites)
+        return {s.name: q[slices[s.name]].reshape(s.shape) for s in self.sites}
 
     def minibatch_potential(
         self, z: Any, indices: Indices, arguments: Arguments, rng_key: Any, weights: Any = None
@@ -227,55 +238,34 @@ class ModelPotential(Potential):
         resampled: dict[str, Array] = {}
         if self.resampled_latents is not None:
             rng_key, resample_key = random.split(rng_key)
-            resampled = resample_local_values(
-                self.with_subsample_indices(indices),
-                self.resampled_latents,
-                lax.stop_gradient(self.constrain(z, arguments)),
-                indices[self.resampled_latents.plate.name],
-                arguments,
-                resample_key,
-            )
-        model, z, arguments = insert_local_values(
-            self.local_latents,
-            self.with_subsample_indices(indices, rng_key, weights),
-            z,
-            indices,
-            arguments,
-        )
-        model = substitute(model, data=resampled) if resampled else model
-        model = disable_validation(model, frozenset(z))
+            global_values = lax.stop_gradient(self.constrain(z, arguments))
+            resampled = self._resample_locals(global_values, indices, arguments, resample_key)
+        model = self._on_rows(indices, rng_key, weights)
+        model, z, arguments = self._with_locals(model, z, indices, arguments)
+        model = disable_validation(substitute(model, data=resampled), frozenset(z))
         return potential_energy(model, arguments.args, arguments.kwargs, z)
 
     def pointwise_potentials(
         self, position: Array, indices: Indices, arguments: Arguments
     ) -> Array:
-        (name,) = indices
-        plate = next(p for p in self.plates if p.name == name)
-        arguments = arguments.map_arrays(jnp.asarray)
+        ((name, rows),) = indices.items()
+        plate_size = next(p.size for p in self.plates if p.name == name)
         values = self.constrain(self.unravel(position), arguments)
-        model = substitute(self.with_subsample_indices(indices), data=values)
-        total = jnp.zeros(len(indices[name]), self.dtype)
-        for site in trace(model).get_trace(*arguments.args, **arguments.kwargs).values():
+        total = jnp.zeros(len(rows), self.dtype)
+        for site in trace_run(self._on_rows(indices), arguments, values).values():
             frames = [f for f in site.get("cond_indep_stack", ()) if f.name == name]
             if site["type"] == "sample" and site["is_observed"] and frames:
-                log_prob = site["fn"].log_prob(site["value"])
                 # Without the plate's own scale; other scales of the site count.
                 scale = 1.0 if site["scale"] is None else site["scale"]
-                log_prob = log_prob * (scale * len(total) / plate.size)
+                log_prob = site["fn"].log_prob(site["value"]) * (scale * len(rows) / plate_size)
                 log_prob = jnp.moveaxis(log_prob, frames[0].dim, 0)
-                total -= log_prob.reshape(len(total), -1).sum(1).astype(self.dtype)
+                total -= log_prob.reshape(len(rows), -1).sum(1).astype(self.dtype)
         return total
 
     def evaluate_sites(self, z: Any, indices: Indices, arguments: Arguments) -> dict[str, Array]:
         """Return the values of all sites, constrained, including the deterministic ones."""
-        arguments = arguments.map_arrays(jnp.asarray)
-        model, z, arguments = insert_local_values(
-            self.local_latents,
-            self.with_subsample_indices(indices, self._fixed_rng_key),
-            z,
-            indices,
-            arguments,
-        )
+        model = self._on_rows(indices, self._fixed_rng_key)
+        model, z, arguments = self._with_locals(model, z, indices, arguments)
         return constrain_fn(model, arguments.args, arguments.kwargs, z, return_deterministic=True)
 
     def constrain(self, z: Any, arguments: Arguments) -> Any:
@@ -295,20 +285,14 @@ class ModelPotential(Potential):
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array
     ) -> dict[str, Any]:
         values = self.constrain(self.unravel(position), arguments)
-        model = substitute(seed(self.with_subsample_indices(indices), rng_key), data=values)
-        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
-        return {k: s["value"] for k, s in trace(model).get_trace(*args, **kwargs).items()}
+        sites = trace_run(self._on_rows(indices, rng_key), arguments, values)
+        return {name: site["value"] for name, site in sites.items()}
 
     @cached_property
     def sample_init_position(self) -> Callable[[Array, Arguments], Array]:
-        radius = self.init_radius
-        if radius is None:
-            return partial(self._sample_position, self.init_strategy)
-
-        def sample_uniform(rng_key: Array, arguments: Arguments) -> Array:
-            return random.uniform(rng_key, (self.dim,), self.dtype, -radius, radius)
-
-        return sample_uniform
+        if self.init_radius is not None:
+            return super().sample_init_position
+        return partial(self._sample_position, self.init_strategy)
 
     @cached_property
     def sample_prior_position(self) -> Callable[[Array, Arguments], Array] | None:
@@ -318,47 +302,39 @@ class ModelPotential(Potential):
         self, init_strategy: Callable, rng_key: Array, arguments: Arguments
     ) -> Array:
         """Return a flat position from a run of the model under an initialisation strategy."""
-        arguments = arguments.map_arrays(jnp.asarray)
-        model = substitute(
-            seed(self.with_subsample_indices(self.first_indices), rng_key),
-            substitute_fn=init_strategy,
-        )
-        sites = trace(model).get_trace(*arguments.args, **arguments.kwargs)
+        model = self._on_rows(self.first_indices, rng_key)
+        sites = trace_run(substitute(model, substitute_fn=init_strategy), arguments)
         values = [
             biject_to(sites[s.name]["fn"].support).inv(sites[s.name]["value"]) for s in self.sites
         ]
         return jnp.concatenate([jnp.ravel(v).astype(self.dtype) for v in values])
 
-    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> str:
+    def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> tuple[str, str]:
         site_reasons = self._find_nonfinite_sites(position, arguments)
         local = self.local_latents or self.resampled_latents
         for name in [s.name for s in local.gibbs_sites] if local else []:
             if name in site_reasons:
                 return (
-                    f"`gibbs_fn` samples values of '{name}' at which its own density is not finite "
-                    f"({site_reasons[name]}), such as a proportion of exactly 0: keep them off the "
-                    "boundary of the support, for example by jnp.clip."
+                    f": site '{name}' ({site_reasons[name]})",
+                    f"`gibbs_fn` samples values of '{name}' at which its own density is not finite,"
+                    " such as a proportion of exactly 0: keep them off the boundary of the support,"
+                    " for example by jnp.clip.",
                 )
-        texts = []
-        if site_reasons:
-            listed = ", ".join(f"'{name}' ({reason})" for name, reason in site_reasons.items())
-            texts.append(
-                f"Log density or gradient is not finite at site {listed}: check for missing "
-                "values, data outside the distribution's support, parameters out of range and "
-                "overflow."
+        causes = [f"site '{name}' ({reason})" for name, reason in site_reasons.items()]
+        for name, x in arguments.named_arrays(self.user_model):
+            if num_bad := int((~jnp.isfinite(x)).sum()):
+                causes.append(f"argument {name} ({num_bad} of {x.size} values)")
+        if causes:
+            return (
+                f": {', '.join(causes)}",
+                "check for missing values, data outside the distribution's support, parameters out "
+                "of range and overflow.",
             )
-        counts = {
-            n: int((~jnp.isfinite(x)).sum()) for n, x in arguments.named_arrays(self.user_model)
-        }
-        if nonfinite := [f"{n} ({num} of its values)" for n, num in counts.items() if num]:
-            texts.append(f"Not all values are finite in the arguments {', '.join(nonfinite)}.")
-        if texts:
-            return " ".join(texts)
         other_init = "other init_params, or another init_strategy such as init_to_median"
         if not self.plates:
-            return f"Try {other_init}."
-        return (
-            "The log density of every site is finite on all rows: a model that divides by a "
+            return "", f"try {other_init}."
+        return "", (
+            "the log density of every site is finite on all rows: a model that divides by a "
             "statistic of the minibatch's own rows, such as their standard deviation, may divide "
             f"by zero (compute it before the run). Otherwise try {other_init}."
         )
@@ -370,32 +346,15 @@ class ModelPotential(Potential):
             p.name: jnp.arange(p.size if is_in_memory else min(p.size, _MAX_DIAGNOSED_ROWS))
             for p in self.plates
         }
-        z = self.unravel(position)
+        z, key = self.unravel(position), self._fixed_rng_key
         values = self.constrain(z, arguments)
-        model, all_z, arguments = insert_local_values(
-            self.local_latents,
-            self.with_subsample_indices(indices, self._fixed_rng_key),
-            z,
-            indices,
-            arguments,
-        )
+        model, z, arguments = self._with_locals(self._on_rows(indices, key), z, indices, arguments)
         if self.local_latents is not None:
-            values = values | self.local_latents.constrain(all_z)
-        if (local := self.resampled_latents) is not None:
-            assert self._fixed_rng_key is not None
-            values |= resample_local_values(
-                self.with_subsample_indices(indices),
-                local,
-                values,
-                indices[local.plate.name],
-                arguments,
-                self._fixed_rng_key,
-            )
-        args, kwargs = as_jax_arrays((arguments.args, arguments.kwargs))
+            values = values | self.local_latents.constrain(z)
+        values = values | self._resample_locals(values, indices, arguments, key)
         reasons = {}
         with numpyro.validation_enabled(False):  # which would raise at the first invalid value
-            sites = trace(substitute(model, data=values)).get_trace(*args, **kwargs)
-            for name, site in sites.items():
+            for name, site in trace_run(model, arguments, values).items():
                 if site["type"] == "sample" and (reason := _describe_nonfinite_site(site)):
                     reasons[name] = reason
         return reasons
@@ -428,8 +387,9 @@ def _describe_nonfinite_site(site: Any) -> str:
 # --- Initialisation strategies ------------------------------------------------------------------
 
 
-def validate_init_strategy(init_strategy: Callable) -> Callable:
-    """Return the strategy as a function of a site that checks the shapes of its values.
+def _validate_init_strategy(init_strategy: Callable) -> tuple[Callable, float | None]:
+    """Return the strategy as a function of a site that checks the shapes of its values, and the
+    radius of the uniform strategy, which needs no run of the model.
 
     :raises ValueError: where it is no strategy.
     """
@@ -450,6 +410,8 @@ def validate_init_strategy(init_strategy: Callable) -> Callable:
             "return a function of the site, as NumPyro's strategies do.",
             "init-strategy",
         )
+    if isinstance(strategy, partial) and strategy.func is init_to_uniform:
+        return strategy, strategy.keywords["radius"]
 
     def checked(site: Any) -> Any:
         value = strategy(site)
@@ -464,14 +426,7 @@ def validate_init_strategy(init_strategy: Callable) -> Callable:
             )
         return value
 
-    return strategy if get_uniform_radius(strategy) is not None else checked
-
-
-def get_uniform_radius(strategy: Callable) -> float | None:
-    """Return the radius of the uniform strategy, which needs no run of the model, or None."""
-    if isinstance(strategy, partial) and strategy.func is init_to_uniform:
-        return strategy.keywords["radius"]
-    return None
+    return checked, None
 
 
 # --- One potential for all kernels on one model -------------------------------------------------
@@ -488,7 +443,6 @@ def get_model_potential(
 ) -> Potential:
     """Return the potential of :func:`make_model_potential`, or an equal one that exists already.
 
-    :param forward_mode_differentiation: whether gradients are taken in forward mode.
     :raises ValueError: as there, and for a model that has no gradient in reverse mode.
     """
     potential: Potential = make_model_potential(model, arguments, init_strategy, gibbs)
@@ -538,41 +492,30 @@ def _trace_potential(potential: Potential, arguments: Arguments) -> Any:
         p.name: jax.ShapeDtypeStruct((p.subsample_size,), jnp.int32) for p in potential.plates
     }
 
-    def value_grad_and_jvp(
-        position: Array, indices: Indices, arguments: Arguments, rng_key: Any
-    ) -> Any:
-        def on_shard(shard: Potential, indices: Indices, arguments: Arguments, key: Any) -> Any:
-            return jax.jvp(
-                lambda q: shard.value_and_grad(q, indices, arguments, key),
-                (position,),
-                (position,),
-            )
+    def everything(q: Array, indices: Indices, arguments: Arguments, rng_key: Array) -> Any:
+        def jvp_on_shard(shard: Potential, *batch: Any) -> Any:
+            return jax.jvp(lambda q: shard.value_and_grad(q, *batch), (q,), (q,))
 
-        return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
-
-    def everything(position: Array, indices: Indices, arguments: Arguments, rng_key: Array) -> Any:
-        z = potential.unravel(position)
+        z = potential.unravel(q)
         key = rng_key if potential.is_stochastic else None
         outputs = [
-            value_grad_and_jvp(position, indices, arguments, key),
+            potential.mean_over_shards(jvp_on_shard, indices, arguments, key),
             potential.constrain(z, arguments),
             potential.postprocess(z, arguments),
             potential.sample_init_position(rng_key, arguments),
             # A model may compute something else on other numbers of rows, as passes over all have.
-            potential.full_value(position, arguments),
+            potential.full_value(q, arguments),
         ]
         if local is not None:
             rows = jnp.asarray(indices[local.plate.name])
             values = local.make_zero_values().take(rows)
             scale = jnp.ones_like(values.hmc_position)
             outputs += [
-                update_local_values(potential, position, rows, values, scale, arguments, rng_key),
+                update_local_values(potential, q, rows, values, scale, arguments, rng_key),
                 local.constrain(local.to_unconstrained_sites(values)),
             ]
             if local.gibbs_sites:
-                outputs.append(
-                    potential.sample_conditional_prior(position, indices, arguments, rng_key)
-                )
+                outputs.append(potential.sample_conditional_prior(q, indices, arguments, rng_key))
         return outputs
 
     return jax.make_jaxpr(everything)(position, indices, arguments, random.key(0))

@@ -10,6 +10,7 @@ JAX and Python by their type and text.
 from __future__ import annotations
 
 import inspect
+import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,32 +44,22 @@ from numpyro_sgmcmc.model.handlers import FullDataModel, trace_prior
 
 
 class TracedSite(NamedTuple):
-    """A named statement of the model.
-
-    - **site_type** - NumPyro's type: ``"sample"``, ``"deterministic"``, ``"param"``, ...
-    - **plates** - names of the subsampled plates that enclose it.
-    """
+    """NumPyro's type of a named statement, and the names of the subsampled plates around it."""
 
     site_type: str
     plates: tuple[str, ...]
 
 
 class SampleSite(NamedTuple):
-    """A sample statement of the model.
+    """A sample statement of the model; the fields from ``dtype`` on are those of a latent site.
 
-    - **name** - the site's name.
     - **plate_frames** - NumPyro's frames (name, dim, size) of the subsampled plates around it.
-    - **is_observed** - whether it has data.
-    - **shape** - shape of its value.
-    - **batch_shape** - batch shape of its distribution.
-    - **event_shape** - event shape of its distribution.
+    - **batch_shape**, **event_shape** - those of its distribution.
     - **unplated_dims** - batch dimensions, counted from the right, without a plate, although other
       dimensions have one.
-    - **dtype** - type of a latent value.
-    - **support** - support of a latent site's distribution.
-    - **is_delta** - whether a latent site's distribution is a point mass.
-    - **unconstrained_shape** - shape of a latent value in unconstrained space; None where there is
-      no bijection to it.
+    - **is_delta** - whether its distribution is a point mass.
+    - **unconstrained_shape** - shape of its value in unconstrained space; None where there is no
+      bijection to it.
     """
 
     name: str
@@ -93,10 +84,28 @@ class SampleSite(NamedTuple):
         """True if it is a latent site outside of all subsampled plates."""
         return not self.plate_frames and not self.is_observed
 
+
+class LatentSite(NamedTuple):
+    """A latent site as coordinates of a position.
+
+    - **name** - name of the site.
+    - **shape** - shape of its unconstrained value; inside a subsampled plate, of one row's value,
+      constrained where ``gibbs_fn`` samples it.
+    - **support** - the distribution's support; None where it depends on other values.
+    - **row_axis** - inside a subsampled plate, axis of the rows in the values that the model sees.
+    - **dtype** - inside a subsampled plate, type of the values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    support: Any
+    row_axis: int = 0
+    dtype: Any = None
+
     @property
-    def has_fixed_support(self) -> bool:
-        """True if the support is the same whatever the data and the other sites."""
-        return is_fixed_support(self.support)
+    def size(self) -> int:
+        """Number of coordinates."""
+        return math.prod(self.shape)
 
 
 class GibbsConfig(NamedTuple):
@@ -122,9 +131,6 @@ class ModelTrace:
 
     - **model** - the model as the user gave it.
     - **model_with_params** - the model with the first values of ``param`` and ``mutable`` sites.
-    - **arguments** - its arguments.
-    - **init_strategy** - NumPyro's initialisation strategy.
-    - **gibbs** - how the user samples local sites.
     - **unsharded_plates** - the subsampled plates by name, as the model states them.
     - **traced_sites** - all named statements.
     - **sample_sites** - the sample statements, in the model's order.
@@ -172,6 +178,15 @@ class ModelTrace:
         return tuple(tuple(self.plates[n] for n in self.plates if n in g) for g in groups)
 
 
+def site_slices(sites: Iterable[LatentSite]) -> dict[str, slice]:
+    """Return each site's slice of the flat coordinates, by name."""
+    slices, start = {}, 0
+    for site in sites:
+        slices[site.name] = slice(start, start + site.size)
+        start += site.size
+    return slices
+
+
 def is_fixed_support(support: Any) -> bool:
     """Return whether a support is the same whatever the data and the other sites."""
     # An array among its bounds may be the value of another site, or come from the data.
@@ -193,9 +208,8 @@ def trace_model(
 ) -> ModelTrace:
     """Run a model once on the first rows of its plates and describe its statements.
 
-    :param model: a NumPyro model.
-    :param arguments: its arguments; only shapes and static values count, except where the model
-        has ``param`` or ``mutable`` sites (neural networks), whose first values are kept.
+    :param arguments: only shapes and static values count, except where the model has ``param`` or
+        ``mutable`` sites (neural networks), whose first values are kept.
     :param init_strategy: NumPyro initialisation strategy.
     :param gibbs: how the user samples local sites.
     :raises ValueError: where the model cannot be run.
@@ -238,10 +252,7 @@ def trace_model(
 
 
 class _TracingRun:
-    """One run of a model on the first rows of its plates; its records remain where it fails.
-
-    :param arguments: the arguments as the user gave them.
-    """
+    """One run of a model on the first rows of its plates; its records remain where it fails."""
 
     def __init__(self, arguments: Arguments) -> None:
         self.sharded_arrays = arguments.sharded_arrays
@@ -284,11 +295,7 @@ class _TracingRun:
 def _describe_sample_site(
     site: Any, plate_frames: tuple[Any, ...], is_gibbs_site: bool
 ) -> SampleSite:
-    """Describe a sample statement.
-
-    :param plate_frames: frames of the subsampled plates around it.
-    :param is_gibbs_site: whether ``gibbs_fn`` samples it.
-    """
+    """Describe a sample statement in subsampled plates, which ``gibbs_fn`` may sample."""
     fn, value = site["fn"], site["value"]
     described = SampleSite(
         name=site["name"],
@@ -302,15 +309,16 @@ def _describe_sample_site(
     if described.is_observed:
         return described
     is_delta = isinstance(get_base_distribution(fn), dist.Delta)
-    described = described._replace(
-        dtype=jnp.result_type(value), support=fn.support, is_delta=is_delta
+    unconstrained_shape = None
+    if not (is_gibbs_site or is_delta or fn.support.is_discrete):
+        with suppress(NotImplementedError):  # there is no bijection to unconstrained space
+            unconstrained_shape = jnp.shape(biject_to(fn.support).inv(value))
+    return described._replace(
+        dtype=jnp.result_type(value),
+        support=fn.support,
+        is_delta=is_delta,
+        unconstrained_shape=unconstrained_shape,
     )
-    if is_gibbs_site or is_delta or fn.support.is_discrete:
-        return described
-    with suppress(NotImplementedError):  # there is no bijection to unconstrained space
-        unconstrained = biject_to(fn.support).inv(value)
-        described = described._replace(unconstrained_shape=jnp.shape(unconstrained))
-    return described
 
 
 def _find_unplated_dims(site: Any) -> tuple[int, ...]:
@@ -345,24 +353,25 @@ def translate_model_error(
     """Return the error to raise for one that a model's run raised.
 
     :param error: what was raised; returned itself where it is clear enough.
-    :param model: the model.
-    :param arguments: its arguments.
     :param plates: the subsampled plates that the run had reached.
     """
-    if isinstance(error, TypeError) and (
-        mismatch := _describe_signature_mismatch(model, arguments)
-    ):
-        return TypeError(
-            format_message(
-                f"The model cannot be called with these arguments: {mismatch}.",
-                "pass the model's arguments to mcmc.run, after the random key.",
-                "model-signature",
+    named_arguments = arguments.by_name(model)
+    if isinstance(error, TypeError):
+        try:
+            inspect.signature(model).bind(*arguments.args, **arguments.kwargs)
+        except ValueError:  # some built-in functions have no signature
+            pass
+        except TypeError as mismatch:
+            return TypeError(
+                format_message(
+                    f"The model cannot be called with these arguments: {mismatch}.",
+                    "pass the model's arguments to mcmc.run, after the random key.",
+                    "model-signature",
+                )
             )
-        )
+    reason, line = summarise_error(error), find_user_source_line(error)
     if str(error).startswith("Inside numpyro.plate"):
-        return InvalidModelError(
-            f"{summarise_error(error)}.", "make the array as long as the plate.", "data-shape"
-        )
+        return InvalidModelError(f"{reason}.", "make the array as long as the plate.", "data-shape")
     if isinstance(error, AssertionError):
         empty = [name for name, x in arguments.named_arrays(model) if 0 in np.shape(x)[:1]]
         if "size of plate" not in str(error) or not empty:
@@ -372,79 +381,61 @@ def translate_model_error(
             "pass data with at least one row.",
             "empty-plate",
         )
-    unsupported = list(_describe_unsupported_arguments(model, arguments))
-    if isinstance(error, _CONCRETIZATION_ERRORS):
-        return _translate_concretization_error(error, unsupported)
-    if not isinstance(error, (TypeError, ValueError)):
-        return error
-    if isinstance(error, RowIndexError):
-        if not isinstance(error.array, HostArray):
-            return error
-        return InvalidModelError(
-            f"The model fails{find_user_source_line(error)}: {error.array!r} is used as a whole.",
-            "index it by the indices of its plate, an integer array or a slice, or pass it through "
-            "numpyro.subsample.",
-            "host-array-index",
-        )
-    reason = summarise_error(error)
-    if unsupported:
-        return _unsupported_argument_error(unsupported, reason)
-    if _fails_on_full_data(model, arguments):
-        return _translate_full_data_error(error, model, arguments)
-    if not plates:
-        return error
-    names = ", ".join(f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates)
-    return InvalidModelError(
-        f"The model cannot be run on a minibatch of the plate {names}.",
-        "index every array of rows by the plate's indices, or pass it through numpyro.subsample. "
-        f"({reason})",
-        "minibatch-indexing",
-    )
-
-
-def _unsupported_argument_error(unsupported: Sequence[str], reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"The model cannot use {unsupported[0].split(': ')[0]}.",
-        f"{'; '.join(text.split(': ')[1] for text in unsupported)}. ({reason})",
-        "unsupported-argument",
-    )
-
-
-def _translate_concretization_error(error: Exception, unsupported: Sequence[str]) -> Exception:
-    """Return the error for a model that uses the value of a traced array."""
-    line = find_user_source_line(error)
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(f.name == "_subsample" and f.filename.endswith("primitives.py") for f in frames):
+    is_concretization = isinstance(error, _CONCRETIZATION_ERRORS)
+    traceback_frames = traceback.extract_tb(error.__traceback__)
+    if is_concretization and any(
+        f.name == "_subsample" and f.filename.endswith("primitives.py") for f in traceback_frames
+    ):
         return InvalidModelError(
             f"The size or subsample_size of a plate is a traced array{line}.",
             "pass a Python integer.",
             "plate-size-traced",
         )
-    if unsupported:
-        return _unsupported_argument_error(unsupported, type(error).__name__)
-    return InvalidModelError(
-        f"The model turns a traced array into a Python or NumPy value{line}.",
-        "use jax.numpy (jnp.where in place of `if`) for latent sites, arrays among the arguments "
-        "and plate indices, and compute what depends on the data alone before the run. "
-        f"({type(error).__name__})",
-        "traced-value",
-    )
-
-
-def _translate_full_data_error(
-    error: Exception, model: Callable, arguments: Arguments
-) -> Exception:
-    """Return the error for a model that fails without a minibatch as well."""
-    line, reason = find_user_source_line(error), summarise_error(error)
-    missing = [f"`{n}`" for n, x in _name_arguments(model, arguments) if x is None]
+    if not (is_concretization or isinstance(error, (TypeError, ValueError))):
+        return error
+    if isinstance(error, RowIndexError):
+        if not isinstance(error.array, HostArray):
+            return error
+        return InvalidModelError(
+            f"The model fails{line}: {error.array!r} is used as a whole.",
+            "index it by the indices of its plate, an integer array or a slice, or pass it through "
+            "numpyro.subsample.",
+            "host-array-index",
+        )
+    if fixes := [fix for name, x in named_arguments.items() for fix in _find_non_arrays(name, x)]:
+        return InvalidArgumentError(
+            f"The model cannot use {fixes[0][0]}.",
+            f"{'; '.join(fix for _, fix in fixes)}. "
+            f"({type(error).__name__ if is_concretization else reason})",
+            "unsupported-argument",
+        )
+    if is_concretization:
+        return InvalidModelError(
+            f"The model turns a traced array into a Python or NumPy value{line}.",
+            "use jax.numpy (jnp.where in place of `if`) for latent sites, arrays among the "
+            "arguments and plate indices, and compute what depends on the data alone before the "
+            f"run. ({type(error).__name__})",
+            "traced-value",
+        )
+    if not _fails_on_full_data(model, arguments):
+        if not plates:
+            return error
+        names = ", ".join(f"'{p.name}' ({p.subsample_size} of {p.size} rows)" for p in plates)
+        return InvalidModelError(
+            f"The model cannot be run on a minibatch of the plate {names}.",
+            "index every array of rows by the plate's indices, or pass it through "
+            f"numpyro.subsample. ({reason})",
+            "minibatch-indexing",
+        )
+    missing = " and ".join(f"`{name}`" for name, x in named_arguments.items() if x is None)
     if missing and "NoneType" in str(error):
         return InvalidModelError(
-            f"The model fails{line}: {' and '.join(missing)} is None.",
-            f"pass data for {' and '.join(missing)}. ({reason})",
+            f"The model fails{line}: {missing} is None.",
+            f"pass data for {missing}. ({reason})",
             "model-fails",
         )
     # An error at the user's own line, or one that NumPyro raises, is clear enough.
-    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    last = traceback_frames[-1].filename
     is_numpyros = "numpyro" in Path(last).parts and "shapes" not in str(error)
     if is_numpyros or not _is_library_file(last):
         return error
@@ -457,7 +448,6 @@ def _translate_full_data_error(
 
 
 def _fails_on_full_data(model: Callable, arguments: Arguments) -> bool:
-    """Return whether the model fails without a minibatch as well."""
     try:
         jax.eval_shape(lambda a: (trace_prior(FullDataModel(model), {}, a), None)[1], arguments)
     except Exception:
@@ -465,50 +455,25 @@ def _fails_on_full_data(model: Callable, arguments: Arguments) -> bool:
     return False
 
 
-def _describe_signature_mismatch(model: Callable, arguments: Arguments) -> str:
-    """Return why the arguments do not fit the model's signature; empty where they do."""
-    try:
-        signature = inspect.signature(model)
-    except (TypeError, ValueError):
-        return ""
-    try:
-        signature.bind(*arguments.args, **arguments.kwargs)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _name_arguments(model: Callable, arguments: Arguments) -> Iterable[tuple[str, Any]]:
-    """Return the arguments with their names in the model's signature."""
-    try:
-        names = list(inspect.signature(model).parameters)
-    except (TypeError, ValueError):
-        names = []
-    named = {
-        (names[k] if k < len(names) else f"argument {k}"): x for k, x in enumerate(arguments.args)
-    }
-    return {**named, **arguments.kwargs}.items()
-
-
-def _describe_unsupported_arguments(model: Callable, arguments: Arguments) -> Iterable[str]:
-    """Yield a text ``"name, type: fix"`` for each argument that is not an array but should be."""
-    for name, x in _name_arguments(model, arguments):
-        yield from _describe_non_arrays(name, x)
-
-
-def _describe_non_arrays(name: str, x: Any) -> Iterable[str]:
+def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:
+    """Yield name and type, and the fix, of each argument that is not an array but should be."""
+    described = f"`{name}`, a {type(x).__name__}"
     if isinstance(x, dict):
         for key, value in x.items():
-            yield from _describe_non_arrays(f"{name}[{key!r}]", value)
+            yield from _find_non_arrays(f"{name}[{key!r}]", value)
     elif isinstance(x, (list, tuple)):
         if x and all(isinstance(leaf, (bool, int, float)) for leaf in jax.tree.leaves(x)):
-            yield f"`{name}`, a {type(x).__name__} of numbers: pass numpy.asarray({name})"
+            yield f"{described} of numbers", f"pass numpy.asarray({name})"
     elif isinstance(x, np.ndarray) and not is_array(x):
-        yield f"`{name}`, an array of type {x.dtype}: pass an array of numbers as {name}"
+        yield f"`{name}`, an array of type {x.dtype}", f"pass an array of numbers as {name}"
     elif hasattr(x, "iloc"):
-        yield f"`{name}`, a {type(x).__name__}: pass {name}.to_numpy()"
+        by_column = (
+            f", or, where the model uses its columns by name, pass each as an array: "
+            f"{name}['x'].to_numpy(), and categories as {name}['city'].cat.codes.to_numpy()"
+        )
+        yield described, f"pass {name}.to_numpy(){by_column if hasattr(x, 'columns') else ''}"
     elif hasattr(x, "__array__") and not is_array(x) and not isinstance(x, (np.generic, RowArray)):
-        yield f"`{name}`, a {type(x).__name__}: pass numpy.asarray({name})"
+        yield described, f"pass numpy.asarray({name})"
 
 
 def _is_library_file(file: str) -> bool:

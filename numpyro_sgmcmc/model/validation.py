@@ -18,9 +18,7 @@ import numpy as np
 from jax import Array
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.row_proxies import RowLookup
-from numpyro_sgmcmc.data.sharded_array import ShardedArray, Shards
-from numpyro_sgmcmc.data.subsampling import Plate
+from numpyro_sgmcmc.data.sharded_array import ShardedArray
 from numpyro_sgmcmc.errors import (
     InvalidArgumentError,
     InvalidModelError,
@@ -37,7 +35,7 @@ from numpyro_sgmcmc.model.local_latents import (
 )
 from numpyro_sgmcmc.model.local_moves import pointwise_local_potentials
 from numpyro_sgmcmc.model.potential import Potential
-from numpyro_sgmcmc.model.trace import ModelTrace, SampleSite
+from numpyro_sgmcmc.model.trace import ModelTrace, SampleSite, is_fixed_support
 
 # The check of independence compares a minibatch with its rows: rows per minibatch, number of
 # minibatches, and tolerances relative to the terms, well above rounding.
@@ -52,88 +50,12 @@ def validate_model(model_trace: ModelTrace) -> None:
 
     :raises ValueError: naming the site, plate or argument that cannot be used.
     """
-    check_local_sites(model_trace)
-    check_global_sites(model_trace)
-    check_sharding(model_trace)
+    _check_local_sites(model_trace)
+    _check_global_sites(model_trace)
+    _check_sharding(model_trace)
     check_factorises_over_plates(model_trace)
-    warn_missing_plates(model_trace)
-
-
-# --- Global sites and observed data -------------------------------------------------------------
-
-
-def check_global_sites(model_trace: ModelTrace) -> None:
-    """Check that latent sites outside of plates have a gradient, and that data are the minibatch's.
-
-    :raises ValueError: naming the site.
-    """
     for site in model_trace.sample_sites:
-        if site.is_observed:
-            _check_observed_shape(site)
-        elif site.is_global:
-            _check_differentiable(site)
-    global_sites = [site for site in model_trace.sample_sites if site.is_global]
-    has_coordinates = any(0 not in (site.unconstrained_shape or ()) for site in global_sites)
-    if model_trace.local_sites and not has_coordinates:
-        raise InvalidModelError(
-            "All latent sites of the model are inside the subsampled plate.",
-            "sample each row by itself, for example with NUTS: the rows have independent "
-            "posteriors, and minibatches save nothing.",
-            "only-local-latents",
-        )
-
-
-def _check_differentiable(site: SampleSite) -> None:
-    """Check that a global latent site has a gradient."""
-    if site.support.is_discrete:
-        raise InvalidModelError(
-            f"Site '{site.name}' is discrete and has no gradient.",
-            f"sample it by Gibbs([(DiscreteGibbs(kernel.model), ['{site.name}']), (kernel, None)]) "
-            "of numpyro.infer.",
-            "discrete-site",
-        )
-    if site.is_delta:
-        raise InvalidModelError(
-            f"Site '{site.name}' has a delta distribution.",
-            "use numpyro.deterministic.",
-            "delta-site",
-        )
-    if site.unconstrained_shape is None:
-        raise InvalidModelError(
-            f"Site '{site.name}' has support {site.support}, without a map to unconstrained space.",
-            "reparametrise the site.",
-            "unsupported-support",
-        )
-
-
-def _check_observed_shape(site: SampleSite) -> None:
-    """Check that data have one entry per row of a minibatch."""
-    event_dim = len(site.event_shape)
-    for frame in site.plate_frames:
-        if len(site.shape) >= event_dim - frame.dim:
-            num_rows = site.shape[frame.dim - event_dim]
-            if num_rows not in (1, frame.size):
-                raise InvalidModelError(
-                    f"Site '{site.name}' observes {num_rows} rows, but the minibatch of the plate "
-                    f"'{frame.name}' has {frame.size}.",
-                    "index the data by the plate's indices.",
-                    "data-not-indexed",
-                )
-    try:
-        np.broadcast_shapes(site.batch_shape, site.shape[: len(site.shape) - event_dim])
-    except ValueError:
-        raise InvalidModelError(
-            f"Site '{site.name}' observes data of shape {site.shape}, but its distribution has "
-            f"shape {site.batch_shape + site.event_shape}.",
-            "make the two shapes agree.",
-            "data-shape",
-        ) from None
-
-
-def warn_missing_plates(model_trace: ModelTrace) -> None:
-    """Warn, as NumPyro does, of sites in plates that have further batch dimensions."""
-    for site in model_trace.sample_sites:
-        for dim in site.unplated_dims:
+        for dim in site.unplated_dims:  # as NumPyro does
             warn_user(
                 f"Missing a plate statement for batch dimension {dim} at site '{site.name}'.",
                 PlateWarning,
@@ -142,105 +64,23 @@ def warn_missing_plates(model_trace: ModelTrace) -> None:
             )
 
 
-# --- Sharded arrays -----------------------------------------------------------------------------
+# --- Sites --------------------------------------------------------------------------------------
 
 
-def check_sharding(model_trace: ModelTrace) -> None:
-    """Check that all row arrays are sharded alike, and that no latent site is inside their plates.
-
-    Warn of minibatches that do not divide evenly among the devices.
-
-    :raises ValueError: naming array, plate or site.
-    """
-    shards = model_trace.shards
-    if shards is None:
-        return
-    _check_equal_sharding(model_trace.arguments.sharded_arrays, model_trace.row_lookups)
-    num_shards = len(shards.rows_per_shard)
-    warned = set()
-    for array, name in model_trace.row_lookups:
-        plate = model_trace.unsharded_plates[name]
-        if not isinstance(array, ShardedArray):
-            raise InvalidArgumentError(
-                f"The plate '{name}' indexes {array!r} and sharded arrays.",
-                "make all of its arrays ShardedArrays, or ShardedArray(HostArray(rows)) where rows "
-                "stay on the host.",
-                "sharded-arrays",
-            )
-        _check_shard_sizes(plate, shards)
-        num_rows = model_trace.plates[name].subsample_size
-        if num_rows != plate.subsample_size and name not in warned:
-            warned.add(name)
-            warn_user(
-                f"Plate '{name}' has subsample_size={plate.subsample_size}, not a multiple of "
-                f"{num_shards} devices.",
-                ShardingWarning,
-                f"use subsample_size={num_rows}, which is used now: {num_rows // num_shards} rows "
-                "per device.",
-                "uneven-shards",
-            )
-    if model_trace.local_sites:
-        raise InvalidModelError(
-            f"Site '{_first_local_site(model_trace)}' is latent inside the subsampled plate, whose "
-            "rows are sharded.",
-            "pass arrays that all devices hold: local latent variables of sharded rows are not "
-            "supported.",
-            "sharded-arrays",
-        )
-
-
-def _first_local_site(model_trace: ModelTrace) -> str:
-    """Return the name of a local site, one of HMC if there is any."""
-    names = [site.name for site in model_trace.local_sites]
-    return next((n for n in names if n not in model_trace.gibbs.site_names), names[0])
-
-
-def _check_equal_sharding(arrays: Sequence[ShardedArray], row_lookups: Sequence[RowLookup]) -> None:
-    """Check that a plate indexes each sharded array, and that all are sharded alike."""
-    for array in arrays:
-        if not any(lookup.array is array for lookup in row_lookups):
-            raise InvalidArgumentError(
-                f"{array!r} is not indexed by a subsampled plate's indices.",
-                "index it by them, or pass an array that all devices hold.",
-                "sharded-arrays",
-            )
-    if len({x.shards for x in arrays}) > 1:
-        listed = ", ".join(
-            f"{x!r} with {list(x.shards.rows_per_shard)} rows over {x.shards.mesh.shape}"
-            for x in arrays
-        )
-        raise InvalidArgumentError(
-            "The sharded arrays are not sharded in the same way.",
-            f"use one mesh and the same rows per device for {listed}.",
-            "sharded-arrays",
-        )
-
-
-def _check_shard_sizes(plate: Plate, shards: Shards) -> None:
-    """Check that every device holds its part of a minibatch."""
-    num_shards, min_rows = len(shards.rows_per_shard), min(shards.rows_per_shard)
-    num_rows = plate.with_shards(shards).subsample_size_per_shard
-    if num_rows > min_rows:
-        raise InvalidArgumentError(
-            f"Plate '{plate.name}' has subsample_size={plate.subsample_size}, {num_rows} rows per "
-            f"device, but a device holds only {min_rows}.",
-            f"use a subsample_size of at most {num_shards * min_rows}.",
-            "sharded-arrays",
-        )
-
-
-# --- Local latent variables ---------------------------------------------------------------------
-
-
-def check_local_sites(model_trace: ModelTrace) -> None:
-    """Check that latent sites inside subsampled plates can be updated row by row.
-
-    :raises ValueError: naming the site.
-    """
+def _check_local_sites(model_trace: ModelTrace) -> None:
+    """Check that latent sites inside subsampled plates can be updated row by row."""
     plates, gibbs = model_trace.unsharded_plates, model_trace.gibbs
     sites = model_trace.local_sites
     for site in sites:
-        _check_local_site(site, site.name in gibbs.site_names)
+        if len(site.plate_frames) > 1:
+            listed = " and ".join(f"'{f.name}'" for f in site.plate_frames)
+            raise InvalidModelError(
+                f"Site '{site.name}' has a latent value per pair of rows of the plates {listed}.",
+                "give one of the plates no subsample_size, or integrate the site out.",
+                "local-latents-plates",
+            )
+        if site.name not in gibbs.site_names:
+            _check_latent_site(site)
     missing = sorted(set(gibbs.site_names) - {s.name for s in sites})
     if missing:
         raise InvalidArgumentError(
@@ -272,44 +112,159 @@ def check_local_sites(model_trace: ModelTrace) -> None:
         )
 
 
-def _check_local_site(site: SampleSite, is_gibbs_site: bool) -> None:
-    """Check one latent site inside subsampled plates.
+def _first_local_site(model_trace: ModelTrace) -> str:
+    """Return the name of a local site, one of HMC if there is any."""
+    names = [site.name for site in model_trace.local_sites]
+    return min(names, key=lambda name: name in model_trace.gibbs.site_names)
 
-    :param is_gibbs_site: whether ``gibbs_fn`` samples it.
-    """
-    site_in_plate = f"Site '{site.name}' inside the plate '{site.plate_frames[0].name}'"
-    if len(site.plate_frames) > 1:
-        plates = " and ".join(f"'{f.name}'" for f in site.plate_frames)
+
+def _check_global_sites(model_trace: ModelTrace) -> None:
+    """Check that global latent sites have a gradient, and that data are the minibatch's."""
+    for site in model_trace.sample_sites:
+        if site.is_observed:
+            _check_observed_shape(site)
+        elif site.is_global:
+            _check_latent_site(site)
+    global_sites = [site for site in model_trace.sample_sites if site.is_global]
+    has_coordinates = any(0 not in (site.unconstrained_shape or ()) for site in global_sites)
+    if model_trace.local_sites and not has_coordinates:
         raise InvalidModelError(
-            f"Site '{site.name}' has a latent value per pair of rows of the plates {plates}.",
-            "give one of the plates no subsample_size, or integrate the site out.",
-            "local-latents-plates",
+            "All latent sites of the model are inside the subsampled plate.",
+            "sample each row by itself, for example with NUTS: the rows have independent "
+            "posteriors, and minibatches save nothing.",
+            "only-local-latents",
         )
-    if is_gibbs_site:
-        return
+
+
+def _check_latent_site(site: SampleSite) -> None:
+    """Check that a latent site has a gradient, and a local one a fixed support."""
+    described = f"Site '{site.name}'"
+    if site.is_local:
+        described += f" inside the plate '{site.plate_frames[0].name}'"
+    if site.support.is_discrete and site.is_local:
+        raise InvalidModelError(
+            f"{described} is discrete and has no data.",
+            "pass its data (is an argument None?); or sample it by gibbs_fn=... and gibbs_sites="
+            f"['{site.name}'], or sum it out of the likelihood.",
+            "discrete-site",
+        )
     if site.support.is_discrete:
         raise InvalidModelError(
-            f"{site_in_plate} is discrete and has no data.",
-            f"pass its data (is an argument None?); or sample it by gibbs_fn=... and gibbs_sites="
-            f"['{site.name}'], or sum it out of the likelihood.",
+            f"{described} is discrete and has no gradient.",
+            f"sample it by Gibbs([(DiscreteGibbs(kernel.model), ['{site.name}']), (kernel, None)]) "
+            "of numpyro.infer.",
             "discrete-site",
         )
     if site.is_delta:
         raise InvalidModelError(
-            f"{site_in_plate} has a delta distribution.", "use numpyro.deterministic.", "delta-site"
+            f"{described} has a delta distribution.", "use numpyro.deterministic.", "delta-site"
         )
-    if not site.has_fixed_support:
+    if site.is_local and not is_fixed_support(site.support):
         raise InvalidModelError(
-            f"{site_in_plate} has a support that depends on other values.",
+            f"{described} has a support that depends on other values.",
             "rescale the site, for example a Uniform(0, 1) times its upper bound.",
             "unsupported-support",
         )
     if site.unconstrained_shape is None:
         raise InvalidModelError(
-            f"{site_in_plate} has support {site.support}, without a map to unconstrained space.",
-            "reparametrise the site, or sample it by gibbs_fn.",
+            f"{described} has support {site.support}, without a map to unconstrained space.",
+            f"reparametrise the site{', or sample it by gibbs_fn' if site.is_local else ''}.",
             "unsupported-support",
         )
+
+
+def _check_observed_shape(site: SampleSite) -> None:
+    """Check that data have one entry per row of a minibatch."""
+    event_dim = len(site.event_shape)
+    for frame in site.plate_frames:
+        if len(site.shape) >= event_dim - frame.dim:
+            num_rows = site.shape[frame.dim - event_dim]
+            if num_rows not in (1, frame.size):
+                raise InvalidModelError(
+                    f"Site '{site.name}' observes {num_rows} rows, but the minibatch of the plate "
+                    f"'{frame.name}' has {frame.size}.",
+                    "index the data by the plate's indices.",
+                    "data-not-indexed",
+                )
+    try:
+        np.broadcast_shapes(site.batch_shape, site.shape[: len(site.shape) - event_dim])
+    except ValueError:
+        raise InvalidModelError(
+            f"Site '{site.name}' observes data of shape {site.shape}, but its distribution has "
+            f"shape {site.batch_shape + site.event_shape}.",
+            "make the two shapes agree.",
+            "data-shape",
+        ) from None
+
+
+# --- Sharded arrays -----------------------------------------------------------------------------
+
+
+def _check_sharding(model_trace: ModelTrace) -> None:
+    """Check that all row arrays are sharded alike, and that no latent site is inside their plates.
+
+    Warn of minibatches that do not divide evenly among the devices.
+    """
+    shards, row_lookups = model_trace.shards, model_trace.row_lookups
+    if shards is None:
+        return
+    arrays = model_trace.arguments.sharded_arrays
+    for array in arrays:
+        if not any(lookup.array is array for lookup in row_lookups):
+            raise InvalidArgumentError(
+                f"{array!r} is not indexed by a subsampled plate's indices.",
+                "index it by them, or pass an array that all devices hold.",
+                "sharded-arrays",
+            )
+    if len({x.shards for x in arrays}) > 1:
+        listed = ", ".join(
+            f"{x!r} with {list(x.shards.rows_per_shard)} rows over {x.shards.mesh.shape}"
+            for x in arrays
+        )
+        raise InvalidArgumentError(
+            "The sharded arrays are not sharded in the same way.",
+            f"use one mesh and the same rows per device for {listed}.",
+            "sharded-arrays",
+        )
+    for array, name in row_lookups:
+        if not isinstance(array, ShardedArray):
+            raise InvalidArgumentError(
+                f"The plate '{name}' indexes {array!r} and sharded arrays.",
+                "make all of its arrays ShardedArrays, or ShardedArray(HostArray(rows)) where rows "
+                "stay on the host.",
+                "sharded-arrays",
+            )
+    num_shards, min_rows = len(shards.rows_per_shard), min(shards.rows_per_shard)
+    for name in dict.fromkeys(lookup.plate for lookup in row_lookups):
+        plate, requested = model_trace.plates[name], model_trace.unsharded_plates[name]
+        if plate.subsample_size_per_shard > min_rows:
+            raise InvalidArgumentError(
+                f"Plate '{name}' has subsample_size={requested.subsample_size}, "
+                f"{plate.subsample_size_per_shard} rows per device, but a device holds only "
+                f"{min_rows}.",
+                f"use a subsample_size of at most {num_shards * min_rows}.",
+                "sharded-arrays",
+            )
+        if plate.subsample_size != requested.subsample_size:
+            warn_user(
+                f"Plate '{name}' has subsample_size={requested.subsample_size}, not a multiple of "
+                f"{num_shards} devices.",
+                ShardingWarning,
+                f"use subsample_size={plate.subsample_size}, which is used now: "
+                f"{plate.subsample_size_per_shard} rows per device.",
+                "uneven-shards",
+            )
+    if model_trace.local_sites:
+        raise InvalidModelError(
+            f"Site '{_first_local_site(model_trace)}' is latent inside the subsampled plate, whose "
+            "rows are sharded.",
+            "pass arrays that all devices hold: local latent variables of sharded rows are not "
+            "supported.",
+            "sharded-arrays",
+        )
+
+
+# --- Local latent variables ---------------------------------------------------------------------
 
 
 def check_local_latents_options(
@@ -390,28 +345,24 @@ def check_conditional_independence(
         batch = values.take(rows)
         normals = rng.standard_normal(batch.hmc_position.shape)
         batch = batch._replace(hmc_position=jnp.asarray(normals, batch.hmc_position.dtype))
-        (joint, joint_grad), (mean, mean_grad) = _compute_joint_and_pointwise(
+        joint, mean = _compute_joint_and_pointwise(
             potential, global_position, rows, batch, arguments
         )
-        if not (np.isfinite(joint) and np.isfinite(mean)):
+        if not (np.isfinite(joint[0]) and np.isfinite(mean[0])):
             continue
-        is_float32 = np.asarray(joint).dtype == np.float32
+        is_float32 = joint[0].dtype == np.float32
         tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_FLOAT64
-        value_scale = 1.0 + abs(float(joint)) + abs(float(mean))
-        grad_scale = 1.0 + np.abs(joint_grad).max(initial=0.0) + np.abs(mean_grad).max(initial=0.0)
-        grad_difference = np.abs(joint_grad - mean_grad).max(initial=0.0)
-        if (
-            abs(float(joint - mean)) > tolerance * value_scale
-            or grad_difference > tolerance * grad_scale
-        ):
-            names = " and ".join(f"'{n}'" for n in local.names)
-            raise InvalidModelError(
-                f"Site {names} is latent inside the plate '{local.plate.name}', but its rows are "
-                "dependent.",
-                "move the sites that use the values of other rows, or of all rows, into the plate "
-                "one row at a time, or give the plate no subsample_size.",
-                "dependent-rows",
-            )
+        for a, b in zip(map(np.asarray, joint), map(np.asarray, mean), strict=True):
+            scale = 1.0 + np.abs(a).max(initial=0.0) + np.abs(b).max(initial=0.0)
+            if np.abs(a - b).max(initial=0.0) > tolerance * scale:
+                names = " and ".join(f"'{n}'" for n in local.names)
+                raise InvalidModelError(
+                    f"Site {names} is latent inside the plate '{local.plate.name}', but its rows "
+                    "are dependent.",
+                    "move the sites that use the values of other rows, or of all rows, into the "
+                    "plate one row at a time, or give the plate no subsample_size.",
+                    "dependent-rows",
+                )
 
 
 @partial(jax.jit, static_argnames="potential")
@@ -431,10 +382,15 @@ def _compute_joint_and_pointwise(
         return potential.value(global_position, {local.plate.name: indices}, with_values)
 
     def mean_over_rows(position: Array) -> Array:
-        potentials = pointwise_local_potentials(
-            potential, global_position, indices, position, values.gibbs_values, arguments
+        row_values = values._replace(hmc_position=position)
+        return (
+            local.plate.size
+            * (
+                pointwise_local_potentials(
+                    potential, global_position, indices, row_values, arguments
+                )
+            ).mean()
         )
-        return local.plate.size * potentials.mean()
 
     return (
         jax.value_and_grad(joint)(values.hmc_position),

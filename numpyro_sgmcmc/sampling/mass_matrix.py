@@ -17,7 +17,7 @@ from jax import Array
 from jax.scipy.linalg import solve_triangular
 
 from numpyro_sgmcmc.errors import InvalidArgumentError, describe_value, summarise_error
-from numpyro_sgmcmc.model.potential import GlobalSite
+from numpyro_sgmcmc.model.trace import LatentSite
 
 # Relative asymmetry that float32 arithmetic can cause in a symmetric matrix, and the same in units
 # of the largest entry, for entries near zero.
@@ -28,7 +28,7 @@ _SYMMETRY_RTOL, _SYMMETRY_ATOL = 1e-4, 1e-6
 
 
 def build_mass_matrix_mask(
-    dense_mass: Any, sites: tuple[GlobalSite, ...], dim: int
+    dense_mass: Any, sites: tuple[LatentSite, ...], dim: int
 ) -> np.ndarray | None:
     """Return the mask of NumPyro's structured ``dense_mass=[("a", "b"), ...]``, shape ``(d, d)``.
 
@@ -53,7 +53,7 @@ def build_mass_matrix_mask(
 
 
 def parse_inverse_mass_matrix(
-    inverse_mass_matrix: Any, sites: tuple[GlobalSite, ...], dim: int
+    inverse_mass_matrix: Any, sites: tuple[LatentSite, ...], dim: int
 ) -> np.ndarray | None:
     """Return a user's inverse mass matrix as an array of shape ``(d,)`` or ``(d, d)``.
 
@@ -82,7 +82,7 @@ def parse_inverse_mass_matrix(
 
 
 def _assemble_blocks(
-    matrix_by_block: dict[Any, Any], sites: tuple[GlobalSite, ...], dim: int
+    matrix_by_block: dict[Any, Any], sites: tuple[LatentSite, ...], dim: int
 ) -> np.ndarray:
     """Return the full matrix, or its diagonal if all blocks are diagonals."""
     blocks = [
@@ -109,7 +109,7 @@ def _assemble_blocks(
     return full if any(block.ndim == 2 for _, block in blocks) else np.diagonal(full).copy()
 
 
-def _find_block_indices(arg_name: str, block: Any, sites: tuple[GlobalSite, ...]) -> np.ndarray:
+def _find_block_indices(arg_name: str, block: Any, sites: tuple[LatentSite, ...]) -> np.ndarray:
     """Return the flat coordinates of a user's tuple of site names, in the order of the tuple."""
     if not isinstance(block, (str, tuple, list)) or not block:
         raise InvalidArgumentError(
@@ -203,7 +203,7 @@ class MassMatrixBlocks:
 
 
 def build_mass_matrix_blocks(
-    dense_mass: Any, inverse_mass_matrix: Any, sites: tuple[GlobalSite, ...] | None
+    dense_mass: Any, inverse_mass_matrix: Any, sites: tuple[LatentSite, ...] | None
 ) -> MassMatrixBlocks | None:
     """Return the blocks in which NumPyro would show the mass matrix; None without a model.
 

@@ -197,6 +197,19 @@ def test_run_with_wrong_covariates_names_them(name, model):
     assert_error_names(lambda: init_kernel(model, change(X), y, batch_size=4), *words)
 
 
+def test_run_with_a_frame_used_by_column_says_to_pass_columns(no_warm_up):
+    pandas = pytest.importorskip("pandas")
+    data = pandas.DataFrame({"x": [1.0, 2.0, 3.0, 4.0], "city": list("abab")})
+
+    def by_column(df):
+        b = numpyro.sample("b", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(df), subsample_size=2) as i:
+            numpyro.sample("y", dist.Normal(b, 1), obs=df["x"][i])
+
+    words = ("DataFrame", "columns", "df['x'].to_numpy()", "cat.codes")
+    assert_error_names(lambda: init_kernel(by_column, data), *words)
+
+
 def test_run_with_swapped_arguments_shows_their_shapes(no_warm_up):
     """With NUTS the model raises an IndexError about a tuple."""
     X, y = table(6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -115,9 +114,8 @@ def test_pointwise_local_potentials_gradient_is_unscaled(case):
     some = case.values.take(rows)
 
     def total(position):
-        return _pointwise_potentials(
-            case.potential, case.theta, rows, position, some.gibbs_values, case.arguments
-        ).sum()
+        values = some._replace(hmc_position=position)
+        return _pointwise_potentials(case.potential, case.theta, rows, values, case.arguments).sum()
 
     assert_close(jax.grad(total)(some.hmc_position), expected[rows])
 
@@ -125,15 +123,12 @@ def test_pointwise_local_potentials_gradient_is_unscaled(case):
 def test_pointwise_local_potentials_one_row_moved_changes_as_joint(case):
     rows = jnp.arange(ROWS)
     moved = case.values.hmc_position.at[5].add(0.7)
-    pointwise = partial(
-        pointwise_local_potentials,
-        case.potential,
-        case.theta,
-        rows,
-        gibbs_values={},
-        arguments=case.arguments,
-    )
-    change = pointwise(hmc_position=moved) - pointwise(hmc_position=case.values.hmc_position)
+
+    def pointwise(position):
+        values = case.values.take(rows)._replace(hmc_position=position)
+        return _pointwise_potentials(case.potential, case.theta, rows, values, case.arguments)
+
+    change = pointwise(moved) - pointwise(case.values.hmc_position)
     expected = case.joint(case.theta, moved) - case.joint(case.theta, case.values.hmc_position)
     assert_close(change, jnp.zeros(ROWS).at[5].set(expected))
 
