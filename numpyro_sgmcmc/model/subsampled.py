@@ -202,11 +202,7 @@ class ModelPotential(Potential):
     def _on_rows(
         self, indices: Indices, rng_key: Array | None = None, weights: Any = None
     ) -> Callable:
-        """Return the model on chosen rows of its plates.
-
-        :param rng_key: key of a stochastic likelihood.
-        :param weights: by plate name, a weight for each row besides the plate's scale.
-        """
+        """Return the model on chosen rows; ``weights`` as in :meth:`minibatch_potential`."""
         model = set_subsample_indices(self.model, indices, weights)
         return model if rng_key is None else seed(model, rng_key)
 
