@@ -40,7 +40,7 @@ from verdict_references import normal_scores, read  # vocabulary: ok
 from verdict_shapes import Built  # vocabulary: ok
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.adaptation import initialisation
+from numpyro_sgmcmc.adaptation import initialisation, settings
 from numpyro_sgmcmc.diagnostics.run_data import RunData
 from numpyro_sgmcmc.errors import SGMCMCWarning
 
@@ -159,7 +159,8 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
     """Run four chains with no arguments, and compare them with the reference and the report."""
     model, args = built
     kernel = SGHMCSplit(model)
-    initialisation.WARMUP_SEED = seed  # else all seeds would have one warm-up
+    # Else all seeds would have one warm-up.
+    settings.WARMUP_SEED = initialisation.WARMUP_SEED = seed
     options = {"num_warmup": 300, "num_samples": 1000, **problem.options}
     mcmc = MCMC(kernel, **options, num_chains=4, chain_method="vectorized", progress_bar=False)
     start = time.perf_counter()

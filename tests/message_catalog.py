@@ -19,6 +19,7 @@ CATALOG = ROOT / "tests" / "messages.txt"
 
 _ERROR_PARAMETERS = ("problem", "fix", "entry")
 _ERROR_BASE = "ExplainedError"
+_WARNING_CALLS = "warn_user", "PendingWarning"
 
 
 class Message(NamedTuple):
@@ -64,7 +65,7 @@ def collect_messages() -> list[Message]:
     }
     # Callable that makes a message -> its parameters, in order.
     parameters = dict.fromkeys({*error_classes, "format_message"}, _ERROR_PARAMETERS)
-    parameters["warn_user"] = ("message", "category", "fix", "entry")
+    parameters |= dict.fromkeys(_WARNING_CALLS, ("message", "category", "fix", "entry"))
     return [m for path, tree in trees.items() for m in _collect(tree, path, parameters)]
 
 
@@ -119,7 +120,7 @@ def _passes_parameters_on(call: ast.Call, scope: ast.AST | None) -> bool:
     if not call.args:
         return False
     first = call.args[0]
-    if isinstance(first, ast.Attribute) and first.attr == "message":
+    if isinstance(first, ast.Starred) or getattr(first, "attr", "") == "message":
         return True
     parameters = {a.arg for a in scope.args.args} if isinstance(scope, ast.FunctionDef) else set()
     return isinstance(first, ast.Name) and first.id in parameters
@@ -151,7 +152,7 @@ def _read_call(
         line=call.lineno,
         function=function,
         kind=name if category is None else ast.unparse(category),
-        is_warning=name == "warn_user" or in_model_warning,
+        is_warning=name in _WARNING_CALLS or in_model_warning,
         problem="".join(text for text, _ in parts["problem"]),
         fix="".join(text for text, _ in parts["fix"]),
         entries=tuple(entries),

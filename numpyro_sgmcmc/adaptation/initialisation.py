@@ -8,7 +8,6 @@ normal is fitted from each (:mod:`.variational`); the fit with the largest evide
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,18 +16,14 @@ import numpy as np
 from jax import random
 from jax.flatten_util import ravel_pytree
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, sample_minibatch_indices
-from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.settings import WARMUP_SEED, WarmupInputs
 from numpyro_sgmcmc.adaptation.variational import MeanField, fit_mean_field
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
-from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Indices
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
-
-WARMUP_SEED = 0
-"""Seed of the warm-up: its result depends on model, data and options, not on the run's key."""
 
 _MAX_INIT_ATTEMPTS = 20  # positions drawn from the initialisation strategy
 # Prior draws per initial position. The densest of all draws would lie in the narrowest mode.
@@ -36,63 +31,24 @@ _PRIOR_SAMPLES_PER_INIT = 4
 _NUM_ELBO_SAMPLES = 8  # antithetic normals per ELBO; bounds its standard error to a few nats
 
 
-@dataclass(frozen=True)
-class InitResult:
-    """Different initial positions with finite log density and gradient, each of shape ``(d,)``.
-
-    - **positions** - by the user or by the initialisation strategy.
-    - **prior_positions** - by the prior; empty where the user gave the initial position.
-    """
-
-    positions: tuple[np.ndarray, ...]
-    prior_positions: tuple[np.ndarray, ...] = ()
-
-
-@dataclass(frozen=True)
-class VariationalFit:
-    """A mean-field normal fitted to the posterior.
-
-    - **approximation** - mean and SDs.
-    - **elbo** - evidence lower bound up to a constant; -inf where it is not finite.
-    """
-
-    approximation: MeanField
-    elbo: float
-
-
-def create_warmup_rng() -> np.random.Generator:
-    """Return the random generator that all stages of one warm-up share."""
-    return np.random.default_rng(WARMUP_SEED)
-
-
 def find_init_positions(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    init_positions: Iterable[np.ndarray],
-) -> InitResult:
-    """Return the initial positions of the variational fits.
+    inputs: WarmupInputs, init_positions: Iterable[np.ndarray]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the initial positions of the variational fits, and those by the prior.
 
     :param init_positions: positions by the user and by the initialisation strategy.
     :raises InitializationError: where none is finite.
     """
     if inputs.settings.has_init_params:
-        return InitResult(find_finite_positions(inputs, batched_gradients, init_positions, 1))
-    num_inits, num_prior_inits = inputs.budget.num_inits, inputs.budget.num_prior_inits
-    positions = find_finite_positions(inputs, batched_gradients, init_positions, num_inits)
-    if not num_prior_inits:
-        return InitResult(positions)
-    prior_positions = generate_prior_positions(batched_gradients, num_prior_inits)
-    return InitResult(
-        positions, tuple(q for q in prior_positions if batched_gradients.is_finite(q))
-    )
+        return find_finite_positions(inputs, init_positions, 1), []
+    positions = find_finite_positions(inputs, init_positions, inputs.budget.num_inits)
+    prior_positions = generate_prior_positions(inputs, inputs.budget.num_prior_inits, WARMUP_SEED)
+    return positions, [q for q in prior_positions if inputs.batched_gradients.is_finite(q)]
 
 
 def find_finite_positions(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    init_positions: Iterable[np.ndarray],
-    num_positions: int,
-) -> tuple[np.ndarray, ...]:
+    inputs: WarmupInputs, init_positions: Iterable[np.ndarray], num_positions: int
+) -> list[np.ndarray]:
     """Return the first different positions with finite log density and gradient.
 
     :param init_positions: candidates, generated only as far as needed.
@@ -102,7 +58,7 @@ def find_finite_positions(
     positions: list[np.ndarray] = []
     for candidate in init_positions:
         is_new = not any(np.array_equal(candidate, position) for position in positions)
-        if is_new and batched_gradients.is_finite(candidate):
+        if is_new and inputs.batched_gradients.is_finite(candidate):
             positions.append(candidate)
         if len(positions) == num_positions:
             break
@@ -114,7 +70,7 @@ def find_finite_positions(
             fix,
             "no-finite-initial-position",
         )
-    return tuple(positions)
+    return positions
 
 
 def check_finite_gradient(inputs: WarmupInputs, preconditioner: Preconditioner) -> None:
@@ -133,44 +89,21 @@ def check_finite_gradient(inputs: WarmupInputs, preconditioner: Preconditioner) 
 
 
 def fit_inits(
-    inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
-    init_result: InitResult,
-    rng: np.random.Generator,
-) -> tuple[VariationalFit, ...]:
+    inputs: WarmupInputs, positions: list[np.ndarray], prior_positions: list[np.ndarray]
+) -> list[MeanField]:
     """Return a mean-field normal fitted from each initial position, the largest ELBO first."""
-
-    def fit(init_positions: tuple[np.ndarray, ...], batch_size: int | None) -> list[MeanField]:
-        def sample_indices(shape: tuple[int, ...]) -> Indices:
-            indices = sample_minibatch_indices(
-                batched_gradients.step_potential, rng, shape, IIDSubsampling()
-            )
-            return {name: i[..., :batch_size] for name, i in indices.items()}
-
-        return fit_mean_field(
-            inputs.potential,
-            inputs.arguments,
-            np.stack(init_positions),
-            sample_indices,
-            inputs.budget.num_vi_steps,
-            rng,
-            inputs.progress,
-        )
-
-    positions, prior_positions = init_result.positions, init_result.prior_positions
-    prior_batch_size = inputs.budget.prior_fit_batch_size
-    if prior_batch_size and prior_positions:
-        approximations = fit(positions, None) + fit(prior_positions, prior_batch_size)
+    if (batch_size := inputs.budget.prior_fit_batch_size) and prior_positions:
+        fits = fit_mean_field(inputs, positions)
+        fits += fit_mean_field(inputs, prior_positions, batch_size)
     else:
-        approximations = fit(positions + prior_positions, None)
-    normals = rng.standard_normal((_NUM_ELBO_SAMPLES // 2, inputs.potential.dim))
+        fits = fit_mean_field(inputs, positions + prior_positions)
+    normals = inputs.rng.standard_normal((_NUM_ELBO_SAMPLES // 2, inputs.potential.dim))
     normals = np.concatenate([normals, -normals])
-    fits = []
-    for q in approximations:
-        potentials, _ = batched_gradients.evaluate_on_subset(q.mean + q.sd * normals)
-        elbo = float(np.log(q.sd).sum() - potentials.mean())
-        fits.append(VariationalFit(q, elbo if np.isfinite(elbo) else -np.inf))
-    return tuple(sorted(fits, key=lambda fit: -fit.elbo))
+    for i, fit in enumerate(fits):
+        potentials, _ = inputs.batched_gradients.evaluate_on_subset(fit.mean + fit.sd * normals)
+        elbo = float(np.log(fit.sd).sum() - potentials.mean())
+        fits[i] = fit._replace(elbo=elbo if np.isfinite(elbo) else -np.inf)
+    return sorted(fits, key=lambda fit: -fit.elbo)
 
 
 def generate_init_positions(
@@ -194,30 +127,22 @@ def generate_init_positions(
 
 
 def generate_prior_positions(
-    batched_gradients: BatchedGradients, num_positions: int, seed: int | None = None
+    inputs: WarmupInputs, num_positions: int, seed: int
 ) -> Iterator[np.ndarray]:
-    """Yield draws from the prior, each the one of four with the largest posterior density.
-
-    :param seed: default: the warm-up's.
-    """
-    if batched_gradients.potential.sample_prior_position is None:
+    """Yield draws from the prior, each the one of four with the largest posterior density."""
+    if inputs.potential.sample_prior_position is None or not num_positions:
         return
-    sample = jit_low_optimization(batched_gradients.potential.sample_prior_position)
+    sample = jit_low_optimization(inputs.potential.sample_prior_position)
     num_samples = num_positions * _PRIOR_SAMPLES_PER_INIT
-    first_key = (WARMUP_SEED if seed is None else seed) * num_samples
-    keys = (random.key(first_key + k) for k in range(num_samples))
-    positions = np.stack(
-        [np.asarray(sample(key, batched_gradients.arguments), np.float64) for key in keys]
-    )
+    keys = (random.key(seed * num_samples + k) for k in range(num_samples))
+    positions = np.stack([np.asarray(sample(key, inputs.arguments), np.float64) for key in keys])
     is_finite = np.asarray(np.isfinite(positions).all(1))
-    potentials, _ = batched_gradients.evaluate_on_subset(
+    potentials, _ = inputs.batched_gradients.evaluate_on_subset(
         np.where(is_finite[:, None], positions, 0.0)
     )
     potentials = np.where(is_finite & np.isfinite(potentials), potentials, np.inf)
-    groups = zip(
-        np.split(positions, num_positions), np.split(potentials, num_positions), strict=True
-    )
-    for group_positions, group_potentials in groups:
+    groups = (np.split(x, num_positions) for x in (positions, potentials))
+    for group_positions, group_potentials in zip(*groups, strict=True):
         if np.isfinite(group_potentials).any():
             yield group_positions[group_potentials.argmin()]
 

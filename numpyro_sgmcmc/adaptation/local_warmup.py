@@ -20,9 +20,9 @@ never optimised:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +32,6 @@ import optax
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation.batched_gradients import (
-    BatchedGradients,
     BulkPositions,
     JittedPotential,
     assemble_hessian,
@@ -42,37 +41,32 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
     measure_noise_by_subsampling,
 )
-from numpyro_sgmcmc.adaptation.initialisation import (
-    check_finite_gradient,
-    create_warmup_rng,
-    find_finite_positions,
-)
+from numpyro_sgmcmc.adaptation.initialisation import check_finite_gradient, find_finite_positions
 from numpyro_sgmcmc.adaptation.pilot import (
+    LOST_STEP_FACTOR,
     MAX_PILOT_STEP_SIZE,
     PILOT_DYNAMICS,
-    PILOT_TARGET_SD_BIAS,
     PILOT_THINNING,
     PilotResult,
-    WindowStatus,
-    run_windows,
 )
 from numpyro_sgmcmc.adaptation.preconditioning import (
     factor_from_curvature,
     factorize_covariance,
     factorize_spd,
 )
-from numpyro_sgmcmc.adaptation.settings import Adaptation, LocalLatentsInit, WarmupInputs
+from numpyro_sgmcmc.adaptation.settings import (
+    Adaptation,
+    LocalLatentsInit,
+    SubsamplingChoice,
+    WarmupInputs,
+)
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, NoiseLimit
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
     choose_estimator,
     list_candidates,
 )
-from numpyro_sgmcmc.adaptation.warmup import (
-    adapt_to_mode,
-    build_adaptation_from_settings,
-    combine_modes,
-    create_batched_gradients,
-)
+from numpyro_sgmcmc.adaptation.warmup import adapt_to_mode, build_adaptation_from_settings
+from numpyro_sgmcmc.adaptation.warnings import issue_once
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Indices
 from numpyro_sgmcmc.errors import InitializationError, LocalLatentsWarning, warn_user
@@ -110,7 +104,7 @@ _NUM_NEWTON_STEPS, _MAX_NEWTON_STEP_RMS = 10, 3.0
 
 # Pilot chains: the first window takes so many steps and epochs at least, later ones up to four
 # times as many.
-_NUM_PILOT_CHAINS = 4
+_NUM_PILOT_CHAINS, _PILOT_TARGET_SD_BIAS = 4, 0.2
 _INIT_PILOT_SD = 0.3  # of the initial positions, in preconditioned coordinates
 _MIN_WINDOW_STEPS, _MIN_WINDOW_EPOCHS, _MAX_WINDOW_LENGTH_RATIO = 500, 4, 4
 _MIN_NUM_WINDOWS, _MAX_NUM_WINDOWS = 3, 8
@@ -125,124 +119,94 @@ _MAX_SILENT_STEPS_PER_DRAW = 4 * MAX_NUM_STEPS  # beyond, a larger batch size is
 _PILOT_STEP = PILOT_DYNAMICS.make_step("symmetric")
 
 
-class _KeyStream:
-    """Random keys, one after the other, for the compiled functions of one warm-up."""
-
-    def __init__(self) -> None:
-        self._key = random.key(0)
-
-    def next(self) -> Array:
-        """Return the next key."""
-        self._key, key = random.split(self._key)
-        return key
-
-
-@dataclass(frozen=True)
-class ConditionalPosterior:
-    """The posterior of the globals given local latents.
-
-    - **inputs** - inputs of the warm-up, whose arguments contain the local values.
-    """
-
-    inputs: WarmupInputs
-
-    @classmethod
-    def create(cls, inputs: WarmupInputs, local_values: LocalValues) -> ConditionalPosterior:
-        """Condition on local values.
-
-        :param inputs: inputs whose arguments contain none.
-        """
-        return cls(inputs.with_arguments(with_local_values(inputs.arguments, local_values)))
-
-    @cached_property
-    def batched_gradients(self) -> BatchedGradients:
-        """Gradients on minibatches."""
-        return create_batched_gradients(self.inputs)
-
-    def build_preconditioner(self, center: np.ndarray, factor: np.ndarray) -> Preconditioner:
-        """Return coordinates about a position, with the full-data gradient there."""
-        return Preconditioner(center, factor, self.batched_gradients.full_gradient(center))
-
-    def factor_from_curvature(self, position: np.ndarray) -> np.ndarray:
-        """Return the factor of the preconditioner from the full-data Hessian, or its diagonal."""
-        inputs, settings = self.inputs, self.inputs.settings
-        potential = JittedPotential(inputs.potential, inputs.arguments)
-        hessian = None
-        if inputs.potential.dim <= _MAX_HESSIAN_DIM:
-            _, _, hessian = potential.value_grad_hessian(position)
-        elif settings.is_dense:
-            hessian = assemble_hessian(potential, position)
-        return factor_from_curvature(
-            hessian,
-            settings.mass_matrix_mask,
-            settings.is_dense,
-            JittedPotential.from_random_subset(inputs.potential, inputs.arguments),
-            position,
-        )
-
-    def initial_preconditioner(self, position: np.ndarray) -> Preconditioner:
-        """Return coordinates from the curvature at a position, or with the user's mass matrix."""
-        matrix = self.inputs.settings.inverse_mass_matrix
-        factor = (
-            self.factor_from_curvature(position) if matrix is None else factorize_covariance(matrix)
-        )
-        return self.build_preconditioner(position, factor)
-
-
 def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> Adaptation:
     """Run all stages of the warm-up.
 
     :param inputs: inputs whose arguments contain no local values.
     :param init_positions: positions of the globals, of which the first finite one is taken.
     """
-    rng, keys = create_warmup_rng(), _KeyStream()
-    potential, arguments = inputs.potential, inputs.arguments
+    keys, potential, arguments = _iterate_keys(), inputs.potential, inputs.arguments
     inputs.progress.begin_stage("local latents")
-    (position,) = find_finite_positions(inputs, create_batched_gradients(inputs), init_positions, 1)
-    local_values = init_local_values(potential, arguments, inputs.cast(position))
-    check_conditional_independence(potential, arguments, inputs.cast(position), local_values)
-    local_state = _adapt_local_scale(inputs, position, local_values, keys)
+    (position,) = find_finite_positions(inputs, init_positions, 1)
+    values = init_local_values(potential, arguments, inputs.cast(position))
+    check_conditional_independence(potential, arguments, inputs.cast(position), values)
+    state = _adapt_local_scale(inputs, position, values, keys)
     if inputs.is_fully_specified:
-        return _adapt_to_user_settings(inputs, position, local_state)
-    position, local_state = _run_adam(inputs, position, local_state, rng, keys)
+        adaptation = build_adaptation_from_settings(_condition(inputs, state), position)
+        values = jax.tree.map(lambda x: x[None], state.values)
+        covariance_factor = jnp.ones(position.shape, potential.dtype)
+        local_init = LocalLatentsInit(values, state.scale, covariance_factor)
+        return adaptation._replace(local_init=local_init)
+    position, state = _run_adam(inputs, position, state, keys)
     inputs.progress.begin_stage("curvature")
-    position, local_state = _run_monte_carlo_em(inputs, position, local_state, keys)
-    local_state = _adapt_local_scale(inputs, position, local_state.values, keys)
-    pilot, last_window = _run_local_pilot(inputs, position, local_state, rng, keys)
-    q, covariance = _summarize_last_window(pilot.preconditioner, last_window.positions, rng)
+    position, state = _run_monte_carlo_em(inputs, position, state, keys)
+    state = _adapt_local_scale(inputs, position, state.values, keys)
+    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
 
     inputs.progress.begin_stage("gradient noise")
-    posterior = ConditionalPosterior.create(inputs, last_window.get_local_values(0))
-    pilot = PilotResult(pilot.preconditioner, q, is_converged=True, r_hat=1.0)
-    mode = adapt_to_mode(
-        posterior.inputs, posterior.batched_gradients, list_candidates(inputs), pilot, True, rng
-    )
-    adaptation = combine_modes(inputs, pilot, mode, (), has_dominant_mode=True)
+    q, dim = preconditioner.solve(positions - preconditioner.center), potential.dim
+    covariance = np.cov(q, rowvar=False).reshape(dim, dim) if preconditioner.is_dense else q.var(0)
+    noise_q = q[inputs.rng.choice(len(q), _NUM_NOISE_POSITIONS)]
+    pilot = PilotResult(preconditioner, noise_q, is_converged=True, r_hat=1.0)
+    candidates = list_candidates(inputs)
+    adaptation, pending = adapt_to_mode(_condition(inputs, state, 0), candidates, pilot, True)
+    issue_once(pending)
     num_steps = _choose_num_local_steps(inputs, adaptation, covariance)
+    covariance_factor = inputs.cast(factorize_covariance(covariance))
     return adaptation._replace(
         # Gradients that count are evenly distributed in an iteration.
         num_steps=num_steps + -num_steps % max(1, adaptation.monitor_gradients.interval),
-        local_init=LocalLatentsInit(
-            last_window.local_state.values,
-            last_window.local_state.scale,
-            inputs.cast(factorize_covariance(covariance)),
-        ),
+        local_init=LocalLatentsInit(state.values, state.scale, covariance_factor),
     )
 
 
-def _adapt_to_user_settings(
-    inputs: WarmupInputs, position: np.ndarray, local_state: LocalLatentsState
-) -> Adaptation:
-    """Return the user's settings, with local latents for an initial position of the globals."""
-    posterior = ConditionalPosterior.create(inputs, local_state.values)
-    adaptation = build_adaptation_from_settings(
-        posterior.inputs, posterior.batched_gradients, position
+def _iterate_keys() -> Iterator[Array]:
+    """Yield random keys for the compiled functions of one warm-up."""
+    key = random.key(0)
+    while True:
+        key, next_key = random.split(key)
+        yield next_key
+
+
+def _condition(
+    inputs: WarmupInputs, state: LocalLatentsState, chain: int | None = None
+) -> WarmupInputs:
+    """Return inputs of the globals' posterior given local values.
+
+    :param chain: index of the chain where the values have a leading axis of chains.
+    """
+    values = state.values if chain is None else jax.tree.map(lambda x: x[chain], state.values)
+    arguments = with_local_values(inputs.arguments, values)
+    return replace(inputs, arguments=arguments.map_arrays(jnp.asarray))
+
+
+def _factor_from_curvature(conditioned: WarmupInputs, position: np.ndarray) -> np.ndarray:
+    """Return the factor of the preconditioner from the full-data Hessian, or its diagonal."""
+    potential, settings = conditioned.potential, conditioned.settings
+    jitted_potential = JittedPotential(potential, conditioned.arguments)
+    hessian = None
+    if potential.dim <= _MAX_HESSIAN_DIM:
+        _, _, hessian = jitted_potential.value_grad_hessian(position)
+    elif settings.is_dense:
+        hessian = assemble_hessian(jitted_potential, position)
+    return factor_from_curvature(
+        hessian,
+        settings.mass_matrix_mask,
+        settings.is_dense,
+        JittedPotential.from_random_subset(potential, conditioned.arguments),
+        position,
     )
-    values = jax.tree.map(lambda x: x[None], local_state.values)
-    covariance_factor = jnp.ones(position.shape, inputs.potential.dtype)
-    return adaptation._replace(
-        local_init=LocalLatentsInit(values, local_state.scale, covariance_factor)
-    )
+
+
+def _init_preconditioner(conditioned: WarmupInputs, position: np.ndarray) -> Preconditioner:
+    """Return coordinates from the curvature at a position, or with the user's mass matrix."""
+    matrix = conditioned.settings.inverse_mass_matrix
+    if matrix is None:
+        factor = _factor_from_curvature(conditioned, position)
+    else:
+        factor = factorize_covariance(matrix)
+    gradient = conditioned.batched_gradients.full_gradient(position)
+    return Preconditioner(position, factor, gradient)
 
 
 def _num_batches_per_epoch(inputs: WarmupInputs) -> int:
@@ -253,201 +217,137 @@ def _num_batches_per_epoch(inputs: WarmupInputs) -> int:
 
 
 def _adapt_local_scale(
-    inputs: WarmupInputs, position: np.ndarray, local_values: LocalValues, keys: _KeyStream
+    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
 ) -> LocalLatentsState:
     """Adapt the length scales of the local moves: by curvature, then by acceptance rates."""
-    potential, arguments = inputs.potential, inputs.arguments
-    global_position = inputs.cast(position)
-    mean_accept_prob = jnp.ones((), potential.dtype)
-    state = LocalLatentsState(
-        local_values, jnp.ones_like(local_values.hmc_position), mean_accept_prob
-    )
-    if not local_values.hmc_position.size:
+    potential, scale = inputs.potential, jnp.ones_like(values.hmc_position)
+    state = LocalLatentsState(values, scale, jnp.ones((), potential.dtype))
+    if not scale.size:
         return state
-    curvature_sum = jnp.zeros_like(local_values.hmc_position)
+    curvature_sum = jnp.zeros_like(scale)
     for n in range(_NUM_LOCAL_SCALE_ROUNDS):
-        curvature_key, sweep_key = keys.next(), keys.next()
-        curvature_sum += compute_abs_local_hessian_diagonal(
-            potential, global_position, state.values, arguments, curvature_key
+        curvature_sum += _compute_abs_local_curvature(
+            potential, inputs.cast(position), state.values, inputs.arguments, next(keys)
         )
         state = state._replace(scale=jnp.sqrt((n + 1) / curvature_sum))
-        local_values, _ = jitted_sweep_local_values(
-            potential, global_position, state, arguments, sweep_key, _NUM_UPDATES_PER_SWEEP
-        )
-        state = state._replace(values=local_values)
+        state, _ = _sweep(inputs, position, state, keys)
     for _ in range(_NUM_LOCAL_SCALE_ROUNDS):
-        local_values, accept_prob = jitted_sweep_local_values(
-            potential, global_position, state, arguments, keys.next(), _NUM_UPDATES_PER_SWEEP
-        )
+        state, accept_prob = _sweep(inputs, position, state, keys)
         factor = jnp.exp(jnp.minimum(accept_prob - _TARGET_ACCEPT_PROB, 0.0))
-        state = state._replace(values=local_values, scale=state.scale * factor[:, None])
+        state = state._replace(scale=state.scale * factor[:, None])
     return state
 
 
+def _sweep(
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
+) -> tuple[LocalLatentsState, Array]:
+    """Update all local values a few times; return their acceptance probabilities as well."""
+    values, accept_prob = _jitted_sweep(
+        inputs.potential,
+        inputs.cast(position),
+        state,
+        inputs.arguments,
+        next(keys),
+        _NUM_UPDATES_PER_SWEEP,
+    )
+    return state._replace(values=values), accept_prob
+
+
 def _run_adam(
-    inputs: WarmupInputs,
-    position: np.ndarray,
-    local_state: LocalLatentsState,
-    rng: np.random.Generator,
-    keys: _KeyStream,
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
 ) -> tuple[np.ndarray, LocalLatentsState]:
     """Move the globals to the bulk of their marginal posterior, with local latents sampled."""
+    potential = inputs.potential
     num_steps = max(_MIN_ADAM_STEPS, _MIN_ADAM_EPOCHS * _num_batches_per_epoch(inputs))
-    indices = sample_minibatch_indices(inputs.potential, rng, (num_steps,), ContiguousSubsampling())
-    global_position, local_state = optimize_globals(
-        inputs.potential,
-        inputs.arguments,
-        inputs.cast(position),
-        local_state,
-        jax.tree.map(jnp.asarray, dict(indices)),
-        keys.next(),
+    indices = sample_minibatch_indices(potential, inputs.rng, (num_steps,), ContiguousSubsampling())
+    indices = jax.tree.map(jnp.asarray, dict(indices))
+    global_position, state = _optimize_globals(
+        potential, inputs.arguments, inputs.cast(position), state, indices, next(keys)
     )
     optimum = np.asarray(global_position, np.float64)
-    return (optimum if np.isfinite(optimum).all() else position), local_state
+    return (optimum if np.isfinite(optimum).all() else position), state
 
 
 def _run_monte_carlo_em(
-    inputs: WarmupInputs, position: np.ndarray, local_state: LocalLatentsState, keys: _KeyStream
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
 ) -> tuple[np.ndarray, LocalLatentsState]:
     """Alternate Newton steps of the globals with sweeps over the local latents."""
     for _ in range(_NUM_NEWTON_STEPS):
-        posterior = ConditionalPosterior.create(inputs, local_state.values)
-        preconditioner = posterior.initial_preconditioner(position)
-        check_finite_gradient(posterior.inputs, preconditioner)
+        conditioned = _condition(inputs, state)
+        preconditioner = _init_preconditioner(conditioned, position)
+        check_finite_gradient(conditioned, preconditioner)
         step = preconditioner.apply_transpose(preconditioner.reference_gradient)
         step *= min(1.0, _MAX_NEWTON_STEP_RMS * math.sqrt(step.size) / np.linalg.norm(step))
         position = position - preconditioner.apply(step)
-        local_values, _ = jitted_sweep_local_values(
-            inputs.potential,
-            inputs.cast(position),
-            local_state,
-            inputs.arguments,
-            keys.next(),
-            _NUM_UPDATES_PER_SWEEP,
-        )
-        local_state = local_state._replace(values=local_values)
-    return position, local_state
-
-
-@dataclass(frozen=True)
-class _LocalWindow:
-    """Local latents and globals after a window of pilot chains.
-
-    - **local_state** - local values of each chain, and the scales of their moves.
-    - **positions** - positions of the globals in the window, shape ``(n, d)``; None before the
-      first.
-    """
-
-    local_state: LocalLatentsState
-    positions: np.ndarray | None = None
-
-    def get_local_values(self, chain: int) -> LocalValues:
-        """Return one chain's local values."""
-        return jax.tree.map(lambda x: x[chain], self.local_state.values)
+        state, _ = _sweep(inputs, position, state, keys)
+    return position, state
 
 
 def _run_local_pilot(
-    inputs: WarmupInputs,
-    position: np.ndarray,
-    local_state: LocalLatentsState,
-    rng: np.random.Generator,
-    keys: _KeyStream,
-) -> tuple[PilotResult, _LocalWindow]:
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
+) -> tuple[Preconditioner, LocalLatentsState, np.ndarray]:
     """Run windows of pilot chains until the mean of the globals stays.
 
     :param position: initial position of the globals.
-    :param local_state: local values from which all chains start.
+    :param state: local values from which all chains start.
+    :return: coordinates, local latents of each chain at the end of the last window, and positions
+        of the globals in it, shape ``(n, d)``.
     """
-    settings, dim = inputs.settings, inputs.potential.dim
+    dim, rng = inputs.potential.dim, inputs.rng
     estimators = list_candidates(inputs).estimators
     min_window_steps = max(_MIN_WINDOW_STEPS, _MIN_WINDOW_EPOCHS * _num_batches_per_epoch(inputs))
-    last_window = _LocalWindow(
-        local_state._replace(
-            values=jax.tree.map(
-                lambda x: jnp.broadcast_to(x, (_NUM_PILOT_CHAINS, *x.shape)), local_state.values
-            )
-        )
+    preconditioner = _init_preconditioner(_condition(inputs, state), position)
+    q = _INIT_PILOT_SD * rng.standard_normal((_NUM_PILOT_CHAINS, dim))
+    pilot, positions, max_step_size = PilotResult(preconditioner, q), None, MAX_PILOT_STEP_SIZE
+    stacked = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (_NUM_PILOT_CHAINS, *x.shape)), state.values
     )
-
-    def run_window(
-        pilot: PilotResult, step_divisor: float, window: int
-    ) -> tuple[PilotResult, WindowStatus]:
-        nonlocal last_window
+    state = state._replace(values=stacked)
+    for window in range(_MAX_NUM_WINDOWS):
         preconditioner = pilot.preconditioner
+        batched_gradients = _condition(inputs, state, 0).batched_gradients
         noise_q = np.concatenate([pilot.q, rng.standard_normal((_NUM_PILOT_CHAINS, dim))])
-        posterior = ConditionalPosterior.create(inputs, last_window.get_local_values(0))
-        bulk = BulkPositions(posterior.batched_gradients, preconditioner, noise_q)
+        bulk = BulkPositions(batched_gradients, preconditioner, noise_q)
         _, noise = measure_noise_by_subsampling(bulk, estimators, rng)
         max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q), rng)
-        limit = NoiseLimit(
-            PILOT_DYNAMICS, MAX_PILOT_STEP_SIZE / step_divisor, max_curvature, PILOT_TARGET_SD_BIAS
-        )
+        limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, _PILOT_TARGET_SD_BIAS)
         choice = choose_estimator(estimators, ContiguousSubsampling(), noise, limit)
         inputs.progress.begin_stage("pilot chains")
-        draws, next_local_state = _run_local_chains(
-            inputs,
-            preconditioner,
-            last_window,
-            pilot.q,
-            choice.step_size,
-            min(window + 1, _MAX_WINDOW_LENGTH_RATIO) * min_window_steps,
-            choice.estimator,
-            rng,
-            keys,
-        )
+        num_steps = min(window + 1, _MAX_WINDOW_LENGTH_RATIO) * min_window_steps
+        draws, next_state = _run_local_chains(inputs, pilot, state, choice, num_steps, keys)
         if not (np.isfinite(draws).all() and np.abs(draws).max() < _MAX_DISTANCE_SD):
-            return pilot, WindowStatus.CHAINS_LOST
-        flat = draws.reshape(-1, dim)
-        mean = flat.mean(0)
-        is_converged = bool((np.abs(mean) < _MAX_CENTER_SHIFT_SD * flat.std(0)).all())
+            max_step_size *= LOST_STEP_FACTOR
+            pilot = pilot.restart_nearer()
+            continue
+        state, q = next_state, draws.reshape(-1, dim)
+        positions = preconditioner.to_position(q)
         last_positions = preconditioner.to_position(draws[:, -1])
-        center = preconditioner.to_position(mean)
-        last_window = _LocalWindow(next_local_state, preconditioner.to_position(flat))
+        center = preconditioner.to_position(q.mean(0))
         factor = preconditioner.factor
-        if settings.inverse_mass_matrix is None:
-            factor = _factor_from_mean_curvature(inputs, last_positions, last_window)
-        posterior = ConditionalPosterior.create(inputs, last_window.get_local_values(0))
-        updated = posterior.build_preconditioner(center, factor)
-        pilot = replace(pilot, preconditioner=updated, q=updated.solve(last_positions - center))
-        is_last = is_converged and window + 1 >= _MIN_NUM_WINDOWS
-        return pilot, WindowStatus.FINISHED if is_last else WindowStatus.CONTINUE
-
-    posterior = ConditionalPosterior.create(inputs, local_state.values)
-    preconditioner = posterior.initial_preconditioner(position)
-    q = _INIT_PILOT_SD * rng.standard_normal((_NUM_PILOT_CHAINS, dim))
-    pilot = run_windows(run_window, PilotResult(preconditioner, q), _MAX_NUM_WINDOWS)
-    if last_window.positions is None:
+        if inputs.settings.inverse_mass_matrix is None:
+            factor = _factor_from_mean_curvature(inputs, last_positions, state)
+        gradient = _condition(inputs, state, 0).batched_gradients.full_gradient(center)
+        pilot = pilot.move_to(Preconditioner(center, factor, gradient), last_positions)
+        is_converged = (np.abs(q.mean(0)) < _MAX_CENTER_SHIFT_SD * q.std(0)).all()
+        if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
+            break
+    if positions is None:
         raise InitializationError(
             "The pilot chains diverged from every initial position.",
             "check that the posterior is proper; pass other `init_params` or a larger "
             "`subsample_size`.",
             "pilot-chains-diverge",
         )
-    return pilot, last_window
-
-
-def _summarize_last_window(
-    preconditioner: Preconditioner, positions: np.ndarray | None, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return some draws of the globals, shape ``(16, d)``, and their covariance or its diagonal.
-
-    :param positions: draws in model coordinates; those returned are preconditioned.
-    """
-    assert positions is not None
-    q = preconditioner.solve(positions - preconditioner.center)
-    dim = q.shape[1]
-    covariance = np.cov(q, rowvar=False).reshape(dim, dim) if preconditioner.is_dense else q.var(0)
-    return q[rng.choice(len(q), _NUM_NOISE_POSITIONS)], covariance
+    return pilot.preconditioner, state, positions
 
 
 def _factor_from_mean_curvature(
-    inputs: WarmupInputs, positions: np.ndarray, window: _LocalWindow
+    inputs: WarmupInputs, positions: np.ndarray, state: LocalLatentsState
 ) -> np.ndarray:
     """Return the factor from the mean curvature over the chains, each given its local latents."""
     precisions = []
     for chain, position in enumerate(positions):
-        posterior = ConditionalPosterior.create(inputs, window.get_local_values(chain))
-        factor = posterior.factor_from_curvature(position)
+        factor = _factor_from_curvature(_condition(inputs, state, chain), position)
         if factor.ndim == 1:
             precisions.append(1.0 / np.square(factor))
         else:
@@ -459,53 +359,43 @@ def _factor_from_mean_curvature(
 
 def _run_local_chains(
     inputs: WarmupInputs,
-    preconditioner: Preconditioner,
-    window: _LocalWindow,
-    init_q: np.ndarray,
-    step_size: float,
+    pilot: PilotResult,
+    state: LocalLatentsState,
+    choice: SubsamplingChoice,
     num_steps: int,
-    estimator: GradientEstimator,
-    rng: np.random.Generator,
-    keys: _KeyStream,
+    keys: Iterator[Array],
 ) -> tuple[np.ndarray, LocalLatentsState]:
     """Run pilot chains over globals and local latents.
 
-    :param window: local values at the start.
-    :param init_q: initial preconditioned positions, shape ``(num_chains, d)``.
     :return: preconditioned draws of the globals, the first half discarded, shape
         ``(num_chains, num_draws, d)``, and the local latents at the end.
     """
-    potential, local_state = inputs.potential, window.local_state
-    reference_gradients = np.stack(
-        [
-            JittedPotential(
-                potential, with_local_values(inputs.arguments, window.get_local_values(chain))
-            ).gradient(preconditioner.center)
-            for chain in range(_NUM_PILOT_CHAINS)
-        ]
-    )
-    q = inputs.cast(init_q)
+    potential, preconditioner, rng = inputs.potential, pilot.preconditioner, inputs.rng
+    reference_gradients = []
+    for chain in range(_NUM_PILOT_CHAINS):
+        arguments = _condition(inputs, state, chain).arguments
+        gradient = JittedPotential(potential, arguments).gradient(preconditioner.center)
+        reference_gradients.append(gradient)
+    q = inputs.cast(pilot.q)
     dynamics_state = PILOT_DYNAMICS.State(q, inputs.cast(rng.standard_normal(q.shape)))
-    carry = dynamics_state, local_state.values, inputs.cast(reference_gradients)
+    carry = dynamics_state, state.values, inputs.cast(np.stack(reference_gradients))
     draws = []
     for _ in range(-(-num_steps // _STEPS_PER_CALL)):
         indices = sample_minibatch_indices(
             potential, rng, (_NUM_PILOT_CHAINS, _STEPS_PER_CALL), ContiguousSubsampling()
         )
+        indices = jax.tree.map(jnp.asarray, dict(indices))
         carry, positions = _run_local_pilot_steps(
             potential,
+            choice.estimator,
             inputs.arguments,
             preconditioner.cast(potential.dtype),
-            carry,
-            local_state.scale,
-            jnp.asarray(step_size, potential.dtype),
-            jax.tree.map(jnp.asarray, dict(indices)),
-            random.split(keys.next(), _NUM_PILOT_CHAINS),
-            estimator,
+            state.scale,
+            inputs.cast(choice.step_size),
+            (carry, indices, random.split(next(keys), _NUM_PILOT_CHAINS)),
         )
         draws.append(np.asarray(positions, np.float64))
-    last_state = local_state._replace(values=carry[1])
-    return np.concatenate(draws[len(draws) // 2 :], axis=1), last_state
+    return np.concatenate(draws[len(draws) // 2 :], axis=1), state._replace(values=carry[1])
 
 
 def _choose_num_local_steps(
@@ -535,13 +425,11 @@ def _choose_num_local_steps(
     return num_steps
 
 
-jitted_sweep_local_values = jax.jit(
-    sweep_local_values, static_argnames=("potential", "num_updates")
-)
+_jitted_sweep = jax.jit(sweep_local_values, static_argnames=("potential", "num_updates"))
 
 
 @partial(jax.jit, static_argnames="potential")
-def compute_abs_local_hessian_diagonal(
+def _compute_abs_local_curvature(
     potential: Potential,
     global_position: Array,
     local_values: LocalValues,
@@ -566,7 +454,7 @@ def compute_abs_local_hessian_diagonal(
 
 
 @partial(jax.jit, static_argnames="potential")
-def optimize_globals(
+def _optimize_globals(
     potential: Potential,
     arguments: Arguments,
     global_position: Array,
@@ -610,16 +498,17 @@ def optimize_globals(
 @partial(jax.jit, static_argnames=("potential", "estimator"))
 def _run_local_pilot_steps(
     potential: Potential,
+    estimator: GradientEstimator,
     arguments: Arguments,
     preconditioner: Preconditioner,
-    carry: Any,
     local_scale: Array,
     step_size: Array,
-    indices: Indices,
-    rng_keys: Array,
-    estimator: GradientEstimator,
+    chains: tuple[Any, Indices, Array],
 ) -> tuple[Any, Array]:
-    """Run one call's steps of all pilot chains and return every fifth preconditioned position."""
+    """Run one call's steps of all pilot chains and return every fifth preconditioned position.
+
+    :param chains: of each chain its state, its minibatches and its random key.
+    """
 
     def run_chain(carry: Any, indices: Indices, rng_key: Array) -> tuple[Any, Array]:
         normals_key, local_key = random.split(rng_key)
@@ -658,4 +547,4 @@ def _run_local_pilot_steps(
         carry, positions = lax.scan(step, carry, xs)
         return carry, positions[PILOT_THINNING - 1 :: PILOT_THINNING]
 
-    return jax.vmap(run_chain)(carry, indices, rng_keys)
+    return jax.vmap(run_chain)(*chains)

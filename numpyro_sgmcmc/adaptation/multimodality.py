@@ -21,19 +21,19 @@ import numpy as np
 from jax import random
 from scipy.optimize import linear_sum_assignment
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_noise
-from numpyro_sgmcmc.adaptation.initialisation import VariationalFit
 from numpyro_sgmcmc.adaptation.pilot import (
     PilotResult,
     build_preconditioner_from_fit,
     find_separated_coordinates,
+    init_pilot,
     run_pilot,
     run_pilot_windows,
-    sample_pilot_q,
 )
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
@@ -101,31 +101,27 @@ class Modes:
 
 def find_modes(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
     pilot: PilotResult,
-    fits: Sequence[VariationalFit],
-    rng: np.random.Generator,
+    fits: Sequence[MeanField],
 ) -> Modes:
     """Return the mode of the pilot chains, which started from the first fit, and other modes."""
-    if rescaled := rescale_to_prior(inputs, batched_gradients, pilot, rng):
+    if rescaled := rescale_to_prior(inputs, pilot):
         return Modes(rescaled, (), has_dominant_mode=False)
-    others = find_other_modes(inputs, batched_gradients, pilot, fits, rng)
+    others = find_other_modes(inputs, pilot, fits)
     return Modes(pilot, others, has_dominant_mode=True)
 
 
 def find_other_modes(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
     main: PilotResult,
-    fits: Sequence[VariationalFit],
-    rng: np.random.Generator,
+    fits: Sequence[MeanField],
 ) -> tuple[PilotResult, ...]:
     """Run pilot chains from other variational fits, and return the modes of comparable mass.
 
     :param main: the mode of the pilot chains, which started from the first fit.
     """
-    known_modes = [main]
-    fit_error = np.abs(fits[0].approximation.mean - main.positions.mean(0))
+    known_modes, batched_gradients = [main], inputs.batched_gradients
+    fit_error = np.abs(fits[0].mean - main.positions.mean(0))
 
     def has_barriers(pilot: PilotResult) -> bool:
         """Return whether the full-data density falls between a mode and each other."""
@@ -146,16 +142,13 @@ def find_other_modes(
     for fit in select_candidate_fits(fits):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
             continue
-        preconditioner = build_preconditioner_from_fit(inputs, batched_gradients, fit.approximation)
+        preconditioner = build_preconditioner_from_fit(inputs, fit)
         if not preconditioner.is_finite():
             continue
         pilot = run_pilot_windows(
             inputs,
-            batched_gradients,
-            preconditioner,
-            sample_pilot_q(inputs, preconditioner, fit.approximation, rng),
+            init_pilot(inputs, preconditioner, fit),
             inputs.budget.pilot_window_steps[:_MAX_NUM_WINDOWS],
-            rng,
             known_modes,
             is_distinct,
         )
@@ -172,24 +165,20 @@ def find_other_modes(
     return tuple(known_modes[1:])
 
 
-def select_candidate_fits(fits: Sequence[VariationalFit]) -> list[VariationalFit]:
+def select_candidate_fits(fits: Sequence[MeanField]) -> list[MeanField]:
     """Return the fits besides the best, the first, whose ELBO is not far below."""
     best, *others = fits
     return [fit for fit in others if best.elbo - fit.elbo < _MAX_ELBO_GAP]
 
 
-def is_fit_near(fit: VariationalFit, positions: np.ndarray, fit_error: np.ndarray) -> bool:
+def is_fit_near(fit: MeanField, positions: np.ndarray, fit_error: np.ndarray) -> bool:
     """Return whether the mean of a fit is within the range of pilot chains.
 
     :param positions: last positions of these chains, shape ``(n, d)``.
     :param fit_error: distance of a fit from its mode, shape ``(d,)``.
     """
-    tolerance = (
-        positions.std(0)
-        + _MAX_FIT_DISTANCE_SD * fit.approximation.sd
-        + _FIT_ERROR_FACTOR * fit_error
-    )
-    return bool((np.abs(fit.approximation.mean - positions.mean(0)) < tolerance).all())
+    tolerance = positions.std(0) + _MAX_FIT_DISTANCE_SD * fit.sd + _FIT_ERROR_FACTOR * fit_error
+    return bool((np.abs(fit.mean - positions.mean(0)) < tolerance).all())
 
 
 def is_drifting_towards(pilot: PilotResult, positions: np.ndarray) -> bool:
@@ -303,9 +292,7 @@ def _join_site_names(names: list[str]) -> str:
 
 def rescale_to_prior(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
     pilot: PilotResult,
-    rng: np.random.Generator,
     high_dim: int = HIGH_DIM,
 ) -> PilotResult | None:
     """Return the pilot chains in coordinates scaled by the prior SDs, or None.
@@ -323,8 +310,8 @@ def rescale_to_prior(
         return None
     if pilot.r_hat < _MIN_NON_IDENTIFIED_R_HAT:
         return None
-    bulk = BulkPositions(batched_gradients, pilot.preconditioner, pilot.q)
-    if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, rng):
+    bulk = BulkPositions(inputs.batched_gradients, pilot.preconditioner, pilot.q)
+    if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, inputs.rng):
         return None
     prior_sds = _estimate_prior_sds(inputs)
     if prior_sds is None or np.median(bulk.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:
@@ -332,7 +319,7 @@ def rescale_to_prior(
     preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
     q = preconditioner.solve(pilot.positions - preconditioner.center)
     rescaled = replace(pilot, preconditioner=preconditioner, q=q)
-    inflation = measure_minibatch_variance_inflation(inputs, batched_gradients, rescaled, rng)
+    inflation = measure_minibatch_variance_inflation(inputs, rescaled)
     return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
 
@@ -349,9 +336,7 @@ def _has_effective_control_variates(bulk: BulkPositions, rng: np.random.Generato
 
 def measure_minibatch_variance_inflation(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
     pilot: PilotResult,
-    rng: np.random.Generator,
 ) -> float:
     """Return the variance inflation by short steps with minibatch gradients.
 
@@ -360,20 +345,11 @@ def measure_minibatch_variance_inflation(
     gradients are expensive fewer and longer steps add as much noise.
     """
     num_steps = min(_NUM_TRIAL_STEPS, inputs.budget.pilot_window_steps[0])
-    draws = run_pilot(
-        batched_gradients.step_potential,
-        inputs.arguments,
-        pilot.preconditioner.cast(inputs.potential.dtype),
-        pilot.q,
-        _TRIAL_STEP_SIZE * (_NUM_TRIAL_STEPS / num_steps) ** 0.5,
-        num_steps,
-        rng,
-        MinibatchGradient(),
-        inputs.progress,
-    )
+    step_size = _TRIAL_STEP_SIZE * (_NUM_TRIAL_STEPS / num_steps) ** 0.5
+    draws = run_pilot(inputs, pilot, MinibatchGradient(), step_size, num_steps)
     last_positions = pilot.preconditioner.to_position(draws[:, -1].astype(np.float64))
     before, after = (
-        batched_gradients.evaluate_on_subset(x)[0] for x in (pilot.positions, last_positions)
+        inputs.batched_gradients.evaluate_on_subset(x)[0] for x in (pilot.positions, last_positions)
     )
     inflation = float(np.mean(after) - np.mean(before)) / (0.5 * inputs.potential.dim)
     return inflation if np.isfinite(inflation) else np.inf

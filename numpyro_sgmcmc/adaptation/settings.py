@@ -9,13 +9,15 @@ for ``warmup_report``. All of them are immutable.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -31,6 +33,9 @@ from numpyro_sgmcmc.progress import ProgressReporter
 
 MAX_CONVERGED_R_HAT = 1.1
 """R-hat of pilot chains below which they count as converged (Gelman and Rubin 1992)."""
+
+WARMUP_SEED = 0
+"""Seed of the warm-up: its result depends on model, data and options, not on the run's key."""
 
 # Relative reduction of the step size below which a limit does not count as binding.
 _BINDING_TOLERANCE = 0.01
@@ -86,6 +91,8 @@ class WarmupInputs:
     - **settings** - the user's settings.
     - **budget** - number of gradients that each stage may take.
     - **progress** - display of the stages.
+    - **included_rows** - influential observations in every minibatch, by plate.
+    - **rng** - random generator, shared by all stages.
     """
 
     potential: Potential
@@ -93,6 +100,8 @@ class WarmupInputs:
     settings: WarmupSettings
     budget: WarmupBudget
     progress: ProgressReporter = field(default_factory=ProgressReporter)
+    included_rows: IncludedRows = ()
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(WARMUP_SEED))
 
     @classmethod
     def create(
@@ -107,9 +116,10 @@ class WarmupInputs:
         budget = WarmupBudget.for_potential(potential, arguments)
         return cls(potential, arguments, settings, budget, progress or ProgressReporter())
 
-    def with_arguments(self, arguments: Arguments) -> WarmupInputs:
-        """Return these inputs with other arguments of the same model."""
-        return replace(self, arguments=arguments.map_arrays(jnp.asarray))
+    @cached_property
+    def batched_gradients(self) -> BatchedGradients:
+        """Gradients on minibatches, which the stages share."""
+        return BatchedGradients(self.potential, self.arguments, self.budget, self.included_rows)
 
     @property
     def is_fully_specified(self) -> bool:
@@ -124,7 +134,7 @@ class WarmupInputs:
         has_reference = settings.has_init_params or not (estimator and estimator.needs_reference)
         return has_all and has_reference and not settings.noise_compensation
 
-    def cast(self, x: np.ndarray) -> Array:
+    def cast(self, x: np.ndarray | float) -> Array:
         """Return an array in the model's floating-point type."""
         return jnp.asarray(x, self.potential.dtype)
 
@@ -152,6 +162,7 @@ class SubsamplingChoice:
     - **noise_stats** - gradient noise in preconditioned coordinates.
     - **step_size** - longest step size for the curvature and this noise.
     - **variance_inflation** - relative increase of posterior variances predicted at it.
+    - **max_curvature** - largest preconditioned curvature.
     """
 
     estimator: GradientEstimator
@@ -159,6 +170,7 @@ class SubsamplingChoice:
     noise_stats: GradientNoiseStats
     step_size: float
     variance_inflation: float
+    max_curvature: float
 
 
 @dataclass(frozen=True)

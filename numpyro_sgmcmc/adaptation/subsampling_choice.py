@@ -24,7 +24,6 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
     measure_noise,
     measure_noise_by_subsampling,
-    measure_noise_covariance,
 )
 from numpyro_sgmcmc.adaptation.settings import (
     Candidates,
@@ -38,7 +37,6 @@ from numpyro_sgmcmc.adaptation.step_size import (
 )
 from numpyro_sgmcmc.adaptation.warnings import (
     is_thermostat_active,
-    warn_about_uncompensated_noise,
     warn_sorted_data,
 )
 from numpyro_sgmcmc.data.subsampling import (
@@ -47,7 +45,6 @@ from numpyro_sgmcmc.data.subsampling import (
     ShuffledSubsampling,
     Subsampling,
 )
-from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.model.gradient_estimators import (
     GRADIENT_ESTIMATORS,
     GradientEstimator,
@@ -153,7 +150,9 @@ def choose_estimator(
         penalty = max(1.0, 2.0 * inflation / limit.target_sd_bias)
         relaxation_time = limit.dynamics.relaxation_time(step_size, noise_stats.variance)
         cost = estimator.relative_cost * penalty * relaxation_time / step_size
-        choice = SubsamplingChoice(estimator, subsampling, noise_stats, step_size, inflation)
+        choice = SubsamplingChoice(
+            estimator, subsampling, noise_stats, step_size, inflation, limit.max_curvature
+        )
         costs.append((cost, estimator.name, choice))
     return min(costs, key=lambda c: c[:2])[2]
 
@@ -193,23 +192,6 @@ def _choose_subsampling(
         warn_sorted_data(contiguous_variance / iid_variance)
         return ShuffledSubsampling()
     return ContiguousSubsampling()
-
-
-def measure_noise_to_compensate(
-    inputs: WarmupInputs,
-    bulk: BulkPositions,
-    choice: SubsamplingChoice,
-    step_size: float,
-    rng: np.random.Generator,
-) -> GradientNoiseCovariance:
-    """Measure the noise covariance to subtract from the injected noise; warn where it is larger."""
-    matrix = measure_noise_covariance(bulk, choice.estimator, rng)
-    covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
-    fraction = inputs.settings.dynamics.gradient_noise_fraction(step_size)
-    ratios = np.asarray(covariance.eigenvalues) * fraction
-    if ratios.max() > 1.0:
-        warn_about_uncompensated_noise(ratios, step_size)
-    return covariance
 
 
 def choose_monitor_gradients(

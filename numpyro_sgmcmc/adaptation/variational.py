@@ -14,7 +14,7 @@ variational inference*.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +24,12 @@ import numpy as np
 import optax
 from jax import Array, lax, random
 
+from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.compilation import aot_compile
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.subsampling import Indices
+from numpyro_sgmcmc.data.subsampling import IIDSubsampling, Indices
 from numpyro_sgmcmc.model.potential import Potential
-from numpyro_sgmcmc.progress import ProgressReporter
 
 # Initial SD of all coordinates, in unconstrained units.
 _INIT_SD = 0.1
@@ -44,80 +45,61 @@ _MAX_NORMALS_PER_CALL = 2**25
 
 
 class MeanField(NamedTuple):
-    """Independent normals.
+    """Independent normals, fitted to the posterior.
 
     - **mean** - shape ``(d,)``.
     - **sd** - SDs, shape ``(d,)``.
+    - **elbo** - evidence lower bound up to a constant; -inf where it is not finite.
     """
 
     mean: np.ndarray
     sd: np.ndarray  # vocabulary: ok
+    elbo: float = -np.inf
 
 
 def fit_mean_field(
-    potential: Potential,
-    arguments: Arguments,
-    init_positions: np.ndarray,
-    sample_indices: Callable[[tuple[int, ...]], Indices],
-    num_steps: int,
-    rng: np.random.Generator,
-    progress: ProgressReporter,
+    inputs: WarmupInputs, init_positions: Sequence[np.ndarray], batch_size: int | None = None
 ) -> list[MeanField]:
-    """Fit a normal from each initial position.
+    """Fit a normal from each initial position, without its ELBO.
 
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
-    :param init_positions: initial means, shape ``(num_inits, d)``.
-    :param sample_indices: ``(shape) -> minibatches``, an array of minibatches of that shape.
-    :param num_steps: Adam steps, rounded up to whole compiled calls.
-    :param rng: random number generator.
-    :param progress: counts gradient evaluations.
+    :param init_positions: initial means, each of shape ``(d,)``.
+    :param batch_size: rows of a minibatch; None for those of the plates.
     """
-    num_calls, steps_per_call = _choose_call_sizes(num_steps, *init_positions.shape)
+    potential, rng = inputs.potential, inputs.rng
+    means = np.stack(init_positions).astype(potential.dtype)
+    num_calls, steps_per_call = _choose_call_sizes(inputs.budget.num_vi_steps, *means.shape)
     total_steps = num_calls * steps_per_call
-    carry = _init_fit(init_positions.astype(potential.dtype), total_steps)
+    carry = _init_fit(means, total_steps)
     for call in range(num_calls):
-        shape = (steps_per_call, *init_positions.shape)
-        normals = rng.standard_normal(shape, np.float32).astype(potential.dtype)
+        normals = rng.standard_normal((steps_per_call, *means.shape), np.float32)
         keys = random.split(random.key(call), steps_per_call) if potential.is_stochastic else None
-        indices = sample_indices((steps_per_call,))
-        carry = _run_fit_steps(potential, arguments, carry, indices, normals, keys, total_steps)
-        progress.advance(steps_per_call * len(init_positions))
+        indices = sample_minibatch_indices(potential, rng, (steps_per_call,), IIDSubsampling())
+        indices = {name: i[..., :batch_size] for name, i in indices.items()}
+        step_inputs = indices, normals.astype(potential.dtype), keys
+        carry = _run_fit_steps(potential, inputs.arguments, carry, step_inputs, total_steps)
+        inputs.progress.advance(steps_per_call * len(means))
     means, log_sds = (np.asarray(x, np.float64) for x in carry[0])
     return [MeanField(m, np.exp(s)) for m, s in zip(means, log_sds, strict=True)]
 
 
 def precompile_mean_field(
-    potential: Potential,
-    arguments: Arguments,
-    num_inits: int,
-    num_steps: int,
-    batch_size: int | None = None,
+    inputs: WarmupInputs, num_inits: int, batch_size: int | None = None
 ) -> None:
-    """Start the compilation of :func:`fit_mean_field`.
-
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
-    :param num_inits: number of initial positions.
-    :param num_steps: Adam steps.
-    :param batch_size: rows of a minibatch; None for those of the plates.
-    """
-    num_calls, steps_per_call = _choose_call_sizes(num_steps, num_inits, potential.dim)
+    """Start the compilation of :func:`fit_mean_field`."""
+    potential = inputs.potential
+    num_calls, steps_per_call = _choose_call_sizes(
+        inputs.budget.num_vi_steps, num_inits, potential.dim
+    )
     total_steps = num_calls * steps_per_call
     indices = {
         p.name: jax.ShapeDtypeStruct((steps_per_call, batch_size or p.subsample_size), np.int32)
         for p in potential.plates
     }
-    aot_compile(
-        _run_fit_steps,
-        potential,
-        arguments,
-        _init_fit(np.zeros((num_inits, potential.dim), potential.dtype), total_steps),
-        indices,
-        jax.ShapeDtypeStruct((steps_per_call, num_inits, potential.dim), potential.dtype),
-        random.split(random.key(0), steps_per_call) if potential.is_stochastic else None,
-        total_steps,
-    )
+    normals = jax.ShapeDtypeStruct((steps_per_call, num_inits, potential.dim), potential.dtype)
+    keys = random.split(random.key(0), steps_per_call) if potential.is_stochastic else None
+    carry = _init_fit(np.zeros((num_inits, potential.dim), potential.dtype), total_steps)
+    step_inputs = indices, normals, keys
+    aot_compile(_run_fit_steps, potential, inputs.arguments, carry, step_inputs, total_steps)
 
 
 def _choose_call_sizes(num_steps: int, num_inits: int, dim: int) -> tuple[int, int]:
@@ -147,17 +129,13 @@ def _run_fit_steps(
     potential: Potential,
     arguments: Arguments,
     carry: Any,
-    indices: Indices,
-    normals: Array,
-    rng_keys: Array | None,
+    step_inputs: tuple[Indices, Array, Array | None],
     num_steps: int,
 ) -> Any:
     """Run the steps of one call, for all fits.
 
     :param carry: parameters and optimizer states, as from :func:`_init_fit`.
-    :param indices: one minibatch per step, shape ``(steps, subsample_size)`` for each plate.
-    :param normals: standard normals, shape ``(steps, num_inits, d)``.
-    :param rng_keys: one key per step, for a randomised likelihood.
+    :param step_inputs: indices, normals ``(steps, num_inits, d)`` and the model's keys, by step.
     :param num_steps: steps of all calls together, for the learning rate.
     """
     optimizer = _make_optimizer(num_steps)
@@ -181,4 +159,4 @@ def _run_fit_steps(
 
         return jax.vmap(update_fit)(carry, normals), None
 
-    return lax.scan(step, carry, (indices, normals, rng_keys))[0]
+    return lax.scan(step, carry, step_inputs)[0]

@@ -9,7 +9,9 @@ cheapest within the target is recommended.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +30,12 @@ from numpyro_sgmcmc.adaptation.step_size import (
     simulate_sd_inflation,
 )
 from numpyro_sgmcmc.dynamics import Dynamics, UnderdampedLangevin
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import (
     DataOrderWarning,
     DiscretisationWarning,
     GradientNoiseWarning,
+    SGMCMCWarning,
     StepSizeWarning,
     warn_user,
 )
@@ -43,6 +47,24 @@ _MAX_ADVISED_COST_RATIO = 2 / 3  # of the computation that a recommendation leav
 _ACCEPTABLE_STEPS_PER_DRAW = 50  # up to so many steps no recommendation is made
 _BATCH_SIZE_FACTORS = 2.0 ** np.arange(1, 21)
 _STEP_OVERHEAD_ROWS = 100  # observations whose gradients cost as much as the rest of a step
+
+
+class PendingWarning(NamedTuple):
+    """A warning that has not been issued yet: arguments of :func:`.warn_user`."""
+
+    message: str
+    category: type[SGMCMCWarning]
+    fix: str
+    entry: str
+
+
+def issue_once(pending: Iterable[PendingWarning]) -> None:
+    """Issue the first warning of each troubleshooting entry, as modes have similar ones."""
+    issued = set()
+    for warning in pending:
+        if warning.entry not in issued:
+            warn_user(*warning)
+        issued.add(warning.entry)
 
 
 def warn_sorted_data(noise_variance_ratio: float) -> None:
@@ -60,21 +82,6 @@ def warn_sorted_data(noise_variance_ratio: float) -> None:
     )
 
 
-def warn_about_uncompensated_noise(ratios: np.ndarray, step_size: float) -> None:
-    """Warn that gradient noise exceeds the injected noise.
-
-    :param ratios: variance of the gradient noise over that of the injected noise, per direction.
-    """
-    num_directions, sd_inflation = (ratios > 1.0).sum(), np.sqrt(ratios.max()) - 1.0
-    warn_user(
-        f"Noise compensation is incomplete in {num_directions} of {len(ratios)} directions: SDs "
-        f"will be up to {100 * sd_inflation:.0f}% too wide.",
-        GradientNoiseWarning,
-        f"use a step_size below {step_size:.3g} or a larger subsample_size.",
-        "noise-compensation",
-    )
-
-
 def is_thermostat_active(
     inputs: WarmupInputs, noise_stats: GradientNoiseStats, step_size: float
 ) -> bool:
@@ -88,55 +95,65 @@ def is_thermostat_active(
     return dynamics.has_thermostat and inflation > inputs.settings.target_sd_bias
 
 
-def warn_about_gradient_noise(
+def find_noise_warnings(
     inputs: WarmupInputs,
     candidates: Candidates,
     choice: SubsamplingChoice,
     step: StepSizeChoice,
-    max_curvature: float,
     num_steps: int,
-) -> None:
-    """Warn where noise or discretisation exceed the target, are costly, or mislead a thermostat.
+) -> Iterator[PendingWarning]:
+    """Yield warnings where noise or discretisation exceed the target, or are costly.
 
-    Of a user-given step size only the last is reported.
+    Of a user-given step size only the effect on a thermostat is reported.
 
     :param num_steps: steps per draw.
     """
     settings, potential = inputs.settings, inputs.potential
     target, step_size = settings.target_sd_bias, float(step.step_size)
-    is_unrestricted = (  # nothing but noise and means shortens steps
-        settings.num_steps is None
+    mean_bias = step.mean_bias.by_noise.compute_max(step_size)
+    is_wide = step.variance_inflation > 2.0 * target
+    is_biased = mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * MEAN_BIAS_TO_TARGET_RATIO * target
+    is_expensive = (  # and nothing but noise and means shortens steps
+        num_steps > _ACCEPTABLE_STEPS_PER_DRAW
+        and settings.num_steps is None
         and candidates.is_estimator_free
         and potential.local_latents is None
         and settings.dynamics.has_default_settings
     )
-    if settings.step_size is None and potential.plates:
-        mean_bias = step.mean_bias.by_noise.compute_max(step_size)
-        if step.variance_inflation > 2.0 * target:
+    is_adapted = settings.step_size is None and bool(potential.plates)
+    if is_adapted and (is_wide or is_biased or is_expensive):
+        cheapest = _find_cheapest_draw(inputs, candidates, choice, step)
+        batch_size = sum(p.subsample_size for p in potential.plates)
+        cost = num_steps * (_STEP_OVERHEAD_ROWS + batch_size * choice.estimator.relative_cost)
+        if is_wide:
             sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
-            cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
-            warn_user(
+            yield PendingWarning(
                 f"Posterior SDs are predicted to be {100 * sd_inflation:.2g}% too wide by gradient "
                 f"noise (target_sd_bias: {100 * target:.2g}%).",
                 GradientNoiseWarning,
                 _describe_remedies(inputs, cheapest),
                 "gradient-noise-sds",
             )
-        elif mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * MEAN_BIAS_TO_TARGET_RATIO * target:
-            cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
-            warn_user(
+        elif is_biased:
+            yield PendingWarning(
                 f"Gradient noise is predicted to bias posterior means by {mean_bias:.2g} SD.",
                 GradientNoiseWarning,
                 _describe_remedies(inputs, cheapest),
                 "gradient-noise-means",
             )
-        elif is_unrestricted and num_steps > _ACCEPTABLE_STEPS_PER_DRAW:
-            _advise_batch_size(inputs, candidates, choice, step, max_curvature, num_steps)
+        elif cheapest.is_within_target and cheapest.cost <= _MAX_ADVISED_COST_RATIO * cost:
+            yield PendingWarning(
+                f"Gradient noise is so large that a draw takes {num_steps} short steps.",
+                GradientNoiseWarning,
+                f"{_describe_remedies(inputs, cheapest)} That takes {cost / cheapest.cost:.1f} "
+                "times less computation.",
+                "gradient-noise-cost",
+            )
     if settings.step_size is None:
-        _advise_integrator(inputs, step)
+        yield from _find_discretisation_warnings(inputs, step)
     is_dependent = not choice.subsampling.is_independent
     if is_dependent and is_thermostat_active(inputs, choice.noise_stats, step_size):
-        warn_user(
+        yield PendingWarning(
             f"subsampling={choice.subsampling.name!r} misleads the thermostat, since its noise "
             "cancels over an epoch: SDs may be too narrow.",
             GradientNoiseWarning,
@@ -147,27 +164,39 @@ def warn_about_gradient_noise(
         )
 
 
-def warn_about_user_step_size(
-    inputs: WarmupInputs,
-    choice: SubsamplingChoice,
-    step: StepSizeChoice,
-    max_curvature: float,
-    bound_dynamics: Dynamics,
-    has_dominant_mode: bool,
-) -> None:
-    """Warn where the user's step size is predicted to make SDs or means clearly wrong.
+def find_compensation_warnings(
+    inputs: WarmupInputs, noise_covariance: GradientNoiseCovariance, step_size: float
+) -> Iterator[PendingWarning]:
+    """Yield a warning where gradient noise exceeds the injected noise in some directions."""
+    fraction = inputs.settings.dynamics.gradient_noise_fraction(step_size)
+    ratios = np.asarray(noise_covariance.eigenvalues) * fraction
+    if not ratios.max() > 1.0:
+        return
+    num_directions, sd_inflation = (ratios > 1.0).sum(), np.sqrt(ratios.max()) - 1.0
+    yield PendingWarning(
+        f"Noise compensation is incomplete in {num_directions} of {len(ratios)} directions: SDs "
+        f"will be up to {100 * sd_inflation:.0f}% too wide.",
+        GradientNoiseWarning,
+        f"use a step_size below {step_size:.3g} or a larger subsample_size.",
+        "noise-compensation",
+    )
 
-    Not for schedules and traced step sizes, with which chains take other steps, and not where no
-    dominant mode was found, so that nothing can be predicted.
 
-    :param bound_dynamics: the SDE in preconditioned coordinates.
+def find_user_step_size_warnings(
+    inputs: WarmupInputs, choice: SubsamplingChoice, step: StepSizeChoice, dynamics: Dynamics
+) -> Iterator[PendingWarning]:
+    """Yield a warning where the user's step size is predicted to make SDs or means clearly wrong.
+
+    Not for schedules and traced step sizes, with which chains take other steps.
+
+    :param dynamics: the SDE in preconditioned coordinates.
     """
-    settings, dynamics = inputs.settings, bound_dynamics
+    settings = inputs.settings
     step_size, target = settings.step_size, settings.target_sd_bias
-    if step_size is None or not (settings.has_constant_step_size and has_dominant_mode):
+    if step_size is None or not settings.has_constant_step_size:
         return
     noise_inflation = step.variance_inflation
-    if settings.noise_compensation:  # `warn_about_uncompensated_noise` covers this
+    if settings.noise_compensation:  # `find_compensation_warnings` covers this
         noise_inflation = 0.0
     elif (
         noise_inflation > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target
@@ -180,7 +209,7 @@ def warn_about_user_step_size(
         )
         noise_inflation = min(noise_inflation, simulated)
     discretisation_inflation = _compute_discretisation_inflation(
-        inputs, max_curvature, dynamics, step_size
+        inputs, choice.max_curvature, dynamics, step_size
     )
     # The share of the noise that does not cancel over an epoch, for means as for variances.
     iid_inflation = dynamics.variance_inflation(
@@ -194,16 +223,13 @@ def warn_about_user_step_size(
     total_inflation = noise_inflation + discretisation_inflation
     if abs(total_inflation) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target:
         effects.append(_describe_sd_bias(dynamics, discretisation_inflation, total_inflation))
-    max_mean_bias, is_moving = (
-        bias.compute_max(step_size),
-        -1.0 < discretisation_inflation < math.inf,
-    )
-    allowed_mean_bias = MEAN_BIAS_TO_TARGET_RATIO * target
+    max_mean_bias, allowed_mean_bias = bias.compute_max(step_size), _allowed_mean_bias(inputs)
+    is_moving = -1.0 < discretisation_inflation < math.inf
     if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
     if not effects:
         return
-    recommended = recommend_step_size(inputs, bound_dynamics, choice, step.mean_bias)
+    recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
     remedies = [f"step_size={recommended:.2g}, or leave `step_size` out"]
     batch_size_factor = max(
         noise_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
@@ -213,7 +239,7 @@ def warn_about_user_step_size(
         remedies.append(_describe_batch_sizes(inputs, sizes))
         if settings.estimator is not None and not settings.estimator.needs_reference:
             remedies.append("gradient_estimator='auto'")
-    warn_user(
+    yield PendingWarning(
         f"step_size={step_size:.3g} is predicted to {' and '.join(effects)} "
         f"(target_sd_bias: {100 * target:.2g}%).",
         StepSizeWarning,
@@ -239,97 +265,71 @@ class _DrawCost:
 
 
 def _find_cheapest_draw(
-    inputs: WarmupInputs,
-    candidates: Candidates,
-    choice: SubsamplingChoice,
-    step: StepSizeChoice,
-    max_curvature: float,
+    inputs: WarmupInputs, candidates: Candidates, choice: SubsamplingChoice, step: StepSizeChoice
 ) -> _DrawCost:
     """Return the cheapest of larger batch sizes within the target, or the largest."""
     costs = [
-        _compute_draw_cost(inputs, candidates, choice, step, max_curvature, float(factor))
+        _predict_draw_cost(inputs, candidates, choice, step, float(factor))
         for factor in _BATCH_SIZE_FACTORS
     ]
     return min((c for c in costs if c.is_within_target), key=lambda c: c.cost, default=costs[-1])
 
 
-def _compute_draw_cost(
+def _predict_draw_cost(
     inputs: WarmupInputs,
     candidates: Candidates,
     choice: SubsamplingChoice,
     step: StepSizeChoice,
-    max_curvature: float,
     batch_size_factor: float,
 ) -> _DrawCost:
     """Predict the cost of a draw with batch sizes so many times as large, up to the whole data."""
     settings, dynamics, potential = inputs.settings, inputs.settings.dynamics, inputs.potential
     batch_sizes = _scale_batch_sizes(inputs, batch_size_factor)
     is_independent = candidates.subsampling is not None and candidates.subsampling.is_independent
-    is_full_data = (
-        all(batch_sizes[p.name] == p.size for p in potential.plates) and not is_independent
-    )
-    relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
-    noise_stats = noise_stats._replace(
-        variance=noise_stats.variance / batch_size_factor,
-        mean_variance=noise_stats.mean_variance / batch_size_factor,
-        batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / batch_size_factor),
-    )
-    if is_full_data:
+    has_all_rows = all(batch_sizes[p.name] == p.size for p in potential.plates)
+    if has_all_rows and not is_independent:
         relative_cost, noise_stats, batch_size_factor = 1.0, NO_NOISE, math.inf
-    noise_limit = NoiseLimit.from_settings(settings, max_curvature)
+    else:
+        relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
+        noise_stats = noise_stats._replace(
+            variance=noise_stats.variance / batch_size_factor,
+            mean_variance=noise_stats.mean_variance / batch_size_factor,
+            batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / batch_size_factor),
+        )
+    noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
     step_size, variance_inflation = noise_limit.limit_step_size(noise_stats)
     step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     # An independent draw may be further away than the steps of a draw.
     steps_per_independent_draw = max(1.0, relaxation_time / step_size)
     cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
-    is_within_target = (
-        variance_inflation <= settings.target_sd_bias
-        and step.mean_bias.compute_max(step_size, batch_size_factor)
-        <= MEAN_BIAS_TO_TARGET_RATIO * settings.target_sd_bias
-    )
+    mean_bias = step.mean_bias.compute_max(step_size, batch_size_factor)
     return _DrawCost(
         batch_sizes,
         choose_num_steps(relaxation_time, step_size),
         steps_per_independent_draw * cost_per_step,
-        is_within_target,
+        variance_inflation <= settings.target_sd_bias and mean_bias <= _allowed_mean_bias(inputs),
     )
 
 
-def _advise_batch_size(
-    inputs: WarmupInputs,
-    candidates: Candidates,
-    choice: SubsamplingChoice,
-    step: StepSizeChoice,
-    max_curvature: float,
-    num_steps: int,
-) -> None:
-    """Warn where larger minibatches make a draw clearly cheaper."""
-    cheapest = _find_cheapest_draw(inputs, candidates, choice, step, max_curvature)
-    batch_size = sum(p.subsample_size for p in inputs.potential.plates)
-    cost = num_steps * (_STEP_OVERHEAD_ROWS + batch_size * choice.estimator.relative_cost)
-    if cheapest.cost > _MAX_ADVISED_COST_RATIO * cost or not cheapest.is_within_target:
-        return
-    warn_user(
-        f"Gradient noise is so large that a draw takes {num_steps} short steps.",
-        GradientNoiseWarning,
-        f"{_describe_remedies(inputs, cheapest)} That takes {cost / cheapest.cost:.1f} times less "
-        "computation.",
-        "gradient-noise-cost",
-    )
+def _allowed_mean_bias(inputs: WarmupInputs) -> float:
+    """Return the largest allowed bias of a mean, in posterior SDs."""
+    return MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
 
 
-def _advise_integrator(inputs: WarmupInputs, step: StepSizeChoice) -> None:
-    """Warn where the discretisation error biases means, or shortens the step for their sake."""
-    allowed = MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
-    step_size = float(step.step_size)
+def _find_discretisation_warnings(
+    inputs: WarmupInputs, step: StepSizeChoice
+) -> Iterator[PendingWarning]:
+    """Yield a warning where the discretisation error biases means, or shortens the step."""
+    step_size, allowed = float(step.step_size), _allowed_mean_bias(inputs)
     bias = step.mean_bias.by_discretisation.compute_max(step_size)
+    fix = "use SHMC(model, integrator='baoab'), which does not have this error."
     if bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed:
-        warn_user(
+        yield PendingWarning(
             f"Discretisation is predicted to bias posterior means by {bias:.2g} SD at step size "
             f"{step_size:.2g}.",
             DiscretisationWarning,
-            "use SHMC(model, integrator='baoab'), which does not have this error.",
+            fix,
             "discretisation-means",
         )
         return
@@ -338,11 +338,11 @@ def _advise_integrator(inputs: WarmupInputs, step: StepSizeChoice) -> None:
     noise_limit = step.mean_bias.by_noise.limit_step_size(longest, step_size, allowed)
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
     if is_underdamped and limit < _MAX_ADVISED_COST_RATIO * noise_limit:
-        warn_user(
+        yield PendingWarning(
             f"The step size is {limit:.2g} instead of {noise_limit:.2g}, since the discretisation "
             "error would bias posterior means.",
             DiscretisationWarning,
-            "use SHMC(model, integrator='baoab'), which does not have this error.",
+            fix,
             "discretisation-step-size",
         )
 
@@ -366,16 +366,12 @@ def _describe_remedies(inputs: WarmupInputs, draw_cost: _DrawCost) -> str:
 
 def _scale_batch_sizes(inputs: WarmupInputs, batch_size_factor: float) -> dict[str, int]:
     """Return batch sizes so many times as large by plate, at most all observations."""
-    return {
-        p.name: _scale_and_round_up(p.subsample_size, batch_size_factor, p.max_subsample_size)
-        for p in inputs.potential.plates
-    }
-
-
-def _scale_and_round_up(batch_size: int, batch_size_factor: float, max_batch_size: int) -> int:
-    """Return a batch size times a factor, rounded up to two significant digits."""
-    unit = 10 ** max(0, math.floor(math.log10(batch_size * batch_size_factor)) - 1)
-    return min(max_batch_size, math.ceil(batch_size * batch_size_factor / unit) * unit)
+    batch_sizes = {}
+    for plate in inputs.potential.plates:
+        size = plate.subsample_size * batch_size_factor
+        unit = 10 ** max(0, math.floor(math.log10(size)) - 1)  # two significant digits
+        batch_sizes[plate.name] = min(plate.max_subsample_size, math.ceil(size / unit) * unit)
+    return batch_sizes
 
 
 def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> str:

@@ -13,9 +13,6 @@ from numpyro.infer import MCMC, init_to_value
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.initialisation import (
-    InitResult,
-    VariationalFit,
-    create_warmup_rng,
     fit_inits,
     generate_prior_positions,
 )
@@ -33,11 +30,10 @@ from numpyro_sgmcmc.adaptation.pilot import (
     build_preconditioner_from_fit,
     find_chains_outside_modes,
     find_separated_coordinates,
+    init_pilot,
     run_pilot_windows,
-    sample_pilot_q,
 )
 from numpyro_sgmcmc.adaptation.variational import MeanField
-from numpyro_sgmcmc.adaptation.warmup import create_batched_gradients
 from numpyro_sgmcmc.errors import MultimodalPosteriorWarning
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.adaptation.inputs import make_inputs
@@ -242,16 +238,12 @@ def test_init_in_modes_incompatible_options_raise():
 def test_find_other_modes_far_fit_is_a_mode_only_where_chains_stay(model, num_others):
     """A second fit is at the mirror image, or where chains return to the only mode."""
     inputs = make_inputs(model, (SQUARES,), 100)
-    batched_gradients, rng = create_batched_gradients(inputs), create_warmup_rng()
     init = np.full(inputs.potential.dim, 0.5)
-    (best,) = fit_inits(inputs, batched_gradients, InitResult((init,)), rng)
-    mean = best.approximation.mean * np.array([-1.0, 1.0][: len(init)])
-    far = VariationalFit(best.approximation._replace(mean=mean), best.elbo)
-    preconditioner = build_preconditioner_from_fit(inputs, batched_gradients, best.approximation)
-    q = sample_pilot_q(inputs, preconditioner, best.approximation, rng)
-    steps = inputs.budget.pilot_window_steps
-    main = run_pilot_windows(inputs, batched_gradients, preconditioner, q, steps, rng)
-    others = find_other_modes(inputs, batched_gradients, main, (best, far), rng)
+    (best,) = fit_inits(inputs, [init], [])
+    far = best._replace(mean=best.mean * np.array([-1.0, 1.0][: len(init)]))
+    pilot = init_pilot(inputs, build_preconditioner_from_fit(inputs, best), best)
+    main = run_pilot_windows(inputs, pilot, inputs.budget.pilot_window_steps)
+    others = find_other_modes(inputs, main, (best, far))
     assert len(others) == num_others
     for mode in others:
         assert mode.is_converged
@@ -269,15 +261,15 @@ def test_generate_prior_positions_are_not_all_in_the_narrow_mode():
         with numpyro.plate("rows", len(y), subsample_size=batch_size):
             numpyro.sample("y", dist.Normal(0, 1), obs=y)
 
-    batched_gradients = create_batched_gradients(make_inputs(model, (jnp.zeros(20),), 20))
+    inputs = make_inputs(model, (jnp.zeros(20),), 20)
     for seed in range(10):
-        positions = np.ravel(list(generate_prior_positions(batched_gradients, 12, seed)))
+        positions = np.ravel(list(generate_prior_positions(inputs, 12, seed)))
         assert len(positions) == 12
         assert 2 <= (np.abs(positions - 2) < 1).sum() <= 11
 
 
 def fit_at(mean, elbo=0.0):
-    return VariationalFit(MeanField(np.full(2, mean), np.full(2, 0.1)), elbo)
+    return MeanField(np.full(2, mean), np.full(2, 0.1), elbo)
 
 
 def test_select_candidate_fits_drops_the_best_and_those_far_below():

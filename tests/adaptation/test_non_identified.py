@@ -17,7 +17,6 @@ from numpyro_sgmcmc.adaptation.multimodality import (
     rescale_to_prior,
 )
 from numpyro_sgmcmc.adaptation.pilot import PilotResult
-from numpyro_sgmcmc.adaptation.warmup import create_batched_gradients
 from numpyro_sgmcmc.diagnostics import kolmogorov_distance
 from numpyro_sgmcmc.errors import NonIdentifiedPosteriorWarning
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -59,13 +58,12 @@ def linear(noise_sd):
 def rescale(model, r_hat=3.0, prior_sd_ratio=0.5, **options):
     """Return pilot chains with this R-hat, and the rescaled ones."""
     inputs = make_inputs(model, (X, Y), 50, **options)
-    batched_gradients = create_batched_gradients(inputs)
     dim, rng = inputs.potential.dim, np.random.default_rng(0)
     preconditioner = Preconditioner(
         rng.standard_normal(dim), np.full(dim, prior_sd_ratio), np.zeros(dim)
     )
     pilot = PilotResult(preconditioner, rng.standard_normal((4, dim)), False, r_hat)
-    return pilot, rescale_to_prior(inputs, batched_gradients, pilot, rng)
+    return pilot, rescale_to_prior(inputs, pilot)
 
 
 def test_rescale_to_prior_network_has_prior_sds_at_the_same_positions():
@@ -93,14 +91,12 @@ def test_rescale_to_prior_converged_chains_or_user_options_are_kept(options):
 @pytest.mark.parametrize(("model", "is_rescaled"), [(network, True), (linear(3.0), False)])
 def test_rescale_to_prior_high_dim_needs_noisy_control_variates(model, is_rescaled):
     inputs = make_inputs(model, (X, Y), 50)
-    batched_gradients, dim = create_batched_gradients(inputs), inputs.potential.dim
-    center = np.zeros(dim)
-    preconditioner = Preconditioner(
-        center, np.full(dim, 0.5), batched_gradients.full_gradient(center)
-    )
+    dim = inputs.potential.dim
+    gradient = inputs.batched_gradients.full_gradient(np.zeros(dim))
+    preconditioner = Preconditioner(np.zeros(dim), np.full(dim, 0.5), gradient)
     rng = np.random.default_rng(1)
     pilot = PilotResult(preconditioner, rng.standard_normal((4, dim)), False, 3.0)
-    rescaled = rescale_to_prior(inputs, batched_gradients, pilot, rng, high_dim=1)
+    rescaled = rescale_to_prior(inputs, pilot, high_dim=1)
     assert (rescaled is not None) == is_rescaled
 
 
@@ -115,9 +111,7 @@ def test_trial_run_detects_gradient_noise(batch_size, is_noisy, num_steps):
     inputs = make_inputs(linear(0.3), (X, Y), batch_size)
     inputs = replace(inputs, budget=replace(inputs.budget, pilot_window_steps=(num_steps,)))
     pilot = PilotResult(Preconditioner(np.zeros(2), np.ones(2), np.zeros(2)), draws)
-    inflation = measure_minibatch_variance_inflation(
-        inputs, create_batched_gradients(inputs), pilot, rng
-    )
+    inflation = measure_minibatch_variance_inflation(inputs, pilot)
     assert (inflation > MAX_TRIAL_VARIANCE_INFLATION) == is_noisy
 
 

@@ -4,20 +4,44 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.pilot import (
     PilotResult,
-    WindowStatus,
     compute_r_hat,
     run_pilot,
-    run_windows,
+    run_pilot_windows,
 )
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
 from numpyro_sgmcmc.model.potential import make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import ProgressReporter
+from numpyro_sgmcmc.sampling.options import build_warmup_settings
 
 DIM, NUM_CHAINS = 60, 16
+
+
+def make_normal_inputs(dim, **options):
+    """Return the inputs of a warm-up on a standard normal."""
+    potential = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(dim))
+    kernel = SGHMCSplit(potential_fn=lambda z: 0.5 * z @ z)
+    settings = build_warmup_settings(
+        kernel.options,
+        potential,
+        kernel.dynamics,
+        kernel.integrator,
+        lambda preconditioner: kernel.dynamics,
+        has_init_params=True,
+        is_site_aligned=False,
+    )
+    return WarmupInputs(potential, Arguments(), settings, WarmupBudget(), **options)
+
+
+def make_pilot(q):
+    dim = q.shape[1]
+    return PilotResult(Preconditioner(np.zeros(dim), np.ones(dim), np.zeros(dim)), q)
 
 
 class RecordingReporter(ProgressReporter):
@@ -30,21 +54,10 @@ class RecordingReporter(ProgressReporter):
 
 @pytest.mark.parametrize(("max_normals", "steps_per_call"), [(2**25, 100), (20_000, 20), (1, 5)])
 def test_run_pilot_limited_normals_per_call_samples_standard_normal(max_normals, steps_per_call):
-    potential = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(DIM))
-    preconditioner = Preconditioner(np.zeros(DIM), np.ones(DIM), np.zeros(DIM))
-    rng, progress = np.random.default_rng(0), RecordingReporter()
-    draws = run_pilot(
-        potential,
-        Arguments(),
-        preconditioner.cast(potential.dtype),
-        rng.standard_normal((NUM_CHAINS, DIM)),
-        0.3,
-        400,
-        rng,
-        MinibatchGradient(),
-        progress,
-        max_normals,
-    )
+    progress = RecordingReporter()
+    inputs = make_normal_inputs(DIM, progress=progress)
+    pilot = make_pilot(inputs.rng.standard_normal((NUM_CHAINS, DIM)))
+    draws = run_pilot(inputs, pilot, MinibatchGradient(), 0.3, 400, max_normals)
     assert draws.shape == (NUM_CHAINS, 40, DIM)
     # A step takes the gradient of each chain, and that of the reference position.
     assert progress.amounts == [steps_per_call * (NUM_CHAINS + 1)] * (400 // steps_per_call)
@@ -58,27 +71,18 @@ def test_r_hat_matches_ratio_of_variances():
     np.testing.assert_allclose(compute_r_hat(means, np.array([1.0, 4.0])), [1.0, 1.5**0.5])
 
 
-@pytest.mark.parametrize(
-    ("statuses", "step_divisors", "scale"),
-    [
-        ("FINISHED", [1.0], 1.0),
-        ("CONTINUE CONTINUE FINISHED", [1.0, 1.0, 1.0], 1.0),
-        ("CHAINS_LOST NONFINITE CONTINUE FINISHED", [1.0, 4.0, 8.0, 8.0], 0.5),
-        ("CHAINS_LOST CHAINS_LOST CHAINS_LOST CHAINS_LOST", [1.0, 4.0, 16.0, 64.0], 1 / 16),
-    ],
-)
-def test_run_windows_failed_windows_have_shorter_steps_after_them(statuses, step_divisors, scale):
-    """Lost chains also restart nearer to the center."""
-    remaining, used = [WindowStatus[name] for name in statuses.split()], []
+def test_run_pilot_windows_lost_chains_restart_nearer_in_shorter_steps():
+    """Chains count as lost beyond 1,000 SDs."""
+    pilot = make_pilot(np.full((4, 2), 1e5))
+    lost = run_pilot_windows(make_normal_inputs(2), pilot, (100, 100))
+    np.testing.assert_array_equal(lost.q, pilot.q / 4.0)
+    np.testing.assert_array_equal(pilot.q, 1e5)  # the argument is not changed
+    assert not lost.is_converged
+    assert not lost.window_medians
 
-    def run_window(pilot, step_divisor, window):
-        assert window == len(used)
-        used.append(step_divisor)
-        return pilot, remaining.pop(0)
 
-    pilot = PilotResult(Preconditioner(np.zeros(2), np.ones(2)), np.ones((4, 2)))
-    result = run_windows(run_window, pilot, num_windows=4)
-    assert used == step_divisors
-    np.testing.assert_array_equal(result.q, np.full((4, 2), scale))
-    np.testing.assert_array_equal(pilot.q, 1.0)  # the argument is not changed
-    assert not result.is_converged
+def test_run_pilot_windows_near_start_converges_about_the_mean():
+    pilot = run_pilot_windows(make_normal_inputs(2), make_pilot(np.full((16, 2), 5.0)), (400,) * 6)
+    assert pilot.is_converged
+    assert np.abs(pilot.preconditioner.center).max() < 0.5
+    np.testing.assert_allclose(pilot.preconditioner.sds, 1.0, rtol=0.2)

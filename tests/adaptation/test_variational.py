@@ -4,12 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from numpyro_sgmcmc.adaptation.batched_gradients import sample_minibatch_indices
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.adaptation.variational import fit_mean_field
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.model.potential import make_function_potential
-from numpyro_sgmcmc.progress import ProgressReporter
 from tests.adaptation.potentials import random_covariance
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -21,15 +20,8 @@ def rng():
 
 def fit(fn, init_positions, num_steps=2_000):
     potential = make_function_potential(fn, jnp.zeros(init_positions.shape[1]))
-    return fit_mean_field(
-        potential,
-        Arguments(),
-        init_positions,
-        lambda shape: sample_minibatch_indices(potential, rng(), shape, IIDSubsampling()),
-        num_steps,
-        rng(),
-        ProgressReporter(),
-    )
+    inputs = WarmupInputs(potential, Arguments(), None, WarmupBudget(num_vi_steps=num_steps))
+    return fit_mean_field(inputs, init_positions)
 
 
 def test_fit_mean_field_gaussian_has_mean_and_inverse_diagonal_of_precision():
@@ -39,7 +31,7 @@ def test_fit_mean_field_gaussian_has_mean_and_inverse_diagonal_of_precision():
         rng().uniform(-2, 2, (3, 5)),
     )
     assert len(fits) == 3
-    for mean, sd in fits:  # vocabulary: ok
+    for mean, sd, _ in fits:  # vocabulary: ok
         np.testing.assert_allclose(sd, np.diagonal(precision) ** -0.5, rtol=0.1)
         assert np.abs((mean - mode) / sd).max() < 0.3
 
@@ -56,7 +48,7 @@ def test_fit_mean_field_funnel_stays_in_the_bulk():
         prior = 100 * log_scale + jnp.square(effects / jnp.exp(log_scale)).sum() / 2
         return prior + jnp.square(y - effects).sum() / 2 + log_scale**2 / 2
 
-    for mean, sd in fit(potential_fn, rng().uniform(-2, 2, (4, 101))):
+    for mean, sd, _ in fit(potential_fn, rng().uniform(-2, 2, (4, 101))):
         assert abs(mean[0]) < 0.5
         assert sd.min() > 0.05
 
@@ -67,6 +59,6 @@ def test_fit_mean_field_nan_beyond_support_stays_within():
     def potential_fn(q):
         return jnp.where(q[0] > 1.5, jnp.nan, q[0] ** 2 / 2)
 
-    for mean, sd in fit(potential_fn, np.zeros((2, 1))):
+    for mean, sd, _ in fit(potential_fn, np.zeros((2, 1))):
         assert -1.5 < mean[0] < 1.5
         assert 0.2 < sd[0] < 3.0

@@ -16,7 +16,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import StepSizeLimit, StepSizeTrace, SubsamplingChoice
 from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias, StepSizeChoice
 from numpyro_sgmcmc.adaptation.subsampling_choice import list_candidates
-from numpyro_sgmcmc.adaptation.warnings import warn_about_gradient_noise
+from numpyro_sgmcmc.adaptation.warnings import PendingWarning, find_noise_warnings, issue_once
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
 from numpyro_sgmcmc.errors import DataOrderWarning, DiscretisationWarning, GradientNoiseWarning
@@ -63,18 +63,19 @@ def get_warnings(
     mean_bias = PredictedMeanBias(
         np.array([0.0, -noise_bias]), np.array([0.0, discretisation_bias]), np.square
     )
-    choice = SubsamplingChoice(ControlVariate(), ContiguousSubsampling(), noise_stats, 0.3, 0.0)
+    choice = SubsamplingChoice(
+        ControlVariate(), ContiguousSubsampling(), noise_stats, 0.3, 0.0, 1.0
+    )
     step_size = 3.0 / steps_per_draw
     limits = StepSizeLimit("dynamics", 0.3), StepSizeLimit("mean_bias", step_size)
     step = StepSizeChoice(
         step_size, StepSizeTrace(limits), noise_stats, variance_inflation, mean_bias
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        warn_about_gradient_noise(
-            inputs, list_candidates(inputs), choice, step, 1.0, steps_per_draw
-        )
-    return caught
+    candidates = list_candidates(inputs)
+    return [
+        PendingWarning(w.message + w.fix, *w[1:])
+        for w in find_noise_warnings(inputs, candidates, choice, step, steps_per_draw)
+    ]
 
 
 def read_remedy(warning):
@@ -88,11 +89,11 @@ def read_remedy(warning):
     [(0.1, 10), (10.0, 120)],
     ids=["few steps", "as many times fewer steps as more rows"],
 )
-def test_warn_about_gradient_noise_cheap_draws_are_not_reported(inputs, noise_variance, num_steps):
+def test_find_noise_warnings_cheap_draws_are_not_reported(inputs, noise_variance, num_steps):
     assert not get_warnings(inputs, num_steps, noise_variance)
 
 
-def test_warn_about_gradient_noise_expensive_draw_recommends_the_whole_data(inputs):
+def test_find_noise_warnings_expensive_draw_recommends_the_whole_data(inputs):
     """A draw takes 480 steps of 100 rows and a control variate, or ten of all 2,000."""
     (warning,) = get_warnings(inputs, 480, 40.0, size=2_000)
     assert warning.category is GradientNoiseWarning
@@ -101,7 +102,7 @@ def test_warn_about_gradient_noise_expensive_draw_recommends_the_whole_data(inpu
     assert f"{costs[0] / costs[1]:.1f} times less" in str(warning.message)
 
 
-def test_warn_about_gradient_noise_sd_target_out_of_reach_recommends_batch_size(inputs):
+def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs):
     (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, size=10**8)
     assert warning.category is GradientNoiseWarning
     assert "SDs are predicted to be 73% too wide" in str(warning.message)
@@ -118,12 +119,12 @@ def test_warn_about_gradient_noise_sd_target_out_of_reach_recommends_batch_size(
         ({"dynamics": UnderdampedLangevin(1e-4)}, "friction of 1.5"),
     ],
 )
-def test_warn_about_gradient_noise_names_options_that_may_be_the_cause(inputs, settings, remedy):
+def test_find_noise_warnings_names_options_that_may_be_the_cause(inputs, settings, remedy):
     (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, **settings)
     assert remedy in str(warning.message)
 
 
-def test_warn_about_gradient_noise_mean_bias_recommends_batch_size(inputs):
+def test_find_noise_warnings_mean_bias_recommends_batch_size(inputs):
     """Means are biased by 0.6 SD at 500 steps per draw."""
     rate = 0.6 / (3.0 / 500)
     (warning,) = get_warnings(inputs, 500, 1.0, noise_bias=rate)
@@ -133,7 +134,7 @@ def test_warn_about_gradient_noise_mean_bias_recommends_batch_size(inputs):
     assert rate * 3.0 / num_steps * 100 / batch_size <= 0.062
 
 
-def test_warn_about_gradient_noise_discretisation_shortens_steps(inputs):
+def test_find_noise_warnings_discretisation_shortens_steps(inputs):
     """A bias of 3 h^2 allows steps of 0.14; noise alone allows 0.3."""
     (warning,) = get_warnings(inputs, 22, discretisation_bias=3.0)
     assert warning.category is DiscretisationWarning
@@ -143,15 +144,25 @@ def test_warn_about_gradient_noise_discretisation_shortens_steps(inputs):
     assert not get_warnings(inputs, 13, discretisation_bias=1.0)
 
 
-def test_warn_about_gradient_noise_discretisation_biases_means(inputs):
+def test_find_noise_warnings_discretisation_biases_means(inputs):
     (warning,) = get_warnings(inputs, 500, discretisation_bias=3e4)
     assert warning.category is DiscretisationWarning
     assert "bias posterior means by 1.1 SD" in str(warning.message)
 
 
 @pytest.mark.parametrize("settings", [{"step_size": 0.01}, {"num_steps": 500}])
-def test_warn_about_gradient_noise_user_options_are_not_reported(inputs, settings):
+def test_find_noise_warnings_user_options_are_not_reported(inputs, settings):
     assert not get_warnings(inputs, 480, 40.0, size=2_000, **settings)
+
+
+def test_issue_once_modes_with_similar_warnings_are_reported_once():
+    pending = [
+        PendingWarning(f"{problem}.", GradientNoiseWarning, "a fix.", entry)
+        for problem, entry in (("First", "a"), ("Second", "b"), ("Third", "a"))
+    ]
+    with pytest.warns(GradientNoiseWarning) as caught:
+        issue_once(pending)
+    assert [str(w.message).split(".")[0] for w in caught] == ["First", "Second"]
 
 
 # --- In a warm-up ---------------------------------------------------------------------------------
