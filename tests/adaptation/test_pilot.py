@@ -23,10 +23,10 @@ from numpyro_sgmcmc.sampling.options import build_warmup_settings
 DIM, NUM_CHAINS = 60, 16
 
 
-def make_normal_inputs(dim, **options):
-    """Return the inputs of a warm-up on a standard normal."""
-    potential = make_function_potential(lambda z: 0.5 * z @ z, jnp.zeros(dim))
-    kernel = SGHMCSplit(potential_fn=lambda z: 0.5 * z @ z)
+def make_function_inputs(dim, potential_fn=lambda z: 0.5 * z @ z, **options):
+    """Return the inputs of a warm-up on a potential function, by default of a standard normal."""
+    potential = make_function_potential(potential_fn, jnp.zeros(dim))
+    kernel = SGHMCSplit(potential_fn=potential_fn)
     settings = build_warmup_settings(
         kernel.options,
         potential,
@@ -39,9 +39,10 @@ def make_normal_inputs(dim, **options):
     return WarmupInputs(potential, Arguments(), settings, WarmupBudget(), **options)
 
 
-def make_pilot(q):
+def make_pilot(q, gradient=0.0):
+    """Return chains about a position with this gradient in each coordinate."""
     dim = q.shape[1]
-    return PilotResult(Preconditioner(np.zeros(dim), np.ones(dim), np.zeros(dim)), q)
+    return PilotResult(Preconditioner(np.zeros(dim), np.ones(dim), np.full(dim, gradient)), q)
 
 
 class RecordingReporter(ProgressReporter):
@@ -55,7 +56,7 @@ class RecordingReporter(ProgressReporter):
 @pytest.mark.parametrize(("max_normals", "steps_per_call"), [(2**25, 100), (20_000, 20), (1, 5)])
 def test_run_pilot_limited_normals_per_call_samples_standard_normal(max_normals, steps_per_call):
     progress = RecordingReporter()
-    inputs = make_normal_inputs(DIM, progress=progress)
+    inputs = make_function_inputs(DIM, progress=progress)
     pilot = make_pilot(inputs.rng.standard_normal((NUM_CHAINS, DIM)))
     draws = run_pilot(inputs, pilot, MinibatchGradient(), 0.3, 400, max_normals)
     assert draws.shape == (NUM_CHAINS, 40, DIM)
@@ -71,18 +72,19 @@ def test_r_hat_matches_ratio_of_variances():
     np.testing.assert_allclose(compute_r_hat(means, np.array([1.0, 4.0])), [1.0, 1.5**0.5])
 
 
-def test_run_pilot_windows_lost_chains_restart_nearer_in_shorter_steps():
-    """Chains count as lost beyond 1,000 SDs."""
-    pilot = make_pilot(np.full((4, 2), 1e5))
-    lost = run_pilot_windows(make_normal_inputs(2), pilot, (100, 100))
-    np.testing.assert_array_equal(lost.q, pilot.q / 4.0)
-    np.testing.assert_array_equal(pilot.q, 1e5)  # the argument is not changed
+def test_run_pilot_windows_lost_chains_restart_nearer():
+    """A potential without a minimum, along which all chains go beyond 1,000 SDs."""
+    inputs = make_function_inputs(2, lambda z: 1e5 * z.sum())
+    pilot = make_pilot(np.ones((4, 2)), gradient=1e5)
+    lost = run_pilot_windows(inputs, pilot, (100, 100))
+    np.testing.assert_array_equal(lost.q, 0.25)
+    np.testing.assert_array_equal(pilot.q, 1.0)  # the argument is not changed
     assert not lost.is_converged
     assert not lost.window_medians
 
 
 def test_run_pilot_windows_near_start_converges_about_the_mean():
-    pilot = run_pilot_windows(make_normal_inputs(2), make_pilot(np.full((16, 2), 5.0)), (400,) * 6)
+    pilot = run_pilot_windows(make_function_inputs(2), make_pilot(np.full((16, 2), 5.0)), (400,) * 6)
     assert pilot.is_converged
     assert np.abs(pilot.preconditioner.center).max() < 0.5
     np.testing.assert_allclose(pilot.preconditioner.sds, 1.0, rtol=0.2)
