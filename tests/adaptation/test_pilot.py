@@ -84,7 +84,8 @@ def test_run_pilot_windows_lost_chains_restart_nearer():
 
 
 def test_run_pilot_windows_near_start_converges_about_the_mean():
-    pilot = run_pilot_windows(make_function_inputs(2), make_pilot(np.full((16, 2), 5.0)), (400,) * 6)
+    pilot = make_pilot(np.full((16, 2), 5.0))
+    pilot = run_pilot_windows(make_function_inputs(2), pilot, (400,) * 6)
     assert pilot.is_converged
     assert np.abs(pilot.preconditioner.center).max() < 0.5
     np.testing.assert_allclose(pilot.preconditioner.sds, 1.0, rtol=0.2)
