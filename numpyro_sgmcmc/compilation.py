@@ -47,8 +47,7 @@ def fingerprint_jaxpr(
     """Return a value that is equal for two programs only if they compute the same.
 
     :param closed_jaxpr: the program, with all derivatives that will be computed of it.
-    :param max_constant_bytes: largest size of all constants.
-    :raises ValueError: for a program with larger constants.
+    :raises ValueError: for a program with constants of more bytes together.
     """
     hasher = _JaxprHasher(max_constant_bytes)
     digest = hasher.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts)
@@ -81,10 +80,14 @@ class _JaxprHasher:
                 numbers[v] = len(numbers)
             return [repr(v.aval) for v in variables]
 
+        def use_one(atom: Any) -> Any:
+            if not isinstance(atom, Literal):
+                return numbers[atom]
+            value = self._hash_array(atom.val) if is_array(atom.val) else repr(atom.val)
+            return repr(atom.aval), value
+
         def use(atoms: Iterable[Any]) -> list[Any]:
-            return [
-                self._describe_literal(a) if isinstance(a, Literal) else numbers[a] for a in atoms
-            ]
+            return list(map(use_one, atoms))
 
         digest.update(repr((define(jaxpr.constvars), define(jaxpr.invars))).encode())
         for eqn in jaxpr.eqns:
@@ -97,10 +100,6 @@ class _JaxprHasher:
             digest.update(repr(parts).encode())
         digest.update(repr(use(jaxpr.outvars)).encode())
         return digest.digest()
-
-    def _describe_literal(self, atom: Literal) -> Any:
-        value = self._hash_array(atom.val) if is_array(atom.val) else repr(atom.val)
-        return repr(atom.aval), value
 
     def _describe_parameter(self, x: Any) -> Any:
         """Return an object whose ``repr`` determines an equation's parameter."""
@@ -157,8 +156,6 @@ def _compilation_executor() -> ThreadPoolExecutor:
 
 def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:
     """Clear JAX's caches where the process nears the limit on memory mappings (Linux only).
-
-    What is used again is compiled again.
 
     :param max_num_maps: number of mappings that a process may have; None for the system's.
     """

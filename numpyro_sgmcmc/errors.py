@@ -52,7 +52,7 @@ TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 
 
 def format_message(problem: str, fix: str, entry: str) -> str:
-    """Return a message: the problem, the fix and the address of its troubleshooting entry.
+    """Return a message.
 
     :param problem: what is wrong, one sentence that names the site or argument.
     :param fix: what to do, without the word Fix.
@@ -208,9 +208,6 @@ def warn_user(
     """Warn at the innermost line outside this package, NumPyro and JAX.
 
     :param message: what is wrong; the complete message where ``fix`` is empty.
-    :param category: class of the warning.
-    :param fix: what to do.
-    :param entry: label of the entry on the troubleshooting page.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
@@ -288,11 +285,8 @@ def standard_normal_points(like: jax.Array) -> jax.Array:
 
 
 def import_optional(module: str, caller: str, extra: str) -> Any:
-    """Import and return an optional dependency.
+    """Import and return a module that ``extra`` of this package installs, for ``caller``.
 
-    :param module: name of the module.
-    :param caller: what needs it, for the message.
-    :param extra: extra of this package that installs it.
     :raises ImportError: naming the extra, where the module is missing.
     """
     try:
@@ -393,7 +387,7 @@ def check_positive_int(name: str, value: Any) -> None:
 
 
 def validate_real_array(name: str, value: Any) -> np.ndarray:
-    """Return a user's array of real numbers; strings, objects and complex numbers raise."""
+    """Return a user's array of real numbers."""
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
@@ -415,7 +409,7 @@ def check_rng_key(rng_key: Any) -> None:
     """Check that a value is one random key."""
     if _key_batch_ndim(rng_key) != 0:
         raise InvalidArgumentError(
-            f"`rng_key` is {_describe_rng_key(rng_key)}, which is not one random key.",
+            f"`rng_key` is {describe_value(rng_key)}, which is not one random key.",
             "pass a key such as jax.random.key(0).",
             "rng-key",
         )
@@ -425,7 +419,7 @@ def check_rng_keys(rng_key: Any) -> None:
     """Check that a value is a random key, or one key per chain."""
     if _key_batch_ndim(rng_key) not in (0, 1):
         raise InvalidArgumentError(
-            f"`rng_key` is {_describe_rng_key(rng_key)}, which is not a random key.",
+            f"`rng_key` is {describe_value(rng_key)}, which is not a random key.",
             "pass a key such as jax.random.key(0), or an array of one key per chain.",
             "rng-key",
         )
@@ -439,10 +433,3 @@ def _key_batch_ndim(rng_key: Any) -> int | None:
     words = jax.eval_shape(jax.random.PRNGKey, 0).shape
     is_raw = dtype == np.uint32 and ndim > 0 and rng_key.shape[-1:] == words
     return ndim - 1 if is_raw else None
-
-
-def _describe_rng_key(rng_key: Any) -> str:
-    """Return a short text on what was passed as a key."""
-    if (dtype := getattr(rng_key, "dtype", None)) is None:
-        return describe_value(rng_key)
-    return f"an array of shape {np.shape(rng_key)} and type {dtype}"

@@ -7,7 +7,8 @@ largest :class:`HostArray` has read; for data in memory no rows are counted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from numpyro.util import tqdm_auto
 from tqdm import tqdm
@@ -31,6 +32,10 @@ class ProgressReporter:
         """Add completed work, in the unit of :meth:`set_total`."""
 
 
+def _open_bar(**options: Any) -> tqdm:
+    return tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
+
+
 class _ProgressBarReporter(ProgressReporter):
     def __init__(self, bar: tqdm) -> None:
         self._bar = bar
@@ -47,35 +52,21 @@ class _ProgressBarReporter(ProgressReporter):
         self._bar.update(work)
 
 
-def _find_longest(host_arrays: Sequence[HostArray]) -> HostArray | None:
-    """Return the array with the most rows, or None where there is none."""
-    return max(host_arrays, key=len, default=None)
-
-
 @contextmanager
 def show_adaptation_progress(host_arrays: Sequence[HostArray]) -> Iterator[ProgressReporter]:
-    """Show the stage of the adaptation and the passes over data on the host.
+    """Show the stage of the adaptation and the passes over data on the host."""
+    with ExitStack() as stack:
+        bar = stack.enter_context(_open_bar(miniters=0, bar_format="{desc} {elapsed}{postfix}"))
+        if host_arrays:
+            longest = max(host_arrays, key=len)
 
-    :param host_arrays: arrays whose rows are read when needed.
-    :return: as context, the receiver of the stages.
-    """
-    with tqdm_auto(
-        delay=_DISPLAY_DELAY_SECONDS,
-        leave=False,
-        disable=None,
-        miniters=0,
-        bar_format="{desc} {elapsed}{postfix}",
-    ) as bar:
-        longest = _find_longest(host_arrays)
+            def show_passes(num_rows: int) -> None:
+                passes = f"{num_rows / len(longest):.2f} passes over '{longest.name}'"
+                bar.set_postfix_str(passes, refresh=False)
+                bar.update(0)
 
-        def show_passes(num_rows: int) -> None:
-            assert longest is not None
-            passes = f"{num_rows / len(longest):.2f} passes over '{longest.name}'"
-            bar.set_postfix_str(passes, refresh=False)
-            bar.update(0)
-
-        with count_reads(longest, show_passes):
-            yield _ProgressBarReporter(bar)
+            stack.enter_context(count_reads(longest, show_passes))
+        yield _ProgressBarReporter(bar)
 
 
 @contextmanager
@@ -84,22 +75,15 @@ def show_data_passes(
 ) -> Iterator[None]:
     """Show a progress bar of passes over all rows on the host; none for data in memory.
 
-    :param description: purpose of the passes.
-    :param host_arrays: arrays whose rows are read when needed.
     :param num_passes: number of passes; a fraction for a part of the rows.
     """
-    longest = _find_longest(host_arrays)
-    if longest is None:
+    if not host_arrays:
         yield
         return
-    with tqdm_auto(
-        total=round(num_passes * len(longest)),
-        delay=_DISPLAY_DELAY_SECONDS,
-        leave=False,
-        disable=None,
-        desc=description,
-        unit=" rows",
-        unit_scale=True,
-    ) as bar:
-        with count_reads(longest, lambda num_rows: bar.update(num_rows - bar.n)):
-            yield
+    longest = max(host_arrays, key=len)
+    total = round(num_passes * len(longest))
+    with (
+        _open_bar(total=total, desc=description, unit=" rows", unit_scale=True) as bar,
+        count_reads(longest, lambda num_rows: bar.update(num_rows - bar.n)),
+    ):
+        yield

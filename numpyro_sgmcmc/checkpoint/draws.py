@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc import errors
-from numpyro_sgmcmc.checkpoint.store import compute_checksum, decode, read_latest_manifest
+from numpyro_sgmcmc.checkpoint.store import decode, read_latest_manifest
+from numpyro_sgmcmc.data.host_array import compute_checksum
 from numpyro_sgmcmc.errors import CheckpointError
 
 # A bound on memory: a reader of one parameter loads whole chunks of this size at most.
@@ -35,7 +36,14 @@ def open_draws(folder: str | Path) -> Any:
     import xarray  # a dependency of ArviZ
 
     folder = Path(folder)
-    num_draws = read_latest_manifest(folder)["draws"]
+    if (manifest := read_latest_manifest(folder)) is None:
+        raise FileNotFoundError(
+            errors.format_message(
+                f"'{folder}' holds no checkpoint of a run.",
+                "pass the folder that `CheckpointedMCMC` got as `checkpoint`.",
+                "checkpoint-folder",
+            )
+        )
     groups = {}
     for group in ("posterior", "sample_stats"):
         dataset = xarray.open_zarr(
@@ -44,9 +52,9 @@ def open_draws(folder: str | Path) -> Any:
         if not dataset.data_vars:
             continue
         dataset = dataset.rename({name: unquote(str(name)) for name in dataset.data_vars})
-        dataset = dataset.isel(draw=slice(0, num_draws))
+        dataset = dataset.isel(draw=slice(manifest["draws"]))
         groups[group] = dataset.assign_coords(
-            chain=np.arange(dataset.sizes["chain"]), draw=np.arange(num_draws)
+            {name: np.arange(dataset.sizes[name]) for name in ("chain", "draw")}
         )
     if arviz.__version__.startswith("0."):
         return arviz.InferenceData(**groups)
@@ -54,20 +62,15 @@ def open_draws(folder: str | Path) -> Any:
 
 
 class DrawsOnDisk:
-    """The draws of one run.
-
-    :param folder: the run's folder.
-    :param sample_field: the field that holds the sites.
-    """
+    """The draws of the run in a folder; ``sample_field`` holds the sites."""
 
     def __init__(self, folder: Path, sample_field: str) -> None:
         self._zarr_path, self._sample_field = folder / "draws.zarr", sample_field
 
     def create(self, draws: dict[str, Any], num_draws: int) -> None:
-        """Create the arrays of a run, without values.
+        """Create the arrays of a run of ``num_draws`` per chain, without values.
 
         :param draws: shapes and types of a segment, leaves of shape ``(chains, draws, ...)``.
-        :param num_draws: draws per chain of the whole run.
         """
         zarr = _import_zarr()
         root = zarr.open_group(str(self._zarr_path), mode="w", zarr_format=3)
@@ -86,23 +89,22 @@ class DrawsOnDisk:
                 dimension_names=("chain", "draw", *site_dims),
             )
 
-    def write(self, draws: dict[str, Any], first_draw: int) -> list[int]:
-        """Write draws from ``first_draw`` on, and return their block (:meth:`make_block`)."""
-        root = _import_zarr().open_group(str(self._zarr_path), mode="r+")
-        for name, x in self._iter_named_arrays(draws):
-            root[name][:, first_draw : first_draw + x.shape[1]] = x
-        return self.make_block(draws, first_draw)
-
-    def make_block(self, draws: dict[str, Any], first_draw: int) -> list[int]:
-        """Return ``[first, stop, checksum]`` of draws, as a manifest lists them."""
-        arrays = [x for _, x in self._iter_named_arrays(draws)]
-        return [first_draw, first_draw + arrays[0].shape[1], compute_checksum(arrays)]
+    def write(
+        self, draws: dict[str, Any], first_draw: int, is_writer: bool = True
+    ) -> tuple[int, int, int]:
+        """Write draws, and return their block ``(first, stop, checksum)`` for the manifest."""
+        named = list(self._iter_named_arrays(draws))
+        stop = first_draw + named[0][1].shape[1]
+        if is_writer:
+            root = _import_zarr().open_group(str(self._zarr_path), mode="r+")
+            for name, x in named:
+                root[name][:, first_draw:stop] = x
+        return first_draw, stop, compute_checksum(x for _, x in named)
 
     def read(self, layout: Any, draw_blocks: list[list[int]]) -> dict[str, Any]:
         """Return the draws of consecutive blocks.
 
         :param layout: the structure of the draws, from the manifest.
-        :param draw_blocks: of a :class:`~numpyro_sgmcmc.checkpoint.store.Checkpoint`.
         :raises RuntimeError: naming the first damaged block.
         """
         template = decode(layout, defaultdict(lambda: np.zeros(0)))

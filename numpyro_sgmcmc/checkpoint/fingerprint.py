@@ -23,12 +23,10 @@ from numpyro.distributions.util import lazy_property
 from numpyro.util import is_prng_key
 
 from numpyro_sgmcmc.data.arguments import Arguments, is_array
+from numpyro_sgmcmc.data.host_array import compute_checksum, select_checksum_rows
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-# Bounds on the time of a checksum: of larger arrays, so many evenly spaced rows are used.
-_MAX_FULL_CHECKSUM_BYTES = 2**25
-_NUM_CHECKSUM_ROWS = 512
 # A bound on nested objects, which may be cyclic.
 _MAX_DESCRIBE_DEPTH = 8
 # JAX's options that change a run's bits.
@@ -40,10 +38,7 @@ _FINGERPRINTED_JAX_OPTIONS = (
 
 
 def compute_fingerprint(
-    kernel: SGMCMCKernel,
-    settings: Mapping[str, Any],
-    model_args: tuple,
-    model_kwargs: dict,
+    kernel: SGMCMCKernel, settings: Mapping[str, Any], model_args: tuple, model_kwargs: dict
 ) -> dict[str, str]:
     """Return texts by name on kernel, settings, model, data and versions."""
     from numpyro_sgmcmc import __version__
@@ -129,7 +124,12 @@ def describe(x: Any, depth: int = 0) -> str:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return f"key {describe(jax.random.key_data(x))}"
     if is_array(x):
-        return f"{x.dtype}{tuple(x.shape)} {_compute_array_checksum(x)}"
+        values = x
+        if x.ndim and len(rows := select_checksum_rows(len(x), x.nbytes)) < len(x):
+            values = x[rows]
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            values = multihost_utils.process_allgather(values, tiled=True)
+        return f"{x.dtype}{tuple(x.shape)} {compute_checksum([values]):08x}"
     name = getattr(x, "__qualname__", None)
     if name is None or depth > _MAX_DESCRIBE_DEPTH:
         name = type(x).__qualname__
@@ -165,15 +165,6 @@ def describe(x: Any, depth: int = 0) -> str:
     attributes = {k: v for k, v in vars(x).items() if not k.startswith("__")}
     function = getattr(x, "__wrapped__", type(x).__call__) if callable(x) else None
     return f"{class_name}({inner(attributes)}) {inner(function)}"
-
-
-def _compute_array_checksum(x: Any) -> str:
-    """Return the CRC-32 of an array's values, or of some of its rows where it is large."""
-    if x.nbytes > _MAX_FULL_CHECKSUM_BYTES and len(x) > _NUM_CHECKSUM_ROWS:
-        x = x[np.linspace(0, len(x) - 1, _NUM_CHECKSUM_ROWS).astype(int)]
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    return f"{zlib.crc32(np.ascontiguousarray(x).tobytes()):08x}"
 
 
 def _compute_code_checksum(code: CodeType) -> int:

@@ -7,8 +7,10 @@ checkpoint the run goes on from what was written, as a resumed run does, so the 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,16 +39,12 @@ from numpyro_sgmcmc.checkpoint.progress import (
     ProgressBar,
     SigintHandler,
 )
-from numpyro_sgmcmc.checkpoint.runner import ChainRunner, add_chain_axis, parse_collected_fields
+from numpyro_sgmcmc.checkpoint.runner import ChainRunner
 from numpyro_sgmcmc.checkpoint.running_moments import RunningMoments
-from numpyro_sgmcmc.checkpoint.store import (
-    Checkpoint,
-    CheckpointStore,
-    encode,
-    report_write_failure,
-)
+from numpyro_sgmcmc.checkpoint.store import Checkpoint, CheckpointStore, encode
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import (
+    CheckpointError,
     CheckpointWarning,
     InvalidArgumentError,
     format_message,
@@ -105,7 +103,30 @@ class CheckpointedMCMC(MCMC):
         chain_method: str | Callable = "parallel",
         progress_bar: bool = True,
     ) -> None:
-        _check_settings(sampler, num_samples, thinning, checkpoint, checkpoint_every, keep_draws)
+        if not isinstance(sampler, SGMCMCKernel):
+            raise InvalidArgumentError(
+                f"`sampler` is a {type(sampler).__name__}, which `CheckpointedMCMC` cannot resume.",
+                "pass a kernel of numpyro_sgmcmc, whose state holds all that a run continues from.",
+                "checkpoint-sampler",
+            )
+        errors.check_bool("keep_draws", keep_draws)
+        if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
+            raise InvalidArgumentError(
+                f"`checkpoint` is {errors.describe_value(checkpoint)}, "
+                "which is not the path of a folder.",
+                "pass a string or a Path.",
+                "checkpoint-folder",
+            )
+        errors.check_positive_int("num_samples", num_samples)
+        errors.check_positive_int("thinning", thinning)
+        if num_samples < thinning:
+            raise InvalidArgumentError(
+                f"`thinning` is {thinning}, which leaves no draws of `num_samples={num_samples}`.",
+                "lower thinning, or raise num_samples.",
+                "thinning",
+            )
+        if checkpoint_every is not None:
+            errors.check_positive_int("checkpoint_every", checkpoint_every)
         self._cached_draws: dict[str, Any] | None = None
         self._current_checkpoint: Checkpoint | None = None
         super().__init__(
@@ -128,7 +149,7 @@ class CheckpointedMCMC(MCMC):
         self._schedule = CheckpointSchedule(
             self._draws_per_segment * thinning,
             num_warmup + num_samples % thinning,
-            self._num_draws * thinning,
+            num_warmup + num_samples,
         )
         self._store = CheckpointStore(self._folder)
         self._draws_on_disk = DrawsOnDisk(self._folder, self._sample_field)
@@ -159,23 +180,31 @@ class CheckpointedMCMC(MCMC):
         with self._lock_run_folder("run", args, kwargs):
             group = self._process_group
             with group.fail_together():
-                self._store.check_no_run()
+                if self.has_checkpoint:
+                    raise FileExistsError(
+                        format_message(
+                            f"The folder `checkpoint='{self._folder}'` already holds a run.",
+                            "call `resume` to continue it, or give `checkpoint` another folder.",
+                            "checkpoint-folder",
+                        )
+                    )
                 errors.check_rng_keys(rng_key)
+            self._current_checkpoint = None
             fingerprint = self._compute_fingerprint(args, kwargs)
             group.check_equal("the key", describe(rng_key))
             if self.num_chains > 1 and is_prng_key(rng_key):
                 rng_key = random.split(rng_key, self.num_chains)
             init_params = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), init_params)
             chains = self._create_chain_runner(tuple(extra_fields), args, kwargs)
-            state = group.to_host(chains.init_states(rng_key, self.num_warmup, init_params))
+            state = group.to_host(chains.init_states(rng_key, init_params))
             shapes = chains.eval_draw_shapes(state)
-            buffer = add_chain_axis(
-                jax.tree.map(lambda x: np.empty(x.shape, x.dtype), shapes), self.num_chains
-            )
-            stored = self._select_stored_fields(buffer)
+            stored = self._select_stored_fields(shapes)
             manifest = {
                 "fingerprint": fingerprint,
                 "extra_fields": list(extra_fields),
+                "iterations": 0,
+                "draws": 0,
+                "blocks": [],
                 "layout": encode(jax.tree.map(lambda x: np.empty((0,), x.dtype), stored), []),
             }
             # Local latent variables are in the state: their initial values are needed no more.
@@ -183,13 +212,13 @@ class CheckpointedMCMC(MCMC):
             tree = {
                 "state": state,
                 "adaptation": group.to_host(adaptation),
-                "running": RunningMoments.zeros(buffer[self._sample_field]),
+                "running": RunningMoments.zeros(shapes[self._sample_field]),
             }
-            with self._guard_writing(None) as is_writer:
-                if is_writer:
+            with self._guard_writing():
+                if group.is_primary:
                     self._draws_on_disk.create(stored, self._num_draws)
-            checkpoint = self._save_checkpoint(Checkpoint(0, 0, [], manifest, tree))
-            self._run_remaining_segments(chains, checkpoint)
+            self._save_checkpoint(Checkpoint(manifest, tree))
+            self._run_remaining_segments(chains)
 
     def resume(self, *args: Any, **kwargs: Any) -> None:
         """Continue the run in the folder, or read it if it is complete.
@@ -206,14 +235,16 @@ class CheckpointedMCMC(MCMC):
         """
         with self._lock_run_folder("resume", args, kwargs):
             group = self._process_group
-            with group.fail_together():
-                self._store.check_format_version()
             fingerprint = self._compute_fingerprint(args, kwargs)
             with group.fail_together():
-                if (stored := self._store.latest_fingerprint) is not None:
+                if (stored := self._store.read_latest_fingerprint()) is not None:
                     check_same_run(stored, fingerprint, self._folder, args)
                 checkpoint = self._store.read_latest(self._check_last_draw_block)
-            group.check_equal(f"the checkpoint in '{self._folder}'", checkpoint.label)
+            checksum = zlib.crc32(json.dumps(checkpoint.manifest["arrays"]).encode())
+            group.check_equal(
+                f"the checkpoint in '{self._folder}'",
+                f"that of iteration {checkpoint.num_iterations} ({checksum:08x})",
+            )
             chains = self._create_chain_runner(
                 tuple(checkpoint.manifest["extra_fields"]), args, kwargs
             )
@@ -229,7 +260,7 @@ class CheckpointedMCMC(MCMC):
                     f"chain; {'the run is complete' if done == total else position}.",
                     file=sys.stderr,
                 )
-            self._run_remaining_segments(chains, checkpoint)
+            self._run_remaining_segments(chains)
 
     def running_mean(self, group_by_chain: bool = False) -> Any:
         """Return the mean of the draws so far, weighted where the step size is a schedule; float64.
@@ -238,17 +269,11 @@ class CheckpointedMCMC(MCMC):
             not that of all chains together. Default False.
         :return: a dict by site, of constrained values.
         """
-        moments = self._running_moments
-        if group_by_chain:
-            return moments.compute_chain_moments()[0]
-        return moments.compute_pooled_moments()[0]
+        return self._running_moments.mean_and_variance(group_by_chain)[0]
 
     def running_variance(self, group_by_chain: bool = False) -> Any:
         """Return the variance of the draws so far, with ddof=0; see :meth:`running_mean`."""
-        moments = self._running_moments
-        if group_by_chain:
-            return moments.compute_chain_moments()[1]
-        return moments.compute_pooled_moments()[1]
+        return self._running_moments.mean_and_variance(group_by_chain)[1]
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
         """Return the draws so far, read from disk at the first call; see :func:`open_draws`."""
@@ -292,7 +317,8 @@ class CheckpointedMCMC(MCMC):
         if checkpoint is None or checkpoint.num_draws == 0:
             return None
         if self._cached_draws is None:
-            draws = self._draws_on_disk.read(checkpoint.manifest["layout"], checkpoint.draw_blocks)
+            manifest = checkpoint.manifest
+            draws = self._draws_on_disk.read(manifest["layout"], manifest["blocks"])
             self._cached_draws = jax.tree.map(jnp.asarray, draws)
         return self._cached_draws
 
@@ -301,10 +327,14 @@ class CheckpointedMCMC(MCMC):
         self._cached_draws = states
 
     @property
+    def _last_checkpoint(self) -> Checkpoint:
+        assert self._current_checkpoint is not None
+        return self._current_checkpoint
+
+    @property
     def _running_moments(self) -> RunningMoments:
         self._check_has_draws("running_mean")
-        assert self._current_checkpoint is not None
-        return self._current_checkpoint.tree["running"]
+        return self._last_checkpoint.tree["running"]
 
     def _check_has_draws(self, caller: str) -> None:
         if self._current_checkpoint is None or self._current_checkpoint.num_draws == 0:
@@ -366,19 +396,7 @@ class CheckpointedMCMC(MCMC):
     ) -> ChainRunner:
         self._args, self._kwargs, self._extra_fields = args, kwargs, extra_fields
         names = (self._sample_field, *self._default_fields, *extra_fields, *self._weight_field)
-        fields, excluded_sites = parse_collected_fields(names, self._sample_field)
-        return ChainRunner(
-            self.sampler,
-            self.num_chains,
-            self.chain_method,
-            fields,
-            excluded_sites,
-            self.postprocess_fn,
-            self.thinning,
-            self._draws_per_segment,
-            args,
-            kwargs,
-        )
+        return ChainRunner(self, names, self._draws_per_segment, args, kwargs)
 
     @property
     def _weight_field(self) -> tuple[str, ...]:
@@ -402,40 +420,47 @@ class CheckpointedMCMC(MCMC):
         self._states = None
         self._states_flat = None
 
-    def _save_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Write a checkpoint, and return it as it was written, which the run goes on from."""
-        with self._guard_writing(self._current_checkpoint) as is_writer:
-            checkpoint = checkpoint._replace(tree=self._store.write(checkpoint, is_writer))
+    def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint; the run goes on from it as it was written."""
+        with self._guard_writing():
+            checkpoint = self._store.write(checkpoint, self._process_group.is_primary)
         self._set_current_checkpoint(checkpoint)
-        return checkpoint
 
     @contextmanager
-    def _guard_writing(self, last_checkpoint: Checkpoint | None) -> Iterator[bool]:
-        """Yield whether this process writes; all processes leave together, or raise together."""
-        num_safe_draws = last_checkpoint.num_draws if last_checkpoint else 0
-        with (
-            self._process_group.fail_together(),
-            report_write_failure(self._folder, num_safe_draws),
-        ):
-            yield self._process_group.is_primary
+    def _guard_writing(self) -> Iterator[None]:
+        """Report an error while writing, with the draws that are safe, in all processes."""
+        last = self._current_checkpoint
+        with self._process_group.fail_together():
+            try:
+                yield
+            except ImportError:
+                raise
+            # Orbax and Zarr have error types for a full disk that are not OSErrors.
+            except Exception as error:
+                reason = " ".join(str(error).split())[:300]
+                raise CheckpointError(
+                    f"Writing a checkpoint to '{self._folder}' failed ({reason}).",
+                    f"free disk space and call `resume`; {last.num_draws if last else 0} draws per "
+                    "chain are stored and `open_draws` reads them.",
+                    "checkpoint-write",
+                ) from error
 
-    def _run_remaining_segments(self, chains: ChainRunner, checkpoint: Checkpoint) -> None:
-        total = self._schedule.num_iterations
+    def _run_remaining_segments(self, chains: ChainRunner) -> None:
+        total, last = self._schedule.num_iterations, self._last_checkpoint
         is_shown = self.progress_bar and self._process_group.is_primary
         with (
             SigintHandler(self._process_group) as interrupt,
-            ProgressBar(is_shown, total, self.num_warmup, checkpoint.num_iterations) as bar,
+            ProgressBar(is_shown, total, self.num_warmup, last.num_iterations) as bar,
         ):
-            if is_shown and self._keep_draws and checkpoint.num_draws:
-                bar.add_draws(
-                    self._draws_on_disk.read_leading(checkpoint.num_draws, MAX_ESS_COORDINATES)
-                )
+            if is_shown and self._keep_draws and last.num_draws:
+                bar.add_draws(self._draws_on_disk.read_leading(last.num_draws, MAX_ESS_COORDINATES))
             chunk_sizer = ChunkSizer(self._process_group)
-            while checkpoint.num_iterations < total and not interrupt.poll():
-                checkpoint = self._run_segment(chains, checkpoint, interrupt, chunk_sizer, bar)
-        if checkpoint.num_iterations < total:
+            while self._last_checkpoint.num_iterations < total and not interrupt.poll():
+                self._run_segment(chains, interrupt, chunk_sizer, bar)
+        last = self._last_checkpoint
+        if last.num_iterations < total:
             warn_user(
-                f"Sampling was stopped by Ctrl-C after {checkpoint.num_draws} of "
+                f"Sampling was stopped by Ctrl-C after {last.num_draws} of "
                 f"{self._num_draws} draws per chain.",
                 CheckpointWarning,
                 f"use the draws so far, which are stored in '{self._folder}', or continue the run "
@@ -446,12 +471,12 @@ class CheckpointedMCMC(MCMC):
     def _run_segment(
         self,
         chains: ChainRunner,
-        last: Checkpoint,
         interrupt: SigintHandler,
         chunk_sizer: ChunkSizer,
         bar: ProgressBar,
-    ) -> Checkpoint:
+    ) -> None:
         """Run to the next checkpoint, or to one at once if a stop is requested."""
+        last = self._last_checkpoint
         done, stop = last.num_iterations, self._schedule.next_stop(last.num_iterations)
         is_warmup = done < self._schedule.num_discarded_iterations
         segment = chains.create_segment(last.tree["state"], done - stop if is_warmup else 0)
@@ -466,58 +491,19 @@ class CheckpointedMCMC(MCMC):
             bar.show_state(segment.state)
             bar.advance(num)
         segment = self._process_group.to_host(segment)
-        tree, blocks = {**last.tree, "state": segment.state}, last.draw_blocks
+        tree, blocks = {**last.tree, "state": segment.state}, last.manifest["blocks"]
         num_new = 0 if is_warmup else (done - last.num_iterations) // self.thinning
         if num_new:
             draws = jax.tree.map(np.asarray, segment.draws)
-            draws = jax.tree.map(lambda x: x[:, :num_new], add_chain_axis(draws, self.num_chains))
+            draws = jax.tree.map(lambda x: x[:, :num_new], chains.add_chain_axis(draws))
             sites, stored = draws[self._sample_field], self._select_stored_fields(draws)
             weights = draws["weight"] if self._weight_field else np.ones((self.num_chains, num_new))
             tree["running"] = last.tree["running"].add(sites, weights)
-            with self._guard_writing(last) as is_writer:
-                if is_writer:
-                    self._draws_on_disk.write(stored, last.num_draws)
-            blocks = [*blocks, self._draws_on_disk.make_block(stored, last.num_draws)]
+            is_writer = self._process_group.is_primary
+            with self._guard_writing():
+                block = self._draws_on_disk.write(stored, last.num_draws, is_writer)
+            blocks = [*blocks, block]
             bar.add_draws(sites)
             bar.show_state(segment.state)
-        return self._save_checkpoint(
-            Checkpoint(done, last.num_draws + num_new, blocks, last.manifest, tree)
-        )
-
-
-def _check_settings(
-    sampler: Any,
-    num_samples: Any,
-    thinning: Any,
-    checkpoint: Any,
-    checkpoint_every: Any,
-    keep_draws: Any,
-) -> None:
-    """Check the arguments that are not ``MCMC``'s.
-
-    :raises ValueError: naming the argument.
-    """
-    if not isinstance(sampler, SGMCMCKernel):
-        raise InvalidArgumentError(
-            f"`sampler` is a {type(sampler).__name__}, which `CheckpointedMCMC` cannot resume.",
-            "pass a kernel of numpyro_sgmcmc, whose state holds all that a run continues from.",
-            "checkpoint-sampler",
-        )
-    errors.check_bool("keep_draws", keep_draws)
-    if not isinstance(checkpoint, (str, os.PathLike)) or not str(checkpoint):
-        raise InvalidArgumentError(
-            f"`checkpoint` is {errors.describe_value(checkpoint)}, "
-            "which is not the path of a folder.",
-            "pass a string or a Path.",
-            "checkpoint-folder",
-        )
-    errors.check_positive_int("num_samples", num_samples)
-    errors.check_positive_int("thinning", thinning)
-    if num_samples < thinning:
-        raise InvalidArgumentError(
-            f"`thinning` is {thinning}, which leaves no draws of `num_samples={num_samples}`.",
-            "lower thinning, or raise num_samples.",
-            "thinning",
-        )
-    if checkpoint_every is not None:
-        errors.check_positive_int("checkpoint_every", checkpoint_every)
+        progress = {"iterations": done, "draws": last.num_draws + num_new, "blocks": blocks}
+        self._save_checkpoint(Checkpoint(last.manifest | progress, tree))

@@ -106,7 +106,6 @@ class ProcessGroup(NamedTuple):
     def check_equal(self, description: str, text: str) -> None:
         """Check that a text is the same in all processes.
 
-        :param description: what the text describes, for the message.
         :raises ValueError: with the values of the first process and of one that differs.
         """
         texts = self.allgather_text(text)
@@ -120,10 +119,7 @@ class ProcessGroup(NamedTuple):
                 )
 
     def check_all_equal(self, texts: dict[str, str]) -> None:
-        """Check that texts are the same in all processes, by name.
-
-        :raises ValueError: naming the first that differs.
-        """
+        """Check that texts are the same in all processes, by description."""
         if self.num_processes > 1:
             self.check_equal("settings and arguments", ", ".join(texts))
             for description, text in texts.items():
@@ -168,7 +164,11 @@ class ProcessGroup(NamedTuple):
                     if self.num_processes > 1:
                         token_path.write_text(token)
             with self.fail_together():
-                if self.num_processes > 1 and _read_text(token_path) != token:
+                try:
+                    is_same_folder = self.num_processes == 1 or token_path.read_text() == token
+                except OSError:
+                    is_same_folder = False
+                if not is_same_folder:
                     raise CheckpointError(
                         f"`checkpoint='{folder}'` is not the same folder in all processes.",
                         "give `checkpoint` a folder on a file system that all processes share.",
@@ -200,13 +200,6 @@ def get_process_group(arguments: Arguments) -> ProcessGroup:
             "processes-share-nothing",
         )
     return ProcessGroup(jax.process_count(), jax.process_index())
-
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
 
 
 def _to_addressable(x: Any) -> Any:

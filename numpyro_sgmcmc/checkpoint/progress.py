@@ -28,17 +28,12 @@ class CheckpointSchedule(NamedTuple):
     - **iterations_per_segment** - iterations from checkpoint to checkpoint.
     - **num_discarded_iterations** - iterations before the first draw: warm-up, and the remainder
       of thinning.
-    - **num_sampling_iterations** - iterations after that.
+    - **num_iterations** - iterations of the complete run.
     """
 
     iterations_per_segment: int
     num_discarded_iterations: int
-    num_sampling_iterations: int
-
-    @property
-    def num_iterations(self) -> int:
-        """Iterations of the complete run."""
-        return self.num_discarded_iterations + self.num_sampling_iterations
+    num_iterations: int
 
     def next_stop(self, num_done: int) -> int:
         """Return the iteration of the next checkpoint, so that draws come in whole segments."""
@@ -113,9 +108,7 @@ class ChunkSizer:
 class ProgressBar:
     """A progress bar with step size, configurational temperature and effective sample size.
 
-    :param is_shown: whether there is a bar at all.
     :param num_iterations: iterations of the whole run.
-    :param num_warmup: warm-up iterations among them.
     :param num_done: iterations done before.
     """
 

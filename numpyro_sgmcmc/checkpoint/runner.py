@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from numpyro.infer import MCMC
 from numpyro.util import nested_attrgetter
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
 
@@ -37,47 +37,39 @@ class Segment(NamedTuple):
 class ChainRunner:
     """The chains of a run, by one of NumPyro's chain methods.
 
-    :param kernel: initialised or not.
-    :param num_chains: number of chains.
-    :param chain_method: ``"sequential"``, ``"vectorized"``, ``"parallel"``, or a function that maps
-        a function of one chain over chains, such as :func:`jax.vmap`.
-    :param collected_fields: fields of the state to collect, the sample field first.
-    :param excluded_sites: sites not to collect.
-    :param postprocess_fn: the user's, or None for the kernel's.
-    :param thinning: iterations from draw to draw.
+    :param mcmc: kernel, chain method, postprocessing and thinning of the run.
+    :param field_names: fields of the state to collect, the sample field first, and ``~z.site`` for
+        sites not to collect.
     :param draws_per_segment: draws per chain of the longest segment.
-    :param model_args: the model's positional arguments.
-    :param model_kwargs: the model's keyword arguments.
     """
 
     def __init__(
         self,
-        kernel: SGMCMCKernel,
-        num_chains: int,
-        chain_method: str | Callable,
-        collected_fields: tuple[str, ...],
-        excluded_sites: tuple[str, ...],
-        postprocess_fn: Callable | None,
-        thinning: int,
+        mcmc: MCMC,
+        field_names: tuple[str, ...],
         draws_per_segment: int,
         model_args: tuple,
         model_kwargs: dict,
     ) -> None:
-        self._kernel, self._num_chains = kernel, num_chains
-        self._chain_method = chain_method if num_chains > 1 else "sequential"
-        self._collected_fields, self._excluded_sites = collected_fields, excluded_sites
-        self._postprocess_fn = postprocess_fn
-        self._thinning, self._draws_per_segment = thinning, draws_per_segment
+        self._mcmc, self._num_chains = mcmc, mcmc.num_chains
+        self._chain_method = mcmc.chain_method if mcmc.num_chains > 1 else "sequential"
+        self._draws_per_segment = draws_per_segment
         self._args, self._kwargs = model_args, model_kwargs
-        self._compiled_run: Callable | None = None
-        self._mapped_runs: dict[int, Callable] = {}
+        self._fields = tuple(dict.fromkeys(n for n in field_names if not n.startswith("~")))
+        prefix = f"~{self._fields[0]}."
+        self._excluded_sites = {n.removeprefix(prefix) for n in field_names if n.startswith(prefix)}
+        if self._chain_method == "parallel":
+            self._compiled_loop = jax.pmap(self._loop_iterations, in_axes=(0, None))
+        else:
+            self._compiled_loop = jax.jit(self._loop_iterations)
+        self._mapped_loops: dict[int, Callable] = {}
 
     @property
     def can_vary_num_iterations(self) -> bool:
         """True if another number of iterations needs no compilation."""
         return not callable(self._chain_method)
 
-    def init_states(self, rng_key: Array, num_warmup: int, init_params: Any) -> SGMCMCState:
+    def init_states(self, rng_key: Array, init_params: Any) -> SGMCMCState:
         """Return the chains' first states, with a leading axis where there are several.
 
         :param rng_key: one key, or one per chain where there are several.
@@ -86,38 +78,43 @@ class ChainRunner:
 
         def init(key_and_params: tuple[Array, Any]) -> SGMCMCState:
             rng_key, params = key_and_params
-            return self._kernel.init(rng_key, num_warmup, params, args, kwargs)
+            return self._mcmc.sampler.init(rng_key, self._mcmc.num_warmup, params, args, kwargs)
 
         inputs = (rng_key, init_params)
-        if self._chain_method == "sequential":
-            return _map_sequentially(init, inputs) if self._num_chains > 1 else init(inputs)
+        if self._chain_method == "sequential" and self._num_chains > 1:
+            return _map_sequentially(init, inputs)
         if self._chain_method == "parallel":
             return jax.pmap(init)(inputs)
         if callable(self._chain_method):
             return self._chain_method(init)(inputs)
         return init(inputs)  # vectorized: the kernel takes an array of keys
 
+    def add_chain_axis(self, draws: Any) -> Any:
+        """Return draws with a leading axis of chains, which those of one chain lack."""
+        return draws if self._num_chains > 1 else jax.tree.map(lambda x: x[None], draws)
+
     def eval_draw_shapes(self, state: SGMCMCState) -> Any:
-        """Return shapes of a segment's draws: ``(draws, ...)``, or ``(chains, draws, ...)``."""
+        """Return the shapes of a segment's draws, ``(chains, draws, ...)``."""
 
-        def collect(state: SGMCMCState) -> dict[str, Any]:
-            is_batch = self._num_chains > 1 and self._chain_method == "vectorized"
-            fn = partial(self._collect_fields, is_batch=is_batch)
-            return jax.vmap(fn)(state) if self._num_chains > 1 and not is_batch else fn(state)
+        def collect(state: SGMCMCState) -> Any:
+            is_mapped = self._num_chains > 1 and self._chain_method != "vectorized"
+            fields = (jax.vmap(self._collect_fields) if is_mapped else self._collect_fields)(state)
+            return self.add_chain_axis(fields)
 
-        axis = 1 if self._num_chains > 1 else 0
+        num_draws = self._draws_per_segment
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (*x.shape[:axis], self._draws_per_segment, *x.shape[axis:]), x.dtype
-            ),
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], num_draws, *x.shape[1:]), x.dtype),
             jax.eval_shape(collect, state),
         )
 
     def create_segment(self, state: SGMCMCState, elapsed_iterations: int) -> Segment:
         """Return a segment that stores draws once ``elapsed_iterations`` has reached zero."""
-        draws = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.eval_draw_shapes(state))
-        shape = (self._num_chains,) if self._num_chains > 1 else ()
-        return Segment(state, draws, jnp.full(shape, elapsed_iterations, jnp.int32))
+        first_axis = 0 if self._num_chains > 1 else 1
+        draws = jax.tree.map(
+            lambda x: jnp.zeros(x.shape[first_axis:], x.dtype), self.eval_draw_shapes(state)
+        )
+        chains = (self._num_chains,) if self._num_chains > 1 else ()
+        return Segment(state, draws, jnp.full(chains, elapsed_iterations, jnp.int32))
 
     def run_iterations(self, segment: Segment, num_iterations: int) -> Segment:
         """Return the segment after some more iterations.
@@ -125,26 +122,19 @@ class ChainRunner:
         :raises RuntimeError: where a source of rows fails, with its message.
         """
         with unwrap_callback_errors(Arguments(self._args, self._kwargs).host_arrays):
-            return jax.block_until_ready(self._run_compiled(segment, num_iterations))
+            return jax.block_until_ready(self._run_loop(segment, num_iterations))
 
-    def _run_compiled(self, segment: Segment, num_iterations: int) -> Segment:
-        if self._compiled_run is None:
-            self._compiled_run = self._compile_run()
-        if not callable(self._chain_method):
-            return self._compiled_run(segment, jnp.int32(num_iterations))
-        # The user's function maps functions of one argument.
-        if num_iterations not in self._mapped_runs:
-            run = partial(self._compiled_run, num_iterations=jnp.int32(num_iterations))
-            self._mapped_runs[num_iterations] = self._chain_method(lambda s: run(s))
-        return self._mapped_runs[num_iterations](segment)
+    def _run_loop(self, segment: Segment, num_iterations: int) -> Segment:
+        def run_chain(segment: Segment) -> Segment:
+            return self._compiled_loop(segment, jnp.int32(num_iterations))
 
-    def _compile_run(self) -> Callable[..., Segment]:
-        if self._chain_method == "parallel":
-            return jax.pmap(self._loop_iterations, in_axes=(0, None))
-        run = jax.jit(self._loop_iterations)
+        if callable(self._chain_method):  # the user's function maps functions of one argument
+            if num_iterations not in self._mapped_loops:
+                self._mapped_loops[num_iterations] = self._chain_method(run_chain)
+            return self._mapped_loops[num_iterations](segment)
         if self._chain_method == "sequential" and self._num_chains > 1:
-            return lambda segment, n: _map_sequentially(lambda s: run(s, n), segment)
-        return run
+            return _map_sequentially(run_chain, segment)
+        return run_chain(segment)
 
     def _loop_iterations(self, segment: Segment, num_iterations: Array) -> Segment:
         is_batch = self._chain_method == "vectorized"
@@ -154,25 +144,26 @@ class ChainRunner:
             return at.set(draw, mode="drop")
 
         def body(_: Any, segment: Segment) -> Segment:
-            state = self._kernel.sample(segment.state, self._args, self._kwargs)
+            state = self._mcmc.sampler.sample(segment.state, self._args, self._kwargs)
             # An index past the end of the buffer drops the draw: in warm-up and when thinning.
             elapsed = segment.elapsed_iterations[0] if is_batch else segment.elapsed_iterations
-            is_kept = (elapsed >= 0) & ((elapsed + 1) % self._thinning == 0)
-            index = jnp.where(is_kept, elapsed // self._thinning, self._draws_per_segment)
-            fields = self._collect_fields(state, is_batch)
+            thinning = self._mcmc.thinning
+            is_kept = (elapsed >= 0) & ((elapsed + 1) % thinning == 0)
+            index = jnp.where(is_kept, elapsed // thinning, self._draws_per_segment)
+            fields = self._collect_fields(state)
             draws = jax.tree.map(partial(store, index=index), segment.draws, fields)
             return Segment(state, draws, segment.elapsed_iterations + 1)
 
         return lax.fori_loop(0, num_iterations, body, segment)
 
-    def _collect_fields(self, state: SGMCMCState, is_batch: bool) -> dict[str, Any]:
+    def _collect_fields(self, state: SGMCMCState) -> dict[str, Any]:
         """Return the collected fields of a state, with constrained sites."""
-        values = nested_attrgetter(*self._collected_fields)(state)
-        values = values if len(self._collected_fields) > 1 else [values]
-        collected = dict(zip(self._collected_fields, values, strict=True))
-        sample_field = self._collected_fields[0]
-        constrain = self._postprocess_fn or self._kernel.postprocess_fn(self._args, self._kwargs)
-        sites = (jax.vmap(constrain) if is_batch else constrain)(collected[sample_field])
+        collected = {name: nested_attrgetter(name)(state) for name in self._fields}
+        kernel, sample_field = self._mcmc.sampler, self._fields[0]
+        constrain = self._mcmc.postprocess_fn or kernel.postprocess_fn(self._args, self._kwargs)
+        if self._chain_method == "vectorized":
+            constrain = jax.vmap(constrain)
+        sites = constrain(collected[sample_field])
         if self._excluded_sites:
             sites = {k: v for k, v in sites.items() if k not in self._excluded_sites}
         return {**collected, sample_field: sites}
@@ -183,17 +174,3 @@ def _map_sequentially(fn: Callable[[Any], Any], tree: Any) -> Any:
     num_chains = len(jax.tree.leaves(tree)[0])
     results = [fn(jax.tree.map(lambda x, i=i: x[i], tree)) for i in range(num_chains)]
     return jax.tree.map(lambda *xs: jnp.stack(xs), *results)
-
-
-def parse_collected_fields(
-    field_names: tuple[str, ...], sample_field: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the fields to collect, and the sites that ``~z.site`` excludes."""
-    prefix = f"~{sample_field}."
-    excluded = tuple(dict.fromkeys(n[len(prefix) :] for n in field_names if n.startswith(prefix)))
-    return tuple(dict.fromkeys(n for n in field_names if not n.startswith("~"))), excluded
-
-
-def add_chain_axis(draws: Any, num_chains: int) -> Any:
-    """Return draws with a leading axis of chains, which those of one chain lack."""
-    return draws if num_chains > 1 else jax.tree.map(lambda x: x[None], draws)

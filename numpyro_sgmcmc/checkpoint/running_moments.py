@@ -58,12 +58,11 @@ class RunningMoments(NamedTuple):
             total, jax.tree.unflatten(structure, means), jax.tree.unflatten(structure, m2s)
         )
 
-    def compute_chain_moments(self) -> tuple[Any, Any]:
-        """Return mean and variance of each chain, leaves of shape ``(chains, ...)``."""
-        return self.mean, jax.tree.map(lambda m2: m2 / _append_axes(self.weight, m2.ndim), self.m2)
-
-    def compute_pooled_moments(self) -> tuple[Any, Any]:
-        """Return mean and variance of the draws of all chains, leaves of shape ``(...)``."""
+    def mean_and_variance(self, group_by_chain: bool) -> tuple[Any, Any]:
+        """Return mean and variance of each chain's draws, or of all draws together."""
+        if group_by_chain:
+            variance = jax.tree.map(lambda m2: m2 / _append_axes(self.weight, m2.ndim), self.m2)
+            return self.mean, variance
         total = self.weight.sum()
 
         def pool_means(mean: np.ndarray) -> np.ndarray:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -29,11 +28,11 @@ import numpy as np
 from jax import Array, random
 
 from numpyro_sgmcmc import errors
+from numpyro_sgmcmc.data.host_array import compute_checksum
 from numpyro_sgmcmc.errors import (
     CheckpointError,
     CheckpointWarning,
     InvalidArgumentError,
-    format_message,
     warn_user,
 )
 
@@ -49,31 +48,26 @@ _MANIFEST_PATHS = ("manifest/manifest.json", "checkpoint.json")
 
 class Checkpoint(NamedTuple):
     """
-    - **num_iterations** - complete iterations, including warm-up.
-    - **num_draws** - complete draws per chain.
-    - **draw_blocks** - ``[first, stop, checksum]`` of each block of draws on disk.
-    - **manifest** - the JSON part: fingerprint, extra fields and layout of the draws.
+    - **manifest** - the JSON part: fingerprint, extra fields, layout of the draws, numbers of
+      complete ``iterations`` (including warm-up) and ``draws`` (per chain), and
+      ``[first, stop, checksum]`` of each of the ``blocks`` of draws on disk.
     - **tree** - the pytree that continues the run.
     """
 
-    num_iterations: int
-    num_draws: int
-    draw_blocks: list[list[int]]
     manifest: dict[str, Any]
     tree: Any
 
     @property
-    def label(self) -> str:
-        """Iteration and checksum, to compare over processes."""
-        checksum = zlib.crc32(json.dumps(self.manifest["arrays"]).encode())
-        return f"that of iteration {self.num_iterations} ({checksum:08x})"
+    def num_iterations(self) -> int:
+        return self.manifest["iterations"]
+
+    @property
+    def num_draws(self) -> int:
+        return self.manifest["draws"]
 
 
 class CheckpointStore:
-    """The checkpoints of one run.
-
-    :param folder: the run's folder.
-    """
+    """The checkpoints of the run in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -83,44 +77,26 @@ class CheckpointStore:
         """True if the folder holds a run that can be continued."""
         return bool(_list_checkpoints(self._folder))
 
-    def check_no_run(self) -> None:
-        """Check that the folder holds no run.
+    def read_latest_fingerprint(self) -> dict[str, str] | None:
+        """Return the fingerprint of the newest readable checkpoint; None where there is none.
 
-        :raises FileExistsError: naming the folder.
+        :raises ValueError: naming both formats, where this version cannot continue the run.
         """
-        if self.has_checkpoint:
-            raise FileExistsError(
-                format_message(
-                    f"The folder `checkpoint='{self._folder}'` already holds a run.",
-                    "call `resume` to continue it, or give `checkpoint` another folder.",
-                    "checkpoint-folder",
-                )
+        if (manifest := read_latest_manifest(self._folder)) is None:
+            return None
+        if (version := manifest["format"]) != _FORMAT_VERSION:
+            age = "an older" if version < _FORMAT_VERSION else "a newer"
+            raise InvalidArgumentError(
+                f"The run in '{self._folder}' has {age} format ({version}) than the present one "
+                f"({_FORMAT_VERSION}).",
+                "continue it with the version of numpyro_sgmcmc that began it, or run in another "
+                "folder; `open_draws` reads its draws.",
+                "checkpoint-format",
             )
+        return manifest["fingerprint"]
 
-    def check_format_version(self) -> None:
-        """Check that this version of the package can continue the run.
-
-        :raises ValueError: naming both formats.
-        """
-        version = next((m["format"] for _, m in self._iter_manifests()), _FORMAT_VERSION)
-        if version == _FORMAT_VERSION:
-            return
-        age = "an older" if version < _FORMAT_VERSION else "a newer"
-        raise InvalidArgumentError(
-            f"The run in '{self._folder}' has {age} format ({version}) than the present one "
-            f"({_FORMAT_VERSION}).",
-            "continue it with the version of numpyro_sgmcmc that began it, or run in another "
-            "folder; `open_draws` reads its draws.",
-            "checkpoint-format",
-        )
-
-    @property
-    def latest_fingerprint(self) -> dict[str, str] | None:
-        """Fingerprint of the newest readable checkpoint; None where there is none."""
-        return next((m["fingerprint"] for _, m in self._iter_manifests()), None)
-
-    def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Any:
-        """Write a checkpoint, and return its tree as :meth:`read_latest` would.
+    def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Checkpoint:
+        """Write a checkpoint, and return it as :meth:`read_latest` would.
 
         :param is_writer: whether this process writes; the others only decode.
         :raises TypeError: where the tree holds what cannot be encoded.
@@ -131,30 +107,22 @@ class CheckpointStore:
             manifest = {
                 **checkpoint.manifest,
                 "format": _FORMAT_VERSION,
-                "iterations": checkpoint.num_iterations,
-                "draws": checkpoint.num_draws,
-                "blocks": checkpoint.draw_blocks,
                 "structure": structure,
                 "arrays": [[list(x.shape), x.dtype.name, compute_checksum([x])] for x in arrays],
             }
-            self._write_step(checkpoint.num_iterations, arrays, manifest)
-        return decode(structure, arrays)
+            ocp, step = _import_orbax(), checkpoint.num_iterations
+            with _open_manager(self._folder, is_writer=True) as manager:
+                # Those of later iterations are damaged: the run went on from one before.
+                for later_step in [s for s in manager.all_steps() if s >= step]:
+                    manager.delete(later_step)
+                items = ocp.args.Composite(
+                    state=ocp.args.StandardSave(_name_nonempty(arrays)),
+                    manifest=ocp.args.JsonSave(manifest),
+                )
+                manager.save(step, args=items, force=True)
+        return checkpoint._replace(tree=decode(structure, arrays))
 
-    def _write_step(
-        self, step: int, arrays: Sequence[np.ndarray], manifest: dict[str, Any]
-    ) -> None:
-        ocp = _import_orbax()
-        with _open_manager(self._folder, is_writer=True) as manager:
-            # Those of later iterations are damaged: the run went on from one before.
-            for later_step in [s for s in manager.all_steps() if s >= step]:
-                manager.delete(later_step)
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(_name_nonempty(arrays)),
-                manifest=ocp.args.JsonSave(manifest),
-            )
-            manager.save(step, args=items, force=True)
-
-    def read_latest(self, check_draws: Any) -> Checkpoint:
+    def read_latest(self, check_draws: Callable[[dict[str, Any]], None]) -> Checkpoint:
         """Return the newest undamaged checkpoint, with a warning where it is not the newest one.
 
         :param check_draws: called with the manifest; raises where the last draws are damaged.
@@ -179,9 +147,7 @@ class CheckpointStore:
                     f"nothing, if this is rare; else check the disk that holds '{self._folder}'.",
                     "damaged-checkpoint",
                 )
-            return Checkpoint(
-                manifest["iterations"], manifest["draws"], manifest["blocks"], manifest, tree
-            )
+            return Checkpoint(manifest, tree)
         raise CheckpointError(
             f"No checkpoint in '{self._folder}' can be read: {' and '.join(damages)}.",
             "run in another folder; `open_draws` reads the draws that are on disk.",
@@ -201,51 +167,6 @@ class CheckpointStore:
             if layout != (shape, dtype, checksum):
                 raise ValueError("the checksum of an array differs")
         return decode(manifest["structure"], arrays)
-
-    def _iter_manifests(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the readable manifests and their folders, newest first."""
-        for path in _list_checkpoints(self._folder):
-            try:
-                yield path, _read_manifest(path)
-            except (ValueError, KeyError, OSError):
-                continue
-
-
-def read_latest_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of the newest readable checkpoint, of any format.
-
-    :raises FileNotFoundError: where there is none.
-    """
-    for _, manifest in CheckpointStore(folder)._iter_manifests():
-        return manifest
-    raise FileNotFoundError(
-        format_message(
-            f"'{folder}' holds no checkpoint of a run.",
-            "pass the folder that `CheckpointedMCMC` got as `checkpoint`.",
-            "checkpoint-folder",
-        )
-    )
-
-
-@contextmanager
-def report_write_failure(folder: Path, num_draws: int) -> Iterator[None]:
-    """Turn any error while writing into a CheckpointError that states how many draws are safe.
-
-    :param num_draws: draws per chain in the last checkpoint.
-    """
-    try:
-        yield
-    except ImportError:
-        raise
-    # Orbax and Zarr have error types for a full disk that are not OSErrors.
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"Writing a checkpoint to '{folder}' failed ({reason}).",
-            f"free disk space and call `resume`; {num_draws} draws per chain are stored and "
-            "`open_draws` reads them.",
-            "checkpoint-write",
-        ) from error
 
 
 def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
@@ -323,38 +244,37 @@ def _resolve_class(qualified_name: str) -> Any:
     return cls
 
 
-def compute_checksum(arrays: Iterable[Any]) -> int:
-    """Return the CRC-32 of the values of some arrays, in order."""
-    checksum = 0
-    for x in arrays:
-        checksum = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, checksum)
-    return checksum
-
-
 def _name_nonempty(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return the arrays by number, without empty ones, which orbax cannot store."""
     return {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
 
 
+def _find_manifest(checkpoint_folder: Path) -> Path | None:
+    paths = [checkpoint_folder / name for name in _MANIFEST_PATHS]
+    return next((path for path in paths if path.exists()), None)
+
+
 def _list_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, newest first; orbax's temporary ones have a
-    suffix.
-    """
-    paths = {
-        path.parents[depth.count("/")]
-        for depth in _MANIFEST_PATHS
-        for path in folder.glob(f"checkpoints/*/{depth}")
-    }
-    complete = [path for path in paths if path.name.isdigit()]
-    return sorted(complete, key=lambda path: path.name, reverse=True)
+    """Return the folders of complete checkpoints, newest first."""
+    # Orbax's temporary folders have a suffix.
+    steps = [path for path in folder.glob("checkpoints/*") if path.name.isdigit()]
+    return sorted(filter(_find_manifest, steps), key=lambda path: path.name, reverse=True)
 
 
 def _read_manifest(checkpoint_folder: Path) -> dict[str, Any]:
-    paths = [checkpoint_folder / name for name in _MANIFEST_PATHS]
-    path = next((p for p in paths if p.exists()), paths[0])
+    path = _find_manifest(checkpoint_folder)
+    assert path is not None
     manifest = json.loads(path.read_text())
     manifest["format"], manifest["draws"]  # a KeyError where they are missing
     return manifest
+
+
+def read_latest_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of the newest readable checkpoint, of any format."""
+    for path in _list_checkpoints(folder):
+        with suppress(ValueError, KeyError, OSError):
+            return _read_manifest(path)
+    return None
 
 
 def _import_orbax() -> Any:

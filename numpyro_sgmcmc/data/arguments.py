@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import zlib
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -18,7 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.data.host_array import HostArray, exceeds_integer_range
+from numpyro_sgmcmc.data.host_array import (
+    HostArray,
+    RowArray,
+    compute_checksum,
+    exceeds_integer_range,
+)
 from numpyro_sgmcmc.data.sharded_array import ShardedArray, as_sharded
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
@@ -61,15 +65,13 @@ class IdentityKey:
 
 @jax.tree_util.register_pytree_node_class
 class Arguments:
-    """The positional and keyword arguments of a model call; arrays may be in references.
-
-    :param tuple args: positional arguments.
-    :param dict kwargs: keyword arguments, or None for none.
-    """
+    """The positional and keyword arguments of a model call; arrays may be in references."""
 
     def __init__(self, args: tuple = (), kwargs: dict | None = None) -> None:
         self.args, self.kwargs = jax.tree.map(
-            as_sharded, (tuple(args), dict(kwargs or {})), is_leaf=_is_sharded_array
+            as_sharded,
+            (tuple(args), dict(kwargs or {})),
+            is_leaf=lambda x: isinstance(x, ShardedArray),
         )
 
     @property
@@ -80,14 +82,18 @@ class Arguments:
     @property
     def host_arrays(self) -> list[HostArray]:
         """Arrays whose rows are read when needed; of sharded ones, the part of this host."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
-        return [x for x in map(_local_part, leaves) if _is_host_array(x)]
+        on_host = [x for x in self._row_arrays if x.is_on_host]
+        return [x.array if isinstance(x, ShardedArray) else x for x in on_host]
 
     @property
     def sharded_arrays(self) -> list[ShardedArray]:
         """Arrays whose rows are sharded over devices."""
-        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_sharded_array)
-        return [x for x in leaves if _is_sharded_array(x)]
+        return [x for x in self._row_arrays if isinstance(x, ShardedArray)]
+
+    @property
+    def _row_arrays(self) -> list[Any]:
+        leaves = jax.tree.leaves((self.args, self.kwargs), is_leaf=_is_row_array)
+        return [x for x in leaves if _is_row_array(x)]
 
     @property
     def signature(self) -> Hashable:
@@ -99,10 +105,7 @@ class Arguments:
     def checksums(self) -> tuple[int | None, ...]:
         """CRCs of NumPy arrays and arrays on the host, which may change; None for JAX arrays."""
         in_memory = (
-            zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-            if isinstance(x, np.ndarray)
-            else None
-            for x in self.arrays
+            compute_checksum([x]) if isinstance(x, np.ndarray) else None for x in self.arrays
         )
         return (*in_memory, *(array.checksum() for array in self.host_arrays))
 
@@ -121,21 +124,16 @@ class Arguments:
 
     def map_host_arrays(self, fn: Callable[[HostArray], Any]) -> Arguments:
         """Return the arguments with ``fn`` applied to each :class:`HostArray`."""
-        return self._map(fn, _is_host_array, _is_host_array)
+        return self._map(fn, lambda x: isinstance(x, HostArray))
 
     def map_sharded_arrays(self, fn: Callable[[ShardedArray], Any]) -> Arguments:
         """Return the arguments with ``fn`` applied to each :class:`ShardedArray`."""
-        return self._map(fn, _is_sharded_array, _is_sharded_array)
+        return self._map(fn, lambda x: isinstance(x, ShardedArray))
 
-    def _map(
-        self,
-        fn: Callable,
-        is_mapped: Callable[[Any], bool],
-        is_leaf: Callable[[Any], bool] | None = None,
-    ) -> Arguments:
+    def _map(self, fn: Callable, is_mapped: Callable[[Any], bool]) -> Arguments:
         """Return the arguments with ``fn`` applied to the leaves for which ``is_mapped`` holds."""
         args, kwargs = jax.tree.map(
-            lambda x: fn(x) if is_mapped(x) else x, (self.args, self.kwargs), is_leaf=is_leaf
+            lambda x: fn(x) if is_mapped(x) else x, (self.args, self.kwargs), is_leaf=is_mapped
         )
         return Arguments(args, kwargs)
 
@@ -155,8 +153,9 @@ class Arguments:
 
     def named_host_arrays(self, model: Callable) -> list[tuple[str, HostArray]]:
         """Return :attr:`host_arrays` with their names in the model's signature."""
-        named = ((name, _local_part(x)) for name, x in self._named_leaves(model, _is_row_array))
-        return [(name, x) for name, x in named if _is_host_array(x)]
+        named = self._named_leaves(model, _is_row_array)
+        names = [name for name, x in named if _is_row_array(x) and x.is_on_host]
+        return list(zip(names, self.host_arrays, strict=True))
 
     def _named_leaves(
         self, model: Callable, is_leaf: Callable[[Any], bool] | None = None
@@ -187,25 +186,12 @@ class Arguments:
         return cls(*jax.tree.unflatten(structure, leaves))
 
 
-def _is_host_array(x: Any) -> bool:
-    return isinstance(x, HostArray)
-
-
-def _is_sharded_array(x: Any) -> bool:
-    return isinstance(x, ShardedArray)
-
-
 def _is_row_array(x: Any) -> bool:
-    return _is_host_array(x) or _is_sharded_array(x)
+    return isinstance(x, RowArray)
 
 
 def _is_array_or_ref(x: Any) -> bool:
     return isinstance(x, jax.Ref) or is_array(x)
-
-
-def _local_part(x: Any) -> Any:
-    """Return the array inside a ShardedArray, and anything else as it is."""
-    return x.array if _is_sharded_array(x) else x
 
 
 def _static_key(x: Any) -> Hashable:
@@ -240,7 +226,6 @@ class DeviceArrayCache:
 
         ``pmap`` does not support references and gets constants.
 
-        :param arguments: the arguments.
         :param min_total_bytes: bytes of all arrays from which there are references.
         :param min_array_bytes: bytes of an array from which it is in a reference.
         """

@@ -11,10 +11,11 @@ import logging
 import math
 import mmap
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -40,21 +41,13 @@ _MAX_JUMPS_PER_READ = 256
 _PAGE_FAULT_BYTES = 2**16
 # Mean length of runs of consecutive rows from which a chunked source is read by slices.
 _MIN_RUN_ROWS = 16
-# Sources of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
+# Arrays of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512
 
-_NUMPY_ARRAY_TYPES = (np.ndarray, np.memmap)
-
 
 class RowIndexError(ExplainedError, TypeError):
-    """Raised where a model uses an array other than by its rows.
-
-    :param problem: what is wrong.
-    :param fix: what to do.
-    :param entry: label of the entry on the troubleshooting page.
-    :param array: the array.
-    """
+    """Raised where a model uses an array other than by its rows; ``array`` is that array."""
 
     def __init__(self, problem: str, fix: str = "", entry: str = "", array: Any = None) -> None:
         super().__init__(problem, fix, entry)
@@ -74,13 +67,7 @@ class RowArray:
     dtype: Any
 
     @property
-    def is_on_host(self) -> bool:
-        """True where rows are read from the host when they are needed."""
-        return False
-
-    @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
@@ -109,9 +96,9 @@ class RowArray:
         :raises TypeError: for any other index.
         """
         indices, trailing_index = split_index(index)
-        is_slice = isinstance(indices, slice)
-        if is_slice:
-            indices = np.arange(*indices.indices(len(self)))
+        if isinstance(indices, slice):
+            rows = self._get_rows(np.arange(*indices.indices(len(self))))
+            return rows[:, *trailing_index]
         is_none = indices is None or indices is Ellipsis
         if is_none or not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
             raise RowIndexError(
@@ -120,10 +107,7 @@ class RowArray:
                 "row-indexing",
                 self,
             )
-        rows = self._get_rows(indices)
-        if is_slice:
-            return rows[:, *trailing_index]
-        return index_trailing_axes(rows, jnp.shape(indices), trailing_index)
+        return index_trailing_axes(self._get_rows(indices), jnp.shape(indices), trailing_index)
 
     def _get_rows(self, indices: Any) -> jax.Array:
         """Return rows by their indices, shape ``(*indices.shape, *shape[1:])``."""
@@ -144,16 +128,33 @@ class RowArray:
                 "convert the data to integers, floats or booleans.",
                 "row-array-source",
             )
-        cls._check_num_rows(shape[0])
-
-    @classmethod
-    def _check_num_rows(cls, num_rows: int) -> None:
-        if num_rows > _MAX_INT32_ROWS:
+        if shape[0] > _MAX_INT32_ROWS:
             raise InvalidArgumentError(
-                f"{cls.__name__} got {num_rows} rows, more than 32-bit indices can address.",
+                f"{cls.__name__} got {shape[0]} rows, more than 32-bit indices can address.",
                 f"split the table into parts of at most {_MAX_INT32_ROWS} rows.",
                 "row-array-source",
             )
+
+
+class ArrayProxy:
+    """What a model sees in place of an array: everything but indexing is that of the array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.array, name)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return repr(self.array)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.array.__array__()
+
+    __jax_array__ = __array__
 
 
 def split_index(index: Any) -> tuple[Any, list[Any]]:
@@ -197,6 +198,21 @@ def exceeds_integer_range(values: np.ndarray, dtype: Any) -> bool:
         return False
     limits = np.iinfo(dtype)
     return bool(values.min() < limits.min or values.max() > limits.max)
+
+
+def compute_checksum(arrays: Iterable[Any]) -> int:
+    """Return the CRC-32 of the values of some arrays, in order."""
+    checksum = 0
+    for x in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, checksum)
+    return checksum
+
+
+def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray:
+    """Return the indices of all rows, or of 512 evenly spaced ones of an array above 32 MB."""
+    if num_bytes <= _MAX_FULL_CHECKSUM_BYTES or num_rows <= _NUM_CHECKSUM_ROWS:
+        return np.arange(num_rows)
+    return np.linspace(0, num_rows - 1, _NUM_CHECKSUM_ROWS).astype(int)
 
 
 def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
@@ -276,13 +292,15 @@ class HostArray(RowArray):
         """Failure that no compiled function has raised yet."""
         self._source = source
         # Indexing a memory map copies its attributes each time; the plain array does not.
-        self._backing_array = np.asarray(source) if type(source) in _NUMPY_ARRAY_TYPES else source
+        self._backing_array = (
+            np.asarray(source) if type(source) in (np.ndarray, np.memmap) else source
+        )
         self._dtype = dtype.newbyteorder("=")
         self._needs_sorted_indices = (
             type(source).__module__.startswith("h5py") if sort is None else sort
         )
         self._is_chunked = hasattr(source, "chunks")
-        self._prefetches: list[tuple[np.ndarray, Future]] = []
+        self._prefetches: dict[tuple[tuple[int, ...], bytes], Future] = {}
         self._lock = Lock()
         self._on_read: Callable[[int], None] | None = None
         file_map = getattr(source, "_mmap", None)
@@ -304,20 +322,13 @@ class HostArray(RowArray):
         return f"HostArray('{self.name}', shape={self.shape}, dtype={self.dtype})"
 
     def __getstate__(self) -> dict[str, Any]:
-        transient: dict[str, Any] = {
-            "_source": self._backing_array,
-            "_prefetches": [],
-            "_on_read": None,
-            "_mmap": None,
-            "_lock": None,
-        }
-        return {**self.__dict__, **transient}
+        transient: dict = {"_prefetches": {}, "_on_read": None, "_mmap": None, "_lock": None}
+        return {**self.__dict__, "_source": self._backing_array, **transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
 
     def _get_rows(self, indices: Any) -> jax.Array:
-        """Return rows, read now or, where the indices are traced, when the function runs."""
         if not isinstance(indices, jax.core.Tracer):
             return jnp.asarray(self.read(np.asarray(indices)))
         result = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
@@ -428,51 +439,43 @@ class HostArray(RowArray):
 
     def _read_mmap(self, indices: np.ndarray) -> np.ndarray:
         """Return rows of a large memory map, and release its pages before they fill the memory."""
+        assert self._mmap is not None
         jumps = np.flatnonzero(np.diff(indices) != 1) + 1
         parts = []
         # A jump may load many pages, so that the jumps between two measurements are limited.
         for part in np.split(indices, jumps[_MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ]):
             parts.append(self._backing_array.take(part, 0))
-            self._release_pages(parts[-1].nbytes)
+            if (resident := _resident_file_bytes()) is None:
+                page_fault_bytes = _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
+                self._bytes_since_release += parts[-1].nbytes + page_fault_bytes
+            else:
+                self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
+                self._bytes_since_release = resident - self._baseline_resident_bytes
+            is_due = self._bytes_since_release > self.max_resident_bytes
+            if is_due and hasattr(mmap, "MADV_DONTNEED"):
+                self._mmap.madvise(mmap.MADV_DONTNEED)
+                self._bytes_since_release = 0
+                self._baseline_resident_bytes = _resident_file_bytes() or 0
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    def _release_pages(self, num_bytes: int) -> None:
-        """Release a memory map's pages, which the system would keep in this process's memory.
-
-        :param num_bytes: bytes read since the last call.
-        """
-        assert self._mmap is not None
-        resident = _resident_file_bytes()
-        if resident is None:
-            self._bytes_since_release += num_bytes + _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
-        else:
-            self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
-            self._bytes_since_release = resident - self._baseline_resident_bytes
-        if self._bytes_since_release > self.max_resident_bytes and hasattr(mmap, "MADV_DONTNEED"):
-            self._mmap.madvise(mmap.MADV_DONTNEED)
-            self._bytes_since_release = 0
-            self._baseline_resident_bytes = _resident_file_bytes() or 0
 
     def checksum(self) -> int:
         """Return a CRC of all values, or of 512 evenly spaced rows of a source above 32 MB."""
-        num_bytes = len(self) * max(self.row_size, 1) * self._dtype.itemsize
-        num_rows = len(self) if num_bytes <= _MAX_FULL_CHECKSUM_BYTES else _NUM_CHECKSUM_ROWS
-        indices = np.linspace(0, len(self) - 1, num_rows).astype(np.int64)
-        return zlib.crc32(np.ascontiguousarray(self.read(indices)).data)
+        num_bytes = len(self) * self.row_size * self._dtype.itemsize
+        return compute_checksum([self.read(select_checksum_rows(len(self), num_bytes))])
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Start to read rows on the reader's thread."""
+        key = (indices.shape, indices.tobytes())
         with self._lock:
-            if self._find_prefetch(indices) is None:
-                future = _prefetch_executor().submit(self.read, indices)
-                self._prefetches.append((indices, future))
-                del self._prefetches[: -_MAX_PREFETCHES_PER_READER * self.num_readers]
+            if key not in self._prefetches:
+                self._prefetches[key] = _prefetch_executor().submit(self.read, indices)
+            while len(self._prefetches) > _MAX_PREFETCHES_PER_READER * self.num_readers:
+                del self._prefetches[next(iter(self._prefetches))]  # the oldest
 
     def read_prefetched(self, indices: np.ndarray) -> np.ndarray:
         """Return rows that have been prefetched, or read them now."""
         with self._lock:
-            position = self._find_prefetch(indices)
-            future = None if position is None else self._prefetches.pop(position)[1]
+            future = self._prefetches.pop((indices.shape, indices.tobytes()), None)
         if future is None:
             return self.read(indices)
         try:
@@ -488,35 +491,22 @@ class HostArray(RowArray):
             self._prefetches.clear()
         self.pending_error = None
 
-    def _find_prefetch(self, indices: np.ndarray) -> int | None:
-        first = indices.flat[:1]
-        for position, (prefetched, _) in enumerate(self._prefetches):
-            # The first index differs in most cases, and is cheap to compare.
-            if prefetched.flat[:1] == first and np.array_equal(prefetched, indices):
-                return position
-        return None
-
 
 @cache
 def _prefetch_executor() -> ThreadPoolExecutor:
-    """Return the thread that prefetches for all arrays: disks and h5py favour one reader."""
+    """Return the thread that prefetches for all arrays: disks and h5py prefer one reader."""
     return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
 
 
 def _resident_file_bytes() -> int | None:
-    """Return the bytes of mapped files in this process's memory, or None where unknown.
-
-    Measured, because how much a page fault loads depends on the system.
-    """
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[2]) * mmap.PAGESIZE
+    """Return the bytes of mapped files in this process's memory, or None where unknown."""
+    try:  # measured, because how much a page fault loads depends on the system
+        return int(Path("/proc/self/statm").read_bytes().split()[2]) * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):
         return None
 
 
 def _describe_rows(indices: np.ndarray) -> str:
-    """Return a short description of row indices."""
     if indices.size == 1:
         return f"row {indices[0]}"
     if indices.size <= 5:
@@ -548,9 +538,7 @@ def call_host(fn: Callable[[Any], Any], result_shape_dtypes: Any, operands: Any)
     one CPU run: where all of them wait for this call, it never returns. Small operands are
     transferred inline, so that operands are split into pieces.
 
-    :param fn: function of NumPy arrays.
-    :param result_shape_dtypes: shapes and types of its result.
-    :param operands: pytree of arrays.
+    :param fn: function of one pytree of NumPy arrays.
     """
     leaves, structure = jax.tree.flatten(operands)
     shapes, size = [x.shape for x in leaves], _MAX_CALLBACK_OPERAND_SIZE
@@ -610,14 +598,8 @@ def read_and_prefetch(
 
 
 @contextmanager
-def count_reads(array: HostArray | None, callback: Callable[[int], None]) -> Iterator[None]:
-    """Call ``callback`` at each read, with the number of rows read since the context began.
-
-    :param array: the array; None for none.
-    """
-    if array is None:
-        yield
-        return
+def count_reads(array: HostArray, callback: Callable[[int], None]) -> Iterator[None]:
+    """Call ``callback`` at each read, with the number of rows read since the context began."""
     total = 0
 
     def add(num_rows: int) -> None:

@@ -19,19 +19,14 @@ from jax.sharding import PartitionSpec
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host_array import (
+    ArrayProxy,
     HostArray,
     RowArray,
     index_trailing_axes,
     read_and_prefetch,
     split_index,
 )
-from numpyro_sgmcmc.data.sharded_array import (
-    DeviceShardView,
-    HostShardView,
-    ShardedArray,
-    Shards,
-    ShardView,
-)
+from numpyro_sgmcmc.data.sharded_array import DeviceShardView, HostShardView, ShardedArray, Shards
 from numpyro_sgmcmc.errors import DataReadError, InvalidModelError
 
 
@@ -53,8 +48,6 @@ class PlateIndexRegistry:
     must be a JAX array, which can neither be subclassed nor labelled. Identity misses indices that
     were passed through a ``jit`` in the model. These are treated as other indices: an array on the
     host is read when the step runs, a sharded array raises an error; rows are never wrong.
-
-    :param indices: indices that are registered already, by plate.
     """
 
     def __init__(self, indices: Mapping[str, Any] | None = None) -> None:
@@ -74,43 +67,14 @@ class PlateIndexRegistry:
         return None
 
 
-class _ArrayProxy:
-    """Base of proxies: everything but indexing is that of the array.
-
-    :param array: the array.
-    """
-
-    def __init__(self, array: HostArray | ShardedArray) -> None:
-        self.array = array
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.array, name)
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __repr__(self) -> str:
-        return repr(self.array)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.array.__array__()
-
-    __jax_array__ = __array__
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.array[index]
-
-
 def is_row_array_or_proxy(x: Any) -> bool:
     """Return whether ``x`` is an array of rows on the host or on devices, or its proxy."""
-    return isinstance(x, (RowArray, ShardView, _ArrayProxy))
+    return isinstance(x, (RowArray, ArrayProxy))
 
 
-class IndexingRecorder(_ArrayProxy):
+class IndexingRecorder(ArrayProxy):
     """Proxy that records the plates whose indices it is indexed by.
 
-    :param array: the array.
-    :param registry: indices of the plates.
     :param lookups: record, to which lookups are added.
     :param user_array: the user's array, where ``array`` is traced.
     """
@@ -139,12 +103,11 @@ class IndexingRecorder(_ArrayProxy):
         return self.array[index]
 
 
-class PrefetchedRows(_ArrayProxy):
+class PrefetchedRows(ArrayProxy):
     """Proxy that answers with the rows read for a step, and reads all others.
 
-    :param array: the array.
     :param registry: indices of the step.
-    :param values_by_plate: rows of the array at these indices, by plate.
+    :param values_by_plate: rows of the array at these indices.
     """
 
     def __init__(
@@ -175,9 +138,7 @@ def with_prefetched_rows(
 ) -> Arguments:
     """Return the arguments with arrays on the host replaced by the rows read for a step.
 
-    :param lookups: arrays, each with the plate that indexes it.
-    :param indices: indices of the step, by plate.
-    :param values: for each lookup, the array's rows at these indices.
+    :param values: for each lookup, the array's rows at the step's indices.
     """
     registry = PlateIndexRegistry(indices)
     values_by_array: dict[HostArray | ShardedArray, dict[str, Array]] = {}
@@ -208,39 +169,32 @@ class ShardedOperands(NamedTuple):
     def from_arguments(cls, indices: dict[str, Array], arguments: Arguments) -> ShardedOperands:
         """Return the sharded operands of the arguments."""
         device_arrays = [x.array for x in arguments.sharded_arrays if not x.is_on_host]
-        leaves = jax.tree.leaves(
-            (arguments.args, arguments.kwargs), is_leaf=_is_row_array_or_array_proxy
-        )
+        leaves = jax.tree.leaves((arguments.args, arguments.kwargs), is_leaf=is_row_array_or_proxy)
         prefetched_values = [x.values_by_plate for x in leaves if _is_sharded_prefetch(x)]
         return cls(indices, device_arrays, prefetched_values)
 
     def local_arguments(self, arguments: Arguments, row_offset: Any, num_rows: Any) -> Arguments:
         """Return the arguments that a model sees on the device that has these operands.
 
-        :param row_offset: index of the device's first row.
-        :param num_rows: number of its rows.
+        :param row_offset: index of the device's first row, of ``num_rows``.
         """
         device_arrays, prefetched_values = iter(self.device_arrays), iter(self.prefetched_values)
         registry = PlateIndexRegistry(self.indices)
 
-        def view(array: ShardedArray) -> ShardView:
+        def view(array: ShardedArray) -> ArrayProxy:
             if array.is_on_host:
                 return HostShardView(array, row_offset, num_rows)
             return DeviceShardView(array, next(device_arrays), row_offset)
 
         def replace(x: Any) -> Any:
-            if not _is_sharded_prefetch(x):
-                return x
-            return PrefetchedRows(view(x.array), registry, next(prefetched_values))
+            if _is_sharded_prefetch(x):
+                return PrefetchedRows(view(x.array), registry, next(prefetched_values))
+            return view(x) if isinstance(x, ShardedArray) else x
 
         args, kwargs = jax.tree.map(
-            replace, (arguments.args, arguments.kwargs), is_leaf=_is_row_array_or_array_proxy
+            replace, (arguments.args, arguments.kwargs), is_leaf=is_row_array_or_proxy
         )
-        return Arguments(args, kwargs).map_sharded_arrays(view)
-
-
-def _is_row_array_or_array_proxy(x: Any) -> bool:
-    return isinstance(x, (RowArray, _ArrayProxy))
+        return Arguments(args, kwargs)
 
 
 def _is_sharded_prefetch(x: Any) -> bool:
@@ -255,7 +209,6 @@ def read_lookups(
 ) -> tuple[Array, ...]:
     """Read rows of each array, and start to read the next ones; each device reads its shard.
 
-    :param lookups: arrays, each with the plate that indexes it.
     :param indices: indices by plate, shape ``([chains,] iterations, steps, subsample_size)``.
     :param next_indices: indices of the next call, of the same shapes.
     :param chain_axis: mesh axis over which chains are distributed, if there is one.

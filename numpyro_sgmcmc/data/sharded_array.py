@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from numpyro_sgmcmc.data.host_array import (
+    ArrayProxy,
     HostArray,
     RowArray,
     call_host,
@@ -81,11 +82,6 @@ class Shards(NamedTuple):
         others = [name for name in self.mesh.axis_names if name not in row_axes]
         return others[0] if len(others) == 1 else None
 
-    @property
-    def partition_spec(self) -> PartitionSpec:
-        """Partition of the first axis over the shards."""
-        return PartitionSpec(self.axis)
-
     def shard_indices(self, indices: Array) -> Array:
         """Constrain row indices, shape ``(..., num_shards * n)``, to the devices of their rows."""
         spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (indices.ndim - 1), self.axis)
@@ -105,19 +101,15 @@ class Shards(NamedTuple):
             weight = rows_per_shard[lax.axis_index(self.axis)] / self.size
             return jax.tree.map(lambda x: weight.astype(x.dtype) * x, value)
 
-        return self._psum_over_shards(weighted, operands, self.partition_spec)
+        return self.sum_over_shards(weighted, operands, PartitionSpec(self.axis))
 
-    def sum_over_shards(self, fn: Callable[[Any, Any, Any], Any], operands: Any) -> Any:
-        """Return the sum of a function's values on the shards.
-
-        :param fn: as for :meth:`mean_over_shards`.
-        :param operands: pytree of arrays that every shard receives as a whole.
-        """
-        return self._psum_over_shards(fn, operands, PartitionSpec())
-
-    def _psum_over_shards(
+    def sum_over_shards(
         self, fn: Callable[[Any, Any, Any], Any], operands: Any, in_spec: PartitionSpec
     ) -> Any:
+        """Return the sum of a function's values on the shards, as :meth:`mean_over_shards`.
+
+        :param in_spec: how the operands are sharded.
+        """
         row_offsets = jnp.asarray(self.row_offsets)
         rows_per_shard = jnp.asarray(self.rows_per_shard, jnp.int32)
 
@@ -210,30 +202,24 @@ class ShardedArray(RowArray):
         local_rows_per_shard = dict(zip(devices_by_shard, sizes, strict=True))
         rows_per_shard = _allgather_rows_per_shard(rows, local_rows_per_shard, mesh, axis)
         self.shards, self.name = Shards(mesh, axis, rows_per_shard), name
-        self._check_num_rows(self.shards.size)
+        self._check_shape_and_dtype((self.shards.size,), rows.dtype)
         if isinstance(rows, HostArray):
             rows.num_readers = max(rows.num_readers, sum(map(len, devices_by_shard.values())))
             self.array = rows
-        else:
-            self.array = self._copy_to_devices(rows, sizes, list(devices_by_shard.values()))
-
-    def _copy_to_devices(self, rows: Any, sizes: list[int], devices: list[list[Any]]) -> Array:
-        """Return an array of this process's rows, with every shard padded to the longest.
-
-        :param rows: rows of this process.
-        :param sizes: number of rows of each of its shards.
-        :param devices: devices of each of its shards.
-        """
-        shards, pieces, start = self.shards, [], 0
-        for size, shard_devices in zip(sizes, devices, strict=True):
+            return
+        # Every shard is padded to the longest.
+        max_size, pieces, start = self.shards.max_rows_per_shard, [], 0
+        for size, devices in zip(sizes, devices_by_shard.values(), strict=True):
             piece = _check_values(rows[start : start + size], start)
-            padding = [(0, shards.max_rows_per_shard - size)] + [(0, 0)] * (piece.ndim - 1)
+            padding = [(0, max_size - size)] + [(0, 0)] * (piece.ndim - 1)
             padded = np.pad(piece, padding, mode="edge")
-            pieces += [jax.device_put(padded, device) for device in shard_devices]
+            pieces += [jax.device_put(padded, device) for device in devices]
             start += size
-        shape = (len(shards.rows_per_shard) * shards.max_rows_per_shard, *rows.shape[1:])
-        sharding = NamedSharding(shards.mesh, shards.partition_spec)
-        return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+        self.array = jax.make_array_from_single_device_arrays(
+            (len(rows_per_shard) * max_size, *rows.shape[1:]),
+            NamedSharding(mesh, PartitionSpec(axis)),
+            pieces,
+        )
 
     @classmethod
     def from_padded_array(cls, array: Any, shards: Shards, name: str) -> ShardedArray:
@@ -254,7 +240,6 @@ class ShardedArray(RowArray):
 
     @property
     def dtype(self) -> Any:
-        """Type of the elements."""
         return self.array.dtype
 
     def __repr__(self) -> str:
@@ -278,7 +263,9 @@ class ShardedArray(RowArray):
             is_own = is_own.reshape(*indices.shape, *[1] * (rows.ndim - indices.ndim))
             return jnp.where(is_own, rows, 0)
 
-        sum_rows = partial(self.shards.sum_over_shards, read_own_rows)
+        def sum_rows(indices: Any) -> Array:
+            return self.shards.sum_over_shards(read_own_rows, indices, PartitionSpec())
+
         if is_traced:
             return sum_rows(indices).astype(self.dtype)
         return jax.jit(sum_rows)(np.asarray(indices)).astype(self.dtype)
@@ -341,59 +328,37 @@ class ShardedArray(RowArray):
         return cls.from_padded_array(array, shards, name)
 
 
-class ShardView:
-    """One device's part of a :class:`ShardedArray`, in its place while a model runs there.
+class DeviceShardView(ArrayProxy):
+    """Rows of one device, in place of the whole array while a model runs there.
 
-    :param global_array: the whole array, whose shape and name the model sees.
-    :param row_offset: index of the device's first row.
+    :param row_offset: index of the device's first row among all rows.
     """
 
-    def __init__(self, global_array: ShardedArray, row_offset: Any) -> None:
-        self.global_array, self.row_offset = global_array, row_offset
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.global_array, name)
-
-    def __len__(self) -> int:
-        return len(self.global_array)
-
-
-class DeviceShardView(ShardView):
-    """Part of the device that holds the rows.
-
-    :param global_array: the whole array.
-    :param local_array: the device's rows.
-    :param row_offset: index of the first of these among all rows.
-    """
-
-    def __init__(self, global_array: ShardedArray, local_array: Array, row_offset: Any) -> None:
-        super().__init__(global_array, row_offset)
-        self.local_array = local_array
+    def __init__(self, array: ShardedArray, local_array: Array, row_offset: Any) -> None:
+        super().__init__(array)
+        self.local_array, self.row_offset = local_array, row_offset
 
     def __getitem__(self, index: Any) -> Array:
         indices, trailing_index = split_index(index)
         return self.local_array[(indices - self.row_offset, *trailing_index)]
 
 
-class HostShardView(ShardView):
-    """Part of a device whose rows are on its host, read when the program runs.
+class HostShardView(ArrayProxy):
+    """Rows of one device that are on its host, read when the program runs.
 
-    :param global_array: the whole array.
-    :param row_offset: index of the device's first row.
+    :param row_offset: index of the device's first row among all rows.
     :param num_rows: number of its rows; indices beyond give the last row.
     """
 
-    def __init__(self, global_array: ShardedArray, row_offset: Any, num_rows: Any) -> None:
-        super().__init__(global_array, row_offset)
-        self.num_rows = num_rows
+    def __init__(self, array: ShardedArray, row_offset: Any, num_rows: Any) -> None:
+        super().__init__(array)
+        self.row_offset, self.num_rows = row_offset, num_rows
 
     def __getitem__(self, index: Any) -> Array:
         indices, trailing_index = split_index(index)
         indices = jnp.clip(indices, self.row_offset, self.row_offset + self.num_rows - 1)
-        result = jax.ShapeDtypeStruct(
-            (*indices.shape, *self.global_array.shape[1:]), self.global_array.dtype
-        )
-        rows = call_host(self.global_array.read_deferring_errors, result, indices)
+        result = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
+        rows = call_host(self.read_deferring_errors, result, indices)
         return index_trailing_axes(rows, indices.shape, trailing_index)
 
 
@@ -409,7 +374,7 @@ def as_sharded(x: Any) -> Any:
         return x
     axis, mesh = sharding.spec[0], sharding.mesh
     assert isinstance(mesh, Mesh)
-    num_shards = math.prod(mesh.shape[name] for name in _axis_names(axis))
+    num_shards = _count_shards(mesh, axis)
     if num_shards == 1 or any(other is not None for other in sharding.spec[1:]):
         return x
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
@@ -427,15 +392,18 @@ def _axis_names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else axis
 
 
+def _count_shards(mesh: Mesh, axis: str | tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in _axis_names(axis))
+
+
 def _local_devices_by_shard(mesh: Mesh, axis: str | tuple[str, ...]) -> dict[int, list[Any]]:
     """Return this process's devices by the number of their shard."""
-    mesh_dims = [mesh.axis_names.index(name) for name in _axis_names(axis)]
-    lengths = [mesh.devices.shape[dim] for dim in mesh_dims]
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    one_row_per_shard = (_count_shards(mesh, axis),)
     devices_by_shard: dict[int, list[Any]] = {}
-    for index, device in np.ndenumerate(mesh.devices):
-        if device.process_index == jax.process_index():
-            shard = int(np.ravel_multi_index([index[dim] for dim in mesh_dims], lengths))
-            devices_by_shard.setdefault(shard, []).append(device)
+    for device, index in sharding.addressable_devices_indices_map(one_row_per_shard).items():
+        assert index is not None
+        devices_by_shard.setdefault(index[0].start or 0, []).append(device)
     return dict(sorted(devices_by_shard.items()))
 
 
@@ -471,7 +439,7 @@ def _allgather_rows_per_shard(
     rows: Any, local_rows_per_shard: dict[int, int], mesh: Mesh, axis: str | tuple[str, ...]
 ) -> tuple[int, ...]:
     """Return the number of rows of every shard, exchanged among processes."""
-    counts = np.zeros(math.prod(mesh.shape[name] for name in _axis_names(axis)), np.int32)
+    counts = np.zeros(_count_shards(mesh, axis), np.int32)
     counts[list(local_rows_per_shard)] = list(local_rows_per_shard.values())
     if jax.process_count() == 1:
         return tuple(int(n) for n in counts)
@@ -496,11 +464,7 @@ def _allgather_rows_per_shard(
 
 
 def _check_values(rows: Any, first: int) -> np.ndarray:
-    """Return rows in the type of the devices; raise where values would be lost.
-
-    :param rows: consecutive rows of this process.
-    :param first: index of the first of these among the rows of this process.
-    """
+    """Return rows, of which ``first`` is the first, in the type of the devices, without loss."""
     rows = check_unmasked(rows)
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype.newbyteorder("="))
     if exceeds_integer_range(rows, dtype):

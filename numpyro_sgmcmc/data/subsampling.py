@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -61,28 +62,24 @@ class Subsampling:
     """Method that selects the minibatches of a plate.
 
     Subclasses are frozen dataclasses without fields, because they are static in compiled steps.
+
+    - **name** - value of the kernels' ``subsampling`` argument.
+    - **is_independent** - whether successive minibatches are independent.
+    - **is_contiguous** - whether a minibatch consists of consecutive rows, which are alike in
+      sorted data.
     """
 
     name: ClassVar[str]
-    """Value of the kernels' ``subsampling`` argument."""
-
     is_independent: ClassVar[bool] = False
-    """Whether successive minibatches are independent."""
-
     is_contiguous: ClassVar[bool] = False
-    """Whether a minibatch consists of consecutive rows, which are alike in sorted data."""
 
     def sample_indices(
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
     ) -> tuple[StreamState, Array]:
-        """Return the next state and the row indices of the next ``num_steps`` minibatches.
+        """Return the next state, and int32 row indices of shape ``(num_steps, batch_size)``.
 
-        :param state: current state.
         :param rng_key: fresh key, for methods that are not a function of the state alone.
-        :param num_steps: number of minibatches.
         :param size: number of rows; an array where each shard has a different number.
-        :param batch_size: rows per minibatch.
-        :return: the next state, and int32 indices of shape ``(num_steps, batch_size)``.
         """
         raise NotImplementedError
 
@@ -194,12 +191,10 @@ class Plate(NamedTuple):
 
     @property
     def num_shards(self) -> int:
-        """Number of shards; 1 where the rows are on one device."""
         return 1 if self.shards is None else len(self.shards.rows_per_shard)
 
     @property
     def subsample_size_per_shard(self) -> int:
-        """Rows of a minibatch on one device."""
         return self.subsample_size // self.num_shards
 
     @property
@@ -272,11 +267,7 @@ class Plate(NamedTuple):
         return self._replace(subsample_size=num_shards * per_shard, shards=shards)
 
     def for_shard(self, row_offset: Any, num_rows: Any) -> Plate:
-        """Return the part of one device, or the plate itself where its rows are not sharded.
-
-        :param row_offset: index of the device's first row.
-        :param num_rows: number of the device's rows.
-        """
+        """Return the part of one device, or the plate itself where its rows are not sharded."""
         if self.shards is None:
             return self
         # Always-included rows are selected on one device only.
@@ -304,52 +295,44 @@ def sample_minibatches(
 
     Every shard contributes equally many rows to a minibatch.
     """
-    if plate.shards is None:
-        random_part = plate.random_part
-        state, indices = subsampling.sample_indices(
-            state, rng_key, num_steps, random_part.size, random_part.subsample_size
-        )
-        return state, plate.add_included_rows(indices)
 
-    def sample_shard(size: Any, state: StreamState, key: Array) -> tuple[StreamState, Array]:
-        return subsampling.sample_indices(
-            state, key, num_steps, size, plate.subsample_size_per_shard
-        )
+    def sample(size: Any, batch_size: int, key: Array, state: StreamState) -> Any:
+        return subsampling.sample_indices(state, key, num_steps, size, batch_size)
 
-    keys = random.split(rng_key, plate.num_shards)
-    state, indices = _map_shards(sample_shard, plate.shards, state, keys)
-    indices = jnp.moveaxis(indices, 0, 1).reshape(num_steps, -1)
-    return state, plate.shards.shard_indices(indices)
+    return _sample_shards(plate, sample, rng_key, state)
 
 
 def sample_independent_minibatch(subsampling: Subsampling, plate: Plate, rng_key: Array) -> Array:
     """Return a minibatch that is independent of any stream, shape ``(subsample_size,)``."""
-    if plate.shards is None:
-        random_part = plate.random_part
-        return plate.add_included_rows(
-            subsampling.sample_independent_indices(
-                rng_key, random_part.size, random_part.subsample_size
-            )
-        )
 
-    def sample_shard(size: Any, key: Array) -> tuple[None, Array]:
-        return None, subsampling.sample_independent_indices(
-            key, size, plate.subsample_size_per_shard
-        )
+    def sample(size: Any, batch_size: int, key: Array) -> tuple[None, Array]:
+        return None, subsampling.sample_independent_indices(key, size, batch_size)
+
+    return _sample_shards(plate, sample, rng_key)[1]
+
+
+def _sample_shards(plate: Plate, sample: Callable[..., Any], rng_key: Array, *state: Any) -> Any:
+    """Map ``(size, batch_size, key, *state) -> (state, indices)`` over shards, if there are any."""
+    if (shards := plate.shards) is None:
+        random_part = plate.random_part
+        next_state, indices = sample(random_part.size, random_part.subsample_size, rng_key, *state)
+        return next_state, plate.add_included_rows(indices)
+
+    def sample_shard(size: Any, key: Array, *state: Any) -> Any:
+        return sample(size, plate.subsample_size_per_shard, key, *state)
 
     keys = random.split(rng_key, plate.num_shards)
-    _, indices = _map_shards(sample_shard, plate.shards, keys)
-    return plate.shards.shard_indices(indices.reshape(-1))
-
-
-def _map_shards(fn: Callable[..., Any], shards: Shards, *shard_args: Any) -> Any:
-    """Map ``fn(num_rows, ...) -> (state, indices)`` over shards, with indices among all rows."""
     if shards.is_balanced:
-        state, indices = jax.vmap(lambda *xs: fn(shards.max_rows_per_shard, *xs))(*shard_args)
+        sample_all = jax.vmap(partial(sample_shard, shards.max_rows_per_shard))
     else:
-        state, indices = jax.vmap(fn)(jnp.asarray(shards.rows_per_shard, jnp.int32), *shard_args)
+        sizes = jnp.asarray(shards.rows_per_shard, jnp.int32)
+        sample_all = partial(jax.vmap(sample_shard), sizes)
+    next_state, indices = sample_all(keys, *state)
     offsets = jnp.asarray(shards.row_offsets)
-    return state, indices + offsets.reshape(-1, *[1] * (indices.ndim - 1))
+    indices = indices + offsets.reshape(-1, *[1] * (indices.ndim - 1))
+    # All rows of a minibatch in one axis.
+    indices = jnp.moveaxis(indices, 0, -2).reshape(*indices.shape[1:-1], -1)
+    return next_state, shards.shard_indices(indices)
 
 
 def _advance_stream(

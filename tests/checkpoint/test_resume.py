@@ -9,7 +9,6 @@ from numpyro_sgmcmc import HostArray, SGHMCSplit
 from numpyro_sgmcmc.checkpoint import store
 from numpyro_sgmcmc.checkpoint.store import encode
 from numpyro_sgmcmc.errors import DataReadError
-from numpyro_sgmcmc.sampling import prefetch
 from numpyro_sgmcmc.sampling.schedules import Polynomial
 from tests.checkpoint.runs import (
     DATA,
@@ -143,10 +142,10 @@ def test_run_on_host_arrays_is_resumed_bitwise(tmp_path, monkeypatch):
 
 @slow
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, monkeypatch, is_resumed):
+def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, is_resumed):
     """With its message and the draws up to the last checkpoint; an intact source continues."""
-    # Rows are read at every other iteration.
-    monkeypatch.setattr(prefetch, "_MAX_PREFETCHED_ITERATIONS", 2)
+    # Rows are read once for 64 iterations, and ahead for as many.
+    settings = {"num_samples": 413, "checkpoint_every": 10}
 
     class Failing:
         shape, dtype = DATA.y.shape, DATA.y.dtype
@@ -157,13 +156,13 @@ def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, monke
                 raise OSError("disk on fire")
             return DATA.y[rows]
 
-    broken = mcmc_of(tmp_path / "broken")
+    broken = mcmc_of(tmp_path / "broken", **settings)
     data = HostArray(DATA.X), HostArray(Failing(), name="y"), HostArray(DATA.counts)
     with pytest.raises(DataReadError, match=r"HostArray\('y', .*: OSError: disk on fire"):
         broken.run(jax.random.key(1), *data, batch_size=40)
-    assert 0 < broken.get_samples(True)["beta"].shape[1] < 13
+    assert 0 < broken.get_samples(True)["beta"].shape[1] < 206
     if is_resumed:
-        again, whole = mcmc_of(tmp_path / "broken"), mcmc_of(tmp_path / "whole")
+        again, whole = (mcmc_of(tmp_path / name, **settings) for name in ("broken", "whole"))
         again.resume(*map(HostArray, DATA), batch_size=40)
         whole.run(jax.random.key(1), *map(HostArray, DATA), batch_size=40)
         assert_bitwise_equal(again, outcome(whole))

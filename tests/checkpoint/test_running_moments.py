@@ -16,7 +16,7 @@ def test_running_moments_do_not_depend_on_segments():
         pieces = pieces.add({"a": draws["a"][:, part]}, weights[:, part])
     for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(pieces), strict=True):
         np.testing.assert_array_equal(a, b)
-    mean, variance = once.compute_pooled_moments()
+    mean, variance = once.mean_and_variance(group_by_chain=False)
     x, w = np.float64(draws["a"]).reshape(40, 3), weights.ravel()
     np.testing.assert_allclose(mean["a"], np.average(x, 0, w))
     np.testing.assert_allclose(variance["a"], np.average((x - mean["a"]) ** 2, 0, w))

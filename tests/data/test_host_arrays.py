@@ -295,6 +295,12 @@ def test_host_array_after_pickling_has_its_rows():
     np.testing.assert_array_equal(copy[np.arange(5)], X[:5])
 
 
+def test_checksum_of_bfloat16_rows_is_that_of_their_values():
+    rows = np.arange(6).reshape(3, 2).astype(jnp.bfloat16)
+    other = HostArray(rows + jnp.bfloat16(1)).checksum()
+    assert HostArray(rows).checksum() == HostArray(rows.copy()).checksum() != other
+
+
 def test_prefetch_from_several_threads_gives_each_its_rows():
     """Each device is a thread, and all share one list of prefetched rows."""
     host = HostArray(np.arange(400.0))
