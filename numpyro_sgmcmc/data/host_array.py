@@ -137,7 +137,7 @@ class RowArray:
 
 
 class ArrayProxy:
-    """What a model sees in place of an array: everything but indexing is that of the array."""
+    """Base of what a model gets in place of an array; all but indexing is that of the array."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
