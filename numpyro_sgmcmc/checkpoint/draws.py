@@ -102,21 +102,16 @@ class DrawsOnDisk:
         return first_draw, stop, compute_checksum(x for _, x in named)
 
     def read(self, layout: Any, draw_blocks: list[list[int]]) -> dict[str, Any]:
-        """Return the draws of consecutive blocks.
-
-        :param layout: the structure of the draws, from the manifest.
-        :raises RuntimeError: naming the first damaged block.
-        """
+        """Return the draws of consecutive blocks; layout and blocks are those of the manifest."""
         template = decode(layout, defaultdict(lambda: np.zeros(0)))
         names = [name for name, _ in self._iter_named_arrays(template)]
+        zarr = _import_zarr()
         blocks: list[list[np.ndarray]] = []
         for start, stop, checksum in draw_blocks:
             try:
-                root = _import_zarr().open_group(str(self._zarr_path), mode="r")
+                root = zarr.open_group(str(self._zarr_path), mode="r")
                 arrays = [np.asarray(root[name][:, start:stop]) for name in names]
                 damage = "checksum differs" if compute_checksum(arrays) != checksum else None
-            except ImportError:
-                raise
             # A damaged file can make its reader raise anything.
             except Exception as error:
                 damage = " ".join(str(error).split())[:200]

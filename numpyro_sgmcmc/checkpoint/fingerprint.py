@@ -86,7 +86,6 @@ def check_same_run(
     """Check that a stored run is the one to resume.
 
     :param args: arguments of `resume`, which may begin with a key, as those of `run` do.
-    :raises ValueError: naming everything that differs.
     """
     if args and is_prng_key(args[0]) and stored != current:
         raise InvalidArgumentError(

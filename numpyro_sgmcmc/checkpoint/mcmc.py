@@ -433,8 +433,6 @@ class CheckpointedMCMC(MCMC):
         with self._process_group.fail_together():
             try:
                 yield
-            except ImportError:
-                raise
             # Orbax and Zarr have error types for a full disk that are not OSErrors.
             except Exception as error:
                 reason = " ".join(str(error).split())[:300]

@@ -40,8 +40,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
     The system releases the lock when the process ends, for whatever reason. Windows, and file
     systems without locks, do not lock.
-
-    :raises RuntimeError: naming the folder, and the process that uses it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,10 +71,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 class ProcessGroup(NamedTuple):
-    """
-    - **num_processes** - processes that share the run.
-    - **process_index** - index of this one.
-    """
+    """The processes that share a run, and the index of this one."""
 
     num_processes: int
     process_index: int
@@ -104,10 +99,7 @@ class ProcessGroup(NamedTuple):
         return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in texts]
 
     def check_equal(self, description: str, text: str) -> None:
-        """Check that a text is the same in all processes.
-
-        :raises ValueError: with the values of the first process and of one that differs.
-        """
+        """Check that a text is the same in all processes."""
         texts = self.allgather_text(text)
         for index, other in enumerate(texts):
             if other != texts[0]:
@@ -130,8 +122,6 @@ class ProcessGroup(NamedTuple):
         """Raise in all processes where the block raises in one, once all have left the block.
 
         The block must not wait for other processes.
-
-        :raises RuntimeError: in the others, with the message of the one that failed.
         """
         failure: Exception | None = None
         try:
@@ -151,10 +141,7 @@ class ProcessGroup(NamedTuple):
 
     @contextmanager
     def lock_shared_folder(self, folder: Path) -> Iterator[None]:
-        """Lock a folder that all processes see, against every other run.
-
-        :raises RuntimeError: where another run holds it, or a process sees another folder.
-        """
+        """Lock a folder that all processes see, against every other run."""
         token = self.allgather_text(secrets.token_hex(8))[0]
         token_path = folder / "shared"
         with ExitStack() as stack:
@@ -185,10 +172,7 @@ SINGLE_PROCESS = ProcessGroup(1, 0)
 
 
 def get_process_group(arguments: Arguments) -> ProcessGroup:
-    """Return the processes that share the rows.
-
-    :raises ValueError: where there are several processes that share none.
-    """
+    """Return the processes that share the rows."""
     if jax.process_count() == 1:
         return SINGLE_PROCESS
     devices = {d for x in arguments.sharded_arrays for d in x.shards.mesh.devices.flat}

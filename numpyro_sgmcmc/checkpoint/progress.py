@@ -45,10 +45,7 @@ class CheckpointSchedule(NamedTuple):
 
 
 class SigintHandler:
-    """Ctrl-C as a request to stop at the next draw; a second one raises KeyboardInterrupt.
-
-    :param process_group: processes that share the run: a request to one of them stops all.
-    """
+    """Ctrl-C in one process stops all at the next draw; a second one raises KeyboardInterrupt."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.is_stop_requested = False
@@ -80,10 +77,7 @@ class SigintHandler:
 
 
 class ChunkSizer:
-    """Number of iterations that take about the poll interval.
-
-    :param process_group: processes that share the run, which follow the first one's clock.
-    """
+    """Number of iterations that take about the poll interval, by the first process's clock."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._process_group = process_group
@@ -106,11 +100,7 @@ class ChunkSizer:
 
 
 class ProgressBar:
-    """A progress bar with step size, configurational temperature and effective sample size.
-
-    :param num_iterations: iterations of the whole run.
-    :param num_done: iterations done before.
-    """
+    """A progress bar with step size, configurational temperature and effective sample size."""
 
     def __init__(self, is_shown: bool, num_iterations: int, num_warmup: int, num_done: int) -> None:
         self._bar = tqdm_auto(total=num_iterations, initial=num_done, disable=not is_shown)

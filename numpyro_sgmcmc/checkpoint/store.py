@@ -78,10 +78,7 @@ class CheckpointStore:
         return bool(_list_checkpoints(self._folder))
 
     def read_latest_fingerprint(self) -> dict[str, str] | None:
-        """Return the fingerprint of the newest readable checkpoint; None where there is none.
-
-        :raises ValueError: naming both formats, where this version cannot continue the run.
-        """
+        """Return the fingerprint of the newest readable checkpoint; None where there is none."""
         if (manifest := read_latest_manifest(self._folder)) is None:
             return None
         if (version := manifest["format"]) != _FORMAT_VERSION:
@@ -96,11 +93,7 @@ class CheckpointStore:
         return manifest["fingerprint"]
 
     def write(self, checkpoint: Checkpoint, is_writer: bool = True) -> Checkpoint:
-        """Write a checkpoint, and return it as :meth:`read_latest` would.
-
-        :param is_writer: whether this process writes; the others only decode.
-        :raises TypeError: where the tree holds what cannot be encoded.
-        """
+        """Write a checkpoint, if this process is the writer, and return it as it would be read."""
         arrays: list[np.ndarray] = []
         structure = encode(checkpoint.tree, arrays)
         if is_writer:
@@ -110,8 +103,8 @@ class CheckpointStore:
                 "structure": structure,
                 "arrays": [[list(x.shape), x.dtype.name, compute_checksum([x])] for x in arrays],
             }
-            ocp, step = _import_orbax(), checkpoint.num_iterations
-            with _open_manager(self._folder, is_writer=True) as manager:
+            step = checkpoint.num_iterations
+            with _open_manager(self._folder, is_writer=True) as (ocp, manager):
                 # Those of later iterations are damaged: the run went on from one before.
                 for later_step in [s for s in manager.all_steps() if s >= step]:
                     manager.delete(later_step)
@@ -126,7 +119,6 @@ class CheckpointStore:
         """Return the newest undamaged checkpoint, with a warning where it is not the newest one.
 
         :param check_draws: called with the manifest; raises where the last draws are damaged.
-        :raises RuntimeError: where all are damaged.
         """
         damages: list[str] = []
         for path in _list_checkpoints(self._folder):
@@ -155,9 +147,8 @@ class CheckpointStore:
         )
 
     def _read_tree(self, step: int, manifest: dict[str, Any]) -> Any:
-        ocp = _import_orbax()
         arrays = [np.zeros(shape, np.dtype(dtype)) for shape, dtype, _ in manifest["arrays"]]
-        with _open_manager(self._folder, is_writer=False) as manager:
+        with _open_manager(self._folder, is_writer=False) as (ocp, manager):
             state_args = ocp.args.StandardRestore(_name_nonempty(arrays))
             items = manager.restore(step, args=ocp.args.Composite(state=state_args))
         for name, x in items["state"].items():
@@ -277,26 +268,19 @@ def read_latest_manifest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _import_orbax() -> Any:
-    return errors.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
-
-
 @contextmanager
-def _open_manager(folder: Path, is_writer: bool) -> Iterator[Any]:
-    """Open orbax's manager of the run's checkpoints, for one call.
+def _open_manager(folder: Path, is_writer: bool) -> Iterator[tuple[Any, Any]]:
+    """Import orbax and open its manager of the run's checkpoints, for one call.
 
     A manager keeps a list of the checkpoints, which is wrong after a save that failed. That of a
     writer removes what a killed process left half written.
     """
-    ocp = _import_orbax()
-    path = (folder / "checkpoints").absolute()
-    process_options = ocp.options.MultiprocessingOptions()
-    if jax.process_count() > 1:
-        # This process alone reads or writes and does not wait for the others.
-        index = jax.process_index()
-        process_options = ocp.options.MultiprocessingOptions(
-            primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
-        )
+    ocp = errors.import_optional("orbax.checkpoint", "`CheckpointedMCMC`", "checkpoint")
+    path, index = (folder / "checkpoints").absolute(), jax.process_index()
+    # This process alone reads or writes and does not wait for the others.
+    process_options = ocp.options.MultiprocessingOptions(
+        primary_host=index, active_processes={index}, barrier_sync_key_prefix=f"process-{index}"
+    )
     if is_writer:
         path.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(
@@ -315,4 +299,4 @@ def _open_manager(folder: Path, is_writer: bool) -> Iterator[Any]:
         ),
     }
     with ocp.CheckpointManager(path, options=options, item_handlers=handlers) as manager:
-        yield manager
+        yield ocp, manager

@@ -173,9 +173,8 @@ def index_trailing_axes(
     if not trailing_index:
         return row_values
     size = math.prod(indices_shape)
-    positions = jnp.arange(size).reshape(indices_shape)
     flat_rows = row_values.reshape(size, *row_values.shape[len(indices_shape) :])
-    return flat_rows[(positions, *trailing_index)]
+    return flat_rows[(jnp.arange(size).reshape(indices_shape), *trailing_index)]
 
 
 def check_unmasked(values: Any) -> np.ndarray:
@@ -191,10 +190,8 @@ def check_unmasked(values: Any) -> np.ndarray:
 
 def exceeds_integer_range(values: np.ndarray, dtype: Any) -> bool:
     """Return whether an integer type cannot hold some of the integers."""
-    dtype = np.dtype(dtype)
-    if values.dtype == dtype or not values.size:
-        return False
-    if values.dtype.kind not in "iu" or dtype.kind not in "iu":
+    is_integer = values.dtype.kind in "iu" and np.dtype(dtype).kind in "iu"
+    if values.dtype == dtype or not values.size or not is_integer:
         return False
     limits = np.iinfo(dtype)
     return bool(values.min() < limits.min or values.max() > limits.max)
@@ -500,7 +497,7 @@ def _prefetch_executor() -> ThreadPoolExecutor:
 
 def _resident_file_bytes() -> int | None:
     """Return the bytes of mapped files in this process's memory, or None where unknown."""
-    try:  # measured, because how much a page fault loads depends on the system
+    try:  # measured, because it depends on the system how much a page fault loads
         return int(Path("/proc/self/statm").read_bytes().split()[2]) * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):
         return None
@@ -516,12 +513,9 @@ def _describe_rows(indices: np.ndarray) -> str:
 
 def _source_name(source: Any) -> str:
     """Return the source's file and the path inside it, as far as it has these attributes."""
-    parts = []
-    for holder in (getattr(source, "file", None), source, getattr(source, "store", None)):
-        for attribute in ("filename", "root"):
-            name = getattr(holder, attribute, None)
-            if isinstance(name, (str, bytes)) or hasattr(name, "__fspath__"):
-                parts.append(str(name))
+    holders = (getattr(source, "file", None), source, getattr(source, "store", None))
+    names = [getattr(x, attribute, None) for x in holders for attribute in ("filename", "root")]
+    parts = [str(x) for x in names if isinstance(x, (str, bytes)) or hasattr(x, "__fspath__")]
     inner_path = getattr(source, "name", None) or getattr(source, "path", None)
     if isinstance(inner_path, str) and inner_path.strip("/"):
         parts.append(inner_path.strip("/"))
@@ -567,10 +561,8 @@ def read_and_prefetch(
 
     :param lookups: arrays, each with the name of the plate that indexes it.
     :param indices: integer indices by plate, with three axes.
-    :param next_indices: indices of the next call, of the same shapes.
-    :param defer_errors: whether to return zeros instead of raising an error.
     :return: rows of each array, shape ``(*indices.shape, *array.shape[1:])``; with
-        ``defer_errors``, also whether an error occurred.
+        ``defer_errors``, zeros where a source fails, and whether it did.
     """
     results = tuple(
         jax.ShapeDtypeStruct((*indices[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups

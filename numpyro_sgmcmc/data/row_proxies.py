@@ -73,11 +73,7 @@ def is_row_array_or_proxy(x: Any) -> bool:
 
 
 class IndexingRecorder(ArrayProxy):
-    """Proxy that records the plates whose indices it is indexed by.
-
-    :param lookups: record, to which lookups are added.
-    :param user_array: the user's array, where ``array`` is traced.
-    """
+    """Proxy that records which plates index it; ``user_array`` is recorded where given."""
 
     def __init__(
         self,
@@ -104,11 +100,7 @@ class IndexingRecorder(ArrayProxy):
 
 
 class PrefetchedRows(ArrayProxy):
-    """Proxy that answers with the rows read for a step, and reads all others.
-
-    :param registry: indices of the step.
-    :param values_by_plate: rows of the array at these indices.
-    """
+    """Proxy that returns the rows read for a step, and reads all others."""
 
     def __init__(
         self, array: Any, registry: PlateIndexRegistry, values_by_plate: Mapping[str, Array]
@@ -136,10 +128,7 @@ def with_prefetched_rows(
     indices: Mapping[str, Array],
     values: tuple[Array, ...],
 ) -> Arguments:
-    """Return the arguments with arrays on the host replaced by the rows read for a step.
-
-    :param values: for each lookup, the array's rows at the step's indices.
-    """
+    """Return the arguments with arrays on the host replaced by ``values``, a step's rows."""
     registry = PlateIndexRegistry(indices)
     values_by_array: dict[HostArray | ShardedArray, dict[str, Array]] = {}
     for (array, plate), array_values in zip(lookups, values, strict=True):
@@ -174,10 +163,7 @@ class ShardedOperands(NamedTuple):
         return cls(indices, device_arrays, prefetched_values)
 
     def local_arguments(self, arguments: Arguments, row_offset: Any, num_rows: Any) -> Arguments:
-        """Return the arguments that a model sees on the device that has these operands.
-
-        :param row_offset: index of the device's first row, of ``num_rows``.
-        """
+        """Return the arguments that a model sees on the device that has these operands."""
         device_arrays, prefetched_values = iter(self.device_arrays), iter(self.prefetched_values)
         registry = PlateIndexRegistry(self.indices)
 

@@ -190,8 +190,13 @@ class Plate(NamedTuple):
     included_rows: tuple[int, ...] = ()
 
     @property
+    def rows_per_shard(self) -> tuple[int, ...]:
+        """Number of rows of each shard; one shard where the rows are on one device."""
+        return (self.size,) if self.shards is None else self.shards.rows_per_shard
+
+    @property
     def num_shards(self) -> int:
-        return 1 if self.shards is None else len(self.shards.rows_per_shard)
+        return len(self.rows_per_shard)
 
     @property
     def subsample_size_per_shard(self) -> int:
@@ -200,23 +205,20 @@ class Plate(NamedTuple):
     @property
     def shard_offsets_and_sizes(self) -> tuple[np.ndarray, np.ndarray]:
         """First row and number of rows of each shard, shape ``(num_shards, 1)``."""
-        if self.shards is None:
-            return np.array([[0]]), np.array([[self.size]])
-        return self.shards.row_offsets[:, None], np.array(self.shards.rows_per_shard)[:, None]
+        sizes = np.array(self.rows_per_shard)[:, None]
+        return np.cumsum(sizes, 0) - sizes, sizes
 
     @property
     def max_subsample_size(self) -> int:
         """Largest possible ``subsample_size``."""
-        if self.shards is None:
-            return self.size
-        return self.num_shards * min(self.shards.rows_per_shard)
+        return self.num_shards * min(self.rows_per_shard)
 
     @property
     def batches_per_epoch(self) -> int:
         """Minibatches per epoch; those of the largest shard where there are several."""
         if self.included_rows:
             return self.random_part.batches_per_epoch
-        return -(-int(self.shard_offsets_and_sizes[1].max()) // self.subsample_size_per_shard)
+        return -(-max(self.rows_per_shard) // self.subsample_size_per_shard)
 
     @property
     def random_part(self) -> Plate:
@@ -241,11 +243,10 @@ class Plate(NamedTuple):
         return np.array(weights) * (self.subsample_size / self.size)
 
     def add_included_rows(self, random_indices: Any) -> Any:
-        """Return the always-included rows followed by the sampled rows.
+        """Return row indices: the always-included rows followed by the sampled rows.
 
         :param random_indices: positions among the rows that are not always included, NumPy or JAX,
             shape ``(..., subsample_size - len(included_rows))``.
-        :return: row indices of shape ``(..., subsample_size)``.
         """
         if not self.included_rows:
             return random_indices
@@ -263,8 +264,8 @@ class Plate(NamedTuple):
     def with_shards(self, shards: Shards) -> Plate:
         """Return the plate with sharded rows; ``subsample_size`` is rounded up to whole shards."""
         num_shards = len(shards.rows_per_shard)
-        per_shard = -(-self.subsample_size // num_shards)
-        return self._replace(subsample_size=num_shards * per_shard, shards=shards)
+        rounded = -(-self.subsample_size // num_shards) * num_shards
+        return self._replace(subsample_size=rounded, shards=shards)
 
     def for_shard(self, row_offset: Any, num_rows: Any) -> Plate:
         """Return the part of one device, or the plate itself where its rows are not sharded."""
@@ -272,13 +273,8 @@ class Plate(NamedTuple):
             return self
         # Always-included rows are selected on one device only.
         assert not self.included_rows
-        return Plate(
-            self.name,
-            num_rows,
-            self.subsample_size_per_shard,
-            row_offset=row_offset,
-            max_size=self.shards.max_rows_per_shard,
-        )
+        size, max_size = self.subsample_size_per_shard, self.shards.max_rows_per_shard
+        return Plate(self.name, num_rows, size, row_offset=row_offset, max_size=max_size)
 
 
 def init_stream(plate: Plate, rng_key: Array) -> StreamState:
