@@ -20,36 +20,28 @@ _DISPLAY_DELAY_SECONDS = 3.0
 
 
 class ProgressReporter:
-    """Receiver of the progress of work in stages; this class shows nothing."""
+    """Receiver of the progress of work in stages; without a bar it shows nothing."""
+
+    def __init__(self, bar: tqdm | None = None) -> None:
+        self._bar = tqdm(disable=True) if bar is None else bar
 
     def begin_stage(self, name: str) -> None:
         """Begin a stage."""
-
-    def set_total(self, work: int) -> None:
-        """Set an upper bound on the work of the longest stages, in any unit."""
-
-    def advance(self, work: int) -> None:
-        """Add completed work, in the unit of :meth:`set_total`."""
-
-
-def _open_bar(**options: Any) -> tqdm:
-    return tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
-
-
-class _ProgressBarReporter(ProgressReporter):
-    def __init__(self, bar: tqdm) -> None:
-        self._bar = bar
-
-    def begin_stage(self, name: str) -> None:
         self._bar.set_description_str(f"adapting: {name}", refresh=False)
         self._bar.update(0)
 
     def set_total(self, work: int) -> None:
+        """Set an upper bound on the work of the longest stages, in any unit."""
         self._bar.total = work
 
     def advance(self, work: int) -> None:
+        """Add completed work, in the unit of :meth:`set_total`."""
         self._bar.bar_format = "{desc} {elapsed}, about {remaining} left{postfix}"
         self._bar.update(work)
+
+
+def _open_bar(**options: Any) -> tqdm:
+    return tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
 
 
 @contextmanager
@@ -66,7 +58,7 @@ def show_adaptation_progress(host_arrays: Sequence[HostArray]) -> Iterator[Progr
                 bar.update(0)
 
             stack.enter_context(count_reads(longest, show_passes))
-        yield _ProgressBarReporter(bar)
+        yield ProgressReporter(bar)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import numpy as np
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.checkpoint.store import decode, read_latest_manifest
 from numpyro_sgmcmc.data.host_array import compute_checksum
-from numpyro_sgmcmc.errors import CheckpointError
+from numpyro_sgmcmc.errors import CheckpointError, format_message
 
 # A bound on memory: a reader of one parameter loads whole chunks of this size at most.
 _MAX_CHUNK_BYTES = 2**24
@@ -38,7 +38,7 @@ def open_draws(folder: str | Path) -> Any:
     folder = Path(folder)
     if (manifest := read_latest_manifest(folder)) is None:
         raise FileNotFoundError(
-            errors.format_message(
+            format_message(
                 f"'{folder}' holds no checkpoint of a run.",
                 "pass the folder that `CheckpointedMCMC` got as `checkpoint`.",
                 "checkpoint-folder",

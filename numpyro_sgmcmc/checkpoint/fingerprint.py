@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import CodeType, ModuleType
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import jax
@@ -69,15 +69,16 @@ def compute_fingerprint(
             name = jax.tree_util.keystr(path[1:]).strip("[]'")
             texts[f"argument `{name}`"] = describe(x)
     texts["structure of the arguments"] = str(jax.tree.structure((others.args, others.kwargs)))
-    texts["floating-point type"] = jnp.result_type(float).name
-    texts["device"] = jax.default_backend()
     for name in _FINGERPRINTED_JAX_OPTIONS:
         texts[f"JAX's option `{name}`"] = describe(getattr(jax.config, name))
-    texts["version of numpyro_sgmcmc"] = __version__
-    texts["version of NumPyro"] = numpyro.__version__
-    texts["version of JAX"] = jax.__version__
-    texts["version of Python"] = ".".join(platform.python_version_tuple()[:2])
-    return texts
+    return texts | {
+        "floating-point type": jnp.result_type(float).name,
+        "device": jax.default_backend(),
+        "version of numpyro_sgmcmc": __version__,
+        "version of NumPyro": numpyro.__version__,
+        "version of JAX": jax.__version__,
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+    }
 
 
 def check_same_run(
@@ -135,10 +136,9 @@ def describe(x: Any, depth: int = 0) -> str:
     if depth > _MAX_DESCRIBE_DEPTH:
         return name
     inner = partial(describe, depth=depth + 1)
-    if isinstance(x, (list, tuple)):
-        return f"{type(x).__name__}({', '.join(map(inner, x))})"
-    if isinstance(x, (set, frozenset)):
-        return f"{type(x).__name__}({', '.join(sorted(map(inner, x)))})"
+    if isinstance(x, (list, tuple, set, frozenset)):
+        parts = map(inner, x) if isinstance(x, (list, tuple)) else sorted(map(inner, x))
+        return f"{type(x).__name__}({', '.join(parts)})"
     if isinstance(x, Mapping):
         return f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in x.items())}}}"
     if isinstance(x, partial):
@@ -148,7 +148,9 @@ def describe(x: Any, depth: int = 0) -> str:
     if hasattr(x, "__func__"):
         return f"{inner(x.__self__)}.{inner(x.__func__)}"
     if isinstance(code := getattr(x, "__code__", None), CodeType):
-        values = (_get_closure_values(x), x.__defaults__, x.__kwdefaults__)
+        # A cell that is not filled yet equals an empty one.
+        cells = [c.cell_contents for c in x.__closure__ or () if c != CellType()]
+        values = (cells, x.__defaults__, x.__kwdefaults__)
         return f"{name} {_compute_code_checksum(code):08x} {inner(values)}"
     if isinstance(x, (type, ModuleType)) or not hasattr(x, "__dict__"):
         return name
@@ -176,16 +178,6 @@ def _compute_code_checksum(code: CodeType) -> int:
 
     parts = [describe_constant(c) for c in code.co_consts], code.co_names
     return zlib.crc32(code.co_code + repr(parts).encode())
-
-
-def _get_closure_values(function: Any) -> list[Any]:
-    values = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            values.append(None)
-    return values
 
 
 def _combine_over_processes(text: str) -> str:

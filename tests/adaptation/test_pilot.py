@@ -47,6 +47,7 @@ def make_pilot(q, gradient=0.0):
 
 class RecordingReporter(ProgressReporter):
     def __init__(self):
+        super().__init__()
         self.amounts = []
 
     def advance(self, work):
