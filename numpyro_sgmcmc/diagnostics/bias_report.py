@@ -14,7 +14,7 @@ adds a line on bias to NumPyro's summary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -33,9 +33,9 @@ from numpyro_sgmcmc.diagnostics.diagnosis import (
     SiteBias,
     describe,
     diagnose_sites,
-    format_html,
-    format_text,
+    make_table,
     summarize_in_one_line,
+    wrap_lines,
 )
 from numpyro_sgmcmc.diagnostics.draw_gradients import (
     compute_full_gradients_at_draws,
@@ -54,6 +54,7 @@ from numpyro_sgmcmc.diagnostics.run_data import (
     GibbsRunData,
     RunData,
     check_finished_run,
+    check_has_data,
 )
 from numpyro_sgmcmc.diagnostics.special_runs import (
     find_unconverged_discrete_sites,
@@ -67,13 +68,12 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     GradientsAtDraws,
     SteinEstimates,
     compute_between_chain_r_hat,
-    compute_sums_at_draws,
-    convert_sums_to_first_chain,
     estimate_bias_at_draws,
     estimate_bias_from_sums,
     estimate_tail_bias,
-    transform_tails,
+    measure_convergence,
 )
+from numpyro_sgmcmc.dynamics import Recipe
 from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
 
 _MAX_DIVERGENCE_FRACTION = 0.01
@@ -91,11 +91,11 @@ class BiasReport:
     """Result of :func:`~numpyro_sgmcmc.bias_report`; prints as a table, in a notebook as HTML.
 
     :param coordinate_names: site and name of each coordinate.
-    :param bias_estimates: estimates of the bias; the first is printed, the others are heard if
-        they clearly show a bias.
+    :param bias_estimates: estimates of the bias; the first is printed, the others count if they
+        clearly show a bias.
     :param convergence: R-hat and ESS of each coordinate.
     :param configurational_temperature: configurational temperature, 1 for an exact sampler.
-    :param kinetic_temperature: kinetic temperature; NaN without momenta.
+    :param kinetic_temperature: mean square of the momenta; NaN without momenta.
     :param chain_covariance: the chains' covariance in the first chain's preconditioned
         coordinates, or its diagonal; variances of the values for functions of the draws.
     :param posterior_covariance: the posterior's, of the same shape.
@@ -201,12 +201,12 @@ class BiasReport:
         return summarize_in_one_line(self)
 
     def __str__(self) -> str:
-        return format_text(self)
+        return make_table(self).to_text()
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return format_html(self)
+        return make_table(self).to_html()
 
     def to_dataset(self) -> Any:
         """Convert the report to an :class:`xarray.Dataset` with an entry for each coordinate."""
@@ -319,13 +319,14 @@ def bias_report(
         _check_no_function(fn, "a run of Gibbs")
         return _report_on_gibbs(GibbsRunData.from_mcmc(mcmc), num_draws)
     run = RunData.from_mcmc(mcmc, "bias_report", allow_local_latents=True)
+    if fn is not None or full_data or run.local_state is not None:
+        check_has_data(run.kernel, "bias_report")
     if run.local_state is not None:
         _check_no_function(fn, "a model with latent sites inside the plate")
         return _report_on_globals(run, num_draws)
     functions = None
     if fn is not None:
-        run.require_potential("bias_report")
-        if run.has_schedule:
+        if run.kernel.has_schedule:
             raise InvalidArgumentError(
                 "`bias_report` does not support `fn` with a schedule of step sizes.",
                 "leave `fn` out, or run with a constant step_size.",
@@ -357,26 +358,22 @@ def _report_on_run(
             "use a smaller step_size, or leave it out to adapt it.",
             "all-diverged",
         )
-    exact = None
-    if num_full_draws is not None:
-        run.require_potential("bias_report")
-        exact = compute_full_gradients_at_draws(run, num_full_draws)
-    if exact is None:
+    if num_full_draws is None:
+        exact = None
         # Batches of all chains, each in its chain's own coordinates.
-        sums = run.batch_sums.map(lambda x: x.reshape(-1, *x.shape[2:]))
-        factor = run.preconditioners[0].factor
+        sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run.batch_sums)
+        stein = estimate_bias_from_sums(sums, run.preconditioners[0].factor)
     else:
-        sums, factor = compute_sums_at_draws(
-            exact.subtract_offsets(run.center_offsets), run.preconditioners[0]
-        )
-    stein = estimate_bias_from_sums(sums, factor)
-    full_data = exact is not None
+        exact = compute_full_gradients_at_draws(run, num_full_draws)
+        exact_in_first_chain = exact.subtract_offsets(run.center_offsets)
+        stein = estimate_bias_at_draws(exact_in_first_chain, run.preconditioners[0])
+    names = None
     if functions is None:
-        return _assemble_report(run, _measure_bias(run, stein, exact), full_data=full_data)
-    bias = _estimate_function_bias(run, functions, exact)
-    return _assemble_report(
-        run, bias.to_measurements(stein), full_data=full_data, function_names=bias.names
-    )
+        measured = _measure_bias(run, stein, exact)
+    else:
+        bias = _estimate_function_bias(run, functions, exact)
+        measured, names = bias.to_measurements(stein), bias.names
+    return _assemble_report(run, measured, names, full_data=exact is not None)
 
 
 def _measure_bias(
@@ -387,43 +384,31 @@ def _measure_bias(
     :param stein: estimates from the running sums, or from ``exact``.
     :param exact: gradients on all rows at some draws, if they were asked for.
     """
-    preconditioner = run.preconditioners[0]
-    sums = convert_sums_to_first_chain(run.batch_sums, run.preconditioners)
-    chain_sums = sums.map(lambda x: x.sum(1))
-    r_hat = compute_between_chain_r_hat(chain_sums, preconditioner.factor)
+    chain_sums = jax.tree.map(lambda x: x.sum(1), run.batch_sums)
+    r_hat = compute_between_chain_r_hat(chain_sums, run.preconditioners)
     draws = run.finite_draws
     if draws is None:
-        ess = (np.nan if run.has_schedule else 1.0) / np.square(stein.mcse[0])
+        ess = (np.nan if run.kernel.has_schedule else 1.0) / np.square(stein.mcse[0])
         return BiasMeasurements((stein.bias,), ConvergenceStats(r_hat, ess), stein)
     offsets = run.center_offsets
     tails = TailTransform.fit((draws - offsets).reshape(-1, draws.shape[-1]))
-    convergence = ConvergenceStats.from_draws(
-        draws if offsets.any() else transform_tails(draws, tails)
-    )
-    # Halves of a single chain differ because of few draws, which the ESS shows, and not of modes.
-    if len(draws) > 1:
-        r_hat = np.fmax(convergence.r_hat, r_hat)
+    convergence = measure_convergence(draws, None if offsets.any() else tails)
     noise_mean_bias = predict_noise_mean_bias(run, draws)
-    gradients = compute_gradients_at_draws(run, draws)
     estimates = [stein.bias]
     funnel_necks: tuple[FunnelNeck, ...] = ()
+    gradients = compute_gradients_at_draws(run, draws)
     if gradients is not None:
         gradients = gradients.subtract_offsets(offsets)
-        estimates.append(estimate_bias_at_draws(gradients, preconditioner))
+        estimates.append(estimate_bias_at_draws(gradients, run.preconditioners[0]).bias)
         funnel_necks = _find_funnel_necks(run, gradients)
-    estimates = [b.add_mean_bias(noise_mean_bias) for b in estimates]
     tail_gradients = gradients if exact is None else exact.subtract_offsets(offsets)
-    if tail_gradients is None:
-        dim = len(tails.coordinates)
-        unknown = Estimate(np.zeros(dim), np.full(dim, np.inf))
-        tail_bias = BiasEstimate(unknown, unknown)
-    else:
-        tail_bias = estimate_tail_bias(tail_gradients, tails)
+    tail_bias = estimate_tail_bias(tail_gradients, tails)
     return BiasMeasurements(
         bias_estimates=tuple(
-            b.override_coordinates(tails.coordinates, tail_bias) for b in estimates
+            b.add_mean_bias(noise_mean_bias).override_coordinates(tails.coordinates, tail_bias)
+            for b in estimates
         ),
-        convergence=convergence._replace(r_hat=r_hat),
+        convergence=convergence._replace(r_hat=np.fmax(convergence.r_hat, r_hat)),
         stein=stein,
         heavy_tailed_coordinates=tails.coordinates,
         funnel_necks=funnel_necks,
@@ -434,10 +419,10 @@ def _measure_bias(
 
 def _find_funnel_necks(run: RunData, gradients: GradientsAtDraws) -> tuple[FunnelNeck, ...]:
     """Find funnel necks, unless the SDE adapts its step to the position."""
-    if not run.dynamics.has_constant_metric:
+    dynamics, dim = run.kernel.dynamics, gradients.positions.shape[-1]
+    if not dynamics.has_constant_metric:
         return ()
-    dim = gradients.positions.shape[-1]
-    stiffness = [run.dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
+    stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
     funnel_necks = find_funnel_necks(
         gradients.positions.reshape(-1, dim),
         gradients.gradients.reshape(-1, dim),
@@ -460,26 +445,23 @@ def _estimate_function_bias(
             "pass full_data=True to take them on all rows.",
             "function-bias",
         )
-    assert run.potential is not None
     return estimate_function_bias(
         functions,
         get_draws_by_site(run.site_draws, "mcmc"),
         gradients,
-        run.preconditioners[0].cast(run.potential.dtype),
+        run.preconditioners[0].cast(run.kernel.potential.dtype),
         run.make_constrain_fn(),
     )
 
 
 def _report_on_globals(run: RunData, num_draws: int) -> BiasReport:
     """Report on the globals of a run with latent sites inside the subsampled plate."""
-    potential = run.require_potential("bias_report")
-    assert potential.local_latents is not None
-    names = ", ".join(f"`{name}`" for name in potential.local_latents.names)
     measured = measure_bias_of_globals(run, num_draws)
-    return _assemble_report(
-        run,
-        measured,
-        full_data=True,
+    local_latents = run.kernel.potential.local_latents
+    assert local_latents is not None
+    names = ", ".join(f"`{name}`" for name in local_latents.names)
+    return replace(
+        _assemble_report(run, measured, full_data=True),
         max_ess=float(np.fmax.reduce(measured.convergence.ess)),
         notes=(f"Only globals are judged, marginal over the local latent variables {names}.",),
     )
@@ -492,13 +474,11 @@ def _report_on_gibbs(run: GibbsRunData, num_draws: int) -> BiasReport:
     if run.discrete_samples:
         names = ", ".join(f"`{name}`" for name in run.discrete_samples)
         note += f", given the discrete sites {names}, which are not judged"
+    discrete_warnings = find_unconverged_discrete_sites(run.discrete_samples)
     return BiasReport(
         **_flatten(measured),
         coordinate_names=run.coordinate_names,
-        model_warnings=(
-            *run.block_warnings,
-            *find_unconverged_discrete_sites(run.discrete_samples),
-        ),
+        model_warnings=(*run.block_warnings, *discrete_warnings),
         step_size=run.step_size,
         weak_order=run.weak_order,
         gradient_noise_variance=np.nan,
@@ -514,34 +494,34 @@ def _report_on_gibbs(run: GibbsRunData, num_draws: int) -> BiasReport:
 def _assemble_report(
     run: RunData,
     measured: BiasMeasurements,
+    function_names: tuple[tuple[str, str], ...] | None = None,
     *,
     full_data: bool,
-    function_names: tuple[tuple[str, str], ...] | None = None,
-    max_ess: float | None = None,
-    notes: tuple[str, ...] = (),
 ) -> BiasReport:
     """Return the report on a run of one kernel."""
-    adaptation, noise_stats = run.adaptation, run.noise_stats
-    variance_inflation = noise_stats.predict_variance_inflation(run.dynamics, run.step_size)
+    kernel, noise_stats = run.kernel, run.kernel.noise_stats
+    variance_inflation = noise_stats.predict_variance_inflation(kernel.dynamics, run.step_size)
+    # Gradient noise inflates momenta and positions alike; discretisation inflates momenta by h^2/2.
+    temperature, error = (float(x) for x in measured.stein.kinetic_temperature)
+    kinetic_inflation = temperature - 1.0 - _KINETIC_Z * error - run.step_size**2 / 2.0
+    # NaN for noise that was not measured; NaN without momenta is ignored.
+    variance_inflation = max(variance_inflation, kinetic_inflation, 0.0)
+    is_custom_sde = not type(kernel.dynamics).__module__.startswith("numpyro_sgmcmc.")
     return BiasReport(
         **_flatten(measured),
         coordinate_names=run.coordinate_names if function_names is None else function_names,
-        model_warnings=() if adaptation is None else adaptation.model_warnings,
+        model_warnings=() if run.adaptation is None else run.adaptation.model_warnings,
         step_size=run.step_size,
-        weak_order=run.weak_order,
+        weak_order=kernel.dynamics.integrators[kernel.integrator].order,
         gradient_noise_variance=noise_stats.variance,
-        noise_sd_inflation=max(
-            float(np.sqrt(1.0 + variance_inflation) - 1.0),
-            _compute_kinetic_sd_inflation(measured.stein.kinetic_temperature, run.step_size),
-        ),
+        noise_sd_inflation=float(np.sqrt(1.0 + variance_inflation) - 1.0),
         num_divergences=run.num_divergences,
         num_draws=run.num_draws,
-        max_ess=run.max_ess if max_ess is None else max_ess,
+        max_ess=run.max_ess,
         full_data=full_data,
         is_for_functions=function_names is not None,
-        has_custom_dynamics=run.has_custom_dynamics,
-        max_grad_norm=run.max_grad_norm,
-        notes=notes,
+        has_custom_dynamics=is_custom_sde or isinstance(kernel.dynamics, Recipe),
+        max_grad_norm=kernel.options.max_grad_norm,
     )
 
 
@@ -551,17 +531,6 @@ def _flatten(measured: BiasMeasurements) -> dict[str, Any]:
     stein = values.pop("stein")._asdict()
     del stein["bias"]  # without noise and tails, which the first of the bias estimates includes
     return values | stein
-
-
-def _compute_kinetic_sd_inflation(kinetic_temperature: Estimate, step_size: float) -> float:
-    """Return the SD inflation that a kinetic temperature clearly above that of the step shows.
-
-    Discretisation raises it by about :math:`h^2/2`; gradient noise inflates momenta and positions
-    alike. Zero for NaN.
-    """
-    value, error = (float(x) for x in kinetic_temperature)
-    variance_inflation = value - 1.0 - _KINETIC_Z * error - step_size**2 / 2.0
-    return float(np.sqrt(1.0 + variance_inflation) - 1.0) if variance_inflation > 0.0 else 0.0
 
 
 # --- Corrected draws ----------------------------------------------------------------------------
@@ -585,9 +554,8 @@ def bias_corrected_samples(
         cannot be estimated with sufficient precision.
     """
     run = RunData.from_mcmc(mcmc, "bias_corrected_samples")
-    run.require_potential("bias_corrected_samples")
-    if report is None:
-        report = bias_report(mcmc)
+    check_has_data(run.kernel, "bias_corrected_samples")
+    report = bias_report(mcmc) if report is None else report
     if not isinstance(report, BiasReport):
         raise InvalidArgumentError(
             f"`report` is a {type(report).__name__}, which is not a bias report.",
@@ -692,7 +660,7 @@ def print_summary(
             print(f"Number of divergences: {np.sum(diverging)}")
     print(report.summary_line)
     if not report.is_ok:
-        print(report.diagnosis)
+        print(wrap_lines(report.diagnosis))
 
 
 def _select_site_draws(

@@ -2,20 +2,21 @@
 
 :func:`diagnose_sites` finds the worst coordinates of each site and gives the site one of the
 diagnoses of :class:`Diagnosis`; :func:`describe` writes what is wrong and how to fix it;
-:func:`format_text` and :func:`format_html` print the whole report, and
-:func:`summarize_in_one_line` one line.
+:func:`make_table` prints the whole report, and :func:`summarize_in_one_line` one line.
 """
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Container, Iterable, Sequence
 from enum import StrEnum
 from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
 from numpyro_sgmcmc.errors import ModelWarningKind
@@ -59,6 +60,9 @@ _MAX_MONTE_CARLO_Z = 3.0
 _MAX_DESCRIBED_SITES = 3
 """Sites that a text names one by one."""
 
+_LINE_LENGTH = 100
+"""Characters of a line of a printed report."""
+
 _MIN_LARGE_NOISE_RATIO = 5.0
 """Ratio of variance inflation to the tolerated one, beyond which halving the step does not help."""
 
@@ -94,6 +98,12 @@ _DIAGNOSIS_BY_WARNING = {
 }
 """Diagnosis that a model warning implies for its sites; biased for all other kinds."""
 
+_REASON_OF_INVALIDITY = {
+    ModelWarningKind.INCONSISTENT_GRADIENT: "the gradient misses a part of the log density",
+    ModelWarningKind.NON_ADDITIVE: "the log likelihood is not additive",
+}
+"""Model warnings with which estimates from minibatch gradients are not valid."""
+
 
 class SiteBias(NamedTuple):
     """The worst coordinates of one site, in unconstrained space.
@@ -106,9 +116,7 @@ class SiteBias(NamedTuple):
     - **sd_inflation_error** - its standard error.
     - **r_hat** - largest R-hat; NaN for a single chain.
     - **ess** - smallest effective sample size; NaN if the draws were not kept.
-    - **diagnosis** - ``"ok"``, ``"inconclusive"`` (error bars are too wide, R-hat is above 1.05 or
-      the ESS below 100), ``"multimodal"`` (the warm-up has detected other modes), ``"biased"``, or
-      ``"not converged"`` (R-hat is above 1.1); a :class:`Diagnosis`, which equals its string.
+    - **diagnosis** - a :class:`Diagnosis`, which equals its string, such as ``"ok"``.
     """
 
     site: str
@@ -165,31 +173,23 @@ def diagnose_site(
     not over sites): with d coordinates a bias is clear beyond
     :math:`\Phi^{-1}(1 - 0.025/d)` standard errors.
 
-    :param site: name of the site.
     :param indices: coordinates of the site.
     :param bias_estimates: estimates for all coordinates. For a site to be ok the first must
         exclude a bias; the others count if they clearly show one.
-    :param convergence: R-hat and ESS of all coordinates.
     :param reported: a diagnosis by other means; the worse one counts.
     """
     z = compute_simultaneous_z(len(indices))
     mean_bias, mean_diagnosis = _combine_estimates(
-        [b.mean_bias for b in bias_estimates],
-        indices,
-        z,
-        MEAN_BIAS_TOLERANCE,
-        _MEAN_BIAS_DETECTION_LIMIT,
+        [b.mean_bias.at(indices) for b in bias_estimates],
+        lambda e: classify_bias(e, z, MEAN_BIAS_TOLERANCE, _MEAN_BIAS_DETECTION_LIMIT),
     )
     sd_inflation, sd_diagnosis = _combine_estimates(
-        [b.sd_inflation for b in bias_estimates],
-        indices,
-        z,
-        SD_INFLATION_TOLERANCE,
-        _SD_INFLATION_DETECTION_LIMIT,
+        [b.sd_inflation.at(indices) for b in bias_estimates],
+        lambda e: classify_bias(e, z, SD_INFLATION_TOLERANCE, _SD_INFLATION_DETECTION_LIMIT),
     )
+    diagnosis = _worse(reported, mean_diagnosis, sd_diagnosis)
     r_hat = float(np.fmax.reduce(convergence.r_hat[indices]))
     ess = float(np.fmin.reduce(convergence.ess[indices]))
-    diagnosis = _worse(reported, mean_diagnosis, sd_diagnosis)
     if r_hat > MAX_OK_R_HAT or ess < MIN_OK_ESS:
         diagnosis = _worse(diagnosis, Diagnosis.INCONCLUSIVE)
     if r_hat > _MAX_CONVERGED_R_HAT:
@@ -202,41 +202,34 @@ def compute_simultaneous_z(num_coordinates: int) -> float:
     return NormalDist().inv_cdf(1.0 - (1.0 - _SIMULTANEOUS_LEVEL) / 2.0 / num_coordinates)
 
 
-def _combine_estimates(
-    estimates: Sequence[Estimate],
-    indices: np.ndarray,
-    z: float,
-    tolerance: float,
-    detection_limit: float,
-) -> tuple[tuple[float, float], Diagnosis]:
-    """Return value, error and diagnosis of the first estimate, or of one that shows a bias."""
-    diagnoses = [classify_bias(e, indices, z, tolerance, detection_limit) for e in estimates]
-    k = diagnoses.index(Diagnosis.BIASED) if Diagnosis.BIASED in diagnoses else 0
-    return _find_worst_coordinate(estimates[k], indices), diagnoses[k]
-
-
-def classify_bias(
-    bias: Estimate, indices: np.ndarray, z: float, tolerance: float, detection_limit: float
-) -> Diagnosis:
-    """Return biased, inconclusive or ok, for some coordinates of an estimate.
+def classify_bias(bias: Estimate, z: float, tolerance: float, detection_limit: float) -> Diagnosis:
+    """Return biased, inconclusive or ok, for the coordinates of a site.
 
     :param z: standard errors of the limits.
     :param tolerance: bias that must be clearly exceeded by a coordinate for a site to be biased.
     :param detection_limit: bias that must be excluded for all coordinates for a site to be ok.
     """
-    size, margin = np.abs(bias.value[indices]), z * bias.error[indices]
+    size, margin = np.abs(bias.value), z * bias.error
     if (size - margin > tolerance).any():
         return Diagnosis.BIASED
     is_ok = (size + margin < detection_limit).all()
     return Diagnosis.OK if is_ok else Diagnosis.INCONCLUSIVE
 
 
-def _find_worst_coordinate(bias: Estimate, indices: np.ndarray) -> tuple[float, float]:
-    """Return value and error that lie furthest from zero beyond twice the error; NaN first."""
-    value, error = bias.value[indices], bias.error[indices]
+def _combine_estimates(
+    estimates: list[Estimate], classify: Callable[[Estimate], Diagnosis]
+) -> tuple[tuple[float, float], Diagnosis]:
+    """Return the worst value, its error and the diagnosis of the first estimate of a site.
+
+    They are those of another estimate if that one shows a bias.
+    """
+    diagnoses = [classify(e) for e in estimates]
+    chosen = diagnoses.index(Diagnosis.BIASED) if Diagnosis.BIASED in diagnoses else 0
+    value, error = estimates[chosen]
+    # Furthest from zero beyond twice the error; NaN first.
     distance = np.abs(value) - 2.0 * np.where(np.isfinite(error), error, 0.0)
     k = np.argmax(np.where(np.isfinite(value), distance, np.inf))
-    return float(value[k]), float(error[k])
+    return (float(value[k]), float(error[k])), diagnoses[chosen]
 
 
 # --- Description --------------------------------------------------------------------------------
@@ -247,6 +240,8 @@ def describe(report: BiasReport) -> str:
     by_diagnosis: dict[Diagnosis, list[SiteBias]] = {d: [] for d in Diagnosis}
     for site in report.sites:
         by_diagnosis[site.diagnosis].append(site)
+    # All else that is wrong may follow from a step that is far too long: it has one fix.
+    is_step_too_large = any(n.is_step_too_large_in_bulk for n in report.funnel_necks)
     sentences = []
     if report.has_many_divergences:
         sentences.append(
@@ -255,31 +250,42 @@ def describe(report: BiasReport) -> str:
         )
     if not_converged := by_diagnosis[Diagnosis.NOT_CONVERGED]:
         r_hat = format_r_hat(float(np.fmax.reduce([s.r_hat for s in not_converged])))
-        problem = f"The chains disagree on {_list_names(not_converged)} (R-hat up to {r_hat})"
+        problem = f"The chains disagree on {_list_sites(not_converged)} (R-hat up to {r_hat})"
         if any(w.kind == ModelWarningKind.MODES_VISITED for w in report.model_warnings):
-            sentences.append(
-                f"{problem} because they were initialised in different modes: bias is reported "
-                "within each mode, and the pooled means and SDs are those of no posterior."
+            problem += (
+                " because they were initialised in different modes: bias is reported within each "
+                "mode, and the pooled means and SDs are those of no posterior."
             )
         else:
-            sentences.append(
-                f"{problem}, so that their bias is not meaningful. Fix: a longer run. Chains that "
-                "still disagree are in different modes, or do not reach a funnel neck, such as a "
-                "scale near zero."
-            )
+            problem += ", so that their bias is not meaningful."
+            if not (is_step_too_large or report.has_many_divergences):
+                problem += (
+                    " Fix: a longer run. Chains that still disagree are in different modes, or do "
+                    "not reach a funnel neck, such as a scale near zero."
+                )
+        sentences.append(problem)
     sentences += [warning.message for warning in report.model_warnings]
-    sites_with_funnel_necks = list(
-        dict.fromkeys(report.coordinate_names[n.coordinate][0] for n in report.funnel_necks)
-    )
-    sentences += [_describe_funnel_neck(report, site) for site in sites_with_funnel_necks]
+    by_site: dict[str, list[FunnelNeck]] = {}
+    for funnel_neck in report.funnel_necks:
+        site_name = report.coordinate_names[funnel_neck.coordinate][0]
+        by_site.setdefault(site_name, []).append(funnel_neck)
+    worst = [max(group, key=lambda n: n.missed_mass) for group in by_site.values()]
+    if not is_step_too_large:
+        sentences += [_describe_funnel_neck(report, funnel_neck) for funnel_neck in worst]
     measured = [s for s in by_diagnosis[Diagnosis.BIASED] if describe_site_bias(s)]
     sentences += [describe_site_bias(s) for s in measured[:_MAX_DESCRIBED_SITES]]
     if (num_others := len(measured) - _MAX_DESCRIBED_SITES) > 0:
         sentences.append(f"{num_others} more site{'s are' if num_others > 1 else ' is'} biased.")
+    if is_step_too_large:
+        regions = _list_first([_name_region(report, funnel_neck) for funnel_neck in worst])
+        sentences.append(
+            "The step_size is too large for most of the posterior: the chains do not reach "
+            f"{regions}. Fix: a smaller step_size."
+        )
+        return " ".join(sentences)
     if measured:
         sentences.append(_recommend_remedy(report, measured))
-    inconclusive = by_diagnosis[Diagnosis.INCONCLUSIVE]
-    sentences += _describe_inconclusive(report, inconclusive, sites_with_funnel_necks)
+    sentences += _describe_inconclusive(report, by_diagnosis[Diagnosis.INCONCLUSIVE], by_site)
     return " ".join(sentences) or _describe_ok(report)
 
 
@@ -301,29 +307,29 @@ def _describe_ok(report: BiasReport) -> str:
 
 
 def _describe_inconclusive(
-    report: BiasReport, sites: list[SiteBias], sites_with_funnel_necks: list[str]
+    report: BiasReport, sites: list[SiteBias], described: Container[str]
 ) -> list[str]:
-    """Return a sentence for each reason why sites are inconclusive."""
+    """Return a sentence for each reason why sites are inconclusive.
+
+    :param described: names of sites whose funnel necks are the reason.
+    """
     sentences = []
     low_ess = [s for s in sites if s.ess < MIN_OK_ESS]
     high_r_hat = [s for s in sites if s.r_hat > MAX_OK_R_HAT and s not in low_ess]
+    others = [s for s in sites if s not in low_ess + high_r_hat and s.site not in described]
     if low_ess:
-        ess = min(s.ess for s in low_ess)
         sentences.append(
-            f"The ESS of {_list_names(low_ess)} is {ess:.0f}, too small for a diagnosis. "
-            "Fix: more draws."
+            f"The ESS of {_list_sites(low_ess)} is {min(s.ess for s in low_ess):.0f}, too small "
+            "for a diagnosis. Fix: more draws."
         )
     if high_r_hat:
         r_hat = format_r_hat(max(s.r_hat for s in high_r_hat))
         sentences.append(
-            f"The chains do not fully agree on {_list_names(high_r_hat)} (R-hat up to {r_hat}). "
+            f"The chains do not fully agree on {_list_sites(high_r_hat)} (R-hat up to {r_hat}). "
             "Fix: more draws."
         )
-    others = [
-        s for s in sites if s not in low_ess + high_r_hat and s.site not in sites_with_funnel_necks
-    ]
     if others:
-        sentence = f"The error bars of {_list_names(others)} are too wide for a diagnosis. "
+        sentence = f"The error bars of {_list_sites(others)} are too wide for a diagnosis. "
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
             sentence += (
                 "Gradient noise is predicted to inflate SDs by up to "
@@ -336,29 +342,25 @@ def _describe_inconclusive(
     return sentences
 
 
-def _describe_funnel_neck(report: BiasReport, site: str) -> str:
-    """Describe the region of a site that the chains do not reach, and how to fix it."""
-    funnel_necks = [
-        n for n in report.funnel_necks if report.coordinate_names[n.coordinate][0] == site
-    ]
-    worst = max(funnel_necks, key=lambda n: n.missed_mass)
-    values = f"{'small' if worst.side == 'low' else 'large'} values of "
-    values += f"`{report.coordinate_names[worst.coordinate][1]}`"
-    if worst.is_step_too_large_in_bulk:  # the curvature is large everywhere
-        return (
-            f"The step_size is too large for most of the posterior: the chains do not reach "
-            f"{values}. Fix: a smaller step_size."
-        )
+def _name_region(report: BiasReport, funnel_neck: FunnelNeck) -> str:
+    """Return the values of a coordinate that the chains do not reach, for a sentence."""
+    size = "small" if funnel_neck.side == "low" else "large"
+    return f"{size} values of `{report.coordinate_names[funnel_neck.coordinate][1]}`"
+
+
+def _describe_funnel_neck(report: BiasReport, funnel_neck: FunnelNeck) -> str:
+    """Describe a region that the chains do not reach, and how to fix it."""
     # A scale near zero narrows the variables that it scales; a large one narrows the standardised
     # variables of a non-centred parametrisation.
     parametrisation = "centred parametrisation"
-    if worst.side == "low":
+    if funnel_neck.side == "low":
         parametrisation = "non-centred parametrisation (numpyro.infer.reparam.LocScaleReparam(0))"
-    verb = "do not reach" if worst.is_significant else "may not reach"
+    verb = "do not reach" if funnel_neck.is_significant else "may not reach"
     return (
-        f"The chains {verb} {values} (about {100 * worst.missed_mass:.0f}% of the posterior mass "
-        f"is missed). Fix: {parametrisation} of the variables that it scales, a prior that "
-        "excludes such values, or a smaller step_size."
+        f"The chains {verb} {_name_region(report, funnel_neck)} (about "
+        f"{100 * funnel_neck.missed_mass:.0f}% of the posterior mass is missed). Fix: "
+        f"{parametrisation} of the variables that it scales, a prior that excludes such values, or "
+        "a smaller step_size."
     )
 
 
@@ -403,11 +405,23 @@ def _recommend_remedy(report: BiasReport, biased_sites: list[SiteBias]) -> str:
     if np.isnan(report.step_size):
         halve = "halve step_size of each block (twice the cost per draw)"
     # Noise inflates SDs: if they are too small, or only means are off, it is not the cause.
-    sd_inflation = max((s.sd_inflation for s in biased_sites), key=_nan_as_inf)
-    sd_inflation = _nan_as_inf(sd_inflation)
+    sd_inflation = max(_nan_as_inf(s.sd_inflation) for s in biased_sites)
     is_inflated = sd_inflation > SD_INFLATION_TOLERANCE
     if is_inflated and report.noise_sd_inflation > _MAIN_CAUSE * sd_inflation:
-        return _recommend_noise_remedy(sd_inflation, halve)
+        # Its variance inflation falls in proportion to the noise.
+        ratio = (np.square(1.0 + sd_inflation) - 1.0) / (
+            np.square(1.0 + SD_INFLATION_TOLERANCE) - 1.0
+        )
+        if ratio < _MIN_LARGE_NOISE_RATIO:
+            return (
+                f"Gradient noise explains it. Fix: double subsample_size, or {halve}; either about "
+                "halves the bias."
+            )
+        return (
+            "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if "
+            "you set them, or increase subsample_size or reduce step_size "
+            f"{float(f'{ratio:.1g}'):,.0f}-fold; the variance inflation falls in proportion."
+        )
     if _is_mean_bias_from_noise(report, biased_sites):
         return (
             "Gradient noise explains it: it widens all that these sites depend on. Fix: double "
@@ -447,37 +461,15 @@ def _nan_as_inf(value: float) -> float:
     return float("inf") if np.isnan(value) else value
 
 
-def _recommend_noise_remedy(sd_inflation: float, halve_text: str) -> str:
-    """Recommend how to reduce gradient noise, whose variance inflation falls in proportion.
-
-    :param sd_inflation: relative error of the SDs.
-    :param halve_text: how to halve the step size.
-    """
-    variance_inflation = np.square(1.0 + sd_inflation) - 1.0
-    ratio = variance_inflation / (np.square(1.0 + SD_INFLATION_TOLERANCE) - 1.0)
-    if ratio < _MIN_LARGE_NOISE_RATIO:
-        return (
-            f"Gradient noise explains it. Fix: double subsample_size, or {halve_text}; either "
-            "about halves the bias."
-        )
-    return (
-        "Gradient noise explains it. Fix: leave out `step_size` and `gradient_estimator` if you "
-        f"set them, or increase subsample_size or reduce step_size {float(f'{ratio:.1g}'):,.0f}-"
-        "fold; the variance inflation falls in proportion."
-    )
-
-
 def _is_mean_bias_from_noise(report: BiasReport, biased_sites: list[SiteBias]) -> bool:
     """Return whether at least half of each mean's bias is predicted from gradient noise."""
-    if not len(report.noise_mean_bias) or report.is_for_functions:
-        return False
     sites = [s for s in biased_sites if abs(s.mean_bias) > MEAN_BIAS_TOLERANCE]
-    predicted = {s.site: 0.0 for s in sites}
-    noise_mean_bias = np.abs(report.noise_mean_bias)
-    for (site, _), value in zip(report.coordinate_names, noise_mean_bias, strict=True):
-        if site in predicted:
-            predicted[site] = max(predicted[site], float(value))
-    return bool(sites) and all(predicted[s.site] > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
+    if not sites or not len(report.noise_mean_bias) or report.is_for_functions:
+        return False
+    predicted = dict.fromkeys((site for site, _ in report.coordinate_names), 0.0)
+    for (site, _), value in zip(report.coordinate_names, report.noise_mean_bias, strict=True):
+        predicted[site] = max(predicted[site], abs(float(value)))
+    return all(predicted[s.site] > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
 
 
 def _is_monte_carlo_error(report: BiasReport, biased_sites: list[SiteBias]) -> bool:
@@ -491,68 +483,105 @@ def _is_monte_carlo_error(report: BiasReport, biased_sites: list[SiteBias]) -> b
     return True
 
 
-def _list_names(sites: list[SiteBias]) -> str:
-    names = ", ".join(f"`{s.site}`" for s in sites[:_MAX_DESCRIBED_SITES])
-    return names + ", ..." * (len(sites) > _MAX_DESCRIBED_SITES)
+def _list_first(names: Sequence[str]) -> str:
+    """Return the first names, and whether there are more."""
+    return ", ".join(names[:_MAX_DESCRIBED_SITES]) + ", ..." * (len(names) > _MAX_DESCRIBED_SITES)
 
 
-# --- Tables -------------------------------------------------------------------------------------
-
-_HEADER = ("site", "size", "mean bias (SD)", "SD bias (%)", "R-hat", "ESS", "diagnosis")
-
-
-def format_text(report: BiasReport) -> str:
-    """Return a report as text: its table, notes and description."""
-    table = format_text_table([_HEADER, *_format_cells(report)], left_aligned=(0, 6))
-    return "\n".join([table, "", *_format_notes(report), "", describe(report)])
+def _list_sites(sites: list[SiteBias]) -> str:
+    return _list_first([f"`{s.site}`" for s in sites])
 
 
-def format_html(report: BiasReport) -> str:
-    """Return a report as HTML for notebooks."""
-    notes = [*_format_notes(report), describe(report)]
-    return format_html_table(_HEADER, _format_cells(report), notes)
+# --- The printed report -------------------------------------------------------------------------
 
 
-def summarize_in_one_line(report: BiasReport) -> str:
-    """Return the largest biases of a report in one line."""
-    mean_bias, mean_bias_error = max(
-        ((s.mean_bias, s.mean_bias_error) for s in report.sites),
-        key=lambda x: _nan_as_inf(abs(x[0])),
-    )
-    sd_inflation, sd_inflation_error = max(
-        ((s.sd_inflation, s.sd_inflation_error) for s in report.sites),
-        key=lambda x: _nan_as_inf(abs(x[0])),
-    )
-    return (
-        f"Bias: means off by at most {abs(mean_bias):.2f} ± {mean_bias_error:.2f} "
-        "posterior SDs, SDs by "
-        f"{100 * sd_inflation:+.1f}% ± {100 * sd_inflation_error:.1f}%"
-    )
+class Table(NamedTuple):
+    """A table that prints as text, and as HTML in notebooks.
+
+    - **table_rows** - rows of cells, the header first.
+    - **notes** - paragraphs below the table.
+    - **left_aligned** - columns that are aligned left; the others are aligned right.
+    """
+
+    table_rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
+    left_aligned: tuple[int, ...] = (0,)
+
+    def to_text(self) -> str:
+        """Return lines of text, columns separated by two spaces."""
+        widths = [max(map(len, column)) for column in zip(*self.table_rows, strict=True)]
+        alignments = ["<" if k in self.left_aligned else ">" for k in range(len(widths))]
+        lines = [
+            "  ".join(
+                f"{cell:{alignment}{width}}"
+                for cell, alignment, width in zip(row, alignments, widths, strict=True)
+            ).rstrip()
+            for row in self.table_rows
+        ]
+        return "\n".join([*lines, "", *map(wrap_lines, self.notes)])
+
+    def to_html(self) -> str:
+        """Return HTML; all text is escaped."""
+
+        def format_row(row: Sequence[str], tag: str) -> str:
+            cells = (f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+            return f"<tr>{''.join(cells)}</tr>"
+
+        header, *rows = self.table_rows
+        body = "".join(format_row(row, "td") for row in rows)
+        below = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes if note)
+        return (
+            f"<table><thead>{format_row(header, 'th')}</thead><tbody>{body}</tbody></table>{below}"
+        )
 
 
-def _format_cells(report: BiasReport) -> list[tuple[str, ...]]:
-    return [
+def wrap_lines(text: str) -> str:
+    """Return a paragraph in lines of at most 100 characters."""
+    return textwrap.fill(text, _LINE_LENGTH, break_long_words=False, break_on_hyphens=False)
+
+
+def make_table(report: BiasReport) -> Table:
+    """Return a report as a table of its sites, with notes and its description."""
+    header = ("site", "size", "mean bias (SD)", "SD bias (%)", "R-hat", "ESS", "diagnosis")
+    cells = [
         (
             s.site,
             str(s.size),
-            _format_bias(s.mean_bias, s.mean_bias_error, _MAX_PRINTED_BIAS, 3),
-            _format_bias(
-                100 * s.sd_inflation, 100 * s.sd_inflation_error, 100 * _MAX_PRINTED_BIAS, 1
-            ),
+            _format_bias(s.mean_bias, s.mean_bias_error, 1, 3),
+            _format_bias(s.sd_inflation, s.sd_inflation_error, 100, 1),
             format_r_hat(s.r_hat),
             f"{s.ess:.0f}" if np.isfinite(s.ess) else "-",
             str(s.diagnosis),
         )
         for s in report.sites
     ]
+    return Table([header, *cells], [*_format_notes(report), "", describe(report)], (0, 6))
 
 
-def _format_bias(value: float, error: float, max_value: float, digits: int) -> str:
+def summarize_in_one_line(report: BiasReport) -> str:
+    """Return the largest biases of a report in one line, and whether they are valid."""
+
+    def find_largest(biases: Iterable[tuple[float, float]]) -> tuple[float, float]:
+        return max(biases, key=lambda bias: _nan_as_inf(abs(bias[0])))
+
+    mean_bias, mean_error = find_largest((s.mean_bias, s.mean_bias_error) for s in report.sites)
+    sd_bias, sd_error = find_largest((s.sd_inflation, s.sd_inflation_error) for s in report.sites)
+    kinds = {warning.kind for warning in report.model_warnings}
+    reasons = [reason for kind, reason in _REASON_OF_INVALIDITY.items() if kind in kinds]
+    subject = f"Bias (invalid estimate: {' and '.join(reasons)})" if reasons else "Bias"
+    return (
+        f"{subject}: means off by at most {abs(mean_bias):.2f} ± {mean_error:.2f} posterior SDs, "
+        f"SDs by {100 * sd_bias:+.1f}% ± {100 * sd_error:.1f}%"
+    )
+
+
+def _format_bias(value: float, error: float, unit: int, digits: int) -> str:
+    """Return a bias with its error, both times ``unit``."""
     if np.isnan(value):
         return "unknown"
-    if abs(value) >= max_value:
-        return f"{'>' if value > 0 else '<-'}{max_value:,.0f}"
-    return f"{value:+.{digits}f} ± {error:.{digits}f}"
+    if abs(value) >= _MAX_PRINTED_BIAS:
+        return f"{'>' if value > 0 else '<-'}{unit * _MAX_PRINTED_BIAS:,.0f}"
+    return f"{unit * value:+.{digits}f} ± {unit * error:.{digits}f}"
 
 
 def format_r_hat(r_hat: float, digits: int = 2) -> str:
@@ -572,12 +601,10 @@ def _format_notes(report: BiasReport) -> list[str]:
         subject = f"Each row is the worst of up to {largest} {unit}s of a {owner}"
         limits = ", diagnosed by simultaneous 95% limits"
     space = "" if report.is_for_functions else ", in unconstrained space"
-    source = "gradients on all rows" if report.full_data else "the run's minibatch gradients"
-    at_draws = f"gradients at {report.num_gradient_draws} draws"
-    if report.is_for_functions:
-        source = at_draws
-    elif report.num_gradient_draws:
-        source += f" and {at_draws}"
+    sources = ["gradients on all rows" if report.full_data else "the run's minibatch gradients"]
+    if report.num_gradient_draws or report.is_for_functions:
+        sources.append(f"gradients at {report.num_gradient_draws} draws")
+    source = sources[-1] if report.is_for_functions else " and ".join(sources)
     temperature, kinetic = report.configurational_temperature, report.kinetic_temperature
     temperatures = f"configurational {temperature.value:.3f} ± {temperature.error:.3f}"
     if np.isfinite(kinetic.value):
@@ -588,12 +615,9 @@ def _format_notes(report: BiasReport) -> list[str]:
         _format_noise_note(report),
     ]
     if heavy := [report.coordinate_names[k][1] for k in report.heavy_tailed_coordinates]:
-        names = ", ".join(heavy[:_MAX_DESCRIBED_SITES]) + ", ..." * (
-            len(heavy) > _MAX_DESCRIBED_SITES
-        )
         notes.append(
-            f"Heavy tails, for which SDs are not meaningful: {names}. Their bias is that of a "
-            "transform with lighter tails (arsinh)."
+            f"Heavy tails, for which SDs are not meaningful: {_list_first(heavy)}. Their bias is "
+            "that of a transform with lighter tails (arsinh)."
         )
     return [*notes, *report.notes]
 
@@ -613,35 +637,3 @@ def _format_noise_note(report: BiasReport) -> str:
     if mean_bias >= _MIN_PRINTED_MEAN_BIAS:
         note += f" and to bias means by at most {mean_bias:.2f} SD"
     return f"{note}."
-
-
-def format_text_table(
-    table_rows: Sequence[Sequence[str]], left_aligned: tuple[int, ...] = (0,)
-) -> str:
-    """Return cells as lines of text, columns separated by two spaces.
-
-    :param table_rows: rows of cells, the header first.
-    :param left_aligned: columns that are aligned left; the others are aligned right.
-    """
-    widths = [max(len(row[k]) for row in table_rows) for k in range(len(table_rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k in left_aligned else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table_rows
-    ]
-    return "\n".join(lines)
-
-
-def format_html_table(
-    header: Sequence[str], table_rows: Iterable[Sequence[str]], notes: Iterable[str] = ()
-) -> str:
-    """Return cells as an HTML table with paragraphs below it; all text is escaped."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table_rows
-    )
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
     BulkPositions,
@@ -59,8 +58,7 @@ _NOISE_BIAS_RELATIVE_ERROR = 0.25
 
 def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAtDraws:
     """Compute gradients on all rows at evenly spaced draws, ``num_draws`` in all chains."""
-    draws_per_chain = -(-num_draws // len(run.draws))
-    positions = run.draws[:, make_thinning_slice(run.draws.shape[1], draws_per_chain)]
+    positions = run.draws[:, make_thinning_slice(run.draws, num_draws)]
     gradients = run.full_gradients(positions.reshape(-1, positions.shape[-1]))
     return GradientsAtDraws.from_arrays(positions, gradients)
 
@@ -72,8 +70,7 @@ def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDr
     :return: None if that is expensive: for rows that are not in memory, a randomised likelihood
         and very many parameters.
     """
-    potential, arguments = run.potential, run.arguments
-    assert potential is not None
+    potential, arguments = run.kernel.potential, run.arguments
     has_remote_rows = arguments.host_arrays or arguments.sharded_arrays
     if has_remote_rows or potential.is_stochastic or potential.dim > HIGH_DIM:
         return None
@@ -91,12 +88,12 @@ def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDr
     curvature = np.zeros(len(indices))
     for chains in _group_chains_by_center(run.preconditioners):
         in_group = np.isin(chain_index[indices], chains)
-        preconditioner = run.preconditioners[chains[0]]
+        preconditioner, group_indices = run.preconditioners[chains[0]], indices[in_group]
         curvature[in_group] = compute_max_curvatures(
             batched,
             preconditioner,
-            flat[indices][in_group],
-            preconditioner.apply_transpose(gradients[indices][in_group]),
+            flat[group_indices],
+            preconditioner.apply_transpose(gradients[group_indices]),
             _NUM_CURVATURE_ITERATIONS,
             _CURVATURE_STEP,
         )
@@ -121,8 +118,6 @@ def _estimate_gradients(
 
     They are exact for few rows.
 
-    :param preconditioners: of each chain.
-    :param positions: shape ``(n, d)``.
     :param chain_index: the chain of each position.
     """
     plates, dim = batched.potential.plates, batched.potential.dim
@@ -146,7 +141,11 @@ def _estimate_gradients(
     minibatch_index, is_center = np.divmod(np.arange(2 * num * batches_per_position), 2)
     draw_index = minibatch_index // batches_per_position
     weight = (1 - 2 * is_center) / batches_per_position
-    gradients = _compute_center_gradients(batched, preconditioners)[chain_index]
+    center_gradients = np.stack([p.reference_gradient for p in preconditioners])
+    for chains in _group_chains_by_center(preconditioners):
+        if not center_gradients[chains[0]].any():  # a minibatch gradient has no use for it
+            center_gradients[chains] = batched.full_gradient(centers[chains[0]])
+    gradients = center_gradients[chain_index]
     for part, _, part_gradients in batched.evaluate_minibatches(
         np.concatenate([positions, centers]),
         minibatches,
@@ -158,28 +157,24 @@ def _estimate_gradients(
     return gradients
 
 
-def _compute_center_gradients(
-    batched: BatchedGradients, preconditioners: Sequence[Preconditioner]
-) -> np.ndarray:
-    """Return the gradient on all rows at the center of each chain, shape ``(chains, d)``."""
-    gradients = np.stack([p.reference_gradient for p in preconditioners])
-    for chains in _group_chains_by_center(preconditioners):
-        if not gradients[chains[0]].any():  # a minibatch gradient has no use for it
-            gradients[chains] = batched.full_gradient(preconditioners[chains[0]].center)
-    return gradients
-
-
 def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     """Predict the bias of each mean by gradient noise, in posterior SDs, shape ``(d,)``.
 
     :param draws: all draws, shape ``(chains, draws, d)``.
     :return: zeros where there is none, or where it cannot be predicted.
     """
-    potential, adaptation = run.potential, run.adaptation
-    assert potential is not None
+    potential, adaptation = run.kernel.potential, run.adaptation
+    options = run.kernel.options
+    has_noise = potential.plates and not (options.noise_compensation or potential.is_stochastic)
+    # Noise acts in coordinates that are preconditioned by one mode's covariance.
     if (
-        adaptation is None
-        or not _is_noise_bias_predictable(run, adaptation)
+        not has_noise
+        or potential.dim > HIGH_DIM
+        or adaptation is None
+        or adaptation.trace is None
+        or not adaptation.has_dominant_mode
+        or not options.adapt_mass_matrix
+        or options.inverse_mass_matrix is not None
         or run.center_offsets.any()  # chains in several modes
     ):
         return Estimate(np.zeros(potential.dim), np.zeros(potential.dim))
@@ -188,36 +183,19 @@ def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     preconditioner = run.preconditioners[0]
     batched = BatchedGradients(potential, run.arguments, included_rows=adaptation.included_rows)
     q = preconditioner.solve(flat[indices] - preconditioner.center)
+    # In an epoch a part of the noise cancels: the prediction for the measured noise includes that.
+    stats, dynamics, step_size = adaptation.noise_stats, run.kernel.dynamics, run.step_size
+    fraction = stats.position_dependent_fraction
+    inflation_per_variance = dynamics.variance_inflation(1.0, step_size, fraction)
+    measured = dynamics.variance_inflation(stats.variance, step_size, fraction)
+    inflation_per_variance *= (
+        stats.predict_variance_inflation(dynamics, step_size) / measured if measured > 0.0 else 0.0
+    )
     mean_bias = predict_mean_bias_from_noise(
         BulkPositions(batched, preconditioner, q),
         adaptation.estimator,
         adaptation.subsampling,
-        _compute_variance_inflation_per_noise_variance(run, adaptation),
+        inflation_per_variance,
         np.random.default_rng(0),
     )
     return Estimate(mean_bias, _NOISE_BIAS_RELATIVE_ERROR * np.abs(mean_bias))
-
-
-def _is_noise_bias_predictable(run: RunData, adaptation: Adaptation) -> bool:
-    """Return whether noise acts, in coordinates preconditioned by one mode's covariance."""
-    potential = run.potential
-    assert potential is not None
-    has_noise = bool(potential.plates) and not (run.compensates_noise or potential.is_stochastic)
-    is_preconditioned = (
-        adaptation.trace is not None and adaptation.has_dominant_mode and run.learns_mass_matrix
-    )
-    return has_noise and is_preconditioned and potential.dim <= HIGH_DIM
-
-
-def _compute_variance_inflation_per_noise_variance(run: RunData, adaptation: Adaptation) -> float:
-    """Return the inflation of a unit variance by noise of variance one.
-
-    In an epoch a part of the noise cancels: the prediction for the measured noise accounts for it.
-    """
-    stats, dynamics, step_size = adaptation.noise_stats, run.dynamics, run.step_size
-    fraction = stats.position_dependent_fraction
-    unit = dynamics.variance_inflation(1.0, step_size, fraction)
-    measured = dynamics.variance_inflation(stats.variance, step_size, fraction)
-    if not measured > 0.0:
-        return 0.0
-    return unit * stats.predict_variance_inflation(dynamics, step_size) / measured

@@ -31,7 +31,7 @@ from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.data.subsampling import Plate
-from numpyro_sgmcmc.diagnostics.diagnosis import format_html_table, format_text_table
+from numpyro_sgmcmc.diagnostics.diagnosis import Table
 from numpyro_sgmcmc.diagnostics.distances import compute_ks_statistic
 from numpyro_sgmcmc.diagnostics.run_data import (
     ConvergenceStats,
@@ -271,11 +271,10 @@ class PredictiveSummary:
     def __getitem__(self, name: str) -> FunctionSummary:
         return self.functions[name]
 
-    def _make_table_rows(self) -> list[list[str]]:
-        """Return rows of cells, the header first."""
+    def _make_table(self) -> Table:
         columns = _TABLE_COLUMNS if self.has_reference else _TABLE_COLUMNS[:4]
         header = ["function", "size", *(title for title, *_ in columns)]
-        return [header] + [
+        cells = [
             [
                 name,
                 str(f.mean.size),
@@ -286,13 +285,13 @@ class PredictiveSummary:
             ]
             for name, f in self.functions.items()
         ]
+        return Table([header, *cells], [_TABLE_NOTE])
 
     def __str__(self) -> str:
-        return f"{format_text_table(self._make_table_rows())}\n\n{_TABLE_NOTE}"
+        return self._make_table().to_text()
 
     def _repr_html_(self) -> str:
-        header, *table_rows = self._make_table_rows()
-        return format_html_table(header, table_rows, [_TABLE_NOTE])
+        return self._make_table().to_html()
 
     __repr__ = __str__
 

@@ -1,7 +1,7 @@
 """The data of a finished run that the diagnostics use.
 
-:class:`RunData` and :class:`GibbsRunData` are the only objects that read the ``MCMC`` object, its
-kernel and its last state; all other diagnostics take their values from them.
+:class:`RunData` and :class:`GibbsRunData` are the only objects that read the ``MCMC`` object and
+its last state; all other diagnostics take their values from them.
 :class:`ConvergenceStats` holds R-hat and effective sample sizes, and :func:`ess_per_gradient`
 relates the latter to the cost of a run.
 """
@@ -23,9 +23,8 @@ from numpyro.infer import MCMC, Gibbs
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.infer.util import unconstrain_fn
 
-from numpyro_sgmcmc.adaptation import Adaptation, GradientNoiseStats
-from numpyro_sgmcmc.data.arguments import Arguments, DeviceArrayCache
-from numpyro_sgmcmc.dynamics import Dynamics, Recipe
+from numpyro_sgmcmc.adaptation import Adaptation
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, ModelWarning
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState
 from numpyro_sgmcmc.model.potential import Potential
@@ -33,7 +32,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import trace_model
 from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
+from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
 _MAX_DRAW_ENTRIES = 2**27
 """Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone."""
@@ -81,11 +80,7 @@ def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGM
             "no-latent-sites",
         )
     if state is None or not np.any(np.asarray(state.moments.num_iterations) > 0):
-        raise InvalidArgumentError(
-            f"`{caller}` got an MCMC object without draws.",
-            "call `mcmc.run` first.",
-            "no-draws",
-        )
+        raise _no_draws_error(caller)
     if state.local_state is not None and uses_moments:
         raise InvalidArgumentError(
             f"`{caller}` does not support models with latent sites inside the subsampled plate.",
@@ -95,64 +90,31 @@ def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGM
     return kernel
 
 
+def _no_draws_error(caller: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"`{caller}` got an MCMC object without draws.", "call `mcmc.run` first.", "no-draws"
+    )
+
+
 def check_has_data(kernel: SGMCMCKernel, caller: str) -> None:
     """Check that a kernel has its model and data, which pickling discards.
 
     :raises ValueError: naming the function that needs them.
     """
     if not kernel.has_potential:
-        raise _missing_data_error(caller)
-
-
-def _missing_data_error(caller: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"`{caller}` needs the kernel's data, which are discarded when a kernel is pickled.",
-        "call `mcmc.run` again first.",
-        "kernel-without-data",
-    )
-
-
-class Sums(NamedTuple):
-    """:class:`~numpyro_sgmcmc.sampling.bias_monitor.RunningSums` as NumPy arrays.
-
-    Fields have leading axes of batches or of chains, or of both, chains first.
-    """
-
-    weight: np.ndarray
-    position: np.ndarray
-    gradient: np.ndarray
-    position_gradient: np.ndarray
-    position_position: np.ndarray
-    kinetic_temperature: np.ndarray
-
-    def map(self, fn: Callable[[np.ndarray], np.ndarray]) -> Sums:
-        """Apply a function to each field."""
-        return Sums(*(fn(x) for x in self))
-
-    @classmethod
-    def from_arrays(cls, sums: RunningSums | Sums) -> Sums:
-        """Convert to float64."""
-        return cls(*(np.asarray(x, np.float64) for x in sums))
+        raise InvalidArgumentError(
+            f"`{caller}` needs the kernel's data, which are discarded when a kernel is pickled.",
+            "call `mcmc.run` again first.",
+            "kernel-without-data",
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class RunData:
     """All that the diagnostics read from a finished run.
 
+    :param kernel: the kernel; without potential if it has been pickled.
     :param arguments: the model's arguments.
-    :param model: the model, or None for a potential function.
-    :param potential: the posterior; None for a kernel that has been pickled.
-    :param dynamics: the SDE.
-    :param integrator: name of the integrator.
-    :param weak_order: weak order of the integrator.
-    :param has_custom_dynamics: whether the user has written the SDE or its parts.
-    :param has_schedule: whether the step size follows a schedule, so that draws are weighted.
-    :param max_grad_norm: norm to which gradients are clipped, or None.
-    :param compensates_noise: whether the integrator compensates gradient noise.
-    :param learns_mass_matrix: whether the warm-up has estimated the mass matrix.
-    :param noise_stats: gradient noise as measured in the warm-up.
-    :param num_chains: number of chains.
-    :param num_samples: sampling iterations per chain.
     :param num_steps: steps per iteration, the largest of all chains.
     :param step_size: last step size, the largest of all chains.
     :param mean_step_size: last step size, the mean of all chains.
@@ -165,34 +127,19 @@ class RunData:
     :param local_state: local latent variables with an axis of chains, or None.
     """
 
+    kernel: SGMCMCKernel
     arguments: Arguments
-    model: Callable | None
-    potential: Potential | None
-    dynamics: Dynamics
-    integrator: str
-    weak_order: int
-    has_custom_dynamics: bool
-    has_schedule: bool
-    max_grad_norm: float | None
-    compensates_noise: bool
-    learns_mass_matrix: bool
-    noise_stats: GradientNoiseStats
-    num_chains: int
-    num_samples: int
     num_steps: int
     step_size: float
     mean_step_size: float
     num_iterations: int
     num_draws: int
     num_divergences: int
-    batch_sums: Sums
+    batch_sums: RunningSums
     preconditioners: tuple[Preconditioner, ...]
     coordinate_names: tuple[tuple[str, str], ...]
     local_state: LocalLatentsState | None
     _get_samples: Callable[[], Any]
-    _get_adaptation: Callable[[], Adaptation | None]
-    _compute_full_gradients: Callable[[Array], Array]
-    _make_constrain_fn: Callable[[], Callable[[Any], dict[str, Array]]]
 
     @classmethod
     def from_mcmc(cls, mcmc: Any, caller: str, *, allow_local_latents: bool = False) -> RunData:
@@ -204,72 +151,45 @@ class RunData:
         :raises ValueError: if the object is no run of this package's kernels, or has no draws.
         """
         kernel = check_finished_run(mcmc, caller, uses_moments=not allow_local_latents)
-        state, options = mcmc.last_state, kernel.options
-        arguments = Arguments(mcmc._args, mcmc._kwargs)
-        potential = kernel.potential if kernel.has_potential else None
-        has_chain_axis = state.i.ndim > 0
-
-        def with_chain_axis(tree: Any) -> Any:
-            return tree if has_chain_axis else jax.tree.map(lambda x: x[None], tree)
-
+        state = mcmc.last_state
         preconditioner = state.adapt_state.preconditioner._replace(reference_hessian=None)
-        preconditioner = with_chain_axis(
-            jax.tree.map(lambda x: np.asarray(x, np.float64), preconditioner)
-        )
+        by_chain = preconditioner, state.moments.batches, state.local_state, state.z
+        if not state.i.ndim:
+            by_chain = jax.tree.map(lambda x: x[None], by_chain)
+        preconditioner, batch_sums, local_state, z = by_chain
+        preconditioner = jax.tree.map(lambda x: np.asarray(x, np.float64), preconditioner)
         step_sizes = np.asarray(state.adapt_state.step_size)
         num_iterations = int(np.sum(state.moments.num_iterations))
         diverging = mcmc.get_extra_fields().get("diverging")
         return cls(
-            arguments=arguments,
-            model=kernel._model,
-            potential=potential,
-            dynamics=kernel.dynamics,
-            integrator=kernel.integrator,
-            weak_order=kernel.dynamics.integrators[kernel.integrator].order,
-            has_custom_dynamics=_is_custom_dynamics(kernel.dynamics),
-            has_schedule=kernel.has_schedule,
-            max_grad_norm=options.max_grad_norm,
-            compensates_noise=bool(options.noise_compensation),
-            learns_mass_matrix=options.adapt_mass_matrix and options.inverse_mass_matrix is None,
-            noise_stats=kernel.noise_stats,
-            num_chains=mcmc.num_chains,
-            num_samples=mcmc.num_samples,
+            kernel=kernel,
+            arguments=Arguments(mcmc._args, mcmc._kwargs),
             num_steps=int(np.max(state.num_steps)),
             step_size=float(np.max(step_sizes)),
             mean_step_size=float(np.mean(step_sizes)),
             num_iterations=num_iterations,
             num_draws=num_iterations // mcmc.thinning if diverging is None else np.size(diverging),
             num_divergences=0 if diverging is None else int(np.sum(diverging)),
-            batch_sums=Sums(*with_chain_axis(jax.tree.map(np.asarray, state.moments.batches))),
+            batch_sums=jax.tree.map(np.asarray, batch_sums),
             preconditioners=tuple(
                 jax.tree.map(lambda x, c=c: x[c], preconditioner)
                 for c in range(len(preconditioner.center))
             ),
             coordinate_names=(
-                get_coordinate_names(mcmc)
-                if state.local_state is None or potential is None
-                else _get_potential_coordinate_names(potential)  # collected local sites left out
+                get_coordinate_names(kernel.potential)  # collected local sites left out
+                if kernel.has_potential
+                else _format_coordinate_names(jax.tree.map(lambda x: x[0], z))
             ),
-            local_state=None if state.local_state is None else with_chain_axis(state.local_state),
+            local_state=local_state,
             _get_samples=partial(mcmc.get_samples, group_by_chain=True),
-            _get_adaptation=lambda: kernel.get_cached_adaptation(arguments),
-            _compute_full_gradients=lambda positions: kernel.full_gradients(positions, arguments),
-            _make_constrain_fn=lambda: kernel.postprocess_fn(mcmc._args, mcmc._kwargs),
         )
-
-    def require_potential(self, caller: str) -> Potential:
-        """Return the posterior.
-
-        :raises ValueError: for a kernel that has been pickled.
-        """
-        if self.potential is None:
-            raise _missing_data_error(caller)
-        return self.potential
 
     @cached_property
     def adaptation(self) -> Adaptation | None:
         """Results of the warm-up; None if the kernel has been pickled or run on other data."""
-        return None if self.potential is None else self._get_adaptation()
+        if not self.kernel.has_potential:
+            return None
+        return self.kernel.get_cached_adaptation(self.arguments)
 
     @cached_property
     def site_draws(self) -> Any:
@@ -282,8 +202,8 @@ class RunData:
 
         :raises ValueError: if the draws of a site were not kept.
         """
-        assert self.potential is not None
-        return _unconstrain_draws(self.site_draws, self.potential, self.model, self.arguments)
+        kernel = self.kernel
+        return _unconstrain_draws(self.site_draws, kernel.potential, kernel._model, self.arguments)
 
     @cached_property
     def finite_draws(self) -> np.ndarray | None:
@@ -292,7 +212,9 @@ class RunData:
         None if they were not kept, do not fit into memory or are weighted by a schedule.
         """
         num_entries = self.num_draws * len(self.coordinate_names)
-        if self.potential is None or self.has_schedule or num_entries > _MAX_DRAW_ENTRIES:
+        if not self.kernel.has_potential or self.kernel.has_schedule:
+            return None
+        if num_entries > _MAX_DRAW_ENTRIES:
             return None
         try:
             draws = np.asarray(self.draws, np.float64)
@@ -314,49 +236,33 @@ class RunData:
     def max_ess(self) -> float:
         """Upper bound of the ESS: the chains' time over the relaxation time of a Gaussian."""
         time = self.num_iterations * self.num_steps * self.mean_step_size
-        num_relaxation_times = time / float(self.dynamics.relaxation_time(self.step_size))
+        num_relaxation_times = time / float(self.kernel.dynamics.relaxation_time(self.step_size))
         return max(1.0, min(num_relaxation_times, self.num_draws))
 
     def full_gradients(self, positions: Array) -> Array:
         """Return gradients on all rows at flat positions, shape ``(n, d)``."""
-        return self._compute_full_gradients(positions)
+        return self.kernel.full_gradients(positions, self.arguments)
 
     def make_constrain_fn(self) -> Callable[[Array], dict[str, Array]]:
         """Return a function that maps a flat position to a draw, deterministic sites included."""
-        assert self.potential is not None
-        constrain, unravel = self._make_constrain_fn(), self.potential.unravel
+        constrain = self.kernel.postprocess_fn(self.arguments.args, self.arguments.kwargs)
+        unravel = self.kernel.potential.unravel
         return lambda position: constrain(unravel(position))
 
 
-def _is_custom_dynamics(dynamics: Dynamics) -> bool:
-    """Return whether the user has written the SDE, or what it is made of."""
-    return isinstance(dynamics, Recipe) or not type(dynamics).__module__.startswith(
-        "numpyro_sgmcmc."
+def get_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate of a flat position."""
+    return _format_coordinate_names(
+        jax.eval_shape(potential.unravel, jax.ShapeDtypeStruct((potential.dim,), potential.dtype))
     )
 
 
-def get_coordinate_names(mcmc: MCMC) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate of a run."""
-    state = mcmc.last_state
-    z = jax.tree.map(lambda x: x[0], state.z) if state.i.ndim else state.z
-    return _format_coordinate_names(z)
-
-
-def _get_potential_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate of a posterior made from a model."""
-    assert potential.sites is not None
-    return _format_coordinate_names({s.name: np.zeros(s.shape) for s in potential.sites})
-
-
 def _format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate, in the order of the flat position.
-
-    :param z: unconstrained values by site, of one chain.
-    """
+    """Return site and name of each coordinate, given unconstrained values of one chain by site."""
     names: list[tuple[str, str]] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
         site = str(getattr(path[0], "key", "z")) if path else "z"
-        suffixes = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(jnp.shape(leaf)))
+        suffixes = (f"[{','.join(map(str, i))}]" if i else "" for i in np.ndindex(leaf.shape))
         names.extend((site, site + suffix) for suffix in suffixes)
     return tuple(names)
 
@@ -381,9 +287,7 @@ def _unconstrain_draws(
         if all(s.support is not None for s in potential.sites):
             z = {s.name: biject_to(s.support).inv(z[s.name]) for s in potential.sites}
         else:  # supports that depend on other sites
-            gibbs_kwargs = (
-                {} if conditioning_samples is None else {GIBBS_SITES_KWARG: conditioning_samples}
-            )
+            gibbs_kwargs = {GIBBS_SITES_KWARG: conditioning_samples} if conditioning_samples else {}
 
             def unconstrain(values: dict[str, Any], kwargs: dict[str, Any]) -> Any:
                 return unconstrain_fn(model, arguments.args, {**arguments.kwargs, **kwargs}, values)
@@ -422,9 +326,13 @@ def _forward_fill_nonfinite(draws: np.ndarray) -> np.ndarray | None:
     return np.take_along_axis(draws, indices[..., None], axis=1)
 
 
-def make_thinning_slice(num_draws: int, num_wanted: int) -> slice:
-    """Return a slice of at least ``num_wanted`` evenly spaced draws, of all if there are fewer."""
-    return slice(None, None, max(1, num_draws // num_wanted))
+def make_thinning_slice(draws: Array | np.ndarray, num_wanted: int) -> slice:
+    """Return a slice of evenly spaced draws of each chain, ``num_wanted`` or more of all chains.
+
+    :param draws: shape ``(chains, draws, d)``; all of them if there are fewer.
+    """
+    per_chain = -(-num_wanted // len(draws))
+    return slice(None, None, max(1, draws.shape[1] // per_chain))
 
 
 @dataclass(frozen=True, eq=False)
@@ -460,16 +368,29 @@ class GibbsRunData:
 
         :raises ValueError: if no block is one of this package's kernels, or before a run.
         """
-        blocks = _get_sgmcmc_blocks(mcmc)
-        kernel, arguments = blocks[0][0], Arguments(mcmc._args, mcmc._kwargs)
-        model = kernel._model
-        assert model is not None
+        assert isinstance(mcmc.sampler, Gibbs)
+        block_indices = [
+            k for k, (b, _) in enumerate(mcmc.sampler.blocks) if isinstance(b, SGMCMCKernel)
+        ]
+        if not block_indices:
+            raise InvalidArgumentError(
+                "`bias_report` got a run of Gibbs without a block of numpyro_sgmcmc.",
+                "use a kernel of numpyro_sgmcmc for at least one block.",
+                "not-a-run",
+            )
+        if mcmc.last_state is None:
+            raise _no_draws_error("bias_report")
+        kernels = [mcmc.sampler.blocks[k][0] for k in block_indices]
+        states = [mcmc.last_state.block_states[k] for k in block_indices]
+        kernel, arguments = kernels[0], Arguments(mcmc._args, mcmc._kwargs)
+        assert kernel._model is not None
         discrete_sites = _find_discrete_sites(kernel, arguments)
         samples = mcmc.get_samples(group_by_chain=True)
         check_sites_kept(discrete_sites, samples)
         discrete_samples = {name: samples[name] for name in discrete_sites}
+        first_values = {name: x[0, 0] for name, x in discrete_samples.items()}
         potential = build_conditional_potential(
-            model, {k: x[0, 0] for k, x in discrete_samples.items()}, arguments, kernel.options
+            kernel._model, first_values, arguments, kernel.options
         )
         if not potential.dim:
             raise InvalidModelError(
@@ -477,59 +398,21 @@ class GibbsRunData:
                 "judge discrete sites by R-hat and ESS (`mcmc.print_summary()`).",
                 "no-latent-sites",
             )
-        draws = _unconstrain_draws(samples, potential, model, arguments, discrete_samples)
-        step_sizes = {float(np.max(state.adapt_state.step_size)) for _, state in blocks}
-        block_warnings = [
-            w for k, _ in blocks if k.has_potential for w in k.adaptation.model_warnings
-        ]
+        draws = _unconstrain_draws(samples, potential, kernel._model, arguments, discrete_samples)
+        step_sizes = {float(np.max(state.adapt_state.step_size)) for state in states}
+        adaptations = [k.adaptation for k in kernels if k.has_potential]
         return cls(
             arguments=arguments,
             potential=potential,
-            coordinate_names=_get_potential_coordinate_names(potential),
+            coordinate_names=get_coordinate_names(potential),
             draws=np.asarray(draws, np.float64),
             discrete_samples=discrete_samples,
-            weak_order=min(k.dynamics.integrators[k.integrator].order for k, _ in blocks),
+            weak_order=min(k.dynamics.integrators[k.integrator].order for k in kernels),
             step_size=step_sizes.pop() if len(step_sizes) == 1 else np.nan,
-            num_draws=max(int(np.sum(state.moments.num_iterations)) for _, state in blocks),
-            num_divergences=sum(_count_block_divergences(*block) for block in blocks),
-            block_warnings=tuple(dict.fromkeys(block_warnings)),
+            num_draws=max(int(np.sum(state.moments.num_iterations)) for state in states),
+            num_divergences=sum(map(_count_block_divergences, kernels, states)),
+            block_warnings=tuple(dict.fromkeys(w for a in adaptations for w in a.model_warnings)),
         )
-
-    def full_gradients(self, thinning: slice) -> np.ndarray:
-        """Return gradients on all rows at some draws of each chain, shape ``(n, d)``.
-
-        :param thinning: the draws of each chain, which come one chain after the other.
-        """
-        flat = jnp.asarray(
-            self.draws[:, thinning].reshape(-1, self.potential.dim), self.potential.dtype
-        )
-        conditioning_values = {
-            name: x[:, thinning].reshape(-1, *x.shape[2:])
-            for name, x in self.discrete_samples.items()
-        }
-        return np.asarray(
-            full_gradients(
-                self.potential, DeviceArrayCache(), flat, self.arguments, conditioning_values
-            )
-        )
-
-
-def _get_sgmcmc_blocks(mcmc: MCMC) -> list[tuple[SGMCMCKernel, Any]]:
-    """Return the blocks that are kernels of this package, and their states."""
-    assert isinstance(mcmc.sampler, Gibbs)
-    kernels = [kernel for kernel, _ in mcmc.sampler.blocks]
-    indices = [k for k, kernel in enumerate(kernels) if isinstance(kernel, SGMCMCKernel)]
-    if not indices:
-        raise InvalidArgumentError(
-            "`bias_report` got a run of Gibbs without a block of numpyro_sgmcmc.",
-            "use a kernel of numpyro_sgmcmc for at least one block.",
-            "not-a-run",
-        )
-    if mcmc.last_state is None:
-        raise InvalidArgumentError(
-            "`bias_report` got an MCMC object without draws.", "call `mcmc.run` first.", "no-draws"
-        )
-    return [(kernels[k], mcmc.last_state.block_states[k]) for k in indices]
 
 
 def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
@@ -581,12 +464,10 @@ class ConvergenceStats(NamedTuple):
         if num_draws < _MIN_DRAWS_FOR_ESS:
             return cls(np.full(dim, np.nan), np.full(dim, float(num_chains * num_draws)))
         chunk_size = max(1, _MAX_CHUNK_ENTRIES // (num_chains * num_draws))
-        chunks = []
-        for start in range(0, dim, chunk_size):
-            chunk = draws[..., start : start + chunk_size]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                chunks.append((split_gelman_rubin(chunk), effective_sample_size(chunk)))
-        r_hat, ess = (np.concatenate(x) for x in zip(*chunks, strict=True))
+        chunks = np.split(draws, range(chunk_size, dim, chunk_size), axis=-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            r_hat = np.concatenate([split_gelman_rubin(x) for x in chunks])
+            ess = np.concatenate([effective_sample_size(x) for x in chunks])
         # For chains that are stuck apart NumPyro's estimate can round to a negative number.
         ess = np.where(ess < 1.0, 1.0, ess)
         return cls(r_hat if num_draws >= _MIN_DRAWS_FOR_R_HAT else np.full(dim, np.nan), ess)
@@ -604,10 +485,10 @@ def ess_per_gradient(mcmc: MCMC) -> dict[str, np.ndarray]:
     :raises ValueError: for a run of another kernel, or before a run.
     """
     run = RunData.from_mcmc(mcmc, "ess_per_gradient")
-    potential = run.require_potential("ess_per_gradient")
-    gradients_per_step = run.dynamics.make_step(run.integrator).num_gradients
-    num_gradients = run.num_chains * run.num_samples * run.num_steps * gradients_per_step
-    samples: Any = run.site_draws
+    check_has_data(run.kernel, "ess_per_gradient")
+    potential, samples = run.kernel.potential, run.site_draws
+    gradients_per_step = run.kernel.dynamics.make_step(run.kernel.integrator).num_gradients
+    num_gradients = mcmc.num_chains * mcmc.num_samples * run.num_steps * gradients_per_step
     if potential.sites is None:
         samples = samples if isinstance(samples, dict) else {"z": samples}
     else:

@@ -46,7 +46,6 @@ from numpyro_sgmcmc.diagnostics.diagnosis import (
     format_r_hat,
 )
 from numpyro_sgmcmc.diagnostics.run_data import (
-    ConvergenceStats,
     GibbsRunData,
     RunData,
     check_finished_run,
@@ -57,12 +56,12 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     BiasMeasurements,
     Estimate,
     estimate_bias_from_draws,
+    measure_convergence,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning, ModelWarningKind
 from numpyro_sgmcmc.model.local_moves import NUM_LOCAL_UPDATES, estimate_marginal_gradients
 from numpyro_sgmcmc.progress import show_data_passes
-from numpyro_sgmcmc.sampling.bias_monitor import Moments
-from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
+from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
 
 _MARGINAL_GRADIENT_SEED = 0
 
@@ -81,29 +80,26 @@ def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:
     :param run: a run with local latent variables.
     :param num_draws: number of evenly spaced draws, of all chains.
     """
-    potential, local_state = run.require_potential("bias_report"), run.local_state
-    assert local_state is not None
+    potential = run.kernel.potential
     draws = np.asarray(run.draws, np.float64)
-    thinning = make_thinning_slice(draws.shape[1], -(-num_draws // len(draws)))
+    thinning = make_thinning_slice(draws, num_draws)
     positions = jnp.asarray(draws[:, thinning][:, ::-1], potential.dtype)
     keys = random.split(random.key(_MARGINAL_GRADIENT_SEED), len(positions))
     cached_arguments = DeviceArrayCache().cache_arrays(run.arguments)
     host_arrays = run.arguments.host_arrays
     num_passes = positions.shape[0] * positions.shape[1] * NUM_LOCAL_UPDATES
     progress = show_data_passes("gradients on all rows", host_arrays, num_passes)
+    gradients = []
     with unwrap_callback_errors(host_arrays), progress:
-        gradients = [
-            np.asarray(
-                estimate_marginal_gradients(
-                    potential,
-                    positions[c],
-                    jax.tree.map(lambda x, c=c: x[c], local_state),
-                    cached_arguments,
-                    keys[c],
+        for c, key in enumerate(keys):
+            local_state = jax.tree.map(lambda x, c=c: x[c], run.local_state)
+            gradients.append(
+                np.asarray(
+                    estimate_marginal_gradients(
+                        potential, positions[c], local_state, cached_arguments, key
+                    )
                 )
             )
-            for c in range(len(positions))
-        ]
     return estimate_bias_from_draws(draws, thinning, np.stack(gradients)[:, ::-1])
 
 
@@ -113,8 +109,20 @@ def measure_bias_of_gibbs(run: GibbsRunData, num_draws: int) -> BiasMeasurements
     :param run: a run of NumPyro's Gibbs.
     :param num_draws: number of evenly spaced draws, of all chains.
     """
-    thinning = make_thinning_slice(run.draws.shape[1], -(-num_draws // len(run.draws)))
-    return estimate_bias_from_draws(run.draws, thinning, run.full_gradients(thinning))
+    thinning = make_thinning_slice(run.draws, num_draws)
+
+    def select(x: Any) -> Any:
+        """Return the thinned draws, one chain after the other."""
+        return x[:, thinning].reshape(-1, *x.shape[2:])
+
+    gradients = full_gradients(
+        run.potential,
+        DeviceArrayCache(),
+        jnp.asarray(select(run.draws), run.potential.dtype),
+        run.arguments,
+        jax.tree.map(select, run.discrete_samples),
+    )
+    return estimate_bias_from_draws(run.draws, thinning, np.asarray(gradients))
 
 
 def find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[ModelWarning]:
@@ -126,10 +134,8 @@ def find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[Mo
     """
     model_warnings = []
     for name, x in discrete_samples.items():
-        if len(x) < 2:
-            continue
         values = np.asarray(x, np.float64).reshape(*x.shape[:2], -1)
-        r_hat = float(np.fmax.reduce(ConvergenceStats.from_draws(values).r_hat))
+        r_hat = float(np.fmax.reduce(measure_convergence(values).r_hat))
         if r_hat > MAX_OK_R_HAT:
             message = (
                 f"The chains disagree on the discrete site `{name}` (R-hat up to "
@@ -195,14 +201,31 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
         chain_method=mcmc.chain_method,
         progress_bar=mcmc.progress_bar,
     )
-    empty_moments = Moments(*jax.tree.map(jnp.zeros_like, state.moments))
-    finer_run.post_warmup_state = state._replace(moments=empty_moments)
+    finer_run.post_warmup_state = state._replace(
+        moments=jax.tree.map(jnp.zeros_like, state.moments)
+    )
     finer_run.run(rng_key, *mcmc._args, **mcmc._kwargs)
     run = RunData.from_mcmc(mcmc, "compare_with_finer")
     finer_draws = RunData.from_mcmc(finer_run, "compare_with_finer").draws
     finer_draws = finer_draws[:, int(_FINER_RUN_BURN_IN_FRACTION * finer_draws.shape[1]) :]
-    names = [name for _, name in run.coordinate_names]
-    return Refinement(names, *_compare_draws(run.draws, finer_draws), finer_run)
+    (mean, sd, ess, sd_ess), (finer_mean, finer_sd, finer_ess, finer_sd_ess) = (
+        _compute_moments_and_ess(np.asarray(x, np.float64)) for x in (run.draws, finer_draws)
+    )
+    ratio = sd / finer_sd
+    mean_error = np.sqrt(np.square(ratio) / ess + 1.0 / finer_ess)
+    return Refinement(
+        [name for _, name in run.coordinate_names],
+        Estimate((mean - finer_mean) / finer_sd, mean_error),
+        Estimate(ratio - 1.0, ratio * np.sqrt(0.5 / sd_ess + 0.5 / finer_sd_ess)),
+        finer_run,
+    )
+
+
+def _compute_moments_and_ess(draws: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return mean and SD of each coordinate, and the ESS of the mean and of the variance."""
+    mean, sd = draws.mean((0, 1)), draws.std((0, 1))
+    ess, sd_ess = map(effective_sample_size, (draws, np.square(draws - mean)))
+    return mean, sd, np.atleast_1d(ess), np.atleast_1d(sd_ess)
 
 
 def _halve_step_size(kernel: SGMCMCKernel, state: Any) -> tuple[SGMCMCKernel, Any]:
@@ -246,28 +269,8 @@ def _double_batch_size(
     streams = {}
     for plate, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
         init = partial(init_stream, plate)
-        has_chain_axis = state.i.ndim > 0
-        streams[plate.name] = (
-            jax.vmap(init)(random.split(key, len(state.i))) if has_chain_axis else init(key)
-        )
+        if state.i.ndim:
+            streams[plate.name] = jax.vmap(init)(random.split(key, len(state.i)))
+        else:
+            streams[plate.name] = init(key)
     return finer_kernel, state._replace(streams=streams)
-
-
-def _compare_draws(run_draws: Array, finer_draws: Array) -> tuple[Estimate, Estimate]:
-    """Return differences of means and SDs, with errors by effective sample sizes."""
-    mean, sd, mean_ess, sd_ess = _compute_moments_and_ess(run_draws)
-    finer_mean, finer_sd, finer_mean_ess, finer_sd_ess = _compute_moments_and_ess(finer_draws)
-    ratio = sd / finer_sd
-    mean_error = np.sqrt(np.square(ratio) / mean_ess + 1.0 / finer_mean_ess)
-    sd_error = ratio * np.sqrt(0.5 / sd_ess + 0.5 / finer_sd_ess)
-    return Estimate((mean - finer_mean) / finer_sd, mean_error), Estimate(ratio - 1.0, sd_error)
-
-
-def _compute_moments_and_ess(
-    draws: Array,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean and SD of each coordinate, and the ESS of the mean and of the variance."""
-    x = np.asarray(draws, np.float64)
-    mean, sd = x.mean((0, 1)), x.std((0, 1))
-    mean_ess, sd_ess = (effective_sample_size(y) for y in (x, np.square(x - mean)))
-    return mean, sd, np.atleast_1d(mean_ess), np.atleast_1d(sd_ess)

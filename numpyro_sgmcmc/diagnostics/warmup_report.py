@@ -89,7 +89,7 @@ def warmup_report(mcmc: MCMC) -> WarmupReport:
     sections = [
         ("Run", _describe_run(kernel)),
         ("Initialisation", _describe_initialisation(adaptation)),
-        ("Preconditioner", _describe_preconditioner(mcmc, kernel, adaptation)),
+        ("Preconditioner", _describe_preconditioner(kernel, adaptation)),
         ("Gradient", _describe_gradient_estimator(kernel, adaptation)),
         ("Subsampling", _describe_subsampling(kernel, adaptation)),
         ("Step size", _describe_step_size(adaptation)),
@@ -170,9 +170,9 @@ def _describe_initialisation(adaptation: Adaptation) -> str:
     return f"Last positions of pilot chains, {place} ({r_hat}).{modes}"
 
 
-def _describe_preconditioner(mcmc: MCMC, kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
+def _describe_preconditioner(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
     preconditioner, options = adaptation.preconditioner, kernel.options
-    names = [name for _, name in get_coordinate_names(mcmc)]
+    names = [name for _, name in get_coordinate_names(kernel.potential)]
     standard_deviations = np.sqrt(get_coordinate_variances(preconditioner))
     is_given = options.inverse_mass_matrix is not None or not options.adapt_mass_matrix
     source = "as given" if is_given else "from draws and gradients of pilot chains"

@@ -278,7 +278,8 @@ def test_report_is_printed_as_a_table(noisy_report):
     assert lines[1].split()[-1] == "biased"
     assert max(map(len, lines[:3])) < 80
     assert "worst of up to 2 coordinates" in lines[4]
-    assert "simultaneous 95% limits" in lines[4]
+    assert "simultaneous 95% limits" in " ".join(lines)
+    assert max(map(len, lines)) <= 100
     page = noisy_report._repr_html_()
     assert page.count("<tr>") == 3
     assert html.escape(noisy_report.diagnosis) in page

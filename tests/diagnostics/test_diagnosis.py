@@ -17,7 +17,7 @@ from numpyro_sgmcmc.diagnostics.diagnosis import (
     format_r_hat,
 )
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck
-from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, RunData
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
@@ -42,7 +42,7 @@ mpl.use("Agg")
 )
 def test_bias_is_classified_by_its_limits(value, error, expected):
     estimate = Estimate(np.array([value]), np.array([error]))
-    diagnosis = classify_bias(estimate, np.array([0]), 2.0, tolerance=0.05, detection_limit=0.15)
+    diagnosis = classify_bias(estimate, 2.0, tolerance=0.05, detection_limit=0.15)
     assert diagnosis == expected
 
 
@@ -149,9 +149,9 @@ def test_dynamics_of_the_user_are_custom():
     kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2, num_steps=2, step_size=0.1)
     mcmc = quietly(kernel, num_warmup=1, num_samples=2)
     mcmc.run(np.array([0, 0], np.uint32), init_params=jnp.zeros(1))
-    assert not RunData.from_mcmc(mcmc, "test").has_custom_dynamics
+    assert not bias_report(mcmc).has_custom_dynamics
     kernel._dynamics = Own()
-    assert RunData.from_mcmc(mcmc, "test").has_custom_dynamics
+    assert bias_report(mcmc).has_custom_dynamics
 
 
 def with_sd_inflation(report, sd_inflation):
@@ -262,6 +262,24 @@ def test_funnel_neck_is_described_by_its_side(default_report, funnel_neck, keywo
     assert ("LocScaleReparam" in report.diagnosis) == ("LocScaleReparam(0)" in keywords)
 
 
+@pytest.mark.parametrize("r_hat", [1.0, 1.5])
+def test_step_that_is_far_too_long_has_one_fix(noisy_report, r_hat):
+    """Neither a longer run, nor more draws, nor larger minibatches."""
+    convergence = ConvergenceStats(np.full(3, r_hat), np.array([50.0, 500.0, 500.0]))
+    funnel_necks = FunnelNeck(0, "low", 0.2, True), FunnelNeck(2, "high", 0.2, True)
+    report = replace(noisy_report, funnel_necks=funnel_necks, convergence=convergence)
+    assert "small values of `beta[0]`, large values of `rate`" in report.diagnosis
+    assert report.diagnosis.count("Fix:") == 1
+    assert report.diagnosis.endswith("Fix: a smaller step_size.")
+
+
+def test_chains_with_divergences_that_disagree_need_no_longer_run(noisy_report):
+    convergence = ConvergenceStats(np.full(3, 1.5), np.full(3, 500.0))
+    report = replace(noisy_report, num_divergences=1000, convergence=convergence)
+    assert "Fix: a smaller step_size." in report.diagnosis
+    assert "longer run" not in report.diagnosis
+
+
 @pytest.mark.parametrize(
     ("r_hat", "expected"),
     [(1.004, "1.00"), (99.0, "99.00"), (7.9e20, ">100"), (np.inf, ">100"), (np.nan, "-")],
@@ -273,7 +291,24 @@ def test_r_hat_is_printed_with_an_upper_bound(r_hat, expected):
 # --- Summary and plot ---------------------------------------------------------------------------
 
 
-def test_summary_ends_with_a_line_on_bias(noisy, default, default_report, capsys):
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (ModelWarningKind.INCONSISTENT_GRADIENT, "gradient misses"),
+        (ModelWarningKind.NON_ADDITIVE, "not additive"),
+    ],
+)
+def test_summary_line_says_that_the_estimate_is_invalid(default_report, kind, reason):
+    warning = ModelWarning((), kind, "The message.")
+    line = replace(default_report, model_warnings=(warning,)).summary_line
+    assert line.startswith("Bias (invalid estimate: ")
+    assert reason in line
+    harmless = ModelWarning((), ModelWarningKind.NOT_CONVERGED, "The message.")
+    report = replace(default_report, model_warnings=(harmless,))
+    assert report.summary_line == default_report.summary_line
+
+
+def test_summary_ends_with_a_line_on_bias(noisy, noisy_report, default, default_report, capsys):
     print_summary(default)
     lines = capsys.readouterr().out.splitlines()
     default.print_summary()
@@ -281,7 +316,9 @@ def test_summary_ends_with_a_line_on_bias(noisy, default, default_report, capsys
     assert lines[-1] == default_report.summary_line
     assert lines[-1].startswith("Bias: means off by at most 0.")
     print_summary(noisy)
-    assert "Gradient noise explains it" in capsys.readouterr().out.splitlines()[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert "Gradient noise explains it" in " ".join(lines[lines.index(noisy_report.summary_line) :])
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_curvature_at_draws_is_the_largest_eigenvalue(run, gradients):
     flat = gradients.positions.reshape(-1, gradients.positions.shape[-1])
     factor = run.preconditioners[0].factor
     factor = np.diag(factor) if factor.ndim == 1 else factor
-    gradient_fn = jax.jit(lambda x: run.potential.full_gradient(x, run.arguments))
+    gradient_fn = jax.jit(lambda x: run.kernel.potential.full_gradient(x, run.arguments))
 
     def largest(q):
         hessian = np.asarray(jax.jacfwd(gradient_fn)(q), np.float64)

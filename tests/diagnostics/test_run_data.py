@@ -24,10 +24,9 @@ def test_run_data_matches_the_run(noisy):
     np.testing.assert_allclose(run.draws, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(run.finite_draws, np.asarray(run.draws, np.float64))
     assert [name for _, name in run.coordinate_names] == ["beta[0]", "beta[1]", "rate"]
-    assert (run.num_chains, run.num_iterations, run.num_draws) == (4, 4000, 4000)
+    assert (run.num_iterations, run.num_draws) == (4000, 4000)
     assert len(run.preconditioners) == 4
     assert run.step_size == pytest.approx(0.3)
-    assert not run.has_custom_dynamics
     draw = run.make_constrain_fn()(run.draws[1, 2])
     np.testing.assert_allclose(draw["rate"], samples["rate"][1, 2], rtol=1e-5)
 

@@ -5,18 +5,17 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc.diagnostics.geometry import TailTransform
-from numpyro_sgmcmc.diagnostics.run_data import Sums
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
     GradientsAtDraws,
     compute_between_chain_r_hat,
-    convert_sums_to_first_chain,
     estimate_bias_at_draws,
     estimate_bias_from_draws,
 )
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner, stack_preconditioners
+from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 
 PRECISION = np.linalg.inv(np.array([[1.0, 0.8], [0.8, 2.0]]))
-DIM, BATCHES, DRAWS_PER_BATCH = 3, 4, 50
+DIM = 3
 RNG = np.random.default_rng(0)
 
 # --- Gradients at draws -------------------------------------------------------------------------
@@ -92,7 +91,7 @@ def test_mean_bias_is_estimated_by_gradients_at_draws():
     q = np.random.default_rng(0).standard_normal((4, 1000, 3))
     bias = estimate_bias_at_draws(
         GradientsAtDraws.from_arrays(q, q + 0.5), Preconditioner(np.zeros(3), np.ones(3))
-    )
+    ).bias
     assert (np.abs(bias.mean_bias.value - 0.5) < 4 * bias.mean_bias.error).all()
     assert (bias.mean_bias.error < 0.05).all()
     assert (np.abs(bias.sd_inflation.value) < 0.05).all()
@@ -108,38 +107,22 @@ def make_preconditioner(is_dense):
     return Preconditioner(5.0 * RNG.standard_normal(DIM), factor, RNG.standard_normal(DIM))
 
 
-def make_sums(positions, gradients, preconditioner, is_full):
-    """Sum each batch by definition."""
-    batches = []
-    for theta, gradient in zip(positions, gradients, strict=True):
-        q = preconditioner.solve(theta - preconditioner.center)
-        g = preconditioner.apply_transpose(gradient)
-        products = q.T @ g, q.T @ q
-        if not is_full:
-            products = tuple(np.diagonal(x) for x in products)
-        batches.append(Sums(float(len(q)), q.sum(0), g.sum(0), *products, 0.0))
-    return jax.tree.map(lambda *xs: np.stack(xs), *batches)
-
-
 @pytest.mark.parametrize(
     ("is_full", "is_dense"), [(True, True), (True, False), (False, False)], ids=str
 )
-def test_converted_sums_are_those_in_the_first_chains_coordinates(is_full, is_dense):
+def test_r_hat_from_sums_in_each_chains_coordinates_is_that_of_the_draws(is_full, is_dense):
+    """Means are compared in model coordinates, about the first chain's center."""
     preconditioners = [make_preconditioner(is_dense) for _ in range(3)]
-    positions = RNG.standard_normal((3, BATCHES, DRAWS_PER_BATCH, DIM))
-    gradients = RNG.standard_normal((3, BATCHES, DRAWS_PER_BATCH, DIM))
-    own, first = (
-        jax.tree.map(
-            lambda *xs: np.stack(xs),
-            *(
-                make_sums(q, g, p, is_full)
-                for q, g, p in zip(positions, gradients, coordinates, strict=True)
-            ),
-        )
-        for coordinates in (preconditioners, [preconditioners[0]] * 3)
-    )
-    converted = convert_sums_to_first_chain(own, preconditioners)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), converted, first)
+    draws = RNG.standard_normal((3, 200, DIM)) + RNG.standard_normal((3, 1, DIM))
+    sums = []
+    for chain, p in zip(draws, preconditioners, strict=True):
+        q = Preconditioner(*p[:2]).solve(chain - p.center)
+        products = q.T @ q if is_full else np.square(q).sum(0)
+        sums.append(RunningSums(200.0, q.sum(0), q.sum(0), products, products, 0.0))
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *sums)
+    expected = np.sqrt(1 + draws.mean(1).var(0, ddof=1) / draws.var(1).mean(0))
+    r_hat = compute_between_chain_r_hat(stacked, preconditioners)
+    np.testing.assert_allclose(r_hat, expected, rtol=1e-9)
 
 
 def test_r_hat_of_stuck_chains_is_large():
@@ -147,8 +130,9 @@ def test_r_hat_of_stuck_chains_is_large():
     place = np.array([1e6, 2e6])
     square = 10 * (place**2 * (1 - 1e-12))[:, None]
     zeros = np.zeros((2, 1))
-    sums = Sums(np.full(2, 10.0), 10 * place[:, None], zeros, zeros, square, zeros)
-    assert compute_between_chain_r_hat(sums, np.ones(1))[0] > 100
+    sums = RunningSums(np.full(2, 10.0), 10 * place[:, None], zeros, zeros, square, zeros)
+    preconditioner = Preconditioner(np.zeros(1), np.ones(1))
+    assert compute_between_chain_r_hat(sums, [preconditioner] * 2)[0] > 100
 
 
 def test_stacked_preconditioners_of_different_rank_stay_the_same():
