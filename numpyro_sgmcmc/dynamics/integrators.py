@@ -128,15 +128,3 @@ class Step:
             state = flow.apply(state, time, gradient_fn, normals[used : used + flow.num_noise])
             used += flow.num_noise
         return state
-
-
-def clip_grad_norm(gradient_fn: GradientFn, max_norm: float | None) -> GradientFn:
-    """Return a gradient function with values scaled down to a maximal norm, unless it is None."""
-    if max_norm is None:
-        return gradient_fn
-
-    def clipped(q: Array) -> Array:
-        g = gradient_fn(q)
-        return g * jnp.minimum(1.0, max_norm / jnp.linalg.norm(g))
-
-    return clipped

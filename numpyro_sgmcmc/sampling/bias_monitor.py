@@ -146,20 +146,23 @@ def compute_batch_index(iteration: Array, num_batches: int) -> Array:
 
 
 class FirstGradientRecorder:
-    """A gradient function that keeps its first value: a step's gradient at the integrator's start.
+    """A step's gradient function, which scales gradients down to a maximal norm.
 
-    :ivar first_gradient: the value of the first call; None before.
+    :param max_norm: largest norm, or None.
+    :ivar first_gradient: the first gradient, at the integrator's start, not scaled.
     """
 
-    def __init__(self, gradient_fn: GradientFn) -> None:
-        self._gradient_fn = gradient_fn
+    def __init__(self, gradient_fn: GradientFn, max_norm: float | None = None) -> None:
+        self._gradient_fn, self._max_norm = gradient_fn, max_norm
         self.first_gradient: Any = None
 
     def __call__(self, q: Array) -> Array:
         gradient = self._gradient_fn(q)
         if self.first_gradient is None:
             self.first_gradient = gradient
-        return gradient
+        if self._max_norm is None:
+            return gradient
+        return gradient * jnp.minimum(1.0, self._max_norm / jnp.linalg.norm(gradient))
 
 
 class StepSizeMonitor(NamedTuple):

@@ -40,15 +40,25 @@ def init_chains(
     :param init_params: unconstrained initial values, or None.
     :param arguments: the model's arguments, concrete.
     """
-    adaptation, potential = config.adaptation, config.potential
+    adaptation, potential, options = config.adaptation, config.potential, config.options
     is_batch = has_chain_axis(rng_key)
     num_chains = len(rng_key) if is_batch else 1
-    chain_indices: Any = 0
-    if adaptation.other_mode_preconditioners and is_batch:
-        chain_indices = np.arange(num_chains)
-    elif adaptation.other_mode_preconditioners:
-        # A single chain has no number: a random one, by a key that `_init_states` does not use.
-        chain_indices = random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
+    preconditioner, dtype = adaptation.preconditioner, adaptation.preconditioner.center.dtype
+    step_size = jnp.asarray(adaptation.step_size, dtype)
+    if others := adaptation.other_mode_preconditioners:
+        # Chains take the modes in turn. A single chain has no number: a random one, by a key that
+        # `_init_states` does not use.
+        chain_indices: Any = np.arange(num_chains)
+        if not is_batch:
+            chain_indices = random.bits(random.fold_in(rng_key, 4), (), jnp.uint32) >> 1
+        mode = chain_indices % (1 + len(others))
+        by_mode = stack_preconditioners([preconditioner, *others])
+        preconditioner = jax.tree.map(lambda x: x[mode], by_mode)
+        step_size = jnp.full(np.shape(chain_indices), adaptation.step_size, dtype)
+    if options.traced_step_size is not None:
+        # NaN for one that is not positive: every iteration then diverges.
+        traced = options.traced_step_size.astype(dtype)
+        step_size = jnp.where(traced > 0.0, traced, jnp.nan) * jnp.ones_like(step_size)
     num_temperatures = potential.dim + (not adaptation.has_dominant_mode)
     constants = {
         "i": jnp.array(0),
@@ -61,7 +71,12 @@ def init_chains(
     state = init_states(
         rng_key,
         init_params,
-        _init_adapt_state(config, chain_indices),
+        AdaptState(
+            step_size,
+            preconditioner,
+            adaptation.gradient_noise_covariance,
+            config.mass_matrix_blocks,
+        ),
         arguments if adaptation.uses_init_strategy else None,
         constants,
         potential=potential,
@@ -73,28 +88,6 @@ def init_chains(
         init_locals = partial(_init_locals, config, arguments, init_params is not None)
         state = (jax.vmap(init_locals) if is_batch else init_locals)(state)
     return state
-
-
-def _init_adapt_state(config: ChainConfig, chain_indices: Any) -> AdaptState:
-    """Return step size and preconditioner; with several modes, chains take these in turn.
-
-    :param chain_indices: numbers of the chains, of any shape.
-    """
-    adaptation = config.adaptation
-    preconditioner, others = adaptation.preconditioner, adaptation.other_mode_preconditioners
-    dtype = preconditioner.center.dtype
-    if others:
-        by_mode = stack_preconditioners([preconditioner, *others])
-        mode = chain_indices % (1 + len(others))
-        preconditioner = jax.tree.map(lambda x: x[mode], by_mode)
-    step_size = jnp.full(np.shape(chain_indices), adaptation.step_size, dtype)
-    if config.options.traced_step_size is not None:
-        # NaN for one that is not positive: every iteration then diverges.
-        traced = config.options.traced_step_size.astype(dtype)
-        step_size = jnp.where(traced > 0.0, traced, jnp.nan) * jnp.ones_like(step_size)
-    return AdaptState(
-        step_size, preconditioner, adaptation.gradient_noise_covariance, config.mass_matrix_blocks
-    )
 
 
 def _init_states(

@@ -180,10 +180,7 @@ class PrefetchBuffer(NamedTuple):
             flat = x.reshape(-1, *x.shape[2:])
             return lax.dynamic_index_in_dim(flat, buffer_index * x.shape[1] + step, keepdims=False)
 
-        return (
-            {plate: slice_array(x) for plate, x in self.indices.items()},
-            tuple(slice_array(x) for x in self.row_arrays),
-        )
+        return jax.tree.map(slice_array, (self.indices, self.row_arrays))
 
 
 class StepCarry(NamedTuple):

@@ -25,7 +25,6 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.row_proxies import with_prefetched_rows
 from numpyro_sgmcmc.data.subsampling import sample_independent_minibatch
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.dynamics.integrators import clip_grad_norm
 from numpyro_sgmcmc.model.gradient_estimators import make_gradient_fn
 from numpyro_sgmcmc.model.local_latents import with_local_values
 from numpyro_sgmcmc.model.local_moves import update_minibatch_locals
@@ -227,7 +226,8 @@ def make_step(
             carry = StepCarry(carry.dynamics_state, local_state, reference_gradient)
         updated = carry.update_preconditioner(preconditioner)
         gradient_fn = FirstGradientRecorder(
-            make_gradient_fn(estimator, potential, arguments, updated, indices, inputs.model_key)
+            make_gradient_fn(estimator, potential, arguments, updated, indices, inputs.model_key),
+            config.options.max_grad_norm,
         )
         start = resample_auxiliary(carry.dynamics_state, inputs.step_index)
         step_size = config.get_step_size(inputs.step_index, adapt_state)
@@ -235,8 +235,7 @@ def make_step(
             normals = dynamics.compensate_gradient_noise(
                 start, normals, step_size, adapt_state.gradient_noise_covariance
             )
-        clipped_gradient_fn = clip_grad_norm(gradient_fn, config.options.max_grad_norm)
-        end = integrate(start, step_size, clipped_gradient_fn, normals, inputs.step_index)
+        end = integrate(start, step_size, gradient_fn, normals, inputs.step_index)
         position = (end if integrate.gradient_at_end else start).position
         return carry._replace(dynamics_state=end), position, gradient_fn.first_gradient
 
