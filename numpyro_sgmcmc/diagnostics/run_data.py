@@ -439,7 +439,8 @@ def _count_block_divergences(kernel: SGMCMCKernel, state: Any) -> int:
     if kernel.has_schedule:
         return 0
     weight = np.asarray(state.moments.batches.weight, np.float64).sum(-1)
-    num_kept = weight / (state.num_steps * np.asarray(state.adapt_state.step_size))
+    # All iterations have the weight of the last, also of chains that shortened their steps.
+    num_kept = weight / np.asarray(state.weight, np.float64)
     return int(np.sum(np.rint(state.moments.num_iterations - num_kept)))
 
 

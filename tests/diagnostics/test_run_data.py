@@ -1,6 +1,7 @@
 """What the diagnostics read from a run: draws, convergence, cost."""
 
 import pickle
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import ess_per_gradient, run_data
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, RunData
+from numpyro_sgmcmc.sampling.bias_monitor import Moments, RunningSums
 from tests.contract.kernels import BATCH, quietly, survey
 from tests.diagnostics.survey_runs import DATA
 
@@ -36,6 +38,17 @@ def test_run_data_without_diverging_field_counts_draws(noisy, monkeypatch):
     run = RunData.from_mcmc(noisy, "test")
     assert (run.num_draws, run.num_divergences) == (4000, 0)
     assert run.max_ess > 1000
+
+
+def test_divergences_of_a_gibbs_block_do_not_depend_on_its_shortened_steps():
+    sums = RunningSums.zeros(2, jnp.float32)._replace(weight=jnp.float32(0.5))
+    moments = Moments.zeros(2, jnp.float32)
+    for is_valid in (True, False, True, True):
+        moments = moments.add(sums, jnp.array(True), jnp.array(is_valid))
+    shortened = SimpleNamespace(step_size=jnp.float32(0.02))
+    state = SimpleNamespace(moments=moments, weight=0.5, num_steps=5, adapt_state=shortened)
+    kernel = SimpleNamespace(has_schedule=False)
+    assert run_data._count_block_divergences(kernel, state) == 1
 
 
 def test_nonfinite_draws_are_replaced_by_the_one_before():
