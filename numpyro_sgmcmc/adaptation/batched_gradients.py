@@ -55,18 +55,13 @@ def _jit_method(method: Callable[..., Any]) -> Callable[..., Any]:
 class JittedPotential:
     """The potential on all rows, or on a subset of them, at positions in float64.
 
-    :param subset_indices: rows of a representative subset, or None for all rows.
+    :param subset_indices: rows of a representative subset, for approximate work; None for all.
     """
 
     def __init__(
         self, potential: Potential, arguments: Arguments, subset_indices: Indices | None = None
     ) -> None:
         self.potential, self.arguments, self.subset_indices = potential, arguments, subset_indices
-
-    @classmethod
-    def from_random_subset(cls, potential: Potential, arguments: Arguments) -> JittedPotential:
-        """Build the potential on a fixed random subset of the rows, for approximate work."""
-        return cls(potential, arguments, sample_subset(potential))
 
     def value(self, position: np.ndarray) -> float:
         """Return the potential."""
@@ -130,21 +125,17 @@ def sample_minibatch_indices(
     """Sample independent minibatches of consecutive rows if ``subsampling`` is contiguous, else of
     random rows; shape ``shape + (subsample_size,)`` for each plate.
     """
-
-    def sample(plate: Plate) -> np.ndarray:
-        batch_size = plate.subsample_size_per_shard
-        is_contiguous = subsampling.is_contiguous
-        run_length = batch_size if is_contiguous else _choose_run_length(potential, plate)
-        if not plate.included_rows:
-            num_runs = batch_size // run_length
-            return _sample_runs(plate, rng, shape, num_runs, run_length)
+    indices = {}
+    for plate in potential.plates:
         random_part = plate.random_part
-        batch_size = random_part.subsample_size_per_shard
-        run_length = 1 if run_length == 1 else batch_size
-        indices = _sample_runs(random_part, rng, shape, batch_size // run_length, run_length)
-        return plate.add_included_rows(indices)
-
-    return {p.name: sample(p) for p in potential.plates}
+        run_length = batch_size = random_part.subsample_size_per_shard
+        if not subsampling.is_contiguous:
+            run_length = _choose_run_length(potential, plate)
+            if plate.included_rows and run_length > 1:
+                run_length = batch_size
+        rows = _sample_runs(random_part, rng, shape, batch_size // run_length, run_length)
+        indices[plate.name] = plate.add_included_rows(rows)
+    return indices
 
 
 def _choose_run_length(potential: Potential, plate: Plate) -> int:
@@ -340,6 +331,11 @@ class BatchedGradients:
     def step_potential(self) -> Potential:
         """The posterior with the minibatches of a step, which contain the included rows."""
         return self.potential.with_included_rows(self.included_rows)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of minibatches in an epoch; 0 without a subsampled plate."""
+        return max((p.batches_per_epoch for p in self.step_potential.plates), default=0)
 
     def iter_subset_minibatches(self, num_rows: int) -> Iterator[WeightedMinibatch]:
         """Iterate over minibatches of about ``num_rows`` rows per plate that represent all rows."""

@@ -36,6 +36,7 @@ from numpyro_sgmcmc.adaptation.batched_gradients import (
     JittedPotential,
     assemble_hessian,
     sample_minibatch_indices,
+    sample_subset,
 )
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
@@ -193,7 +194,7 @@ def _factor_from_curvature(conditioned: WarmupInputs, position: np.ndarray) -> n
         hessian,
         settings.mass_matrix_mask,
         settings.is_dense,
-        JittedPotential.from_random_subset(potential, conditioned.arguments),
+        JittedPotential(potential, conditioned.arguments, sample_subset(potential)),
         position,
     )
 

@@ -30,7 +30,7 @@ from jax import Array, lax, random
 from jax.flatten_util import ravel_pytree
 from jax.interpreters.ad import JVPTracer
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, BulkPositions
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     predict_mean_bias_from_noise,
@@ -186,7 +186,7 @@ def choose_step_size(
         ]
     batches_per_epoch = 0
     if not choice.subsampling.is_independent:
-        batches_per_epoch = find_num_batches_per_epoch(bulk.batched_gradients)
+        batches_per_epoch = bulk.batched_gradients.batches_per_epoch
     noise_stats = noise_stats._replace(batches_per_epoch=batches_per_epoch)
     if batches_per_epoch:
         variance_inflation = min(
@@ -213,12 +213,6 @@ def recommend_step_size(
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
     """Return the steps between approximately independent draws, from 1 to 500."""
     return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
-
-
-def find_num_batches_per_epoch(batched_gradients: BatchedGradients) -> int:
-    """Return the number of minibatches in an epoch; 0 without a subsampled plate."""
-    plates = batched_gradients.step_potential.plates
-    return max((p.batches_per_epoch for p in plates), default=0)
 
 
 def compute_stability_limit(

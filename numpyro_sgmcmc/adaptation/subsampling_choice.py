@@ -31,10 +31,7 @@ from numpyro_sgmcmc.adaptation.settings import (
     SubsamplingChoice,
     WarmupInputs,
 )
-from numpyro_sgmcmc.adaptation.step_size import (
-    NoiseLimit,
-    find_num_batches_per_epoch,
-)
+from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
 from numpyro_sgmcmc.adaptation.warnings import (
     is_thermostat_active,
     warn_sorted_data,
@@ -112,7 +109,7 @@ def measure_gradient_noise(
     # Over an epoch noise cancels. That of minibatch gradients is so large that their step size
     # does not rely on it.
     if candidates.subsampling is None or not candidates.subsampling.is_independent:
-        per_epoch = find_num_batches_per_epoch(bulk.batched_gradients)
+        per_epoch = bulk.batched_gradients.batches_per_epoch
         for stats_by_estimator in noise:
             for estimator, stats in stats_by_estimator.items():
                 if estimator.needs_reference:
