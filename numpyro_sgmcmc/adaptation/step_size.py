@@ -161,9 +161,7 @@ def choose_step_size(
         noise_limit = NoiseLimit.from_settings(settings, max_curvature)
         variance_inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
     else:
-        step_size, sd_inflation = _limit_step_size_by_dynamics(
-            inputs, bound_dynamics, noise_stats, choice.step_size
-        )
+        step_size, sd_inflation = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
         variance_inflation = max(
             choice.variance_inflation, float(np.square(1.0 + sd_inflation) - 1.0)
         )
@@ -204,9 +202,7 @@ def recommend_step_size(
     mean_bias: PredictedMeanBias,
 ) -> float:
     """Return the step size that would be chosen in place of the user's."""
-    step_size, _ = _limit_step_size_by_dynamics(
-        inputs, bound_dynamics, choice.noise_stats, float(choice.step_size)
-    )
+    step_size, _ = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
     return limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
 
 
@@ -353,22 +349,19 @@ def _shrink_until(
 
 
 def _limit_step_size_by_dynamics(
-    inputs: WarmupInputs,
-    bound_dynamics: Dynamics,
-    noise_stats: GradientNoiseStats,
-    step_size: float,
+    inputs: WarmupInputs, bound_dynamics: Dynamics, choice: SubsamplingChoice
 ) -> tuple[float, float]:
     """Return a shorter step size for unusual options of the kernel, and the error of SDs at it."""
     settings = inputs.settings
     if bound_dynamics.has_default_settings:
-        return step_size, 0.0
+        return choice.step_size, 0.0
     return limit_step_size_by_discretisation(
         bound_dynamics,
         settings.integrator,
-        step_size,
+        choice.step_size,
         inputs.potential.dim,
         settings.target_sd_bias,
-        0.0 if settings.noise_compensation else noise_stats.mean_variance,
+        0.0 if settings.noise_compensation else choice.noise_stats.mean_variance,
     )
 
 
