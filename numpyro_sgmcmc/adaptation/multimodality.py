@@ -99,11 +99,7 @@ class Modes:
     has_dominant_mode: bool
 
 
-def find_modes(
-    inputs: WarmupInputs,
-    pilot: PilotResult,
-    fits: Sequence[MeanField],
-) -> Modes:
+def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanField]) -> Modes:
     """Return the mode of the pilot chains, which started from the first fit, and other modes."""
     if rescaled := rescale_to_prior(inputs, pilot):
         return Modes(rescaled, (), has_dominant_mode=False)
@@ -112,9 +108,7 @@ def find_modes(
 
 
 def find_other_modes(
-    inputs: WarmupInputs,
-    main: PilotResult,
-    fits: Sequence[MeanField],
+    inputs: WarmupInputs, main: PilotResult, fits: Sequence[MeanField]
 ) -> tuple[PilotResult, ...]:
     """Run pilot chains from other variational fits, and return the modes of comparable mass.
 
@@ -291,9 +285,7 @@ def _join_site_names(names: list[str]) -> str:
 
 
 def rescale_to_prior(
-    inputs: WarmupInputs,
-    pilot: PilotResult,
-    high_dim: int = HIGH_DIM,
+    inputs: WarmupInputs, pilot: PilotResult, high_dim: int = HIGH_DIM
 ) -> PilotResult | None:
     """Return the pilot chains in coordinates scaled by the prior SDs, or None.
 
@@ -317,8 +309,7 @@ def rescale_to_prior(
     if prior_sds is None or np.median(bulk.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:
         return None
     preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
-    q = preconditioner.solve(pilot.positions - preconditioner.center)
-    rescaled = replace(pilot, preconditioner=preconditioner, q=q)
+    rescaled = pilot.move_to(preconditioner, pilot.positions)
     inflation = measure_minibatch_variance_inflation(inputs, rescaled)
     return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
@@ -334,10 +325,7 @@ def _has_effective_control_variates(bulk: BulkPositions, rng: np.random.Generato
     return control_variate.mean_variance < max_variance
 
 
-def measure_minibatch_variance_inflation(
-    inputs: WarmupInputs,
-    pilot: PilotResult,
-) -> float:
+def measure_minibatch_variance_inflation(inputs: WarmupInputs, pilot: PilotResult) -> float:
     """Return the variance inflation by short steps with minibatch gradients.
 
     It is the increase of the mean potential over ``d / 2``, infinite where chains diverge. In a

@@ -151,12 +151,7 @@ def run_pilot_windows(
         if not is_distinct(pilot, last_positions):
             return replace(pilot.move_to(pilot.preconditioner, last_positions), is_distinct=False)
         updated = update_preconditioner(
-            inputs,
-            inputs.batched_gradients,
-            pilot.preconditioner,
-            draws,
-            noise_stats,
-            pilot.is_converged,
+            inputs, pilot.preconditioner, draws, noise_stats, pilot.is_converged
         )
         if updated is None:
             max_step_size *= _NONFINITE_STEP_FACTOR

@@ -281,7 +281,6 @@ def refine_directions(
 
 def update_preconditioner(
     inputs: WarmupInputs,
-    batched_gradients: BatchedGradients,
     preconditioner: Preconditioner,
     draws: np.ndarray,
     noise_stats: GradientNoiseStats,
@@ -295,6 +294,7 @@ def update_preconditioner(
     :return: None where the gradient at the new center is not finite.
     """
     settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
+    batched_gradients = inputs.batched_gradients
     center = preconditioner.to_position(draws.mean((0, 1)))
     if settings.inverse_mass_matrix is not None:
         full_gradient = batched_gradients.full_gradient(center)

@@ -145,10 +145,8 @@ def choose_step_size(
     inputs: WarmupInputs,
     bulk: BulkPositions,
     choice: SubsamplingChoice,
-    max_curvature: float,
     bound_dynamics: Dynamics,
     has_dominant_mode: bool,
-    rng: np.random.Generator,
 ) -> StepSizeChoice:
     """Choose the step size, or predict the effects of the user's.
 
@@ -158,7 +156,7 @@ def choose_step_size(
     settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
     step_size = settings.step_size
     if step_size is not None:
-        noise_limit = NoiseLimit.from_settings(settings, max_curvature)
+        noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
         variance_inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
     else:
         step_size, sd_inflation = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
@@ -168,13 +166,13 @@ def choose_step_size(
     dynamics_limit = float(step_size)
     mean_bias = PredictedMeanBias()
     if inputs.potential.local_latents is None and has_dominant_mode:
-        mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit, rng)
+        mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit)
     if settings.step_size is not None:
         limits = [StepSizeLimit("user", float(step_size))]
     else:
         step_size = limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
         integrator_limit = dynamics.integrators[settings.integrator].step_size
-        stability_limit = compute_stability_limit(dynamics, integrator_limit, max_curvature)
+        stability_limit = compute_stability_limit(dynamics, integrator_limit, choice.max_curvature)
         limits = [
             StepSizeLimit("integrator", float(integrator_limit)),
             StepSizeLimit("stability", float(stability_limit)),
@@ -385,7 +383,6 @@ def _predict_mean_bias(
     choice: SubsamplingChoice,
     bound_dynamics: Dynamics,
     step_size: float,
-    rng: np.random.Generator,
 ) -> PredictedMeanBias:
     """Predict the bias of posterior means by gradient noise and discretisation error."""
     settings = inputs.settings
@@ -395,7 +392,7 @@ def _predict_mean_bias(
             1.0, step_size, choice.noise_stats.position_dependent_fraction
         )
         by_noise = predict_mean_bias_from_noise(
-            bulk, choice.estimator, choice.subsampling, inflation_per_noise_variance, rng
+            bulk, choice.estimator, choice.subsampling, inflation_per_noise_variance, inputs.rng
         )
     # The variance inflation is computed at the longest step, where rounding is small beside it;
     # at shorter ones it is smaller by the order of the integrator.
@@ -404,7 +401,7 @@ def _predict_mean_bias(
     inflation = compute_kick_variance_inflation(bound_dynamics, settings.integrator, max_step_size)
     per_inflation = np.zeros(inputs.potential.dim)
     if inflation != 0.0:
-        per_inflation = predict_mean_bias_per_variance_inflation(bulk, rng)
+        per_inflation = predict_mean_bias_per_variance_inflation(bulk, inputs.rng)
     return PredictedMeanBias(
         by_noise / step_size,
         per_inflation,

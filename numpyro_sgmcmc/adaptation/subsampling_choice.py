@@ -198,7 +198,6 @@ def choose_monitor_gradients(
     noise: NoiseMeasurement,
     step_size: float,
     num_steps: int,
-    rng: np.random.Generator,
 ) -> MonitorGradients:
     """Choose the gradients from which the chains estimate their bias.
 
@@ -215,7 +214,7 @@ def choose_monitor_gradients(
         return choose_step_gradients(potential.dim, num_steps)
     if list(noise_stats) == [MinibatchGradient()] and not potential.is_stochastic:
         without_hessian = [e for e in GRADIENT_ESTIMATORS.values() if not e.needs_hessian]
-        noise_stats = measure_noise(bulk, without_hessian, subsampling, rng)
+        noise_stats = measure_noise(bulk, without_hessian, subsampling, inputs.rng)
     # The chains have a reference Hessian only if their estimator needs it.
     variances = {
         e: stats.mean_variance

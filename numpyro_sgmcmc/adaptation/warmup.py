@@ -196,9 +196,7 @@ def adapt_to_mode(
     noise = measure_gradient_noise(bulk, candidates, rng)
     choice = choose_subsampling(inputs, candidates, noise)
     bound_dynamics = settings.bind_dynamics(preconditioner.cast(potential.dtype))
-    step = choose_step_size(
-        inputs, bulk, choice, noise.max_curvature, bound_dynamics, has_dominant_mode, rng
-    )
+    step = choose_step_size(inputs, bulk, choice, bound_dynamics, has_dominant_mode)
     step_size = float(step.step_size)
     relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
@@ -212,9 +210,7 @@ def adapt_to_mode(
         matrix = measure_noise_covariance(chain_bulk, choice.estimator, rng)
         noise_covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
         pending += find_compensation_warnings(inputs, noise_covariance, step_size)
-    monitor_gradients = choose_monitor_gradients(
-        inputs, bulk, choice, noise, step_size, num_steps, rng
-    )
+    monitor_gradients = choose_monitor_gradients(inputs, bulk, choice, noise, step_size, num_steps)
     allowed_variance_inflation = None
     if settings.step_size is None:
         allowed_variance_inflation = max(
