@@ -12,6 +12,7 @@ from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.model_checks import (
     compute_hidden_change,
     find_inconsistent_gradients,
@@ -116,7 +117,9 @@ def test_inconsistent_gradients_expensive_rows_are_limited(num_rows, max_minibat
     y = jnp.asarray(np.random.default_rng(0).standard_normal(5_000), jnp.float32)
     arguments = Arguments(("right", y), {"batch_size": 100})
     potential = get_model_potential(model, arguments, init_to_uniform)
-    gradients = CountingGradients(potential, arguments, num_rows)
+    gradients = CountingGradients(
+        potential, arguments, WarmupBudget(num_representative_rows=num_rows)
+    )
     q = np.array([[0.0, 0.0], [1.0, 1.0]])
     preconditioner = Preconditioner(np.zeros(2), np.ones(2))
     assert not find_inconsistent_gradients(gradients, preconditioner, q, 2)
