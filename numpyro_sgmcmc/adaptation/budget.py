@@ -75,10 +75,13 @@ class WarmupBudget:
     @property
     def max_gradient_evaluations(self) -> int:
         """Gradient evaluations of the fits and the pilot chains, most of the work, at most."""
-        num_inits = self.num_inits + self.num_prior_inits
-        # A pilot step takes one more gradient, at the reference position.
-        gradients_per_step = self.num_pilot_chains + 1
-        return self.num_vi_steps * num_inits + sum(self.pilot_window_steps) * gradients_per_step
+        vi_gradients = self.num_vi_steps * (self.num_inits + self.num_prior_inits)
+        return vi_gradients + sum(self.pilot_window_steps) * self.gradients_per_pilot_step
+
+    @property
+    def gradients_per_pilot_step(self) -> int:
+        """Gradients of a step of all pilot chains: one more, at the reference position."""
+        return self.num_pilot_chains + 1
 
     @property
     def num_whole_batch_inits(self) -> int:
@@ -87,11 +90,7 @@ class WarmupBudget:
 
     @classmethod
     def for_potential(cls, potential: Potential, arguments: Arguments) -> WarmupBudget:
-        """Return the budget for a posterior, by its dimension and the rows that a gradient reads.
-
-        :param potential: the posterior.
-        :param arguments: the model's arguments.
-        """
+        """Return the budget for the dimension of a posterior and the rows that a gradient reads."""
         if potential.dim > HIGH_DIM:
             num_rows = 4 * max([64, *(p.subsample_size for p in potential.plates)])
             return cls(
@@ -118,22 +117,16 @@ class WarmupBudget:
             and potential.dim <= _MAX_SMALL_BATCH_FIT_DIM
         )
         budget = cls()
-        if potential.sample_prior_position is not None and is_cheap:
-            budget = cls(num_prior_inits=_NUM_PRIOR_INITS)
-        elif potential.sample_prior_position is not None and can_fit_on_fewer_rows:
+        if potential.sample_prior_position is not None and (is_cheap or can_fit_on_fewer_rows):
+            prior_fit_batch_size = None if is_cheap else _PRIOR_FIT_BATCH_SIZE
             budget = cls(
-                num_prior_inits=_NUM_PRIOR_INITS, prior_fit_batch_size=_PRIOR_FIT_BATCH_SIZE
+                num_prior_inits=_NUM_PRIOR_INITS, prior_fit_batch_size=prior_fit_batch_size
             )
-
-        affordable_steps = _MAX_VI_ROW_GRADIENTS // (
-            rows_per_gradient * budget.num_whole_batch_inits
-        )
-        affordable_steps -= affordable_steps % _VI_STEPS_MULTIPLE
-        num_vi_steps = int(np.clip(affordable_steps, _MIN_VI_STEPS, budget.num_vi_steps))
-
-        row_gradients = (
-            np.cumsum(budget.pilot_window_steps) * (budget.num_pilot_chains + 1) * rows_per_gradient
-        )
+        num_rows = rows_per_gradient * budget.num_whole_batch_inits
+        num_vi_steps = _MAX_VI_ROW_GRADIENTS // num_rows // _VI_STEPS_MULTIPLE * _VI_STEPS_MULTIPLE
+        num_vi_steps = int(np.clip(num_vi_steps, _MIN_VI_STEPS, budget.num_vi_steps))
+        row_gradients = np.cumsum(budget.pilot_window_steps) * budget.gradients_per_pilot_step
+        row_gradients *= rows_per_gradient
         num_windows = int((row_gradients <= _MAX_PILOT_ROW_GRADIENTS).sum())
         num_windows = max(_MIN_PILOT_WINDOWS, num_windows)
         if arguments.host_arrays:

@@ -60,21 +60,28 @@ def find_influential_rows(
     It takes one pass over the rows, without derivatives. Not supported (and empty) for several
     plates, rows outside of memory, randomised likelihoods, local latent variables and very high
     dimension.
-
-    :param potential: the posterior.
-    :param arguments: the model's arguments.
-    :param variational_fit: approximation of the posterior.
-    :param rng: random number generator.
     """
     if not _is_supported(potential, arguments):
         return ()
     plate = potential.plates[0]
-    variances = compute_remainder_variances(potential, arguments, variational_fit, rng)
+    normals = rng.standard_normal((_NUM_ANTITHETIC_PAIRS, potential.dim))
+    mean, deviations = variational_fit.mean, variational_fit.sd * normals
+    positions = np.concatenate([mean[None], mean + deviations, mean - deviations])
+    positions = positions.astype(potential.dtype)
+    num_rows = min(_MAX_ROWS_PER_CALL, plate.size)
+    variances = np.zeros(plate.size)
+    for start in range(0, plate.size, num_rows):
+        start = min(start, plate.size - num_rows)  # all calls have one shape
+        rows = np.arange(start, start + num_rows, dtype=np.int32)
+        variances[rows] = _evaluate_remainder_variances(
+            potential, arguments, positions, {plate.name: rows}
+        )
+    variances = np.where(np.isfinite(variances), variances, 0.0)
     num_influential = choose_num_influential(variances, plate.subsample_size)
     if not num_influential:
         return ()
-    rows = np.sort(np.argsort(-variances, kind="stable")[:num_influential])
-    return ((plate.name, tuple(int(row) for row in rows)),)
+    influential = np.sort(np.argsort(-variances, kind="stable")[:num_influential])
+    return ((plate.name, tuple(influential.tolist())),)
 
 
 def precompile_influential_rows(potential: Potential, arguments: Arguments) -> None:
@@ -90,9 +97,8 @@ def precompile_influential_rows(potential: Potential, arguments: Arguments) -> N
 
 def _is_supported(potential: Potential, arguments: Arguments) -> bool:
     """Return True if the influence of single observations can be computed and matters."""
-    is_in_memory = not (arguments.host_arrays or arguments.sharded_arrays)
     return (
-        is_in_memory
+        not (arguments.host_arrays or arguments.sharded_arrays)
         and potential.shards is None
         and len(potential.plates) == 1
         and potential.plates[0].subsample_size < potential.plates[0].size
@@ -102,42 +108,18 @@ def _is_supported(potential: Potential, arguments: Arguments) -> bool:
     )
 
 
-def compute_remainder_variances(
-    potential: Potential, arguments: Arguments, variational_fit: MeanField, rng: np.random.Generator
-) -> np.ndarray:
-    """Return the variance of each observation's even remainder over the fit, shape ``(rows,)``."""
-    plate = potential.plates[0]
-    normals = rng.standard_normal((_NUM_ANTITHETIC_PAIRS, potential.dim))
-    mean, deviations = variational_fit.mean, variational_fit.sd * normals
-    positions = np.concatenate([mean[None], mean + deviations, mean - deviations])
-    positions = positions.astype(potential.dtype)
-    num_rows = min(_MAX_ROWS_PER_CALL, plate.size)
-    variances = np.zeros(plate.size)
-    for start in range(0, plate.size, num_rows):
-        start = min(start, plate.size - num_rows)  # all calls have one shape
-        rows = np.arange(start, start + num_rows, dtype=np.int32)
-        variances[rows] = _evaluate_remainder_variances(
-            potential, arguments, positions, {plate.name: rows}
-        )
-    return np.where(np.isfinite(variances), variances, 0.0)
-
-
 @partial(jax.jit, static_argnames="potential")
 def _evaluate_remainder_variances(
     potential: Potential, arguments: Arguments, positions: Array, indices: Indices
 ) -> Array:
-    """Return the variances of some observations; the first position is the reference."""
+    """Return the variances of some observations' even remainders about the first position."""
     values = jax.lax.map(lambda q: potential.pointwise_potentials(q, indices, arguments), positions)
     plus, minus = jnp.split(values[1:], 2)
     return jnp.var((plus + minus) / 2.0 - values[0], axis=0, ddof=1)
 
 
 def choose_num_influential(remainder_variances: np.ndarray, batch_size: int) -> int:
-    """Return how many observations every minibatch has to include.
-
-    :param remainder_variances: of each observation, shape ``(rows,)``.
-    :param batch_size: rows of a minibatch.
-    """
+    """Return how many of the observations with these variances every minibatch has to include."""
     size = len(remainder_variances)
     max_included = int(_MAX_INFLUENTIAL_BATCH_FRACTION * batch_size)
     decreasing = -np.sort(-remainder_variances)

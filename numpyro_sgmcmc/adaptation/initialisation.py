@@ -24,6 +24,7 @@ from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.trace import LatentSite
 
 _MAX_INIT_ATTEMPTS = 20  # positions drawn from the initialisation strategy
 # Prior draws per initial position. The densest of all draws would lie in the narrowest mode.
@@ -74,10 +75,7 @@ def find_finite_positions(
 
 
 def check_finite_gradient(inputs: WarmupInputs, preconditioner: Preconditioner) -> None:
-    """Check the gradient over the whole data at the center.
-
-    :raises InitializationError: naming the sites that are not finite.
-    """
+    """Check the gradient over the whole data at the center."""
     if not preconditioner.is_finite():
         center = inputs.cast(preconditioner.center)
         cause, fix = inputs.potential.diagnose_nonfinite(center, inputs.arguments)
@@ -157,7 +155,8 @@ def validate_init_params(
     """
     if init_params is None:
         return None
-    validate_init_sites(init_params, potential, num_chains)
+    if potential.sites is not None:
+        _check_init_sites(init_params, potential.sites, num_chains)
     if is_traced(init_params):
         return init_params
     batched_gradients = BatchedGradients(potential, arguments)
@@ -193,20 +192,17 @@ def check_potential_fn_params(init_params: Any) -> None:
             )
 
 
-def validate_init_sites(init_params: Any, potential: Potential, num_chains: int | None) -> Any:
-    """Return ``init_params`` after checking names, shapes and types against the latent sites.
-
-    :param num_chains: length of the leading axis, or None for one chain without such an axis.
-    """
-    if init_params is None or potential.sites is None:
-        return init_params
+def _check_init_sites(
+    init_params: Any, sites: tuple[LatentSite, ...], num_chains: int | None
+) -> None:
+    """Check names, shapes and types of ``init_params`` against the latent sites."""
     if not isinstance(init_params, dict):
         raise InvalidArgumentError(
             f"`init_params` is of type {type(init_params).__name__}, which is not a dict.",
             "pass a dict of unconstrained values by name of the latent site.",
             "init-params",
         )
-    shapes = {s.name: s.shape for s in potential.sites}
+    shapes = {s.name: s.shape for s in sites}
     unknown = sorted(set(init_params) - set(shapes))
     missing = sorted(set(shapes) - set(init_params))
     if unknown or missing:
@@ -218,14 +214,13 @@ def validate_init_sites(init_params: Any, potential: Potential, num_chains: int 
             "init-params",
         )
     chain_shape = () if num_chains is None else (num_chains,)
-    for name, shape in shapes.items():
-        value = init_params[name]
-        if np.shape(value) != chain_shape + shape:
-            stacked = "" if num_chains is None else f", one of shape {shape} per chain"
+    for name, site_shape in shapes.items():
+        value, shape = init_params[name], chain_shape + site_shape
+        if np.shape(value) != shape:
+            stacked = "" if num_chains is None else f", one of shape {site_shape} per chain"
             raise InvalidArgumentError(
-                f"`init_params` of site '{name}' has shape {np.shape(value)}, not "
-                f"{chain_shape + shape}.",
-                f"pass unconstrained values of shape {chain_shape + shape}{stacked}.",
+                f"`init_params` of site '{name}' has shape {np.shape(value)}, not {shape}.",
+                f"pass unconstrained values of shape {shape}{stacked}.",
                 "init-params",
             )
         dtype = getattr(value, "dtype", np.asarray(value).dtype if np.isscalar(value) else None)
@@ -241,4 +236,3 @@ def validate_init_sites(init_params: Any, potential: Potential, num_chains: int 
                 "replace missing and infinite values.",
                 "init-params",
             )
-    return init_params

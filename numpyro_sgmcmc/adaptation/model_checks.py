@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, WeightedMinibatch
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.data.subsampling import Plate
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.potential import Potential
@@ -59,8 +59,6 @@ def find_inconsistent_gradients(
 ) -> list[ModelWarning]:
     """Return a warning for each group of sites along which the gradient misses changes.
 
-    :param batched_gradients: potentials and gradients on minibatches.
-    :param preconditioner: coordinates.
     :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
     :param num_lines: lines between two of these positions, of all groups together, at most.
     """
@@ -70,21 +68,26 @@ def find_inconsistent_gradients(
     max_groups = max(1, min(_MAX_SITE_GROUPS, num_lines // _MIN_LINES_PER_SITE_GROUP))
     site_groups = _group_sites(potential, max_groups)
     positions = preconditioner.to_position(q[: 2 * (num_lines // len(site_groups))])
-    segments = list(zip(positions[::2], positions[1::2], strict=False))
     minibatches = min(
         list(batched_gradients.iter_subset_minibatches(_NUM_CONSISTENCY_ROWS)),
         batched_gradients.subset_minibatches,
         key=len,
     )
+    precision = float(np.finfo(potential.dtype).eps)
+    fractions = np.linspace(0.0, 1.0, _NUM_INTERVALS_PER_LINE + 1)
     model_warnings = []
     for names, coordinates in site_groups:
-        hidden, total, by_gradient = np.sum(
-            [
-                _measure_changes(batched_gradients, minibatches, start, end, coordinates)
-                for start, end in segments
-            ],
-            axis=0,
-        )
+        changes = np.zeros(3)
+        for start, end in zip(positions[::2], positions[1::2], strict=False):
+            displacement = np.zeros_like(start)
+            displacement[coordinates] = end[coordinates] - start[coordinates]
+            values, gradients = batched_gradients.weighted_mean(
+                start + fractions[:, None] * displacement, minibatches
+            )
+            slopes = gradients @ displacement / _NUM_INTERVALS_PER_LINE
+            if np.isfinite(values).all() and np.isfinite(slopes).all():
+                changes += compute_hidden_change(values, slopes, precision)
+        hidden, total, by_gradient = changes
         threshold = _MIN_HIDDEN_CHANGE_FRACTION * max(total, by_gradient)
         if hidden <= max(_MIN_HIDDEN_CHANGE_NATS, threshold):
             continue
@@ -116,34 +119,6 @@ def _group_sites(potential: Potential, max_groups: int) -> list[tuple[tuple[str,
     ]
 
 
-def _measure_changes(
-    batched_gradients: BatchedGradients,
-    minibatches: list[WeightedMinibatch],
-    start: np.ndarray,
-    end: np.ndarray,
-    coordinates: np.ndarray,
-) -> tuple[float, float, float]:
-    """Return the hidden change along a line on which some coordinates move.
-
-    :param minibatches: a representative subset of the rows.
-    :param start: first position, shape ``(d,)``.
-    :param end: last position, shape ``(d,)``.
-    :param coordinates: indices of the coordinates that move.
-    :return: as of :func:`compute_hidden_change`; zeros where the density is zero on the line.
-    """
-    displacement = np.zeros_like(start)
-    displacement[coordinates] = end[coordinates] - start[coordinates]
-    fractions = np.linspace(0.0, 1.0, _NUM_INTERVALS_PER_LINE + 1)
-    values, gradients = batched_gradients.weighted_mean(
-        start + fractions[:, None] * displacement, minibatches
-    )
-    slopes = gradients @ displacement / _NUM_INTERVALS_PER_LINE
-    if not (np.isfinite(values).all() and np.isfinite(slopes).all()):
-        return 0.0, 0.0, 0.0
-    precision = float(np.finfo(batched_gradients.potential.dtype).eps)
-    return compute_hidden_change(values, slopes, precision)
-
-
 def compute_hidden_change(
     values: np.ndarray, slopes: np.ndarray, relative_precision: float
 ) -> tuple[float, float, float]:
@@ -151,7 +126,6 @@ def compute_hidden_change(
 
     :param values: values at equidistant points, shape ``(n,)``.
     :param slopes: derivatives there times the distance, shape ``(n,)``.
-    :param relative_precision: relative precision of the values.
     :return: change beyond the slopes about each interval; absolute change of the values; absolute
         change by the slopes. Each is summed over the intervals.
     """
@@ -173,8 +147,6 @@ def find_nonadditive_plates(
 ) -> list[ModelWarning]:
     """Return a warning for each plate whose log likelihood is not additive over observations.
 
-    :param batched_gradients: potentials on minibatches.
-    :param preconditioner: coordinates.
     :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
     """
     if batched_gradients.potential.is_stochastic:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,15 +45,10 @@ _BINDING_TOLERANCE = 0.01
 class WarmupSettings:
     """The kernel's options as the warm-up reads them; None stands for what it has to choose.
 
-    - **dynamics** - the SDE.
-    - **integrator** - name of the integrator.
     - **bind_dynamics** - maps a preconditioner to the SDE in its coordinates.
-    - **step_size** - the user's step size, or None.
     - **has_constant_step_size** - False for a schedule and for a traced step size.
-    - **num_steps** - the user's steps per iteration, or None.
-    - **estimator** - the user's gradient estimator, or None.
-    - **subsampling** - the user's subsampling, or None.
-    - **inverse_mass_matrix** - the user's, shape ``(d,)`` or ``(d, d)``, or None.
+    - **num_steps** - steps per iteration.
+    - **inverse_mass_matrix** - shape ``(d,)`` or ``(d, d)``.
     - **is_dense** - whether an adapted mass matrix is dense.
     - **is_site_aligned** - whether coordinates must be those of the sites: only a diagonal is
       adapted then.
@@ -86,9 +81,7 @@ class WarmupSettings:
 class WarmupInputs:
     """The input of every stage of the warm-up.
 
-    - **potential** - the posterior.
     - **arguments** - the model's arguments, concrete and on the device.
-    - **settings** - the user's settings.
     - **budget** - number of gradients that each stage may take.
     - **progress** - display of the stages.
     - **included_rows** - influential observations in every minibatch, by plate.
@@ -143,8 +136,7 @@ class WarmupInputs:
 class Candidates:
     """The gradient estimators and subsampling among which a stage may choose.
 
-    - **estimators** - candidate gradient estimators.
-    - **subsampling** - the subsampling, or None where it is to be chosen.
+    - **subsampling** - None where it is to be chosen.
     - **is_estimator_free** - whether the estimator was left to the warm-up.
     """
 
@@ -157,8 +149,6 @@ class Candidates:
 class SubsamplingChoice:
     """A gradient estimator, a subsampling, and the step size at which noise allows them.
 
-    - **estimator** - gradient estimator.
-    - **subsampling** - subsampling.
     - **noise_stats** - gradient noise in preconditioned coordinates.
     - **step_size** - longest step size for the curvature and this noise.
     - **variance_inflation** - relative increase of posterior variances predicted at it.
@@ -175,21 +165,9 @@ class SubsamplingChoice:
 
 @dataclass(frozen=True)
 class StepSizeLimit:
-    """The step size after one limit was applied.
+    """The step size after one limit, the cause, was applied."""
 
-    - **name** - cause of the limit.
-    - **step_size** - the step size that it leaves.
-    """
-
-    name: Literal[
-        "user",
-        "integrator",
-        "stability",
-        "gradient_noise",
-        "dynamics",
-        "mean_bias",
-        "other_modes",
-    ]
+    name: str
     step_size: float
 
 
@@ -228,10 +206,7 @@ class StepSizeTrace:
 
     def __getitem__(self, name: str) -> float:
         """Return the step size after the limit of that name."""
-        for limit in self.limits:
-            if limit.name == name:
-                return limit.step_size
-        raise KeyError(name)
+        return {limit.name: limit.step_size for limit in self.limits}[name]
 
 
 class MonitorGradients(NamedTuple):
@@ -264,7 +239,6 @@ class LocalLatentsInit(NamedTuple):
 class AdaptationTrace(NamedTuple):
     """The numbers behind the choices of a warm-up.
 
-    - **step_size_limits** - the limits of the step size.
     - **max_curvature** - the largest preconditioned curvature in the bulk of the posterior.
     - **noise_variances** - variance of the gradient noise, mean over preconditioned coordinates,
       by name of the estimator: with iid and with contiguous minibatches; empty where every step
@@ -288,10 +262,7 @@ class Adaptation(NamedTuple):
     """The result of the warm-up, which all chains share.
 
     - **preconditioner** - coordinates and the full-data gradient at their center.
-    - **step_size** - step size.
     - **num_steps** - steps per iteration.
-    - **estimator** - gradient estimator.
-    - **subsampling** - subsampling.
     - **gradient_noise_covariance** - covariance of the gradient noise if that is compensated, or
       None.
     - **noise_stats** - gradient noise in the bulk of the posterior.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -248,12 +247,9 @@ def find_user_step_size_warnings(
     )
 
 
-@dataclass(frozen=True)
-class _DrawCost:
-    """The computation per draw with larger minibatches.
+class _DrawCost(NamedTuple):
+    """Computation per draw with larger minibatches.
 
-    - **batch_sizes** - batch size by plate.
-    - **num_steps** - steps per draw.
     - **cost** - gradients of single observations per independent draw.
     - **is_within_target** - whether gradient noise keeps within the target.
     """
@@ -268,48 +264,38 @@ def _find_cheapest_draw(
     inputs: WarmupInputs, candidates: Candidates, choice: SubsamplingChoice, step: StepSizeChoice
 ) -> _DrawCost:
     """Return the cheapest of larger batch sizes within the target, or the largest."""
-    costs = [
-        _predict_draw_cost(inputs, candidates, choice, step, float(factor))
-        for factor in _BATCH_SIZE_FACTORS
-    ]
-    return min((c for c in costs if c.is_within_target), key=lambda c: c.cost, default=costs[-1])
-
-
-def _predict_draw_cost(
-    inputs: WarmupInputs,
-    candidates: Candidates,
-    choice: SubsamplingChoice,
-    step: StepSizeChoice,
-    batch_size_factor: float,
-) -> _DrawCost:
-    """Predict the cost of a draw with batch sizes so many times as large, up to the whole data."""
-    settings, dynamics, potential = inputs.settings, inputs.settings.dynamics, inputs.potential
-    batch_sizes = _scale_batch_sizes(inputs, batch_size_factor)
+    settings, plates = inputs.settings, inputs.potential.plates
     is_independent = candidates.subsampling is not None and candidates.subsampling.is_independent
-    has_all_rows = all(batch_sizes[p.name] == p.size for p in potential.plates)
-    if has_all_rows and not is_independent:
-        relative_cost, noise_stats, batch_size_factor = 1.0, NO_NOISE, math.inf
-    else:
-        relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
-        noise_stats = noise_stats._replace(
-            variance=noise_stats.variance / batch_size_factor,
-            mean_variance=noise_stats.mean_variance / batch_size_factor,
-            batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / batch_size_factor),
-        )
     noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
-    step_size, variance_inflation = noise_limit.limit_step_size(noise_stats)
-    step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, batch_size_factor)
-    relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
-    # An independent draw may be further away than the steps of a draw.
-    steps_per_independent_draw = max(1.0, relaxation_time / step_size)
-    cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
-    mean_bias = step.mean_bias.compute_max(step_size, batch_size_factor)
-    return _DrawCost(
-        batch_sizes,
-        choose_num_steps(relaxation_time, step_size),
-        steps_per_independent_draw * cost_per_step,
-        variance_inflation <= settings.target_sd_bias and mean_bias <= _allowed_mean_bias(inputs),
-    )
+    draw_costs = []
+    for factor in map(float, _BATCH_SIZE_FACTORS):
+        batch_sizes = _scale_batch_sizes(inputs, factor)
+        if all(batch_sizes[p.name] == p.size for p in plates) and not is_independent:
+            relative_cost, noise_stats, factor = 1.0, NO_NOISE, math.inf
+        else:
+            relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
+            noise_stats = noise_stats._replace(
+                variance=noise_stats.variance / factor,
+                mean_variance=noise_stats.mean_variance / factor,
+                batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / factor),
+            )
+        step_size, variance_inflation = noise_limit.limit_step_size(noise_stats)
+        step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, factor)
+        mean_bias = step.mean_bias.compute_max(step_size, factor)
+        relaxation_time = settings.dynamics.relaxation_time(step_size, noise_stats.variance)
+        # An independent draw may be further away than the steps of a draw.
+        steps_per_independent_draw = max(1.0, relaxation_time / step_size)
+        cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
+        draw_cost = _DrawCost(
+            batch_sizes,
+            choose_num_steps(relaxation_time, step_size),
+            steps_per_independent_draw * cost_per_step,
+            variance_inflation <= settings.target_sd_bias
+            and mean_bias <= _allowed_mean_bias(inputs),
+        )
+        draw_costs.append(draw_cost)
+    within_target = (c for c in draw_costs if c.is_within_target)
+    return min(within_target, key=lambda c: c.cost, default=draw_costs[-1])
 
 
 def _allowed_mean_bias(inputs: WarmupInputs) -> float:
