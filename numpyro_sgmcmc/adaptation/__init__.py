@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation import local_warmup, warmup
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
+from numpyro_sgmcmc.adaptation.initialisation import find_init_positions, fit_inits
+from numpyro_sgmcmc.adaptation.local_warmup import warm_up_locals
 from numpyro_sgmcmc.adaptation.settings import (
     Adaptation,
     StepSizeTrace,
@@ -15,6 +16,7 @@ from numpyro_sgmcmc.adaptation.settings import (
     WarmupSettings,
     build_empty_adaptation,
 )
+from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import ModelWarning
 from numpyro_sgmcmc.model.potential import Potential
@@ -32,6 +34,8 @@ __all__ = [
 ]
 
 
+# Values that are not finite are searched for and reported; NumPy need not warn as well.
+@np.errstate(all="ignore")
 def adapt(
     potential: Potential,
     arguments: Arguments,
@@ -41,9 +45,7 @@ def adapt(
 ) -> Adaptation:
     """Choose preconditioner, gradient estimator, subsampling, step size and steps per draw.
 
-    :param potential: the posterior.
     :param arguments: the model's arguments, concrete.
-    :param settings: the user's settings.
     :param init_positions: positions of shape ``(d,)``: the user's, or several of which the first
         finite ones are taken.
     :param progress: display of the stages.
@@ -52,14 +54,13 @@ def adapt(
     """
     if potential.dim == 0:
         return build_empty_adaptation(potential, settings)
-    # Values that are not finite are searched for and reported; NumPy need not warn as well.
-    with np.errstate(all="ignore"):
-        inputs = WarmupInputs.create(potential, arguments, settings, progress)
-        if potential.local_latents is None:
-            return warmup.warm_up_globals(inputs, init_positions)
-        return local_warmup.warm_up_locals(inputs, init_positions)
+    inputs = WarmupInputs.create(potential, arguments, settings, progress)
+    if potential.local_latents is None:
+        return warm_up_globals(inputs, init_positions)
+    return warm_up_locals(inputs, init_positions)
 
 
+@np.errstate(all="ignore")
 def fit_variational_mean(
     potential: Potential,
     arguments: Arguments,
@@ -67,11 +68,11 @@ def fit_variational_mean(
     init_positions: Iterable[np.ndarray],
     progress: ProgressReporter,
 ) -> np.ndarray:
-    """Return the mean of a mean-field variational fit, shape ``(d,)``.
+    """Return the mean of the mean-field variational fit with the largest ELBO, shape ``(d,)``.
 
     :param potential: the posterior, without local latents.
     :raises InitializationError: where no initial position is finite.
     """
-    with np.errstate(all="ignore"):
-        inputs = WarmupInputs.create(potential, arguments, settings, progress)
-        return warmup.fit_variational_mean(inputs, init_positions)
+    inputs = WarmupInputs.create(potential, arguments, settings, progress)
+    progress.begin_stage("variational fit")
+    return fit_inits(inputs, *find_init_positions(inputs, init_positions))[0].mean

@@ -136,12 +136,6 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     )
 
 
-def fit_variational_mean(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> np.ndarray:
-    """Return the mean of the variational fit with the largest ELBO, shape ``(d,)``."""
-    inputs.progress.begin_stage("variational fit")
-    return fit_inits(inputs, *find_init_positions(inputs, init_positions))[0].mean
-
-
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
     """Start to compile the functions of the first stages, while initial positions are found."""
     budget, has_init_params = inputs.budget, inputs.settings.has_init_params
