@@ -164,49 +164,31 @@ class SubsamplingChoice:
 
 
 @dataclass(frozen=True)
-class StepSizeLimit:
-    """The step size after one limit, the cause, was applied."""
-
-    name: str
-    step_size: float
-
-
-@dataclass(frozen=True)
 class StepSizeTrace:
     """The limits that were applied to the step size one after the other.
 
-    - **limits** - in the order of their application. ``"user"`` stands alone; otherwise these are
-      the ``"integrator"``'s default step size, ``"stability"`` at the largest curvature,
-      ``"gradient_noise"`` (bias of SDs), ``"dynamics"`` (discretisation error with the kernel's
-      options), ``"mean_bias"`` (bias of means) and, if chains start in several modes,
-      ``"other_modes"``.
+    - **limits** - the step size after each limit, in the order of their application. ``"user"``
+      stands alone; otherwise these are the ``"integrator"``'s default step size, ``"stability"`` at
+      the largest curvature, ``"gradient_noise"`` (bias of SDs), ``"dynamics"`` (discretisation
+      error with the kernel's options), ``"mean_bias"`` (bias of means) and, if chains start in
+      several modes, ``"other_modes"``.
     """
 
-    limits: tuple[StepSizeLimit, ...]
+    limits: dict[str, float]
 
     @property
     def step_size(self) -> float:
         """The step size after all limits."""
-        return self.limits[-1].step_size
+        return list(self.limits.values())[-1]
 
     @property
-    def is_user_step_size(self) -> bool:
-        """True where the user fixed the step size."""
-        return self.limits[0].name == "user"
-
-    @property
-    def binding(self) -> tuple[StepSizeLimit, ...]:
+    def binding(self) -> dict[str, float]:
         """The limits that reduced the step size by at least 1%, in their order."""
-        binding, current = [], self.limits[0].step_size
-        for limit in self.limits[1:]:
-            if limit.step_size < (1.0 - _BINDING_TOLERANCE) * current:
-                binding.append(limit)
-                current = limit.step_size
-        return tuple(binding)
-
-    def __getitem__(self, name: str) -> float:
-        """Return the step size after the limit of that name."""
-        return {limit.name: limit.step_size for limit in self.limits}[name]
+        binding, current = {}, next(iter(self.limits.values()))
+        for name, step_size in self.limits.items():
+            if step_size < (1.0 - _BINDING_TOLERANCE) * current:
+                binding[name] = current = step_size
+        return binding
 
 
 class MonitorGradients(NamedTuple):

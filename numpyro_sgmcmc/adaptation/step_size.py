@@ -37,7 +37,6 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     predict_mean_bias_per_variance_inflation,
 )
 from numpyro_sgmcmc.adaptation.settings import (
-    StepSizeLimit,
     StepSizeTrace,
     SubsamplingChoice,
     WarmupInputs,
@@ -168,18 +167,18 @@ def choose_step_size(
     if inputs.potential.local_latents is None and has_dominant_mode:
         mean_bias = _predict_mean_bias(inputs, bulk, choice, bound_dynamics, dynamics_limit)
     if settings.step_size is not None:
-        limits = [StepSizeLimit("user", float(step_size))]
+        limits = {"user": float(step_size)}
     else:
         step_size = limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
         integrator_limit = dynamics.integrators[settings.integrator].step_size
         stability_limit = compute_stability_limit(dynamics, integrator_limit, choice.max_curvature)
-        limits = [
-            StepSizeLimit("integrator", float(integrator_limit)),
-            StepSizeLimit("stability", float(stability_limit)),
-            StepSizeLimit("gradient_noise", float(choice.step_size)),
-            StepSizeLimit("dynamics", dynamics_limit),
-            StepSizeLimit("mean_bias", float(step_size)),
-        ]
+        limits = {
+            "integrator": float(integrator_limit),
+            "stability": float(stability_limit),
+            "gradient_noise": float(choice.step_size),
+            "dynamics": dynamics_limit,
+            "mean_bias": float(step_size),
+        }
     batches_per_epoch = 0
     if not choice.subsampling.is_independent:
         batches_per_epoch = bulk.batched_gradients.batches_per_epoch
@@ -189,7 +188,7 @@ def choose_step_size(
             variance_inflation, noise_stats.predict_variance_inflation(dynamics, float(step_size))
         )
     return StepSizeChoice(
-        step_size, StepSizeTrace(tuple(limits)), noise_stats, variance_inflation, mean_bias
+        step_size, StepSizeTrace(limits), noise_stats, variance_inflation, mean_bias
     )
 
 

@@ -54,7 +54,6 @@ from numpyro_sgmcmc.adaptation.settings import (
     Adaptation,
     AdaptationTrace,
     Candidates,
-    StepSizeLimit,
     StepSizeTrace,
     WarmupInputs,
 )
@@ -245,7 +244,7 @@ def _combine_modes(
     assert trace is not None
     step_size = min(mode.step_size for mode in all_modes)
     if is_step_size_free:
-        limits = *trace.step_size_limits.limits, StepSizeLimit("other_modes", float(step_size))
+        limits = trace.step_size_limits.limits | {"other_modes": float(step_size)}
         trace = trace._replace(step_size_limits=StepSizeTrace(limits))
     return main._replace(
         step_size=step_size,

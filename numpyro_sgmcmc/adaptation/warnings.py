@@ -319,7 +319,7 @@ def _find_discretisation_warnings(
             "discretisation-means",
         )
         return
-    longest = step.trace["dynamics"]
+    longest = step.trace.limits["dynamics"]
     limit = step.mean_bias.limit_step_size(longest, step_size, allowed)
     noise_limit = step.mean_bias.by_noise.limit_step_size(longest, step_size, allowed)
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)

@@ -167,7 +167,7 @@ def _plot_gradient_noise(ax: Any, adaptation: Adaptation) -> None:
 
 
 def _plot_step_size_limits(ax: Any, trace: StepSizeTrace) -> None:
-    step_sizes = [limit.step_size for limit in trace.limits]
+    step_sizes = list(trace.limits.values())
     y = range(len(step_sizes))
     ax.barh(y, step_sizes, color=[_PALE_BLUE] * (len(y) - 1) + [_BLUE], height=0.6)
     for k, step_size in enumerate(step_sizes):
@@ -175,7 +175,7 @@ def _plot_step_size_limits(ax: Any, trace: StepSizeTrace) -> None:
             f"{step_size:.3g}", (step_size, k), xytext=(3, 0), textcoords="offset points",
             va="center", fontsize="small",
         )  # fmt: skip
-    ax.set_yticks(y, [limit.name.replace("_", " ") for limit in trace.limits])
+    ax.set_yticks(y, [name.replace("_", " ") for name in trace.limits])
     ax.set(title="Step size", xlabel="after each limit, preconditioned")
     ax.margins(x=0.2)
     ax.tick_params(axis="y", labelsize="small", length=0)

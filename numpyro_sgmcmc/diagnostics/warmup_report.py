@@ -237,16 +237,16 @@ def _describe_subsampling(kernel: SGMCMCKernel, adaptation: Adaptation) -> str:
 
 def _describe_step_size(adaptation: Adaptation) -> str:
     step_size = f"{adaptation.step_size:.3g}"
-    if adaptation.trace is None or adaptation.trace.step_size_limits.is_user_step_size:
+    if adaptation.trace is None or "user" in adaptation.trace.step_size_limits.limits:
         return f"{step_size}, as given."
     limits = adaptation.trace.step_size_limits
     if not limits.binding:
         return f"{step_size}, the integrator's default: no limit is smaller."
     reductions = ", ".join(
-        f"{limit.step_size:.3g} by {_STEP_SIZE_LIMIT_LABELS[limit.name]}"
-        for limit in limits.binding
+        f"{step_size:.3g} by {_STEP_SIZE_LIMIT_LABELS[name]}"
+        for name, step_size in limits.binding.items()
     )
-    default = limits["integrator"]
+    default = limits.limits["integrator"]
     return f"{step_size}. The integrator's default of {default:.3g} is reduced to {reductions}."
 
 

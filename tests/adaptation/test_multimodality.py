@@ -130,7 +130,7 @@ def test_run_init_in_modes_samples_each_mode_correctly(chain_method):
     mcmc, (message,) = run(unknown_sign, SQUARES, chain_method, init_in_modes=True)
     assert "each mode" in message
     trace = mcmc.sampler.adaptation.trace.step_size_limits
-    assert trace.limits[-1].name == "other_modes"
+    assert list(trace.limits)[-1] == "other_modes"
     assert trace.step_size == mcmc.sampler.adaptation.step_size
     a = np.asarray(mcmc.get_samples(group_by_chain=True)["a"])
     is_positive = (a > 0).mean(1)

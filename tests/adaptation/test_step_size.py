@@ -8,7 +8,7 @@ import pytest
 
 from numpyro_sgmcmc.adaptation import adapt
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
-from numpyro_sgmcmc.adaptation.settings import StepSizeLimit, StepSizeTrace
+from numpyro_sgmcmc.adaptation.settings import StepSizeTrace
 from numpyro_sgmcmc.adaptation.step_size import (
     MAX_NUM_STEPS,
     NoiseLimit,
@@ -139,13 +139,9 @@ def test_choose_num_steps_covers_the_relaxation_time(time, step_size, num_steps)
 def test_trace_binding_limits_reduce_the_step_by_a_percent():
     names = ("integrator", "stability", "gradient_noise", "dynamics", "mean_bias")
     step_sizes = (0.3, 0.3, 0.1, 0.0995, 0.05)
-    trace = StepSizeTrace(tuple(map(StepSizeLimit, names, step_sizes)))
-    assert [limit.name for limit in trace.binding] == ["gradient_noise", "mean_bias"]
-    assert trace.step_size == trace["mean_bias"] == 0.05
-    assert trace["gradient_noise"] == 0.1
-    assert not trace.is_user_step_size
-    with pytest.raises(KeyError):
-        trace["other_modes"]
+    trace = StepSizeTrace(dict(zip(names, step_sizes, strict=True)))
+    assert trace.binding == {"gradient_noise": 0.1, "mean_bias": 0.05}
+    assert trace.step_size == 0.05
 
 
 def normal_mean(y, batch_size=None):
@@ -176,13 +172,13 @@ def warm_up(**options):
 def test_warm_up_trace_names_what_limits_the_step(options, binding):
     adaptation = warm_up(**options)
     trace = adaptation.trace.step_size_limits
-    assert [limit.name for limit in trace.binding] == binding
-    step_sizes = [limit.step_size for limit in trace.limits]
+    assert list(trace.binding) == binding
+    step_sizes = list(trace.limits.values())
     assert step_sizes == sorted(step_sizes, reverse=True)
     assert trace.step_size == pytest.approx(float(adaptation.step_size), rel=1e-6)
 
 
 def test_warm_up_user_step_size_is_the_only_limit():
     trace = warm_up(step_size=0.1).trace.step_size_limits
-    assert trace.limits == (StepSizeLimit("user", 0.1),)
-    assert trace.is_user_step_size
+    assert trace.limits == {"user": 0.1}
+    assert not trace.binding

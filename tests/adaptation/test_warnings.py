@@ -13,7 +13,7 @@ import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
-from numpyro_sgmcmc.adaptation.settings import StepSizeLimit, StepSizeTrace, SubsamplingChoice
+from numpyro_sgmcmc.adaptation.settings import StepSizeTrace, SubsamplingChoice
 from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias, StepSizeChoice
 from numpyro_sgmcmc.adaptation.subsampling_choice import list_candidates
 from numpyro_sgmcmc.adaptation.warnings import PendingWarning, find_noise_warnings, issue_once
@@ -67,7 +67,7 @@ def get_warnings(
         ControlVariate(), ContiguousSubsampling(), noise_stats, 0.3, 0.0, 1.0
     )
     step_size = 3.0 / steps_per_draw
-    limits = StepSizeLimit("dynamics", 0.3), StepSizeLimit("mean_bias", step_size)
+    limits = {"dynamics": 0.3, "mean_bias": step_size}
     step = StepSizeChoice(
         step_size, StepSizeTrace(limits), noise_stats, variance_inflation, mean_bias
     )

@@ -11,7 +11,7 @@ from matplotlib import pyplot
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, warmup_report
-from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit, StepSizeLimit, StepSizeTrace
+from numpyro_sgmcmc.adaptation.settings import LocalLatentsInit, StepSizeTrace
 from numpyro_sgmcmc.diagnostics import plot_warmup
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind
 from tests.contract.kernels import BATCH, quietly, survey, survey_data
@@ -70,7 +70,7 @@ def test_warmup_report_has_the_numbers_of_the_warmup():
 
 def test_step_size_limits_of_a_warmup_decrease_to_its_step_size():
     adaptation = run().sampler.adaptation
-    step_sizes = [limit.step_size for limit in adaptation.trace.step_size_limits.limits]
+    step_sizes = list(adaptation.trace.step_size_limits.limits.values())
     assert step_sizes == sorted(step_sizes, reverse=True)
     assert step_sizes[-1] == pytest.approx(float(adaptation.step_size), rel=1e-6)
     variances = adaptation.trace.noise_variances[adaptation.estimator.name]
@@ -80,7 +80,7 @@ def test_step_size_limits_of_a_warmup_decrease_to_its_step_size():
 
 def test_warmup_report_names_the_limits_that_reduce_the_step_size():
     def step_size_section(**step_sizes):
-        limits = StepSizeTrace(tuple(StepSizeLimit(*item) for item in step_sizes.items()))
+        limits = StepSizeTrace(step_sizes)
         trace = {"step_size_limits": limits}
         return sections_of(replace_adaptation(trace, step_size=limits.step_size))["Step size"]
 
@@ -175,7 +175,7 @@ def test_plot_warmup_shows_the_numbers_of_the_warmup():
     assert (np.diff(axes[0].lines[0].get_ydata()) <= 0).all()
     assert len(axes[1].patches) == 2 * len(trace.noise_variances)
     step_sizes = [bar.get_width() for bar in axes[2].patches]
-    assert step_sizes == [limit.step_size for limit in trace.step_size_limits.limits]
+    assert step_sizes == list(trace.step_size_limits.limits.values())
     assert plot_warmup(run(), axes=axes) is axes
     pyplot.close(axes[0].figure)
 
