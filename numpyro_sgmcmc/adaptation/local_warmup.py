@@ -73,7 +73,6 @@ from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Indices
 from numpyro_sgmcmc.errors import InitializationError, LocalLatentsWarning, warn_user
 from numpyro_sgmcmc.model.gradient_estimators import (
     GradientEstimator,
-    MinibatchGradient,
     make_gradient_fn,
 )
 from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
@@ -84,6 +83,7 @@ from numpyro_sgmcmc.model.local_moves import (
     map_over_row_chunks,
     sweep_local_values,
     update_minibatch_locals,
+    update_reference_gradient,
 )
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -473,16 +473,8 @@ def _optimize_globals(
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
         theta, adam_state, local_state = carry
         minibatch, key = xs
-        local_state, _, arguments_with_locals = update_minibatch_locals(
-            potential,
-            local_state,
-            theta,
-            minibatch,
-            arguments,
-            theta,
-            theta,
-            MinibatchGradient(),
-            key,
+        local_state, arguments_with_locals = update_minibatch_locals(
+            potential, local_state, theta, minibatch, arguments, key
         )
         gradient = potential.gradient(theta, minibatch, arguments_with_locals)
         gradient = jnp.where(jnp.isfinite(gradient), gradient, 0.0)
@@ -525,23 +517,19 @@ def _run_local_pilot_steps(
             local_state = LocalLatentsState(
                 local_values, local_scale, jnp.ones((), potential.dtype)
             )
-            local_state, reference_gradient, arguments_with_locals = update_minibatch_locals(
-                potential,
-                local_state,
-                theta,
-                minibatch,
-                arguments,
-                preconditioner.center,
-                reference_gradient,
-                estimator,
-                key,
+            local_state, arguments_with_locals = update_minibatch_locals(
+                potential, local_state, theta, minibatch, arguments, key
             )
             reference = preconditioner._replace(reference_gradient=reference_gradient)
+            if estimator.needs_reference:
+                reference = update_reference_gradient(
+                    potential, reference, local_values, minibatch, arguments_with_locals
+                )
             gradient = make_gradient_fn(
                 estimator, potential, arguments_with_locals, reference, minibatch
             )
             dynamics_state = _PILOT_STEP(dynamics_state, step_size, gradient, normals)
-            carry = dynamics_state, local_state.values, reference_gradient
+            carry = dynamics_state, local_state.values, reference.reference_gradient
             return carry, dynamics_state.position
 
         xs = indices, normals, random.split(local_key, num_steps)

@@ -42,7 +42,6 @@ from jax import Array, lax, random
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.errors import InvalidArgumentError
-from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
     LocalLatents,
@@ -51,6 +50,7 @@ from numpyro_sgmcmc.model.local_latents import (
     with_local_values,
 )
 from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import is_fixed_support
 
 NUM_LOCAL_UPDATES = 10
@@ -87,34 +87,42 @@ def update_minibatch_locals(
     global_position: Array,
     indices: Indices,
     arguments: Arguments,
-    reference: Array,
-    reference_gradient: Array,
-    estimator: GradientEstimator,
     rng_key: Array,
-) -> tuple[LocalLatentsState, Array, Arguments]:
+) -> tuple[LocalLatentsState, Arguments]:
     """Update the local values of a minibatch's rows.
 
-    :param reference: reference point of the control variates.
-    :param reference_gradient: full-data gradient there, at the present local values.
-    :return: the next state, the full-data gradient at the reference point for the new values, and
-        the arguments for the step's gradient.
+    :return: the next state, and the arguments for the step's gradient.
     """
-    plate = _get_local_latents(potential).plate
-    rows = jnp.asarray(indices[plate.name])
-    before = state.values.take(rows)
+    rows = jnp.asarray(indices[_get_local_latents(potential).plate.name])
+    before, scale = state.values.take(rows), state.scale[rows]
     after, accept_prob = update_local_values(
-        potential, global_position, rows, before, state.scale[rows], arguments, rng_key
+        potential, global_position, rows, before, scale, arguments, rng_key
     )
-    arguments_after = with_local_values(arguments, after)
-    if estimator.needs_reference:
-        fraction = rows.shape[0] / plate.size
-        gradient_before = potential.gradient(
-            reference, indices, with_local_values(arguments, before)
-        )
-        change = potential.gradient(reference, indices, arguments_after) - gradient_before
-        reference_gradient = reference_gradient + fraction * change
     state = LocalLatentsState(state.values.put(rows, after), state.scale, accept_prob.mean())
-    return state, reference_gradient, arguments_after
+    return state, with_local_values(arguments, after)
+
+
+def update_reference_gradient(
+    potential: Potential,
+    preconditioner: Preconditioner,
+    values_before: LocalValues,
+    indices: Indices,
+    arguments: Arguments,
+) -> Preconditioner:
+    """Return the preconditioner with the full-data gradient at its center for new local values.
+
+    :param preconditioner: with this gradient at the values before.
+    :param values_before: local values of all rows before their update.
+    :param indices: the minibatch whose rows were updated.
+    :param arguments: with the new values of these rows.
+    """
+    plate, center = _get_local_latents(potential).plate, preconditioner.center
+    rows = jnp.asarray(indices[plate.name])
+    arguments_before = with_local_values(arguments, values_before.take(rows))
+    gradient_before = potential.gradient(center, indices, arguments_before)
+    change = potential.gradient(center, indices, arguments) - gradient_before
+    gradient = preconditioner.reference_gradient + rows.shape[0] / plate.size * change
+    return preconditioner._replace(reference_gradient=gradient)
 
 
 def update_local_values(

@@ -27,7 +27,7 @@ from numpyro_sgmcmc.data.subsampling import sample_independent_minibatch
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.model.gradient_estimators import make_gradient_fn
 from numpyro_sgmcmc.model.local_latents import with_local_values
-from numpyro_sgmcmc.model.local_moves import update_minibatch_locals
+from numpyro_sgmcmc.model.local_moves import update_minibatch_locals, update_reference_gradient
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import (
     FirstGradientRecorder,
@@ -208,23 +208,18 @@ def make_step(
         if not is_pregenerated:
             normals = random.normal(normals, normals_shape, potential.dtype)
         indices, arguments = get_minibatch(inputs.minibatch)
-        if potential.local_latents is not None:
-            assert carry.local_state is not None
-            assert carry.reference_gradient is not None
-            assert inputs.local_key is not None
-            local_state, reference_gradient, arguments = update_minibatch_locals(
-                potential,
-                carry.local_state,
-                preconditioner.to_position(carry.dynamics_state.position),
-                indices,
-                arguments,
-                preconditioner.center,
-                carry.reference_gradient,
-                estimator,
-                inputs.local_key,
-            )
-            carry = StepCarry(carry.dynamics_state, local_state, reference_gradient)
         updated = carry.update_preconditioner(preconditioner)
+        if (before := carry.local_state) is not None:
+            assert inputs.local_key is not None
+            position = preconditioner.to_position(carry.dynamics_state.position)
+            local_state, arguments = update_minibatch_locals(
+                potential, before, position, indices, arguments, inputs.local_key
+            )
+            if estimator.needs_reference:
+                updated = update_reference_gradient(
+                    potential, updated, before.values, indices, arguments
+                )
+            carry = StepCarry(carry.dynamics_state, local_state, updated.reference_gradient)
         gradient_fn = FirstGradientRecorder(
             make_gradient_fn(estimator, potential, arguments, updated, indices, inputs.model_key),
             config.options.max_grad_norm,

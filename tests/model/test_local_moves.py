@@ -20,6 +20,7 @@ from numpyro_sgmcmc.model.local_moves import (
     sweep_local_values,
     update_local_values,
     update_minibatch_locals,
+    update_reference_gradient,
 )
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -38,9 +39,8 @@ from tests.model.plated import assert_close
 ROWS, BATCH = 12, 4
 
 
-_update_minibatch_locals = jax.jit(
-    update_minibatch_locals, static_argnames=("potential", "estimator")
-)
+_update_minibatch_locals = jax.jit(update_minibatch_locals, static_argnames="potential")
+_update_reference_gradient = jax.jit(update_reference_gradient, static_argnames="potential")
 _pointwise_potentials = jax.jit(pointwise_local_potentials, static_argnames="potential")
 _full_value = jax.jit(Potential.full_value, static_argnums=0)
 _gradient = jax.jit(Potential.gradient, static_argnums=0)
@@ -80,17 +80,18 @@ class _Case:
         state = self.state if state is None else state
         if gradient is None:
             gradient = self.full_gradient(state.values, self.reference)
-        return _update_minibatch_locals(
-            self.potential,
-            state,
-            self.theta,
-            {"rows": jnp.asarray(rows)},
-            self.arguments,
-            self.reference,
-            gradient,
-            GRADIENT_ESTIMATORS["control_variate"],
-            jax.random.key(seed),
+        indices = {"rows": jnp.asarray(rows)}
+        after, arguments = _update_minibatch_locals(
+            self.potential, state, self.theta, indices, self.arguments, jax.random.key(seed)
         )
+        preconditioner = _update_reference_gradient(
+            self.potential,
+            Preconditioner(self.reference, jnp.ones(self.potential.dim), gradient),
+            state.values,
+            indices,
+            arguments,
+        )
+        return after, preconditioner.reference_gradient, arguments
 
 
 @pytest.fixture(params=[normal_means, awkward], ids=["normal_means", "awkward"])
@@ -164,7 +165,7 @@ def test_update_minibatch_locals_gradient_estimators_stay_unbiased(case):
         assert np.ptp(estimates, 0).max() > 1e-3 * np.abs(expected).max()
 
 
-def test_update_minibatch_locals_reference_gradient_stays_exact(case):
+def test_update_reference_gradient_stays_exact(case):
     state, gradient = case.state, None
     for n, rows in enumerate([[0, 1, 2, 3], [8, 3, 5, 1], [11, 10, 2, 0]]):
         state, gradient, _ = case.update(rows, n, state, gradient)
