@@ -4,18 +4,15 @@
 builds a :class:`ModelPotential`, which evaluates the model on any rows of its plates.
 
 :func:`get_model_potential` shares one potential between all kernels on one model, and with it what
-JAX has compiled: a potential is a static argument of compiled functions, which are compiled again
-for each new one. The model is traced and checked for every kernel all the same. A potential is
-shared only where the traced posterior is the same, operation by operation and constant by constant,
-because a model may use more than its arguments: arrays that it closes over and that change in
-place, or globals. Tracing takes hundredths of a second, compiling seconds. Not detected are
-differences at other numbers of rows than those of a minibatch and of a pass over all rows, and
-changes while a kernel is in use; JAX itself does not detect that a compiled function uses a global
-that has changed.
+JAX has compiled: a potential is a static argument of compiled functions. The model is traced and
+checked for every kernel all the same, which takes hundredths of a second, compiling seconds. A
+potential is shared only where the traced posterior is the same, operation by operation and constant
+by constant, because a model may use more than its arguments: arrays that it closes over and that
+change in place, or globals. Not detected are differences at other numbers of rows than those of a
+minibatch and of a pass over all rows, and changes while a kernel is in use.
 
-The cache keeps no kernel and no compiled program alive. A potential lives as long as a kernel has
-it, or JAX has programs compiled for it (until ``jax.clear_caches()``, or until others take their
-place), and with it the model and what the model closes over.
+The cache keeps no kernel and no compiled program alive. A potential, with the model and what the
+model closes over, lives as long as a kernel has it or JAX has programs compiled for it.
 """
 
 from __future__ import annotations
@@ -79,10 +76,7 @@ _MAX_DIAGNOSED_ROWS = 20_000
 
 
 def make_model_potential(
-    model: Callable,
-    arguments: Arguments,
-    init_strategy: Callable,
-    gibbs: GibbsConfig = NO_GIBBS,
+    model: Callable, arguments: Arguments, init_strategy: Callable, gibbs: GibbsConfig = NO_GIBBS
 ) -> ModelPotential:
     """Trace a NumPyro model, check that it can be sampled, and return its potential.
 

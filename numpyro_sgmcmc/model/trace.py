@@ -201,10 +201,7 @@ def get_base_distribution(fn: Any) -> Any:
 
 
 def trace_model(
-    model: Callable,
-    arguments: Arguments,
-    init_strategy: Callable,
-    gibbs: GibbsConfig = NO_GIBBS,
+    model: Callable, arguments: Arguments, init_strategy: Callable, gibbs: GibbsConfig = NO_GIBBS
 ) -> ModelTrace:
     """Run a model once on the first rows of its plates and describe its statements.
 
