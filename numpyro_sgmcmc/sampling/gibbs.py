@@ -10,7 +10,7 @@ for all sites makes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,64 +51,59 @@ def build_conditional_potential(
         )
 
 
-def find_continuous_global_sites(
-    model: Callable, site_names: Iterable[str], arguments: Arguments, options: Options
-) -> list[str]:
-    """Return those of the named sites that are continuous and outside of plates."""
-    with warnings.catch_warnings():
+def condition_on_variational_means(
+    model: Callable,
+    arguments: Arguments,
+    options: Options,
+    dynamics: Dynamics,
+    integrator: str,
+    get_cached: Callable[[Arguments], Arguments | None],
+) -> Arguments:
+    """Return a block's arguments with variational means in place of draws from the prior.
+
+    Values of continuous sites outside of plates are replaced. The other conditioning values stay,
+    and the means are conditional on them. A model with local latent variables keeps the draws from
+    the prior.
+
+    :param arguments: the block's, concrete.
+    :param options: the block's.
+    :param get_cached: returns the result of the last warm-up for arguments without the replaced
+        values, or None if anything else has changed.
+    :raises InitializationError: if no initial position of all sites has a finite log density.
+    """
+    values = arguments.kwargs[GIBBS_SITES_KWARG]
+    with warnings.catch_warnings():  # the block itself gives these warnings
         warnings.simplefilter("ignore", UserWarning)
         trace = trace_model(
             model, with_conditioning(arguments, {}), options.init_strategy, options.gibbs_config
         )
-    return [
+    replaced_sites = [
         site.name
         for site in trace.sample_sites
-        if site.name in site_names
+        if site.name in values
         and not (site.plate_frames or site.support.is_discrete or site.is_delta)
         and site.unconstrained_shape is not None
     ]
-
-
-def condition_on_variational_means(
-    model: Callable,
-    arguments: Arguments,
-    replaced_sites: list[str],
-    options: Options,
-    dynamics: Dynamics,
-    integrator: str,
-) -> Arguments:
-    """Return a block's arguments with variational means in place of draws from the prior.
-
-    The other conditioning values stay, and the means are conditional on them. A model with local
-    latent variables keeps the draws from the prior.
-
-    :param arguments: the block's, concrete.
-    :param replaced_sites: the sites whose values are replaced
-        (:func:`find_continuous_global_sites`).
-    :param options: the block's.
-    :raises InitializationError: if no initial position of all sites has a finite log density.
-    """
-    values = arguments.kwargs[GIBBS_SITES_KWARG]
+    if not replaced_sites:
+        return arguments
     kept = {name: x for name, x in values.items() if name not in replaced_sites}
+    joint_arguments = with_conditioning(arguments, kept)
+    if (cached := get_cached(joint_arguments)) is not None:
+        return cached
     joint_options = Options(
         init_strategy=options.init_strategy,
         forward_mode_differentiation=options.forward_mode_differentiation,
     )
-    joint_arguments = with_conditioning(arguments, kept)
     potential = build_conditional_potential(model, kept, arguments, joint_options)
     if potential.local_latents is not None:
         return arguments
     settings = build_warmup_settings(joint_options, potential, dynamics, integrator)
     with show_adaptation_progress(arguments.host_arrays) as progress:
-        init_positions = generate_init_positions(
-            potential, joint_arguments, None, has_chain_axis=False
-        )
+        init_positions = generate_init_positions(potential, joint_arguments, None, False)
         mean = fit_variational_mean(potential, joint_arguments, settings, init_positions, progress)
     z = potential.unravel(jnp.asarray(mean, potential.dtype))
     means = potential.constrain(z, joint_arguments)
-    return with_conditioning(
-        arguments, {**values, **{name: means[name] for name in replaced_sites}}
-    )
+    return with_conditioning(arguments, {**values, **{k: means[k] for k in replaced_sites}})
 
 
 def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:

@@ -49,7 +49,6 @@ from numpyro_sgmcmc.progress import show_adaptation_progress, show_data_passes
 from numpyro_sgmcmc.sampling.chain_init import init_chains
 from numpyro_sgmcmc.sampling.gibbs import (
     condition_on_variational_means,
-    find_continuous_global_sites,
     recenter_state,
     with_conditioning,
 )
@@ -67,9 +66,6 @@ from numpyro_sgmcmc.sampling.step import run_iteration
 
 # Characters of a value in a kernel's repr; longer values are printed as "...".
 _MAX_REPR_CHARS = 60
-# Keyword of the monomial-gamma kernels, the paper's symbol -> field of their Kinetics.
-_KINETICS_FIELD_NAMES = {"a": "a", "m": "mass", "c": "softening"}
-
 _T = TypeVar("_T")
 
 
@@ -162,9 +158,13 @@ class SGMCMCKernel(MCMCKernel):
 
     def __repr__(self) -> str:
         """Return the call that makes this kernel, without default values."""
+        settings = {**vars(self._dynamics), **self.settings}
+        if kinetics := settings.get("kinetics"):
+            settings |= {"a": kinetics.a, "m": kinetics.mass, "c": kinetics.softening}
         arguments = []
         for name, parameter in inspect.signature(type(self)).parameters.items():
-            value, default = self._get_setting(name, parameter.default), parameter.default
+            default = parameter.default
+            value = settings.get(name, default)
             is_plain = isinstance(value, (bool, int, float, str, tuple))
             if value is default or (is_plain and (type(value), value) == (type(default), default)):
                 continue
@@ -175,17 +175,6 @@ class SGMCMCKernel(MCMCKernel):
 
     def _repr_html_(self) -> str:
         return f"<code>{html.escape(repr(self))}</code>"
-
-    def _get_setting(self, name: str, default: Any) -> Any:
-        """Return a constructor argument: an attribute of the kernel, its SDE or its kinetics."""
-        settings = self.settings
-        for key in (name, f"{name}_fn"):
-            if key in settings:
-                return settings[key]
-        kinetics = getattr(self._dynamics, "kinetics", None)
-        if name in _KINETICS_FIELD_NAMES and kinetics is not None:
-            return getattr(kinetics, _KINETICS_FIELD_NAMES[name])
-        return getattr(self._dynamics, name, default)
 
     # Results of `init`.
 
@@ -277,7 +266,15 @@ class SGMCMCKernel(MCMCKernel):
             if is_block:
                 _check_locals_are_collected(potential, self._options)
                 init_params = None  # Gibbs passes constrained draws from the prior
-                concrete = self._condition_on_variational_means(concrete)
+                assert self._model is not None
+                concrete = condition_on_variational_means(
+                    self._model,
+                    concrete,
+                    self._options,
+                    self._dynamics,
+                    self._integrator,
+                    self._cache.get_arguments_of_gibbs_block,
+                )
             num_chains = len(rng_key) if is_batch else None
             init_params = validate_init_params(init_params, potential, concrete, num_chains)
             if potential.dim:
@@ -384,11 +381,8 @@ class SGMCMCKernel(MCMCKernel):
     ) -> None:
         """Restore the results of an :meth:`init` without running the warm-up again.
 
-        :param adaptation: the :attr:`adaptation` of a kernel with the same settings and data.
-        :param num_warmup: number of warm-up iterations.
+        :param adaptation: that of a kernel with the same settings and data.
         :param z: unconstrained values of one chain, of which only the shapes are used.
-        :param model_args: the model's positional arguments.
-        :param model_kwargs: the model's keyword arguments.
         """
         arguments = Arguments(model_args, model_kwargs)
         potential = self._get_potential(arguments, z, is_batch=False)
@@ -474,24 +468,6 @@ class SGMCMCKernel(MCMCKernel):
             potentials[key] = build()
         return potentials[key]
 
-    def _condition_on_variational_means(self, arguments: Arguments) -> Arguments:
-        """Return a Gibbs block's arguments with likely values of the other blocks' sites.
-
-        The values of the last warm-up are used again if nothing else has changed.
-        """
-        assert self._model is not None
-        values = arguments.kwargs[GIBBS_SITES_KWARG]
-        replaced = find_continuous_global_sites(self._model, values, arguments, self._options)
-        kept = {name: x for name, x in values.items() if name not in replaced}
-        if not replaced:
-            return arguments
-        cached = self._cache.get_arguments_of_gibbs_block(with_conditioning(arguments, kept))
-        if cached is not None:
-            return cached
-        return condition_on_variational_means(
-            self._model, arguments, replaced, self._options, self._dynamics, self._integrator
-        )
-
     def _adapt(
         self, potential: Potential, arguments: Arguments, init_params: Any, is_batch: bool
     ) -> Adaptation:
@@ -523,13 +499,10 @@ class InitCache:
 
     - **potentials** - the potentials built so far, by the structure of the arguments.
     - **array_cache** - references to large arrays, as compiled steps read them.
-    - **potential** - the potential of the last ``init``; None before it.
-    - **adaptation** - the result of the last warm-up; None before it.
-    - **adapted_potential** - the potential of that warm-up.
-    - **adapted_arguments** - the concrete arguments of that warm-up.
-    - **adapted_checksums** - checksums of the data at that time.
+    - **potential**, **adaptation** - of the last ``init``; None before it.
+    - **adapted_potential**, **adapted_arguments**, **adapted_checksums** - the last warm-up was
+      for this potential, these concrete arguments and data with these checksums.
     - **noise_stats** - gradient noise measured in that warm-up; kept in copies and pickles.
-    - **num_warmup** - number of warm-up iterations.
     - **is_ready** - whether ``init`` has ended, so that the kernel can sample.
     """
 

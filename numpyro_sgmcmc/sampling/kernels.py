@@ -370,17 +370,17 @@ class RiemannianKernel(SGMCMCKernel):
                 "pass 'potential' or a function of the unconstrained values.",
                 "inverse-metric",
             )
-        self._inverse_metric_fn = inverse_metric
+        self._inverse_metric = inverse_metric
         if callable(inverse_metric) and options.get("dense_mass") is None:
             options["dense_mass"] = False  # so that a diagonal metric belongs to the sites
         super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
     @property
     def _is_site_aligned(self) -> bool:
-        return callable(self._inverse_metric_fn)
+        return callable(self._inverse_metric)
 
     def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Any:
-        user_metric, dynamics = self._inverse_metric_fn, self._dynamics
+        user_metric, dynamics = self._inverse_metric, self._dynamics
         if not callable(user_metric):
             return dynamics
 

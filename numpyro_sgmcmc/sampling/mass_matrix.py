@@ -6,7 +6,6 @@ preconditioner is one flat matrix or diagonal; :class:`MassMatrixBlocks` extract
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,8 @@ import numpy as np
 from jax import Array
 from jax.scipy.linalg import solve_triangular
 
-from numpyro_sgmcmc.errors import InvalidArgumentError, describe_value, summarise_error
+from numpyro_sgmcmc import errors
+from numpyro_sgmcmc.errors import InvalidArgumentError, describe_value
 from numpyro_sgmcmc.model.trace import LatentSite
 
 # Relative asymmetry that float32 arithmetic can cause in a symmetric matrix, and the same in units
@@ -137,17 +137,7 @@ def _as_tuple(block: Any) -> tuple[str, ...]:
 
 def _as_float_array(value: Any) -> np.ndarray:
     """Return a user's matrix or diagonal as an array of floats."""
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "iuf":
-            raise TypeError(f"its type is {array.dtype}")
-        return array.astype(np.float64)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgumentError(
-            f"`inverse_mass_matrix` is not an array of real numbers: {summarise_error(error)}.",
-            "pass an array of real numbers, or a dict of such arrays.",
-            "real-array",
-        ) from error
+    return errors.validate_real_array("inverse_mass_matrix", value).astype(np.float64)
 
 
 def is_positive_definite(matrix: np.ndarray) -> bool:
@@ -184,22 +174,19 @@ class MassMatrixBlocks:
         :param matrix: shape ``(d, d)``, or ``(d,)`` for a diagonal; leading axes of chains.
         :param is_dense: whether it is a matrix.
         """
-        return dict(self._iter_blocks(matrix, is_dense))
-
-    def _iter_blocks(
-        self, matrix: Array, is_dense: bool
-    ) -> Iterator[tuple[tuple[str, ...], Array]]:
         indices_by_site = _coordinate_indices_by_site(self.site_sizes)
+        extracted = {}
         for names, as_matrix in self.blocks:
             indices = np.concatenate([np.empty(0, int), *(indices_by_site[n] for n in names)])
-            if is_dense and as_matrix is False:
-                yield names, matrix[..., indices, indices]
-            elif is_dense:
-                yield names, matrix[..., indices[:, None], indices]
+            if is_dense:
+                rows = indices if as_matrix is False else indices[:, None]
+                extracted[names] = matrix[..., rows, indices]
             elif as_matrix:
-                yield names, matrix[..., indices, None] * jnp.eye(indices.size, dtype=matrix.dtype)
+                diagonal = matrix[..., indices, None]
+                extracted[names] = diagonal * jnp.eye(indices.size, dtype=matrix.dtype)
             else:
-                yield names, matrix[..., indices]
+                extracted[names] = matrix[..., indices]
+        return extracted
 
 
 def build_mass_matrix_blocks(

@@ -69,9 +69,11 @@ class Polynomial:
     exponent: float = 1.0 / 3.0
 
     def __post_init__(self) -> None:
-        errors.check_positive("initial", self.initial)
-        errors.check_in_interval("exponent", self.exponent, 0.0, 1.0)
-        _convert_fields_to_float(self, "initial", "exponent")
+        _set_fields(
+            self,
+            initial=errors.check_positive("initial", self.initial),
+            exponent=errors.check_fraction("exponent", self.exponent, "(0, 1]"),
+        )
 
     def __call__(self, count: Any) -> Array:
         return self.initial * (1.0 + jnp.asarray(count, float)) ** -self.exponent
@@ -101,11 +103,13 @@ class Cyclical:
     final: float = 0.05
 
     def __post_init__(self) -> None:
-        errors.check_positive("initial", self.initial)
         errors.check_positive_int("period", self.period)
-        _check_fraction("final", self.final)
-        _check_fraction("exploration", self.exploration, is_one_valid=False)
-        _convert_fields_to_float(self, "initial", "final", "exploration")
+        _set_fields(
+            self,
+            initial=errors.check_positive("initial", self.initial),
+            final=errors.check_fraction("final", self.final, "[0, 1]"),
+            exploration=errors.check_fraction("exploration", self.exploration, "[0, 1)"),
+        )
 
     def __call__(self, count: Any) -> Array:
         cosine = (jnp.cos(jnp.pi * self._phase(count)) + 1.0) / 2.0
@@ -129,8 +133,7 @@ def optimal_decay_exponent(order: float, criterion: str) -> float:
     Reference: Chen, Ding and Carin (2015), theorem 5 and remark 7.
     """
     errors.check_choice("criterion", criterion, ("bias", "mse"))
-    errors.check_positive("order", order)
-    order = float(order)
+    order = errors.check_positive("order", order)
     return 1.0 / (order + 1 if criterion == "bias" else 2 * order + 1)
 
 
@@ -204,12 +207,12 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :param q: fraction of the weight, in [0, 1].
     :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
-    _check_fraction("q", q)
+    q = errors.check_fraction("q", q, "[0, 1]")
     weights = _check_weights(draws, weights)
 
     def quantile(x: Any) -> Array:
         flat = np.asarray(x).reshape(weights.size, -1)
-        values = np.quantile(flat, float(q), 0, method="inverted_cdf", weights=weights.ravel())
+        values = np.quantile(flat, q, 0, method="inverted_cdf", weights=weights.ravel())
         return jnp.asarray(values.reshape(x.shape[weights.ndim :]))
 
     return jax.tree.map(quantile, draws)
@@ -293,18 +296,7 @@ def _check_weights(draws: Any, weights: Any, needs_chain_axis: bool = False) -> 
     return weights
 
 
-def _check_fraction(name: str, value: Any, is_one_valid: bool = True) -> None:
-    errors.check_nonnegative(name, value)
-    if float(value) > 1 or (float(value) == 1 and not is_one_valid):
-        interval = "[0, 1]" if is_one_valid else "[0, 1)"
-        raise InvalidArgumentError(
-            f"`{name}` is {errors.describe_value(value)}, which is not in {interval}.",
-            f"pass a number in {interval}.",
-            "number-range",
-        )
-
-
-def _convert_fields_to_float(schedule: Any, *names: str) -> None:
-    """Convert numbers of any type, such as fractions, to floats."""
-    for name in names:
-        object.__setattr__(schedule, name, float(getattr(schedule, name)))
+def _set_fields(schedule: Any, **values: float) -> None:
+    """Replace fields of a frozen schedule, numbers of any type, by floats."""
+    for name, value in values.items():
+        object.__setattr__(schedule, name, value)

@@ -131,7 +131,7 @@ def test_has_default_settings_with_other_settings_is_false(kernel_name, settings
 
 def test_kernel_settings_contain_every_argument():
     kernel = numpyro_sgmcmc.SGRHMC(abs, num_steps=3, noise_compensation=True)
-    own = {"model", "potential_fn", "dynamics", "integrator", "inverse_metric_fn"}
+    own = {"model", "potential_fn", "dynamics", "integrator", "inverse_metric"}
     assert set(kernel.settings) == own | set(OPTION_NAMES)
     assert kernel.settings["model"] is abs
     assert kernel.settings["num_steps"] == 3
