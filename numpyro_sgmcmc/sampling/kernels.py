@@ -45,7 +45,6 @@ __all__ = [
     "SGRLD",
     "SHMC",
     "RecipeKernel",
-    "RiemannianKernel",
     "SGHMCSplit",
     "SGLaplaceHMC",
 ]
@@ -137,13 +136,6 @@ class SHMC(SGMCMCKernel):
 
     With minibatches that visit all rows in random order the bias of every integrator has order two
     at most (theorem 3 of the paper), with independent minibatches order one.
-
-    .. math::
-
-        d\theta = p\,dt, \qquad
-        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
-
-    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
 
     Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
     stochasticity for Hamiltonian samplers*, equation (3), section 4 and appendix B.5.

@@ -24,9 +24,6 @@ from numpyro_sgmcmc.model.trace import LatentSite
 _SYMMETRY_RTOL, _SYMMETRY_ATOL = 1e-4, 1e-6
 
 
-# The user's matrix.
-
-
 def build_mass_matrix_mask(
     dense_mass: Any, sites: tuple[LatentSite, ...], dim: int
 ) -> np.ndarray | None:
@@ -192,15 +189,11 @@ class MassMatrixBlocks:
 def build_mass_matrix_blocks(
     dense_mass: Any, inverse_mass_matrix: Any, sites: tuple[LatentSite, ...] | None
 ) -> MassMatrixBlocks | None:
-    """Return the blocks in which NumPyro would show the mass matrix; None without a model.
+    """Return the blocks in which NumPyro would show the mass matrix; None for a potential function.
 
     Blocks of ``dense_mass`` are matrices. Blocks of a dict ``inverse_mass_matrix`` have the form
     that they have there. All other sites form one diagonal block. Without any of these there is
     one block of all sites.
-
-    :param dense_mass: the kernel's option.
-    :param inverse_mass_matrix: the kernel's option.
-    :param sites: the latent sites; None for a potential function.
     """
     if sites is None:
         return None
@@ -235,10 +228,8 @@ def compute_mass_matrix_sqrt(inverse_mass_matrix: Array, is_dense: bool) -> tupl
     # J M^-1 J = (J U J)(J U J)^T is a Cholesky factorisation, and S^-1 = U^T.
     upper = jnp.linalg.cholesky(inverse_mass_matrix[..., ::-1, ::-1])[..., ::-1, ::-1]
     inverse_sqrt = jnp.swapaxes(upper, -2, -1)
-    identity = jnp.broadcast_to(
-        jnp.eye(inverse_mass_matrix.shape[-1], dtype=inverse_mass_matrix.dtype),
-        inverse_mass_matrix.shape,
-    )
+    identity = jnp.eye(inverse_mass_matrix.shape[-1], dtype=inverse_mass_matrix.dtype)
+    identity = jnp.broadcast_to(identity, inverse_mass_matrix.shape)
     return solve_triangular(inverse_sqrt, identity, lower=True), inverse_sqrt
 
 
