@@ -289,7 +289,6 @@ def _run_local_pilot(
 ) -> tuple[Preconditioner, LocalLatentsState, np.ndarray]:
     """Run windows of pilot chains until the mean of the globals stays.
 
-    :param position: initial position of the globals.
     :param state: local values from which all chains start.
     :return: coordinates, local latents of each chain at the end of the last window, and positions
         of the globals in it, shape ``(n, d)``.
@@ -318,7 +317,7 @@ def _run_local_pilot(
         draws, next_state = _run_local_chains(inputs, pilot, state, choice, num_steps, keys)
         if not (np.isfinite(draws).all() and np.abs(draws).max() < _MAX_DISTANCE_SD):
             max_step_size *= LOST_STEP_FACTOR
-            pilot = pilot.restart_nearer()
+            pilot = replace(pilot, q=pilot.q / 2.0)  # restart nearer to the center
             continue
         state, q = next_state, draws.reshape(-1, dim)
         positions = preconditioner.to_position(q)

@@ -51,8 +51,7 @@ PILOT_THINNING = 5  # steps
 _TARGET_SD_BIAS = 1.0
 _MAX_STEPS_PER_CALL = 100
 _MAX_NORMALS_PER_CALL = 2**25  # bounds memory: 128 MiB of normals per call
-LOST_STEP_FACTOR = 0.25
-"""Factor of steps after a window whose chains were lost."""
+LOST_STEP_FACTOR = 0.25  # of steps after a window whose chains were lost
 _MAX_DISTANCE_SD = 1e3  # preconditioned distance from the center at which a chain counts as lost
 _MAX_CENTER_SHIFT_SD = 0.5  # largest mean of converged chains, in preconditioned coordinates
 _NUM_CURVATURE_POSITIONS = 4  # bounds the gradients for the largest curvature
@@ -92,10 +91,6 @@ class PilotResult:
         q = preconditioner.solve(positions - preconditioner.center)
         return replace(self, preconditioner=preconditioner, q=q)
 
-    def restart_nearer(self) -> PilotResult:
-        """Return these chains nearer to the center, for shorter steps after they were lost."""
-        return replace(self, q=self.q / 2.0)
-
     @property
     def center(self) -> np.ndarray:
         """The median chain mean of the last window, shape ``(d,)``."""
@@ -111,7 +106,6 @@ def run_pilot_windows(
 ) -> PilotResult:
     """Run pilot chains of a model without local latents, window by window until they agree.
 
-    :param pilot: preconditioner and initial positions of the chains.
     :param window_steps: steps per chain of each window.
     :param known_modes: modes; chains that come to them are replaced by others.
     :param is_distinct: maps the result and the chains' last positions to whether they are in none
@@ -125,7 +119,7 @@ def run_pilot_windows(
         survives = _find_surviving_chains(inputs, pilot.preconditioner, draws)
         if survives.sum() <= num_chains // 2:
             max_step_size *= LOST_STEP_FACTOR
-            pilot = pilot.restart_nearer()
+            pilot = replace(pilot, q=pilot.q / 2.0)  # restart nearer to the center
             continue
         draws = draws[survives].astype(np.float64)
         if known_modes:
@@ -201,10 +195,7 @@ def _choose_pilot_step(
 def _find_surviving_chains(
     inputs: WarmupInputs, preconditioner: Preconditioner, draws: np.ndarray
 ) -> np.ndarray:
-    """Return which chains neither diverged nor ended where the density is zero, shape ``(n,)``.
-
-    :param draws: preconditioned draws, shape ``(n, draws, d)``.
-    """
+    """Return which chains neither diverged nor ended where the density is zero, shape ``(n,)``."""
     survives = np.isfinite(draws).all((1, 2)) & (np.abs(draws).max((1, 2)) < _MAX_DISTANCE_SD)
     last_q = np.where(survives[:, None], draws[:, -1], 0.0)
     potentials, _ = inputs.batched_gradients.evaluate_on_subset(
@@ -227,9 +218,6 @@ def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarra
 
     Some chains cross a low barrier: the outer eighth of ``positions`` and three eighths of
     ``other_positions`` at either end are left out.
-
-    :param positions: draws, shape ``(n, d)``.
-    :param other_positions: draws, shape ``(m, d)``.
     """
     positions, other_positions = _trim_and_sort(positions, 1), _trim_and_sort(other_positions, 3)
     gap = np.maximum(
@@ -241,11 +229,7 @@ def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarra
 def find_chains_outside_modes(
     last_positions: np.ndarray, mode_positions: Sequence[np.ndarray]
 ) -> np.ndarray:
-    """Return which chains are in none of the known modes, shape ``(n,)``.
-
-    :param last_positions: last positions of the chains, shape ``(n, d)``.
-    :param mode_positions: draws in each mode, each of shape ``(m, d)``.
-    """
+    """Return which chains are in none of the modes with these draws, shape ``(n,)``."""
     is_outside = np.ones(len(last_positions), bool)
     for positions in mode_positions:
         separated = find_separated_coordinates(positions, last_positions)
@@ -274,11 +258,9 @@ def run_pilot(
 ) -> np.ndarray:
     """Run chains by the symmetric splitting on iid minibatches.
 
-    :param pilot: preconditioner and initial positions.
     :param estimator: gradient estimator; a reference Hessian is not used.
     :param num_steps: steps per chain, rounded up to whole calls (100 steps, fewer in high
         dimension); the first half is discarded.
-    :param max_normals_per_call: normals of a compiled call, at most.
     :return: preconditioned draws, every fifth step, shape ``(num_chains, num_draws, d)`` with about
         ``num_steps // 10`` draws.
     """
@@ -358,9 +340,7 @@ def _run_pilot_steps(
 ) -> tuple[UnderdampedState, Array]:
     """Run one call's steps of all chains and return every fifth position.
 
-    :param state: fields of shape ``(num_chains, d)``.
-    :param control_variate_weight: weight of the control variate: 1 for control variates, 0 for
-        minibatch gradients.
+    :param control_variate_weight: 1 for control variates, 0 for minibatch gradients.
     :param step_inputs: indices, normals ``(steps, num_noise, num_chains, d)`` and the model's keys.
     """
 

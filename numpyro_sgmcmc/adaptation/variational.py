@@ -62,7 +62,6 @@ def fit_mean_field(
 ) -> list[MeanField]:
     """Fit a normal from each initial position, without its ELBO.
 
-    :param init_positions: initial means, each of shape ``(d,)``.
     :param batch_size: rows of a minibatch; None for those of the plates.
     """
     potential, rng = inputs.potential, inputs.rng
@@ -134,7 +133,6 @@ def _run_fit_steps(
 ) -> Any:
     """Run the steps of one call, for all fits.
 
-    :param carry: parameters and optimizer states, as from :func:`_init_fit`.
     :param step_inputs: indices, normals ``(steps, num_inits, d)`` and the model's keys, by step.
     :param num_steps: steps of all calls together, for the learning rate.
     """

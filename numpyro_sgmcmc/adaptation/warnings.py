@@ -67,10 +67,7 @@ def issue_once(pending: Iterable[PendingWarning]) -> None:
 
 
 def warn_sorted_data(noise_variance_ratio: float) -> None:
-    """Warn that random minibatches are used in place of contiguous ones.
-
-    :param noise_variance_ratio: noise variance of contiguous minibatches over that of random ones.
-    """
+    """Warn that minibatches are shuffled, since contiguous ones have so many times the noise."""
     warn_user(
         "The data appear to be sorted: contiguous minibatches are "
         f"{noise_variance_ratio:.1f} times as noisy as random ones.",

@@ -34,7 +34,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     run_pilot_windows,
 )
 from numpyro_sgmcmc.adaptation.variational import MeanField
-from numpyro_sgmcmc.errors import MultimodalPosteriorWarning
+from numpyro_sgmcmc.errors import MultimodalPosteriorWarning, StepSizeWarning
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.adaptation.inputs import make_inputs
 from tests.contract.kernels import quietly
@@ -229,6 +229,16 @@ def test_init_in_modes_incompatible_options_raise():
     mcmc = quietly(SGHMCSplit(wide, init_in_modes=True, dense_mass=True), num_samples=1)
     with pytest.raises(ValueError, match=r"init_in_modes.*64"):
         mcmc.run(jax.random.key(0), Y, batch_size=100)
+
+
+def test_warm_up_init_in_modes_issues_each_warning_once():
+    """The step size is as wrong in one mode as in the other."""
+    kernel = SGHMCSplit(unknown_sign, init_in_modes=True, step_size=1.9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        kernel.init(jax.random.key(0), 10, None, (SQUARES,), {"batch_size": 100})
+    assert len(kernel.adaptation.other_mode_preconditioners) == 1
+    assert [w.category for w in caught].count(StepSizeWarning) == 1
 
 
 # --- The stages -----------------------------------------------------------------------------------
