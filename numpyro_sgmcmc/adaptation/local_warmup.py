@@ -62,19 +62,13 @@ from numpyro_sgmcmc.adaptation.settings import (
     WarmupInputs,
 )
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, NoiseLimit
-from numpyro_sgmcmc.adaptation.subsampling_choice import (
-    choose_estimator,
-    list_candidates,
-)
+from numpyro_sgmcmc.adaptation.subsampling_choice import choose_estimator, list_candidates
 from numpyro_sgmcmc.adaptation.warmup import adapt_to_mode, build_adaptation_from_settings
 from numpyro_sgmcmc.adaptation.warnings import issue_once
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Indices
 from numpyro_sgmcmc.errors import InitializationError, LocalLatentsWarning, warn_user
-from numpyro_sgmcmc.model.gradient_estimators import (
-    GradientEstimator,
-    make_gradient_fn,
-)
+from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, make_gradient_fn
 from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
 from numpyro_sgmcmc.model.local_moves import (
     LocalLatentsState,

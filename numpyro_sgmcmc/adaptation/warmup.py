@@ -22,10 +22,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     UNKNOWN_NOISE,
     measure_noise_covariance,
 )
-from numpyro_sgmcmc.adaptation.influential import (
-    find_influential_rows,
-    precompile_influential_rows,
-)
+from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
     find_finite_positions,
@@ -130,7 +127,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         others.append(adaptation)
         pending += more
     issue_once(pending)
-    return _combine_modes(main, others, settings.step_size is None)._replace(
+    return _combine_modes(main, others)._replace(
         model_warnings=model_warnings, included_rows=inputs.included_rows
     )
 
@@ -234,17 +231,16 @@ def adapt_to_mode(
     return adaptation, pending
 
 
-def _combine_modes(
-    main: Adaptation, others: Sequence[Adaptation], is_step_size_free: bool
-) -> Adaptation:
+def _combine_modes(main: Adaptation, others: Sequence[Adaptation]) -> Adaptation:
     """Return the adaptation of chains that run in all modes: the shortest step, the most steps."""
     if not others:
         return main
     all_modes, trace = (main, *others), main.trace
     assert trace is not None
     step_size = min(mode.step_size for mode in all_modes)
-    if is_step_size_free:
-        limits = trace.step_size_limits.limits | {"other_modes": float(step_size)}
+    limits = trace.step_size_limits.limits
+    if "user" not in limits:
+        limits = limits | {"other_modes": float(step_size)}
         trace = trace._replace(step_size_limits=StepSizeTrace(limits))
     return main._replace(
         step_size=step_size,
