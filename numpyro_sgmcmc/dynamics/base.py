@@ -141,8 +141,13 @@ class Dynamics:
 
     @property
     def resampling_periods(self) -> Mapping[str, int]:
-        """Auxiliary variables that are resampled, with the number of steps between resamplings."""
-        return {}
+        """Auxiliary variables that are resampled, with the number of steps between resamplings.
+
+        They are those for which there is a field ``<name>_period`` that is not None.
+        """
+        names = self.State._fields[1:]  # type: ignore[attr-defined]
+        periods = {name: getattr(self, f"{name}_period", None) for name in names}
+        return {name: period for name, period in periods.items() if period is not None}
 
     def make_step(self, integrator: str) -> Step:
         """Return the step of the integrator of this name."""

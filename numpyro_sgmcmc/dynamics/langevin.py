@@ -211,7 +211,13 @@ def _quantile_table(a: float, softening: float) -> np.ndarray:
 
 
 class OverdampedDynamics(Dynamics):
-    """Base of SDEs without momentum: the predictions for a standard Gaussian."""
+    """Base of SDEs without momentum: Euler's method, and predictions for a standard Gaussian."""
+
+    State: ClassVar[type] = PositionState
+
+    @property
+    def flows(self) -> Mapping[str, Flow]:
+        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1)}
 
     def relaxation_time(self, step_size: Any, gradient_variance: Any = 0.0) -> float:
         return 2.0
@@ -224,12 +230,14 @@ class OverdampedDynamics(Dynamics):
     def stiffness(self, curvature: float) -> float:
         return curvature
 
+    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
+        (q,) = state
+        return PositionState(q - time * gradient_fn(q) + jnp.sqrt(2.0 * time) * normals[0])
+
 
 @dataclass(frozen=True)
 class OverdampedLangevin(OverdampedDynamics):
     """Overdamped Langevin dynamics with unit mass."""
-
-    State = PositionState
 
     @property
     def integrators(self) -> Mapping[str, Integrator]:
@@ -238,14 +246,6 @@ class OverdampedLangevin(OverdampedDynamics):
     @property
     def linear_approximation(self) -> OverdampedLangevin:
         return self
-
-    @property
-    def flows(self) -> Mapping[str, Flow]:
-        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1)}
-
-    def _euler(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
-        (q,) = state
-        return PositionState(q - time * gradient_fn(q) + jnp.sqrt(2.0 * time) * normals[0])
 
 
 class UnderdampedDynamics(Dynamics):

@@ -62,16 +62,11 @@ class RiemannianOverdampedLangevin(OverdampedDynamics):
 
     inverse_metric: Callable[[Array], Array] = potential_metric
 
-    State = PositionState
     has_constant_metric = False
 
     @property
     def integrators(self) -> Mapping[str, Integrator]:
         return {"euler": Integrator((Part("euler"),), order=1, step_size=0.04)}
-
-    @property
-    def flows(self) -> Mapping[str, Flow]:
-        return {"euler": Flow(self._euler, num_gradients=1, num_noise=1)}
 
     def compensate_gradient_noise(
         self, state: Any, normals: Array, step_size: Any, noise_covariance: GradientNoiseCovariance
@@ -131,10 +126,6 @@ class RiemannianUnderdampedLangevin(UnderdampedDynamics):
             "damped_kick": Flow(self._damped_kick, num_gradients=1, num_noise=1),
             "explicit_euler": Flow(self._explicit_euler, num_gradients=1, num_noise=1),
         }
-
-    @property
-    def resampling_periods(self) -> Mapping[str, int]:
-        return {} if self.momentum_period is None else {"momentum": self.momentum_period}
 
     def _metric_sqrt(self, q: Array) -> Array:
         return _matrix_sqrt(self.inverse_metric(q))

@@ -209,11 +209,6 @@ class MonomialGammaThermostat(ThermostatDynamics):
         }
 
     @property
-    def resampling_periods(self) -> Mapping[str, int]:
-        periods = {"momentum": self.momentum_period, "thermostat": self.thermostat_period}
-        return {name: period for name, period in periods.items() if period is not None}
-
-    @property
     def friction(self) -> float:
         return self.sigma_p
 
