@@ -153,9 +153,9 @@ def choose_step_size(
     :param has_dominant_mode: whether means can be predicted.
     """
     settings, dynamics, noise_stats = inputs.settings, inputs.settings.dynamics, choice.noise_stats
+    noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
     step_size = settings.step_size
     if step_size is not None:
-        noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
         variance_inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
     else:
         step_size, sd_inflation = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
@@ -170,11 +170,9 @@ def choose_step_size(
         limits = {"user": float(step_size)}
     else:
         step_size = limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
-        integrator_limit = dynamics.integrators[settings.integrator].step_size
-        stability_limit = compute_stability_limit(dynamics, integrator_limit, choice.max_curvature)
         limits = {
-            "integrator": float(integrator_limit),
-            "stability": float(stability_limit),
+            "integrator": float(noise_limit.integrator_step_size),
+            "stability": float(noise_limit.stability_limit),
             "gradient_noise": float(choice.step_size),
             "dynamics": dynamics_limit,
             "mean_bias": float(step_size),
@@ -208,19 +206,6 @@ def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
     return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
 
 
-def compute_stability_limit(
-    dynamics: Dynamics, integrator_step_size: float, max_curvature: float
-) -> float:
-    """Return the step size for the largest preconditioned curvature and an exact gradient."""
-    integrator_step_size = min(integrator_step_size, dynamics.max_step_size)
-    return integrator_step_size / dynamics.stiffness(compute_effective_curvature(max_curvature))
-
-
-def compute_effective_curvature(max_curvature: float) -> float:
-    """Return the curvature that limits the step: up to 3.5 it counts as a standard normal's."""
-    return max(1.0, max_curvature / _MAX_HARMLESS_CURVATURE)
-
-
 @dataclass(frozen=True)
 class NoiseLimit:
     """The step size that curvature and gradient noise allow.
@@ -245,22 +230,30 @@ class NoiseLimit:
         target, is_compensated = settings.target_sd_bias, settings.noise_compensation
         return cls(settings.dynamics, step_size, max_curvature, target, is_compensated)
 
+    @property
+    def effective_curvature(self) -> float:
+        """The curvature that limits the step: up to 3.5 it counts as a standard normal's."""
+        return max(1.0, self.max_curvature / _MAX_HARMLESS_CURVATURE)
+
+    @property
+    def stability_limit(self) -> float:
+        """The step size for the largest preconditioned curvature and an exact gradient."""
+        step_size = min(self.integrator_step_size, self.dynamics.max_step_size)
+        return step_size / self.dynamics.stiffness(self.effective_curvature)
+
     def limit_step_size(self, noise_stats: GradientNoiseStats) -> tuple[float, float]:
         """Return the longest step size and the variance inflation predicted at it.
 
         It exceeds the target where the step would have to be shorter than 1/500 of the relaxation
         time.
         """
-        step_size = compute_stability_limit(
-            self.dynamics, self.integrator_step_size, self.max_curvature
-        )
         step_size = _shrink_until(
             lambda h: (
                 self.predict_variance_inflation(noise_stats, h)
                 <= _NOISE_TO_TARGET_RATIO * self.target_sd_bias
             ),
-            step_size,
-            self.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS,
+            self.stability_limit,
+            self.dynamics.relaxation_time(self.stability_limit) / MAX_NUM_STEPS,
             _NOISE_SHRINK_FACTOR,
         )
         return step_size, self.predict_variance_inflation(noise_stats, step_size)

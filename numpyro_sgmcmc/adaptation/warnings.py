@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,6 @@ from numpyro_sgmcmc.adaptation.step_size import (
     StepSizeChoice,
     choose_num_steps,
     compute_draw_variance_inflation,
-    compute_effective_curvature,
-    compute_stability_limit,
     limit_step_size_by_mean_bias,
     recommend_step_size,
     simulate_sd_inflation,
@@ -377,11 +376,10 @@ def _compute_discretisation_inflation(
     integrator = inputs.settings.integrator
     if dynamics.linear_approximation is None and not dynamics.has_thermostat:
         return 0.0
-    integrator_step_size = inputs.settings.dynamics.integrators[integrator].step_size
-    is_short = step_size <= compute_stability_limit(dynamics, integrator_step_size, max_curvature)
-    if is_short and dynamics.has_default_settings:
+    limit = replace(NoiseLimit.from_settings(inputs.settings, max_curvature), dynamics=dynamics)
+    if step_size <= limit.stability_limit and dynamics.has_default_settings:
         return 0.0
-    curvature = compute_effective_curvature(max_curvature)
+    curvature = limit.effective_curvature
     exact = compute_draw_variance_inflation(dynamics, integrator, step_size, curvature)
     if exact is not None:
         return exact
