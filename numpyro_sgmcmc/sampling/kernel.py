@@ -358,16 +358,15 @@ class SGMCMCKernel(MCMCKernel):
     def copy_with(
         self, *, adaptation: Adaptation | None = None, potential: Potential | None = None
     ) -> SGMCMCKernel:
-        """Return a copy of an initialised kernel that need not be initialised again.
+        """Return a copy of an initialised kernel, which need not be initialised again.
 
-        :param adaptation: adaptation of the copy; None for that of this kernel.
-        :param potential: potential of the copy; None for that of this kernel.
+        Adaptation and potential are those of this kernel where they are None.
         """
         kernel = copy.copy(self)
         kernel._cache = replace(
             self._cache,
-            adaptation=self.adaptation if adaptation is None else adaptation,
-            potential=self.potential if potential is None else potential,
+            adaptation=adaptation or self.adaptation,
+            potential=potential or self.potential,
         )
         return kernel
 
