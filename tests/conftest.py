@@ -15,24 +15,38 @@ _MAPS = Path("/proc/self/maps")
 # Linux allows a process 65,530 memory mappings; compiled programs hold several each.
 _MAX_MAPS = 40_000
 
-# `test_leaks` collects garbage and clears caches, which takes a minute after many other tests.
-_FIRST_FILES = (
-    "sampling/test_leaks",
-    "devices/test_devices",
-    "sampling/test_kernels",
-    "sampling/test_metrics",
-    "model/test_unbiased",
-    "hostile/test_options",
-    "hostile/test_runs",
-    "sampling/test_networks",
-    "model/test_local_moves",
-    "hostile/test_data",
-    "model/test_resampled_locals",
-    "model/test_full_data",
-    "model/test_local_runs",
-    "diagnostics/test_gibbs_report",
-    "dynamics/test_dynamics",
+# Files whose tests share sampler runs, which one worker makes once.
+_SHARED_RUNS = (
+    {
+        f"tests/diagnostics/test_{name}.py"
+        for name in ("bias_report", "diagnosis", "draw_gradients", "plots", "run_data")
+    },
+    {f"tests/contract/test_{name}.py" for name in ("chains", "draws", "starts")},
 )
+# The first file collects garbage and clears caches, which takes a minute after many other tests.
+# The longest are next, so that workers end at about the same time.
+_FIRST_FILES = (
+    "tests/sampling/test_leaks.py",
+    "tests/devices/test_devices.py",
+    "tests/diagnostics/test_bias_report.py",
+    "tests/sampling/test_kernels.py",
+    "tests/sampling/test_metrics.py",
+    "tests/model/test_unbiased.py",
+    "tests/hostile/test_options.py",
+    "tests/hostile/test_runs.py",
+    "tests/sampling/test_networks.py",
+    "tests/model/test_local_moves.py",
+    "tests/hostile/test_data.py",
+    "tests/model/test_resampled_locals.py",
+    "tests/model/test_full_data.py",
+    "tests/model/test_local_runs.py",
+    "tests/diagnostics/test_gibbs_report.py",
+    "tests/dynamics/test_dynamics.py",
+)
+
+# JAX's traced programs are many objects, which Python's default thresholds visit again and again: a
+# tenth of the time of the tests.
+gc.set_threshold(20_000, 10, 10)
 
 # Compile without optimisation: most programs run for a short time only. Modules with long runs use
 # the fixture `optimised`.
@@ -79,12 +93,24 @@ def no_warm_up(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Order the files: those first that many objects in memory slow down, and the longest next.
+    """Put some files first; the order of the others, and of the tests of a file, stays."""
+    rank = {file: k for k, file in enumerate(_FIRST_FILES)}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))
 
-    Workers then end at about the same time.
-    """
-    order = {f"tests/{name}.py": k for k, name in enumerate(_FIRST_FILES)}
-    items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give files that share runs to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class SharedRunsScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return next((min(files) for files in _SHARED_RUNS if file in files), file)
+
+    return SharedRunsScheduling(config, log)
 
 
 def pytest_runtest_teardown(item, nextitem):

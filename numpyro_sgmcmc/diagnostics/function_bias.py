@@ -160,13 +160,12 @@ def estimate_function_bias(
     )
     convergence = ConvergenceStats(*_reduce_by_function(functions, draws, _compute_convergence))
     dtype, dim = preconditioner.center.dtype, preconditioner.center.size
+    positions = jnp.asarray(gradients_at_draws.positions, dtype)
     points = {
-        "position": jnp.asarray(gradients_at_draws.positions, dtype),
+        "position": positions,
         "gradient": jnp.asarray(gradients_at_draws.gradients, dtype),
+        "direction": random.rademacher(random.key(_PROBE_SEED), positions.shape, dtype),
     }
-    points["direction"] = random.rademacher(
-        random.key(_PROBE_SEED), points["position"].shape, dtype
-    )
     value_subset_fn = _make_value_subset_fn(functions, shapes, constrain_fn)
     field, capacitance_inverse = SteinField.from_draws(
         value_subset_fn, points, preconditioner, min_curvature_ratio

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -341,7 +340,8 @@ def predictive_summary(
         axis.
     """
     runs = [get_draws_by_site(mcmc, "mcmc")]
-    runs += [] if reference is None else [get_draws_by_site(reference, "reference")]
+    if reference is not None:
+        runs.append(get_draws_by_site(reference, "reference"))
     functions = DrawFunctions.from_fn(fn, rows)
     rng_key = random.key(0) if rng_key is None else rng_key
     errors.check_rng_key(rng_key)
@@ -482,7 +482,20 @@ class DrawFunctions:
                     "pass a Predictive without a guide.",
                     "function-of-draws",
                 )
-            return cls(partial(_predict_one_draw, fn), arrays, takes_key=True)
+
+            def predict(key: Array, draw: dict[str, Array], *model_args: Array) -> Any:
+                predictive = Predictive(
+                    fn.model,
+                    posterior_samples=draw,
+                    params=fn.params,
+                    return_sites=fn.return_sites,
+                    infer_discrete=fn.infer_discrete,
+                    condition_deterministic=fn.condition_deterministic,
+                    batch_ndims=0,
+                )
+                return predictive(key, *model_args)
+
+            return cls(predict, arrays, takes_key=True)
         if not callable(fn):
             raise InvalidArgumentError(
                 f"`fn` is a {type(fn).__name__}, which is not a function.",
@@ -498,11 +511,8 @@ class DrawFunctions:
             numbers, or lack the rows' axis.
         """
         draw = {k: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for k, x in draws.items()}
-        key = jax.eval_shape(lambda: random.key(0))
         try:
-            shapes = jax.eval_shape(
-                lambda k, z, *rows: self.evaluate_draw(k, z, rows), key, draw, *self.row_arrays
-            )
+            shapes = jax.eval_shape(self.evaluate_draw, random.key(0), draw, self.row_arrays)
         except KeyError as error:
             if not error.args or error.args[0] in draws:
                 raise
@@ -525,9 +535,9 @@ class DrawFunctions:
                     "function-of-draws",
                 )
             if self.row_arrays and x.shape[:1] != self.row_arrays[0].shape[:1]:
+                num_rows = len(self.row_arrays[0])
                 raise InvalidArgumentError(
-                    f"`fn` returns '{name}' with shape {x.shape} for "
-                    f"{len(self.row_arrays[0])} rows.",
+                    f"`fn` returns '{name}' with shape {x.shape} for {num_rows} rows.",
                     "return one result per row, along the first axis.",
                     "function-of-draws",
                 )
@@ -585,22 +595,6 @@ class DrawFunctions:
         if not isinstance(result, Mapping):
             result = {getattr(self.fn, "__name__", "fn"): result}
         return {str(k): jnp.asarray(x) for k, x in result.items()}
-
-
-def _predict_one_draw(
-    predictive: Predictive, key: Array, draw: dict[str, Array], *model_args: Array
-) -> Any:
-    """Return the predictions of a ``Predictive`` at one draw."""
-    predict = Predictive(
-        predictive.model,
-        posterior_samples=draw,
-        params=predictive.params,
-        return_sites=predictive.return_sites,
-        infer_discrete=predictive.infer_discrete,
-        condition_deterministic=predictive.condition_deterministic,
-        batch_ndims=0,
-    )
-    return predict(key, *model_args)
 
 
 def _count_chains_and_draws(draws: Mapping[str, Array]) -> tuple[int, int]:

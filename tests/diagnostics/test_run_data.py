@@ -77,7 +77,15 @@ def test_report_of_pickled_kernel_uses_its_sums(default_report, default):
 
 
 def test_draws_that_were_not_kept_are_named():
-    mcmc = quietly(SGHMCSplit(survey))
+    kernel = SGHMCSplit(
+        survey,
+        step_size=1e-3,
+        num_steps=4,
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
+        adapt_mass_matrix=False,
+    )
+    mcmc = quietly(kernel, num_warmup=5, num_samples=50)
     mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH, extra_fields=("~z.rate",))
     assert len(bias_report(mcmc).coordinate_names) == 3
     with pytest.raises(ValueError, match=r"'rate'.*not kept"):
