@@ -386,7 +386,7 @@ def _measure_bias(
     """
     chain_sums = jax.tree.map(lambda x: x.sum(1), run.batch_sums)
     r_hat = compute_between_chain_r_hat(chain_sums, run.preconditioners)
-    draws = run.finite_draws
+    draws, dynamics = run.finite_draws, run.kernel.dynamics
     if draws is None:
         ess = (np.nan if run.kernel.has_schedule else 1.0) / np.square(stein.mcse[0])
         return BiasMeasurements((stein.bias,), ConvergenceStats(r_hat, ess), stein)
@@ -400,7 +400,14 @@ def _measure_bias(
     if gradients is not None:
         gradients = gradients.subtract_offsets(offsets)
         estimates.append(estimate_bias_at_draws(gradients, run.preconditioners[0]).bias)
-        funnel_necks = _find_funnel_necks(run, gradients)
+        if dynamics.has_constant_metric:  # else the SDE adapts its step to the position
+            stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
+            funnel_necks = find_funnel_necks(
+                gradients.positions.reshape(-1, draws.shape[-1]),
+                gradients.gradients.reshape(-1, draws.shape[-1]),
+                gradients.curvature_indices,
+                np.square(run.step_size * np.array(stiffness)),
+            )
     tail_gradients = gradients if exact is None else exact.subtract_offsets(offsets)
     tail_bias = estimate_tail_bias(tail_gradients, tails)
     return BiasMeasurements(
@@ -415,21 +422,6 @@ def _measure_bias(
         num_gradient_draws=0 if gradients is None else gradients.num_draws,
         noise_mean_bias=noise_mean_bias.value,
     )
-
-
-def _find_funnel_necks(run: RunData, gradients: GradientsAtDraws) -> tuple[FunnelNeck, ...]:
-    """Find funnel necks, unless the SDE adapts its step to the position."""
-    dynamics, dim = run.kernel.dynamics, gradients.positions.shape[-1]
-    if not dynamics.has_constant_metric:
-        return ()
-    stiffness = [dynamics.stiffness(max(0.0, float(c))) for c in gradients.max_curvature]
-    funnel_necks = find_funnel_necks(
-        gradients.positions.reshape(-1, dim),
-        gradients.gradients.reshape(-1, dim),
-        gradients.curvature_indices,
-        np.square(run.step_size * np.array(stiffness)),
-    )
-    return tuple(funnel_necks)
 
 
 def _estimate_function_bias(

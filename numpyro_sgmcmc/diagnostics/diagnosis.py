@@ -135,9 +135,7 @@ class SiteBias(NamedTuple):
 
 def diagnose_sites(report: BiasReport) -> list[SiteBias]:
     """Return the worst coordinates and the diagnosis of each site."""
-    indices_by_site: dict[str, list[int]] = {}
-    for k, (site, _) in enumerate(report.coordinate_names):
-        indices_by_site.setdefault(site, []).append(k)
+    indices_by_site = _group_coordinates_by_site(report)
     reported = dict.fromkeys(indices_by_site, Diagnosis.OK)
     for warning in report.model_warnings:
         diagnosis = _DIAGNOSIS_BY_WARNING.get(warning.kind, Diagnosis.BIASED)
@@ -154,6 +152,13 @@ def diagnose_sites(report: BiasReport) -> list[SiteBias]:
         )
         for site, indices in indices_by_site.items()
     ]
+
+
+def _group_coordinates_by_site(report: BiasReport) -> dict[str, list[int]]:
+    indices_by_site: dict[str, list[int]] = {}
+    for k, (site, _) in enumerate(report.coordinate_names):
+        indices_by_site.setdefault(site, []).append(k)
+    return indices_by_site
 
 
 def _worse(*diagnoses: Diagnosis) -> Diagnosis:
@@ -371,18 +376,16 @@ def describe_site_bias(site_bias: SiteBias) -> str:
     if not abs(value) < _MAX_PRINTED_BIAS:
         clauses.append(f"SDs of `{site}` are too far off to be measured")
     elif abs(value) > max(SD_INFLATION_TOLERANCE, 2.0 * error):
-        clauses.append(
-            f"SDs of `{site}` are up to {100 * abs(value):.0f}% ± {100 * error:.0f}% too "
-            f"{'wide' if value > 0 else 'narrow'}"
-        )
+        size = f"{100 * abs(value):.0f}% ± {100 * error:.0f}%"
+        direction = "wide" if value > 0 else "narrow"
+        clauses.append(f"SDs of `{site}` are up to {size} too {direction}")
     value, error = site_bias.mean_bias, site_bias.mean_bias_error
     if not abs(value) < _MAX_PRINTED_BIAS:
         clauses.append(f"means of `{site}` are more than {_MAX_PRINTED_BIAS:.0f} SDs off")
     elif abs(value) > max(MEAN_BIAS_TOLERANCE, 2.0 * error):
-        clauses.append(
-            f"means of `{site}` are up to {abs(value):.2f} ± {error:.2f} SD too "
-            f"{'high' if value > 0 else 'low'}"
-        )
+        size = f"{abs(value):.2f} ± {error:.2f} SD"
+        direction = "high" if value > 0 else "low"
+        clauses.append(f"means of `{site}` are up to {size} too {direction}")
     if not clauses:
         return ""
     text = " and ".join(clauses)
@@ -466,21 +469,17 @@ def _is_mean_bias_from_noise(report: BiasReport, biased_sites: list[SiteBias]) -
     sites = [s for s in biased_sites if abs(s.mean_bias) > MEAN_BIAS_TOLERANCE]
     if not sites or not len(report.noise_mean_bias) or report.is_for_functions:
         return False
-    predicted = dict.fromkeys((site for site, _ in report.coordinate_names), 0.0)
-    for (site, _), value in zip(report.coordinate_names, report.noise_mean_bias, strict=True):
-        predicted[site] = max(predicted[site], abs(float(value)))
-    return all(predicted[s.site] > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
+    noise, indices = np.abs(report.noise_mean_bias), _group_coordinates_by_site(report)
+    return all(noise[indices[s.site]].max() > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
 
 
 def _is_monte_carlo_error(report: BiasReport, biased_sites: list[SiteBias]) -> bool:
     """Return whether the number of draws explains all biases."""
     min_error = np.sqrt([1.0, 0.5]) / np.sqrt(report.max_ess)  # of mean and SD, in SDs
-    for s in biased_sites:
-        indices = np.array([site == s.site for site, _ in report.coordinate_names])
-        errors = np.fmax(report.mcse[:, indices].max(1), min_error)
-        if not (np.abs([s.mean_bias, s.sd_inflation]) < _MAX_MONTE_CARLO_Z * errors).all():
-            return False
-    return True
+    indices = _group_coordinates_by_site(report)
+    errors = [np.fmax(report.mcse[:, indices[s.site]].max(1), min_error) for s in biased_sites]
+    biases = np.abs([(s.mean_bias, s.sd_inflation) for s in biased_sites])
+    return bool((biases < _MAX_MONTE_CARLO_Z * np.array(errors)).all())
 
 
 def _list_first(names: Sequence[str]) -> str:

@@ -79,19 +79,13 @@ class TailTransform(NamedTuple):
         return cls(coordinates, median[coordinates], scale[coordinates])
 
     def transform(self, positions: np.ndarray) -> np.ndarray:
-        """Return y of the heavy-tailed coordinates, shape ``(..., k)``.
-
-        :param positions: shape ``(..., d)``.
-        """
+        """Return y of the heavy-tailed coordinates of positions, shape ``(..., k)``."""
         return np.arcsinh((positions[..., self.coordinates] - self.center) / self.scale)
 
     def transform_gradient(self, positions: np.ndarray, gradients: np.ndarray) -> np.ndarray:
         r"""Return the gradient with respect to y of y's potential, shape ``(..., k)``.
 
         :math:`\partial_y U - \partial_y \log(dx/dy) = s\cosh y\,\partial_x U - \tanh y`.
-
-        :param positions: positions x, shape ``(..., d)``.
-        :param gradients: gradients with respect to x.
         """
         sinh = (positions[..., self.coordinates] - self.center) / self.scale
         cosh = np.sqrt(1.0 + np.square(sinh))
@@ -124,7 +118,7 @@ def find_funnel_necks(
     gradients: np.ndarray,
     curvature_indices: np.ndarray,
     scaled_curvature: np.ndarray,
-) -> list[FunnelNeck]:
+) -> tuple[FunnelNeck, ...]:
     """Find the ends of coordinates beyond which the chains miss posterior mass.
 
     :param positions: draws, shape ``(n, d)``, in any unit of each coordinate.
@@ -136,7 +130,7 @@ def find_funnel_necks(
     curvature_indices = curvature_indices[is_valid]
     log_curvature = np.log(scaled_curvature[is_valid])
     if len(curvature_indices) < 2 or log_curvature.std() == 0.0:
-        return []
+        return ()
     sd = positions.std(0)
     coordinates = np.flatnonzero(sd > 0.0)
     x = (positions[:, coordinates] - positions[:, coordinates].mean(0)) / sd[coordinates]
@@ -152,7 +146,7 @@ def find_funnel_necks(
         if mass > _MIN_REPORTED_MASS:
             side = "high" if sign > 0.0 else "low"
             funnel_necks.append(FunnelNeck(int(coordinates[k]), side, mass, is_everywhere))
-    return funnel_necks
+    return tuple(funnel_necks)
 
 
 def _estimate_missed_mass(
@@ -162,8 +156,6 @@ def _estimate_missed_mass(
 
     :param x: the coordinate in SDs, shape ``(n,)``.
     :param force: the potential's derivative by it.
-    :param curvature_indices: draws whose curvature is known, shape ``(k,)``.
-    :param log_curvature: logarithm of the curvature there times the squared step size.
     """
     at = x[curvature_indices]
     is_upper = at > np.median(x)

@@ -211,10 +211,8 @@ class RunData:
 
         None if they were not kept, do not fit into memory or are weighted by a schedule.
         """
-        num_entries = self.num_draws * len(self.coordinate_names)
-        if not self.kernel.has_potential or self.kernel.has_schedule:
-            return None
-        if num_entries > _MAX_DRAW_ENTRIES:
+        is_large = self.num_draws * len(self.coordinate_names) > _MAX_DRAW_ENTRIES
+        if is_large or not self.kernel.has_potential or self.kernel.has_schedule:
             return None
         try:
             draws = np.asarray(self.draws, np.float64)
