@@ -59,7 +59,8 @@ _NOISE_BIAS_RELATIVE_ERROR = 0.25
 def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAtDraws:
     """Compute gradients on all rows at evenly spaced draws, ``num_draws`` in all chains."""
     positions = run.draws[:, make_thinning_slice(run.draws, num_draws)]
-    gradients = run.full_gradients(positions.reshape(-1, positions.shape[-1]))
+    flat = positions.reshape(-1, positions.shape[-1])
+    gradients = run.kernel.full_gradients(flat, run.arguments)
     return GradientsAtDraws.from_arrays(positions, gradients)
 
 

@@ -53,7 +53,6 @@ _MIN_DRAWS_FOR_R_HAT = 50
 def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGMCMCKernel:
     """Return the kernel of a finished run.
 
-    :param mcmc: the object that the user passed.
     :param caller: name of the function that needs the run, for the message.
     :param uses_moments: whether the caller interprets the run's running sums, which for models
         with local latent variables are those of a conditional posterior.
@@ -97,10 +96,7 @@ def _no_draws_error(caller: str) -> InvalidArgumentError:
 
 
 def check_has_data(kernel: SGMCMCKernel, caller: str) -> None:
-    """Check that a kernel has its model and data, which pickling discards.
-
-    :raises ValueError: naming the function that needs them.
-    """
+    """Check that a kernel has its model and data, which pickling discards."""
     if not kernel.has_potential:
         raise InvalidArgumentError(
             f"`{caller}` needs the kernel's data, which are discarded when a kernel is pickled.",
@@ -143,12 +139,9 @@ class RunData:
 
     @classmethod
     def from_mcmc(cls, mcmc: Any, caller: str, *, allow_local_latents: bool = False) -> RunData:
-        """Read a run.
+        """Read a run, after the checks of :func:`check_finished_run`.
 
-        :param mcmc: the object that the user passed.
-        :param caller: name of the function that needs the run, for the message.
         :param allow_local_latents: whether the caller supports local latent variables.
-        :raises ValueError: if the object is no run of this package's kernels, or has no draws.
         """
         kernel = check_finished_run(mcmc, caller, uses_moments=not allow_local_latents)
         state = mcmc.last_state
@@ -237,10 +230,6 @@ class RunData:
         num_relaxation_times = time / float(self.kernel.dynamics.relaxation_time(self.step_size))
         return max(1.0, min(num_relaxation_times, self.num_draws))
 
-    def full_gradients(self, positions: Array) -> Array:
-        """Return gradients on all rows at flat positions, shape ``(n, d)``."""
-        return self.kernel.full_gradients(positions, self.arguments)
-
     def make_constrain_fn(self) -> Callable[[Array], dict[str, Array]]:
         """Return a function that maps a flat position to a draw, deterministic sites included."""
         constrain = self.kernel.postprocess_fn(self.arguments.args, self.arguments.kwargs)
@@ -307,12 +296,9 @@ def check_sites_kept(names: Sequence[str], samples: Any) -> None:
 
 
 def _forward_fill_nonfinite(draws: np.ndarray) -> np.ndarray | None:
-    """Replace draws that are not finite by the draw before.
+    """Replace draws that are not finite by the draw before; None if these are more than a few.
 
     In float32 a draw at the edge of its support may have no finite unconstrained value.
-
-    :param draws: shape ``(chains, draws, d)``.
-    :return: None if more than a few are not finite.
     """
     is_finite = np.isfinite(draws).all(-1)
     if is_finite.all():
@@ -337,9 +323,7 @@ def make_thinning_slice(draws: Array | np.ndarray, num_wanted: int) -> slice:
 class GibbsRunData:
     """All that the bias report reads from a run of NumPyro's ``Gibbs``.
 
-    :param arguments: the model's arguments.
     :param potential: the posterior of all continuous sites given the discrete ones.
-    :param coordinate_names: site and name of each coordinate of the flat position.
     :param draws: flat unconstrained positions, float64, shape ``(chains, draws, d)``.
     :param discrete_samples: draws of the discrete sites, axes of chains and draws first.
     :param weak_order: the lowest weak order of the blocks' integrators.
@@ -362,10 +346,7 @@ class GibbsRunData:
 
     @classmethod
     def from_mcmc(cls, mcmc: MCMC) -> GibbsRunData:
-        """Read a run of NumPyro's Gibbs.
-
-        :raises ValueError: if no block is one of this package's kernels, or before a run.
-        """
+        """Read a run; without a block of this package's kernels, or without draws, it raises."""
         assert isinstance(mcmc.sampler, Gibbs)
         block_indices = [
             k for k, (b, _) in enumerate(mcmc.sampler.blocks) if isinstance(b, SGMCMCKernel)
@@ -414,10 +395,7 @@ class GibbsRunData:
 
 
 def _find_discrete_sites(kernel: SGMCMCKernel, arguments: Arguments) -> list[str]:
-    """Return the names of the discrete latent sites, which have no gradient.
-
-    :raises ValueError: for latent sites inside a subsampled plate.
-    """
+    """Return the names of the discrete latent sites; sites inside a subsampled plate raise."""
     assert kernel._model is not None
     trace = trace_model(
         kernel._model, arguments, kernel.options.init_strategy, kernel.options.gibbs_config
@@ -455,10 +433,7 @@ class ConvergenceStats(NamedTuple):
 
     @classmethod
     def from_draws(cls, draws: np.ndarray) -> ConvergenceStats:
-        """Compute both by NumPyro's diagnostics.
-
-        :param draws: shape ``(chains, draws, d)``.
-        """
+        """Compute both by NumPyro's diagnostics, of draws of shape ``(chains, draws, d)``."""
         num_chains, num_draws, dim = draws.shape
         if num_draws < _MIN_DRAWS_FOR_ESS:
             return cls(np.full(dim, np.nan), np.full(dim, float(num_chains * num_draws)))

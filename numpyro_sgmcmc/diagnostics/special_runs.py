@@ -77,7 +77,6 @@ def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:
 
     The local values start from the run's last ones and follow the draws back in time.
 
-    :param run: a run with local latent variables.
     :param num_draws: number of evenly spaced draws, of all chains.
     """
     potential = run.kernel.potential
@@ -104,11 +103,7 @@ def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:
 
 
 def measure_bias_of_gibbs(run: GibbsRunData, num_draws: int) -> BiasMeasurements:
-    """Measure the bias of all continuous sites by gradients on all rows at draws.
-
-    :param run: a run of NumPyro's Gibbs.
-    :param num_draws: number of evenly spaced draws, of all chains.
-    """
+    """Measure the bias of all continuous sites by gradients on all rows at ``num_draws`` draws."""
     thinning = make_thinning_slice(run.draws, num_draws)
 
     def select(x: Any) -> Any:
@@ -129,8 +124,6 @@ def find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[Mo
     """Return a warning for each discrete site on which chains disagree.
 
     Given a discrete site that is stuck, the other sites look right.
-
-    :param discrete_samples: draws by site, axes of chains and draws first.
     """
     model_warnings = []
     for name, x in discrete_samples.items():

@@ -32,7 +32,7 @@ def gradients(run):
 
 def test_gradients_at_draws_are_unbiased(run, gradients):
     flat = gradients.positions.reshape(-1, gradients.positions.shape[-1])
-    exact = np.asarray(run.full_gradients(jnp.asarray(flat, jnp.float32)))
+    exact = np.asarray(run.kernel.full_gradients(jnp.asarray(flat, jnp.float32), run.arguments))
     error = gradients.gradients.reshape(flat.shape) - exact
     scale = exact.std(0)
     assert (np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(len(error)) + 0.01 * scale).all()
