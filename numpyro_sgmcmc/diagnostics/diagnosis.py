@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.diagnostics.stein_estimates import BiasEstimate, Estimate
@@ -37,10 +38,9 @@ _MEAN_BIAS_DETECTION_LIMIT, _SD_INFLATION_DETECTION_LIMIT = 0.2, 0.15
 _SIMULTANEOUS_LEVEL = 0.95
 """Joint level of the limits of all coordinates of a site, two-sided (Bonferroni)."""
 
-MAX_OK_R_HAT, _MAX_CONVERGED_R_HAT = 1.05, 1.1
-"""R-hat above which a site is not ok, and above which its chains have not converged. Vehtari et al.
-(2021) recommend 1.01 for all parameters of a long run; the largest of many R-hats of short chains
-that have converged exceeds that."""
+MAX_OK_R_HAT = 1.05
+"""R-hat above which a site is not ok. Vehtari et al. (2021) recommend 1.01 for all parameters of a
+long run; the largest of many R-hats of short chains that have converged exceeds that."""
 
 MIN_OK_ESS = 100
 """ESS below which a site is not ok (Vehtari et al. 2021: 100 per chain)."""
@@ -197,7 +197,7 @@ def diagnose_site(
     ess = float(np.fmin.reduce(convergence.ess[indices]))
     if r_hat > MAX_OK_R_HAT or ess < MIN_OK_ESS:
         diagnosis = _worse(diagnosis, Diagnosis.INCONCLUSIVE)
-    if r_hat > _MAX_CONVERGED_R_HAT:
+    if r_hat > MAX_CONVERGED_R_HAT:
         diagnosis = Diagnosis.NOT_CONVERGED
     return SiteBias(site, len(indices), *mean_bias, *sd_inflation, r_hat, ess, diagnosis)
 

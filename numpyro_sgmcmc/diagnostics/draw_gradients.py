@@ -30,6 +30,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 )
 from numpyro_sgmcmc.adaptation.preconditioning import thin_draws
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
+from numpyro_sgmcmc.diagnostics.predictive import get_evenly_spaced_indices
 from numpyro_sgmcmc.diagnostics.run_data import RunData, make_thinning_slice
 from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, GradientsAtDraws
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -85,7 +86,7 @@ def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDr
     flat = positions.reshape(-1, potential.dim)
     chain_index = np.repeat(np.arange(len(positions)), positions.shape[1])
     gradients = _estimate_gradients(batched, run.preconditioners, flat, chain_index)
-    indices = np.unique(np.linspace(0, len(flat) - 1, _NUM_CURVATURE_DRAWS).astype(int))
+    indices = get_evenly_spaced_indices(len(flat), _NUM_CURVATURE_DRAWS)
     curvature = np.zeros(len(indices))
     for chains in _group_chains_by_center(run.preconditioners):
         in_group = np.isin(chain_index[indices], chains)
