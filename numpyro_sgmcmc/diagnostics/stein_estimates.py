@@ -234,8 +234,6 @@ def _compute_posterior_covariance(
 ) -> np.ndarray:
     r"""Return the posterior's covariance :math:`C^{-1}\Sigma_\text{chain}`, symmetrised.
 
-    :param stein_matrix: C, shape ``(d, d)`` or ``(d,)``.
-    :param chain_covariance: the chains' covariance, of the same shape.
     :param is_significant: entries of C that are used; None for a diagonal.
     """
     if is_significant is None:
@@ -351,8 +349,6 @@ def measure_convergence(draws: np.ndarray, tails: TailTransform | None = None) -
 
     R-hat is NaN for a single chain: its halves differ because of few draws, which the ESS shows,
     and not because of modes.
-
-    :param draws: shape ``(chains, draws, d)``.
     """
     if tails is not None:
         transformed = draws.copy()
@@ -363,10 +359,7 @@ def measure_convergence(draws: np.ndarray, tails: TailTransform | None = None) -
 
 
 def _accumulate_batch_sums(q: np.ndarray, g: np.ndarray, is_dense: bool) -> RunningSums:
-    """Return sums over batches of each chain's draws by time, with a leading axis of batches.
-
-    :param is_dense: whether products are matrices.
-    """
+    """Return sums over batches of each chain's draws by time; products are matrices if dense."""
     product = "bni,bnj->bij" if is_dense else "bni,bni->bi"
     num_batches = min(_NUM_SUMS_BATCHES, q.shape[1])
     batches = []
