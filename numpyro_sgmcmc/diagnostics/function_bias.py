@@ -51,7 +51,7 @@ from jax import Array, random
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions, get_evenly_spaced_indices
-from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
+from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, format_coordinate_names
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
     BiasEstimate,
     BiasMeasurements,
@@ -153,11 +153,7 @@ def estimate_function_bias(
     :raises ValueError: if a value is not finite.
     """
     shapes = functions.eval_shape(draws)
-    names = tuple(
-        (name, name + ("[{}]".format(",".join(map(str, i))) if i else ""))
-        for name, x in shapes.items()
-        for i in np.ndindex(x.shape)
-    )
+    names = format_coordinate_names(shapes)
     convergence = ConvergenceStats(*_reduce_by_function(functions, draws, _compute_convergence))
     dtype, dim = preconditioner.center.dtype, preconditioner.center.size
     positions = jnp.asarray(gradients_at_draws.positions, dtype)

@@ -171,7 +171,7 @@ class RunData:
             coordinate_names=(
                 get_coordinate_names(kernel.potential)  # collected local sites left out
                 if kernel.has_potential
-                else _format_coordinate_names(jax.tree.map(lambda x: x[0], z))
+                else format_coordinate_names(jax.tree.map(lambda x: x[0], z))
             ),
             local_state=local_state,
             _get_samples=partial(mcmc.get_samples, group_by_chain=True),
@@ -239,13 +239,13 @@ class RunData:
 
 def get_coordinate_names(potential: Potential) -> tuple[tuple[str, str], ...]:
     """Return site and name of each coordinate of a flat position."""
-    return _format_coordinate_names(
+    return format_coordinate_names(
         jax.eval_shape(potential.unravel, jax.ShapeDtypeStruct((potential.dim,), potential.dtype))
     )
 
 
-def _format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
-    """Return site and name of each coordinate, given unconstrained values of one chain by site."""
+def format_coordinate_names(z: Any) -> tuple[tuple[str, str], ...]:
+    """Return site and name of each coordinate, given arrays, or their shapes, by site."""
     names: list[tuple[str, str]] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(z)[0]:
         site = str(getattr(path[0], "key", "z")) if path else "z"
