@@ -1,14 +1,8 @@
 """The bias report: how far a run's means and SDs are from the posterior's, measured in the run.
 
-A report is a chain of steps: :class:`~numpyro_sgmcmc.diagnostics.run_data.RunData` reads the run;
-bias is estimated from its running sums and from gradients at draws
-(:mod:`~numpyro_sgmcmc.diagnostics.stein_estimates`,
-:mod:`~numpyro_sgmcmc.diagnostics.draw_gradients`); heavy tails and funnel necks are found
-(:mod:`~numpyro_sgmcmc.diagnostics.geometry`); :class:`BiasReport` holds the results, and
-:mod:`~numpyro_sgmcmc.diagnostics.diagnosis` classifies and prints them.
-
-:func:`bias_corrected_samples` applies an estimated bias to the draws, and :func:`print_summary`
-adds a line on bias to NumPyro's summary.
+``run_data`` reads the run; ``stein_estimates`` and ``draw_gradients`` estimate the bias from its
+running sums and from gradients at draws; ``geometry`` finds heavy tails and funnel necks;
+:class:`BiasReport` holds the results, and ``diagnosis`` classifies and prints them.
 """
 
 from __future__ import annotations
@@ -269,37 +263,37 @@ def bias_report(
 ) -> BiasReport:
     """Measure how far a finished run's means and SDs are from the posterior's.
 
-    Sums of positions and gradients that the run has accumulated show the bias of each coordinate,
-    whether by discretisation, gradient noise or too few draws (Stein's identity). The report adds
-    gradients at about a thousand draws, which take a few seconds and show bias that averages to
-    zero in the sums; the curvature there, which shows high-curvature regions that the chains do
-    not reach; R-hat and effective sample sizes; a tail transform where tails are heavy; and the
-    warnings of the warm-up. A mode in which no chain was initialised stays undetected.
+    Running sums of positions and gradients show the bias of each coordinate, whether by
+    discretisation, gradient noise or too few draws (Stein's identity). The report adds gradients
+    at about a thousand draws, which take a few seconds and show bias that averages to zero in the
+    sums; the curvature there, which shows regions that the chains do not reach; R-hat and
+    effective sample sizes; a tail transform where tails are heavy; and the warnings of the
+    warm-up. A mode in which no chain was initialised stays undetected.
 
-    With a function of the draws, such as a network's predictions, the report is on its values in
-    place of the parameters, by gradients at draws alone. It is exact for linear functions of a
-    Gaussian's parameters that the run's preconditioner standardises, and rough elsewhere: of the
-    SD inflation of a square it shows half::
+    With a function of the draws, such as a network's predictions, the report is on its values, by
+    gradients at draws alone. It is exact for linear functions of a Gaussian's parameters that the
+    run's preconditioner standardises, and rough elsewhere: of the SD inflation of a square it
+    shows half::
 
         def mean(draw, X):
             return X @ draw["beta"]
 
         bias_report(mcmc, mean, X_test)
 
-    For NumPyro's Gibbs with blocks of this package's kernels all continuous sites of all blocks
-    are judged, by gradients on all rows at draws; discrete sites are conditioned on. For models
-    with latent sites inside the subsampled plate the globals are judged, by gradients at draws
-    with updated local values, which cost as much as these draws in the run.
+    For NumPyro's Gibbs all continuous sites of all blocks are judged, by gradients on all rows at
+    draws; discrete sites are conditioned on. For models with latent sites inside the subsampled
+    plate the globals are judged, by gradients at draws with updated local values, which cost as
+    much as these draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
     :param fn: a function of one draw, a dict of values by site, and of ``row_arrays``, that
         returns real numbers or a dict of arrays of them and has second derivatives; as in
         :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
-    :param row_arrays: arrays with equal numbers of rows, which are passed to ``fn`` in chunks of
-        rows after the draw. The first axis of its results must be that of the rows, each of which
-        must depend on its own row alone.
+    :param row_arrays: arrays with equal numbers of rows, passed to ``fn`` in chunks of rows after
+        the draw. The first axis of its results must be the rows', each of which must depend on its
+        own row alone.
     :param full_data: whether to take gradients on all rows at some draws in place of the run's
-        minibatch gradients. More precise if these are noisy; costs ``num_draws`` passes over the
+        minibatch gradients: more precise if these are noisy, for ``num_draws`` passes over the
         data.
     :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
         with latent sites inside the subsampled plate. Default 400.
