@@ -34,7 +34,6 @@ from numpyro_sgmcmc.checkpoint.fingerprint import (
 from numpyro_sgmcmc.checkpoint.processes import SINGLE_PROCESS, get_process_group
 from numpyro_sgmcmc.checkpoint.progress import (
     MAX_ESS_COORDINATES,
-    CheckpointSchedule,
     ChunkSizer,
     ProgressBar,
     SigintHandler,
@@ -145,12 +144,7 @@ class CheckpointedMCMC(MCMC):
         self._draws_per_segment = min(
             checkpoint_every or -(-self._num_draws // _DEFAULT_NUM_SEGMENTS), self._num_draws
         )
-        # As in NumPyro, the remainder of thinning is dropped before the first draw.
-        self._schedule = CheckpointSchedule(
-            self._draws_per_segment * thinning,
-            num_warmup + num_samples % thinning,
-            num_warmup + num_samples,
-        )
+        self._num_iterations = num_warmup + num_samples
         self._store = CheckpointStore(self._folder)
         self._draws_on_disk = DrawsOnDisk(self._folder, self._sample_field)
         self._process_group = SINGLE_PROCESS
@@ -253,7 +247,7 @@ class CheckpointedMCMC(MCMC):
             self.sampler.restore(checkpoint.tree["adaptation"], self.num_warmup, z, args, kwargs)
             self._set_current_checkpoint(checkpoint)
             if group.is_primary:
-                done, total = checkpoint.num_iterations, self._schedule.num_iterations
+                done, total = checkpoint.num_iterations, self._num_iterations
                 position = f"resuming after iteration {done} of {total}"
                 print(
                     f"'{self._folder}': {checkpoint.num_draws} of {self._num_draws} draws per "
@@ -277,12 +271,12 @@ class CheckpointedMCMC(MCMC):
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
         """Return the draws so far, read from disk at the first call; see :func:`open_draws`."""
-        self._check_draws_stored("get_samples")
+        self._check_draws("get_samples")
         return super().get_samples(group_by_chain)
 
     def print_summary(self, prob: float = 0.9, exclude_deterministic: bool = True) -> None:
         """Print the summary of ``MCMC.print_summary``."""
-        self._check_draws_stored("print_summary")
+        self._check_draws("print_summary")
         super().print_summary(prob, exclude_deterministic)
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
@@ -333,25 +327,22 @@ class CheckpointedMCMC(MCMC):
 
     @property
     def _running_moments(self) -> RunningMoments:
-        self._check_has_draws("running_mean")
+        self._check_draws("running_mean", must_be_stored=False)
         return self._last_checkpoint.tree["running"]
 
-    def _check_has_draws(self, caller: str) -> None:
+    def _check_draws(self, caller: str, must_be_stored: bool = True) -> None:
+        if must_be_stored and not self._keep_draws:
+            raise InvalidArgumentError(
+                f"`{caller}` needs the draws, which `keep_draws=False` does not store.",
+                "use `running_mean` and `running_variance`, or run with keep_draws=True.",
+                "keep-draws",
+            )
         if self._current_checkpoint is None or self._current_checkpoint.num_draws == 0:
             raise InvalidArgumentError(
                 f"`{caller}` needs draws, but the run has no draws yet.",
                 "call `run` or `resume` first.",
                 "no-draws",
             )
-
-    def _check_draws_stored(self, caller: str) -> None:
-        if not self._keep_draws:
-            raise InvalidArgumentError(
-                f"`{caller}` needs the draws, which `keep_draws=False` does not store.",
-                "use `running_mean` and `running_variance`, or run with keep_draws=True.",
-                "keep-draws",
-            )
-        self._check_has_draws(caller)
 
     @contextmanager
     def _lock_run_folder(
@@ -388,7 +379,9 @@ class CheckpointedMCMC(MCMC):
         settings |= {"checkpoint_every": self._draws_per_segment, "keep_draws": self._keep_draws}
         settings["number of processes"] = self._process_group.num_processes
         fingerprint = compute_fingerprint(self.sampler, settings, args, kwargs)
-        self._process_group.check_all_equal({n: shorten_text(t) for n, t in fingerprint.items()})
+        self._process_group.check_equal("settings and arguments", ", ".join(fingerprint))
+        for name, text in fingerprint.items():
+            self._process_group.check_equal(name, shorten_text(text))
         return fingerprint
 
     def _create_chain_runner(
@@ -444,7 +437,7 @@ class CheckpointedMCMC(MCMC):
                 ) from error
 
     def _run_remaining_segments(self, chains: ChainRunner) -> None:
-        total, last = self._schedule.num_iterations, self._last_checkpoint
+        total, last = self._num_iterations, self._last_checkpoint
         is_shown = self.progress_bar and self._process_group.is_primary
         with (
             SigintHandler(self._process_group) as interrupt,
@@ -475,8 +468,14 @@ class CheckpointedMCMC(MCMC):
     ) -> None:
         """Run to the next checkpoint, or to one at once if a stop is requested."""
         last = self._last_checkpoint
-        done, stop = last.num_iterations, self._schedule.next_stop(last.num_iterations)
-        is_warmup = done < self._schedule.num_discarded_iterations
+        done = last.num_iterations
+        # As in NumPyro, the remainder of thinning is dropped before the first draw.
+        num_discarded = self.num_warmup + self.num_samples % self.thinning
+        is_warmup = done < num_discarded
+        first, end = (0, num_discarded) if is_warmup else (num_discarded, self._num_iterations)
+        # Draws come in whole segments, also after a run that was stopped between two of them.
+        segment_length = self._draws_per_segment * self.thinning
+        stop = min(end, first + ((done - first) // segment_length + 1) * segment_length)
         segment = chains.create_segment(last.tree["state"], done - stop if is_warmup else 0)
         while done < stop and not interrupt.is_stop_requested:
             num = stop - done

@@ -92,10 +92,8 @@ class ProcessGroup(NamedTuple):
         """Return a text of each process, cut to 1,024 bytes."""
         if self.num_processes == 1:
             return [text]
-        buffer = np.zeros(_MAX_TEXT_BYTES, np.uint8)
-        encoded = np.frombuffer(text.encode()[:_MAX_TEXT_BYTES], np.uint8)
-        buffer[: len(encoded)] = encoded
-        texts = self.allgather(buffer)
+        padded = text.encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
+        texts = self.allgather(np.frombuffer(padded, np.uint8))
         return [x.tobytes().rstrip(b"\0").decode(errors="ignore") for x in texts]
 
     def check_equal(self, description: str, text: str) -> None:
@@ -109,13 +107,6 @@ class ProcessGroup(NamedTuple):
                     "run the same script with the same arguments in all processes.",
                     "processes-differ",
                 )
-
-    def check_all_equal(self, texts: dict[str, str]) -> None:
-        """Check that texts are the same in all processes, by description."""
-        if self.num_processes > 1:
-            self.check_equal("settings and arguments", ", ".join(texts))
-            for description, text in texts.items():
-                self.check_equal(description, text)
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Progress of a long run: when it stops for a checkpoint, Ctrl-C, and the progress bar."""
+"""Progress of a long run: Ctrl-C, lengths of chunks, and the progress bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,27 +21,6 @@ from numpyro_sgmcmc.sampling.state import SGMCMCState
 _POLL_INTERVAL_SECONDS = 0.5
 # Coordinates whose ESS is in the bar: a bound on the time it takes.
 MAX_ESS_COORDINATES = 8
-
-
-class CheckpointSchedule(NamedTuple):
-    """
-    - **iterations_per_segment** - iterations from checkpoint to checkpoint.
-    - **num_discarded_iterations** - iterations before the first draw: warm-up, and the remainder
-      of thinning.
-    - **num_iterations** - iterations of the complete run.
-    """
-
-    iterations_per_segment: int
-    num_discarded_iterations: int
-    num_iterations: int
-
-    def next_stop(self, num_done: int) -> int:
-        """Return the iteration of the next checkpoint, so that draws come in whole segments."""
-        first, end = 0, self.num_discarded_iterations
-        if num_done >= self.num_discarded_iterations:
-            first, end = self.num_discarded_iterations, self.num_iterations
-        num_segments = (num_done - first) // self.iterations_per_segment + 1
-        return min(end, first + num_segments * self.iterations_per_segment)
 
 
 class SigintHandler:
