@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -61,12 +62,13 @@ class _Case:
             jnp.asarray(0.5 * rng.standard_normal((ROWS, local.hmc_dim))),
             local.make_zero_values().gibbs_values,
         )
-        self.joint_gradients = jax.jit(jax.grad(self.joint, (0, 1)))
+        self.joint = jax.jit(self._joint)
+        self.joint_gradients = jax.jit(jax.grad(self._joint, (0, 1)))
         self.state = LocalLatentsState(
             self.values, jnp.full((ROWS, local.hmc_dim), 0.5), jnp.ones(())
         )
 
-    def joint(self, theta: Any, position: Any) -> Any:
+    def _joint(self, theta: Any, position: Any) -> Any:
         """Return NumPyro's potential of all rows and values."""
         z = self.potential.unravel(theta) | self.potential.local_latents.unravel(position)
         return potential_energy(self.model, (jnp.asarray(self.y),), {}, z)
@@ -94,11 +96,15 @@ class _Case:
         return after, preconditioner.reference_gradient, arguments
 
 
+@cache
+def make_case(model: Any) -> _Case:
+    shape = (ROWS,) if model is normal_means else (ROWS, 3)
+    return _Case(model, np.random.default_rng(8).standard_normal(shape))
+
+
 @pytest.fixture(params=[normal_means, awkward], ids=["normal_means", "awkward"])
 def case(request, x64):
-    rng = np.random.default_rng(8)
-    shape = (ROWS,) if request.param is normal_means else (ROWS, 3)
-    return _Case(request.param, rng.standard_normal(shape))
+    return make_case(request.param)
 
 
 def test_full_value_with_local_values_is_joint_potential(case):
