@@ -167,11 +167,7 @@ def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
 
 
 def compute_ks_statistic(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the Kolmogorov distance of each marginal, shape ``(...)``.
-
-    :param a: one sample, shape ``(n, ...)``.
-    :param b: the other sample, shape ``(m, ...)``.
-    """
+    """Return the Kolmogorov distances of samples ``(n, ...)`` and ``(m, ...)``, shape ``(...)``."""
     # The exact p-value would take longer; neither is used.
     return np.asarray(ks_2samp(a, b, method="asymp", axis=0).statistic)
 

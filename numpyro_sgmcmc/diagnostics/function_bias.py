@@ -363,9 +363,8 @@ class _TermSums(NamedTuple):
 
 
 def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
-    """Sum over batches of the draws of each chain by time.
+    """Sum terms ``(chains, draws, ..., 4)`` over batches of the draws of each chain by time.
 
-    :param terms: shape ``(chains, draws, ..., 4)``.
     :return: shape ``(batches, 8, k)``, along the second axis as in :class:`_TermSums`.
     """
     num_chains, num_draws, *_, num_terms = terms.shape
@@ -383,10 +382,7 @@ def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
 
 
 def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
-    """Return mean bias, SD inflation and the chains' variance, with jackknife errors.
-
-    :param batch_sums: shape ``(batches, 8, k)``.
-    """
+    """Return mean bias, SD inflation and the chains' variance from sums ``(batches, 8, k)``."""
 
     def statistic(total: np.ndarray) -> np.ndarray:
         sums = _TermSums(*total)

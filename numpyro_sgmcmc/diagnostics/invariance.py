@@ -36,11 +36,7 @@ _NUM_STATES, _STATE_SD = 5, 0.7
 
 
 class SDE(NamedTuple):
-    """``dz = drift(z) dt + sqrt(2 diffusion(z)) dW`` on flat states.
-
-    - **drift** - maps ``z`` of shape ``(n,)`` to that shape.
-    - **diffusion** - maps ``z`` to a matrix of shape ``(n, n)``.
-    """
+    """``dz = drift(z) dt + sqrt(2 diffusion(z)) dW``, functions of a flat state ``(n,)``."""
 
     drift: Callable[[Array], Array]
     diffusion: Callable[[Array], Array]
@@ -142,9 +138,7 @@ def small_step_limit(step: Callable, state: Any, num_noise: int, gradient: Calla
     step sizes gives the limits to about 1e-12.
 
     :param step: ``(state, step_size, gradient, normals) -> state``.
-    :param state: any state.
     :param num_noise: standard normal vectors per step.
-    :param gradient: gradient of the potential.
     """
     expect = make_step_expectation(step, state, num_noise, gradient, num_nodes=_NUM_NODES)
     # Weights of Lagrange's polynomial at zero.

@@ -116,11 +116,9 @@ def get_evenly_spaced_indices(num: int, max_count: int) -> np.ndarray:
 
 
 def get_subsampled_plate(mcmc: MCMC, caller: str) -> Plate:
-    """Return the one subsampled plate of a finished run.
+    """Return the one subsampled plate of a finished run, which ``caller`` needs.
 
-    :param caller: name of the function that needs it, for the message.
-    :raises ValueError: for a run of another kernel or before a run, and for a model without a
-        subsampled plate or with several.
+    :raises ValueError: for no such run, or a model without a subsampled plate or with several.
     """
     kernel = check_finished_run(mcmc, caller, uses_moments=False)
     plates = kernel.potential.plates
@@ -359,10 +357,7 @@ def predictive_summary(
 
 
 def _summarize_function(name: str, values: list[np.ndarray]) -> FunctionSummary:
-    """Return the summary of a function's values.
-
-    :param values: of the run, and of the reference if there is one; ``(chains, draws, ...)``.
-    """
+    """Return the summary of values ``(chains, draws, ...)`` of the run, and of a reference."""
     if not all(np.isfinite(x).all() for x in values):
         raise InvalidArgumentError(
             f"`fn` returns '{name}' with values that are not finite at some of the draws.",
@@ -403,11 +398,9 @@ def _compute_between_chain_distance(values: np.ndarray) -> np.ndarray:
 
 
 def get_draws_by_site(run: Any, arg_name: str) -> dict[str, Array]:
-    """Return the draws of a run by site, with axes of chains and draws first.
+    """Return the draws of an ``MCMC``, or a dict of draws, with axes of chains and draws first.
 
-    :param run: an ``MCMC`` that has run, or a dict of draws with these axes.
-    :param arg_name: name of the argument, for the message.
-    :raises ValueError: for anything else, or fewer than two draws per chain.
+    :raises ValueError: naming the argument, for anything else, or one draw per chain.
     """
     if isinstance(run, MCMC):
         if run.last_state is None:

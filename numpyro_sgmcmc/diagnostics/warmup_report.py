@@ -102,11 +102,7 @@ def warmup_report(mcmc: MCMC) -> WarmupReport:
 
 
 def check_warmed_up_run(mcmc: MCMC, caller: str) -> tuple[SGMCMCKernel, Adaptation]:
-    """Return the kernel of a run after its warm-up, and the adaptation.
-
-    :param caller: name of the function that needs it, for the message.
-    :raises ValueError: where there is none.
-    """
+    """Return the kernel and the adaptation of a run after its warm-up; else ``ValueError``."""
     kernel = mcmc.sampler if isinstance(mcmc, MCMC) else None
     if not isinstance(kernel, SGMCMCKernel):
         received = type(mcmc).__name__ if kernel is None else f"a run of {type(kernel).__name__}"
