@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
@@ -85,6 +86,9 @@ def supports(y: Any, rows: int | None = None) -> None:
         numpyro.factor("tilt", 0.1 * jnp.sin(y[i] * inner))
 
 
+_potentials: dict[Any, Potential] = {}
+
+
 class Case(NamedTuple):
     """A model with data.
 
@@ -98,8 +102,12 @@ class Case(NamedTuple):
     sizes: dict[str, int]
 
     def potential(self, **batch: int) -> Potential:
-        """Return the package's potential with these minibatch sizes."""
-        return make_model_potential(self.model, self.arguments(**batch), init_to_uniform)
+        """Return the package's potential with these minibatch sizes, made once."""
+        key = self.model, frozenset(batch.items()), jax.config.jax_enable_x64
+        if key not in _potentials:
+            made = make_model_potential(self.model, self.arguments(**batch), init_to_uniform)
+            _potentials[key] = made
+        return _potentials[key]
 
     def arguments(self, **batch: int) -> Arguments:
         """Return the arguments of a run."""
