@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,13 @@ def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:
         return
     if max_num_maps is None:
         max_num_maps = int(_MAX_MEMORY_MAPS_FILE.read_text())
-    num_maps = _MEMORY_MAPS_FILE.read_bytes().count(b"\n")
-    if num_maps > _MAX_MEMORY_MAPS_FRACTION * max_num_maps:
+    if _count_memory_maps(int(time.monotonic())) > _MAX_MEMORY_MAPS_FRACTION * max_num_maps:
+        _count_memory_maps.cache_clear()
         jax.clear_caches()
         gc.collect()
+
+
+@lru_cache(1)
+def _count_memory_maps(second: int) -> int:
+    """Return the process's mappings, once a second: to read tens of thousands takes 0.03 s."""
+    return _MEMORY_MAPS_FILE.read_bytes().count(b"\n")
