@@ -17,7 +17,7 @@ from numpyro_sgmcmc import SGHMCSplit, compilation
 from numpyro_sgmcmc.model import subsampled
 
 Y = np.random.default_rng(0).standard_normal(60).astype(np.float32)
-NUM_RUNS = 4
+NUM_RUNS = 3
 
 
 def make_model():
