@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import warnings
 from collections.abc import Callable
 from enum import Enum
@@ -200,6 +201,16 @@ class ModelWarning(NamedTuple):
 
 # Frames of these folders are skipped when a warning looks for the user's line.
 _LIBRARY_FOLDERS = tuple(str(Path(p).parent) for p in (__file__, numpyro.__file__, jax.__file__))
+
+
+_PACKAGE_AND_STDLIB = str(Path(__file__).parent), sysconfig.get_path("stdlib")
+
+
+def is_library_file(file: str) -> bool:
+    """Return whether a source file is of this package, of an installed one or of Python's own."""
+    return (
+        "site-packages" in file or "dist-packages" in file or file.startswith(_PACKAGE_AND_STDLIB)
+    )
 
 
 def warn_user(

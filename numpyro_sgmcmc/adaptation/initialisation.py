@@ -26,7 +26,8 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import LatentSite
 
-_MAX_INIT_ATTEMPTS = 20  # positions drawn from the initialisation strategy
+# Positions drawn from the initialisation strategy, and while none of them is finite: as in NumPyro.
+_NUM_INIT_CANDIDATES, _MAX_INIT_ATTEMPTS = 20, 100
 # Prior draws per initial position. The densest of all draws would lie in the narrowest mode.
 _PRIOR_SAMPLES_PER_INIT = 4
 _NUM_ELBO_SAMPLES = 8  # antithetic normals per ELBO; bounds its standard error to a few nats
@@ -57,11 +58,11 @@ def find_finite_positions(
     :raises InitializationError: where none is finite.
     """
     positions: list[np.ndarray] = []
-    for candidate in init_positions:
+    for num_tried, candidate in enumerate(init_positions, 1):
         is_new = not any(np.array_equal(candidate, position) for position in positions)
         if is_new and inputs.batched_gradients.is_finite(candidate):
             positions.append(candidate)
-        if len(positions) == num_positions:
+        if len(positions) == num_positions or (positions and num_tried >= _NUM_INIT_CANDIDATES):
             break
     if not positions:
         position = inputs.cast(candidate)

@@ -26,9 +26,9 @@ from numpyro_sgmcmc.data.host_array import (
 from numpyro_sgmcmc.data.sharded_array import ShardedArray, as_sharded
 from numpyro_sgmcmc.errors import InvalidArgumentError
 
-# Bytes of all arrays together from which they are held in references. Below, the time to compile
+# Bytes of all arrays together above which they are held in references. Below, the time to compile
 # them as constants is negligible.
-_MIN_TOTAL_CACHE_BYTES = 2**25
+MAX_CONSTANT_BYTES = 2**25
 # Bytes below which an array is a constant nevertheless.
 _MIN_CACHED_ARRAY_BYTES = 2**20
 
@@ -219,7 +219,7 @@ class DeviceArrayCache:
     def cache_arrays(
         self,
         arguments: Arguments,
-        min_total_bytes: int = _MIN_TOTAL_CACHE_BYTES,
+        min_total_bytes: int = MAX_CONSTANT_BYTES,
         min_array_bytes: int = _MIN_CACHED_ARRAY_BYTES,
     ) -> Arguments:
         """Return the arguments with their large arrays in references.

@@ -38,7 +38,7 @@ from numpyro_sgmcmc.diagnostics.run_data import (
     check_sites_kept,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
-from numpyro_sgmcmc.model.handlers import FullDataModel
+from numpyro_sgmcmc.model.handlers import set_subsample_indices
 from numpyro_sgmcmc.progress import show_data_passes
 
 # Bounds on memory. Values of all draws together in a chunk of rows, and values that are computed
@@ -173,8 +173,7 @@ def evaluate_plate_sites(
     :return: by site, ``(chains, draws, ...)``, and the axis, from the right, of the rows.
     :raises ValueError: for draws that were not kept.
     """
-    potential, model = mcmc.sampler.potential, mcmc.sampler.model
-    assert isinstance(model, FullDataModel)
+    potential = mcmc.sampler.potential
     plate = potential.plates[0]
     check_sites_kept([s.name for s in potential.sites or ()], samples)
     chains, draws = _count_chains_and_draws(samples)
@@ -190,7 +189,7 @@ def evaluate_plate_sites(
         return site["value"] if site["type"] == "deterministic" else None
 
     def evaluate_draw(draw: Any, key: Array, rows: Array, arguments: Arguments) -> dict[str, Array]:
-        handled = seed(model.with_subsample_indices({plate.name: rows}), key)
+        handled = seed(set_subsample_indices(potential.user_model, {plate.name: rows}), key)
         handled = substitute(handled if rng_key is None else uncondition(handled), data=draw)
         sites = trace(handled).get_trace(*arguments.args, **arguments.kwargs)
         values = {}

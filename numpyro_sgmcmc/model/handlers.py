@@ -17,7 +17,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import validation_enabled
-from numpyro.handlers import seed, substitute, trace
+from numpyro.handlers import condition, seed, substitute, trace
 from numpyro.infer import init_to_sample
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 from numpyro.primitives import _PYRO_STACK, Messenger
@@ -26,6 +26,7 @@ from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.row_proxies import is_row_array_or_proxy
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 
 ChooseIndices = Callable[[str, int, int], Any]
 """Maps ``(name, size, subsample_size)`` of a plate to row indices, or None to leave it alone."""
@@ -45,7 +46,8 @@ class set_subsample_indices(Messenger):
     ) -> None:
         self.choose_indices = indices if callable(indices) else lambda name, *_: indices.get(name)
         self.weights = weights or {}
-        super().__init__(fn)
+        names = _find_conditioned_sites(fn)
+        super().__init__(_subsample_given_values(fn, names) if names else fn)
 
     def process_message(self, msg: Any) -> None:
         if msg["type"] == "plate" and msg["value"] is None:
@@ -166,6 +168,16 @@ class _subsample_given_values(Messenger):
             self.plate_indices[msg["name"]] = msg["args"][0], msg["value"]
 
 
+def _find_conditioned_sites(model: Any) -> frozenset[str]:
+    """Return the names of sites that ``numpyro.handlers.condition`` gives values around a model."""
+    names: frozenset[str] = frozenset()
+    while isinstance(model, (Messenger, NumPyArgumentsModel, ConditionedModel)):
+        if isinstance(model, condition):
+            names |= frozenset(model.data or ())
+        model = model.fn if isinstance(model, Messenger) else model.model
+    return names
+
+
 class FullDataModel:
     """The model with every plate at its full size, for ArviZ, ``log_likelihood`` and
     :class:`~numpyro.infer.gibbs.DiscreteGibbs`.
@@ -189,7 +201,8 @@ class FullDataModel:
                     "numpyro_sgmcmc.to_arviz, which read the rows by chunks.",
                     "full-data-memory",
                 )
-        args, kwargs = as_jax_arrays((args, kwargs))
+        if not isinstance(self.model, NumPyArgumentsModel):
+            args, kwargs = as_jax_arrays((args, kwargs))
         try:
             return set_subsample_indices(self.model, _all_indices)(*args, **kwargs)
         except AssertionError as error:
@@ -202,10 +215,6 @@ class FullDataModel:
                 "plate; or az.from_numpyro(mcmc, log_likelihood=False).",
                 "missing-local-draws",
             ) from error
-
-    def with_subsample_indices(self, indices: Indices) -> Callable:
-        """Return the model on some rows of each plate; plates not named are left alone."""
-        return set_subsample_indices(self.model, indices)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FullDataModel) and self.model == other.model

@@ -151,6 +151,10 @@ class Potential:
         """
         return None
 
+    def is_valid_for(self, arguments: Arguments) -> bool:
+        """Return whether the potential may be used with arguments of the same shapes and types."""
+        return True
+
     # --- Minibatches ----------------------------------------------------------------------------
 
     def value(

@@ -58,6 +58,7 @@ from numpyro_sgmcmc.model.local_latents import (
     resample_local_values,
 )
 from numpyro_sgmcmc.model.local_moves import update_local_values
+from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import (
     NO_GIBBS,
@@ -169,7 +170,8 @@ class ModelPotential(Potential):
     """Potential of a NumPyro model.
 
     - **model** - the model, with values for all sites but the latent ones.
-    - **user_model** - the model as the user gave it, whose signature names the arguments.
+    - **user_model** - the model as the user gave it, perhaps with NumPy arguments; its signature
+      names the arguments.
     - **init_strategy** - initialisation strategy, a function of a site.
     - **resampled_latents** - the latent sites inside the subsampled plate that are sampled anew at
       every evaluation, or None.
@@ -192,6 +194,10 @@ class ModelPotential(Potential):
     def has_fixed_supports(self) -> bool:
         """True if values can be constrained without a run of the model."""
         return all(s.support is not None for s in self.sites)
+
+    def is_valid_for(self, arguments: Arguments) -> bool:
+        model = self.user_model
+        return not isinstance(model, NumPyArgumentsModel) or model.has_values_of(arguments)
 
     def _on_rows(
         self, indices: Indices, rng_key: Array | None = None, weights: Any = None
@@ -421,7 +427,7 @@ def _validate_init_strategy(init_strategy: Callable) -> tuple[Callable, float | 
 
 # --- One potential for all kernels on one model -------------------------------------------------
 
-_potential_cache: WeakValueDictionary[Hashable, Potential] = WeakValueDictionary()
+_potential_cache: WeakValueDictionary[Hashable, ModelPotential] = WeakValueDictionary()
 
 
 def get_model_potential(
@@ -435,7 +441,7 @@ def get_model_potential(
 
     :raises ValueError: as there, and for a model that has no gradient in reverse mode.
     """
-    potential: Potential = make_model_potential(model, arguments, init_strategy, gibbs)
+    potential = make_model_potential(model, arguments, init_strategy, gibbs)
     potential = replace(potential, forward_mode_differentiation=forward_mode_differentiation)
     try:
         key = _potential_cache_key(model, arguments, potential)
@@ -451,14 +457,18 @@ def get_model_potential(
         return potential
 
 
-def _potential_cache_key(model: Callable, arguments: Arguments, potential: Potential) -> Hashable:
+def _potential_cache_key(
+    model: Callable, arguments: Arguments, potential: ModelPotential
+) -> Hashable:
     """Return everything that distinguishes two potentials."""
-    local = potential.local_latents
+    local, traced = potential.local_latents, potential.user_model
     local_sites = (*local.hmc_sites, *local.gibbs_sites) if local else ()
     return (
         # Every access makes a new bound method, equal to the others of its object.
         model if isinstance(model, MethodType) else IdentityKey(model),
         arguments.signature,
+        # Values with which the model computes anything, at other numbers of rows as well.
+        traced.digest if isinstance(traced, NumPyArgumentsModel) else None,
         potential.plates,
         potential.plate_groups,
         tuple((s.name, s.shape) for s in potential.sites or ()),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from numpyro import validation_enabled
 from numpyro.distributions import biject_to
 from numpyro.handlers import substitute
 
-from numpyro_sgmcmc.data.arguments import Arguments, is_array
+from numpyro_sgmcmc.data.arguments import MAX_CONSTANT_BYTES, Arguments, is_array
 from numpyro_sgmcmc.data.host_array import HostArray, RowArray, RowIndexError
 from numpyro_sgmcmc.data.row_proxies import IndexingRecorder, PlateIndexRegistry, RowLookup
 from numpyro_sgmcmc.data.sharded_array import Shards
@@ -38,9 +37,11 @@ from numpyro_sgmcmc.errors import (
     InvalidArgumentError,
     InvalidModelError,
     format_message,
+    is_library_file,
     summarise_error,
 )
 from numpyro_sgmcmc.model.handlers import FullDataModel, trace_prior
+from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 
 
 class TracedSite(NamedTuple):
@@ -205,13 +206,43 @@ def trace_model(
 ) -> ModelTrace:
     """Run a model once on the first rows of its plates and describe its statements.
 
+    A model that fails with traced arguments is run as a :class:`.NumPyArgumentsModel`.
+
     :param arguments: only shapes and static values count, except where the model has ``param`` or
-        ``mutable`` sites (neural networks), whose first values are kept.
+        ``mutable`` sites (neural networks), whose first values are kept, or computes with NumPy.
     :param init_strategy: NumPyro initialisation strategy.
     :param gibbs: how the user samples local sites.
     :raises ValueError: where the model cannot be run.
     """
     run = _TracingRun(arguments)
+    try:
+        return _trace_model(model, run, arguments, init_strategy, gibbs)
+    except (InvalidArgumentError, InvalidModelError):
+        raise
+    except Exception as error:
+        numpy_model, numpy_run = NumPyArgumentsModel(model, arguments), _TracingRun(arguments)
+        try:
+            return _trace_model(numpy_model, numpy_run, arguments, init_strategy, gibbs)
+        except Exception as numpy_error:
+            if isinstance(error, _CONCRETIZATION_ERRORS):
+                error, run = numpy_error, numpy_run
+            if isinstance(error, (InvalidArgumentError, InvalidModelError)):
+                raise error from None
+            plates = tuple(run.plates.values())
+            translated = translate_model_error(error, numpy_model, arguments, plates)
+            if translated is error:
+                raise error from None
+            raise translated from error
+
+
+def _trace_model(
+    model: Callable,
+    run: _TracingRun,
+    arguments: Arguments,
+    init_strategy: Callable,
+    gibbs: GibbsConfig,
+) -> ModelTrace:
+    """Return the description of a model's statements in one run."""
     traced_sites: dict[str, TracedSite] = {}
     sample_sites: list[SampleSite] = []
 
@@ -223,15 +254,7 @@ def trace_model(
             if site["type"] == "sample":
                 sample_sites.append(_describe_sample_site(site, frames, name in gibbs.site_names))
 
-    try:
-        jax.eval_shape(describe, arguments)
-    except (InvalidArgumentError, InvalidModelError):
-        raise
-    except Exception as error:
-        translated = translate_model_error(error, model, arguments, tuple(run.plates.values()))
-        if translated is error:
-            raise
-        raise translated from error
+    jax.eval_shape(describe, arguments)
     param_names = [n for n, s in traced_sites.items() if s.site_type in ("param", "mutable")]
     with validation_enabled(False):  # a prior value may be invalid where no chain ever is
         params = _TracingRun(arguments).trace(model, arguments) if param_names else {}
@@ -333,7 +356,6 @@ def _find_unplated_dims(site: Any) -> tuple[int, ...]:
 
 # --- Errors of a model's run --------------------------------------------------------------------
 
-_LIBRARY_PATHS = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 _MAX_SOURCE_LINE_CHARS = 60  # of the user's line in a message
 
 _CONCRETIZATION_ERRORS = (
@@ -345,7 +367,7 @@ _CONCRETIZATION_ERRORS = (
 
 
 def translate_model_error(
-    error: Exception, model: Callable, arguments: Arguments, plates: Sequence[Plate]
+    error: Exception, model: NumPyArgumentsModel, arguments: Arguments, plates: Sequence[Plate]
 ) -> Exception:
     """Return the error to raise for one that a model's run raised.
 
@@ -407,11 +429,16 @@ def translate_model_error(
             "unsupported-argument",
         )
     if is_concretization:
+        names = model.describe_traced(arguments)
+        large = (
+            f", and compute before the run what depends on {names} alone, which NumPy cannot use "
+            "in the model (rows on the host or over devices, or arrays of more than "
+            f"{MAX_CONSTANT_BYTES / 2**20:.0f} MB together)"
+        )
         return InvalidModelError(
             f"The model turns a traced array into a Python or NumPy value{line}.",
-            "use jax.numpy (jnp.where in place of `if`) for latent sites, arrays among the "
-            "arguments and plate indices, and compute what depends on the data alone before the "
-            f"run. ({type(error).__name__})",
+            "use jax.numpy (jnp.where in place of `if`) for latent sites and plate indices"
+            f"{large if names else ''}. ({type(error).__name__})",
             "traced-value",
         )
     if not _fails_on_full_data(model, arguments):
@@ -434,7 +461,7 @@ def translate_model_error(
     # An error at the user's own line, or one that NumPyro raises, is clear enough.
     last = traceback_frames[-1].filename
     is_numpyros = "numpyro" in Path(last).parts and "shapes" not in str(error)
-    if is_numpyros or not _is_library_file(last):
+    if is_numpyros or not is_library_file(last):
         return error
     shapes = ", ".join(f"{n} {np.shape(x)}" for n, x in arguments.named_arrays(model))
     return InvalidModelError(
@@ -473,14 +500,10 @@ def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:
         yield described, f"pass numpy.asarray({name})"
 
 
-def _is_library_file(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith(_LIBRARY_PATHS)
-
-
 def find_user_source_line(error: BaseException) -> str:
     """Return ``" at file:number, `code`"`` for the user's line that raised an error, or ``""``."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not (_is_library_file(frame.filename) or frame.filename.startswith("<")):
+        if not (is_library_file(frame.filename) or frame.filename.startswith("<")):
             code = f", `{frame.line[:_MAX_SOURCE_LINE_CHARS]}`" if frame.line else ""
             return f" at {Path(frame.filename).name}:{frame.lineno}{code}"
     return ""

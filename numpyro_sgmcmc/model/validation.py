@@ -183,7 +183,8 @@ def _check_observed_shape(site: SampleSite) -> None:
                 raise InvalidModelError(
                     f"Site '{site.name}' observes {num_rows} rows, but the minibatch of the plate "
                     f"'{frame.name}' has {frame.size}.",
-                    "index the data by the plate's indices.",
+                    "index the data by the plate's indices; handlers.condition(model, data) takes "
+                    "a value for each row of the plate.",
                     "data-not-indexed",
                 )
     try:

@@ -43,6 +43,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.handlers import ConditionedModel, FullDataModel, sample_prior_values
 from numpyro_sgmcmc.model.local_latents import select_collected_sites
+from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 from numpyro_sgmcmc.model.potential import Potential, make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import show_adaptation_progress, show_data_passes
@@ -127,6 +128,9 @@ class SGMCMCKernel(MCMCKernel):
     @property
     def model(self) -> Callable | None:
         """The model on the full data; ``None`` for a kernel made from a potential function."""
+        traced = getattr(self._cache.potential, "user_model", None)
+        if isinstance(traced, NumPyArgumentsModel):
+            return FullDataModel(traced.without_values)
         return None if self._model is None else FullDataModel(self._model)
 
     @property
@@ -298,7 +302,7 @@ class SGMCMCKernel(MCMCKernel):
             variates use.
         """
         if is_traced(state.rng_key):  # once per compilation, because it reads all of the data
-            self._cache.check_same_data(Arguments(model_args, model_kwargs))
+            self._cache.check_same_data(Arguments(model_args, model_kwargs), self.potential)
         arguments = self._cached_arguments(model_args, model_kwargs).dereference()
         shards, num_chains, chain_axis = self.potential.shards, state.i.size, None
         # Chains of several processes are not distributed: no process could read all draws.
@@ -463,7 +467,7 @@ class SGMCMCKernel(MCMCKernel):
                 self._options.forward_mode_differentiation,
             )
         potentials = self._cache.potentials
-        if key not in potentials:
+        if key not in potentials or not potentials[key].is_valid_for(arguments):
             potentials[key] = build()
         return potentials[key]
 
@@ -561,11 +565,19 @@ class InitCache:
         )
         return adapted if is_valid else None
 
-    def check_same_data(self, arguments: Arguments) -> None:
-        """Check that control variates do not hold the gradient of another data set.
+    def check_same_data(self, arguments: Arguments, potential: Potential) -> None:
+        """Check that the program and its control variates do not hold values of another data set.
 
         Such a chain would have a wrong posterior without any sign of it.
         """
+        if not potential.is_valid_for(arguments):
+            raise InvalidArgumentError(
+                "The model computes with NumPy on its arguments, and these are not those of the "
+                "warm-up.",
+                "call `run` of a new MCMC object, without jit_model_args=True; or use jax.numpy in "
+                "the model.",
+                "numpy-arguments",
+            )
         adapted = self.adapted_arguments
         assert self.adaptation is not None
         if not self.adaptation.estimator.needs_reference or not arguments.is_concrete:

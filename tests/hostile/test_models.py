@@ -141,10 +141,6 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
         in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, jnp.asarray(OUTSIDE)[:n])),
         ("'y'", "'rows'"),
     ),
-    "global rows in NumPy": (
-        in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, OUTSIDE[i])),
-        ("test_models.py",),
-    ),
     "rows in the event": (
         in_plate(
             lambda X, y, i, b, n: numpyro.sample(
@@ -176,8 +172,22 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "rows of another plate": (another_plates_rows, ("'z'", "'rows'")),
     "one name for two plates": (same_name, ("'rows'", "12", "24")),
     "if of a latent": (if_of_a_latent, ("test_models.py", "if b[0] > 0")),
-    "np.unique of the data": (levels_of_the_data, ("test_models.py", "np.unique(y)")),
-    "int of the data": (largest_of_the_data, ("test_models.py", "int(y.max())")),
+    "np.unique of a minibatch": (
+        in_plate(lambda X, y, i, b, n: y_site(b[0] + len(np.unique(y[i])), y[i])),
+        ("test_models.py",),
+    ),
+    "int of a minibatch": (
+        in_plate(lambda X, y, i, b, n: y_site(b[0] + int(y[i].max()), y[i])),
+        ("test_models.py",),
+    ),
+    "fixed number of rows": (
+        in_plate(
+            lambda X, y, i, b, n: numpyro.sample(
+                "y", dist.Normal(b[0], 1).expand([n, 2]).to_event(1), obs=X[i]
+            )
+        ),
+        ("'rows'", "len(i)"),
+    ),
     "classes as floats": (
         in_plate(
             lambda X, y, i, b, n: numpyro.sample(
@@ -237,6 +247,9 @@ def test_invalid_model_with_any_batch_size_raises(name, batch_size):
 
 
 GOOD_MODELS: dict[str, Callable] = {
+    "global rows in NumPy": in_plate(lambda X, y, i, b, n: y_site(X[i] @ b, OUTSIDE[i])),
+    "np.unique of the data": levels_of_the_data,
+    "int of the data": largest_of_the_data,
     # Three more entries a row, as many as there are rows in a minibatch.
     "an axis as long as the minibatch": in_plate(
         lambda X, y, i, b, n: y_site(jnp.ones((4, 1)) * (X[i] @ b), jnp.stack([y[i]] * 4))

@@ -47,6 +47,35 @@ def summarise(samples: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
     return summary
 
 
+def compute_violations(
+    actual: dict[str, Any],
+    reference: dict[str, Any],
+    tolerance: float = 0.1,
+    z: float = 3.0,
+) -> dict[str, dict[str, float]]:
+    """Return for each site by how much errors of means and log SDs exceed the tolerance.
+
+    Means are within 0.1 posterior SD and SDs within 10%, plus three standard errors of the Monte
+    Carlo error of both runs (a model has up to 53 coordinates).
+
+    :param actual: a result of :func:`summarise`.
+    :param reference: another one, perhaps with more sites.
+    """
+    violations = {}
+    for site, summary in actual.items():
+        a = {k: np.array(v) for k, v in summary.items()}
+        b = {k: np.array(v) for k, v in reference[site].items()}
+        mean_bias = np.abs(a["mean"] - b["mean"]) / b["sd"]
+        mean_error = np.sqrt((a["sd"] / b["sd"]) ** 2 / a["ess"] + 1 / b["ess"])
+        log_sd_ratio = np.abs(np.log(a["sd"] / b["sd"]))
+        sd_error = np.sqrt(0.5 / a["ess_sd"] + 0.5 / b["ess_sd"])
+        violations[site] = {
+            "mean": float((mean_bias - tolerance - z * mean_error).max()),
+            "sd": float((log_sd_ratio - np.log1p(tolerance) - z * sd_error).max()),
+        }
+    return violations
+
+
 def _offsets(samples: dict[str, Any]) -> dict[str, Any]:
     """Return draws of the centred model as draws of the non-centred one."""
     mu, tau = samples["mu"][..., None], samples["tau"][..., None]

@@ -12,6 +12,7 @@ import pytest
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.checkpoint.fingerprint import compute_fingerprint
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError
+from tests.hostile.calls import WarmupReached
 
 Y = np.arange(6, dtype=np.float32)
 BATCH = {"batch_size": 2}
@@ -30,6 +31,26 @@ def make_kernel():
 def initialise(kernel, y=Y):
     kernel.init(jax.random.key(0), 7, None, (y,), BATCH)
     return kernel
+
+
+def with_scales(y, num_scales, batch_size):
+    """State priors that let each scale be negative, where the density is not finite."""
+    scales = numpyro.sample("scales", dist.Normal(0, 1).expand([num_scales]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(0, scales[i % num_scales]), obs=y[i])
+
+
+@pytest.mark.usefixtures("no_warm_up")
+@pytest.mark.parametrize("num_scales", [1, 3, 4, 6])
+def test_up_to_100_initial_positions_are_tried(num_scales):
+    with pytest.raises(WarmupReached):
+        SGHMCSplit(with_scales).init(jax.random.key(0), 7, None, (Y, num_scales, 5), {})
+
+
+@pytest.mark.usefixtures("no_warm_up")
+def test_initial_positions_are_tried_in_vain():
+    with pytest.raises(InitializationError, match="'y'"):
+        SGHMCSplit(with_scales).init(jax.random.key(0), 7, None, (np.full(6, np.nan), 1, 5), {})
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Models of the kinds in NumPyro's documentation, beside NUTS."""
