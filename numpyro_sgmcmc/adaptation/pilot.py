@@ -53,6 +53,8 @@ _MAX_STEPS_PER_CALL = 100
 _MAX_NORMALS_PER_CALL = 2**25  # bounds memory: 128 MiB of normals per call
 LOST_STEP_FACTOR = 0.25  # of steps after a window whose chains were lost
 _MAX_DISTANCE_SD = 1e3  # preconditioned distance from the center at which a chain counts as lost
+# Variance of converged chains over that of the posterior, which noise may inflate 1.5-fold.
+_MAX_VARIANCE_RATIO = 4.0
 _MAX_CENTER_SHIFT_SD = 0.5  # largest mean of converged chains, in preconditioned coordinates
 _NUM_CURVATURE_POSITIONS = 4  # bounds the gradients for the largest curvature
 _NONFINITE_STEP_FACTOR = 0.5  # of steps after a window at whose mean the gradient is not finite
@@ -151,7 +153,13 @@ def run_pilot_windows(
             max_step_size *= _NONFINITE_STEP_FACTOR
             pilot = replace(pilot, is_converged=False)
             continue
-        pilot = pilot.move_to(updated, last_positions)
+        pilot = pilot.move_to(updated.preconditioner, last_positions)
+        is_wide = updated.min_variance_ratios > _MAX_VARIANCE_RATIO
+        if pilot.is_converged and is_wide.any():
+            # Chains that start hundreds of posterior SDs apart agree before they have relaxed.
+            # The new coordinates are right all the same: restart in them, near the center.
+            shrinkage = np.sqrt(np.where(is_wide, updated.min_variance_ratios, 1.0))
+            pilot = replace(pilot, q=pilot.q / shrinkage, is_converged=False)
         if pilot.is_converged:
             break
     return pilot

@@ -13,6 +13,8 @@ matrix:
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
@@ -47,6 +49,8 @@ _MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
 # Gradient noise variance to which full-data gradients are estimated. A direction is visible up to
 # the variance 1 / 0.02 of the posterior along it.
 _TARGET_GRADIENT_NOISE_VARIANCE = 0.02
+# Ratios of variances: draws where no other gradients are needed; standard errors of lower bounds.
+_NUM_RATIO_DRAWS, _NUM_STANDARD_ERRORS_OF_RATIO = 32, 2.0
 
 
 def factorize_spd(matrix: np.ndarray, inverse: bool = False) -> np.ndarray:
@@ -279,13 +283,26 @@ def refine_directions(
     return np.where(is_usable, x.T, directions)
 
 
+class PreconditionerUpdate(NamedTuple):
+    r"""A preconditioner fitted to draws.
+
+    - **preconditioner** - the new coordinates.
+    - **min_variance_ratios** - lower bounds on the variances of the draws over those of the
+      posterior in these coordinates, shape ``(d,)``. They are estimates of
+      :math:`E[(q_j - E q_j)\,\partial_j U]`, which is 1 for any posterior.
+    """
+
+    preconditioner: Preconditioner
+    min_variance_ratios: np.ndarray
+
+
 def update_preconditioner(
     inputs: WarmupInputs,
     preconditioner: Preconditioner,
     draws: np.ndarray,
     noise_stats: GradientNoiseStats,
     is_converged: bool,
-) -> Preconditioner | None:
+) -> PreconditionerUpdate | None:
     """Move the center to the mean of the draws, and refit the factor.
 
     :param draws: preconditioned draws, shape ``(chains, draws, d)``.
@@ -295,13 +312,18 @@ def update_preconditioner(
     """
     settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
     batched_gradients = inputs.batched_gradients
-    center = preconditioner.to_position(draws.mean((0, 1)))
+    center, dim = preconditioner.to_position(draws.mean((0, 1))), draws.shape[-1]
+    num_rows = budget.num_representative_rows
     if settings.inverse_mass_matrix is not None:
         full_gradient = batched_gradients.full_gradient(center)
         updated = Preconditioner(center, preconditioner.factor, full_gradient)
-        return updated if updated.is_finite() else None
+        if not (is_converged and updated.is_finite()):
+            return PreconditionerUpdate(updated, np.ones(dim)) if updated.is_finite() else None
+        thinned = thin_draws(draws, min(_NUM_RATIO_DRAWS, budget.num_full_gradients))
+        positions = preconditioner.to_position(thinned.reshape(-1, dim))
+        gradients = batched_gradients.estimate_full_gradients(positions, updated, num_rows)
+        return PreconditionerUpdate(updated, _bound_variance_ratios(updated, positions, gradients))
 
-    num_rows = budget.num_representative_rows
     # A matrix of chains that are not stationary yet is refitted anyway. A low-rank factor keeps
     # only visible directions: with noisy gradients it needs more rows.
     is_provisional = settings.is_dense and not is_converged
@@ -312,7 +334,6 @@ def update_preconditioner(
             / _TARGET_GRADIENT_NOISE_VARIANCE
         )
         num_rows = int(np.clip(needed_rows, num_rows, budget.max_representative_rows))
-    dim = draws.shape[-1]
     thinned = thin_draws(draws, budget.num_full_gradients).reshape(-1, dim)
     positions = preconditioner.to_position(thinned)
     gradients = batched_gradients.estimate_full_gradients(positions, preconditioner, num_rows)
@@ -332,7 +353,19 @@ def update_preconditioner(
         low_rank = None
     full_gradient = batched_gradients.full_gradient(center)
     updated = Preconditioner(center, factor, full_gradient, low_rank=low_rank)
-    return updated if updated.is_finite() else None
+    if not updated.is_finite():
+        return None
+    return PreconditionerUpdate(updated, _bound_variance_ratios(updated, positions, gradients))
+
+
+def _bound_variance_ratios(
+    preconditioner: Preconditioner, positions: np.ndarray, gradients: np.ndarray
+) -> np.ndarray:
+    """Return lower bounds on the variances of positions over those of the posterior."""
+    q = preconditioner.solve(positions - positions.mean(0))
+    products = q * preconditioner.apply_transpose(gradients)
+    standard_errors = products.std(0) / np.sqrt(len(products))
+    return np.asarray(products.mean(0) - _NUM_STANDARD_ERRORS_OF_RATIO * standard_errors)
 
 
 def _refine_low_rank(

@@ -1,17 +1,21 @@
 """Pilot chains sample the posterior, whatever fits into memory."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.adaptation.budget import WarmupBudget
+from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.pilot import (
     PilotResult,
     compute_r_hat,
     run_pilot,
     run_pilot_windows,
 )
+from numpyro_sgmcmc.adaptation.preconditioning import update_preconditioner
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
@@ -90,3 +94,37 @@ def test_run_pilot_windows_near_start_converges_about_the_mean():
     assert pilot.is_converged
     assert np.abs(pilot.preconditioner.center).max() < 0.5
     np.testing.assert_allclose(pilot.preconditioner.sds, 1.0, rtol=0.2)
+
+
+@pytest.mark.parametrize("scale", [100.0, 300.0])
+@pytest.mark.parametrize("has_user_matrix", [False, True])
+def test_run_pilot_windows_wide_start_ends_in_the_bulk(scale, has_user_matrix):
+    """Chains that start far wider than the posterior agree long before they have relaxed."""
+    inputs = make_function_inputs(3, lambda z: 0.5 * scale**2 * z @ z)
+    if has_user_matrix:
+        settings = replace(inputs.settings, inverse_mass_matrix=np.ones(3))
+        inputs = replace(inputs, settings=settings)
+    pilot = make_pilot(inputs.rng.standard_normal((16, 3)))
+    pilot = run_pilot_windows(inputs, pilot, (400,) * 6)
+    assert pilot.is_converged
+    assert 0.5 < np.square(scale * pilot.positions).mean() < 2.0
+    if not has_user_matrix:
+        np.testing.assert_allclose(pilot.preconditioner.sds, 1.0 / scale, rtol=0.2)
+
+
+def test_run_pilot_windows_wide_start_in_the_last_window_ends_in_the_bulk():
+    inputs = make_function_inputs(3, lambda z: 0.5e4 * z @ z)
+    pilot = make_pilot(inputs.rng.standard_normal((16, 3)))
+    pilot = run_pilot_windows(inputs, pilot, (100,))
+    assert not pilot.is_converged
+    assert np.square(pilot.q).mean() < 10.0
+
+
+def test_update_preconditioner_heavy_tails_have_variance_ratio_of_one():
+    """The ratio of variances is one for any posterior, not for Gaussian ones only."""
+    inputs = make_function_inputs(2, lambda z: 1.75 * jnp.log1p(z**2 / 2.5).sum())
+    draws = np.random.default_rng(0).standard_t(2.5, (16, 200, 2))
+    preconditioner = make_pilot(draws[:, 0]).preconditioner
+    for width in (1.0, 4.0):
+        updated = update_preconditioner(inputs, preconditioner, width * draws, NO_NOISE, True)
+        assert (updated.min_variance_ratios.max() > 1.5) == (width > 1.0)
