@@ -138,6 +138,20 @@ def sample_minibatch_indices(
     return indices
 
 
+def shuffle_minibatches(
+    potential: Potential, rng: np.random.Generator, indices: Indices
+) -> Indices:
+    """Return minibatches that have the rows of others, each from a random one of these."""
+    shuffled = {}
+    for plate in potential.plates:
+        rows = np.asarray(indices[plate.name])
+        runs = rows.reshape(len(rows), -1, _choose_run_length(potential, plate))
+        # A row keeps its place in a minibatch, so that shards and included rows keep theirs.
+        order = rng.permuted(np.tile(np.arange(len(rows))[:, None], runs.shape[1]), axis=0)
+        shuffled[plate.name] = runs[order, np.arange(runs.shape[1])].reshape(rows.shape)
+    return shuffled
+
+
 def _choose_run_length(potential: Potential, plate: Plate) -> int:
     """Return the length of runs of random rows: 1, or as many as fill some pages of the disk."""
     arrays = [x.array for x in potential.host_lookups if x.plate == plate.name]

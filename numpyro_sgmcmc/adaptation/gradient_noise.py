@@ -29,6 +29,7 @@ from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
     BulkPositions,
     sample_minibatch_indices,
+    shuffle_minibatches,
 )
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import (
@@ -178,21 +179,13 @@ def measure_noise(
     rng: np.random.Generator,
 ) -> NoiseStatsByEstimator:
     """Measure the gradient noise of each estimator."""
-    potential, q = bulk.batched_gradients.potential, bulk.q
+    potential = bulk.batched_gradients.step_potential
     if not potential.plates:
         return dict.fromkeys(estimators, NO_NOISE)
-    batch_size = sum(p.subsample_size for p in potential.plates)
-    num_positions = min(len(q), _MAX_NOISE_POSITIONS)
-    max_gradients = min(_MAX_NOISE_ROWS // batch_size, _MAX_NOISE_GRADIENT_ENTRIES // potential.dim)
-    num_minibatches = max_gradients // num_positions
-    if num_minibatches < _MIN_NOISE_MINIBATCHES:
-        num_positions = min(len(q), _MIN_NOISE_POSITIONS)
-    max_minibatches = bulk.batched_gradients.budget.max_noise_minibatches
-    num_minibatches = int(np.clip(num_minibatches, _MIN_NOISE_MINIBATCHES, max_minibatches))
-    estimates = _sample_gradient_estimates(
-        replace(bulk, q=q[:num_positions]), estimators, subsampling, num_minibatches, rng
-    )
-    is_enough = num_positions * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
+    bulk, num_minibatches = _limit_noise_work(bulk)
+    minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
+    estimates = _evaluate_estimates(bulk, estimators, minibatches)
+    is_enough = len(bulk.q) * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
     return {
         estimator: GradientNoiseStats.from_variances(
             gradients.var(1, ddof=1), num_minibatches, is_enough
@@ -201,16 +194,44 @@ def measure_noise(
     }
 
 
-def _sample_gradient_estimates(
-    bulk: BulkPositions,
-    estimators: Sequence[GradientEstimator],
-    subsampling: Subsampling,
-    num_minibatches: int,
-    rng: np.random.Generator,
+def measure_order_noise_ratio(bulk: BulkPositions, estimator: GradientEstimator) -> float:
+    """Return the noise variance of contiguous minibatches over that of the same rows shuffled.
+
+    Both contain the same influential rows, whatever their number, so that only the order differs.
+    """
+    rng = np.random.default_rng(0)  # so that the warm-up's other choices do not change
+    potential = bulk.batched_gradients.step_potential
+    bulk, num_minibatches = _limit_noise_work(bulk)
+    blocks = sample_minibatch_indices(potential, rng, (num_minibatches,), ContiguousSubsampling())
+    contiguous, shuffled = (
+        _evaluate_estimates(bulk, (estimator,), minibatches)[estimator].var(1).mean()
+        for minibatches in (blocks, shuffle_minibatches(potential, rng, blocks))
+    )
+    return float(contiguous / max(shuffled, np.finfo(float).tiny))
+
+
+def _limit_noise_work(bulk: BulkPositions) -> tuple[BulkPositions, int]:
+    """Return the positions, and the number of minibatches, on which noise is measured."""
+    potential, num_positions = (
+        bulk.batched_gradients.potential,
+        min(len(bulk.q), _MAX_NOISE_POSITIONS),
+    )
+    batch_size = sum(p.subsample_size for p in potential.plates)
+    max_gradients = min(_MAX_NOISE_ROWS // batch_size, _MAX_NOISE_GRADIENT_ENTRIES // potential.dim)
+    num_minibatches = max_gradients // num_positions
+    if num_minibatches < _MIN_NOISE_MINIBATCHES:
+        num_positions = min(len(bulk.q), _MIN_NOISE_POSITIONS)
+    max_minibatches = bulk.batched_gradients.budget.max_noise_minibatches
+    num_minibatches = int(np.clip(num_minibatches, _MIN_NOISE_MINIBATCHES, max_minibatches))
+    return replace(bulk, q=bulk.q[:num_positions]), num_minibatches
+
+
+def _evaluate_estimates(
+    bulk: BulkPositions, estimators: Sequence[GradientEstimator], minibatches: Indices
 ) -> dict[GradientEstimator, np.ndarray]:
     """Return preconditioned gradient estimates up to a constant, shape ``(n, minibatches, d)``."""
     potential, preconditioner = bulk.batched_gradients.step_potential, bulk.preconditioner
-    minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
+    num_minibatches = len(next(iter(minibatches.values())))
     eval_points = {e: [e.noise_eval_points(x, preconditioner) for x in bulk.q] for e in estimators}
     # Estimators share evaluation points: each is evaluated once.
     unique_points = {
@@ -262,15 +283,12 @@ def predict_mean_bias_from_noise(
         return np.zeros(potential.dim)
     bulk = replace(bulk, q=bulk.q[:_MAX_MEAN_BIAS_POSITIONS])
     num = _choose_num_probes(bulk)
-    # Independent minibatches at each position.
-    gradients = np.concatenate(
-        [
-            _sample_gradient_estimates(
-                replace(bulk, q=x[None]), (estimator,), subsampling, num, rng
-            )[estimator]
-            for x in bulk.q
-        ]
-    )
+    step_potential, estimates = bulk.batched_gradients.step_potential, []
+    for x in bulk.q:  # independent minibatches at each position
+        minibatches = sample_minibatch_indices(step_potential, rng, (num,), subsampling)
+        bulk_at_x = replace(bulk, q=x[None])
+        estimates.append(_evaluate_estimates(bulk_at_x, (estimator,), minibatches)[estimator])
+    gradients = np.concatenate(estimates)
     deviations = gradients - gradients.mean(1, keepdims=True)
     scale = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1))
     return _predict_mean_bias(bulk, scale * deviations)

@@ -9,6 +9,12 @@ potential without changing its gradient: with a potential that is rounded everyw
 the prior, perfectly. Along lines between positions in the bulk of the posterior, the mean slope
 :math:`\Delta U / h` of a continuous potential over a short interval of length h lies between the
 slopes about it, kinks included. What lies outside, times h, is change hidden from the gradient.
+Rounding errors of the values are measured, not assumed, since terms of a density that cancel
+(``lgamma`` of large arguments) leave errors of any size: over a distance far below h the potential
+is linear, and second differences of its values are rounding errors.
+
+Where the support of the data depends on a parameter (``Uniform(0, theta)``), the gradient leads to
+positions of density zero.
 
 :func:`find_nonadditive_plates` checks that each observation contributes the same to the potential
 whichever others are in the minibatch. Standardising a covariate by the minibatch's mean, batch
@@ -19,6 +25,10 @@ B and R or S satisfy :math:`U(A, R) + U(B, S) = U(A, S) + U(B, R)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import jax.numpy as jnp
 import numpy as np
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
@@ -30,7 +40,7 @@ from numpyro_sgmcmc.model.trace import site_slices
 
 # Consistency of gradients: intervals per line; groups into which the sites are divided, and lines
 # per group at least; rows on which the potential is evaluated. These bound the work.
-_NUM_INTERVALS_PER_LINE = 16
+_NUM_INTERVALS_PER_LINE = 11
 _MAX_SITE_GROUPS, _MIN_LINES_PER_SITE_GROUP = 16, 2
 _NUM_CONSISTENCY_ROWS = 2_048
 
@@ -38,8 +48,18 @@ _NUM_CONSISTENCY_ROWS = 2_048
 # and fraction of the total change.
 _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION = 0.3, 0.01
 
-# Rounding error of the potential per interval, in units in the last place.
-_CONSISTENCY_ROUNDING_ULPS = 16.0
+# Points at which rounding is measured: their number; distances as a fraction of an interval, and at
+# least in units in the last place of a coordinate.
+_NUM_NEARBY_POINTS, _NEARBY_FRACTION, _MIN_NEARBY_ULPS = 4, 1 / 16, 2.0
+
+# Rounding of a change of the potential: in SDs of its measured error, and at least so many units in
+# the last place. Some second differences contain a jump that is not rounding: the largest eighth
+# is left out.
+_ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 4.0, 1 / 8
+
+# Newton steps out of the support: their greatest length, in preconditioned coordinates (parameters
+# overflow elsewhere); multiples of a step back, at which the density that was left is searched for.
+_MAX_NEWTON_STEP_SD, _REVERSE_STEPS = 10.0, 4.0 ** np.arange(-4, 9)
 
 # Additivity: trials; interaction of the halves relative to their own effects; rounding error of
 # the potential in units in the last place.
@@ -49,6 +69,8 @@ _ADDITIVITY_ROUNDING_ULPS = 256.0
 
 # Site names that a message lists.
 _MAX_SITES_LISTED = 3
+
+_Evaluate: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def find_inconsistent_gradients(
@@ -73,37 +95,146 @@ def find_inconsistent_gradients(
         batched_gradients.subset_minibatches,
         key=len,
     )
-    precision = float(np.finfo(potential.dtype).eps)
-    fractions = np.linspace(0.0, 1.0, _NUM_INTERVALS_PER_LINE + 1)
+
+    def evaluate(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        # Positions are rounded to the model's precision; a posterior may be a few units wide.
+        rounding = points - points.astype(potential.dtype)
+        with np.errstate(invalid="ignore"):  # the density may be zero
+            values, gradients = batched_gradients.weighted_mean(points, minibatches)
+            return values + (rounding * gradients).sum(1), gradients
+
+    eps = float(np.finfo(potential.dtype).eps)
     model_warnings = []
     for names, coordinates in site_groups:
-        changes = np.zeros(3)
+        lines = []
         for start, end in zip(positions[::2], positions[1::2], strict=False):
             displacement = np.zeros_like(start)
             displacement[coordinates] = end[coordinates] - start[coordinates]
-            values, gradients = batched_gradients.weighted_mean(
-                start + fractions[:, None] * displacement, minibatches
-            )
-            slopes = gradients @ displacement / _NUM_INTERVALS_PER_LINE
-            if np.isfinite(values).all() and np.isfinite(slopes).all():
-                changes += compute_hidden_change(values, slopes, precision)
-        hidden, total, by_gradient = changes
-        threshold = _MIN_HIDDEN_CHANGE_FRACTION * max(total, by_gradient)
-        if hidden <= max(_MIN_HIDDEN_CHANGE_NATS, threshold):
-            continue
+            lines.append(_evaluate_line(evaluate, start, displacement, eps))
         listed = ", ".join(f"'{name}'" for name in names[:_MAX_SITES_LISTED])
         listed += ", ..." if len(names) > _MAX_SITES_LISTED else ""
-        message = format_message(
-            f"The gradient along {listed or 'the position'} misses changes of the log density: "
-            f"{total:.3g} nats, {by_gradient:.3g} by the gradient.",
-            "write the model without rounding, comparisons (`where` on a parameter), "
-            "`stop_gradient` and wrong custom derivatives, or sample the site without gradients "
-            "in a block of `numpyro.infer.Gibbs`.",
-            "inconsistent-gradient",
-        )
-        kind = ModelWarningKind.INCONSISTENT_GRADIENT
-        model_warnings.append(ModelWarning(names, kind, message))
+        outside = _find_position_outside_support(evaluate, preconditioner, lines, coordinates)
+        if outside is not None:
+            where, _ = potential.diagnose_nonfinite(
+                jnp.asarray(outside, potential.dtype), batched_gradients.arguments
+            )
+            message = format_message(
+                f"The gradient along {listed or 'the position'} leads out of the support{where}.",
+                "sample a parameter that bounds the data (`Uniform(0, theta)`) without gradients, "
+                "in a block of `numpyro.infer.Gibbs`, or use a distribution on a fixed support.",
+                "gradient-leaves-support",
+            )
+        elif hidden_change := _describe_hidden_change(lines, eps):
+            message = format_message(
+                f"The gradient along {listed or 'the position'} misses changes of the log density: "
+                f"{hidden_change}.",
+                "write the model without rounding, comparisons (`where` on a parameter), "
+                "`stop_gradient` and wrong custom derivatives, or sample the site without "
+                "gradients in a block of `numpyro.infer.Gibbs`.",
+                "inconsistent-gradient",
+            )
+        else:
+            continue
+        model_warnings.append(ModelWarning(names, ModelWarningKind.INCONSISTENT_GRADIENT, message))
     return model_warnings
+
+
+class _Line(NamedTuple):
+    """Potential along a line between two positions.
+
+    - **start**, **start_gradient** - shape ``(d,)``.
+    - **values**, **slopes** - values at equidistant points, and derivatives times their distance.
+    - **second_differences** - of values at points that are far closer.
+    """
+
+    start: np.ndarray
+    start_gradient: np.ndarray
+    values: np.ndarray
+    slopes: np.ndarray
+    second_differences: np.ndarray
+
+
+def _evaluate_line(
+    evaluate: _Evaluate, start: np.ndarray, displacement: np.ndarray, relative_precision: float
+) -> _Line:
+    """Evaluate the potential along a line from ``start``."""
+    fractions = np.linspace(0.0, 1.0, _NUM_INTERVALS_PER_LINE + 1)
+    moved = displacement != 0.0
+    ulps = relative_precision * np.abs(start[moved] / displacement[moved])
+    min_distance = _MIN_NEARBY_ULPS * float(np.median(ulps)) if moved.any() else 0.0
+    distance = np.clip(min_distance, _NEARBY_FRACTION * fractions[1], fractions[1])
+    nearby = distance * np.arange(1, _NUM_NEARBY_POINTS + 1)
+    points = start + np.concatenate([fractions, nearby])[:, None] * displacement
+    values, gradients = evaluate(points)
+    values, nearby_values = np.split(values, [len(fractions)])
+    slopes = gradients[: len(fractions)] @ displacement / _NUM_INTERVALS_PER_LINE
+    with np.errstate(invalid="ignore"):
+        second_differences = np.diff(np.append(values[0], nearby_values), 2)
+    return _Line(start, gradients[0], values, slopes, second_differences)
+
+
+def _find_position_outside_support(
+    evaluate: _Evaluate,
+    preconditioner: Preconditioner,
+    lines: list[_Line],
+    coordinates: np.ndarray,
+) -> np.ndarray | None:
+    """Return a position of density zero to which the gradients of most lines lead, or None.
+
+    It is the end of a Newton step, which leads to the mode of a smooth density, or the start of a
+    line, if the density is positive in the opposite direction.
+
+    :param coordinates: those that the steps change.
+    """
+    lines = [line for line in lines if np.isfinite(line.start_gradient).all()]
+    if not lines:
+        return None
+    starts = np.stack([line.start for line in lines])
+    gradients = np.stack([line.start_gradient for line in lines])
+    has_density = np.isfinite([line.values[0] for line in lines])
+    steps = np.zeros_like(starts)
+    q_steps = -preconditioner.apply_transpose(gradients)
+    lengths = np.linalg.norm(q_steps, axis=1, keepdims=True)
+    q_steps *= _MAX_NEWTON_STEP_SD / np.maximum(lengths, _MAX_NEWTON_STEP_SD)
+    steps[:, coordinates] = preconditioner.apply(q_steps)[:, coordinates]
+    ends = np.where(has_density[:, None], starts + steps, starts)
+    is_outside = ~np.isfinite(evaluate(ends)[0])
+    for k in np.flatnonzero(~has_density):
+        values, _ = evaluate(starts[k] - _REVERSE_STEPS[:, None] * steps[k])
+        is_outside[k] = np.isfinite(values).any()
+    return ends[is_outside][0] if 2 * is_outside.sum() > len(lines) else None
+
+
+def _describe_hidden_change(lines: list[_Line], relative_precision: float) -> str:
+    """Return the change that gradients miss along lines, in nats; empty where they miss none."""
+    lines = [
+        line
+        for line in lines
+        if all(np.isfinite(x).all() for x in (line.values, line.slopes, line.second_differences))
+    ]
+    if not lines:
+        return ""
+    rounding = estimate_rounding(np.concatenate([line.second_differences for line in lines]))
+    changes = np.zeros(3)
+    for line in lines:
+        min_rounding = _MIN_ROUNDING_ULPS * relative_precision * np.abs(line.values).max()
+        changes += compute_hidden_change(line.values, line.slopes, max(rounding, min_rounding))
+    hidden, total, by_gradient = changes
+    threshold = _MIN_HIDDEN_CHANGE_FRACTION * max(total, by_gradient)
+    if hidden <= max(_MIN_HIDDEN_CHANGE_NATS, threshold):
+        return ""
+    return f"{total:.3g} nats, {by_gradient:.3g} by the gradient"
+
+
+def estimate_rounding(second_differences: np.ndarray) -> float:
+    """Return how much a change of a function may be off by the rounding of its values.
+
+    :param second_differences: of values at equidistant points between which it is linear.
+    """
+    squares = np.sort(np.square(second_differences))
+    squares = squares[: len(squares) - int(_TRIMMED_FRACTION * len(squares))]
+    # A second difference of independent errors has six times their variance, a difference twice.
+    return _ROUNDING_TOLERANCE_SDS * float(np.sqrt(2.0 * squares.mean() / 6.0))
 
 
 def _group_sites(potential: Potential, max_groups: int) -> list[tuple[tuple[str, ...], np.ndarray]]:
@@ -120,12 +251,13 @@ def _group_sites(potential: Potential, max_groups: int) -> list[tuple[tuple[str,
 
 
 def compute_hidden_change(
-    values: np.ndarray, slopes: np.ndarray, relative_precision: float
+    values: np.ndarray, slopes: np.ndarray, rounding: float
 ) -> tuple[float, float, float]:
     """Return the change of a function that its slopes do not explain.
 
     :param values: values at equidistant points, shape ``(n,)``.
     :param slopes: derivatives there times the distance, shape ``(n,)``.
+    :param rounding: change that rounding errors may explain.
     :return: change beyond the slopes about each interval; absolute change of the values; absolute
         change by the slopes. Each is summed over the intervals.
     """
@@ -134,7 +266,6 @@ def compute_hidden_change(
     padded = np.pad(slopes, 1, mode="edge")
     neighbours = np.stack([padded[k : k + len(change)] for k in range(4)])
     low, high = neighbours.min(0), neighbours.max(0)
-    rounding = _CONSISTENCY_ROUNDING_ULPS * relative_precision * np.abs(values).max()
     tolerance = (high - low) / 2.0 + rounding
     beyond = np.maximum(change - high, low - change) - tolerance
     hidden = float(np.maximum(beyond, 0.0).sum())

@@ -24,6 +24,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     estimate_max_curvature,
     measure_noise,
     measure_noise_by_subsampling,
+    measure_order_noise_ratio,
 )
 from numpyro_sgmcmc.adaptation.settings import (
     Candidates,
@@ -118,7 +119,7 @@ def measure_gradient_noise(
 
 
 def choose_subsampling(
-    inputs: WarmupInputs, candidates: Candidates, noise: NoiseMeasurement
+    inputs: WarmupInputs, candidates: Candidates, bulk: BulkPositions, noise: NoiseMeasurement
 ) -> SubsamplingChoice:
     """Choose the gradient estimator and the subsampling."""
     limit = NoiseLimit.from_settings(inputs.settings, noise.max_curvature)
@@ -128,7 +129,7 @@ def choose_subsampling(
     )
     subsampling = candidates.subsampling
     if subsampling is None:
-        subsampling = _choose_subsampling(inputs, noise, iid, contiguous)
+        subsampling = _choose_subsampling(inputs, bulk, noise, iid, contiguous)
     return replace(contiguous if subsampling.is_contiguous else iid, subsampling=subsampling)
 
 
@@ -156,6 +157,7 @@ def choose_estimator(
 
 def _choose_subsampling(
     inputs: WarmupInputs,
+    bulk: BulkPositions,
     noise: NoiseMeasurement,
     iid: SubsamplingChoice,
     contiguous: SubsamplingChoice,
@@ -184,10 +186,13 @@ def _choose_subsampling(
     inflates_variance = contiguous.variance_inflation > max(
         2.0 * settings.target_sd_bias, _MIN_NOISE_VARIANCE_RATIO * iid.variance_inflation
     )
-    is_sorted = contiguous_variance > _MIN_NOISE_VARIANCE_RATIO * iid_variance
-    if is_sorted and (shortens_step or inflates_variance):
-        warn_sorted_data(contiguous_variance / iid_variance)
-        return ShuffledSubsampling()
+    is_noisier = contiguous_variance > _MIN_NOISE_VARIANCE_RATIO * iid_variance
+    if is_noisier and (shortens_step or inflates_variance):
+        # With a few influential rows the noise of either depends on which of these were sampled.
+        ratio = measure_order_noise_ratio(bulk, contiguous.estimator)
+        if ratio > _MIN_NOISE_VARIANCE_RATIO:
+            warn_sorted_data(ratio)
+            return ShuffledSubsampling()
     return ContiguousSubsampling()
 
 

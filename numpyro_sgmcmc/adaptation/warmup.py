@@ -74,7 +74,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
 )
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
-from numpyro_sgmcmc.errors import ModelWarning, warn_user
+from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, warn_user
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, MinibatchGradient
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -126,7 +126,9 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         adaptation, more = adapt_to_mode(inputs, shared, mode, modes.has_dominant_mode)
         others.append(adaptation)
         pending += more
-    issue_once(pending)
+    # Predictions from gradients that miss a part of the density mean nothing.
+    if not any(w.kind is ModelWarningKind.INCONSISTENT_GRADIENT for w in model_warnings):
+        issue_once(pending)
     return _combine_modes(main, others)._replace(
         model_warnings=model_warnings, included_rows=inputs.included_rows
     )
@@ -184,7 +186,7 @@ def adapt_to_mode(
     preconditioner, rng = pilot.preconditioner, inputs.rng
     bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q)
     noise = measure_gradient_noise(bulk, candidates, rng)
-    choice = choose_subsampling(inputs, candidates, noise)
+    choice = choose_subsampling(inputs, candidates, bulk, noise)
     bound_dynamics = settings.bind_dynamics(preconditioner.cast(potential.dtype))
     step = choose_step_size(inputs, bulk, choice, bound_dynamics, has_dominant_mode)
     step_size = float(step.step_size)

@@ -13,6 +13,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     compute_max_curvatures,
     estimate_max_curvature,
     measure_noise,
+    measure_order_noise_ratio,
     predict_mean_bias_from_noise,
     predict_mean_bias_per_variance_inflation,
 )
@@ -75,6 +76,57 @@ def test_noise_stats_one_varying_coordinate_is_detected():
     variances[:, 3] = np.linspace(0.5, 1.5, 16)
     stats = GradientNoiseStats.from_variances(variances, 1_000, True)
     assert stats.position_dependent_fraction == pytest.approx(np.std(variances[:, 3]), rel=0.1)
+
+
+def regression_on_two_plates(X, y, z, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 10).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(X[i] @ beta, 1), obs=y[i])
+    with numpyro.plate("others", len(z), subsample_size=batch_size) as j:
+        numpyro.sample("z", dist.Normal(beta[0], 1), obs=z[j])
+
+
+def measure_ratio(X, y):
+    """Return the ratio of noise variances of minibatches of 50 at the posterior's width."""
+    arguments = Arguments(
+        (jnp.asarray(X), jnp.asarray(y), jnp.asarray(rng().standard_normal(500))),
+        {"batch_size": 50},
+    )
+    potential = get_model_potential(regression_on_two_plates, arguments, init_to_uniform)
+    hessian = X.T @ X + np.diag([500.01, *[0.01] * (X.shape[1] - 1)])
+    beta = np.linalg.solve(hessian, X.T @ y)
+    preconditioner = Preconditioner(beta, 1 / np.sqrt(np.diagonal(hessian)), np.zeros(beta.size))
+    q = rng().standard_normal((8, beta.size))
+    bulk = BulkPositions(BatchedGradients(potential, arguments), preconditioner, q)
+    return measure_order_noise_ratio(bulk, MinibatchGradient())
+
+
+def make_rows(num_influential, seed, size=4_000):
+    """Return covariates of which one is known from a few rows, and responses."""
+    random = np.random.default_rng(seed)
+    X = random.standard_normal((size, 3))
+    X[:, 2] = np.arange(size) < num_influential
+    return X, X @ [0.5, -0.5, 1.0] + random.standard_normal(size)
+
+
+@pytest.mark.parametrize("num_influential", [2, 12, 4_000])
+def test_order_noise_ratio_random_order_is_about_one(num_influential):
+    X, y = make_rows(num_influential, 0)
+    ratios = []
+    for seed in range(6):
+        order = np.random.default_rng(seed).permutation(len(y))
+        ratios.append(measure_ratio(X[order], y[order]))
+    assert max(ratios) < 1.5
+
+
+def test_order_noise_ratio_sorted_rows_are_noisier():
+    X, y = make_rows(4_000, 0)
+    assert measure_ratio(X[(order := np.argsort(y))], y[order]) > 3.0
+    assert measure_ratio(X[(order := np.argsort(X[:, 0]))], y[order]) > 1.5
+    groups = np.repeat(np.random.default_rng(1).standard_normal(40), 100)  # sorted by group
+    assert measure_ratio(X, y + groups) > 3.0
+    trend = np.sin(np.arange(4_000) / 300)  # in time
+    assert measure_ratio(X, y + 2.0 * trend) > 3.0
 
 
 # --- Bias of means ------------------------------------------------------------------------------
