@@ -1,8 +1,9 @@
 """Propagate properties of the inputs of a jaxpr to its outputs.
 
-Three analyses of a traced function follow what its inputs reach: whether a matrix function is
-elementwise, which plates a site depends on, and which arrays a plate's indices look up. They share
-:func:`propagate`, and with it the set of primitives that only call another jaxpr.
+Four analyses of a traced function follow what its inputs reach: whether a matrix function is
+elementwise, which plates a site depends on, which arrays a plate's indices look up, and whether
+indices from the data exist. They share :func:`propagate`, and with it the set of primitives that
+only call another jaxpr.
 """
 
 from __future__ import annotations

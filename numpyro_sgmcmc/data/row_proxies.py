@@ -128,14 +128,17 @@ def with_prefetched_rows(
     indices: Mapping[str, Array],
     values: tuple[Array, ...],
 ) -> Arguments:
-    """Return the arguments with arrays on the host replaced by ``values``, a step's rows."""
+    """Return the arguments with the arrays of ``lookups`` replaced by ``values``, a step's rows.
+
+    Other arrays on the host are replaced by proxies that read them.
+    """
     registry = PlateIndexRegistry(indices)
     values_by_array: dict[HostArray | ShardedArray, dict[str, Array]] = {}
     for (array, plate), array_values in zip(lookups, values, strict=True):
         values_by_array.setdefault(array, {})[plate] = array_values
 
     def replace(array: Any) -> Any:
-        if not array.is_on_host:
+        if not array.is_on_host and array not in values_by_array:
             return array
         return PrefetchedRows(array, registry, values_by_array.get(array, {}))
 

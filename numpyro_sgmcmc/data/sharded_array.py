@@ -494,5 +494,10 @@ def _gather_rows(array: Any, shards: Shards, indices: Array) -> Array:
         indices = local_indices + shard * shards.max_rows_per_shard
     if any(isinstance(x, jax.core.Tracer) for x in (array, indices)):
         return array[indices]
-    replicated = NamedSharding(shards.mesh, PartitionSpec())
-    return jax.jit(lambda a, i: a[i], out_shardings=replicated)(array, np.asarray(indices))
+    return _make_replicated_gather(shards.mesh)(array, np.asarray(indices))
+
+
+@cache
+def _make_replicated_gather(mesh: Mesh) -> Callable[[Array, np.ndarray], Array]:
+    """Return the function that gathers rows on all devices of a mesh, compiled once."""
+    return jax.jit(lambda a, i: a[i], out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -238,6 +238,12 @@ class Potential:
         groups = tuple(tuple(map(fn, group)) for group in self.plate_groups)
         return replace(self, plates=tuple(map(fn, self.plates)), plate_groups=groups, **changes)
 
+    def without_shards(self) -> Potential:
+        """Return the potential as a function of rows of all shards, which one device evaluates."""
+        if self.shards is None:
+            return self
+        return self._map_plates(lambda plate: plate._replace(shards=None), shards=None)
+
     def _differentiate(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
         """Return the function that computes a potential and its gradient in the first argument."""
         if not self.forward_mode_differentiation:

@@ -42,6 +42,7 @@ from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.handlers import ConditionedModel, FullDataModel, sample_prior_values
+from numpyro_sgmcmc.model.index_bounds import check_index_bounds
 from numpyro_sgmcmc.model.local_latents import select_collected_sites
 from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 from numpyro_sgmcmc.model.potential import Potential, make_function_potential
@@ -480,6 +481,8 @@ class SGMCMCKernel(MCMCKernel):
             return cached
         if self._cache.adaptation is not None:  # for other data, which need not be kept
             self._cache.array_cache = DeviceArrayCache()
+        if self._model is not None:
+            check_index_bounds(potential, arguments, self._model)
         settings = build_warmup_settings(
             self._options,
             potential,
