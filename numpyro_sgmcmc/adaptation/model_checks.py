@@ -128,9 +128,9 @@ def find_inconsistent_gradients(
             message = format_message(
                 f"The gradient along {listed or 'the position'} misses changes of the log density: "
                 f"{hidden_change}.",
-                "write the model without rounding, comparisons (`where` on a parameter), "
-                "`stop_gradient` and wrong custom derivatives, or sample the site without "
-                "gradients in a block of `numpyro.infer.Gibbs`.",
+                "write the model without rounding, comparisons (`where` on a parameter), indices "
+                "beyond an array's length, `stop_gradient` and wrong custom derivatives, or sample "
+                "the site without gradients in a block of `numpyro.infer.Gibbs`.",
                 "inconsistent-gradient",
             )
         else:

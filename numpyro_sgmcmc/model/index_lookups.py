@@ -196,6 +196,8 @@ class LookupWalk:
     def _read_constant(self) -> Callable[[Any], TracedArray]:
         @cache  # a constant that is used twice is one object
         def read_variable(variable: Any) -> TracedArray:
+            if variable not in self._constants:
+                return TracedArray((LATENT,))
             value = self._constants[variable]
             sources = frozenset[str | None]({None} if np.ndim(value) else ())
             return TracedArray((ArrayIndex(partial(find_bounds, value), sources),), value)
