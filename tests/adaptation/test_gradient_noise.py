@@ -13,6 +13,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     compute_max_curvatures,
     estimate_max_curvature,
     measure_noise,
+    measure_noise_by_subsampling,
     measure_order_noise_ratio,
     predict_mean_bias_from_noise,
     predict_mean_bias_per_variance_inflation,
@@ -86,8 +87,8 @@ def regression_on_two_plates(X, y, z, batch_size=None):
         numpyro.sample("z", dist.Normal(beta[0], 1), obs=z[j])
 
 
-def measure_ratio(X, y):
-    """Return the ratio of noise variances of minibatches of 50 at the posterior's width."""
+def make_bulk(X, y):
+    """Return positions of the posterior's width, with minibatches of 50."""
     arguments = Arguments(
         (jnp.asarray(X), jnp.asarray(y), jnp.asarray(rng().standard_normal(500))),
         {"batch_size": 50},
@@ -97,8 +98,11 @@ def measure_ratio(X, y):
     beta = np.linalg.solve(hessian, X.T @ y)
     preconditioner = Preconditioner(beta, 1 / np.sqrt(np.diagonal(hessian)), np.zeros(beta.size))
     q = rng().standard_normal((8, beta.size))
-    bulk = BulkPositions(BatchedGradients(potential, arguments), preconditioner, q)
-    return measure_order_noise_ratio(bulk, MinibatchGradient())
+    return BulkPositions(BatchedGradients(potential, arguments), preconditioner, q)
+
+
+def measure_ratio(X, y):
+    return measure_order_noise_ratio(make_bulk(X, y), MinibatchGradient())
 
 
 def make_rows(num_influential, seed, size=4_000):
@@ -109,14 +113,26 @@ def make_rows(num_influential, seed, size=4_000):
     return X, X @ [0.5, -0.5, 1.0] + random.standard_normal(size)
 
 
-@pytest.mark.parametrize("num_influential", [2, 12, 4_000])
-def test_order_noise_ratio_random_order_is_about_one(num_influential):
-    X, y = make_rows(num_influential, 0)
-    ratios = []
-    for seed in range(6):
+def test_order_noise_ratio_influential_rows_in_random_order_is_about_one():
+    """Independent minibatches contain more or fewer of twelve influential rows by chance."""
+    X, y = make_rows(12, 0)
+    estimator, ratios, independent_ratios = ControlVariate(), [], []
+    for seed in range(3, 6):
         order = np.random.default_rng(seed).permutation(len(y))
-        ratios.append(measure_ratio(X[order], y[order]))
+        bulk = make_bulk(X[order], y[order])
+        ratios.append(measure_order_noise_ratio(bulk, estimator))
+        iid, contiguous = measure_noise_by_subsampling(
+            bulk, [estimator], np.random.default_rng(seed)
+        )
+        independent_ratios.append(
+            contiguous[estimator].mean_variance / iid[estimator].mean_variance
+        )
     assert max(ratios) < 1.5
+    assert max(independent_ratios) > 2.0
+
+
+def test_order_noise_ratio_random_order_is_about_one():
+    assert 0.6 < measure_ratio(*make_rows(4_000, 0)) < 1.5
 
 
 def test_order_noise_ratio_sorted_rows_are_noisier():
