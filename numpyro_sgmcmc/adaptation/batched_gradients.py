@@ -558,7 +558,8 @@ def _scatter_add(totals: np.ndarray, index: np.ndarray, terms: np.ndarray) -> No
         for k, term in zip(index, terms, strict=True):
             totals[k] += term
     else:
-        np.add.at(totals, index, terms)
+        with np.errstate(invalid="ignore"):  # infinite terms have weights of either sign
+            np.add.at(totals, index, terms)
 
 
 def _count_rows_per_minibatch(indices: Indices) -> int:
