@@ -386,8 +386,9 @@ def approximate_process(x: Any, y: Any, batch_size: BatchSize = None) -> None:
     length = numpyro.sample("length", dist.InverseGamma(5, 2))
     noise = numpyro.sample("noise", dist.HalfNormal(1))
     z = numpyro.sample("z", dist.Normal(0, 1).expand([num_sines]).to_event(1))
-    density = jnp.sqrt(2 * jnp.pi) * length * jnp.exp(-0.5 * (length * frequency) ** 2)
-    weights = amplitude * jnp.sqrt(density) * z
+    # The square root of the spectral density; that of a density of zero has no gradient.
+    scale = jnp.sqrt(jnp.sqrt(2 * jnp.pi) * length) * jnp.exp(-0.25 * (length * frequency) ** 2)
+    weights = amplitude * scale * z
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(basis[i] @ weights, noise), obs=y[i])
 

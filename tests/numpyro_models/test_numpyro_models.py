@@ -3,21 +3,45 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from numpyro.infer import MCMC, NUTS
+from numpyro import validation_enabled
+from numpyro.infer import MCMC, NUTS, init_to_uniform
+from numpyro.infer.util import potential_energy
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidModelError, SGMCMCWarning
+from numpyro_sgmcmc.model.handlers import FullDataModel
+from numpyro_sgmcmc.model.subsampled import get_model_potential
 from tests.numpyro_models.models import EXAMPLES, SEPARATE
 from tests.sampling.references import compute_violations, summarise
 
-pytestmark = pytest.mark.usefixtures("optimised")
+WITH_LOCAL_SITES = ("batting averages, beta prior", "batting averages, logits")
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in WITH_LOCAL_SITES])
+def test_gradient_is_that_of_numpyros_potential(name):
+    example = EXAMPLES[name]
+    arguments = Arguments(example.args, {"batch_size": example.batch_size})
+    potential = get_model_potential(example.model, arguments, init_to_uniform)
+    q = jnp.linspace(0.2, 0.6, potential.dim)  # all scales are positive
+    model = FullDataModel(potential.user_model)
+
+    def numpyros_value(q):
+        return potential_energy(model, example.args, {}, potential.unravel(q))
+
+    expected = jax.jit(jax.grad(numpyros_value))(q)
+    actual = jax.jit(lambda q: potential.full_gradient(q, arguments))(q)
+    np.testing.assert_allclose(actual, expected, atol=2e-4 * np.abs(expected).max())
 
 
 def run(kernel, example, batch_size, **settings):
     chains = {"num_chains": 4, "chain_method": "vectorized"}
     mcmc = MCMC(kernel, progress_bar=False, **chains, **settings)
-    with warnings.catch_warnings():
+    # Prior values may be invalid where no chain ever is.
+    with warnings.catch_warnings(), validation_enabled(False):
         warnings.simplefilter("ignore", SGMCMCWarning)
         mcmc.run(jax.random.key(3), *example.args, batch_size=batch_size)
     draws = mcmc.get_samples(group_by_chain=True)
@@ -25,6 +49,7 @@ def run(kernel, example, batch_size, **settings):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_posterior_is_that_of_nuts(name):
     example = EXAMPLES[name]
