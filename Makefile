@@ -62,6 +62,8 @@ pytest := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test test-docs test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
 test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
+# Random examples per test of invalid input, in place of a few fixed ones.
+test-all: export HOSTILE_EXAMPLES = 100
 
 test: $(VENV)/.installed-test
 	$(bin)/python $(pytest) -m "not slow" --ignore tests/documentation $(ARGS)

@@ -93,7 +93,7 @@ def test_potential_of_a_valid_model_is_that_of_numpyro(specimen, seed):
 
 
 @pytest.mark.slow
-@num_examples(10)
+@num_examples(6)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potential_of_a_valid_model_in_float32_is_that_of_numpyro(specimen, seed):
     with warnings.catch_warnings():
@@ -149,7 +149,7 @@ BAD_DATA: dict[str, tuple[Callable[[np.ndarray], Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(25)
+@num_examples(12)
 @given(
     name=st.sampled_from(list(BAD_DATA)),
     n=st.integers(3, 9),
@@ -274,7 +274,7 @@ def test_subsample_size_with_any_value_is_accepted_or_named(n, batch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(25)
+@num_examples(12)
 @given(n=st.integers(1, 6), batch=BATCH_SIZES)
 def test_subsample_size_of_any_plate_is_accepted_or_named(n, batch):
     check_minibatch_size(n, batch)

@@ -87,7 +87,7 @@ def options_of(kernel: Any) -> list[str]:
     return sorted((own | shared) & {*SHARED, "integrator"})
 
 
-@num_examples(200)
+@num_examples(90)
 @given(data=st.data(), kernel=st.sampled_from(KERNELS))
 def test_option_with_any_value_is_accepted_or_named(data, kernel):
     option = data.draw(st.sampled_from(options_of(kernel)))
@@ -122,7 +122,7 @@ def test_option_with_an_array_of_strings_is_named(kernel):
             assert_error_names(lambda o=option, v=value: kernel(by_index, **{o: v}), f"`{option}`")
 
 
-@num_examples(100)
+@num_examples(45)
 @given(
     data=st.data(),
     kernel=st.sampled_from(KERNELS),
@@ -205,7 +205,7 @@ def matrices(draw: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(20)
+@num_examples(10)
 @given(matrix=matrices(), is_block=st.booleans())
 def test_inverse_mass_matrix_with_any_values_is_accepted_or_named(matrix, is_block):
     value = {("beta",): matrix} if is_block else matrix
@@ -242,7 +242,7 @@ def test_option_that_does_not_fit_the_model_is_named(option, value):
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(20)
+@num_examples(10)
 @given(
     shape=st.sampled_from([(2,), (2,), (2,), (), (1,), (3,), (2, 1), (1, 2)]),
     dtype=st.sampled_from(["f4", "f8", "f2", "i4", "?", "c8"]),

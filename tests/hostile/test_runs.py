@@ -79,7 +79,7 @@ def test_host_array_of_a_wrong_source_is_named(name):
 
 
 @pytest.mark.usefixtures("no_warm_up")
-@num_examples(15)
+@num_examples(8)
 @given(
     rows=st.lists(st.integers(-6, 5), min_size=1, max_size=4),
     dtype=st.sampled_from(["f2", "f4", "f8", "i1", "i4", "i8", "u1", "?"]),
@@ -198,7 +198,7 @@ def test_diagnostics_with_a_wrong_argument_name_it(finished):
         assert_error_names(lambda n=name: ON_RUNS[n](pickled), f"`{name}`", "again")
 
 
-@num_examples(60)
+@num_examples(25)
 @given(
     name=st.sampled_from(["draws", "scores", "reference"]),
     wrong=st.sampled_from([None, "a", {}, 3.0, np.ones((4, 2)) + 1j, np.full((4, 2), np.nan)])
@@ -233,7 +233,7 @@ def test_weights_with_wrong_values_are_named(weights):
     )
 
 
-@num_examples(60)
+@num_examples(25)
 @given(value=any_values())
 def test_schedule_with_any_parameter_is_accepted_or_named(value):
     draws, weights = {"a": np.arange(4.0)[None]}, np.ones((1, 4))
