@@ -118,7 +118,9 @@ class ProgressBar:
         if self._bar.disable:
             return
         text = f"step size {np.mean(np.asarray(state.adapt_state.step_size)):.2g}"
-        temperature = compute_configurational_temperature(state.moments.batches)
+        temperature = compute_configurational_temperature(
+            state.moments.batches, state.adapt_state.preconditioner.center.shape[-1]
+        )
         if np.isfinite(temperature):
             text += f", temperature {temperature:.2f}"
         self._bar.set_postfix_str(text + self._ess_text, refresh=False)

@@ -356,7 +356,7 @@ def _report_on_run(
         exact = None
         # Batches of all chains, each in its chain's own coordinates.
         sums = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), run.batch_sums)
-        stein = estimate_bias_from_sums(sums, run.preconditioners[0].factor)
+        stein = estimate_bias_from_sums(sums, run.preconditioners)
     else:
         exact = compute_full_gradients_at_draws(run, num_full_draws)
         exact_in_first_chain = exact.subtract_offsets(run.center_offsets)

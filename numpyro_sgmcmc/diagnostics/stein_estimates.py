@@ -30,10 +30,18 @@ from numpyro_sgmcmc.adaptation.pilot import compute_r_hat
 from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
-from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums
+from numpyro_sgmcmc.sampling.bias_monitor import (
+    FULL_MOMENTS_MAX_DIM,
+    RunningSums,
+    get_split_factor,
+)
 
 _MIN_STEIN_ENTRY_Z = 3.0
 """Standard errors: off-diagonal entries of C below are set to zero before C is inverted."""
+
+_MIN_SPLIT_VARIANCE = 1e-4
+"""Variances of entries of split vectors below are zero but for rounding: of coordinates that are
+directions themselves, and of directions that pad a low-rank factor."""
 
 _NUM_SUMS_BATCHES = 16
 """Batches of draws by time for the jackknife, as many as a chain's running sums have."""
@@ -138,11 +146,17 @@ class BiasMeasurements(NamedTuple):
 # --- Estimates from sums ------------------------------------------------------------------------
 
 
-def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstimates:
-    """Estimate the bias of a chain's mean and SDs, coordinate by coordinate.
+def estimate_bias_from_sums(
+    sums: RunningSums, preconditioners: Sequence[Preconditioner]
+) -> SteinEstimates:
+    r"""Estimate the bias of a chain's mean and SDs, coordinate by coordinate.
+
+    The diagonal of C of vectors that are split by a low-rank factor with directions U is compared
+    with that of :math:`I - UU^\top` and :math:`U^\top U`: the posterior's variance along a
+    direction, which many coordinates share, is estimated once and not from each of these.
 
     :param sums: fields with a leading axis of approximately independent batches.
-    :param factor: factor L of the preconditioner, shape ``(d,)`` or ``(d, d)``.
+    :param preconditioners: preconditioner of each chain. The first one's coordinates are used.
     :return: estimates with jackknife standard errors over batches.
     """
     has_weight = np.asarray(sums.weight) > 0
@@ -158,6 +172,7 @@ def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstim
         with np.errstate(invalid="ignore"):  # variances that few draws make negative
             return jackknife(statistic(total), [statistic(x) for x in leave_one_out], weights)
 
+    factor, split = preconditioners[0].factor, _SplitVectors.from_preconditioners(preconditioners)
     is_full = total.position_gradient.ndim == 2
     is_significant = None
     if is_full:
@@ -166,32 +181,85 @@ def estimate_bias_from_sums(sums: RunningSums, factor: np.ndarray) -> SteinEstim
         is_significant = np.abs(matrix.value) > _MIN_STEIN_ENTRY_Z * matrix.error
         np.fill_diagonal(is_significant, True)
 
-    def bias(x: RunningSums) -> np.ndarray:
+    def compute_covariances(x: RunningSums) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return those of chain and posterior, and the difference of their means."""
         _, gradient, c, chain = _compute_central_moments(x)
-        posterior = _compute_posterior_covariance(c, chain, is_significant)
-        chain_variance = _compute_position_variances(chain, factor)
-        mean_difference = posterior @ gradient if is_full else posterior * gradient
+        if is_full:
+            posterior = _compute_posterior_covariance(c, chain, is_significant)
+            return chain, posterior, posterior @ gradient
+        relative = split.divide_by_variances(c, zero=1.0)  # chain's variances over the posterior's
+        difference = split.divide_by_variances(chain / relative * gradient, zero=0.0)
+        chain, posterior = (split.merge_variances(v) for v in (chain, chain / relative))
+        return chain, posterior, split.merge(difference)
+
+    def bias(x: RunningSums) -> np.ndarray:
+        chain, posterior, mean_difference = compute_covariances(x)
         sd = np.sqrt(_compute_position_variances(posterior, factor))
         mean_bias = _scale_to_positions(mean_difference, factor) / sd
-        return np.stack([mean_bias, np.sqrt(chain_variance) / sd - 1.0])
+        return np.stack([mean_bias, np.sqrt(_compute_position_variances(chain, factor)) / sd - 1.0])
 
     def mean_and_sd(x: RunningSums) -> np.ndarray:
-        mean, _, _, chain = _compute_central_moments(x)
-        sd = np.sqrt(_compute_position_variances(chain, factor))
+        mean, covariance = split.compute_mean_and_covariance(x)
+        sd = np.sqrt(_compute_position_variances(covariance, factor))
         return np.stack([_scale_to_positions(mean, factor), sd])
 
-    _, _, c, chain = _compute_central_moments(total)
+    dim = preconditioners[0].center.size
+    chain, posterior, _ = compute_covariances(total)
     return SteinEstimates(
         bias=BiasEstimate(*(Estimate(*x) for x in zip(*over_batches(bias), strict=True))),
-        configurational_temperature=over_batches(_compute_mean_diagonal),
+        configurational_temperature=over_batches(lambda x: _compute_mean_diagonal(x, dim)),
         kinetic_temperature=over_batches(lambda x: np.asarray(x.kinetic_temperature / x.weight)),
         chain_covariance=chain,
-        posterior_covariance=_compute_posterior_covariance(c, chain, is_significant),
+        posterior_covariance=posterior,
         mcse=over_batches(mean_and_sd).error / np.sqrt(_compute_position_variances(chain, factor)),
     )
 
 
-def compute_configurational_temperature(batch_sums: RunningSums) -> float:
+class _SplitVectors(NamedTuple):
+    """Vectors that a low-rank factor has split into d + k entries; d entries without one.
+
+    - **scaled_directions** - what one unit of each direction adds to the coordinates of sites,
+      shape ``(d, k)``.
+    - **variances** - the diagonal of C for an exact sampler, shape ``(d + k,)``.
+    """
+
+    scaled_directions: np.ndarray
+    variances: np.ndarray
+
+    @classmethod
+    def from_preconditioners(cls, preconditioners: Sequence[Preconditioner]) -> _SplitVectors:
+        """Return those of the chains' sums, in the first chain's coordinates."""
+        first = get_split_factor(preconditioners[0])
+        if first is None:
+            dim = preconditioners[0].center.size
+            return cls(np.zeros((dim, 0)), np.ones(dim))
+        squares = [np.square(p.low_rank.directions) for p in preconditioners if p.low_rank]
+        variances = np.mean([np.append(1.0 - x.sum(1), x.sum(0)) for x in squares], axis=0)
+        return cls(first.directions * first.scales, variances)
+
+    def divide_by_variances(self, v: np.ndarray, zero: float) -> np.ndarray:
+        """Return ``v`` over the variances, ``zero`` for entries that are always zero."""
+        is_zero = self.variances < _MIN_SPLIT_VARIANCE
+        return np.where(is_zero, zero, v / np.where(is_zero, 1.0, self.variances))
+
+    def merge(self, v: np.ndarray) -> np.ndarray:
+        """Return a split vector in coordinates of sites."""
+        dim = len(self.scaled_directions)
+        return v[:dim] + self.scaled_directions @ v[dim:]
+
+    def merge_variances(self, v: np.ndarray) -> np.ndarray:
+        """Return the variances in coordinates of sites of a split vector's, uncorrelated."""
+        return self._replace(scaled_directions=np.square(self.scaled_directions)).merge(v)
+
+    def compute_mean_and_covariance(self, total: RunningSums) -> tuple[np.ndarray, np.ndarray]:
+        """Return the chain's mean and covariance, or its diagonal, in coordinates of sites."""
+        mean, _, _, covariance = _compute_central_moments(total)
+        if covariance.ndim == 2:
+            return mean, covariance
+        return self.merge(mean), self.merge_variances(covariance)
+
+
+def compute_configurational_temperature(batch_sums: RunningSums, dim: int) -> float:
     r"""Return :math:`\operatorname{tr} C / d` of all chains; NaN without an iteration.
 
     :param batch_sums: fields with a leading axis of batches, and one of chains before it if there
@@ -199,7 +267,7 @@ def compute_configurational_temperature(batch_sums: RunningSums) -> float:
     """
     axes = tuple(range(np.ndim(batch_sums.weight)))
     total = jax.tree.map(lambda x: np.asarray(x, np.float64).sum(axes), batch_sums)
-    return float(_compute_mean_diagonal(total)) if total.weight > 0 else float("nan")
+    return float(_compute_mean_diagonal(total, dim)) if total.weight > 0 else float("nan")
 
 
 def compute_between_chain_r_hat(
@@ -210,14 +278,15 @@ def compute_between_chain_r_hat(
     NaN for a single chain.
 
     :param sums: fields with a leading axis of chains.
-    :param preconditioners: preconditioner of each chain. Its low-rank part is left out: sums are
-        accumulated without it.
+    :param preconditioners: preconditioner of each chain.
     """
     means, variances = [], []
     for chain, preconditioner in enumerate(preconditioners):
         if not sums.weight[chain] > 0:
             continue
-        mean, _, _, covariance = _compute_central_moments(
+        mean, covariance = _SplitVectors.from_preconditioners(
+            [preconditioner]
+        ).compute_mean_and_covariance(
             jax.tree.map(lambda x, c=chain: np.asarray(x[c], np.float64), sums)
         )
         offset = preconditioner.center - preconditioners[0].center
@@ -234,10 +303,8 @@ def _compute_posterior_covariance(
 ) -> np.ndarray:
     r"""Return the posterior's covariance :math:`C^{-1}\Sigma_\text{chain}`, symmetrised.
 
-    :param is_significant: entries of C that are used; None for a diagonal.
+    :param is_significant: entries of C that are used.
     """
-    if is_significant is None:
-        return chain_covariance / stein_matrix
     try:
         covariance = np.linalg.solve(np.where(is_significant, stein_matrix, 0.0), chain_covariance)
     except np.linalg.LinAlgError:
@@ -266,10 +333,10 @@ def _compute_central_moments(total: RunningSums) -> _CentralMoments:
     )
 
 
-def _compute_mean_diagonal(total: RunningSums) -> np.ndarray:
-    """Return the mean of the diagonal of Stein's matrix C."""
+def _compute_mean_diagonal(total: RunningSums, dim: int) -> np.ndarray:
+    """Return the trace of Stein's matrix C over the number of coordinates."""
     c = _compute_central_moments(total).stein_matrix
-    return np.asarray(np.mean(np.diagonal(c) if c.ndim == 2 else c))
+    return np.asarray((np.diagonal(c) if c.ndim == 2 else c).sum() / dim)
 
 
 def _scale_to_positions(q: np.ndarray, factor: np.ndarray) -> np.ndarray:
@@ -317,16 +384,18 @@ def estimate_bias_at_draws(
 ) -> SteinEstimates:
     """Estimate the bias from gradients at draws, with errors over batches by time.
 
-    :param preconditioner: coordinates of the estimate. Its low-rank part is left out, so that each
-        coordinate belongs to one site.
+    :param preconditioner: coordinates of the estimate. Up to so many coordinates as there are full
+        second moments, its low-rank part is left out.
     """
-    shape, dim = gradients.positions.shape, gradients.positions.shape[-1]
-    preconditioner = preconditioner._replace(low_rank=None)
-    displacements = gradients.positions.reshape(-1, dim) - preconditioner.center
-    q = preconditioner.solve(displacements).reshape(shape)
-    g = preconditioner.apply_transpose(gradients.gradients.reshape(-1, dim)).reshape(shape)
+    (num_chains, _, dim), low_rank = gradients.positions.shape, get_split_factor(preconditioner)
+    preconditioner = preconditioner._replace(low_rank=low_rank)
+    q = preconditioner.solve(gradients.positions.reshape(-1, dim) - preconditioner.center)
+    g = preconditioner.apply_transpose(gradients.gradients.reshape(-1, dim))
+    if low_rank is not None:
+        q, g = low_rank.split(q), low_rank.split(g)
+    q, g = (x.reshape(num_chains, -1, x.shape[-1]) for x in (q, g))
     sums = _accumulate_batch_sums(q, g, is_dense=dim <= FULL_MOMENTS_MAX_DIM)
-    return estimate_bias_from_sums(sums, preconditioner.factor)
+    return estimate_bias_from_sums(sums, [preconditioner])
 
 
 def estimate_tail_bias(gradients: GradientsAtDraws | None, tails: TailTransform) -> BiasEstimate:
@@ -341,7 +410,7 @@ def estimate_tail_bias(gradients: GradientsAtDraws | None, tails: TailTransform)
     y = tails.transform(gradients.positions)
     g = tails.transform_gradient(gradients.positions, gradients.gradients)
     sums = _accumulate_batch_sums(y, g, is_dense=False)
-    return estimate_bias_from_sums(sums, np.ones(dim)).bias
+    return estimate_bias_from_sums(sums, [Preconditioner(tails.center, np.ones(dim))]).bias
 
 
 def measure_convergence(draws: np.ndarray, tails: TailTransform | None = None) -> ConvergenceStats:

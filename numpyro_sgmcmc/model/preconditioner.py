@@ -36,6 +36,15 @@ class LowRankFactor(NamedTuple):
         """Return the inverse matrix times ``v``, or times each row of it."""
         return self._replace(scales=1.0 / self.scales).apply(v)
 
+    def split(self, v: Any) -> Any:
+        """Return the part of ``v`` orthogonal to the directions, then its components along them.
+
+        :return: shape ``(d + k,)``, or as many rows.
+        """
+        xp = jnp if isinstance(v, jax.Array) else np
+        components = v @ self.directions
+        return xp.concatenate([v - components @ self.directions.mT, components], -1)
+
     @property
     def diagonal_of_square(self) -> Any:
         """Diagonal of the squared matrix, of one chain or of each."""

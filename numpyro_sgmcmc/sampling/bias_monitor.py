@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
+from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
 
 FULL_MOMENTS_MAX_DIM = 64
 """Number of coordinates up to which second moments are matrices: a bound on a step's cost."""
@@ -38,15 +39,27 @@ _MIN_MONITORED_ITERATIONS = 20.0
 _MIN_STEP_SCALE, _MAX_STEP_SCALE = 1 / 8, 1 / 2
 
 
+def get_split_factor(preconditioner: Preconditioner) -> LowRankFactor | None:
+    """Return the low-rank factor whose directions have second moments of their own, or None.
+
+    Full matrices need none. The diagonal in coordinates of sites alone would mix wide and narrow
+    directions.
+    """
+    is_full = preconditioner.center.shape[-1] <= FULL_MOMENTS_MAX_DIM
+    return None if is_full else preconditioner.low_rank
+
+
 class RunningSums(NamedTuple):
     """Weighted sums over positions and gradients, in coordinates of the preconditioner's scale.
 
-    Second moments are matrices up to :data:`FULL_MOMENTS_MAX_DIM` coordinates, else diagonals.
+    Second moments are matrices up to :data:`FULL_MOMENTS_MAX_DIM` coordinates, else diagonals. If a
+    low-rank factor has decorrelated more than so many coordinates, the diagonals of a run's sums
+    are those of vectors by :meth:`LowRankFactor.split`: n is d plus the number of its directions.
 
     - **weight** - sum of the weights.
-    - **position** - sum of positions, shape ``(d,)``.
-    - **gradient** - sum of gradients, shape ``(d,)``.
-    - **position_gradient** - sum of positions times gradients, shape ``(d, d)`` or ``(d,)``.
+    - **position** - sum of positions, shape ``(n,)``.
+    - **gradient** - sum of gradients, shape ``(n,)``.
+    - **position_gradient** - sum of positions times gradients, shape ``(n, n)`` or ``(n,)``.
     - **position_position** - sum of positions times positions, of the same shape.
     - **kinetic_temperature** - sum of kinetic temperatures.
     """
@@ -60,7 +73,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> RunningSums:
-        """Return empty sums."""
+        """Return empty sums of vectors of length ``dim``."""
         square = jnp.zeros((dim, dim) if dim <= FULL_MOMENTS_MAX_DIM else (dim,), dtype)
         vector, scalar = jnp.zeros(dim, dtype), jnp.zeros((), dtype)
         return cls(scalar, vector, vector, square, square, scalar)

@@ -19,7 +19,7 @@ from numpyro_sgmcmc.model.local_latents import with_local_values
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState, sweep_local_values
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import stack_preconditioners
-from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
+from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor, get_split_factor
 from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
 from numpyro_sgmcmc.sampling.state import AdaptState, ChainConfig, SGMCMCState, has_chain_axis
 
@@ -59,12 +59,14 @@ def init_chains(
         # NaN for one that is not positive: every iteration then diverges.
         traced = options.traced_step_size.astype(dtype)
         step_size = jnp.where(traced > 0.0, traced, jnp.nan) * jnp.ones_like(step_size)
+    split_factor = get_split_factor(preconditioner)
+    num_directions = 0 if split_factor is None else split_factor.scales.shape[-1]
     num_temperatures = potential.dim + (not adaptation.has_dominant_mode)
     constants = {
         "i": jnp.array(0),
         "num_steps": jnp.asarray(adaptation.num_steps),
         "diverging": jnp.array(False),
-        "moments": Moments.zeros(potential.dim, potential.dtype),
+        "moments": Moments.zeros(potential.dim + num_directions, potential.dtype),
         "step_size_monitor": StepSizeMonitor.zeros(num_temperatures, potential.dtype),
     }
     init_states = _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit

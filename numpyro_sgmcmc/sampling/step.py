@@ -33,6 +33,7 @@ from numpyro_sgmcmc.sampling.bias_monitor import (
     FirstGradientRecorder,
     RunningSums,
     StepSizeMonitor,
+    get_split_factor,
 )
 from numpyro_sgmcmc.sampling.prefetch import refill_prefetch_buffer
 from numpyro_sgmcmc.sampling.state import (
@@ -112,7 +113,7 @@ def _run_chain_iteration(
         return indices, with_prefetched_rows(arguments, potential.host_lookups, indices, rows)
 
     step, inputs = make_step(config, state, dynamics, keys, indices, get_minibatch)
-    final, sums = _scan_steps(config, state, step, inputs, arguments, keys.moments)
+    final, sums, split_sums = _scan_steps(config, state, step, inputs, arguments, keys.moments)
     if final.reference_gradient is not None:
         adapt_state = adapt_state.with_reference_gradient(final.reference_gradient)
 
@@ -125,8 +126,11 @@ def _run_chain_iteration(
     if config.adaptation.monitor_gradients.interval:
         temperatures = _compute_temperatures(config, state, dynamics, sums, final.dynamics_state)
         is_sampling = state.i >= config.num_warmup
+        position = preconditioner.apply_low_rank(dynamics_state.position)
+        if (split_factor := get_split_factor(preconditioner)) is not None:
+            sums, position = split_sums, split_factor.split(dynamics_state.position)
         sums = sums.finalize_iteration(
-            preconditioner.apply_low_rank(dynamics_state.position),
+            position,
             dynamics.kinetic_temperature(dynamics_state),
             weight,
         )
@@ -269,20 +273,22 @@ def _scan_steps(
     inputs: StepInputs,
     arguments: Arguments,
     rng_key: Array,
-) -> tuple[StepCarry, RunningSums]:
+) -> tuple[StepCarry, RunningSums, RunningSums | None]:
     """Run all steps, and sum positions and gradients at some of them.
 
     :param state: the state before the iteration.
     :param rng_key: key of minibatches that no step uses, for the sums.
+    :return: the end of the last step, sums in sites' own coordinates, and sums of split vectors.
     """
     potential, preconditioner = config.potential, state.adapt_state.preconditioner
+    split_factor = get_split_factor(preconditioner)
     monitor_gradients, num_steps = config.adaptation.monitor_gradients, len(inputs.step_index)
     interval = monitor_gradients.interval or num_steps
 
     def run_interval(
-        carry: tuple[StepCarry, RunningSums], xs: tuple[StepInputs, Any]
-    ) -> tuple[tuple[StepCarry, RunningSums], None]:
-        (carry_of_steps, sums), (inputs, independent_key) = carry, xs
+        carry: tuple[StepCarry, RunningSums, Any], xs: tuple[StepInputs, Any]
+    ) -> tuple[tuple[StepCarry, RunningSums, Any], None]:
+        (carry_of_steps, sums, split_sums), (inputs, independent_key) = carry, xs
         if interval == 1:
             first = jax.tree.map(lambda x: x[0], inputs)
             carry_of_steps, q, gradient = step(carry_of_steps, first)
@@ -294,7 +300,7 @@ def _scan_steps(
                 inputs,
             )
         if not monitor_gradients.interval:
-            return (carry_of_steps, sums), None
+            return (carry_of_steps, sums, split_sums), None
         if monitor_gradients.estimator is not None:
             q = carry_of_steps.dynamics_state.position
             gradient = _independent_gradient(
@@ -302,7 +308,9 @@ def _scan_steps(
             )
         # The sums refer to sites' own coordinates, which low-rank factors would mix.
         sums = sums.add(preconditioner.apply_low_rank(q), preconditioner.solve_low_rank(gradient))
-        return (carry_of_steps, sums), None
+        if split_factor is not None:
+            split_sums = split_sums.add(split_factor.split(q), split_factor.split(gradient))
+        return (carry_of_steps, sums, split_sums), None
 
     has_locals = state.local_state is not None
     reference_gradient = preconditioner.reference_gradient if has_locals else None
@@ -311,8 +319,14 @@ def _scan_steps(
     grouped = jax.tree.map(lambda x: x.reshape(num_intervals, interval, *x.shape[1:]), inputs)
     independent_keys = random.split(rng_key, num_intervals) if monitor_gradients.estimator else None
     no_sums = RunningSums.zeros(potential.dim, potential.dtype)
-    (final, sums), _ = lax.scan(run_interval, (initial, no_sums), (grouped, independent_keys))
-    return final, sums
+    no_split_sums = None
+    if split_factor is not None:
+        num_directions = split_factor.scales.size
+        no_split_sums = RunningSums.zeros(potential.dim + num_directions, potential.dtype)
+    (final, sums, split_sums), _ = lax.scan(
+        run_interval, (initial, no_sums, no_split_sums), (grouped, independent_keys)
+    )
+    return final, sums, split_sums
 
 
 def _independent_gradient(

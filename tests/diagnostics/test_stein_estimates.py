@@ -12,7 +12,7 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     estimate_bias_from_draws,
 )
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner, stack_preconditioners
-from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
+from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums
 
 PRECISION = np.linalg.inv(np.array([[1.0, 0.8], [0.8, 2.0]]))
 DIM = 3
@@ -95,6 +95,78 @@ def test_mean_bias_is_estimated_by_gradients_at_draws():
     assert (np.abs(bias.mean_bias.value - 0.5) < 4 * bias.mean_bias.error).all()
     assert (bias.mean_bias.error < 0.05).all()
     assert (np.abs(bias.sd_inflation.value) < 0.05).all()
+
+
+# --- Low-rank preconditioners -------------------------------------------------------------------
+
+WIDE_DIM = FULL_MOMENTS_MAX_DIM + 36
+
+
+def make_ridge(kind):
+    """Return a preconditioner of wide and narrow directions that many coordinates share."""
+    rng = np.random.default_rng(1)
+    directions = np.linalg.qr(rng.standard_normal((WIDE_DIM, 3)))[0]
+    scales = np.array([30.0, 8.0, 0.1])
+    if kind == "intercept and dummies":
+        directions = np.full((WIDE_DIM, 1), WIDE_DIM**-0.5)
+        directions[0] *= -1.0
+        scales = np.array([40.0])
+    if kind == "one coordinate":
+        directions[:, 0] = np.eye(WIDE_DIM)[0]
+        directions = np.linalg.qr(directions)[0]
+    if kind == "padded":
+        directions, scales = np.pad(directions, ((0, 0), (0, 2))), np.append(scales, [1.0, 1.0])
+    factor = rng.uniform(0.5, 2.0, WIDE_DIM)
+    low_rank = LowRankFactor(directions, scales)
+    return Preconditioner(rng.standard_normal(WIDE_DIM), factor, low_rank=low_rank)
+
+
+def make_gradients(preconditioner, q, g):
+    """Return positions, and gradients there, of which the preconditioned ones are given."""
+    gradients = preconditioner.low_rank.solve(g.reshape(-1, WIDE_DIM)) / preconditioner.factor
+    positions = preconditioner.to_position(q.reshape(-1, WIDE_DIM)).reshape(q.shape)
+    return GradientsAtDraws.from_arrays(positions, gradients)
+
+
+@pytest.mark.parametrize(
+    "kind", ["three directions", "intercept and dummies", "one coordinate", "padded"]
+)
+@pytest.mark.parametrize(
+    ("scale", "offset"), [(1.0, 0.0), (1.3, 0.0), (0.8, 0.3)], ids=["right", "wide", "narrow"]
+)
+def test_bias_beyond_full_moments_is_precise_along_shared_directions(kind, scale, offset):
+    """The posterior is the preconditioner's Gaussian; the chain's SDs and mean are others."""
+    preconditioner = make_ridge(kind)
+    q = offset + scale * np.random.default_rng(0).standard_normal((4, 1000, WIDE_DIM))
+    g = q + 0.3 * np.random.default_rng(2).standard_normal(q.shape)
+    estimates = estimate_bias_at_draws(make_gradients(preconditioner, q, g), preconditioner)
+    mean_bias = preconditioner.apply(np.full(WIDE_DIM, offset)) / preconditioner.sds
+    exact = mean_bias, np.full(WIDE_DIM, scale - 1.0)
+    for estimate, truth in zip(estimates.bias, exact, strict=True):
+        assert (np.abs(estimate.value - truth) < 6 * estimate.error + 0.02).all()
+        assert estimate.error.max() < 0.06
+    assert estimates.configurational_temperature.value == pytest.approx(
+        scale**2, abs=6 * estimates.configurational_temperature.error
+    )
+    sds = np.sqrt(estimates.chain_covariance) * preconditioner.factor
+    np.testing.assert_allclose(sds, scale * preconditioner.sds, rtol=0.08)
+
+
+def test_bias_of_single_coordinates_shows_beside_shared_directions():
+    """Every tenth coordinate is 40% too wide, and 0.5 SD off."""
+    preconditioner = make_ridge("three directions")
+    is_biased = np.arange(WIDE_DIM) % 10 == 0
+    low_rank = preconditioner.low_rank
+    q = np.random.default_rng(0).standard_normal((4, 1000, WIDE_DIM))
+    orthogonal = q - q @ low_rank.directions @ low_rank.directions.T
+    moved = q + is_biased * (0.4 * orthogonal + 0.5)
+    gradients = make_gradients(preconditioner, moved, moved)
+    bias = estimate_bias_at_draws(gradients, preconditioner).bias
+    z = (gradients.positions - preconditioner.center) / preconditioner.sds
+    exact = z.mean((0, 1)), z.std((0, 1)) - 1.0
+    for estimate, truth in zip(bias, exact, strict=True):
+        assert np.abs(estimate.value - truth).max() < 0.05
+        assert np.abs(truth).max() > 0.15
 
 
 # --- Sums ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from numpyro_sgmcmc.diagnostics.stein_estimates import estimate_bias_from_sums
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import (
     FULL_MOMENTS_MAX_DIM,
     FirstGradientRecorder,
@@ -186,7 +187,7 @@ def test_bias_estimates_of_a_gaussian_are_within_their_standard_errors(dim):
     )
     sums = jax.vmap(iteration_sums)(jnp.asarray(q), jnp.asarray(g))
     batches = jax.tree.map(lambda x: np.asarray(x).reshape(50, -1, *x.shape[1:]).sum(1), sums)
-    estimates = estimate_bias_from_sums(batches, factor)
+    estimates = estimate_bias_from_sums(batches, [Preconditioner(np.zeros(dim), factor)])
     matrix = factor if factor.ndim == 2 else np.diag(factor)
     posterior_variance, chain_variance = (
         np.diagonal(matrix @ x @ matrix.T) for x in (posterior, chain)
@@ -207,4 +208,5 @@ def test_bias_estimates_of_a_gaussian_are_within_their_standard_errors(dim):
 def test_bias_estimate_from_one_batch_has_no_standard_error():
     sums = iteration_sums(jnp.ones(2), jnp.ones(2))
     batches = jax.tree.map(lambda x: np.asarray(x)[None], sums)
-    assert np.isnan(estimate_bias_from_sums(batches, np.ones(2)).bias.mean_bias.error).all()
+    estimates = estimate_bias_from_sums(batches, [Preconditioner(np.zeros(2), np.ones(2))])
+    assert np.isnan(estimates.bias.mean_bias.error).all()
