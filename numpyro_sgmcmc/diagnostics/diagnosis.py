@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from statistics import NormalDist
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,7 +33,7 @@ SD_INFLATION_TOLERANCE = 0.05
 """Relative error of an SD beyond which a site is biased: about that of 200 independent draws."""
 
 _MEAN_BIAS_DETECTION_LIMIT, _SD_INFLATION_DETECTION_LIMIT = 0.2, 0.15
-"""Bias of a mean and of an SD that the error bars must exclude for a site to be ok."""
+"""Bias of a mean and of an SD that the limits must exclude for a site to be ok."""
 
 _SIMULTANEOUS_LEVEL = 0.95
 """Joint level of the limits of all coordinates of a site, two-sided (Bonferroni)."""
@@ -74,10 +74,11 @@ class Diagnosis(StrEnum):
     """Diagnosis of a site, the worst first.
 
     - **NOT_CONVERGED** - R-hat is above 1.1, or chains were initialised in different modes.
-    - **BIASED** - bias is clearly beyond the tolerance (0.1 posterior SD for means, 5% for SDs),
-      a model warning says so, or chains do not reach a part of the posterior.
+    - **BIASED** - simultaneous 95% limits are beyond the tolerance (0.1 posterior SD for means, 5%
+      for SDs), a model warning says so, or chains do not reach a part of the posterior.
     - **MULTIMODAL** - the warm-up has detected other modes.
-    - **INCONCLUSIVE** - error bars are too wide, R-hat is above 1.05 or the ESS below 100.
+    - **INCONCLUSIVE** - these limits do not exclude a bias of 0.2 posterior SD or 15%, R-hat is
+      above 1.05 or the ESS below 100.
     - **OK** - none of these.
     """
 
@@ -186,11 +187,15 @@ def diagnose_site(
     z = compute_simultaneous_z(len(indices))
     mean_bias, mean_diagnosis = _combine_estimates(
         [b.mean_bias.at(indices) for b in bias_estimates],
-        lambda e: classify_bias(e, z, MEAN_BIAS_TOLERANCE, _MEAN_BIAS_DETECTION_LIMIT),
+        z,
+        MEAN_BIAS_TOLERANCE,
+        _MEAN_BIAS_DETECTION_LIMIT,
     )
     sd_inflation, sd_diagnosis = _combine_estimates(
         [b.sd_inflation.at(indices) for b in bias_estimates],
-        lambda e: classify_bias(e, z, SD_INFLATION_TOLERANCE, _SD_INFLATION_DETECTION_LIMIT),
+        z,
+        SD_INFLATION_TOLERANCE,
+        _SD_INFLATION_DETECTION_LIMIT,
     )
     diagnosis = _worse(reported, mean_diagnosis, sd_diagnosis)
     r_hat = float(np.fmax.reduce(convergence.r_hat[indices]))
@@ -222,17 +227,18 @@ def classify_bias(bias: Estimate, z: float, tolerance: float, detection_limit: f
 
 
 def _combine_estimates(
-    estimates: list[Estimate], classify: Callable[[Estimate], Diagnosis]
+    estimates: list[Estimate], z: float, tolerance: float, detection_limit: float
 ) -> tuple[tuple[float, float], Diagnosis]:
     """Return the worst value, its error and the diagnosis of the first estimate of a site.
 
-    They are those of another estimate if that one shows a bias.
+    They are those of another estimate if that one shows a bias. Parameters are those of
+    :func:`classify_bias`.
     """
-    diagnoses = [classify(e) for e in estimates]
+    diagnoses = [classify_bias(e, z, tolerance, detection_limit) for e in estimates]
     chosen = diagnoses.index(Diagnosis.BIASED) if Diagnosis.BIASED in diagnoses else 0
     value, error = estimates[chosen]
-    # Furthest from zero beyond twice the error; NaN first.
-    distance = np.abs(value) - 2.0 * np.where(np.isfinite(error), error, 0.0)
+    # The one whose limits are furthest from zero; NaN first.
+    distance = np.abs(value) - z * np.where(np.isfinite(error), error, 0.0)
     k = np.argmax(np.where(np.isfinite(value), distance, np.inf))
     return (float(value[k]), float(error[k])), diagnoses[chosen]
 
@@ -306,7 +312,7 @@ def _describe_ok(report: BiasReport) -> str:
         support[-1] = f"and {support[-1]}"
     details = f": {', '.join(support)}" if support else ""
     return (
-        f"Means and SDs are right within the error bars{details}. A mode in which no chain was "
+        f"Means and SDs are right within the 95% limits{details}. A mode in which no chain was "
         "initialised would stay undetected."
     )
 
@@ -334,7 +340,7 @@ def _describe_inconclusive(
             "Fix: more draws."
         )
     if others:
-        sentence = f"The error bars of {_list_sites(others)} are too wide for a diagnosis. "
+        sentence = f"The 95% limits of {_list_sites(others)} are too wide for a diagnosis. "
         if report.noise_sd_inflation > SD_INFLATION_TOLERANCE:
             sentence += (
                 "Gradient noise is predicted to inflate SDs by up to "
@@ -370,19 +376,19 @@ def _describe_funnel_neck(report: BiasReport, funnel_neck: FunnelNeck) -> str:
 
 
 def describe_site_bias(site_bias: SiteBias) -> str:
-    """Describe the bias of one site; empty if none is clear."""
-    site, clauses = site_bias.site, []
+    """Describe the bias of one site; empty if the limits are within the tolerances."""
+    site, clauses, z = site_bias.site, [], compute_simultaneous_z(site_bias.size)
     value, error = site_bias.sd_inflation, site_bias.sd_inflation_error
     if not abs(value) < _MAX_PRINTED_BIAS:
         clauses.append(f"SDs of `{site}` are too far off to be measured")
-    elif abs(value) > max(SD_INFLATION_TOLERANCE, 2.0 * error):
+    elif abs(value) - z * error > SD_INFLATION_TOLERANCE:
         size = f"{100 * abs(value):.0f}% ± {100 * error:.0f}%"
         direction = "wide" if value > 0 else "narrow"
         clauses.append(f"SDs of `{site}` are up to {size} too {direction}")
     value, error = site_bias.mean_bias, site_bias.mean_bias_error
     if not abs(value) < _MAX_PRINTED_BIAS:
         clauses.append(f"means of `{site}` are more than {_MAX_PRINTED_BIAS:.0f} SDs off")
-    elif abs(value) > max(MEAN_BIAS_TOLERANCE, 2.0 * error):
+    elif abs(value) - z * error > MEAN_BIAS_TOLERANCE:
         size = f"{abs(value):.2f} ± {error:.2f} SD"
         direction = "high" if value > 0 else "low"
         clauses.append(f"means of `{site}` are up to {size} too {direction}")

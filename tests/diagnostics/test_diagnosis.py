@@ -84,6 +84,29 @@ def test_limits_of_a_site_are_simultaneous():
     assert make_site(sd_inflation=0.1, size=200).diagnosis == "biased"
 
 
+@pytest.mark.parametrize(
+    ("value", "size", "expected"),
+    [(0.075, 1, "biased"), (0.075, 200, ""), (0.1, 200, "biased"), (-0.1, 200, "biased")],
+)
+def test_described_bias_is_beyond_the_simultaneous_limits(value, size, expected):
+    """Errors are 1%: 7.5% is within 3.7 of them of the tolerance, but not within two."""
+    site = make_site(sd_inflation=value, size=size)
+    assert site.sd_inflation == value
+    assert bool(describe_site_bias(site)) == (expected == "biased")
+
+
+def test_worst_coordinate_is_that_with_the_furthest_limits():
+    """Of 9% ± 1.5% and 6% ± 0.2% the second alone is clear for the worst of 200."""
+    zeros = np.zeros(200)
+    values, errors = zeros.copy(), np.full(200, 0.001)
+    values[:2], errors[:2] = (0.09, 0.06), (0.015, 0.002)
+    estimates = BiasEstimate(Estimate(zeros, errors), Estimate(values, errors))
+    stats = ConvergenceStats(zeros + 1.0, zeros + 1000.0)
+    site = diagnose_site("x", np.arange(200), [estimates], stats)
+    assert (site.sd_inflation, site.diagnosis) == (0.06, "biased")
+    assert "simultaneous 95% limits" in describe_site_bias(site)
+
+
 def test_diagnosis_equals_its_string():
     assert str(Diagnosis.NOT_CONVERGED) == Diagnosis.NOT_CONVERGED == "not converged"
     assert f"{Diagnosis.OK}" == "ok"
