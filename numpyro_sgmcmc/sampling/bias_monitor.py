@@ -40,7 +40,7 @@ _MIN_STEP_SCALE, _MAX_STEP_SCALE = 1 / 8, 1 / 2
 
 
 def get_split_factor(preconditioner: Preconditioner) -> LowRankFactor | None:
-    """Return the low-rank factor whose directions have second moments of their own, or None.
+    """Return the low-rank factor whose directions have separate second moments, or None.
 
     Full matrices need none. The diagonal in coordinates of sites alone would mix wide and narrow
     directions.

@@ -89,6 +89,40 @@ def test_full_data_report_agrees_with_minibatch_report(noisy, noisy_report):
     assert "all rows" in str(full)
 
 
+@pytest.mark.slow
+def test_intercept_and_dummies_are_estimated_as_precisely_as_other_coordinates():
+    """152 coordinates with one wide direction, which all but one of them share."""
+    num_levels, num_rows = 150, 6_000
+    rng = np.random.default_rng(0)
+    level = rng.integers(0, num_levels, num_rows)
+    effect = rng.standard_normal(num_levels)
+    y = (1.0 + effect[level] + rng.standard_normal(num_rows)).astype(np.float32)
+
+    def dummies(level, y, batch_size=None):
+        b0 = numpyro.sample("b0", dist.Normal(0, 10))
+        d = numpyro.sample("d", dist.Normal(0, 2).expand([num_levels]).to_event(1))
+        s = numpyro.sample("s", dist.HalfNormal(5))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(b0 + d[level[i]], s), obs=y[i])
+
+    settings = {"num_samples": 1000, "num_chains": 4, "chain_method": "vectorized"}
+    mcmc = quietly(SGHMCSplit(dummies), num_warmup=300, **settings)
+    mcmc.run(jax.random.key(0), level, y, batch_size=200)
+    report = bias_report(mcmc)
+    assert report.is_ok
+    assert report.mean_bias.error.max() < 0.03
+    assert report.sd_inflation.error.max() < 0.02
+    draws = {name: np.asarray(x, float) for name, x in mcmc.get_samples().items()}
+    # Given the scale, whose posterior is narrow, coefficients are Gaussian.
+    x = np.column_stack([np.ones(num_rows), np.eye(num_levels)[level]]) / draws["s"].mean()
+    prior_sds = np.append(10.0, np.full(num_levels, 2.0))
+    covariance = np.linalg.inv(x.T @ x + np.diag(prior_sds**-2))
+    mean, sd = covariance @ x.T @ y / draws["s"].mean(), np.sqrt(np.diagonal(covariance))
+    coefficients = np.column_stack([draws["b0"], draws["d"]])
+    assert (np.abs(coefficients.mean(0) - mean) < 0.09 * sd).all()
+    assert (np.abs(coefficients.std(0) / sd - 1.0) < 0.05).all()
+
+
 def test_kinetic_temperature_is_that_of_the_momenta():
     """Large exact-gradient steps: the momenta are colder than the positions."""  # vocabulary: ok
     kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2, step_size=1.2, num_steps=3)
