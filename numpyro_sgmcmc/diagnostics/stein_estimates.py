@@ -173,9 +173,8 @@ def estimate_bias_from_sums(
             return jackknife(statistic(total), [statistic(x) for x in leave_one_out], weights)
 
     factor, split = preconditioners[0].factor, _SplitVectors.from_preconditioners(preconditioners)
-    is_full = total.position_gradient.ndim == 2
     is_significant = None
-    if is_full:
+    if total.position_gradient.ndim == 2:
         matrix = over_batches(lambda x: _compute_central_moments(x).stein_matrix)
         # Sampling noise of all entries would accumulate in the inverse.
         is_significant = np.abs(matrix.value) > _MIN_STEIN_ENTRY_Z * matrix.error
@@ -184,7 +183,7 @@ def estimate_bias_from_sums(
     def compute_covariances(x: RunningSums) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return those of chain and posterior, and the difference of their means."""
         _, gradient, c, chain = _compute_central_moments(x)
-        if is_full:
+        if is_significant is not None:
             posterior = _compute_posterior_covariance(c, chain, is_significant)
             return chain, posterior, posterior @ gradient
         relative = split.divide_by_variances(c, zero=1.0)  # chain's variances over the posterior's
@@ -299,7 +298,7 @@ def compute_between_chain_r_hat(
 
 
 def _compute_posterior_covariance(
-    stein_matrix: np.ndarray, chain_covariance: np.ndarray, is_significant: np.ndarray | None
+    stein_matrix: np.ndarray, chain_covariance: np.ndarray, is_significant: np.ndarray
 ) -> np.ndarray:
     r"""Return the posterior's covariance :math:`C^{-1}\Sigma_\text{chain}`, symmetrised.
 

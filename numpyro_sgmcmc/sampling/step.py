@@ -128,6 +128,7 @@ def _run_chain_iteration(
         is_sampling = state.i >= config.num_warmup
         position = preconditioner.apply_low_rank(dynamics_state.position)
         if (split_factor := get_split_factor(preconditioner)) is not None:
+            assert split_sums is not None
             sums, position = split_sums, split_factor.split(dynamics_state.position)
         sums = sums.finalize_iteration(
             position,
