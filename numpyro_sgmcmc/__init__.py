@@ -12,6 +12,7 @@ from numpyro_sgmcmc.diagnostics import (
     loo,
     posterior_predictive,
     print_summary,
+    suggest_subsample_size,
     to_arviz,
     warmup_report,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "open_draws",
     "posterior_predictive",
     "print_summary",
+    "suggest_subsample_size",
     "to_arviz",
     "warmup_report",
 ]

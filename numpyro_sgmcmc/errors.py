@@ -44,6 +44,7 @@ __all__ = [
     "SGMCMCWarning",
     "ShardingWarning",
     "StepSizeWarning",
+    "SubsampleSizeWarning",
 ]
 
 # Characters of a value's repr in a message; a problem has at most 120.
@@ -105,7 +106,11 @@ class SGMCMCWarning(UserWarning):
 
 
 class GradientNoiseWarning(SGMCMCWarning):
-    """Gradient noise is predicted to bias means or SDs, or costs many steps per draw."""
+    """Gradient noise is predicted to bias means or SDs."""
+
+
+class SubsampleSizeWarning(SGMCMCWarning):
+    """Another ``subsample_size`` is predicted to halve the time per effective draw."""
 
 
 class DiscretisationWarning(SGMCMCWarning):
@@ -200,7 +205,9 @@ class ModelWarning(NamedTuple):
 
 
 # Frames of these folders are skipped when a warning looks for the user's line.
-_LIBRARY_FOLDERS = tuple(str(Path(p).parent) for p in (__file__, numpyro.__file__, jax.__file__))
+_LIBRARY_FOLDERS = tuple(
+    str(Path(p).parent) for p in (__file__, np.__file__, numpyro.__file__, jax.__file__)
+)
 
 
 _PACKAGE_AND_STDLIB = str(Path(__file__).parent), sysconfig.get_path("stdlib")

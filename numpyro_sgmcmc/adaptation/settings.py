@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,12 +31,17 @@ from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.progress import ProgressReporter
 
+if TYPE_CHECKING:
+    from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias
+
 MAX_CONVERGED_R_HAT = 1.1
 """R-hat of pilot chains below which they count as converged (Gelman and Rubin 1992)."""
 
 WARMUP_SEED = 0
 """Seed of the warm-up: its result depends on model, data and options, not on the run's key."""
 
+# Largest allowed bias of a mean in posterior SDs, relative to the target for SDs.
+_MEAN_BIAS_TO_TARGET_RATIO = 1.2
 # Relative reduction of the step size below which a limit does not count as binding.
 _BINDING_TOLERANCE = 0.01
 
@@ -75,6 +80,11 @@ class WarmupSettings:
     noise_compensation: bool
     init_in_modes: bool
     has_init_params: bool
+
+    @property
+    def max_mean_bias(self) -> float:
+        """Largest allowed bias of a mean, in posterior SDs."""
+        return _MEAN_BIAS_TO_TARGET_RATIO * self.target_sd_bias
 
 
 @dataclass(frozen=True)
@@ -229,6 +239,8 @@ class AdaptationTrace(NamedTuple):
     - **mean_bias** - largest predicted bias of a mean, in posterior SDs.
     - **num_pilot_windows** - windows of pilot chains; 0 for the warm-up with local latents.
     - **r_hat** - largest R-hat of the pilot chains in their last window.
+    - **choice**, **predicted_mean_bias** - from which draws with minibatches of other sizes are
+      predicted; None where nothing can be predicted.
     """
 
     step_size_limits: StepSizeTrace
@@ -238,6 +250,8 @@ class AdaptationTrace(NamedTuple):
     mean_bias: float
     num_pilot_windows: int = 0
     r_hat: float = 1.0
+    choice: SubsamplingChoice | None = None
+    predicted_mean_bias: PredictedMeanBias | None = None
 
 
 class Adaptation(NamedTuple):

@@ -48,9 +48,6 @@ from numpyro_sgmcmc.errors import InvalidArgumentError
 MAX_NUM_STEPS = 500
 """Most steps per draw: no limit shortens the step below 1/500 of the relaxation time."""
 
-MEAN_BIAS_TO_TARGET_RATIO = 1.2
-"""Largest allowed bias of a mean in posterior SDs, relative to the target for SDs."""
-
 # Largest preconditioned curvature up to which integrators behave as on a standard normal.
 _MAX_HARMLESS_CURVATURE = 3.5
 # Share of the variance target that gradient noise may take: it biases means as well where it
@@ -78,12 +75,15 @@ class PredictedMeanBias(NamedTuple):
     - **noise_bias_per_step_size** - bias by gradient noise over the step size, shape ``(d,)``.
     - **bias_per_variance_inflation** - bias by the discretisation error over the variance
       inflation that it makes, shape ``(d,)``.
-    - **discretisation_variance_inflation** - maps a step size to that variance inflation.
+    - **variance_inflation** - that variance inflation at **reference_step_size**; it is
+      proportional to the step size to the power of **order**.
     """
 
     noise_bias_per_step_size: np.ndarray = np.zeros(1)
     bias_per_variance_inflation: np.ndarray = np.zeros(1)
-    discretisation_variance_inflation: Callable[[float], float] = lambda step_size: 0.0
+    variance_inflation: float = 0.0
+    reference_step_size: float = 1.0
+    order: int = 1
 
     @property
     def by_noise(self) -> PredictedMeanBias:
@@ -100,9 +100,8 @@ class PredictedMeanBias(NamedTuple):
 
         :param batch_size_factor: batch size relative to the model's.
         """
-        by_discretisation = (
-            self.bias_per_variance_inflation * self.discretisation_variance_inflation(step_size)
-        )
+        inflation = self.variance_inflation * (step_size / self.reference_step_size) ** self.order
+        by_discretisation = self.bias_per_variance_inflation * inflation
         by_noise = self.noise_bias_per_step_size * step_size / batch_size_factor
         return float(np.abs(by_noise + by_discretisation).max())
 
@@ -169,7 +168,7 @@ def choose_step_size(
     if settings.step_size is not None:
         limits = {"user": float(step_size)}
     else:
-        step_size = limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+        step_size = limit_step_size_by_mean_bias(settings, mean_bias, step_size)
         limits = {
             "integrator": float(noise_limit.integrator_step_size),
             "stability": float(noise_limit.stability_limit),
@@ -198,7 +197,7 @@ def recommend_step_size(
 ) -> float:
     """Return the step size that would be chosen in place of the user's."""
     step_size, _ = _limit_step_size_by_dynamics(inputs, bound_dynamics, choice)
-    return limit_step_size_by_mean_bias(inputs, mean_bias, step_size)
+    return limit_step_size_by_mean_bias(inputs.settings, mean_bias, step_size)
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
@@ -356,16 +355,15 @@ def _limit_step_size_by_dynamics(
 
 
 def limit_step_size_by_mean_bias(
-    inputs: WarmupInputs,
+    settings: WarmupSettings,
     mean_bias: PredictedMeanBias,
     step_size: float,
     batch_size_factor: float = 1.0,
 ) -> float:
     """Shorten the step size until no mean is biased by more than the target."""
-    min_step_size = inputs.settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
-    allowed = MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
+    min_step_size = settings.dynamics.relaxation_time(step_size) / MAX_NUM_STEPS
     return mean_bias.limit_step_size(
-        step_size, min(step_size, min_step_size), allowed, batch_size_factor
+        step_size, min(step_size, min_step_size), settings.max_mean_bias, batch_size_factor
     )
 
 
@@ -395,9 +393,7 @@ def _predict_mean_bias(
     if inflation != 0.0:
         per_inflation = predict_mean_bias_per_variance_inflation(bulk, inputs.rng)
     return PredictedMeanBias(
-        by_noise / step_size,
-        per_inflation,
-        lambda h: inflation * (h / max_step_size) ** integrator.order,
+        by_noise / step_size, per_inflation, inflation, max_step_size, integrator.order
     )
 
 

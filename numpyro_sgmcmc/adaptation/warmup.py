@@ -192,7 +192,7 @@ def adapt_to_mode(
     step_size = float(step.step_size)
     relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
-    pending = [*find_noise_warnings(inputs, candidates, choice, step, num_steps)]
+    pending = [*find_noise_warnings(inputs, candidates, choice, step)]
     if has_dominant_mode:  # otherwise nothing can be predicted
         pending += find_user_step_size_warnings(inputs, choice, step, bound_dynamics)
     chain_preconditioner = _add_reference_hessian(inputs, preconditioner, choice.estimator)
@@ -208,6 +208,8 @@ def adapt_to_mode(
         allowed_variance_inflation = max(
             2.0 * settings.target_sd_bias, _VARIANCE_INFLATION_TOLERANCE * step.variance_inflation
         )
+    is_global = potential.local_latents is None
+    can_predict_sizes = has_dominant_mode and is_global and bool(potential.plates)
     adaptation = Adaptation(
         preconditioner=chain_preconditioner,
         step_size=step.step_size,
@@ -228,6 +230,8 @@ def adapt_to_mode(
             mean_bias=step.mean_bias.compute_max(step_size),
             num_pilot_windows=len(pilot.window_medians),
             r_hat=pilot.r_hat,
+            choice=choice if can_predict_sizes else None,
+            predicted_mean_bias=step.mean_bias if can_predict_sizes else None,
         ),
     )
     return adaptation, pending

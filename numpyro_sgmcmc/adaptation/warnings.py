@@ -1,29 +1,35 @@
 """Warnings of the warm-up about data order, gradient noise, discretisation and step size.
 
-They are issued before any sampling, where the predicted bias exceeds the target or a draw costs far
-more than it need. The variance of the gradient noise, and with it the bias of means, is inversely
-proportional to the batch size, so that the cost of a draw with a larger batch size is known; the
-cheapest within the target is recommended.
+They are issued before any sampling, where the predicted bias exceeds the target or minibatches of
+another size would be far faster. The recommended size is that of the fastest draws within the
+target, as :mod:`~numpyro_sgmcmc.adaptation.batch_size` predicts them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE, GradientNoiseStats
+from numpyro_sgmcmc.adaptation.batch_size import (
+    BATCH_SIZE_FACTORS,
+    DrawPrediction,
+    StepCost,
+    choose_batch_size,
+    estimate_step_cost,
+    predict_draws,
+    scale_batch_sizes,
+)
+from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import Candidates, SubsamplingChoice, WarmupInputs
 from numpyro_sgmcmc.adaptation.step_size import (
-    MEAN_BIAS_TO_TARGET_RATIO,
     NoiseLimit,
     StepSizeChoice,
-    choose_num_steps,
     compute_draw_variance_inflation,
-    limit_step_size_by_mean_bias,
     recommend_step_size,
     simulate_sd_inflation,
 )
@@ -35,16 +41,18 @@ from numpyro_sgmcmc.errors import (
     GradientNoiseWarning,
     SGMCMCWarning,
     StepSizeWarning,
+    SubsampleSizeWarning,
     warn_user,
 )
 
 # Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
 # is issued from this multiple of what is allowed, for means and for variances.
 _MIN_WARNED_MEAN_BIAS_RATIO, _MIN_WARNED_VARIANCE_INFLATION_RATIO = 2.0, 3.0
-_MAX_ADVISED_COST_RATIO = 2 / 3  # of the computation that a recommendation leaves
-_ACCEPTABLE_STEPS_PER_DRAW = 50  # up to so many steps no recommendation is made
-_BATCH_SIZE_FACTORS = 2.0 ** np.arange(1, 21)
-_STEP_OVERHEAD_ROWS = 100  # observations whose gradients cost as much as the rest of a step
+# Shares that a recommendation must leave: of the time per effective draw, and of the step size.
+_MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 1 / 2, 2 / 3
+# Seconds of a chain per effective draw up to which no other batch size is recommended for speed:
+# thousands of draws take less time than the warm-up then.
+_ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
 
 
 class PendingWarning(NamedTuple):
@@ -95,55 +103,41 @@ def find_noise_warnings(
     candidates: Candidates,
     choice: SubsamplingChoice,
     step: StepSizeChoice,
-    num_steps: int,
 ) -> Iterator[PendingWarning]:
     """Yield warnings where noise or discretisation exceed the target, or are costly.
 
     Of a user-given step size only the effect on a thermostat is reported.
-
-    :param num_steps: steps per draw.
     """
     settings, potential = inputs.settings, inputs.potential
     target, step_size = settings.target_sd_bias, float(step.step_size)
     mean_bias = step.mean_bias.by_noise.compute_max(step_size)
     is_wide = step.variance_inflation > 2.0 * target
-    is_biased = mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * MEAN_BIAS_TO_TARGET_RATIO * target
-    is_expensive = (  # and nothing but noise and means shortens steps
-        num_steps > _ACCEPTABLE_STEPS_PER_DRAW
-        and settings.num_steps is None
-        and candidates.is_estimator_free
-        and potential.local_latents is None
-        and settings.dynamics.has_default_settings
-    )
-    is_adapted = settings.step_size is None and bool(potential.plates)
-    if is_adapted and (is_wide or is_biased or is_expensive):
-        cheapest = _find_cheapest_draw(inputs, candidates, choice, step)
-        batch_size = sum(p.subsample_size for p in potential.plates)
-        cost = num_steps * (_STEP_OVERHEAD_ROWS + batch_size * choice.estimator.relative_cost)
+    is_biased = mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * settings.max_mean_bias
+    if settings.step_size is None and potential.plates:
         if is_wide:
             sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
             yield PendingWarning(
                 f"Posterior SDs are predicted to be {100 * sd_inflation:.2g}% too wide by gradient "
                 f"noise (target_sd_bias: {100 * target:.2g}%).",
                 GradientNoiseWarning,
-                _describe_remedies(inputs, cheapest),
+                _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step)),
                 "gradient-noise-sds",
             )
         elif is_biased:
             yield PendingWarning(
                 f"Gradient noise is predicted to bias posterior means by {mean_bias:.2g} SD.",
                 GradientNoiseWarning,
-                _describe_remedies(inputs, cheapest),
+                _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step)),
                 "gradient-noise-means",
             )
-        elif cheapest.is_within_target and cheapest.cost <= _MAX_ADVISED_COST_RATIO * cost:
-            yield PendingWarning(
-                f"Gradient noise is so large that a draw takes {num_steps} short steps.",
-                GradientNoiseWarning,
-                f"{_describe_remedies(inputs, cheapest)} That takes {cost / cheapest.cost:.1f} "
-                "times less computation.",
-                "gradient-noise-cost",
-            )
+        elif (
+            settings.num_steps is None
+            and candidates.is_estimator_free
+            and potential.local_latents is None
+            and settings.dynamics.has_default_settings
+        ):
+            step_cost = estimate_step_cost(potential, inputs.arguments, choice)
+            yield from find_batch_size_warnings(inputs, choice, step, step_cost)
     if settings.step_size is None:
         yield from _find_discretisation_warnings(inputs, step)
     is_dependent = not choice.subsampling.is_independent
@@ -157,6 +151,54 @@ def find_noise_warnings(
             else "use subsampling='iid', or leave `subsampling` out.",
             "thermostat-subsampling",
         )
+
+
+def find_batch_size_warnings(
+    inputs: WarmupInputs,
+    choice: SubsamplingChoice,
+    step: StepSizeChoice,
+    step_cost: StepCost,
+    acceptable_seconds_per_draw: float = _ACCEPTABLE_SECONDS_PER_DRAW,
+) -> Iterator[PendingWarning]:
+    """Yield a warning where another batch size is predicted to halve the time per effective draw.
+
+    :param acceptable_seconds_per_draw: seconds of a chain up to which no warning is issued.
+    """
+    (present,) = _predict_draws(inputs, choice, step, (1.0,))
+    present_seconds = present.compute_seconds(step_cost)
+    if present_seconds <= acceptable_seconds_per_draw:
+        return
+    # An accelerator computes small minibatches no faster than larger ones.
+    min_factor = 0.0 if jax.default_backend() == "cpu" else 1.0
+    factors = [f for f in BATCH_SIZE_FACTORS if f >= min_factor]
+    best = choose_batch_size(_predict_draws(inputs, choice, step, factors), step_cost)
+    best_seconds = best.compute_seconds(step_cost)
+    if best.is_within_target and best_seconds <= _MAX_ADVISED_TIME_RATIO * present_seconds:
+        sizes = " and ".join(f"{p.subsample_size} of '{p.name}'" for p in inputs.potential.plates)
+        yield PendingWarning(
+            f"With subsample_size {sizes}, a draw takes {present.num_steps} steps and about "
+            f"{present_seconds / best_seconds:.1f} times as long as with another size.",
+            SubsampleSizeWarning,
+            f"{_describe_remedies(inputs, best)} `suggest_subsample_size` measures the time, which "
+            "is estimated here.",
+            "slow-subsample-size",
+        )
+
+
+def _predict_draws(
+    inputs: WarmupInputs, choice: SubsamplingChoice, step: StepSizeChoice, factors: Sequence[float]
+) -> list[DrawPrediction]:
+    """Predict draws with batch sizes relative to the model's."""
+    plates = inputs.batched_gradients.step_potential.plates
+    return predict_draws(inputs.settings, plates, choice, step.trace, step.mean_bias, factors)
+
+
+def _find_fastest_draw(
+    inputs: WarmupInputs, choice: SubsamplingChoice, step: StepSizeChoice
+) -> DrawPrediction:
+    """Return the draw with the recommended one of larger batch sizes."""
+    draws = _predict_draws(inputs, choice, step, [f for f in BATCH_SIZE_FACTORS if f > 1.0])
+    return choose_batch_size(draws, estimate_step_cost(inputs.potential, inputs.arguments, choice))
 
 
 def find_compensation_warnings(
@@ -215,10 +257,11 @@ def find_user_step_size_warnings(
         noise_bias_per_step_size=uncancelled * step.mean_bias.noise_bias_per_step_size
     )
     effects = []
+    allowed_mean_bias = settings.max_mean_bias
     total_inflation = noise_inflation + discretisation_inflation
     if abs(total_inflation) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target:
         effects.append(_describe_sd_bias(dynamics, discretisation_inflation, total_inflation))
-    max_mean_bias, allowed_mean_bias = bias.compute_max(step_size), _allowed_mean_bias(inputs)
+    max_mean_bias = bias.compute_max(step_size)
     is_moving = -1.0 < discretisation_inflation < math.inf
     if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
@@ -230,7 +273,7 @@ def find_user_step_size_warnings(
         noise_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
     )
     if batch_size_factor > 2.0:  # otherwise it is not noise that makes them wrong
-        sizes = _scale_batch_sizes(inputs, batch_size_factor)
+        sizes = scale_batch_sizes(inputs.potential.plates, batch_size_factor)
         remedies.append(_describe_batch_sizes(inputs, sizes))
         if settings.estimator is not None and not settings.estimator.needs_reference:
             remedies.append("gradient_estimator='auto'")
@@ -243,67 +286,11 @@ def find_user_step_size_warnings(
     )
 
 
-class _DrawCost(NamedTuple):
-    """Computation per draw with larger minibatches.
-
-    - **cost** - gradients of single observations per independent draw.
-    - **is_within_target** - whether gradient noise keeps within the target.
-    """
-
-    batch_sizes: dict[str, int]
-    num_steps: int
-    cost: float
-    is_within_target: bool
-
-
-def _find_cheapest_draw(
-    inputs: WarmupInputs, candidates: Candidates, choice: SubsamplingChoice, step: StepSizeChoice
-) -> _DrawCost:
-    """Return the cheapest of larger batch sizes within the target, or the largest."""
-    settings, plates = inputs.settings, inputs.potential.plates
-    is_independent = candidates.subsampling is not None and candidates.subsampling.is_independent
-    noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
-    draw_costs = []
-    for factor in map(float, _BATCH_SIZE_FACTORS):
-        batch_sizes = _scale_batch_sizes(inputs, factor)
-        if all(batch_sizes[p.name] == p.size for p in plates) and not is_independent:
-            relative_cost, noise_stats, factor = 1.0, NO_NOISE, math.inf
-        else:
-            relative_cost, noise_stats = choice.estimator.relative_cost, choice.noise_stats
-            noise_stats = noise_stats._replace(
-                variance=noise_stats.variance / factor,
-                mean_variance=noise_stats.mean_variance / factor,
-                batches_per_epoch=math.ceil(noise_stats.batches_per_epoch / factor),
-            )
-        step_size, variance_inflation = noise_limit.limit_step_size(noise_stats)
-        step_size = limit_step_size_by_mean_bias(inputs, step.mean_bias, step_size, factor)
-        mean_bias = step.mean_bias.compute_max(step_size, factor)
-        relaxation_time = settings.dynamics.relaxation_time(step_size, noise_stats.variance)
-        # An independent draw may be further away than the steps of a draw.
-        steps_per_independent_draw = max(1.0, relaxation_time / step_size)
-        cost_per_step = _STEP_OVERHEAD_ROWS + sum(batch_sizes.values()) * relative_cost
-        draw_cost = _DrawCost(
-            batch_sizes,
-            choose_num_steps(relaxation_time, step_size),
-            steps_per_independent_draw * cost_per_step,
-            variance_inflation <= settings.target_sd_bias
-            and mean_bias <= _allowed_mean_bias(inputs),
-        )
-        draw_costs.append(draw_cost)
-    within_target = (c for c in draw_costs if c.is_within_target)
-    return min(within_target, key=lambda c: c.cost, default=draw_costs[-1])
-
-
-def _allowed_mean_bias(inputs: WarmupInputs) -> float:
-    """Return the largest allowed bias of a mean, in posterior SDs."""
-    return MEAN_BIAS_TO_TARGET_RATIO * inputs.settings.target_sd_bias
-
-
 def _find_discretisation_warnings(
     inputs: WarmupInputs, step: StepSizeChoice
 ) -> Iterator[PendingWarning]:
     """Yield a warning where the discretisation error biases means, or shortens the step."""
-    step_size, allowed = float(step.step_size), _allowed_mean_bias(inputs)
+    step_size, allowed = float(step.step_size), inputs.settings.max_mean_bias
     bias = step.mean_bias.by_discretisation.compute_max(step_size)
     fix = "use SHMC(model, integrator='baoab'), which does not have this error."
     if bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed:
@@ -319,7 +306,7 @@ def _find_discretisation_warnings(
     limit = step.mean_bias.limit_step_size(longest, step_size, allowed)
     noise_limit = step.mean_bias.by_noise.limit_step_size(longest, step_size, allowed)
     is_underdamped = isinstance(inputs.settings.dynamics, UnderdampedLangevin)
-    if is_underdamped and limit < _MAX_ADVISED_COST_RATIO * noise_limit:
+    if is_underdamped and limit < _MAX_ADVISED_STEP_SIZE_RATIO * noise_limit:
         yield PendingWarning(
             f"The step size is {limit:.2g} instead of {noise_limit:.2g}, since the discretisation "
             "error would bias posterior means.",
@@ -329,11 +316,11 @@ def _find_discretisation_warnings(
         )
 
 
-def _describe_remedies(inputs: WarmupInputs, draw_cost: _DrawCost) -> str:
-    """Return the larger batch sizes with their steps per draw, and options to leave out."""
+def _describe_remedies(inputs: WarmupInputs, draw: DrawPrediction) -> str:
+    """Return batch sizes with their steps per draw, and options to leave out."""
     settings, dynamics = inputs.settings, inputs.settings.dynamics
-    sizes = _describe_batch_sizes(inputs, draw_cost.batch_sizes)
-    remedies = [f"{sizes} ({draw_cost.num_steps} steps per draw)"]
+    sizes = _describe_batch_sizes(inputs, draw.batch_sizes)
+    remedies = [f"{sizes} ({draw.num_steps} steps per draw)"]
     if settings.estimator is not None and not settings.estimator.needs_reference:
         remedies.append("gradient_estimator='auto'")
     if settings.inverse_mass_matrix is not None:
@@ -344,16 +331,6 @@ def _describe_remedies(inputs: WarmupInputs, draw_cost: _DrawCost) -> str:
     ):
         remedies.append(f"the default friction of {UnderdampedLangevin.friction}")
     return f"{'; or '.join(remedies)}."
-
-
-def _scale_batch_sizes(inputs: WarmupInputs, batch_size_factor: float) -> dict[str, int]:
-    """Return batch sizes so many times as large by plate, at most all observations."""
-    batch_sizes = {}
-    for plate in inputs.potential.plates:
-        size = plate.subsample_size * batch_size_factor
-        unit = 10 ** max(0, math.floor(math.log10(size)) - 1)  # two significant digits
-        batch_sizes[plate.name] = min(plate.max_subsample_size, math.ceil(size / unit) * unit)
-    return batch_sizes
 
 
 def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> str:

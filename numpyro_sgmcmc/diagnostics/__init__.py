@@ -20,6 +20,10 @@ from numpyro_sgmcmc.diagnostics.predictive import (
 )
 from numpyro_sgmcmc.diagnostics.run_data import ess_per_gradient
 from numpyro_sgmcmc.diagnostics.special_runs import Refinement, compare_with_finer
+from numpyro_sgmcmc.diagnostics.subsample_size import (
+    SubsampleSizeSuggestion,
+    suggest_subsample_size,
+)
 from numpyro_sgmcmc.diagnostics.warmup_report import WarmupReport, warmup_report
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "PredictiveSummary",
     "Refinement",
     "SiteBias",
+    "SubsampleSizeSuggestion",
     "WarmupReport",
     "bias_corrected_samples",
     "bias_report",
@@ -46,6 +51,7 @@ __all__ = [
     "predictive_summary",
     "print_summary",
     "stein_discrepancy",
+    "suggest_subsample_size",
     "to_arviz",
     "warmup_report",
 ]

@@ -24,7 +24,6 @@ and compares draws with draws. It costs another run, and assumes less than the b
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +37,7 @@ from numpyro.infer import MCMC
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.data.arguments import DeviceArrayCache
 from numpyro_sgmcmc.data.host_array import unwrap_callback_errors
-from numpyro_sgmcmc.data.subsampling import Plate, init_stream
+from numpyro_sgmcmc.data.subsampling import init_stream
 from numpyro_sgmcmc.diagnostics.diagnosis import (
     MAX_OK_R_HAT,
     MEAN_BIAS_TOLERANCE,
@@ -243,24 +242,18 @@ def _double_batch_size(
     kernel: SGMCMCKernel, state: Any, rng_key: Array
 ) -> tuple[SGMCMCKernel, Any]:
     """Return kernel and state with twice the subsample size of each plate."""
-    potential = kernel.potential
-
-    def double(p: Plate) -> Plate:
-        return p._replace(subsample_size=min(p.max_subsample_size, 2 * p.subsample_size))
-
-    plates = tuple(double(p) for p in potential.plates)
-    if plates == potential.plates:
+    plates = kernel.potential.plates
+    doubled = {p.name: min(p.max_subsample_size, 2 * p.subsample_size) for p in plates}
+    potential = kernel.potential.with_batch_sizes(doubled)
+    if potential.plates == plates:
         raise InvalidArgumentError(
             "`compare_with_finer` cannot double subsample_size: minibatches are already full.",
             "use change='step'.",
             "no-finer-run",
         )
-    plate_groups = tuple(tuple(double(p) for p in group) for group in potential.plate_groups)
-    finer_kernel = kernel.copy_with(
-        potential=replace(potential, plates=plates, plate_groups=plate_groups)
-    )
+    finer_kernel = kernel.copy_with(potential=potential)
     streams = {}
-    for plate, key in zip(plates, random.split(rng_key, len(plates)), strict=True):
+    for plate, key in zip(potential.plates, random.split(rng_key, len(plates)), strict=True):
         init = partial(init_stream, plate)
         if state.i.ndim:
             streams[plate.name] = jax.vmap(init)(random.split(key, len(state.i)))

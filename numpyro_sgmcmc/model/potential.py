@@ -14,7 +14,7 @@ computes this in the memory of one chunk, without a second form of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -244,6 +244,10 @@ class Potential:
             return self
         return self._map_plates(lambda plate: plate._replace(shards=None), shards=None)
 
+    def with_batch_sizes(self, batch_sizes: Mapping[str, int]) -> Potential:
+        """Return this potential with other sizes of minibatches, by plate name."""
+        return self._map_plates(lambda p: p._replace(subsample_size=batch_sizes[p.name]))
+
     def _differentiate(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
         """Return the function that computes a potential and its gradient in the first argument."""
         if not self.forward_mode_differentiation:
@@ -359,6 +363,14 @@ class Potential:
 
         return self._mean_over_full_data(on_chunk, arguments, subset, vectors.shape[0])
 
+    def compute_row_size(self, arguments: Arguments) -> int:
+        """Return the numbers in a row of the data."""
+        sizes = {p.size for p in self.plates}
+        row_size = sum(x.size // len(x) for x in arguments.arrays if x.ndim and len(x) in sizes)
+        return row_size + sum(
+            x.row_size for x in (*arguments.host_arrays, *arguments.sharded_arrays)
+        )
+
     @property
     def _fixed_rng_key(self) -> Array | None:
         """Key at which a stochastic likelihood is evaluated on all rows; None without one."""
@@ -372,10 +384,7 @@ class Potential:
         num_tangents: int = 1,
     ) -> Any:
         """Return the mean over chunks of ``fn(potential, indices, arguments, rng_key)``."""
-        sizes = {p.size for p in self.plates}
-        row_size = sum(x.size // len(x) for x in arguments.arrays if x.ndim and len(x) in sizes)
-        row_size += sum(x.row_size for x in (*arguments.host_arrays, *arguments.sharded_arrays))
-        row_size += _ELEMENTS_PER_TANGENT * num_tangents
+        row_size = self.compute_row_size(arguments) + _ELEMENTS_PER_TANGENT * num_tangents
         chunk_size = compute_chunk_size(row_size, self.max_rows_per_chunk)
 
         def on_shard(shard: Potential, subset: Indices, arguments: Arguments, key: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import html
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,6 +63,7 @@ from numpyro_sgmcmc.sampling.options import (
     build_warmup_settings,
     check_no_unknown_options,
 )
+from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
 from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
 from numpyro_sgmcmc.sampling.step import run_iteration
 
@@ -266,7 +267,7 @@ class SGMCMCKernel(MCMCKernel):
                     "use chain_method='vectorized'.",
                     "sharded-parallel-chains",
                 )
-            potential = self._get_potential(concrete, init_params, is_batch)
+            potential = self.get_potential(concrete, init_params, is_batch)
             self._cache.potential = potential
             if is_block:
                 _check_locals_are_collected(potential, self._options)
@@ -375,6 +376,29 @@ class SGMCMCKernel(MCMCKernel):
         )
         return kernel
 
+    def with_batch_sizes(
+        self, state: SGMCMCState, batch_sizes: Mapping[str, int], num_steps: int
+    ) -> tuple[SGMCMCKernel, SGMCMCState]:
+        """Return a copy of an initialised kernel with other minibatches, and its initial state.
+
+        :param state: initial state of this kernel's chains, with an axis of chains.
+        :param num_steps: steps per iteration of the copy; a multiple of the interval at which
+            gradients are monitored is taken.
+        """
+        adaptation = self.adaptation
+        monitor_gradients = adaptation.monitor_gradients
+        interval = max(1, min(monitor_gradients.interval, num_steps))
+        if monitor_gradients.interval:
+            monitor_gradients = monitor_gradients._replace(interval=interval)
+        kernel = self.copy_with(
+            adaptation=adaptation._replace(
+                num_steps=num_steps + -num_steps % interval, monitor_gradients=monitor_gradients
+            ),
+            potential=self.potential.with_batch_sizes(batch_sizes),
+        )
+        attach = partial(attach_prefetch_buffer, kernel._chain_config, num_chains=state.i.size)
+        return kernel, jax.vmap(attach)(state._replace(prefetch_buffer=None))
+
     def restore(
         self,
         adaptation: Adaptation,
@@ -389,7 +413,7 @@ class SGMCMCKernel(MCMCKernel):
         :param z: unconstrained values of one chain, of which only the shapes are used.
         """
         arguments = Arguments(model_args, model_kwargs)
-        potential = self._get_potential(arguments, z, is_batch=False)
+        potential = self.get_potential(arguments, z, is_batch=False)
         self._cache.potential = potential
         self._cache.store_adaptation(adaptation, potential, arguments)
         self._cache.finish_init(arguments, num_warmup)
@@ -440,7 +464,9 @@ class SGMCMCKernel(MCMCKernel):
             ),
         )
 
-    def _get_potential(self, arguments: Arguments, init_params: Any, is_batch: bool) -> Potential:
+    def get_potential(
+        self, arguments: Arguments, init_params: Any = None, is_batch: bool = False
+    ) -> Potential:
         """Return the potential for arguments of this structure, built at the first call."""
         build: Callable[[], Potential]
         if self._model is not None:

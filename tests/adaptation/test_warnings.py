@@ -12,11 +12,22 @@ import numpyro.distributions as dist
 import pytest
 
 from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.batch_size import StepCost
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import StepSizeTrace, SubsamplingChoice
-from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias, StepSizeChoice
+from numpyro_sgmcmc.adaptation.step_size import (
+    NoiseLimit,
+    PredictedMeanBias,
+    StepSizeChoice,
+    limit_step_size_by_mean_bias,
+)
 from numpyro_sgmcmc.adaptation.subsampling_choice import list_candidates
-from numpyro_sgmcmc.adaptation.warnings import PendingWarning, find_noise_warnings, issue_once
+from numpyro_sgmcmc.adaptation.warnings import (
+    PendingWarning,
+    find_batch_size_warnings,
+    find_noise_warnings,
+    issue_once,
+)
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
 from numpyro_sgmcmc.errors import (
@@ -24,6 +35,7 @@ from numpyro_sgmcmc.errors import (
     DiscretisationWarning,
     GradientNoiseWarning,
     SGMCMCWarning,
+    SubsampleSizeWarning,
 )
 from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
 from tests.adaptation.inputs import make_inputs
@@ -32,6 +44,7 @@ from tests.quick import quick_if
 
 REMEDY = r"subsample_size=(\d+) of plate 'rows'( \(the whole data\))? \((\d+) steps per draw\)"
 ROW_COST, OVERHEAD = 1.4, 100  # of a control variate, and of a step in gradients of observations
+STEP_COST = StepCost(OVERHEAD, ROW_COST)
 
 
 def normal_mean(y, batch_size=None):
@@ -45,21 +58,20 @@ def inputs():
     return make_inputs(normal_mean, (jnp.zeros(10),), 5)
 
 
-def get_warnings(
+def make_choices(
     inputs,
-    steps_per_draw,
-    noise_variance=0.1,
+    noise_variance,
     noise_bias=0.0,
     discretisation_bias=0.0,
-    variance_inflation=0.0,
     size=100_000,
     batch_size=100,
     **settings,
 ):
-    """Return the warnings about a step size at which a draw takes so many steps.
+    """Return the inputs, and the choices of a warm-up that measured this noise.
 
     ``noise_bias`` is the bias of a mean by noise over the step size, ``discretisation_bias`` that
-    by discretisation over its square. A draw takes a time of 3, as for a standard normal.
+    by discretisation over its square. A draw takes a time of 3, as for a standard normal: 40 steps
+    times the noise variance, at least 10.
     """
     inputs = replace(
         inputs,
@@ -68,21 +80,32 @@ def get_warnings(
     )
     noise_stats = GradientNoiseStats(noise_variance, 1.0, noise_variance)
     mean_bias = PredictedMeanBias(
-        np.array([0.0, -noise_bias]), np.array([0.0, discretisation_bias]), np.square
+        np.array([0.0, -noise_bias]), np.array([0.0, discretisation_bias]), 1.0, 1.0, 2
     )
+    limit = NoiseLimit.from_settings(inputs.settings, 1.0)
+    by_noise, inflation = limit.limit_step_size(noise_stats)
     choice = SubsamplingChoice(
-        ControlVariate(), ContiguousSubsampling(), noise_stats, 0.3, 0.0, 1.0
+        ControlVariate(), ContiguousSubsampling(), noise_stats, by_noise, inflation, 1.0
     )
-    step_size = 3.0 / steps_per_draw
-    limits = {"dynamics": 0.3, "mean_bias": step_size}
-    step = StepSizeChoice(
-        step_size, StepSizeTrace(limits), noise_stats, variance_inflation, mean_bias
+    step_size = limit_step_size_by_mean_bias(inputs.settings, mean_bias, by_noise)
+    limits = {"gradient_noise": by_noise, "dynamics": by_noise, "mean_bias": step_size}
+    trace = StepSizeTrace(limits)
+    return inputs, choice, StepSizeChoice(step_size, trace, noise_stats, inflation, mean_bias)
+
+
+def get_warnings(inputs, noise_variance=0.1, **kwargs):
+    """Return the warnings about noise and discretisation."""
+    inputs, choice, step = make_choices(inputs, noise_variance, **kwargs)
+    found = find_noise_warnings(inputs, list_candidates(inputs), choice, step)
+    return [PendingWarning(w.message + w.fix, *w[1:]) for w in found]
+
+
+def get_batch_size_warnings(inputs, noise_variance, step_cost=STEP_COST, **kwargs):
+    """Return the warnings about the batch size, however short a draw is."""
+    found = find_batch_size_warnings(
+        *make_choices(inputs, noise_variance, **kwargs), step_cost, 0.0
     )
-    candidates = list_candidates(inputs)
-    return [
-        PendingWarning(w.message + w.fix, *w[1:])
-        for w in find_noise_warnings(inputs, candidates, choice, step, steps_per_draw)
-    ]
+    return [PendingWarning(w.message + w.fix, *w[1:]) for w in found]
 
 
 def read_remedy(warning):
@@ -92,25 +115,66 @@ def read_remedy(warning):
 
 
 @pytest.mark.parametrize(
-    ("noise_variance", "num_steps"),
-    [(0.1, 10), (10.0, 120)],
-    ids=["few steps", "as many times fewer steps as more rows"],
+    ("noise_variance", "settings"),
+    [
+        (0.1, {}),
+        (3.0, {}),
+        (0.1, {"batch_size": 200}),
+        (12.0, {"step_cost": StepCost(1.0, 1.4)}),
+    ],
+    ids=[
+        "few steps",
+        "as many times fewer steps as more rows",
+        "hardly longer steps than with fewer rows",
+        "long steps with more rows",
+    ],
 )
-def test_find_noise_warnings_cheap_draws_are_not_reported(inputs, noise_variance, num_steps):
-    assert not get_warnings(inputs, num_steps, noise_variance)
+def test_find_batch_size_warnings_no_size_halves_the_time(inputs, noise_variance, settings):
+    assert not get_batch_size_warnings(inputs, noise_variance, **settings)
 
 
-def test_find_noise_warnings_expensive_draw_recommends_the_whole_data(inputs):
-    """A draw takes 480 steps of 100 rows and a control variate, or ten of all 2,000."""
-    (warning,) = get_warnings(inputs, 480, 40.0, size=2_000)
-    assert warning.category is GradientNoiseWarning
+def test_find_batch_size_warnings_many_steps_recommend_all_rows(inputs):
+    """A draw takes 484 steps of 100 rows and a control variate, or ten of all 2,000."""
+    (warning,) = get_batch_size_warnings(inputs, 12.0, size=2_000)
+    assert warning.category is SubsampleSizeWarning
+    assert "takes 484 steps" in warning.message
     assert read_remedy(warning) == (2_000, True, 10)
-    costs = 480 * (OVERHEAD + 100 * ROW_COST), 10 * (OVERHEAD + 2_000)
-    assert f"{costs[0] / costs[1]:.1f} times less" in str(warning.message)
+    costs = 484 * (OVERHEAD + 100 * ROW_COST), 10 * (OVERHEAD + 2_000)
+    assert f"{costs[0] / costs[1]:.1f} times as long" in warning.message
+
+
+def test_find_batch_size_warnings_many_steps_recommend_some_more_rows(inputs):
+    """A step of 256 rows costs a sixth of one of 2,600, and a draw takes ten times as many."""
+    step_cost = StepCost(1_000.0, ROW_COST)
+    (warning,) = get_batch_size_warnings(inputs, 2.55, step_cost, batch_size=256)
+    assert "takes 103 steps" in warning.message
+    batch_size, is_whole, num_steps = read_remedy(warning)
+    assert 1_500 <= batch_size <= 3_000
+    assert not is_whole
+    assert num_steps <= 20
+
+
+def test_find_batch_size_warnings_needlessly_many_rows_recommend_fewer(inputs):
+    """With little noise a draw takes ten steps, whether of 5,000 rows or of a sixteenth of them."""
+    (warning,) = get_batch_size_warnings(inputs, 0.001, batch_size=5_000)
+    assert "takes 10 steps" in warning.message
+    assert read_remedy(warning) == (320, False, 10)
+
+
+def test_find_batch_size_warnings_noise_prevents_fewer_rows(inputs):
+    """The noise of fewer rows shortens steps as much as they are faster."""
+    assert not get_batch_size_warnings(inputs, 0.25, batch_size=5_000)
+
+
+def test_find_batch_size_warnings_short_draws_are_not_reported(inputs):
+    choices = make_choices(inputs, 12.0, size=2_000)
+    seconds = StepCost(1e-7, 1e-9)
+    assert not [*find_batch_size_warnings(*choices, seconds)]
+    assert [*find_batch_size_warnings(*choices, seconds, 0.0)]
 
 
 def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs):
-    (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, size=10**8)
+    (warning,) = get_warnings(inputs, 1_000.0, size=10**8)
     assert warning.category is GradientNoiseWarning
     assert "SDs are predicted to be 73% too wide" in str(warning.message)
     batch_size, is_whole, num_steps = read_remedy(warning)
@@ -127,14 +191,14 @@ def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs
     ],
 )
 def test_find_noise_warnings_names_options_that_may_be_the_cause(inputs, settings, remedy):
-    (warning,) = get_warnings(inputs, 500, 1_000.0, variance_inflation=2.0, **settings)
+    (warning,) = get_warnings(inputs, 1_000.0, **settings)
     assert remedy in str(warning.message)
 
 
 def test_find_noise_warnings_mean_bias_recommends_batch_size(inputs):
     """Means are biased by 0.6 SD at 500 steps per draw."""
     rate = 0.6 / (3.0 / 500)
-    (warning,) = get_warnings(inputs, 500, 1.0, noise_bias=rate)
+    (warning,) = get_warnings(inputs, 1.0, noise_bias=rate, size=10**9)
     assert warning.category is GradientNoiseWarning
     assert "bias posterior means by 0.6 SD" in str(warning.message)
     batch_size, _, num_steps = read_remedy(warning)
@@ -143,23 +207,23 @@ def test_find_noise_warnings_mean_bias_recommends_batch_size(inputs):
 
 def test_find_noise_warnings_discretisation_shortens_steps(inputs):
     """A bias of 3 h^2 allows steps of 0.14; noise alone allows 0.3."""
-    (warning,) = get_warnings(inputs, 22, discretisation_bias=3.0)
+    (warning,) = get_warnings(inputs, discretisation_bias=3.0)
     assert warning.category is DiscretisationWarning
     assert "0.14 instead of 0.3" in str(warning.message)
     assert "baoab" in str(warning.message)
-    assert not get_warnings(inputs, 22, discretisation_bias=3.0, dynamics=NoseHooverThermostat())
-    assert not get_warnings(inputs, 13, discretisation_bias=1.0)
+    assert not get_warnings(inputs, discretisation_bias=3.0, dynamics=NoseHooverThermostat())
+    assert not get_warnings(inputs, discretisation_bias=1.0)
 
 
 def test_find_noise_warnings_discretisation_biases_means(inputs):
-    (warning,) = get_warnings(inputs, 500, discretisation_bias=3e4)
+    (warning,) = get_warnings(inputs, discretisation_bias=3e4)
     assert warning.category is DiscretisationWarning
     assert "bias posterior means by 1.1 SD" in str(warning.message)
 
 
 @pytest.mark.parametrize("settings", [{"step_size": 0.01}, {"num_steps": 500}])
 def test_find_noise_warnings_user_options_are_not_reported(inputs, settings):
-    assert not get_warnings(inputs, 480, 40.0, size=2_000, **settings)
+    assert not get_warnings(inputs, 12.0, size=10**6, batch_size=10_000, **settings)
 
 
 def test_issue_once_modes_with_similar_warnings_are_reported_once():

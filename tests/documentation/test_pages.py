@@ -61,9 +61,10 @@ BEFORE = {  # what a page takes for granted, or one of its blocks
     "checkpoints.md": IMPORTS + ROWS + MODEL,
     "choosing.md": IMPORTS + ROWS,
     ("choosing.md", 0): TOPICS,
-    ("choosing.md", 1): "K = 3; numpyro.handlers.seed(rng_seed=0).__enter__()",
-    ("choosing.md", 2): MODEL,
-    ("choosing.md", 3): SHORT_RUN
+    ("choosing.md", 1): MODEL,
+    ("choosing.md", 2): "K = 3; numpyro.handlers.seed(rng_seed=0).__enter__()",
+    ("choosing.md", 3): MODEL,
+    ("choosing.md", 4): SHORT_RUN
     + "X_new = X[:5]\nnetwork = lambda draw, X: jax.nn.sigmoid(X @ draw['beta'])",
     "local-latents.md": IMPORTS + ROWS + "y = y + X[:, 0]",
     "overview.md": IMPORTS + ROWS + MODEL + SHORT_RUN,

@@ -1,0 +1,166 @@
+"""Compare predicted and measured time per effective draw at two batch sizes of three models.
+
+``suggest_subsample_size`` predicts both from a warm-up with the first size. Draws are then timed at
+each, after a warm-up with that size; their ESS is the median over coordinates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import lax, random
+from jax.flatten_util import ravel_pytree
+from numpyro.diagnostics import effective_sample_size
+from timing import print_header, print_row
+
+from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
+
+NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, DRAWS_PER_CALL = 4, 200, 1_000, 100
+COLUMNS = (
+    *("problem", "size", "steps, predicted", "steps", "ms, predicted", "ms", "ratio"),
+    *("ESS/draw", "smallest"),
+)
+WIDTHS = (9, 6, 16, 6, 14, 7, 6, 8, 8)
+
+
+class Problem(NamedTuple):
+    """A model, its arguments, and two batch sizes of which the first is that of the prediction."""
+
+    model: Callable
+    args: tuple[Any, ...]
+    batch_sizes: tuple[int, int]
+
+
+def logistic(X: Any, y: Any, batch_size: int | None = None) -> None:
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=y[i])
+
+
+def slopes(group: Any, x: Any, y: Any, num_groups: int, batch_size: int | None = None) -> None:
+    mean = numpyro.sample("mean", dist.Normal(0, 2).expand([2]).to_event(1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1).expand([2]).to_event(1))
+    with numpyro.plate("groups", num_groups):
+        effect = numpyro.sample("effect", dist.Normal(mean, sd).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        logits = effect[group[i], 0] + effect[group[i], 1] * x[i]
+        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y[i])
+
+
+def crossed(a: Any, b: Any, y: Any, sizes: tuple[int, int], batch_size: int | None = None) -> None:
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    sd = numpyro.sample("sd", dist.HalfNormal(1).expand([3]).to_event(1))
+    with numpyro.plate("first", sizes[0]):
+        first = numpyro.sample("effect_a", dist.Normal(0, sd[0]))
+    with numpyro.plate("second", sizes[1]):
+        second = numpyro.sample("effect_b", dist.Normal(0, sd[1]))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mean + first[a[i]] + second[b[i]], sd[2]), obs=y[i])
+
+
+def make_problems() -> dict[str, Problem]:
+    """Return the problems by name, with simulated data."""
+    rng = np.random.default_rng(0)
+
+    def bernoulli(logits: np.ndarray) -> jax.Array:
+        return jnp.asarray(rng.random(len(logits)) < 1.0 / (1.0 + np.exp(-logits)), jnp.float32)
+
+    X = rng.standard_normal((100_000, 20)).astype(np.float32)
+    y = bernoulli(X @ rng.normal(0.0, 0.5, 20))
+    group = rng.integers(0, 500, 30_000)
+    x = rng.standard_normal(30_000).astype(np.float32)
+    effect = np.array([-0.5, 0.7]) + rng.standard_normal((500, 2)) * np.array([0.8, 0.4])
+    a, b = rng.integers(0, 200, 40_000), rng.integers(0, 100, 40_000)
+    levels = 1.0 + rng.normal(0.0, 0.5, 200)[a] + rng.normal(0.0, 0.8, 100)[b]
+    return {
+        "logistic": Problem(logistic, (jnp.asarray(X), y), (256, 2_000)),
+        "slopes": Problem(
+            slopes,
+            (jnp.asarray(group), jnp.asarray(x), bernoulli((effect[group] * _pair(x)).sum(1)), 500),
+            (2_000, 8_000),
+        ),
+        "crossed": Problem(
+            crossed,
+            (
+                jnp.asarray(a),
+                jnp.asarray(b),
+                jnp.asarray(levels + rng.standard_normal(40_000), jnp.float32),
+                (200, 100),
+            ),
+            (256, 2_000),
+        ),
+    }
+
+
+def _pair(x: np.ndarray) -> np.ndarray:
+    """Return ones and x as two columns."""
+    return np.stack([np.ones_like(x), x], 1)
+
+
+def time_draws(kernel: SGHMCSplit, args: tuple, batch_size: int) -> tuple[float, np.ndarray]:
+    """Return the seconds per draw of all chains together, and the ESS per draw by coordinate."""
+    kwargs = {"batch_size": batch_size}
+    keys = random.split(random.key(1), NUM_CHAINS)
+    state = kernel.init(keys, NUM_WARMUP, None, args, kwargs)
+
+    @jax.jit
+    def run(state: Any) -> tuple[Any, Any]:
+        def iterate(state: Any, _: None) -> tuple[Any, Any]:
+            state = kernel.sample(state, args, kwargs)
+            return state, jax.vmap(lambda z: ravel_pytree(z)[0])(state.z)
+
+        return lax.scan(iterate, state, None, DRAWS_PER_CALL)
+
+    draws, durations = [], []
+    for call in range((NUM_WARMUP + NUM_DRAWS) // DRAWS_PER_CALL):
+        start = time.perf_counter()
+        state, z = jax.block_until_ready(run(state))
+        if call >= NUM_WARMUP // DRAWS_PER_CALL:
+            durations.append(time.perf_counter() - start)
+            draws.append(np.asarray(z, np.float64))
+    by_chain = np.moveaxis(np.concatenate(draws), 0, 1)
+    num_draws = by_chain.shape[0] * by_chain.shape[1]
+    # The fastest call: other processes may have slowed down the others.
+    return min(durations) / DRAWS_PER_CALL / NUM_CHAINS, effective_sample_size(by_chain) / num_draws
+
+
+def main() -> None:
+    problems = make_problems()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(problems), help="problems to run")
+    print_header("Predicted and measured time per effective draw")
+    print_row(COLUMNS, WIDTHS)
+    for name in parser.parse_args().names:
+        problem = problems[name]
+        kernel = SGHMCSplit(problem.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            suggestion = suggest_subsample_size(
+                kernel, *problem.args, num_chains=NUM_CHAINS, batch_size=problem.batch_sizes[0]
+            )
+        sizes = np.array(suggestion.subsample_sizes["rows"], float)
+        for batch_size in problem.batch_sizes:
+            at_size = SGHMCSplit(problem.model) if batch_size != problem.batch_sizes[0] else kernel
+            seconds, ess = time_draws(at_size, problem.args, batch_size)
+            num_steps, predicted = (
+                np.exp(np.interp(np.log(batch_size), np.log(sizes), np.log(column)))
+                for column in (suggestion.steps_per_draw, suggestion.seconds_per_draw)
+            )
+            measured = seconds / np.median(ess)
+            cells = [name, batch_size, f"{num_steps:.0f}", at_size.adaptation.num_steps]
+            cells += [f"{1e3 * predicted:.3f}", f"{1e3 * measured:.3f}"]
+            cells += [f"{measured / predicted:.2f}", f"{np.median(ess):.2f}", f"{ess.min():.2f}"]
+            print_row(cells, WIDTHS)
+
+
+if __name__ == "__main__":
+    main()
