@@ -53,15 +53,16 @@ class StepCost(NamedTuple):
     per_row: float
 
     @classmethod
-    def fit(cls, num_rows: Sequence[int], seconds: Sequence[float]) -> StepCost:
+    def fit(cls, num_rows: Sequence[float], seconds: Sequence[float]) -> StepCost:
         """Fit the seconds of steps, with equal relative errors; neither part is negative."""
-        rows, seconds = np.asarray(num_rows, float), np.asarray(seconds)
-        design = np.stack([1.0 / seconds, rows / seconds], 1)
-        per_step, per_row = np.linalg.lstsq(design, np.ones(len(rows)), rcond=None)[0]
+        weights = 1.0 / np.array(seconds)
+        weighted_rows = np.array(num_rows) * weights
+        design = np.stack([weights, weighted_rows], 1)
+        per_step, per_row = np.linalg.lstsq(design, np.ones(len(weights)), rcond=None)[0]
         if per_step < 0.0:
-            per_step, per_row = 0.0, np.sum(rows / seconds) / np.sum(np.square(rows / seconds))
+            per_step, per_row = 0.0, weighted_rows.sum() / np.square(weighted_rows).sum()
         elif per_row < 0.0:
-            per_step, per_row = np.sum(1.0 / seconds) / np.sum(1.0 / np.square(seconds)), 0.0
+            per_step, per_row = weights.sum() / np.square(weights).sum(), 0.0
         return cls(float(per_step), float(per_row))
 
 

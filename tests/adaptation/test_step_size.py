@@ -89,9 +89,7 @@ def test_limit_by_noise_is_monotone_in_the_noise():
 
 def test_predicted_mean_bias_limits_the_step_size():
     """Noise biases the first mean, discretisation the second, and both the third, oppositely."""
-    bias = PredictedMeanBias(
-        np.array([1.0, 0.0, 1.0]), np.array([0.0, -50.0, -20.0]), lambda h: h**2
-    )
+    bias = PredictedMeanBias(np.array([1.0, 0.0, 1.0]), np.array([0.0, -50.0, -20.0]), 1.0, 1.0, 2)
     assert bias.compute_max(0.1) == pytest.approx(0.5)
     assert bias.compute_max(0.04) == pytest.approx(0.08)
     assert bias.by_noise.compute_max(0.04) == pytest.approx(0.04)

@@ -39,6 +39,7 @@ from numpyro_sgmcmc.errors import (
 )
 from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
 from tests.adaptation.inputs import make_inputs
+from tests.adaptation.large_posteriors import crossed
 from tests.contract.kernels import quietly
 from tests.quick import quick_if
 
@@ -265,6 +266,24 @@ def test_warm_up_sorted_data_uses_shuffled_minibatches():
     adaptation, caught = warm_up(jnp.sort(Y), 20, gradient_estimator="minibatch")
     assert adaptation.subsampling.name == "shuffled"
     assert [w.category for w in caught] == [DataOrderWarning]
+
+
+@pytest.mark.slow
+def test_warm_up_slow_batch_size_of_crossed_effects_recommends_another():
+    """With 256 rows a draw takes a hundred steps; 2,000 rows take half the time (measured)."""
+    problem = crossed(users=200, films=100, num=40_000)
+    kernel = SGHMCSplit(problem.model)
+    with pytest.warns(SubsampleSizeWarning) as caught:
+        kernel.init(jax.random.key(0), 10, None, problem.args, {"batch_size": 256})
+    batch_size, _, num_steps = read_remedy(caught[0])
+    assert kernel.adaptation.num_steps > 60
+    assert 1_000 <= batch_size <= 4_000
+    assert num_steps <= 20
+    with warnings.catch_warnings(record=True) as caught_again:
+        warnings.simplefilter("always", SubsampleSizeWarning)
+        kernel.init(jax.random.key(0), 10, None, problem.args, {"batch_size": batch_size})
+    assert kernel.adaptation.num_steps == pytest.approx(num_steps, rel=0.5)
+    assert not [w for w in caught_again if issubclass(w.category, SubsampleSizeWarning)]
 
 
 # --- Large counts ---------------------------------------------------------------------------------
