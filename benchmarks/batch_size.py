@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
-from jax import lax, random
+from jax import random
 from jax.flatten_util import ravel_pytree
 from numpyro.diagnostics import effective_sample_size
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
 
-NUM_CHAINS, NUM_WARMUP, NUM_DRAWS, DRAWS_PER_CALL = 4, 200, 1_000, 100
+NUM_CHAINS, NUM_WARMUP, NUM_DRAWS = 4, 200, 1_000
 COLUMNS = (
     *("problem", "size", "steps, predicted", "steps", "ms, predicted", "ms", "ratio"),
     *("ESS/draw", "smallest"),
@@ -113,24 +113,19 @@ def time_draws(kernel: SGHMCSplit, args: tuple, batch_size: int) -> tuple[float,
     state = kernel.init(keys, NUM_WARMUP, None, args, kwargs)
 
     @jax.jit
-    def run(state: Any) -> tuple[Any, Any]:
-        def iterate(state: Any, _: None) -> tuple[Any, Any]:
-            state = kernel.sample(state, args, kwargs)
-            return state, jax.vmap(lambda z: ravel_pytree(z)[0])(state.z)
-
-        return lax.scan(iterate, state, None, DRAWS_PER_CALL)
+    def run(state: Any) -> Any:
+        return kernel.sample(state, args, kwargs)
 
     draws, durations = [], []
-    for call in range((NUM_WARMUP + NUM_DRAWS) // DRAWS_PER_CALL):
+    for k in range(NUM_WARMUP + NUM_DRAWS):
         start = time.perf_counter()
-        state, z = jax.block_until_ready(run(state))
-        if call >= NUM_WARMUP // DRAWS_PER_CALL:
+        state = jax.block_until_ready(run(state))
+        if k >= NUM_WARMUP:
             durations.append(time.perf_counter() - start)
-            draws.append(np.asarray(z, np.float64))
-    by_chain = np.moveaxis(np.concatenate(draws), 0, 1)
-    num_draws = by_chain.shape[0] * by_chain.shape[1]
-    # The fastest call: other processes may have slowed down the others.
-    return min(durations) / DRAWS_PER_CALL / NUM_CHAINS, effective_sample_size(by_chain) / num_draws
+            draws.append(np.asarray(jax.vmap(lambda z: ravel_pytree(z)[0])(state.z), np.float64))
+    ess = effective_sample_size(np.stack(draws, 1))
+    # The fastest draw: other processes may have slowed down the others.
+    return min(durations) / NUM_CHAINS, ess / (NUM_CHAINS * NUM_DRAWS)
 
 
 def main() -> None:

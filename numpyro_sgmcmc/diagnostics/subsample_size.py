@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import random
+from numpyro.diagnostics import effective_sample_size
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation.batch_size import (
@@ -25,13 +28,15 @@ from numpyro_sgmcmc.sampling.kernels import SGHMCSplit
 from numpyro_sgmcmc.sampling.options import build_warmup_settings
 from numpyro_sgmcmc.sampling.state import SGMCMCState
 
-# Steps are timed with the smallest minibatch and with the largest one up to so many rows.
-_MAX_TIMED_ROWS = 20_000
-# Iterations are timed for so many seconds in all, and at least so many of them.
-_TIMED_SECONDS, _MIN_TIMED_ITERATIONS = 0.5, 3
+# Steps are timed with the smallest minibatch and with the largest one up to so many rows, or up to
+# so many times the rows of the smallest.
+_MAX_TIMED_ROWS, _MIN_TIMED_RATIO = 4_000, 4
+# Draws with either; those with the larger one show how much draws are correlated.
+_NUM_SMALL_DRAWS, _NUM_LARGE_DRAWS, _NUM_DISCARDED_DRAWS = 20, 250, 50
+_MAX_ESS_COORDINATES = 1_000  # a bound on memory
 _NOTE = (
-    "Seconds of all chains together, without warm-up and compilation. An effective draw is one "
-    "after a relaxation time of the preconditioned chain."
+    "Seconds of all chains together, without warm-up and compilation, per draw of the median ESS "
+    "over coordinates."
 )
 _BIAS_NOTE = "Sizes marked * are predicted to bias SDs or means beyond the target."
 
@@ -93,7 +98,8 @@ def suggest_subsample_size(
     The warm-up runs once, with the ``subsample_size`` that the arguments contain, and measures the
     gradient noise. The variance of the noise at other sizes is inversely proportional to them, and
     determines step size, steps per draw and bias. The time of a step is linear in the size; it is
-    measured with a small and a large minibatch, on the machine as it is loaded at present.
+    measured with a small and a large minibatch, on the machine as it is loaded at present. Short
+    chains with the larger one show the ESS per draw, which is about the same with all sizes.
 
     :param model: a NumPyro model with a subsampled plate, for :class:`.SGHMCSplit`; or one of this
         package's kernels, which keeps the warm-up for a run with the same arguments.
@@ -113,13 +119,21 @@ def suggest_subsample_size(
     draws = _predict(kernel)
     # All rows are not timed, for which the estimator's reference is not needed.
     subsampled = [d for d in draws if d.num_rows == sum(d.batch_sizes.values())]
-    timed = [subsampled[0], *[d for d in subsampled[1:] if d.num_rows <= _MAX_TIMED_ROWS][-1:]]
-    seconds = [_time_step(kernel, state, d, args, kwargs) / num_chains for d in timed]
-    step_cost = StepCost.fit([d.num_rows for d in timed], seconds)
+    small = subsampled[0]
+    max_rows = max(_MAX_TIMED_ROWS, _MIN_TIMED_RATIO * small.num_rows)
+    large = [d for d in subsampled if d.num_rows <= max_rows][-1]
+    sample = partial(_sample, kernel, state, args, kwargs)
+    small_seconds, _ = sample(small, _NUM_SMALL_DRAWS)
+    large_seconds, positions = sample(large, _NUM_LARGE_DRAWS)
+    step_cost = StepCost.fit(
+        [small.num_rows, large.num_rows], [small_seconds / num_chains, large_seconds / num_chains]
+    )
+    ess = effective_sample_size(positions[:, _NUM_DISCARDED_DRAWS:])
+    ess_per_draw = np.median(ess) / (num_chains * (_NUM_LARGE_DRAWS - _NUM_DISCARDED_DRAWS))
     suggestion = SubsampleSizeSuggestion(
         {name: tuple(d.batch_sizes[name] for d in draws) for name in draws[0].batch_sizes},
         tuple(d.num_steps for d in draws),
-        tuple(d.compute_seconds(step_cost) for d in draws),
+        tuple(float(d.compute_seconds(step_cost) / ess_per_draw) for d in draws),
         tuple(d.is_within_target for d in draws),
         draws.index(choose_batch_size(draws, step_cost)),
     )
@@ -170,10 +184,19 @@ def _predict(kernel: SGMCMCKernel) -> list[DrawPrediction]:
     )
 
 
-def _time_step(
-    kernel: SGMCMCKernel, state: SGMCMCState, draw: DrawPrediction, args: tuple, kwargs: dict
-) -> float:
-    """Return the seconds of a step of all chains with minibatches of a size."""
+def _sample(
+    kernel: SGMCMCKernel,
+    state: SGMCMCState,
+    args: tuple,
+    kwargs: dict,
+    draw: DrawPrediction,
+    num_draws: int,
+) -> tuple[float, np.ndarray]:
+    """Return the seconds of a step of all chains with minibatches of a size, and some draws.
+
+    :return: the shortest time of a step, as other processes may lengthen it, and positions of shape
+        ``(num_chains, num_draws, coordinates)``.
+    """
     kernel, state = kernel.with_batch_sizes(state, draw.batch_sizes, draw.num_steps)
 
     @jax.jit
@@ -181,9 +204,10 @@ def _time_step(
         return kernel.sample(state, args, kwargs)
 
     state = jax.block_until_ready(run(state))  # compiles
-    durations: list[float] = []
-    while len(durations) < _MIN_TIMED_ITERATIONS or sum(durations) < _TIMED_SECONDS:
+    durations, positions = [], []
+    for _ in range(num_draws):
         start = time.perf_counter()
         state = jax.block_until_ready(run(state))
         durations.append(time.perf_counter() - start)
-    return min(durations) / kernel.adaptation.num_steps
+        positions.append(np.asarray(state.dynamics_state.position[:, :_MAX_ESS_COORDINATES]))
+    return min(durations) / kernel.adaptation.num_steps, np.stack(positions, 1)
