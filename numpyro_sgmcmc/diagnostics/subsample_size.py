@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax import random
-from numpyro.diagnostics import effective_sample_size
 
 from numpyro_sgmcmc import errors
 from numpyro_sgmcmc.adaptation.batch_size import (
@@ -31,12 +28,10 @@ from numpyro_sgmcmc.sampling.state import SGMCMCState
 # Steps are timed with the smallest minibatch and with the largest one up to so many rows, or up to
 # so many times the rows of the smallest.
 _MAX_TIMED_ROWS, _MIN_TIMED_RATIO = 4_000, 4
-# Draws with either; those with the larger one show how much draws are correlated.
-_NUM_SMALL_DRAWS, _NUM_LARGE_DRAWS, _NUM_DISCARDED_DRAWS = 20, 250, 50
-_MAX_ESS_COORDINATES = 1_000  # a bound on memory
+_NUM_TIMED_ITERATIONS = 50
 _NOTE = (
-    "Seconds of all chains together, without warm-up and compilation, per draw of the median ESS "
-    "over coordinates."
+    "Seconds of all chains together, without warm-up and compilation. Draws a relaxation time apart "
+    "count as independent; if the preconditioner fits badly, they are not."
 )
 _BIAS_NOTE = "Sizes marked * are predicted to bias SDs or means beyond the target."
 
@@ -98,8 +93,7 @@ def suggest_subsample_size(
     The warm-up runs once, with the ``subsample_size`` that the arguments contain, and measures the
     gradient noise. The variance of the noise at other sizes is inversely proportional to them, and
     determines step size, steps per draw and bias. The time of a step is linear in the size; it is
-    measured with a small and a large minibatch, on the machine as it is loaded at present. Short
-    chains with the larger one show the ESS per draw, which is about the same with all sizes.
+    measured with a small and a large minibatch, on the machine as it is loaded at present.
 
     :param model: a NumPyro model with a subsampled plate, for :class:`.SGHMCSplit`; or one of this
         package's kernels, which keeps the warm-up for a run with the same arguments.
@@ -122,18 +116,12 @@ def suggest_subsample_size(
     small = subsampled[0]
     max_rows = max(_MAX_TIMED_ROWS, _MIN_TIMED_RATIO * small.num_rows)
     large = [d for d in subsampled if d.num_rows <= max_rows][-1]
-    sample = partial(_sample, kernel, state, args, kwargs)
-    small_seconds, _ = sample(small, _NUM_SMALL_DRAWS)
-    large_seconds, positions = sample(large, _NUM_LARGE_DRAWS)
-    step_cost = StepCost.fit(
-        [small.num_rows, large.num_rows], [small_seconds / num_chains, large_seconds / num_chains]
-    )
-    ess = effective_sample_size(positions[:, _NUM_DISCARDED_DRAWS:])
-    ess_per_draw = np.median(ess) / (num_chains * (_NUM_LARGE_DRAWS - _NUM_DISCARDED_DRAWS))
+    seconds = [_time_step(kernel, state, d, args, kwargs) / num_chains for d in (small, large)]
+    step_cost = StepCost.fit([small.num_rows, large.num_rows], seconds)
     suggestion = SubsampleSizeSuggestion(
         {name: tuple(d.batch_sizes[name] for d in draws) for name in draws[0].batch_sizes},
         tuple(d.num_steps for d in draws),
-        tuple(float(d.compute_seconds(step_cost) / ess_per_draw) for d in draws),
+        tuple(d.compute_seconds(step_cost) for d in draws),
         tuple(d.is_within_target for d in draws),
         draws.index(choose_batch_size(draws, step_cost)),
     )
@@ -184,18 +172,12 @@ def _predict(kernel: SGMCMCKernel) -> list[DrawPrediction]:
     )
 
 
-def _sample(
-    kernel: SGMCMCKernel,
-    state: SGMCMCState,
-    args: tuple,
-    kwargs: dict,
-    draw: DrawPrediction,
-    num_draws: int,
-) -> tuple[float, np.ndarray]:
-    """Return the seconds of a step of all chains with minibatches of a size, and some draws.
+def _time_step(
+    kernel: SGMCMCKernel, state: SGMCMCState, draw: DrawPrediction, args: tuple, kwargs: dict
+) -> float:
+    """Return the seconds of a step of all chains with minibatches of a size.
 
-    :return: the shortest time of a step, as other processes may lengthen it, and positions of shape
-        ``(num_chains, num_draws, coordinates)``.
+    It is the shortest time, as other processes may lengthen it.
     """
     kernel, state = kernel.with_batch_sizes(state, draw.batch_sizes, draw.num_steps)
 
@@ -204,10 +186,9 @@ def _sample(
         return kernel.sample(state, args, kwargs)
 
     state = jax.block_until_ready(run(state))  # compiles
-    durations, positions = [], []
-    for _ in range(num_draws):
+    durations = []
+    for _ in range(_NUM_TIMED_ITERATIONS):
         start = time.perf_counter()
         state = jax.block_until_ready(run(state))
         durations.append(time.perf_counter() - start)
-        positions.append(np.asarray(state.dynamics_state.position[:, :_MAX_ESS_COORDINATES]))
-    return min(durations) / kernel.adaptation.num_steps, np.stack(positions, 1)
+    return min(durations) / kernel.adaptation.num_steps
