@@ -30,8 +30,8 @@ from numpyro_sgmcmc.sampling.state import SGMCMCState
 _MAX_TIMED_ROWS, _MIN_TIMED_RATIO = 4_000, 4
 _NUM_TIMED_ITERATIONS = 50
 _NOTE = (
-    "Seconds of all chains together, without warm-up and compilation. Draws a relaxation time apart "
-    "count as independent; if the preconditioner fits badly, they are not."
+    "Seconds of all chains together, without warm-up and compilation. Draws a relaxation time "
+    "apart count as independent."
 )
 _BIAS_NOTE = "Sizes marked * are predicted to bias SDs or means beyond the target."
 
