@@ -74,6 +74,7 @@ from numpyro_sgmcmc.model.local_moves import (
     LocalLatentsState,
     compute_local_hessian_diagonal,
     init_local_values,
+    linearise_conditional_modes,
     map_over_row_chunks,
     sweep_local_values,
     update_minibatch_locals,
@@ -108,7 +109,11 @@ _MAX_DISTANCE_SD = 1e4  # preconditioned distance from the center at which chain
 _STEPS_PER_CALL = 500
 _NUM_NOISE_POSITIONS = 16  # at which the gradient noise is measured after the last window
 
-_MAX_EPOCHS_PER_DRAW = 20  # bounds the steps per draw
+# Epochs per draw for each unit of the ratio of marginal to conditional variance, and their bound,
+# which bounds the steps per draw. Beyond it local latents move with the globals, if the slopes
+# (rows times local and global coordinates) are at most so many numbers.
+_EPOCHS_PER_VARIANCE, _MAX_EPOCHS_PER_DRAW = 2.0, 20
+_MAX_SLOPE_ELEMENTS = 2**22
 _MAX_SILENT_STEPS_PER_DRAW = 4 * MAX_NUM_STEPS  # beyond, a larger batch size is recommended
 
 _PILOT_STEP = PILOT_DYNAMICS.make_step("symmetric")
@@ -133,14 +138,21 @@ def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -
         local_init = LocalLatentsInit(values, state.scale, covariance_factor)
         return adaptation._replace(local_init=local_init)
     position, state = _run_adam(inputs, position, state, keys)
-    inputs.progress.begin_stage("curvature")
     position, state = _run_monte_carlo_em(inputs, position, state, keys)
-    state = _adapt_local_scale(inputs, position, state.values, keys)
-    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
+    max_variance = _MAX_EPOCHS_PER_DRAW / _EPOCHS_PER_VARIANCE
+    if not 0 < potential.dim * state.scale.size <= _MAX_SLOPE_ELEMENTS:
+        max_variance = np.inf
+    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys, max_variance)
+    if _max_variance(_compute_covariance(preconditioner, positions)) > max_variance:
+        # Globals hardly move where the data determine the local values tightly: move both.
+        position, values = positions[-1], jax.tree.map(lambda x: x[-1], state.values)
+        state = _linearise_locals(inputs, position, state._replace(values=values))
+        position, state = _run_monte_carlo_em(inputs, position, state, keys)
+        preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
 
     inputs.progress.begin_stage("gradient noise")
-    q, dim = preconditioner.solve(positions - preconditioner.center), potential.dim
-    covariance = np.cov(q, rowvar=False).reshape(dim, dim) if preconditioner.is_dense else q.var(0)
+    q = preconditioner.solve(positions - preconditioner.center)
+    covariance = _compute_covariance(preconditioner, positions)
     noise_q = q[inputs.rng.choice(len(q), _NUM_NOISE_POSITIONS)]
     pilot = PilotResult(preconditioner, noise_q, is_converged=True, r_hat=1.0)
     candidates = list_candidates(inputs)
@@ -153,6 +165,31 @@ def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -
         num_steps=num_steps + -num_steps % max(1, adaptation.monitor_gradients.interval),
         local_init=LocalLatentsInit(state.values, state.scale, covariance_factor),
     )
+
+
+def _linearise_locals(
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState
+) -> LocalLatentsState:
+    """Return the same local values in coordinates in which they move with the globals."""
+    values = linearise_conditional_modes(
+        inputs.potential, inputs.cast(position), state.values, inputs.arguments
+    )
+    return state._replace(values=values)
+
+
+def _compute_covariance(preconditioner: Preconditioner, positions: np.ndarray) -> np.ndarray:
+    """Return the covariance of positions in preconditioned coordinates, or the variances.
+
+    The preconditioner is from the curvature given the local latents, so that this is the ratio of
+    the marginal covariance to the conditional one.
+    """
+    q, dim = preconditioner.solve(positions - preconditioner.center), positions.shape[1]
+    return np.cov(q, rowvar=False).reshape(dim, dim) if preconditioner.is_dense else q.var(0)
+
+
+def _max_variance(covariance: np.ndarray) -> float:
+    """Return the largest variance in any direction."""
+    return float(covariance.max() if covariance.ndim == 1 else np.linalg.eigvalsh(covariance).max())
 
 
 def _iterate_keys() -> Iterator[Array]:
@@ -266,7 +303,8 @@ def _run_adam(
 def _run_monte_carlo_em(
     inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
 ) -> tuple[np.ndarray, LocalLatentsState]:
-    """Alternate Newton steps of the globals with sweeps over the local latents."""
+    """Alternate Newton steps of the globals with sweeps over the local latents, and adapt these."""
+    inputs.progress.begin_stage("curvature")
     for _ in range(_NUM_NEWTON_STEPS):
         conditioned = _condition(inputs, state)
         preconditioner = _init_preconditioner(conditioned, position)
@@ -275,15 +313,23 @@ def _run_monte_carlo_em(
         step *= min(1.0, _MAX_NEWTON_STEP_RMS * math.sqrt(step.size) / np.linalg.norm(step))
         position = position - preconditioner.apply(step)
         state, _ = _sweep(inputs, position, state, keys)
-    return position, state
+    if state.values.slope is not None:
+        state = _linearise_locals(inputs, position, state)
+    return position, _adapt_local_scale(inputs, position, state.values, keys)
 
 
 def _run_local_pilot(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
+    inputs: WarmupInputs,
+    position: np.ndarray,
+    state: LocalLatentsState,
+    keys: Iterator[Array],
+    max_variance: float = np.inf,
 ) -> tuple[Preconditioner, LocalLatentsState, np.ndarray]:
     """Run windows of pilot chains until the mean of the globals stays.
 
     :param state: local values from which all chains start.
+    :param max_variance: ratio of marginal to conditional variance above which no further window is
+        run.
     :return: coordinates, local latents of each chain at the end of the last window, and positions
         of the globals in it, shape ``(n, d)``.
     """
@@ -324,6 +370,8 @@ def _run_local_pilot(
         pilot = pilot.move_to(Preconditioner(center, factor, gradient), last_positions)
         is_converged = (np.abs(q.mean(0)) < _MAX_CENTER_SHIFT_SD * q.std(0)).all()
         if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
+            break
+        if _max_variance(_compute_covariance(pilot.preconditioner, positions)) > max_variance:
             break
     if positions is None:
         raise InitializationError(
@@ -402,8 +450,8 @@ def _choose_num_local_steps(
     if inputs.settings.num_steps is not None:
         return inputs.settings.num_steps
     batches_per_epoch = _num_batches_per_epoch(inputs)
-    largest = covariance.max() if covariance.ndim == 1 else np.linalg.eigvalsh(covariance).max()
-    num_epochs = min(max(1.0, 2.0 * float(largest)), _MAX_EPOCHS_PER_DRAW)
+    num_epochs = _EPOCHS_PER_VARIANCE * _max_variance(covariance)
+    num_epochs = min(max(1.0, num_epochs), _MAX_EPOCHS_PER_DRAW)
     max_num_steps = max(MAX_NUM_STEPS, _MAX_EPOCHS_PER_DRAW * batches_per_epoch)
     num_steps = min(
         max(adaptation.num_steps, math.ceil(num_epochs * batches_per_epoch)), max_num_steps

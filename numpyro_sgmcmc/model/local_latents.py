@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
+from jax.flatten_util import ravel_pytree
 from numpyro.distributions import biject_to
 from numpyro.handlers import seed, substitute
 from numpyro.infer.util import constrain_fn
@@ -41,12 +42,30 @@ class LocalValues(NamedTuple):
     """Local values of all rows.
 
     - **hmc_position** - unconstrained values of the sites that are updated by HMC, those of a row
-      side by side, shape ``(N, k)``.
+      side by side, shape ``(N, k)``; with slopes, what they differ by from ``slope @ globals``.
     - **gibbs_values** - values of the sites that ``gibbs_fn`` samples, ``(N, ...)`` each, by name.
+    - **slope** - derivatives of each row's conditional mode in the globals, shape ``(N, k, d)``;
+      None for none. With them local values move with the globals, which are then free to move
+      although the data determine local values tightly. The change of variables has volume one.
     """
 
     hmc_position: Array
     gibbs_values: dict[str, Array]
+    slope: Array | None = None
+
+    def get_unconstrained(self, global_position: Array) -> Array:
+        """Return the unconstrained values of the sites that are updated by HMC."""
+        if self.slope is None:
+            return self.hmc_position
+        moved = jnp.matmul(self.slope, global_position, precision=lax.Precision.HIGHEST)
+        return self.hmc_position + moved
+
+    def with_slope(self, slope: Array, global_position: Array) -> LocalValues:
+        """Return the same values with other slopes."""
+        unconstrained = self.get_unconstrained(global_position)
+        negative = self._replace(hmc_position=unconstrained, slope=-slope)
+        hmc_position = negative.get_unconstrained(global_position)
+        return self._replace(hmc_position=hmc_position, slope=slope)
 
     def take(self, indices: Array) -> BatchLocalValues:
         """Return the values of some rows."""
@@ -54,9 +73,10 @@ class LocalValues(NamedTuple):
 
     def put(self, indices: Array, values: BatchLocalValues) -> LocalValues:
         """Return the values with those of some rows replaced; each row occurs once."""
-        return jax.tree.map(
-            lambda x, new: x.at[indices].set(new, unique_indices=True), self, LocalValues(*values)
+        hmc_position, gibbs_values = jax.tree.map(
+            lambda x, new: x.at[indices].set(new, unique_indices=True), self[:2], values[:2]
         )
+        return self._replace(hmc_position=hmc_position, gibbs_values=gibbs_values)
 
 
 class BatchLocalValues(LocalValues):
@@ -107,9 +127,12 @@ class LocalLatents:
         """Return values of the Gibbs sites as ``(rows, ...)``, from the model's layout."""
         return {s.name: jnp.moveaxis(gibbs_values[s.name], s.row_axis, 0) for s in self.gibbs_sites}
 
-    def to_unconstrained_sites(self, values: LocalValues) -> dict[str, Array]:
+    def to_unconstrained_sites(
+        self, values: LocalValues, global_position: Array
+    ) -> dict[str, Array]:
         """Return all local sites in the model's layout; those of HMC are unconstrained."""
-        return {**self.unravel(values.hmc_position), **self.to_model_layout(values.gibbs_values)}
+        hmc_sites = self.unravel(values.get_unconstrained(global_position))
+        return {**hmc_sites, **self.to_model_layout(values.gibbs_values)}
 
     def constrain(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """Return the local sites among ``values``, constrained."""
@@ -204,7 +227,10 @@ def insert_local_values(
         values = values.take(rows)
     if local_latents.gibbs_sites:
         model = substitute(model, data=local_latents.to_model_layout(values.gibbs_values))
-    return model, {**z, **local_latents.unravel(values.hmc_position)}, arguments
+    hmc_position = values.hmc_position
+    if values.slope is not None:
+        hmc_position = values.get_unconstrained(ravel_pytree(z)[0])
+    return model, {**z, **local_latents.unravel(hmc_position)}, arguments
 
 
 def _default_local_values(

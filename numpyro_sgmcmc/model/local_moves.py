@@ -65,6 +65,9 @@ _MIN_STEP_JITTER = 0.6  # step sizes are uniform from this factor to 1, against 
 _SMALL_STEP_FACTOR = 0.2
 _SMALL_STEP_PROBABILITY = 0.1
 _MAX_ROWS_PER_CHUNK = 4096  # a bound on the memory of updates of all rows
+# Newton's method for the conditional mode of a row: steps, their greatest length, and the distance
+# up to which the mode counts as reached, in SDs of the conditional.
+_NUM_NEWTON_STEPS, _MAX_NEWTON_STEP_SD, _MAX_MODE_DISTANCE_SD = 8, 3.0, 0.3
 _INIT_SD = 0.1  # of initial values around zero in unconstrained space
 
 
@@ -144,7 +147,8 @@ def update_local_values(
     gibbs_key, hmc_key = random.split(rng_key)
     if local.gibbs_fn is not None:
         global_values = potential.constrain(potential.unravel(global_position), arguments)
-        hmc_values = local.constrain(local.unravel(values.hmc_position))
+        unconstrained = values.get_unconstrained(global_position)
+        hmc_values = local.constrain(local.unravel(unconstrained))
         gibbs_values = call_gibbs_fn(
             local,
             local.to_model_layout(values.gibbs_values),
@@ -212,15 +216,26 @@ def pointwise_local_potentials(
 
     Each holds a share of the globals' prior, which is constant in the local values.
     """
-    plate = _get_local_latents(potential).plate
 
     def one_row(row: Array, values: BatchLocalValues) -> Array:
-        row, values = jax.tree.map(lambda x: x[None], (row, values))
-        row_arguments = with_local_values(arguments, values)
-        # On a minibatch of one row the plate's scale is the number of rows.
-        return potential.value(global_position, {plate.name: row}, row_arguments) / plate.size
+        return _row_potential(potential, global_position, row, values, arguments)
 
     return jax.vmap(one_row)(indices, values)
+
+
+def _row_potential(
+    potential: Potential,
+    global_position: Array,
+    row: Array,
+    values: BatchLocalValues,
+    arguments: Arguments,
+) -> Array:
+    """Return the potential of one row, whose values have no axis of rows."""
+    plate = _get_local_latents(potential).plate
+    row, values = jax.tree.map(lambda x: x[None], (row, values))
+    row_arguments = with_local_values(arguments, values)
+    # On a minibatch of one row the plate's scale is the number of rows.
+    return potential.value(global_position, {plate.name: row}, row_arguments) / plate.size
 
 
 def _pointwise_value_and_grad(
@@ -253,6 +268,51 @@ def compute_local_hessian_diagonal(
         return jax.jvp(gradient, (values.hmc_position,), (direction,))[1][:, k]
 
     return lax.map(second_derivative, jnp.arange(values.hmc_position.shape[1])).T
+
+
+@partial(jax.jit, static_argnames="potential")
+def linearise_conditional_modes(
+    potential: Potential, global_position: Array, values: LocalValues, arguments: Arguments
+) -> LocalValues:
+    r"""Return the same local values with the slopes of the rows' conditional modes.
+
+    With U a row's potential, the mode :math:`\hat z(\theta)` moves by
+    :math:`-(\partial_z^2 U)^{-1}\,\partial_z \partial_\theta U` with the globals. Rows for
+    which Newton's method does not reach a mode get a slope of zero.
+    """
+
+    def one_row(row: Array, values: BatchLocalValues) -> Array:
+        def value(theta: Array, x: Array) -> Array:
+            at = values._replace(hmc_position=x, slope=None)
+            return _row_potential(potential, theta, row, at, arguments)
+
+        gradient = jax.grad(value, 1)
+        start = values.get_unconstrained(global_position)
+        identity = jnp.eye(start.size, dtype=start.dtype)
+
+        def newton_step(carry: Any, _: None) -> tuple[Any, None]:
+            x = carry[0]
+            hessian, g = jax.jacfwd(gradient, 1)(global_position, x), gradient(global_position, x)
+            curvature, directions = jnp.linalg.eigh(hessian)
+            step = directions @ (directions.T @ g / jnp.abs(curvature))
+            length = jnp.sqrt(jnp.abs(g @ step))  # in SDs of the conditional
+            factor = jnp.minimum(1.0, _MAX_NEWTON_STEP_SD / length)
+            return (x - factor * step, hessian, curvature[0], length), None
+
+        init = start, identity, jnp.ones((), start.dtype), jnp.ones((), start.dtype)
+        (mode, hessian, curvature, length), _ = lax.scan(
+            newton_step, init, length=_NUM_NEWTON_STEPS
+        )
+        mixed = jax.jacrev(gradient)(global_position, mode)
+        slope = -jnp.linalg.solve(hessian, mixed)
+        is_mode = (curvature > 0.0) & (length < _MAX_MODE_DISTANCE_SD) & jnp.isfinite(slope).all()
+        return jnp.where(is_mode, slope, 0.0)
+
+    def chunk(rows: Array, _: Array) -> Array:
+        return jax.vmap(one_row)(rows, values.take(rows))
+
+    slope = map_over_row_chunks(chunk, values.hmc_position.shape[0], random.key(0))
+    return values.with_slope(slope, global_position)
 
 
 def sweep_local_values(

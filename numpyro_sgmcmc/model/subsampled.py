@@ -512,7 +512,7 @@ def _trace_potential(potential: Potential, arguments: Arguments) -> Any:
             scale = jnp.ones_like(values.hmc_position)
             outputs += [
                 update_local_values(potential, q, rows, values, scale, arguments, rng_key),
-                local.constrain(local.to_unconstrained_sites(values)),
+                local.constrain(local.to_unconstrained_sites(values, q)),
             ]
             if local.gibbs_sites:
                 outputs.append(potential.sample_conditional_prior(q, indices, arguments, rng_key))

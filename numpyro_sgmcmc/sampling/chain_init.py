@@ -185,7 +185,7 @@ def _init_locals(
         _NUM_INIT_GIBBS_UPDATES if is_sampled_by_gibbs_fn else _NUM_INIT_LOCAL_UPDATES,
     )
     z: Any = potential.unravel(position)
-    local_values = local_latents.to_unconstrained_sites(local_state.values)
+    local_values = local_latents.to_unconstrained_sites(local_state.values, position)
     return state._replace(
         z={**z, **{name: local_values[name] for name in config.collected_local_sites}},
         dynamics_state=dynamics_state,

@@ -141,11 +141,14 @@ def _run_chain_iteration(
         buffer = buffer._replace(
             num_used=buffer.num_used + 1, next_key_data=random.key_data(keys.next_key)
         )
-    z = potential.unravel(preconditioner.to_position(dynamics_state.position))
+    position = preconditioner.to_position(dynamics_state.position)
+    z = potential.unravel(position)
     if config.collected_local_sites:
         assert potential.local_latents is not None
         assert final.local_state is not None
-        local_values = potential.local_latents.to_unconstrained_sites(final.local_state.values)
+        local_values = potential.local_latents.to_unconstrained_sites(
+            final.local_state.values, position
+        )
         z |= {name: local_values[name] for name in config.collected_local_sites}
     return state._replace(
         i=state.i + 1,
