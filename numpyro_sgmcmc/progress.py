@@ -1,7 +1,8 @@
 """Progress bars of the adaptation and of passes over all data.
 
-A bar appears once the work takes longer than a few seconds. Passes are counted in rows that the
-largest :class:`HostArray` has read; for data in memory no rows are counted.
+A bar appears once the work takes longer than a few seconds, in a log file after half a minute.
+Passes are counted in rows that the largest :class:`HostArray` has read; for data in memory no rows
+are counted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from tqdm import tqdm
 
 from numpyro_sgmcmc.data.host_array import HostArray, count_reads
 
-# Shorter work shows no bar.
-_DISPLAY_DELAY_SECONDS = 3.0
+# Shorter work shows no bar. In a log file every update is a line of its own.
+_DISPLAY_DELAY_SECONDS, _LOG_INTERVAL_SECONDS = 3.0, 30.0
 
 
 class ProgressReporter:
@@ -36,12 +37,21 @@ class ProgressReporter:
 
     def advance(self, work: int) -> None:
         """Add completed work, in the unit of :meth:`set_total`."""
-        self._bar.bar_format = "{desc} {elapsed}, about {remaining} left{postfix}"
+        is_estimable = self._bar.total is not None and self._bar.n + work <= self._bar.total
+        remaining = ", about {remaining} left" if is_estimable else ""
+        self._bar.bar_format = f"{{desc}} {{elapsed}}{remaining}{{postfix}}"
         self._bar.update(work)
 
 
-def _open_bar(**options: Any) -> tqdm:
-    return tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
+def _open_bar(log_interval: float = _LOG_INTERVAL_SECONDS, **options: Any) -> tqdm:
+    """Open a bar on a terminal or in a notebook, or lines in a log file.
+
+    :param log_interval: seconds before the first line and between lines.
+    """
+    bar = tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
+    if bar.disable:
+        bar = tqdm(delay=log_interval, mininterval=log_interval, leave=False, **options)
+    return bar
 
 
 @contextmanager

@@ -352,7 +352,6 @@ def _run_local_pilot(
         max_curvature = estimate_max_curvature(replace(bulk, q=pilot.q), rng)
         limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, _PILOT_TARGET_SD_BIAS)
         choice = choose_estimator(estimators, ContiguousSubsampling(), noise, limit)
-        inputs.progress.begin_stage("pilot chains")
         num_steps = min(window + 1, _MAX_WINDOW_LENGTH_RATIO) * min_window_steps
         draws, next_state = _run_local_chains(inputs, pilot, state, choice, num_steps, keys)
         if not (np.isfinite(draws).all() and np.abs(draws).max() < _MAX_DISTANCE_SD):
@@ -423,6 +422,7 @@ def _run_local_chains(
     carry = dynamics_state, state.values, inputs.cast(np.stack(reference_gradients))
     draws = []
     for _ in range(-(-num_steps // _STEPS_PER_CALL)):
+        inputs.progress.begin_stage("pilot chains")
         indices = sample_minibatch_indices(
             potential, rng, (_NUM_PILOT_CHAINS, _STEPS_PER_CALL), ContiguousSubsampling()
         )

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import numpy as np
 from jax import random
@@ -57,6 +58,9 @@ _NUM_LINE_POINTS = 9  # at which the potential is evaluated between two modes
 _MIN_BARRIER = 0.5  # nats: chains cross a lower barrier
 # Difference of matched entries, relative to that of the modes, up to which they are permuted.
 _PERMUTATION_TOLERANCE = 0.2
+# Change of the products of entries, relative to that by a difference of the same size in a random
+# direction, up to which they are rotated.
+_ROTATION_TOLERANCE = 0.3
 _MAX_SITES_LISTED = 3
 
 # --- Posteriors without a dominant mode.
@@ -133,7 +137,8 @@ def find_other_modes(
         (potential,) = batched_gradients.full_potentials(preconditioner.center[None])
         return preconditioner.log_det - float(potential)
 
-    for fit in select_candidate_fits(fits):
+    candidates = select_candidate_fits(fits)
+    for k, fit in enumerate(candidates, 1):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
             continue
         preconditioner = build_preconditioner_from_fit(inputs, fit)
@@ -145,6 +150,7 @@ def find_other_modes(
             inputs.budget.pilot_window_steps[:_MAX_NUM_WINDOWS],
             known_modes,
             is_distinct,
+            stage=f"other modes, fit {k} of {len(candidates)}",
         )
         is_drifting = any(is_drifting_towards(pilot, mode.positions) for mode in known_modes)
         if not pilot.is_distinct or is_drifting:
@@ -156,6 +162,9 @@ def find_other_modes(
         )
         if log_mass_deficit < _MAX_LOG_MASS_DEFICIT:
             known_modes.append(replace(pilot, log_mass_deficit=log_mass_deficit))
+            differences = _find_separated_sites(inputs.potential, main.positions, pilot.positions)
+            if _Difference.ROTATED in dict(differences).values():
+                break  # there is a continuum of modes
     return tuple(known_modes[1:])
 
 
@@ -214,33 +223,38 @@ def describe_other_modes(
     init_in_modes: bool,
 ) -> ModelWarning:
     """Return the warning about other modes: their mass and the sites that differ."""
-    separated: dict[str, bool] = {}  # names of sites, and whether they are permuted
+    separated: dict[str, set[_Difference]] = {}  # names of sites, and how they differ
     for mode in other_modes:
-        for name, is_permuted in _find_separated_sites(potential, positions, mode.positions):
-            separated[name] = separated.get(name, False) or is_permuted
-    permuted = [name for name, is_permuted in separated.items() if is_permuted]
+        for name, difference in _find_separated_sites(potential, positions, mode.positions):
+            separated.setdefault(name, set()).add(difference)
+
+    def list_sites(difference: _Difference) -> str:
+        return _join_site_names([name for name, x in separated.items() if difference in x])
+
     percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
     num, plural = len(other_modes), "s" * (len(other_modes) > 1)
-    if permuted:
-        difference = f"components of {_join_site_names(permuted)} permuted"
+    problem = f"The posterior has {num} other mode{plural} with about {percent:.0f}% of the mass, "
+    if rotated := list_sites(_Difference.ROTATED):
+        problem = f"Rotations of the components of {rotated} leave the posterior about the same."
+        fix = (
+            "fix the rotation (a lower triangular matrix with a positive diagonal), or judge only "
+            "what it leaves the same, such as products and predictions."
+        )
+    elif permuted := list_sites(_Difference.PERMUTED):
+        problem += f"components of {permuted} permuted."
         fix = (
             "order the components (numpyro.distributions.transforms.OrderedTransform), or do not "
             "distinguish them in the draws."
         )
     else:
-        difference = f"other values of {_join_site_names(list(separated)) or 'the position'}"
+        problem += f"other values of {list_sites(_Difference.OTHER) or 'the position'}."
         fix = "exclude modes by the prior, or choose one with `init_params`."
     kind = ModelWarningKind.MULTIMODAL
     coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each."
     if init_in_modes:
         kind = ModelWarningKind.MODES_VISITED
         coverage = "Chains start in each mode; their share of the draws does not estimate its mass."
-    message = format_message(
-        f"The posterior has {num} other mode{plural} with about {percent:.0f}% of the mass, "
-        f"{difference}.",
-        f"{fix} {coverage}",
-        "multimodal",
-    )
+    message = format_message(problem, f"{fix} {coverage}", "multimodal")
     return ModelWarning(tuple(separated), kind, message)
 
 
@@ -253,10 +267,18 @@ def compute_mass_fractions(log_mass_deficits: Sequence[float]) -> np.ndarray:
     return np.asarray(masses[1:] / masses.sum())
 
 
+class _Difference(Enum):
+    """How a site differs between two modes."""
+
+    PERMUTED = "permuted"
+    ROTATED = "rotated"
+    OTHER = "other"
+
+
 def _find_separated_sites(
     potential: Potential, positions: np.ndarray, other_positions: np.ndarray
-) -> Iterator[tuple[str, bool]]:
-    """Iterate over sites that differ between modes, and whether their components are permuted."""
+) -> Iterator[tuple[str, _Difference]]:
+    """Iterate over sites that differ between modes, and how they differ."""
     separated_coordinates = find_separated_coordinates(positions, other_positions)
     slices = site_slices(potential.sites or ())
     for site in potential.sites or ():
@@ -265,18 +287,49 @@ def _find_separated_sites(
             a, b = (
                 x[:, coordinates].mean(0).reshape(site.shape) for x in (positions, other_positions)
             )
-            yield site.name, any(_is_permutation(a, b, axis) for axis in range(a.ndim))
+            axes = range(a.ndim)
+            if any(_is_permutation(a, b, axis) for axis in axes):
+                yield site.name, _Difference.PERMUTED
+            elif any(_is_rotation(a, b, axis) for axis in axes):
+                yield site.name, _Difference.ROTATED
+            else:
+                yield site.name, _Difference.OTHER
 
 
-def _is_permutation(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
-    """Return whether the entries of two arrays along an axis are the same in another order."""
-    a, b = (np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1) for x in (a, b))
+def _is_permutation(a: np.ndarray, b: np.ndarray, axis: int, is_signed: bool = False) -> bool:
+    """Return whether the entries of two arrays along an axis are the same in another order.
+
+    :param is_signed: whether they may be negated, and in the same order, as well.
+    """
+    a, b = _as_rows(a, axis), _as_rows(b, axis)
     if len(a) < 2:
         return False
     cost = np.abs(a[:, None] - b[None]).max(-1)
+    if is_signed:
+        cost = np.minimum(cost, np.abs(a[:, None] + b[None]).max(-1))
     i, j = linear_sum_assignment(cost)
     tolerance = _PERMUTATION_TOLERANCE * np.abs(a - b).max()
-    return bool((i != j).any() and cost[i, j].max() < tolerance)
+    return bool((is_signed or (i != j).any()) and cost[i, j].max() < tolerance)
+
+
+def _is_rotation(a: np.ndarray, b: np.ndarray, axis: int) -> bool:
+    """Return whether the entries of two arrays along an axis are rotated.
+
+    Entries that are only permuted or negated do not count. A rotation leaves the products of the
+    other entries the same, which a difference of the same size changes by about ``change``.
+    """
+    if _is_permutation(a, b, axis, is_signed=True):
+        return False
+    a, b = _as_rows(a, axis), _as_rows(b, axis)
+    if not 1 < len(a) < a.shape[1]:
+        return False
+    change = np.sqrt(2.0 / len(a)) * np.linalg.norm(a) * np.linalg.norm(a - b)
+    return bool(np.linalg.norm(a.T @ a - b.T @ b) < _ROTATION_TOLERANCE * change)
+
+
+def _as_rows(x: np.ndarray, axis: int) -> np.ndarray:
+    """Return an array as a matrix with a row for each entry along an axis."""
+    return np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
 def _join_site_names(names: list[str]) -> str:

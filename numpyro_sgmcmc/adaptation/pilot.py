@@ -105,6 +105,7 @@ def run_pilot_windows(
     window_steps: Sequence[int],
     known_modes: Sequence[PilotResult] = (),
     is_distinct: Callable[[PilotResult, np.ndarray], bool] = lambda pilot, positions: True,
+    stage: str = "pilot chains",
 ) -> PilotResult:
     """Run pilot chains of a model without local latents, window by window until they agree.
 
@@ -112,10 +113,11 @@ def run_pilot_windows(
     :param known_modes: modes; chains that come to them are replaced by others.
     :param is_distinct: maps the result and the chains' last positions to whether they are in none
         of these; if not, no further window is run.
+    :param stage: name of the stage in the display of the progress.
     """
     num_chains, max_step_size = len(pilot.q), MAX_PILOT_STEP_SIZE
     for num_steps in window_steps:
-        inputs.progress.begin_stage("pilot chains")
+        inputs.progress.begin_stage(stage)
         estimator, step_size, noise_stats = _choose_pilot_step(inputs, pilot, max_step_size)
         draws = run_pilot(inputs, pilot, estimator, step_size, num_steps)
         survives = _find_surviving_chains(inputs, pilot.preconditioner, draws)

@@ -35,6 +35,7 @@ from numpyro_sgmcmc.diagnostics.distances import compute_ks_statistic
 from numpyro_sgmcmc.diagnostics.run_data import (
     ConvergenceStats,
     check_finished_run,
+    check_has_data,
     check_sites_kept,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
@@ -121,6 +122,7 @@ def get_subsampled_plate(mcmc: MCMC, caller: str) -> Plate:
     :raises ValueError: for no such run, or a model without a subsampled plate or with several.
     """
     kernel = check_finished_run(mcmc, caller, uses_moments=False)
+    check_has_data(kernel, caller)
     plates = kernel.potential.plates
     if kernel.potential.local_latents is not None:
         raise InvalidModelError(

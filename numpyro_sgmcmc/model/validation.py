@@ -16,17 +16,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpyro.handlers import substitute
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.sharded_array import ShardedArray
 from numpyro_sgmcmc.errors import (
     InvalidArgumentError,
     InvalidModelError,
+    LocalLatentsWarning,
     PlateWarning,
     ShardingWarning,
     warn_user,
 )
+from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.additivity import check_factorises_over_plates
+from numpyro_sgmcmc.model.handlers import trace_prior
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
     LocalValues,
@@ -44,6 +48,11 @@ _NUM_INDEPENDENCE_CHECKS = 4
 _TOLERANCE_FLOAT32 = 1e-3
 _TOLERANCE_FLOAT64 = 1e-8
 
+_UNOBSERVED_SITE_FIX = (
+    "pass its data (is an argument None?), or take replicated data out of the model: "
+    "numpyro_sgmcmc.posterior_predictive and numpyro.infer.Predictive sample them."
+)
+
 
 def validate_model(model_trace: ModelTrace) -> None:
     """Check that a model can be sampled, from its sites and plates to what its rows do.
@@ -54,6 +63,15 @@ def validate_model(model_trace: ModelTrace) -> None:
     _check_global_sites(model_trace)
     _check_sharding(model_trace)
     check_factorises_over_plates(model_trace)
+    if model_trace.local_sites:
+        for site in _find_unused_sites(model_trace, model_trace.local_sites):
+            warn_user(
+                f"Site '{site.name}' is updated in every step, although no other site depends on "
+                "it.",
+                LocalLatentsWarning,
+                _UNOBSERVED_SITE_FIX,
+                "unobserved-site",
+            )
     for site in model_trace.sample_sites:
         for dim in site.unplated_dims:  # as NumPyro does
             warn_user(
@@ -80,7 +98,7 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
                 "local-latents-plates",
             )
         if site.name not in gibbs.site_names:
-            _check_latent_site(site)
+            _check_latent_site(model_trace, site)
     missing = sorted(set(gibbs.site_names) - {s.name for s in sites})
     if missing:
         raise InvalidArgumentError(
@@ -124,7 +142,7 @@ def _check_global_sites(model_trace: ModelTrace) -> None:
         if site.is_observed:
             _check_observed_shape(site)
         elif site.is_global:
-            _check_latent_site(site)
+            _check_latent_site(model_trace, site)
     global_sites = [site for site in model_trace.sample_sites if site.is_global]
     has_coordinates = any(0 not in (site.unconstrained_shape or ()) for site in global_sites)
     if model_trace.local_sites and not has_coordinates:
@@ -136,16 +154,40 @@ def _check_global_sites(model_trace: ModelTrace) -> None:
         )
 
 
-def _check_latent_site(site: SampleSite) -> None:
+def _find_unused_sites(model_trace: ModelTrace, sites: Sequence[SampleSite]) -> list[SampleSite]:
+    """Return the latent sites among these on which the density of no other site depends."""
+    indices = {p.name: np.arange(p.subsample_size) for p in model_trace.plates.values()}
+    values = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sites}
+
+    def log_probs(values: dict[str, Array], arguments: Arguments) -> dict[str, Array]:
+        model = substitute(model_trace.model_with_params, data=values)
+        traced = trace_prior(model, indices, arguments)
+        return {n: s["fn"].log_prob(s["value"]) for n, s in traced.items() if s["type"] == "sample"}
+
+    jaxpr, shapes = jax.make_jaxpr(log_probs, return_shape=True)(values, model_trace.arguments)
+    labels = [frozenset({name}) for name in sorted(values)]
+    labels += [frozenset()] * (len(jaxpr.jaxpr.invars) - len(values))
+    outputs = zip(sorted(shapes), propagate_labels(jaxpr.jaxpr, labels), strict=True)
+    used = frozenset[str]().union(*(found - {name} for name, found in outputs))
+    return [s for s in sites if s.name not in used]
+
+
+def _check_latent_site(model_trace: ModelTrace, site: SampleSite) -> None:
     """Check that a latent site has a gradient, and a local one a fixed support."""
     described = f"Site '{site.name}'"
     if site.is_local:
         described += f" inside the plate '{site.plate_frames[0].name}'"
+    if site.support.is_discrete and _find_unused_sites(model_trace, [site]):
+        raise InvalidModelError(
+            f"{described} has no data, and no other site depends on it.",
+            _UNOBSERVED_SITE_FIX,
+            "unobserved-site",
+        )
     if site.support.is_discrete and site.is_local:
         raise InvalidModelError(
-            f"{described} is discrete and has no data.",
-            "pass its data (is an argument None?); or sample it by gibbs_fn=... and gibbs_sites="
-            f"['{site.name}'], or sum it out of the likelihood.",
+            f"{described} is discrete and has no gradient.",
+            f"sum it out of the likelihood, or sample it by gibbs_fn=... and gibbs_sites="
+            f"['{site.name}'].",
             "discrete-site",
         )
     if site.support.is_discrete:
@@ -161,7 +203,7 @@ def _check_latent_site(site: SampleSite) -> None:
         )
     if site.is_local and not is_fixed_support(site.support):
         raise InvalidModelError(
-            f"{described} has a support that depends on other values.",
+            f"{described} has bounds that are taken from data or from other sites.",
             "rescale the site, for example a Uniform(0, 1) times its upper bound.",
             "unsupported-support",
         )

@@ -1,6 +1,7 @@
 """Other modes of comparable mass are detected, and the sites that differ are named."""
 
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from numpyro_sgmcmc.adaptation.initialisation import (
 )
 from numpyro_sgmcmc.adaptation.multimodality import (
     compute_mass_fractions,
+    describe_other_modes,
     find_other_modes,
     has_barrier,
     interpolate_line,
@@ -36,6 +38,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
 from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.errors import MultimodalPosteriorWarning, StepSizeWarning
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.trace import LatentSite
 from tests.adaptation.inputs import make_inputs
 from tests.contract.kernels import quietly
 
@@ -349,3 +352,56 @@ def test_is_drifting_towards_chains_that_approach_in_every_window(previous, is_d
     assert is_drifting_towards(pilot, draws) == is_drifting
     assert not is_drifting_towards(PilotResult(preconditioner, q, True, 1.0, medians), draws)
     assert is_drifting_towards(PilotResult(preconditioner, q, False, 1.2, medians[:1]), draws)
+
+
+# --- How modes differ -----------------------------------------------------------------------------
+
+LOADINGS = np.random.default_rng(4).standard_normal((3, 20))
+ROTATION = np.linalg.qr(np.random.default_rng(5).standard_normal((3, 3)))[0]
+CHANGED = LOADINGS + 3.0 * (np.arange(60).reshape(3, 20) == 17)
+
+
+def describe_mode(other, loadings=LOADINGS):
+    """Return the message about a second mode of a matrix, with an error of 0.05 in each entry."""
+    sites = (LatentSite("loadings", loadings.shape, dist.constraints.real),)
+    potential = SimpleNamespace(sites=sites, dim=loadings.size)
+    zero = np.zeros(loadings.size)
+    noise = 0.05 * np.random.default_rng(6).standard_normal((2, 16, loadings.size))
+    modes = loadings.ravel() + noise[0], other.ravel() + noise[1]
+    pilot = PilotResult(Preconditioner(zero, zero + 1.0, zero), modes[1])
+    return describe_other_modes(potential, modes[0], [pilot], init_in_modes=False).message
+
+
+@pytest.mark.parametrize(
+    ("loadings", "other"),
+    [
+        (LOADINGS, ROTATION @ LOADINGS),
+        (LOADINGS.T, LOADINGS.T @ ROTATION),
+        (LOADINGS.reshape(3, 4, 5), (ROTATION.T @ LOADINGS).reshape(3, 4, 5)),
+        (LOADINGS[:2], np.array([[0.6, 0.8], [-0.8, 0.6]]) @ LOADINGS[:2]),
+    ],
+    ids=["rows", "columns", "three axes", "two components"],
+)
+def test_rotated_components_are_described_as_such(loadings, other):
+    message = describe_mode(other, loadings)
+    assert "Rotations" in message
+    assert "`loadings`" in message
+    assert "OrderedTransform" not in message
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        (LOADINGS[[1, 2, 0]], "permuted"),
+        (LOADINGS * np.array([[1], [-1], [1]]), "other values"),
+        (LOADINGS[[1, 0, 2]] * np.array([[1], [-1], [1]]), "other values"),
+        (CHANGED, "other values"),
+        (LOADINGS + 1.0, "other values"),
+        (np.random.default_rng(7).standard_normal((3, 20)), "other values"),
+    ],
+    ids=["permuted", "negated", "permuted and negated", "one entry", "shifted", "unrelated"],
+)
+def test_other_differences_are_not_described_as_rotations(other, word):
+    message = describe_mode(other)
+    assert word in message
+    assert "Rotations" not in message

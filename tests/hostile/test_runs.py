@@ -196,6 +196,14 @@ def test_diagnostics_with_a_wrong_argument_name_it(finished):
     pickled = pickle.loads(pickle.dumps(ours))
     for name in ("bias_corrected_samples", "ess_per_gradient"):
         assert_error_names(lambda n=name: ON_RUNS[n](pickled), f"`{name}`", "again")
+    predictions: dict[str, Callable[[], Any]] = {
+        "posterior_predictive": lambda: numpyro_sgmcmc.posterior_predictive(pickled, key),
+        "log_likelihood": lambda: numpyro_sgmcmc.log_likelihood(pickled),
+        "loo": lambda: numpyro_sgmcmc.loo(pickled),
+        "to_arviz": lambda: numpyro_sgmcmc.to_arviz(pickled, log_likelihood=True),
+    }
+    for name, predict in predictions.items():
+        assert_error_names(predict, f"`{name}`", "again")
 
 
 @num_examples(25)

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 import pytest
-from numpyro.infer import DiscreteGibbs, Gibbs
+from numpyro.infer import DiscreteGibbs, Gibbs, init_to_uniform
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.errors import LocalLatentsWarning
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import quietly
 from tests.model.hierarchies import normal_means_data
 
@@ -83,6 +86,9 @@ def keyed(y, batch_size=20):
 
 normal = _local(lambda mu: numpyro.sample("z", dist.Normal(mu, 1)))
 discrete = _local(lambda mu: numpyro.sample("k", dist.Bernoulli(logits=mu)))
+moved = _local(lambda mu: numpyro.sample("k", dist.Poisson(jnp.exp(mu))) - 1.0)
+bounded_by_data = _local(lambda mu: numpyro.sample("z", dist.Uniform(0, jnp.arange(20.0) + 1)))
+truncated = _local(lambda mu: numpyro.sample("z", dist.TruncatedNormal(mu, 1, low=mu)))
 stretched = _local(lambda mu: numpyro.sample("z", dist.Uniform(0, jnp.exp(mu))))
 fixed = _local(lambda mu: numpyro.sample("z", dist.Delta(mu)))
 
@@ -118,7 +124,10 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
         (unobserved, {}, "'y'.*'rows'.*observed"),
         (keyed, {}, "'z'.*prng_key"),
         (discrete, {}, r"'k'.*discrete.*gibbs_sites=\['k'\]"),
-        (stretched, {}, "'z'.*support"),
+        (moved, {}, r"'k'.*discrete.*gibbs_sites=\['k'\]"),
+        (stretched, {}, "'z'.*bounds.*other sites.*Uniform"),
+        (bounded_by_data, {}, "'z'.*bounds.*data.*Uniform"),
+        (truncated, {}, "'z'.*bounds.*other sites"),
         (fixed, {}, "'z'.*delta"),
         (normal, {"subsampling": "iid"}, "'z'.*iid"),
         (normal, {"noise_compensation": True}, "'z'.*noise_compensation"),
@@ -135,6 +144,76 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
 def test_run_local_latents_not_supported_raises(model, options, match):
     with pytest.raises(ValueError, match=match):
         quietly(SGHMCSplit(model, **options)).run(jax.random.key(0), Y)
+
+
+def _replicated(replicate: Any, is_inside: bool = True) -> Any:
+    """Return a model with a site that is left over from predictions."""
+
+    def model(y, batch_size=20):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", 60, subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+            if is_inside:
+                numpyro.sample("y_rep", replicate(mu))
+        if not is_inside:
+            numpyro.sample("y_rep", replicate(mu))
+
+    return model
+
+
+def without_data(y, batch_size=20):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", 60, subsample_size=batch_size) as i:
+        numpyro.sample("x", dist.Normal(mu, 1), obs=y[i])
+        numpyro.sample("y_rep", dist.Bernoulli(logits=mu), obs=None)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _replicated(lambda mu: dist.Poisson(jnp.exp(mu))),
+        _replicated(lambda mu: dist.Bernoulli(logits=mu)),
+        _replicated(lambda mu: dist.OrderedLogistic(mu, jnp.array([-1.0, 1.0]))),
+        _replicated(lambda mu: dist.Poisson(jnp.exp(mu)), is_inside=False),
+        without_data,
+    ],
+    ids=["counts", "binary", "ordinal", "outside of the plate", "argument is None"],
+)
+def test_run_unobserved_discrete_replicate_raises(model):
+    with pytest.raises(ValueError, match=r"'y_rep'.*no data.*posterior_predictive") as error:
+        quietly(SGHMCSplit(model)).run(jax.random.key(0), Y)
+    assert "gibbs_fn" not in str(error.value)
+
+
+def get_potential(model: Any) -> Any:
+    return make_model_potential(model, Arguments((Y,), {"batch_size": 20}), init_to_uniform)
+
+
+def test_unobserved_continuous_replicate_warns():
+    with pytest.warns(LocalLatentsWarning, match=r"'y_rep'.*posterior_predictive"):
+        get_potential(_replicated(lambda mu: dist.Normal(mu, 1)))
+
+
+def imputed(y, batch_size=20):
+    """A covariate without data, on which the data depend."""
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", 60, subsample_size=batch_size) as i:
+        x = numpyro.sample("x", dist.Normal(mu, 1))
+        z = numpyro.sample("z", dist.Normal(x, 1))
+        numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
+
+
+def in_a_factor(y, batch_size=20):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", 60, subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(mu, 1))
+        numpyro.factor("y", -0.5 * (y[i] - z) ** 2)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("model", [normal, imputed, in_a_factor])
+def test_local_sites_on_which_others_depend_do_not_warn(model):
+    assert get_potential(model).local_latents is not None
 
 
 def test_run_shuffled_minibatches_across_epochs_raises():

@@ -99,6 +99,7 @@ def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collec
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.local_state
     assert state.values.hmc_position.shape == (2, 2000, 1)
+    assert state.values.slope is None  # local values are free enough
     predicted = Predictive(mcmc.sampler.model, collected_run.get_samples())(jax.random.key(0), y)
     assert predicted["y"].shape == (500, 2000)
     data = az.from_numpyro(collected_run, log_likelihood=True)
