@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from numpyro_sgmcmc.data.host_array import HostArray, count_reads
 
-# Shorter work shows no bar. In a log file every update is a line of its own.
+# Shorter work shows no bar. In a log file every update stays.
 _DISPLAY_DELAY_SECONDS, _LOG_INTERVAL_SECONDS = 3.0, 30.0
 
 

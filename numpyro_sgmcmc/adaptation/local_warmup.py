@@ -11,6 +11,8 @@ never optimised:
    Carlo EM), which do not depend on the scale of the coordinates.
 4. Pilot chains over globals and local latents run until the mean of the globals stays; the center
    of the preconditioner moves there.
+   Where data determine local values tightly, the globals hardly move in a window given these.
+   Steps 3 and 4 are then done again with local values that move with the globals.
 5. The mean Hessian of the globals given the local latents, over the last positions of the pilot
    chains, is the preconditioner: a step moves the globals with the local latents fixed, and can be
    no longer than that allows. The ratio of the posterior covariance to its inverse is the number of

@@ -13,6 +13,12 @@ invariant, so that :math:`S`, which is sampled independently of :math:`(\theta, 
 of the updated :math:`(\theta, z)` as well, and the gradient on :math:`S` is unbiased there. With
 minibatches without replacement the independence holds only approximately, as for any model.
 
+Where a row's data determine its local value tightly, it leaves the globals little room, although
+both could move together. :class:`~numpyro_sgmcmc.model.local_latents.LocalValues` with slopes are
+differences from a linear function of the globals, the mode of the row's conditional distribution
+near a reference (:func:`linearise_conditional_modes`). Gradients of the globals at fixed
+differences include the motion of the local values.
+
 Control variates stay exact although the local values change: the sum over all rows of the gradients
 at the reference point, :math:`\sum_i \nabla_\theta \log p(y_i, z_i \mid \hat\theta)`, changes with
 :math:`z_S` alone, by a difference on the minibatch.
