@@ -233,28 +233,32 @@ def describe_other_modes(
 
     percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
     num, plural = len(other_modes), "s" * (len(other_modes) > 1)
-    problem = f"The posterior has {num} other mode{plural} with about {percent:.0f}% of the mass, "
     if rotated := list_sites(_Difference.ROTATED):
-        problem = f"Rotations of the components of {rotated} leave the posterior about the same."
+        difference = f"components of {rotated} rotated"
         fix = (
             "fix the rotation (a lower triangular matrix with a positive diagonal), or judge only "
             "what it leaves the same, such as products and predictions."
         )
     elif permuted := list_sites(_Difference.PERMUTED):
-        problem += f"components of {permuted} permuted."
+        difference = f"components of {permuted} permuted"
         fix = (
             "order the components (numpyro.distributions.transforms.OrderedTransform), or do not "
             "distinguish them in the draws."
         )
     else:
-        problem += f"other values of {list_sites(_Difference.OTHER) or 'the position'}."
+        difference = f"other values of {list_sites(_Difference.OTHER) or 'the position'}"
         fix = "exclude modes by the prior, or choose one with `init_params`."
     kind = ModelWarningKind.MULTIMODAL
     coverage = "Chains sample the main mode only; init_in_modes=True starts chains in each."
     if init_in_modes:
         kind = ModelWarningKind.MODES_VISITED
         coverage = "Chains start in each mode; their share of the draws does not estimate its mass."
-    message = format_message(problem, f"{fix} {coverage}", "multimodal")
+    modes = f"{num} other mode{plural} with about {percent:.0f}% of the mass"
+    message = format_message(
+        f"The posterior has {'a continuum of modes' if rotated else modes}, {difference}.",
+        f"{fix} {coverage}",
+        "multimodal",
+    )
     return ModelWarning(tuple(separated), kind, message)
 
 

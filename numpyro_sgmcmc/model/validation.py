@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from numpyro.handlers import substitute
+from jax import Array, random
+from numpyro.handlers import seed, substitute
+from numpyro.infer import init_to_sample
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.sharded_array import ShardedArray
@@ -30,7 +32,7 @@ from numpyro_sgmcmc.errors import (
 )
 from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.additivity import check_factorises_over_plates
-from numpyro_sgmcmc.model.handlers import trace_prior
+from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_run
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
     LocalValues,
@@ -160,8 +162,13 @@ def _find_unused_sites(model_trace: ModelTrace, sites: Sequence[SampleSite]) -> 
     values = {s.name: jax.ShapeDtypeStruct(s.shape, s.dtype) for s in sites}
 
     def log_probs(values: dict[str, Array], arguments: Arguments) -> dict[str, Array]:
-        model = substitute(model_trace.model_with_params, data=values)
-        traced = trace_prior(model, indices, arguments)
+        def get_value(site: dict[str, Any]) -> Any:
+            return values[site["name"]] if site["name"] in values else init_to_sample(site)
+
+        model = substitute(
+            seed(model_trace.model_with_params, random.key(0)), substitute_fn=get_value
+        )
+        traced = trace_run(set_subsample_indices(model, indices), arguments)
         return {n: s["fn"].log_prob(s["value"]) for n, s in traced.items() if s["type"] == "sample"}
 
     jaxpr, shapes = jax.make_jaxpr(log_probs, return_shape=True)(values, model_trace.arguments)

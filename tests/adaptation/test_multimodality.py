@@ -384,7 +384,7 @@ def describe_mode(other, loadings=LOADINGS):
 )
 def test_rotated_components_are_described_as_such(loadings, other):
     message = describe_mode(other, loadings)
-    assert "Rotations" in message
+    assert "rotated" in message
     assert "`loadings`" in message
     assert "OrderedTransform" not in message
 
@@ -404,4 +404,4 @@ def test_rotated_components_are_described_as_such(loadings, other):
 def test_other_differences_are_not_described_as_rotations(other, word):
     message = describe_mode(other)
     assert word in message
-    assert "Rotations" not in message
+    assert "rotated" not in message
