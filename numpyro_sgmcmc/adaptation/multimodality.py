@@ -272,7 +272,7 @@ def compute_mass_fractions(log_mass_deficits: Sequence[float]) -> np.ndarray:
 
 
 class _Difference(Enum):
-    """How a site differs between two modes."""
+    """Difference of a site between two modes."""
 
     PERMUTED = "permuted"
     ROTATED = "rotated"

@@ -13,7 +13,7 @@ invariant, so that :math:`S`, which is sampled independently of :math:`(\theta, 
 of the updated :math:`(\theta, z)` as well, and the gradient on :math:`S` is unbiased there. With
 minibatches without replacement the independence holds only approximately, as for any model.
 
-Where a row's data determine its local value tightly, it leaves the globals little room, although
+Where a row's data determine its local value tightly, the globals hardly move given it, although
 both could move together. :class:`~numpyro_sgmcmc.model.local_latents.LocalValues` with slopes are
 differences from a linear function of the globals, the mode of the row's conditional distribution
 near a reference (:func:`linearise_conditional_modes`). Gradients of the globals at fixed
