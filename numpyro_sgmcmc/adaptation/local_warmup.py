@@ -115,6 +115,7 @@ _NUM_NOISE_POSITIONS = 16  # at which the gradient noise is measured after the l
 # which bounds the steps per draw. Beyond it local latents move with the globals, if the slopes
 # (rows times local and global coordinates) are at most so many numbers.
 _EPOCHS_PER_VARIANCE, _MAX_EPOCHS_PER_DRAW = 2.0, 20
+_MAX_VARIANCE = _MAX_EPOCHS_PER_DRAW / _EPOCHS_PER_VARIANCE
 _MAX_SLOPE_ELEMENTS = 2**22
 _MAX_SILENT_STEPS_PER_DRAW = 4 * MAX_NUM_STEPS  # beyond, a larger batch size is recommended
 
@@ -141,15 +142,9 @@ def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -
         return adaptation._replace(local_init=local_init)
     position, state = _run_adam(inputs, position, state, keys)
     position, state = _run_monte_carlo_em(inputs, position, state, keys)
-    max_variance = _MAX_EPOCHS_PER_DRAW / _EPOCHS_PER_VARIANCE
-    if not 0 < potential.dim * state.scale.size <= _MAX_SLOPE_ELEMENTS:
-        max_variance = np.inf
-    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys, max_variance)
-    if _max_variance(_compute_covariance(preconditioner, positions)) > max_variance:
-        # Globals hardly move where the data determine the local values tightly: move both.
-        position, values = positions[-1], jax.tree.map(lambda x: x[-1], state.values)
-        state = _linearise_locals(inputs, position, state._replace(values=values))
-        position, state = _run_monte_carlo_em(inputs, position, state, keys)
+    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
+    if state.values.slope is not None:
+        position, state = _run_monte_carlo_em(inputs, positions[-1], state, keys)
         preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
 
     inputs.progress.begin_stage("gradient noise")
@@ -320,20 +315,34 @@ def _run_monte_carlo_em(
     return position, _adapt_local_scale(inputs, position, state.values, keys)
 
 
-def _run_local_pilot(
+def _linearise_if_tight(
     inputs: WarmupInputs,
-    position: np.ndarray,
+    preconditioner: Preconditioner,
+    positions: np.ndarray,
     state: LocalLatentsState,
-    keys: Iterator[Array],
-    max_variance: float = np.inf,
+) -> LocalLatentsState | None:
+    """Return the last chain's local values with slopes if the globals can then move much farther.
+
+    :param preconditioner: from the curvature given local values that stay.
+    :param positions: positions of the globals, those of the last chain at the end.
+    """
+    values = jax.tree.map(lambda x: x[-1], state.values)
+    linearised = _linearise_locals(inputs, positions[-1], state._replace(values=values))
+    factor = _factor_from_curvature(_condition(inputs, linearised), positions[-1])
+    rows = preconditioner.solve(factor.T)  # of the diagonal alone, where the factor is diagonal
+    covariance = np.square(rows) if rows.ndim == 1 else rows.T @ rows
+    return linearised if _max_variance(covariance) > _MAX_VARIANCE else None
+
+
+def _run_local_pilot(
+    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
 ) -> tuple[Preconditioner, LocalLatentsState, np.ndarray]:
     """Run windows of pilot chains until the mean of the globals stays.
 
     :param state: local values from which all chains start.
-    :param max_variance: ratio of marginal to conditional variance above which no further window is
-        run.
     :return: coordinates, local latents of each chain at the end of the last window, and positions
-        of the globals in it, shape ``(n, d)``.
+        of the globals in it, shape ``(n, d)``. Where local values are found to need slopes, they
+        are one chain's, with slopes, at the last position, and the windows have ended early.
     """
     dim, rng = inputs.potential.dim, inputs.rng
     estimators = list_candidates(inputs).estimators
@@ -344,6 +353,8 @@ def _run_local_pilot(
     stacked = jax.tree.map(
         lambda x: jnp.broadcast_to(x, (_NUM_PILOT_CHAINS, *x.shape)), state.values
     )
+    num_slopes, has_slopes = dim * state.scale.size, state.values.slope is not None
+    can_linearise = 0 < num_slopes <= _MAX_SLOPE_ELEMENTS and not has_slopes
     state = state._replace(values=stacked)
     for window in range(_MAX_NUM_WINDOWS):
         preconditioner = pilot.preconditioner
@@ -372,8 +383,11 @@ def _run_local_pilot(
         is_converged = (np.abs(q.mean(0)) < _MAX_CENTER_SHIFT_SD * q.std(0)).all()
         if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
             break
-        if _max_variance(_compute_covariance(pilot.preconditioner, positions)) > max_variance:
-            break
+        variance = _max_variance(_compute_covariance(pilot.preconditioner, positions))
+        if can_linearise and variance > _MAX_VARIANCE:
+            can_linearise = False
+            if linearised := _linearise_if_tight(inputs, pilot.preconditioner, positions, state):
+                return pilot.preconditioner, linearised, positions
     if positions is None:
         raise InitializationError(
             "The pilot chains diverged from every initial position.",
