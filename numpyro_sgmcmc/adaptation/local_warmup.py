@@ -381,13 +381,14 @@ def _run_local_pilot(
         gradient = _condition(inputs, state, 0).batched_gradients.full_gradient(center)
         pilot = pilot.move_to(Preconditioner(center, factor, gradient), last_positions)
         is_converged = (np.abs(q.mean(0)) < _MAX_CENTER_SHIFT_SD * q.std(0)).all()
-        if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
-            break
         variance = _max_variance(_compute_covariance(pilot.preconditioner, positions))
         if can_linearise and variance > _MAX_VARIANCE:
             can_linearise = False
-            if linearised := _linearise_if_tight(inputs, pilot.preconditioner, positions, state):
+            linearised = _linearise_if_tight(inputs, pilot.preconditioner, positions, state)
+            if linearised is not None:
                 return pilot.preconditioner, linearised, positions
+        if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
+            break
     if positions is None:
         raise InitializationError(
             "The pilot chains diverged from every initial position.",
