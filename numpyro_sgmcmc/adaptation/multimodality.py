@@ -225,11 +225,11 @@ def describe_other_modes(
     """Return the warning about other modes: their mass and the sites that differ."""
     separated: dict[str, set[_Difference]] = {}  # names of sites, and how they differ
     for mode in other_modes:
-        for name, difference in _find_separated_sites(potential, positions, mode.positions):
-            separated.setdefault(name, set()).add(difference)
+        for name, kind_of_site in _find_separated_sites(potential, positions, mode.positions):
+            separated.setdefault(name, set()).add(kind_of_site)
 
-    def list_sites(difference: _Difference) -> str:
-        return _join_site_names([name for name, x in separated.items() if difference in x])
+    def list_sites(wanted: _Difference) -> str:
+        return _join_site_names([name for name, x in separated.items() if wanted in x])
 
     percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
     num, plural = len(other_modes), "s" * (len(other_modes) > 1)
