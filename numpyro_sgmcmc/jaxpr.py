@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 # Primitives that evaluate one jaxpr on their own inputs, and the parameter that holds it.
-_CALL_PRIMITIVES = {
+CALL_PRIMITIVES = {
     "checkpoint": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
@@ -49,21 +49,22 @@ def propagate(
 
     for eqn in jaxpr.eqns:
         eqn_inputs = [read(atom) for atom in eqn.invars]
-        if (parameter := _CALL_PRIMITIVES.get(eqn.primitive.name)) is None:
+        if (parameter := CALL_PRIMITIVES.get(eqn.primitive.name)) is None:
             outputs = transfer(eqn, eqn_inputs)
         else:
-            outputs = propagate(_open(eqn.params[parameter]), eqn_inputs, transfer, constant)
+            outputs = propagate(open_jaxpr(eqn.params[parameter]), eqn_inputs, transfer, constant)
         properties.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Return the jaxprs of an equation, as of a loop, whose inputs are its own, one to one."""
-    jaxprs = [_open(p) for p in eqn.params.values() if isinstance(p, (Jaxpr, ClosedJaxpr))]
+    jaxprs = [open_jaxpr(p) for p in eqn.params.values() if isinstance(p, (Jaxpr, ClosedJaxpr))]
     return [jaxpr for jaxpr in jaxprs if len(jaxpr.invars) == len(eqn.invars)]
 
 
-def _open(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
+    """Return a jaxpr without its constants."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 

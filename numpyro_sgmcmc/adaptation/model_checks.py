@@ -17,10 +17,17 @@ Where the support of the data depends on a parameter (``Uniform(0, theta)``), th
 positions of density zero.
 
 :func:`find_nonadditive_plates` checks that each observation contributes the same to the potential
-whichever others are in the minibatch. Standardising a covariate by the minibatch's mean, batch
-normalisation and ranking within the minibatch break this: the mean over minibatches is then not
-the potential on all observations. For an additive likelihood, minibatches composed of halves A or
-B and R or S satisfy :math:`U(A, R) + U(B, S) = U(A, S) + U(B, R)`.
+whichever others are in the minibatch, wherever it is in the minibatch, and however many there are.
+Otherwise the mean over minibatches is not the potential on all observations.
+
+- Others: standardising a covariate by the minibatch's mean, batch normalisation, ranks. For an
+  additive likelihood, minibatches composed of halves A or B and R or S satisfy
+  :math:`U(A, R) + U(B, S) = U(A, S) + U(B, R)`.
+- Position: ``arange(len(i))`` as a covariate, a walk over the minibatch. The order must not matter.
+- Number: ``1 / len(i)`` as a scale, a sum over the minibatch in each row. With N / B as the plate's
+  scale, :math:`U` on B copies of one row must not depend on B. Another size needs another program,
+  so that this is evaluated only where the traced model may depend on the number of rows
+  (:mod:`~numpyro_sgmcmc.model.row_count`).
 """
 
 from __future__ import annotations
@@ -31,7 +38,7 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.data.subsampling import Plate
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
 from numpyro_sgmcmc.model.potential import Potential
@@ -61,10 +68,12 @@ _ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 4.0, 1 / 8
 # overflow elsewhere); multiples of a step back, at which the density that was left is searched for.
 _MAX_NEWTON_STEP_SD, _REVERSE_STEPS = 10.0, 4.0 ** np.arange(-4, 9)
 
-# Additivity: trials; interaction of the halves relative to their own effects; rounding error of
-# the potential in units in the last place.
-_NUM_ADDITIVITY_TRIALS = 8
+# Additivity: trials; interaction of the halves, and effect of the order and the number of the rows,
+# relative to the effects of halves and positions; rounding error of the potential in units in the
+# last place.
+_NUM_ADDITIVITY_TRIALS = 6
 _MAX_INTERACTION_FRACTION = 1e-3
+_MAX_MINIBATCH_EFFECT_FRACTION = 1e-5
 _ADDITIVITY_ROUNDING_ULPS = 256.0
 
 # Site names that a message lists.
@@ -284,53 +293,144 @@ def find_nonadditive_plates(
         return []
     # Separate from the warm-up's generator, so that the check does not change its choices.
     rng = np.random.default_rng(0)
-    plates = [p for group in batched_gradients.plate_groups for p in group]
-    positions = preconditioner.to_position(q[:_NUM_ADDITIVITY_TRIALS])
+    positions = preconditioner.to_position(q[: 2 * _NUM_ADDITIVITY_TRIALS])
+    size_dependent_sites = dict(batched_gradients.potential.size_dependent_sites)
     model_warnings = []
-    for plate in plates:
-        can_split = plate.shards is None and plate.subsample_size > 1
-        if can_split and _is_nonadditive(batched_gradients, plate, plates, positions, rng):
+    for plate in (p for group in batched_gradients.plate_groups for p in group):
+        if plate.shards is not None or plate.subsample_size == 1:
+            continue
+        interacts, depends_on_order = _compare_minibatches(batched_gradients, plate, positions, rng)
+        sites = size_dependent_sites.get(plate.name, ())
+        if interacts:
             message = format_message(
                 f"The log likelihood of plate '{plate.name}' is not additive over observations.",
                 "compute means, SDs, sums and ranks on the full data before the model, not on the "
                 "minibatch, or leave out `subsample_size`.",
                 "non-additive-likelihood",
             )
-            model_warnings.append(ModelWarning((), ModelWarningKind.NON_ADDITIVE, message))
+        elif depends_on_order:
+            message = format_message(
+                f"The position of a row in the minibatch of plate '{plate.name}' changes its log "
+                "density.",
+                "index covariates by the plate's indices, as in `time[i]`; the number of a row is "
+                "`i`, not `arange(len(i))`.",
+                "position-in-minibatch",
+            )
+        elif sites and _depends_on_num_rows(batched_gradients, plate, positions, rng):
+            listed = ", ".join(f"'{name}'" for name in sites[:_MAX_SITES_LISTED])
+            message = format_message(
+                f"The number of rows in a minibatch of plate '{plate.name}' changes the log "
+                f"density of each row at {listed}.",
+                "leave out `len(i)`, sums over rows and factors for the number of rows: the plate "
+                "scales the minibatch to all rows.",
+                "minibatch-size-in-model",
+            )
+        else:
+            continue
+        model_warnings.append(ModelWarning((), ModelWarningKind.NON_ADDITIVE, message))
     return model_warnings
 
 
-def _is_nonadditive(
+def _evaluate_rows(
     batched_gradients: BatchedGradients,
     plate: Plate,
-    plates: list[Plate],
+    rows: np.ndarray,
+    positions: np.ndarray,
+    position_index: np.ndarray,
+) -> np.ndarray:
+    """Return the potential on minibatches of a plate, with the first rows of other plates.
+
+    :param rows: minibatches, shape ``(n, rows)``.
+    :param position_index: position of each, shape ``(n,)``.
+    """
+    first_rows = _first_rows(batched_gradients)
+    indices = {name: np.tile(first, (len(rows), 1)) for name, first in first_rows.items()}
+    results = batched_gradients.evaluate_minibatches(
+        positions,
+        {**indices, plate.name: rows.astype(np.int32)},
+        position_index,
+        np.arange(len(rows)),
+    )
+    return np.concatenate([r.values for r in results])
+
+
+def _first_rows(batched_gradients: BatchedGradients) -> dict[str, np.ndarray]:
+    """Return the first minibatch of each plate."""
+    return {
+        p.name: np.arange(p.subsample_size, dtype=np.int32)
+        for group in batched_gradients.plate_groups
+        for p in group
+    }
+
+
+def _rounding_error(batched_gradients: BatchedGradients, values: np.ndarray) -> float:
+    precision = float(np.finfo(batched_gradients.potential.dtype).eps)
+    return _ADDITIVITY_ROUNDING_ULPS * precision * float(np.abs(values).max())
+
+
+def _compare_minibatches(
+    batched_gradients: BatchedGradients,
+    plate: Plate,
     positions: np.ndarray,
     rng: np.random.Generator,
-) -> bool:
-    """Return True if halves of a plate's minibatches interact in most of the trials."""
-    batch_size = plate.subsample_size
-    half = batch_size // 2
+) -> tuple[bool, bool]:
+    """Return whether, in most of the trials, halves of a minibatch interact, and order matters."""
+    half = plate.subsample_size // 2
     minibatches = []
     for _ in range(_NUM_ADDITIVITY_TRIALS):
-        a, b = rng.integers(0, plate.size, (2, batch_size - half))
+        a, b = rng.integers(0, plate.size, (2, plate.subsample_size - half))
         # Copies of one row each: no mean or SD of a minibatch hides them.
         r, s = (np.full(half, row) for row in rng.integers(0, plate.size, 2))
         minibatches += [np.concatenate(halves) for halves in ((a, r), (b, s), (a, s), (b, r))]
-    num = len(minibatches)
-    indices = {
-        p.name: np.tile(np.arange(p.subsample_size, dtype=np.int32), (num, 1)) for p in plates
-    }
-    indices[plate.name] = np.stack(minibatches).astype(np.int32)
-    position_index = np.repeat(np.arange(_NUM_ADDITIVITY_TRIALS) % len(positions), 4)
-    results = batched_gradients.evaluate_minibatches(
-        positions, indices, position_index, np.arange(num)
+        minibatches.append(rng.permutation(minibatches[-4]))
+    position_index = np.repeat(np.arange(_NUM_ADDITIVITY_TRIALS) % len(positions), 5)
+    values = _evaluate_rows(
+        batched_gradients, plate, np.stack(minibatches), positions, position_index
     )
-    values = np.concatenate([r.values for r in results])
-    u_ar, u_bs, u_as, u_br = values.reshape(_NUM_ADDITIVITY_TRIALS, 4).T
-    precision = float(np.finfo(batched_gradients.potential.dtype).eps)
+    u_ar, u_bs, u_as, u_br, u_permuted = values.reshape(_NUM_ADDITIVITY_TRIALS, 5).T
+    rounding = _rounding_error(batched_gradients, values)
     with np.errstate(invalid="ignore"):
-        interaction = np.abs((u_ar - u_as) - (u_br - u_bs))
         own_effects = np.abs(u_ar - u_as) + np.abs(u_ar - u_br)
-        rounding = _ADDITIVITY_ROUNDING_ULPS * precision * np.abs(values).max()
+        interaction = np.abs((u_ar - u_as) - (u_br - u_bs))
         is_interacting = interaction > _MAX_INTERACTION_FRACTION * own_effects + rounding
-    return bool(is_interacting.sum() > _NUM_ADDITIVITY_TRIALS // 2)
+        is_ordered = (
+            np.abs(u_permuted - u_ar) > _MAX_MINIBATCH_EFFECT_FRACTION * own_effects + rounding
+        )
+    return _in_most_trials(is_interacting), _in_most_trials(is_ordered)
+
+
+def _depends_on_num_rows(
+    batched_gradients: BatchedGradients,
+    plate: Plate,
+    positions: np.ndarray,
+    rng: np.random.Generator,
+) -> bool:
+    """Return whether, in most trials, the potential on copies of one row depends on their number.
+
+    Each trial compares the change between two positions, because a constant does no harm.
+    """
+    if len(positions) < 2:
+        return False
+    rows = np.repeat(rng.integers(0, plate.size, _NUM_ADDITIVITY_TRIALS), 2)
+    position_index = np.arange(len(rows)) % len(positions)
+    copies = np.tile(rows[:, None], plate.subsample_size)
+    values = _evaluate_rows(batched_gradients, plate, copies, positions, position_index)
+    first_rows, half = _first_rows(batched_gradients), plate.subsample_size // 2
+    values_of_half = []
+    for row, position in zip(rows, positions[position_index], strict=True):
+        subset = {**first_rows, plate.name: np.full(half, row, np.int32)}
+        potential = JittedPotential(
+            batched_gradients.potential, batched_gradients.arguments, subset
+        )
+        values_of_half.append(potential.value(position))
+    pairs = np.stack([values, values_of_half]).reshape(2, _NUM_ADDITIVITY_TRIALS, 2)
+    with np.errstate(invalid="ignore"):
+        change, change_of_half = pairs[..., 1] - pairs[..., 0]
+        own_effects = np.abs(change) + np.abs(change_of_half)
+        tolerance = _MAX_MINIBATCH_EFFECT_FRACTION * own_effects
+        tolerance += _rounding_error(batched_gradients, pairs)
+        return _in_most_trials(np.abs(change - change_of_half) > tolerance)
+
+
+def _in_most_trials(condition: np.ndarray) -> bool:
+    return bool(condition.sum() > len(condition) // 2)

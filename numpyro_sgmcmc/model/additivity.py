@@ -3,8 +3,8 @@
 A minibatch represents all rows only where every site that uses a plate's rows is inside the plate,
 once per row, and where the arrays that the rows look up have the length of the plate. A model that
 violates this still returns numbers, so that :func:`check_factorises_over_plates` looks for it in
-two ways: in the jaxpr, which shows where indices and data go, and in the shapes with one row
-more. JAX clamps an index that is out of range, so that an array shorter than its plate would be
+two ways: in the jaxpr, which shows where indices and data go, and in shapes and operations with one
+row more. JAX clamps an index that is out of range, so that an array shorter than its plate would be
 read wrongly without an error, and a longer one in part; :func:`find_row_gathers` shows which arrays
 the plate's own indices look up, and how long these are.
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 from jax.extend.core import Jaxpr
 from numpyro import validation_enabled
 
@@ -25,6 +26,7 @@ from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidModelError, summarise_error
 from numpyro_sgmcmc.jaxpr import propagate, propagate_labels, sub_jaxprs
 from numpyro_sgmcmc.model.handlers import plate_array_length_error, trace_prior
+from numpyro_sgmcmc.model.row_count import compare_row_counts
 from numpyro_sgmcmc.model.trace import ModelTrace, find_user_source_line
 
 # Primitives whose output holds the same indices as their input, perhaps in another order or shape.
@@ -41,6 +43,9 @@ _INDEX_PRESERVING_PRIMITIVES = {
     "transpose",
 }
 
+# Relative change up to which a log density is the same on twice as many copies of a row.
+_SCALAR_TOLERANCE = 1e-3
+
 _Sources = frozenset[str | None]
 """Names of the plates whose indices a value depends on; None stands for the model's arguments."""
 
@@ -53,6 +58,7 @@ class _SiteLayout(NamedTuple):
     - **event_shape** - event shape of the distribution.
     - **data_shape** - shape of the observed value; None for a latent site.
     - **log_prob_shape** - shape of the log density.
+    - **unexpanded_shape** - the same before plates expand it.
     """
 
     plate_dims: dict[str, int]
@@ -60,40 +66,57 @@ class _SiteLayout(NamedTuple):
     event_shape: tuple[int, ...]
     data_shape: tuple[int, ...] | None
     log_prob_shape: tuple[int, ...]
+    unexpanded_shape: tuple[int, ...]
 
 
-def check_factorises_over_plates(model_trace: ModelTrace) -> None:
+class _SiteDensity(NamedTuple):
+    """Traced values of a sample site.
+
+    - **value** - the observed value; the log density of a latent site.
+    - **log_prob** - the log density.
+    - **scale** - its factor, of plates and of ``handlers.scale``.
+    """
+
+    value: Any
+    log_prob: Any
+    scale: Any
+
+
+def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str, ...]]:
     """Check that the log density is a sum over the rows of each plate.
 
+    :return: by plate, the sites whose contribution of a row may depend on the number of rows. Only
+        their values show whether it does.
     :raises ValueError: naming site and plate, or plate and array.
     """
     plates, arguments = sorted(model_trace.plates.values()), model_trace.arguments
     indices = {p.name: np.arange(p.subsample_size) for p in plates}
     layouts: dict[str, _SiteLayout] = {}
 
-    def evaluate(indices: Indices, arguments: Arguments) -> dict[str, tuple[Any, Any]]:
+    def evaluate(indices: Indices, arguments: Arguments) -> dict[str, _SiteDensity]:
         sites = trace_prior(model_trace.model_with_params, indices, arguments)
-        values = _compute_log_probs(sites)
-        for name, (_, log_prob) in values.items():
-            layouts[name] = _describe_layout(sites[name], log_prob)
-        return values
+        densities = _compute_densities(sites)
+        for name, density in densities.items():
+            layouts[name] = _describe_layout(sites[name], density.log_prob)
+        return densities
 
     jaxpr, shapes = jax.make_jaxpr(evaluate, return_shape=True)(indices, arguments)
     if not plates:
-        return
+        return {}
     num_arrays = len(jaxpr.jaxpr.invars) - len(plates)
     labels: list[_Sources] = [frozenset({p.name}) for p in plates]
     labels += [frozenset({None})] * num_arrays
     sources = jax.tree.unflatten(jax.tree.structure(shapes), propagate_labels(jaxpr.jaxpr, labels))
     layouts_of_minibatch = dict(layouts)
     for name, layout in layouts_of_minibatch.items():
-        value_sources, log_prob_sources = sources[name]
-        _check_rows_inside_plate(name, layout, value_sources | log_prob_sources, plates)
-        _check_data_subsampled(name, layout, value_sources, model_trace, indices)
+        site = sources[name]
+        _check_rows_inside_plate(name, layout, site.value | site.log_prob, plates)
+        _check_data_subsampled(name, layout, site.value, model_trace, indices)
+    size_dependent_sites = {}
     for p in plates:
         more_indices = {**indices, p.name: np.arange(p.subsample_size + 1)}
         try:
-            jax.eval_shape(evaluate, more_indices, arguments)
+            larger_jaxpr = jax.make_jaxpr(evaluate)(more_indices, arguments)
         except Exception as error:
             raise InvalidModelError(
                 f"The model runs on {p.subsample_size} rows of the plate '{p.name}', but not on "
@@ -104,12 +127,37 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> None:
             ) from error
         for name, layout in layouts_of_minibatch.items():
             _check_one_entry_per_row(name, layout, layouts[name], p)
+            if p.name in sources[name].log_prob - sources[name].value:
+                _check_not_a_scalar(name, layout, layouts[name], p, model_trace)
+        ratios = jax.tree.unflatten(
+            jax.tree.structure(shapes), compare_row_counts(jaxpr, larger_jaxpr)
+        )
+        names = tuple(
+            name
+            for name, layout in layouts_of_minibatch.items()
+            if _may_depend_on_num_rows(ratios[name], p, p.name in layout.plate_dims)
+        )
+        if names:
+            size_dependent_sites[p.name] = names
     _check_array_lengths(jaxpr.jaxpr, model_trace)
+    return size_dependent_sites
 
 
-def _compute_log_probs(traced_sites: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return value and log density of each observed site, and the log density twice of others."""
-    log_probs = {}
+def _may_depend_on_num_rows(ratios: _SiteDensity, plate: Plate, is_inside: bool) -> bool:
+    """Return whether a site's contribution of a row may change with one row more.
+
+    :param ratios: how its values change, of :func:`compare_row_counts`.
+    """
+    # The plate scales a minibatch to all rows.
+    size = plate.subsample_size
+    expected_scale = size / (size + 1) if is_inside else 1.0
+    is_scale_expected = ratios.scale is not None and np.isclose(ratios.scale, expected_scale, 1e-6)
+    return ratios.log_prob != 1.0 or not is_scale_expected
+
+
+def _compute_densities(traced_sites: Mapping[str, Any]) -> dict[str, _SiteDensity]:
+    """Return the traced values of each sample site."""
+    densities = {}
     for name, site in traced_sites.items():
         if site["type"] != "sample":
             continue
@@ -128,17 +176,26 @@ def _compute_log_probs(traced_sites: Mapping[str, Any]) -> dict[str, tuple[Any, 
                 "make its data and the parameters of its distribution real.",
                 "no-log-density",
             )
-        log_probs[name] = site["value"] if site["is_observed"] else log_prob, log_prob
-    return log_probs
+        scale = 1.0 if site["scale"] is None else site["scale"]
+        value = site["value"] if site["is_observed"] else log_prob
+        densities[name] = _SiteDensity(value, log_prob, scale)
+    return densities
 
 
 def _describe_layout(site: Any, log_prob: Any) -> _SiteLayout:
+    fn, shape = site["fn"], jnp.shape(site["value"])
+    unexpanded_shape = jnp.shape(log_prob)
+    if isinstance(fn, dist.ExpandedDistribution):
+        unexpanded_shape = np.broadcast_shapes(
+            fn.base_dist.batch_shape, shape[: len(shape) - len(fn.event_shape)]
+        )
     return _SiteLayout(
         {f.name: f.dim for f in site["cond_indep_stack"]},
-        site["fn"].batch_shape,
-        site["fn"].event_shape,
-        jnp.shape(site["value"]) if site["is_observed"] else None,
+        fn.batch_shape,
+        fn.event_shape,
+        shape if site["is_observed"] else None,
         jnp.shape(log_prob),
+        unexpanded_shape,
     )
 
 
@@ -187,13 +244,17 @@ def _is_same_in_every_minibatch(layout: _SiteLayout, sources: _Sources, plate: P
     return plate.subsample_size > 1 or sources == {None}
 
 
+def _evaluate_site(name: str, model_trace: ModelTrace, indices: Indices) -> Any:
+    """Return a site with values, of a run of the model on some rows."""
+    with validation_enabled(False):  # a prior value may be invalid where no chain ever is
+        return trace_prior(model_trace.model_with_params, indices, model_trace.arguments)[name]
+
+
 def _has_identical_rows(
     name: str, layout: _SiteLayout, plate: Plate, model_trace: ModelTrace, indices: Indices
 ) -> bool:
     """Return whether an observed value is the same for all rows, such as zeros in place of data."""
-    with validation_enabled(False):  # a prior value may be invalid where no chain ever is
-        sites = trace_prior(model_trace.model_with_params, indices, model_trace.arguments)
-    value = np.asarray(sites[name]["value"])
+    value = np.asarray(_evaluate_site(name, model_trace, indices)["value"])
     axis = layout.plate_dims[plate.name] - len(layout.event_shape)
     return bool((value == value.take([0], axis)).all())
 
@@ -232,6 +293,40 @@ def _check_one_entry_per_row(
             f"give its {data}distribution of shape {layout.batch_shape + layout.event_shape} one "
             "shape, for example by y[:, 0].",
             "pairs-of-rows",
+        )
+
+
+def _check_not_a_scalar(
+    name: str,
+    layout: _SiteLayout,
+    larger_layout: _SiteLayout,
+    plate: Plate,
+    model_trace: ModelTrace,
+) -> None:
+    """Check that a log density which depends on a plate's rows has one entry for each of them.
+
+    The plate would count it once per row. A mean over the minibatch is right nevertheless: on
+    copies of one row it has the same value, whatever their number.
+    """
+    plate_dim = layout.plate_dims[plate.name]
+    sizes = [
+        (1, *shape)[max(plate_dim, -1 - len(shape))]
+        for shape in (layout.unexpanded_shape, larger_layout.unexpanded_shape)
+    ]
+    if layout.data_shape is None or sizes[0] != sizes[1]:
+        return
+    first_rows = {p.name: np.arange(p.subsample_size) for p in model_trace.plates.values()}
+    values = []
+    for num_copies in (plate.subsample_size, 2 * plate.subsample_size):
+        indices = {**first_rows, plate.name: np.zeros(num_copies, int)}
+        site = _evaluate_site(name, model_trace, indices)
+        values.append(np.asarray(site["fn"].log_prob(site["value"])).mean())
+    if not np.isclose(*values, rtol=_SCALAR_TOLERANCE, equal_nan=True):
+        raise InvalidModelError(
+            f"Site '{name}' is one number for the minibatch of the plate '{plate.name}', which "
+            "counts it once per row.",
+            "give it one entry per row: leave out the sum over rows.",
+            "scalar-in-plate",
         )
 
 

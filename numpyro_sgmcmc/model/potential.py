@@ -65,6 +65,8 @@ class Potential:
     - **plate_groups** - the same plates; those that enclose a common site are in one group.
     - **host_lookups** - host arrays that a plate's rows index, with their plates.
     - **shards** - layout of the rows over devices, or None where they are not sharded.
+    - **size_dependent_sites** - names of plates, with the sites whose contribution of a row may
+      depend on the number of rows in a minibatch.
 
     The evaluation:
 
@@ -83,6 +85,7 @@ class Potential:
     plate_groups: tuple[tuple[Plate, ...], ...] = ()
     host_lookups: tuple[RowLookup, ...] = ()
     shards: Shards | None = None
+    size_dependent_sites: tuple[tuple[str, tuple[str, ...]], ...] = ()
     is_stochastic: bool = False
     forward_mode_differentiation: bool = False
     max_rows_per_chunk: int = _MAX_CHUNK_ROWS

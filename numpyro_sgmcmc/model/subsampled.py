@@ -86,8 +86,9 @@ def make_model_potential(
     :raises ValueError: naming the site, plate or argument that cannot be used.
     """
     model_trace = trace_model(model, arguments, init_strategy, gibbs)
-    validate_model(model_trace)
-    return build_potential(model_trace)
+    size_dependent_sites = validate_model(model_trace)
+    potential = build_potential(model_trace)
+    return replace(potential, size_dependent_sites=tuple(size_dependent_sites.items()))
 
 
 def build_potential(model_trace: ModelTrace) -> ModelPotential:
@@ -480,6 +481,7 @@ def _potential_cache_key(
         local and local.gibbs_fn,
         potential.host_lookups,
         potential.shards,
+        potential.size_dependent_sites,
         fingerprint_jaxpr(_trace_potential(potential, arguments)),
     )
 

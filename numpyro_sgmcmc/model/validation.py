@@ -56,15 +56,16 @@ _UNOBSERVED_SITE_FIX = (
 )
 
 
-def validate_model(model_trace: ModelTrace) -> None:
+def validate_model(model_trace: ModelTrace) -> dict[str, tuple[str, ...]]:
     """Check that a model can be sampled, from its sites and plates to what its rows do.
 
+    :return: the sites of :func:`~numpyro_sgmcmc.model.additivity.check_factorises_over_plates`.
     :raises ValueError: naming the site, plate or argument that cannot be used.
     """
     _check_local_sites(model_trace)
     _check_global_sites(model_trace)
     _check_sharding(model_trace)
-    check_factorises_over_plates(model_trace)
+    size_dependent_sites = check_factorises_over_plates(model_trace)
     if model_trace.local_sites:
         for site in _find_unused_sites(model_trace, model_trace.local_sites):
             warn_user(
@@ -82,6 +83,7 @@ def validate_model(model_trace: ModelTrace) -> None:
                 "add a plate, or `.to_event` if the dimension belongs to a row.",
                 "missing-plate",
             )
+    return size_dependent_sites
 
 
 # --- Sites --------------------------------------------------------------------------------------

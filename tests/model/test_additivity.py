@@ -9,6 +9,7 @@ import pytest
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.errors import InvalidModelError
 from numpyro_sgmcmc.jaxpr import find_dependent_outputs
 from numpyro_sgmcmc.model.additivity import RowGather, find_row_gathers
 from numpyro_sgmcmc.model.subsampled import make_model_potential
@@ -169,3 +170,73 @@ def test_make_model_potential_groups_of_rows_pass():
             numpyro.sample("y", dist.Normal(mean[i // 4], 1), obs=y[i])
 
     assert make_model_potential(model, Arguments((jnp.ones(12), 4)), init_to_uniform).dim == 3
+
+
+# --- Scalars inside of a plate ------------------------------------------------------------------
+
+
+def scalar_model(statement, dim=-1):
+    """A model with a statement about the log densities of the rows, inside the plate."""
+    y = jnp.asarray(np.random.default_rng(0).standard_normal(40), jnp.float32)
+
+    def model(batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size, dim=dim) as i:
+            numpyro.sample("y", dist.Normal(a, 1), obs=y[i] if dim == -1 else y[i, None])
+            statement(dist.Normal(a, 1).log_prob(y[i]), a)
+
+    return model
+
+
+def in_another_plate(log_prob, a):
+    with numpyro.plate("columns", 3, dim=-1):
+        numpyro.factor("ll", log_prob.sum() * jnp.ones(3))
+
+
+SUMS = {
+    "sum": (lambda ll, a: numpyro.factor("ll", ll.sum()), -1),
+    "vector of one": (lambda ll, a: numpyro.factor("ll", ll.sum()[None]), -1),
+    "dot product": (lambda ll, a: numpyro.factor("ll", ll @ ll), -1),
+    "logarithm of a sum": (lambda ll, a: numpyro.factor("ll", jnp.log(jnp.exp(ll).sum())), -1),
+    "distribution": (lambda ll, a: numpyro.sample("ll", dist.Normal(ll.sum(), 1), obs=0.0), -1),
+    "columns": (in_another_plate, -2),
+    "another dimension": (lambda ll, a: numpyro.factor("ll", ll.sum()), -2),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_make_model_potential_sum_over_minibatch_inside_its_plate_raises(name):
+    statement, dim = SUMS[name]
+    with pytest.raises(InvalidModelError, match=r"'ll'.*plate 'rows'.*scalar-in-plate"):
+        make_model_potential(
+            scalar_model(statement, dim), Arguments((), {"batch_size": 5}), init_to_uniform
+        )
+
+
+NO_SUMS = {
+    "without rows": (lambda ll, a: numpyro.factor("ll", -(a**2) / 40), -1),
+    "row by row": (lambda ll, a: numpyro.factor("ll", ll), -1),
+    "another dimension": (lambda ll, a: numpyro.factor("ll", ll[:, None]), -2),
+    "mean": (lambda ll, a: numpyro.factor("ll", ll.mean()), -1),
+    "observed mean": (lambda ll, a: numpyro.sample("ll", dist.Normal(a, 1), obs=ll.mean()), -1),
+}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_make_model_potential_scalar_without_sum_passes(name, batch_size):
+    statement, dim = NO_SUMS[name]
+    model = scalar_model(statement, dim)
+    arguments = Arguments((), {"batch_size": batch_size})
+    assert make_model_potential(model, arguments, init_to_uniform).dim == 1
+
+
+def test_make_model_potential_event_over_minibatch_raises():
+    def model(batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", 40, subsample_size=batch_size) as i:
+            mean = a * jnp.ones(len(i))
+            numpyro.sample("y", dist.MultivariateNormal(mean, jnp.eye(len(i))), obs=i / 40)
+
+    with pytest.raises(InvalidModelError, match=r"'y'.*plate 'rows'.*rows-in-event"):
+        make_model_potential(model, Arguments((), {"batch_size": 5}), init_to_uniform)
