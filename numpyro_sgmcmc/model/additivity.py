@@ -321,7 +321,7 @@ def _check_not_a_scalar(
         indices = {**first_rows, plate.name: np.zeros(num_copies, int)}
         site = _evaluate_site(name, model_trace, indices)
         values.append(np.asarray(site["fn"].log_prob(site["value"])).mean())
-    if not np.isclose(*values, rtol=_SCALAR_TOLERANCE, equal_nan=True):
+    if not np.isclose(values[0], values[1], rtol=_SCALAR_TOLERANCE, equal_nan=True):
         raise InvalidModelError(
             f"Site '{name}' is one number for the minibatch of the plate '{plate.name}', which "
             "counts it once per row.",

@@ -167,8 +167,12 @@ def _is_equal_parameter(x: Any, y: Any) -> bool:
 
 def _larger_axes(x: Any, y: Any) -> set[int]:
     """Return the axes along which the second array is larger."""
-    sizes = zip(x.aval.shape, y.aval.shape, strict=False)
+    sizes = zip(_shape(x), _shape(y), strict=False)
     return {axis for axis, (size, larger_size) in enumerate(sizes) if size != larger_size}
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _combines_rows(eqn: JaxprEqn, row_axes: list[set[int]]) -> bool:
@@ -184,14 +188,14 @@ def _combines_rows(eqn: JaxprEqn, row_axes: list[set[int]]) -> bool:
         contracted, _ = params["dimension_numbers"]
         return any(axes & set(dims) for axes, dims in zip(row_axes, contracted, strict=True))
     if name in _MATRIX_PRIMITIVES:
-        ndim = len(eqn.invars[0].aval.shape)
+        ndim = len(_shape(eqn.invars[0]))
         matrix_axes = {ndim - 2, ndim - 1}
         if name != "triangular_solve":
             return bool(row_axes[0] & matrix_axes)
         return bool(row_axes[0] & matrix_axes or ndim - 1 - params["left_side"] in row_axes[1])
     if name.startswith("scatter"):
         dims = params["dimension_numbers"]
-        update_axes = range(len(eqn.invars[2].aval.shape))
+        update_axes = range(len(_shape(eqn.invars[2])))
         scatter_axes = [k for k in update_axes if k not in dims.update_window_dims]
         combined = {
             axis
@@ -203,9 +207,7 @@ def _combines_rows(eqn: JaxprEqn, row_axes: list[set[int]]) -> bool:
         batch_axis = params["dimension_numbers"].lhs_spec[0]
         return bool(row_axes[0] - {batch_axis} or row_axes[1])
     # Other primitives are functions of single entries where the shapes of inputs are broadcast.
-    return not all(
-        _is_broadcast(v.aval.shape, out.aval.shape) for v in eqn.invars for out in eqn.outvars
-    )
+    return not all(_is_broadcast(_shape(v), _shape(out)) for v in eqn.invars for out in eqn.outvars)
 
 
 def _is_broadcast(shape: tuple[int, ...], output_shape: tuple[int, ...]) -> bool:
