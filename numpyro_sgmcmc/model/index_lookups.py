@@ -267,8 +267,11 @@ class LookupWalk:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[TracedArray]) -> list[TracedArray]:
         """Follow the indices of a loop's constants and sequences; what it carries is unknown."""
-        jaxpr, num_consts = eqn.params["jaxpr"].jaxpr, eqn.params["num_consts"]
-        num_carry, num_lookups = eqn.params["num_carry"], len(self.lookups)
+        jaxpr, num_lookups = eqn.params["jaxpr"], len(self.lookups)
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has no closed one here
+        # Only sequences have an axis more outside of the loop.
+        num_carry = sum(map(_has_same_ndim, eqn.outvars, jaxpr.outvars))
+        num_consts = sum(map(_has_same_ndim, eqn.invars, jaxpr.invars)) - num_carry
         columns = [x.columns for x in inputs]
         columns[num_consts : num_consts + num_carry] = [(LATENT,)] * num_carry
         values = [x.value for x in inputs]
@@ -365,6 +368,10 @@ def _describe_lookup(eqn: JaxprEqn, inputs: list[TracedArray]) -> Lookup:
         tuple(x.is_data and not is_handled for x in before_wrap),
         values,
     )
+
+
+def _has_same_ndim(a: Any, b: Any) -> bool:
+    return len(a.aval.shape) == len(b.aval.shape)
 
 
 def _get_aval(atom: Any) -> Any:
