@@ -293,6 +293,9 @@ class _TracingRun:
         return trace_prior(model, self._register_plate, arguments)
 
     def _register_plate(self, name: str, size: int, subsample_size: int) -> Array:
+        # An array without dimensions comes from an argument of the model.
+        is_array = isinstance(subsample_size, np.ndarray) and subsample_size.ndim == 0
+        subsample_size = subsample_size[()] if is_array else subsample_size
         is_int = isinstance(subsample_size, (int, np.integer))
         is_int = is_int and not isinstance(subsample_size, bool)
         if not (is_int and 0 < subsample_size <= size):

@@ -284,11 +284,10 @@ def check_minibatch_size(n, batch):
     """It is an integer from 1 to the plate's size, or an error names the plate."""
     X, y = table(n)
     call = lambda: init_kernel(by_index, X, y, batch_size=batch)  # noqa: E731
-    is_int = isinstance(batch, (int, np.integer)) and not isinstance(batch, bool)
-    is_array = isinstance(batch, (np.ndarray, jax.Array))
-    if is_array:
-        assert_error_names(call, "subsample_size", "Python integer")
-    elif (is_int and 1 <= batch <= n) or (not isinstance(batch, str) and batch == n):
+    # The integers of these arrays have no dimensions.
+    is_int = isinstance(batch, (int, np.integer, np.ndarray, jax.Array))
+    is_int = is_int and not isinstance(batch, bool)
+    if (is_int and 1 <= batch <= n) or (not isinstance(batch, str) and batch == n):
         assert_accepted(call)
     else:
         assert_error_names(call, "'rows'", "subsample_size")
