@@ -292,7 +292,7 @@ class _TracingRun:
         )
         return trace_prior(model, self._register_plate, arguments)
 
-    def _register_plate(self, name: str, size: int, subsample_size: int) -> Array:
+    def _register_plate(self, name: str, size: int, subsample_size: Any) -> Array:
         # An array without dimensions comes from an argument of the model.
         is_array = isinstance(subsample_size, np.ndarray) and subsample_size.ndim == 0
         subsample_size = subsample_size[()] if is_array else subsample_size
