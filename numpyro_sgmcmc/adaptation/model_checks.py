@@ -32,7 +32,7 @@ Otherwise the mean over minibatches is not the potential on all observations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -296,8 +296,8 @@ def find_nonadditive_plates(
     positions = preconditioner.to_position(q[: 2 * _NUM_ADDITIVITY_TRIALS])
     size_dependent_sites = dict(batched_gradients.potential.size_dependent_sites)
     model_warnings = []
-    for plate in (p for group in batched_gradients.plate_groups for p in group):
-        if plate.shards is not None or plate.subsample_size == 1:
+    for plate in _get_checked_plates(batched_gradients):
+        if plate.shards is not None or plate.subsample_size in (1, plate.size):
             continue
         interacts, depends_on_order = _compare_minibatches(batched_gradients, plate, positions, rng)
         sites = size_dependent_sites.get(plate.name, ())
@@ -354,12 +354,22 @@ def _evaluate_rows(
     return np.concatenate([r.values for r in results])
 
 
+def _get_checked_plates(batched_gradients: BatchedGradients) -> Sequence[Plate]:
+    """Return the plates with the batch size of a pass, or of a step if a pass takes all rows.
+
+    NumPyro does not look up the rows of a plate whose minibatch has as many rows as the data.
+    """
+    plates = [p for group in batched_gradients.plate_groups for p in group]
+    if any(p.subsample_size == p.size for p in plates):
+        return batched_gradients.potential.plates
+    return plates
+
+
 def _first_rows(batched_gradients: BatchedGradients) -> dict[str, np.ndarray]:
     """Return the first minibatch of each plate."""
     return {
         p.name: np.arange(p.subsample_size, dtype=np.int32)
-        for group in batched_gradients.plate_groups
-        for p in group
+        for p in _get_checked_plates(batched_gradients)
     }
 
 

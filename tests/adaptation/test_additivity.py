@@ -350,6 +350,21 @@ def test_nonadditive_plates_columns_beside_rows_are_not_reported():
     assert not check_statements(statement, dim=-2)
 
 
+def test_nonadditive_plates_few_rows_are_not_reported():
+    """NumPyro looks up no rows for a minibatch with as many as the data."""
+    num_rows = 60
+    x, y = jnp.asarray(X[:num_rows]), jnp.asarray(Y[:num_rows])
+
+    def model(batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 1))
+        with numpyro.plate("rows", num_rows, subsample_size=batch_size) as i:
+            mean = a * numpyro.subsample(x, event_dim=0)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    arguments = Arguments((), {"batch_size": 20})
+    assert not check_additivity(model, arguments, [0.5])
+
+
 def make_crossed_model(mean=lambda i, j, a, b: a * b, factor=lambda j, b: -b):
     """A table with two subsampled plates, and a plate that stands alone."""
     table = jnp.asarray(RNG.standard_normal((30, 20)), jnp.float32)

@@ -41,9 +41,9 @@ def test_trace_model_describes_sites_without_tracers():
 
 def test_trace_model_discrete_site_raises_in_validation_only():
     def model(y):
-        numpyro.sample("k", dist.Bernoulli(0.5))
+        k = numpyro.sample("k", dist.Bernoulli(0.5))
         with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
-            numpyro.sample("y", dist.Normal(0, 1.0), obs=y[i])
+            numpyro.sample("y", dist.Normal(k, 1.0), obs=y[i])
 
     model_trace = trace_model(model, Arguments((Y,)), init_to_uniform)
     with pytest.raises(InvalidModelError, match=r"'k'.*discrete"):
