@@ -99,6 +99,7 @@ _INIT_LEARNING_RATE, _FINAL_LEARNING_RATE = 0.1, 0.003
 
 # Monte Carlo EM: Newton steps, and their longest root mean square in preconditioned coordinates.
 _NUM_NEWTON_STEPS, _MAX_NEWTON_STEP_RMS = 10, 3.0
+_MAX_NUM_HALVINGS = 10  # of a Newton step with slopes; the best of these lengths counts
 
 # Pilot chains: the first window takes so many steps and epochs at least, later ones up to four
 # times as many.
@@ -308,7 +309,13 @@ def _run_monte_carlo_em(
         check_finite_gradient(conditioned, preconditioner)
         step = preconditioner.apply_transpose(preconditioner.reference_gradient)
         step *= min(1.0, _MAX_NEWTON_STEP_RMS * math.sqrt(step.size) / np.linalg.norm(step))
-        position = position - preconditioner.apply(step)
+        steps = preconditioner.apply(step)
+        if state.values.slope is not None:
+            # The marginal curvature need not be positive far from the bulk of the posterior.
+            steps = 0.5 ** np.arange(_MAX_NUM_HALVINGS + 1.0)[:, None] * steps
+            potentials = conditioned.batched_gradients.full_potentials(position - steps)
+            steps = steps[np.nan_to_num(potentials, nan=np.inf).argmin()]
+        position = position - steps
         state, _ = _sweep(inputs, position, state, keys)
     if state.values.slope is not None:
         state = _linearise_locals(inputs, position, state)

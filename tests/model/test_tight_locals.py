@@ -92,7 +92,9 @@ def test_draws_of_tight_logits_contain_the_truth():
     draws = mcmc.get_samples(group_by_chain=True)
     found = moments(draws["al"][..., 0, 0])
     assert (np.abs(found.mean - al) < 4 * found.sd).all()
-    np.testing.assert_allclose(found.sd, 0.2 / np.sqrt(300), rtol=0.3)
+    # That of the mean of all places, and more where deaths are rare.
+    assert (found.sd > 0.9 * 0.2 / np.sqrt(300)).all()
+    assert (found.sd < 0.02).all()
     assert (found.mean_error < 0.2 * found.sd).all()
     assert abs(np.mean(draws["ss"]) - 0.2) < 0.03
     assert bias_report(mcmc).is_ok
