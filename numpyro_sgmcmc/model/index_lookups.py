@@ -78,6 +78,7 @@ class ArrayIndex:
     - **holder** - the array of data that has these entries; None where they are computed.
     - **is_latent** - whether they depend on latent sites or random numbers.
     - **before_wrap** - the index before JAX added the array's size where it is negative.
+    - **data_cases** - for a choice between data and numbers in the model's code, the data.
     """
 
     compute_bounds: Callable[[], Interval] = _unbounded
@@ -86,6 +87,7 @@ class ArrayIndex:
     holder: str | None = None
     is_latent: bool = False
     before_wrap: ArrayIndex | None = None
+    data_cases: tuple[ArrayIndex, ...] = ()
 
     @cached_property
     def bounds(self) -> Interval:
@@ -166,9 +168,19 @@ class Lookup(NamedTuple):
     @property
     def is_doubtful(self) -> bool:
         """True unless the bounds of the indices show that none is out of bounds."""
-        is_checked = np.array(self.is_negative_wrong) | np.array(self.is_beyond_wrong)
-        bounds = [x.bounds if k else (0, 0) for x, k in zip(self.columns, is_checked, strict=True)]
-        return bool(self.find_out_of_bounds(np.array(bounds).T).any())
+        return any(map(self._is_column_doubtful, range(len(self.columns))))
+
+    def _is_column_doubtful(self, k: int) -> bool:
+        if not (self.is_negative_wrong[k] or self.is_beyond_wrong[k]):
+            return False
+        index, last = self.columns[k], self.last[k]
+        low, high = index.bounds
+        # Negative numbers in the model's code, and computed indices that are all negative, count
+        # from the end, as in NumPy.
+        lowest = min((x.bounds[0] for x in index.data_cases), default=low)
+        counts_back = index.holder is None and high < 0 and low >= -1 - last
+        is_negative = self.is_negative_wrong[k] and lowest < 0 and not counts_back
+        return is_negative or (self.is_beyond_wrong[k] and high > last)
 
 
 class LookupWalk:
@@ -335,7 +347,11 @@ def _derive_columns(
             return tuple(indices)
     if getattr(_get_aval(eqn.outvars[output]), "dtype", None) == jnp.bool_:
         return (combine_indices(indices, lambda *_: (0, 1)),)
-    return (combine_indices(indices, _ARITHMETIC.get(name, _unbounded)),)
+    index = combine_indices(indices, _ARITHMETIC.get(name, _unbounded))
+    if name == "select_n" and any(x.sources for x in indices[1:]):
+        # A negative number in the model's code counts from the end, as in NumPy.
+        index = replace(index, data_cases=tuple(x for x in indices[1:] if x.sources))
+    return (index,)
 
 
 def _describe_lookup(eqn: JaxprEqn, inputs: list[TracedArray]) -> Lookup:

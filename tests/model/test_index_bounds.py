@@ -131,6 +131,8 @@ ACCEPTED = {
     "binary": (make_model(lambda e, g, k: e[(g > 0).astype(int)], (2,)), MISSING),
     "own_negative": (make_model(lambda e, g, k: e[-1] + e[jnp.array([0, -2])].sum() * k), MISSING),
     "latent": (make_model(lambda e, g, k: e[(10 * e[0]).astype(int) + g]), MISSING),
+    "chosen_negative": (make_model(lambda e, g, k: e[jnp.where(g == 2, -1, g)]), GROUP),
+    "counted_back": (make_model(lambda e, g, k: e[-1 - g] + e[g - GROUPS]), GROUP),
 }
 
 
@@ -138,6 +140,20 @@ ACCEPTED = {
 def test_check_index_bounds_of_a_right_model_passes(name):
     model, group = ACCEPTED[name]
     make_check(model, group, KIND, Y)(group, KIND, Y)
+
+
+@pytest.mark.parametrize(
+    ("mean", "group"),
+    [
+        (lambda e, g, k: e[jnp.where(g == 2, -1, g)], MISSING),
+        (lambda e, g, k: e[g - 1], GROUP),
+        (lambda e, g, k: e[g - GROUPS - 1], GROUP),
+        (lambda e, g, k: e[g], np.full(ROWS, -1)),
+    ],
+    ids=["data_beside_a_constant", "some_negative", "below_the_first", "data"],
+)
+def test_check_index_bounds_of_negative_data_raises(mean, group):
+    assert_raises(make_check(make_model(mean), group, KIND, Y), group, KIND, Y, words=("`group`",))
 
 
 def test_check_index_bounds_of_lagged_rows_passes():
