@@ -1,6 +1,6 @@
 """Propagate properties of the inputs of a jaxpr to its outputs.
 
-Four analyses of a traced function follow what its inputs reach: whether a matrix function is
+The analyses of a traced function follow what its inputs reach: whether a matrix function is
 elementwise, which plates a site depends on, which arrays a plate's indices look up, and whether
 indices from the data exist. They share :func:`propagate`, and with it the set of primitives that
 only call another jaxpr.
@@ -13,33 +13,35 @@ from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+# fmt: off
 # Primitives that evaluate one jaxpr on their own inputs, and the parameter that holds it.
 CALL_PRIMITIVES = {
-    "checkpoint": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
+    "checkpoint": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr", "remat2": "jaxpr",
 }
+# Primitives whose output has the entries of their input, in another order, shape or type.
+MOVING_PRIMITIVES = {
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "rev", "slice",
+    "squeeze", "transpose",
+}
+# fmt: on
 
 T = TypeVar("T")
 
 
 def propagate(
-    jaxpr: Jaxpr,
+    jaxpr: Jaxpr | ClosedJaxpr,
     inputs: Sequence[T],
     transfer: Callable[[JaxprEqn, list[T]], Sequence[T]],
     constant: Callable[[Any], T],
 ) -> list[T]:
     """Return a property of each output of a jaxpr, given that of each input.
 
-    :param inputs: the property of each input.
     :param transfer: ``(equation, properties of its inputs) -> properties of its outputs``; calls of
         other jaxprs are followed and need no rule.
     :param constant: the property of a literal or a constant, given its atom.
     """
+    jaxpr = open_jaxpr(jaxpr)
     properties = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> T:
@@ -52,15 +54,9 @@ def propagate(
         if (parameter := CALL_PRIMITIVES.get(eqn.primitive.name)) is None:
             outputs = transfer(eqn, eqn_inputs)
         else:
-            outputs = propagate(open_jaxpr(eqn.params[parameter]), eqn_inputs, transfer, constant)
+            outputs = propagate(eqn.params[parameter], eqn_inputs, transfer, constant)
         properties.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
-
-
-def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs of an equation, as of a loop, whose inputs are its own, one to one."""
-    jaxprs = [open_jaxpr(p) for p in eqn.params.values() if isinstance(p, (Jaxpr, ClosedJaxpr))]
-    return [jaxpr for jaxpr in jaxprs if len(jaxpr.invars) == len(eqn.invars)]
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
@@ -68,19 +64,21 @@ def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def propagate_labels(jaxpr: Jaxpr, input_labels: Sequence[frozenset]) -> list[frozenset]:
-    """Return for each output the union of the labels of the inputs that it depends on."""
+def propagate_labels(jaxpr: ClosedJaxpr, input_labels: Sequence[frozenset]) -> list[frozenset]:
+    """Return for each output the union of the labels of the inputs that it depends on.
+
+    :param input_labels: labels of the first inputs; the others have none.
+    """
     nothing: frozenset = frozenset()
+    num_others = len(jaxpr.jaxpr.invars) - len(input_labels)
     return propagate(
         jaxpr,
-        input_labels,
+        [*input_labels, *[nothing] * num_others],
         lambda eqn, labels: [nothing.union(*labels)] * len(eqn.outvars),
         lambda atom: nothing,
     )
 
 
-def find_dependent_outputs(closed_jaxpr: ClosedJaxpr, num_inputs: int) -> list[bool]:
+def find_dependent_outputs(jaxpr: ClosedJaxpr, num_inputs: int) -> list[bool]:
     """Return for each output whether it depends on any of the first ``num_inputs`` inputs."""
-    num_others = len(closed_jaxpr.jaxpr.invars) - num_inputs
-    labels = [frozenset({True})] * num_inputs + [frozenset()] * num_others
-    return [bool(found) for found in propagate_labels(closed_jaxpr.jaxpr, labels)]
+    return [bool(found) for found in propagate_labels(jaxpr, [frozenset({True})] * num_inputs)]

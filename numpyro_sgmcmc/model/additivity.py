@@ -18,30 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from numpyro import validation_enabled
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices, Plate
 from numpyro_sgmcmc.errors import InvalidModelError, summarise_error
-from numpyro_sgmcmc.jaxpr import propagate, propagate_labels, sub_jaxprs
+from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.handlers import plate_array_length_error, trace_prior
+from numpyro_sgmcmc.model.index_lookups import ArrayIndex, LookupWalk, TracedArray
 from numpyro_sgmcmc.model.row_count import compare_row_counts
 from numpyro_sgmcmc.model.trace import ModelTrace, find_user_source_line
-
-# Primitives whose output holds the same indices as their input, perhaps in another order or shape.
-_INDEX_PRESERVING_PRIMITIVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "expand_dims",
-    "reshape",
-    "rev",
-    "select_n",
-    "sort",
-    "squeeze",
-    "transpose",
-}
 
 # Relative change up to which a log density is the same on twice as many copies of a row.
 _SCALAR_TOLERANCE = 1e-3
@@ -51,35 +38,22 @@ _Sources = frozenset[str | None]
 
 
 class _SiteLayout(NamedTuple):
-    """Shapes of a sample site.
+    """Shapes of a sample site."""
 
-    - **plate_dims** - dimensions of the plates around it, by name.
-    - **batch_shape** - batch shape of the distribution.
-    - **event_shape** - event shape of the distribution.
-    - **data_shape** - shape of the observed value; None for a latent site.
-    - **log_prob_shape** - shape of the log density.
-    - **unexpanded_shape** - the same before plates expand it.
-    """
-
-    plate_dims: dict[str, int]
-    batch_shape: tuple[int, ...]
-    event_shape: tuple[int, ...]
-    data_shape: tuple[int, ...] | None
-    log_prob_shape: tuple[int, ...]
-    unexpanded_shape: tuple[int, ...]
+    plate_dims: dict[str, int]  # dimensions of the plates around it, by name
+    batch_shape: tuple[int, ...]  # batch shape of the distribution
+    event_shape: tuple[int, ...]  # event shape of the distribution
+    data_shape: tuple[int, ...] | None  # shape of the observed value; None for a latent site
+    log_prob_shape: tuple[int, ...]  # shape of the log density
+    unexpanded_shape: tuple[int, ...]  # the same before plates expand it
 
 
 class _SiteDensity(NamedTuple):
-    """Traced values of a sample site.
+    """Traced values of a sample site."""
 
-    - **value** - the observed value; the log density of a latent site.
-    - **log_prob** - the log density.
-    - **scale** - its factor, of plates and of ``handlers.scale``.
-    """
-
-    value: Any
-    log_prob: Any
-    scale: Any
+    value: Any  # the observed value; the log density of a latent site
+    log_prob: Any  # the log density
+    scale: Any  # its factor, of plates and of `handlers.scale`
 
 
 def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str, ...]]:
@@ -87,7 +61,6 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
 
     :return: by plate, the sites whose contribution of a row may depend on the number of rows. Only
         their values show whether it does.
-    :raises ValueError: naming site and plate, or plate and array.
     """
     plates, arguments = sorted(model_trace.plates.values()), model_trace.arguments
     indices = {p.name: np.arange(p.subsample_size) for p in plates}
@@ -103,10 +76,9 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
     jaxpr, shapes = jax.make_jaxpr(evaluate, return_shape=True)(indices, arguments)
     if not plates:
         return {}
-    num_arrays = len(jaxpr.jaxpr.invars) - len(plates)
     labels: list[_Sources] = [frozenset({p.name}) for p in plates]
-    labels += [frozenset({None})] * num_arrays
-    sources = jax.tree.unflatten(jax.tree.structure(shapes), propagate_labels(jaxpr.jaxpr, labels))
+    labels += [frozenset({None})] * (len(jaxpr.jaxpr.invars) - len(plates))
+    sources = jax.tree.unflatten(jax.tree.structure(shapes), propagate_labels(jaxpr, labels))
     layouts_of_minibatch = dict(layouts)
     for name, layout in layouts_of_minibatch.items():
         site = sources[name]
@@ -129,30 +101,20 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
             _check_one_entry_per_row(name, layout, layouts[name], p)
             if p.name in sources[name].log_prob - sources[name].value:
                 _check_not_a_scalar(name, layout, layouts[name], p, model_trace)
-        ratios = jax.tree.unflatten(
-            jax.tree.structure(shapes), compare_row_counts(jaxpr, larger_jaxpr)
-        )
-        names = tuple(
-            name
-            for name, layout in layouts_of_minibatch.items()
-            if _may_depend_on_num_rows(ratios[name], p, p.name in layout.plate_dims)
-        )
+        outputs = compare_row_counts(jaxpr, larger_jaxpr)
+        ratios = jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        names = []
+        for name, layout in layouts_of_minibatch.items():
+            # The plate scales a minibatch to all rows.
+            is_inside, size = p.name in layout.plate_dims, p.subsample_size
+            expected, scale = size / (size + 1) if is_inside else 1.0, ratios[name].scale
+            is_expected = scale is not None and np.isclose(scale, expected, 1e-6)
+            if ratios[name].log_prob != 1.0 or not is_expected:
+                names.append(name)
         if names:
-            size_dependent_sites[p.name] = names
-    _check_array_lengths(jaxpr.jaxpr, model_trace)
+            size_dependent_sites[p.name] = tuple(names)
+    _check_array_lengths(jaxpr, model_trace)
     return size_dependent_sites
-
-
-def _may_depend_on_num_rows(ratios: _SiteDensity, plate: Plate, is_inside: bool) -> bool:
-    """Return whether a site's contribution of a row may change with one row more.
-
-    :param ratios: how its values change, of :func:`compare_row_counts`.
-    """
-    # The plate scales a minibatch to all rows.
-    size = plate.subsample_size
-    expected_scale = size / (size + 1) if is_inside else 1.0
-    is_scale_expected = ratios.scale is not None and np.isclose(ratios.scale, expected_scale, 1e-6)
-    return ratios.log_prob != 1.0 or not is_scale_expected
 
 
 def _compute_densities(traced_sites: Mapping[str, Any]) -> dict[str, _SiteDensity]:
@@ -213,22 +175,22 @@ def _check_rows_inside_plate(
 
 
 def _check_data_subsampled(
-    name: str,
-    layout: _SiteLayout,
-    sources: _Sources,
-    model_trace: ModelTrace,
-    indices: Indices,
+    name: str, layout: _SiteLayout, sources: _Sources, model_trace: ModelTrace, indices: Indices
 ) -> None:
     """Check that data with one entry per row of the minibatch are those of its rows."""
     for p in sorted(model_trace.plates.values()):
-        if _is_same_in_every_minibatch(layout, sources, p) and (
-            None in sources or not _has_identical_rows(name, layout, p, model_trace, indices)
-        ):
-            raise InvalidModelError(
-                f"Site '{name}' observes the same data in every minibatch of the plate '{p.name}'.",
-                "index the data by the plate's indices.",
-                "data-not-indexed",
-            )
+        if not _is_same_in_every_minibatch(layout, sources, p):
+            continue
+        if None not in sources:  # constants: zeros in place of data may be meant for all rows
+            value = np.asarray(_evaluate_site(name, model_trace, indices)["value"])
+            axis = layout.plate_dims[p.name] - len(layout.event_shape)
+            if (value == value.take([0], axis)).all():
+                continue
+        raise InvalidModelError(
+            f"Site '{name}' observes the same data in every minibatch of the plate '{p.name}'.",
+            "index the data by the plate's indices.",
+            "data-not-indexed",
+        )
 
 
 def _is_same_in_every_minibatch(layout: _SiteLayout, sources: _Sources, plate: Plate) -> bool:
@@ -250,22 +212,10 @@ def _evaluate_site(name: str, model_trace: ModelTrace, indices: Indices) -> Any:
         return trace_prior(model_trace.model_with_params, indices, model_trace.arguments)[name]
 
 
-def _has_identical_rows(
-    name: str, layout: _SiteLayout, plate: Plate, model_trace: ModelTrace, indices: Indices
-) -> bool:
-    """Return whether an observed value is the same for all rows, such as zeros in place of data."""
-    value = np.asarray(_evaluate_site(name, model_trace, indices)["value"])
-    axis = layout.plate_dims[plate.name] - len(layout.event_shape)
-    return bool((value == value.take([0], axis)).all())
-
-
 def _check_one_entry_per_row(
     name: str, layout: _SiteLayout, larger_layout: _SiteLayout, plate: Plate
 ) -> None:
-    """Check that one row more is one entry more along the plate's dimension, and nowhere else.
-
-    :param larger_layout: the site's shapes with one row more.
-    """
+    """Check that one row more is one entry more along the plate's dimension, and nowhere else."""
     plate_dim = layout.plate_dims.get(plate.name)
     is_event_larger = larger_layout.event_shape != layout.event_shape
     if is_event_larger and plate_dim is not None:
@@ -309,10 +259,8 @@ def _check_not_a_scalar(
     copies of one row it has the same value, whatever their number.
     """
     plate_dim = layout.plate_dims[plate.name]
-    sizes = [
-        (1, *shape)[max(plate_dim, -1 - len(shape))]
-        for shape in (layout.unexpanded_shape, larger_layout.unexpanded_shape)
-    ]
+    shapes = [x.unexpanded_shape for x in (layout, larger_layout)]
+    sizes = [(1, *shape)[max(plate_dim, -1 - len(shape))] for shape in shapes]
     if layout.data_shape is None or sizes[0] != sizes[1]:
         return
     first_rows = {p.name: np.arange(p.subsample_size) for p in model_trace.plates.values()}
@@ -330,11 +278,8 @@ def _check_not_a_scalar(
         )
 
 
-def _check_array_lengths(jaxpr: Jaxpr, model_trace: ModelTrace) -> None:
-    """Check that the arrays which a plate's rows look up have the length of the plate.
-
-    :param jaxpr: the model, as a function of the indices and of the arguments.
-    """
+def _check_array_lengths(jaxpr: ClosedJaxpr, model_trace: ModelTrace) -> None:
+    """Check that the arrays which a plate's rows look up have the length of the plate."""
     plates = model_trace.plates
     for array, plate in model_trace.row_lookups:
         if len(array) != plates[plate].size:
@@ -348,79 +293,33 @@ def _check_array_lengths(jaxpr: Jaxpr, model_trace: ModelTrace) -> None:
 
 
 class RowGather(NamedTuple):
-    """A lookup of an array by the rows of a plate.
+    """A lookup of an array by the rows of a plate."""
 
-    - **plate** - name of the plate whose indices are used.
-    - **num_rows** - length of the dimension that they index.
-    - **array_name** - name of the array, or None where it does not come from one argument.
-    """
-
-    plate: str
-    num_rows: int
-    array_name: str | None
-
-
-class _Origin(NamedTuple):
-    """Origin of an array.
-
-    - **columns** - for an array of indices, the plate whose indices each column holds; else empty.
-    - **array_name** - name of the argument that it was computed from, where there is only one.
-    """
-
-    columns: tuple[str | None, ...] = ()
-    array_name: str | None = None
+    plate: str  # name of the plate whose indices are used
+    num_rows: int  # length of the dimension that they index
+    array_name: str | None  # name of the array, or None where it does not come from one argument
 
 
 def find_row_gathers(
-    jaxpr: Jaxpr, plate_names: Sequence[str], array_names: Sequence[str | None]
+    jaxpr: Jaxpr | ClosedJaxpr, plate_names: Sequence[str], array_names: Sequence[str]
 ) -> list[RowGather]:
     """Return the gathers in which a plate's indices, unchanged, are the rows that are looked up.
 
     Arithmetic on an index (``i // 10``, ``i - 1``) makes it the user's own, and is not followed.
 
     :param jaxpr: the model, as a function of the plates' indices and then of the arrays.
-    :param plate_names: plates whose indices the first inputs are.
-    :param array_names: names of the other inputs.
     """
-    gathers: list[RowGather] = []
-
-    def transfer(eqn: Any, inputs: list[_Origin]) -> list[_Origin]:
-        primitive, outputs = eqn.primitive.name, [_Origin()] * len(eqn.outvars)
-        shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
-        if primitive == "gather":
-            dims = eqn.params["dimension_numbers"].start_index_map
-            columns = inputs[1].columns
-            if len(columns) == len(dims):
-                gathers.extend(
-                    RowGather(plate, shape[dim], inputs[0].array_name)
-                    for plate, dim in zip(columns, dims, strict=True)
-                    if plate is not None
-                )
-            return outputs
-        if primitive == "dynamic_slice":  # at a scalar index, as in a loop over rows
-            sizes = eqn.params["slice_sizes"]
-            for num_rows, size, index in zip(shape, sizes, inputs[1:], strict=False):
-                gathers.extend(
-                    RowGather(plate, num_rows, inputs[0].array_name)
-                    for plate in index.columns
-                    if plate is not None and size == 1
-                )
-            return outputs
-        for inner in sub_jaxprs(eqn):  # of loops: gathers count, but outputs are not followed
-            propagate(inner, inputs, transfer, lambda atom: _Origin())
-        columns = ()
-        if any(x.columns for x in inputs):
-            if primitive in _INDEX_PRESERVING_PRIMITIVES:
-                columns = [x.columns for x in inputs if x.columns][-1]
-            elif primitive == "concatenate" and eqn.params["dimension"] > 0:
-                # X[i, 0] looks up pairs of indices: a column of the plate's beside one of zeros.
-                columns = sum((x.columns or (None,) for x in inputs), ())
-        names = {x.array_name for x in inputs} - {None}
-        name = names.pop() if len(names) == 1 and len(outputs) == 1 else None
-        # A callback, as of jax.debug.print, has no outputs.
-        return [_Origin(columns, name), *outputs[1:]][: len(outputs)]
-
-    origins = [_Origin((name,)) for name in plate_names]
-    origins += [_Origin((), name) for name in array_names]
-    propagate(jaxpr, origins, transfer, lambda atom: _Origin())
+    walk = LookupWalk(enters_while=True)
+    indices = [ArrayIndex(plates=frozenset({p}), holder=p) for p in plate_names]
+    indices += [ArrayIndex(sources=frozenset({name})) for name in array_names]
+    walk.run(jaxpr, [TracedArray((index,)) for index in indices])
+    gathers = []
+    for x in walk.lookups:
+        names = x.array.sources - {None}
+        name = next(iter(names)) if len(names) == 1 else None
+        gathers += [
+            RowGather(column.holder, last + 1, name)
+            for column, last, is_read in zip(x.columns, x.last, x.reads_entries, strict=True)
+            if is_read and column.holder is not None and not column.sources
+        ]
     return gathers

@@ -58,16 +58,12 @@ def _row_array_bounds(array: Any) -> Interval:
 
 @dataclass(frozen=True, eq=False)
 class _LookupEvaluation:
-    """A minibatch potential as a function of its data.
+    """A minibatch potential as a function of its data."""
 
-    - **potential** - the potential, with the rows of all devices.
-    - **named_arrays** - arguments in memory, with their names.
-    - **named_lookups** - arrays on the host or over devices that a plate indexes, with their names.
-    """
-
-    potential: Potential
+    potential: Potential  # the potential, with the rows of all devices
     arguments: Arguments
-    named_arrays: list[tuple[str, Any]]
+    named_arrays: list[tuple[str, Any]]  # arguments in memory, with their names
+    # arrays on the host or over devices that a plate indexes, with their names
     named_lookups: list[tuple[str, RowLookup]]
 
     @classmethod
@@ -191,12 +187,7 @@ class _LookupEvaluation:
 
 
 def check_index_bounds(potential: Potential, arguments: Arguments, model: Callable) -> None:
-    """Check that indices which come from the data exist in the arrays that they index.
-
-    :param arguments: the model's arguments, concrete.
-    :param model: the model, whose signature names the arguments.
-    :raises ValueError: naming argument, index and size of the array.
-    """
+    """Check that indices which come from the data exist in the arrays that they index."""
     evaluation = _LookupEvaluation.create(potential, arguments, model)
     lookups = evaluation.find_doubtful_lookups()
     for number, (error, chunks) in _find_out_of_bounds(evaluation, lookups).items():

@@ -10,27 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from numpyro_sgmcmc.jaxpr import propagate
+from numpyro_sgmcmc.jaxpr import MOVING_PRIMITIVES, open_jaxpr, propagate
 
-_ENTRY_PRESERVING_PRIMITIVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "expand_dims",
-    "reshape",
-    "rev",
-    "slice",
-    "squeeze",
-    "transpose",
-}
 _RANDOM_PRIMITIVES = "random_", "rng_", "threefry"  # beginnings of names
 
 Interval = tuple[float, float]
@@ -70,24 +59,17 @@ _ARITHMETIC: dict[str, Callable[..., Interval]] = {
 
 @dataclass(frozen=True, eq=False)
 class ArrayIndex:
-    """Bounds and origin of the entries of an array, or of one component of index vectors.
+    """Bounds and origin of the entries of an array, or of one component of index vectors."""
 
-    - **compute_bounds** - returns the smallest and the largest entry, or numbers beyond them.
-    - **sources** - names of the arrays of data that they depend on; None for a constant array.
-    - **plates** - plates whose indices they depend on.
-    - **holder** - the array of data that has these entries; None where they are computed.
-    - **is_latent** - whether they depend on latent sites or random numbers.
-    - **before_wrap** - the index before JAX added the array's size where it is negative.
-    - **data_cases** - for a choice between data and numbers in the model's code, the data.
-    """
-
+    # returns the smallest and the largest entry, or numbers beyond them
     compute_bounds: Callable[[], Interval] = _unbounded
+    # names of the arrays of data that the entries depend on; None for a constant array
     sources: frozenset[str | None] = frozenset()
-    plates: frozenset[str] = frozenset()
-    holder: str | None = None
-    is_latent: bool = False
-    before_wrap: ArrayIndex | None = None
-    data_cases: tuple[ArrayIndex, ...] = ()
+    plates: frozenset[str] = frozenset()  # plates whose indices they depend on
+    holder: str | None = None  # the array of data that has these entries, or None
+    is_latent: bool = False  # whether they depend on latent sites or random numbers
+    before_wrap: ArrayIndex | None = None  # before JAX added the array's size to a negative index
+    data_cases: tuple[ArrayIndex, ...] = ()  # of a choice between data and numbers in the code
 
     @cached_property
     def bounds(self) -> Interval:
@@ -116,28 +98,18 @@ LATENT = ArrayIndex(is_latent=True)
 
 @dataclass(frozen=True, eq=False)
 class TracedArray:
-    """An array of the jaxpr.
+    """An array of the jaxpr."""
 
-    - **columns** - one index, or one for each component of index vectors.
-    - **value** - its value; None where only bounds are followed.
-    - **value_before_wrap** - for indices to which JAX has added a size, the value before.
-    - **negative_of**, **shifted** - x, where this is ``x < 0`` or x plus a constant.
-    """
-
-    columns: tuple[ArrayIndex, ...]
-    value: Any = None
-    value_before_wrap: Any = None
-    negative_of: TracedArray | None = None
-    shifted: TracedArray | None = None
+    columns: tuple[ArrayIndex, ...]  # one index, or one for each component of index vectors
+    value: Any = None  # None where only bounds are followed
+    value_before_wrap: Any = None  # of indices to which JAX has added a size
+    source: TracedArray | None = None  # x, where this is `x < 0` or x plus a number
 
     @cached_property
     def index(self) -> ArrayIndex:
         """All components as one."""
-        return (
-            self.columns[0]
-            if len(self.columns) == 1
-            else combine_indices(self.columns, union_bounds)
-        )
+        columns = self.columns
+        return columns[0] if len(columns) == 1 else combine_indices(columns, union_bounds)
 
     @property
     def unwrapped(self) -> Any:
@@ -145,20 +117,15 @@ class TracedArray:
 
 
 class Lookup(NamedTuple):
-    """A read or update of the entries of an array at indices that come from data.
+    """A read or update of the entries of an array; tuples have a value for each dimension."""
 
-    - **columns** - the index along each dimension, before JAX adds sizes to negative ones.
-    - **last** - the last entry along each dimension.
-    - **is_negative_wrong**, **is_beyond_wrong** - along each dimension, whether an index below 0,
-      or beyond the last entry, reads another entry than it says.
-    - **values** - the indices, shape ``(..., dimensions)``; None where only bounds are followed.
-    """
-
-    columns: tuple[ArrayIndex, ...]
-    last: tuple[int, ...]
-    is_negative_wrong: tuple[bool, ...]
-    is_beyond_wrong: tuple[bool, ...]
-    values: Any
+    array: ArrayIndex
+    columns: tuple[ArrayIndex, ...]  # the index, before JAX adds sizes to negative ones
+    last: tuple[int, ...]  # the last entry
+    reads_entries: tuple[bool, ...]  # whether single entries are read
+    is_negative_wrong: tuple[bool, ...]  # whether an index below 0 means another entry
+    is_beyond_wrong: tuple[bool, ...]  # whether an index beyond the last means another entry
+    values: Any  # the indices, shape `(..., dimensions)`; None where only bounds are followed
 
     def find_out_of_bounds(self, values: Any) -> Any:
         """Return which indices of shape ``(..., dimensions)`` are out of bounds."""
@@ -186,62 +153,56 @@ class Lookup(NamedTuple):
 class LookupWalk:
     """Walk over a jaxpr that follows indices, with values where its inputs have values.
 
-    - **lookups** - lookups at indices from data, in order.
+    - **lookups** - lookups at indices that depend on data or plates alone, in order.
 
     :param replaced: number of a lookup; what it reads out of bounds is replaced.
     :param replacement: 0 or 1, a number of any type.
+    :param enters_while: whether lookups in ``while`` loops count, which have no values.
     """
 
-    def __init__(self, replaced: int | None = None, replacement: Any = None) -> None:
-        self.replaced, self.replacement = replaced, replacement
+    def __init__(
+        self, replaced: int | None = None, replacement: Any = None, enters_while: bool = False
+    ) -> None:
+        self.replaced, self.replacement, self.enters_while = replaced, replacement, enters_while
         self.lookups: list[Lookup] = []
-        self._constants: dict[Any, Any] = {}
+        self._constants: dict[Any, TracedArray] = {}
         self._has_values = False
 
-    def run(self, closed_jaxpr: ClosedJaxpr, inputs: Sequence[TracedArray]) -> list[TracedArray]:
+    def run(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[TracedArray]) -> list[TracedArray]:
         """Return the outputs of the jaxpr."""
-        self._constants = dict(_iter_constants(closed_jaxpr))
+        self._constants = {v: _describe_constant(x) for v, x in _iter_constants(jaxpr)}
         self._has_values = all(x.value is not None for x in inputs)
-        return propagate(closed_jaxpr.jaxpr, inputs, self._transfer, self._read_constant)
+        return self._walk(jaxpr, inputs)
 
-    @cached_property
-    def _read_constant(self) -> Callable[[Any], TracedArray]:
-        @cache  # a constant that is used twice is one object
-        def read_variable(variable: Any) -> TracedArray:
-            if variable not in self._constants:
-                return TracedArray((LATENT,))
-            value = self._constants[variable]
-            sources = frozenset[str | None]({None} if np.ndim(value) else ())
-            return TracedArray((ArrayIndex(partial(find_bounds, value), sources),), value)
+    def _walk(self, jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[TracedArray]) -> list[TracedArray]:
+        return propagate(jaxpr, inputs, self._transfer, self._read_constant)
 
-        def read(atom: Any) -> TracedArray:
-            if not isinstance(atom, Literal):
-                return read_variable(atom)
-            return TracedArray((ArrayIndex(partial(find_bounds, atom.val)),), atom.val)
-
-        return read
+    def _read_constant(self, atom: Any) -> TracedArray:
+        if isinstance(atom, Literal):
+            return _describe_constant(atom.val)
+        return self._constants.get(atom, TracedArray((LATENT,)))
 
     def _transfer(self, eqn: JaxprEqn, inputs: list[TracedArray]) -> list[TracedArray]:
         name = eqn.primitive.name
-        if name in ("gather", "dynamic_slice") or name.startswith("scatter"):
+        if name in ("gather", "dynamic_slice") or _is_update(eqn):
             return [self._look_up(eqn, inputs)]
         if name == "scan":
             return self._scan(eqn, inputs)
+        if name == "while" and self.enters_while:
+            self._walk(eqn.params["body_jaxpr"], inputs[eqn.params["cond_nconsts"] :])
         values = self._evaluate(eqn, [x.value for x in inputs])
         if name == "select_n" and _is_wrap(inputs):
             index = combine_indices([x.index for x in inputs[1:]], union_bounds)
             index = replace(index, before_wrap=inputs[1].index)
             return [TracedArray((index,), values[0], inputs[1].value)]
         before_wrap: list[Any] = [None] * len(values)
-        is_preserving = name in _ENTRY_PRESERVING_PRIMITIVES or name == "concatenate"
-        if is_preserving and any(x.value_before_wrap is not None for x in inputs):
+        is_moved = name in MOVING_PRIMITIVES or name == "concatenate"
+        if is_moved and any(x.value_before_wrap is not None for x in inputs):
             before_wrap = self._evaluate(eqn, [x.unwrapped for x in inputs])
-        negative_of = inputs[0] if name == "lt" and _is_zero(eqn.invars[1]) else None
-        shifted = inputs[0] if name == "add" else None
-        return [
-            TracedArray(_derive_columns(eqn, inputs, k), value, old, negative_of, shifted)
-            for k, (value, old) in enumerate(zip(values, before_wrap, strict=True))
-        ]
+        is_source_known = name == "add" or (name == "lt" and _is_zero(eqn.invars[1]))
+        source = inputs[0] if is_source_known else None
+        columns = [_derive_columns(eqn, inputs, k) for k in range(len(values))]
+        return [TracedArray(*x, source) for x in zip(columns, values, before_wrap, strict=True)]
 
     def _evaluate(self, eqn: JaxprEqn, values: list[Any]) -> list[Any]:
         """Return the outputs of an equation, None where only bounds are followed."""
@@ -252,18 +213,17 @@ class LookupWalk:
 
     def _look_up(self, eqn: JaxprEqn, inputs: list[TracedArray]) -> TracedArray:
         values, lookup = [x.value for x in inputs], _describe_lookup(eqn, inputs)
+        numbers: Any = eqn.params.get("dimension_numbers")
         index = combine_indices([x.index for x in inputs], lambda entries, *_: entries)
         index = replace(index, holder=inputs[0].index.holder)
         is_replaced = False
-        if any(x.is_data for x in lookup.columns):
+        if any(x.is_data or x.plates for x in lookup.columns):
             is_replaced = len(self.lookups) == self.replaced
             self.lookups.append(lookup)
-        if is_replaced and eqn.primitive.name.startswith("scatter"):
-            window_dims = eqn.params["dimension_numbers"].update_window_dims
-            values[2] = self._replace_entries(values[2], lookup, window_dims)
+        if is_replaced and _is_update(eqn):
+            values[2] = self._replace_entries(values[2], lookup, numbers.update_window_dims)
         (value,) = self._evaluate(eqn, values)
-        if is_replaced and not eqn.primitive.name.startswith("scatter"):
-            numbers = eqn.params.get("dimension_numbers")
+        if is_replaced and not _is_update(eqn):
             window_dims = range(value.ndim) if numbers is None else numbers.offset_dims
             value = self._replace_entries(value, lookup, window_dims)
         return TracedArray((index,), value)
@@ -279,8 +239,8 @@ class LookupWalk:
 
     def _scan(self, eqn: JaxprEqn, inputs: list[TracedArray]) -> list[TracedArray]:
         """Follow the indices of a loop's constants and sequences; what it carries is unknown."""
-        jaxpr, num_lookups = eqn.params["jaxpr"], len(self.lookups)
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # JAX 0.12 has no closed one here
+        # JAX 0.12 has no closed one here.
+        jaxpr, num_lookups = open_jaxpr(eqn.params["jaxpr"]), len(self.lookups)
         # Only sequences have an axis more outside of the loop.
         num_carry = sum(map(_has_same_ndim, eqn.outvars, jaxpr.outvars))
         num_consts = sum(map(_has_same_ndim, eqn.invars, jaxpr.invars)) - num_carry
@@ -293,31 +253,37 @@ class LookupWalk:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             del self.lookups[num_lookups:]  # of an earlier trace of this function
             traced = list(map(TracedArray, columns, [*consts, *carry, *x]))
-            outputs[:] = propagate(jaxpr, traced, self._transfer, self._read_constant)
+            outputs[:] = self._walk(jaxpr, traced)
             results = [x.value for x in outputs]
             lookup_values = [x.values for x in self.lookups[num_lookups:]]
             return results[:num_carry], (results[num_carry:], lookup_values)
 
         init, options = values[num_consts : num_consts + num_carry], ("length", "reverse", "unroll")
-        if self._has_values:
-            carry, (ys, lookup_values) = lax.scan(
-                step, init, xs, **{k: eqn.params[k] for k in options}
-            )
-        else:
-            carry, (ys, lookup_values) = step(init, xs)
+        scan = partial(lax.scan, **{k: eqn.params[k] for k in options})
+        run = partial(scan, step) if self._has_values else step
+        carry, (ys, lookup_values) = run(init, xs)
         for k, x in enumerate(lookup_values, num_lookups):
             self.lookups[k] = self.lookups[k]._replace(values=x)
         indices = [LATENT] * num_carry + [x.index for x in outputs[num_carry:]]
         return [TracedArray((index,), x) for index, x in zip(indices, [*carry, *ys], strict=True)]
 
 
-def _iter_constants(closed_jaxpr: ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
+def _iter_constants(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[tuple[Any, Any]]:
     """Yield the constants of a jaxpr and of those inside it, with their values."""
-    yield from zip(closed_jaxpr.jaxpr.constvars, closed_jaxpr.consts, strict=True)
-    for eqn in closed_jaxpr.jaxpr.eqns:
+    yield from zip(open_jaxpr(jaxpr).constvars, getattr(jaxpr, "consts", ()), strict=False)
+    for eqn in jaxpr.eqns:
         for parameter in eqn.params.values():
             if isinstance(parameter, ClosedJaxpr):
                 yield from _iter_constants(parameter)
+
+
+def _describe_constant(value: Any) -> TracedArray:
+    sources = frozenset[str | None]({None} if np.ndim(value) else ())
+    return TracedArray((ArrayIndex(partial(find_bounds, value), sources),), value)
+
+
+def _is_update(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name.startswith("scatter")
 
 
 def _is_zero(atom: Any) -> bool:
@@ -326,10 +292,10 @@ def _is_zero(atom: Any) -> bool:
 
 def _is_wrap(inputs: Sequence[TracedArray]) -> bool:
     """Return whether ``select_n(is_negative, x, y)`` adds the size of an array to negative x."""
-    if len(inputs) != 3 or inputs[2].shifted is not inputs[1]:
+    if len(inputs) != 3 or inputs[2].source is not inputs[1]:
         return False
     # JAX compares constants with zero outside of the jaxpr.
-    return inputs[0].negative_of is inputs[1] or None in inputs[1].index.sources
+    return inputs[0].source is inputs[1] or None in inputs[1].index.sources
 
 
 def _derive_columns(
@@ -339,8 +305,10 @@ def _derive_columns(
     name, indices = eqn.primitive.name, [x.index for x in inputs]
     if name.startswith(_RANDOM_PRIMITIVES):
         return (LATENT,)
-    if name in _ENTRY_PRESERVING_PRIMITIVES:
+    if name in MOVING_PRIMITIVES:
         return inputs[0].columns
+    if name == "sort":
+        return inputs[output].columns
     if name == "concatenate":
         axis = eqn.params["dimension"]
         if axis > 0 and all(_get_aval(x).shape[axis:] == (1,) for x in eqn.invars):  # index vectors
@@ -374,8 +342,10 @@ def _describe_lookup(eqn: JaxprEqn, inputs: list[TracedArray]) -> Lookup:
     before_wrap = tuple(x.before_wrap or x for x in columns)
     is_wrapped = [x.before_wrap is not None for x in columns]
     return Lookup(
+        inputs[0].index,
         before_wrap,
         tuple(shape[d] - sizes[d] for d in dims),
+        tuple(sizes[d] == 1 and not _is_update(eqn) for d in dims),
         tuple(
             # A negative index among constants is the user's.
             x.is_data and bool(x.plates or x.sources - {None}) and (wraps or not is_handled)
@@ -386,12 +356,12 @@ def _describe_lookup(eqn: JaxprEqn, inputs: list[TracedArray]) -> Lookup:
     )
 
 
-def _has_same_ndim(a: Any, b: Any) -> bool:
-    return len(a.aval.shape) == len(b.aval.shape)
-
-
 def _get_aval(atom: Any) -> Any:
     return atom.aval
+
+
+def _has_same_ndim(a: Any, b: Any) -> bool:
+    return len(a.aval.shape) == len(b.aval.shape)
 
 
 def _is_mode_given(eqn: JaxprEqn, dtype: Any) -> bool:

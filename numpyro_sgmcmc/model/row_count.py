@@ -14,68 +14,35 @@ from typing import Any
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from numpyro_sgmcmc.jaxpr import CALL_PRIMITIVES, open_jaxpr
+from numpyro_sgmcmc.jaxpr import CALL_PRIMITIVES, MOVING_PRIMITIVES, open_jaxpr
 
 Ratio = float | None
 """Factor by which all entries of an array change with one more row; None for another change."""
 
 _ROUNDING = 1e-6  # of a ratio of float32 numbers
 
+# fmt: off
 # Parameters of equations that hold sizes of arrays and nothing else.
 _SIZE_PARAMETERS = {
-    "limit_indices",
-    "new_sizes",
-    "padding_config",
-    "result_avals",
-    "shape",
-    "sharding",
-    "sizes",
+    "limit_indices", "new_sizes", "padding_config", "result_avals", "shape", "sharding", "sizes",
     "slice_sizes",
 }
+# Primitives of one array, whose output changes by the factor of that array.
+_LINEAR_PRIMITIVES = {*MOVING_PRIMITIVES, "neg"} - {"rev"}
 # Primitives that move entries, or whose inner jaxprs are compared.
-_ROWWISE_PRIMITIVES = {
-    "broadcast_in_dim",
-    "concatenate",
-    "cond",
-    "dynamic_slice",
-    "dynamic_update_slice",
-    "gather",
-    "iota",
-    "optimization_barrier",
-    "pad",
-    "pure_callback",
-    "random_bits",
-    "random_split",
-    "random_unwrap",
-    "random_wrap",
-    "reshape",
-    "scan",
-    "slice",
-    "split",
-    "squeeze",
-    "stack",
-    "transpose",
-    "while",
+_ROWWISE_PRIMITIVES = _LINEAR_PRIMITIVES | {
+    "concatenate", "cond", "dynamic_slice", "dynamic_update_slice", "gather", "iota",
+    "optimization_barrier", "pad", "pure_callback", "random_bits", "random_split", "random_unwrap",
+    "random_wrap", "scan", "split", "stack", "while",
 }
 # Primitives that combine the entries of the last two axes.
 _MATRIX_PRIMITIVES = {"cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve"}
-# Primitives of one array, whose output changes by the factor of that array.
-_LINEAR_PRIMITIVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "neg",
-    "reshape",
-    "squeeze",
-    "transpose",
-}
+# fmt: on
 
 
 def compare_row_counts(smaller: ClosedJaxpr, larger: ClosedJaxpr) -> list[Ratio]:
     """Return how each output of a function changes with one more row.
 
-    :param smaller: the function on some rows.
-    :param larger: the function on one row more.
     :return: 1.0 for an output whose entries depend on their rows alone.
     """
     return _compare_jaxprs(smaller, larger, [1.0] * len(smaller.jaxpr.invars))

@@ -60,7 +60,6 @@ def validate_model(model_trace: ModelTrace) -> dict[str, tuple[str, ...]]:
     """Check that a model can be sampled, from its sites and plates to what its rows do.
 
     :return: the sites of :func:`~numpyro_sgmcmc.model.additivity.check_factorises_over_plates`.
-    :raises ValueError: naming the site, plate or argument that cannot be used.
     """
     _check_local_sites(model_trace)
     _check_global_sites(model_trace)
@@ -175,8 +174,7 @@ def _find_unused_sites(model_trace: ModelTrace, sites: Sequence[SampleSite]) -> 
 
     jaxpr, shapes = jax.make_jaxpr(log_probs, return_shape=True)(values, model_trace.arguments)
     labels = [frozenset({name}) for name in sorted(values)]
-    labels += [frozenset()] * (len(jaxpr.jaxpr.invars) - len(values))
-    outputs = zip(sorted(shapes), propagate_labels(jaxpr.jaxpr, labels), strict=True)
+    outputs = zip(sorted(shapes), propagate_labels(jaxpr, labels), strict=True)
     used = frozenset[str]().union(*(found - {name} for name, found in outputs))
     return [s for s in sites if s.name not in used]
 
@@ -326,10 +324,7 @@ def check_local_latents_options(
     gradient_estimator: str,
     collect_local_sites: bool | Sequence[str],
 ) -> None:
-    """Check a kernel's options and data for a model with local latent variables.
-
-    :raises ValueError: naming the site.
-    """
+    """Check a kernel's options and data for a model with local latent variables."""
     local = potential.local_latents
     if local is None:
         if collect_local_sites:
@@ -383,8 +378,6 @@ def check_conditional_independence(
 
     A minibatch's potential must then be the mean of the potentials of its rows. It is not where a
     row's local value is used by other rows, or by a site outside of the plate.
-
-    :raises ValueError: naming the local sites.
     """
     local = potential.local_latents
     assert local is not None
