@@ -48,7 +48,6 @@ def fingerprint_jaxpr(
     """Return a value that is equal for two programs only if they compute the same.
 
     :param closed_jaxpr: the program, with all derivatives that will be computed of it.
-    :raises ValueError: for a program with constants of more bytes together.
     """
     hasher = _JaxprHasher(max_constant_bytes)
     digest = hasher.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts)
@@ -142,8 +141,6 @@ def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
 
     The function is traced here, because NumPyro's handlers are one stack for all threads. An error
     of compilation is raised by the call.
-
-    :param args: arrays, or :class:`jax.ShapeDtypeStruct` in their place.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return  # inside shard_map, where JAX cannot lower a function by itself
@@ -156,10 +153,7 @@ def _compilation_executor() -> ThreadPoolExecutor:
 
 
 def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:
-    """Clear JAX's caches where the process nears the limit on memory mappings (Linux only).
-
-    :param max_num_maps: number of mappings that a process may have; None for the system's.
-    """
+    """Clear JAX's caches where the process nears the limit on memory mappings (Linux only)."""
     if not (_MEMORY_MAPS_FILE.exists() and _MAX_MEMORY_MAPS_FILE.exists()):
         return
     if max_num_maps is None:

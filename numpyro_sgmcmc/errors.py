@@ -54,12 +54,7 @@ TROUBLESHOOTING_PAGE = "docs/troubleshooting.md"
 
 
 def format_message(problem: str, fix: str, entry: str) -> str:
-    """Return a message.
-
-    :param problem: what is wrong, one sentence that names the site or argument.
-    :param fix: what to do, without the word Fix.
-    :param entry: label of the entry on the troubleshooting page.
-    """
+    """Return a message."""
     return f"{problem} Fix: {fix} See {TROUBLESHOOTING_PAGE}#{entry}"
 
 
@@ -223,10 +218,7 @@ def is_library_file(file: str) -> bool:
 def warn_user(
     message: str, category: type[SGMCMCWarning] = SGMCMCWarning, fix: str = "", entry: str = ""
 ) -> None:
-    """Warn at the innermost line outside this package, NumPyro and JAX.
-
-    :param message: what is wrong; the complete message where ``fix`` is empty.
-    """
+    """Warn at the innermost line outside this package, NumPyro and JAX."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame, level = frame.f_back, level + 1
@@ -277,10 +269,7 @@ def check_callable(name: str, value: Any) -> None:
 
 
 def evaluate_user_function(name: str, fn: Callable, *args: Any) -> np.ndarray:
-    """Return the value of a user's function of arrays as a NumPy array.
-
-    :raises ValueError: where JAX cannot trace the function or its value is not a real array.
-    """
+    """Return the value of a user's function of arrays as a NumPy array."""
     try:
         traced = jax.eval_shape(lambda xs: jnp.asarray(fn(*xs)), args)
         if jnp.issubdtype(traced.dtype, jnp.complexfloating):
@@ -303,10 +292,7 @@ def standard_normal_points(like: jax.Array) -> jax.Array:
 
 
 def import_optional(module: str, caller: str, extra: str) -> Any:
-    """Import and return a module that ``extra`` of this package installs, for ``caller``.
-
-    :raises ImportError: naming the extra, where the module is missing.
-    """
+    """Import and return a module that ``extra`` of this package installs, for ``caller``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -44,10 +44,7 @@ class ProgressReporter:
 
 
 def _open_bar(log_interval: float = _LOG_INTERVAL_SECONDS, **options: Any) -> tqdm:
-    """Open a bar on a terminal or in a notebook, or lines in a log file.
-
-    :param log_interval: seconds before the first line and between lines.
-    """
+    """Open a bar on a terminal or in a notebook, or lines in a log file."""
     bar = tqdm_auto(delay=_DISPLAY_DELAY_SECONDS, leave=False, disable=None, **options)
     if bar.disable:
         bar = tqdm(delay=log_interval, mininterval=log_interval, leave=False, **options)

@@ -68,10 +68,7 @@ class DrawsOnDisk:
         self._zarr_path, self._sample_field = folder / "draws.zarr", sample_field
 
     def create(self, draws: dict[str, Any], num_draws: int) -> None:
-        """Create the arrays of a run of ``num_draws`` per chain, without values.
-
-        :param draws: shapes and types of a segment, leaves of shape ``(chains, draws, ...)``.
-        """
+        """Create the arrays of a run of ``num_draws`` per chain, without values."""
         zarr = _import_zarr()
         root = zarr.open_group(str(self._zarr_path), mode="w", zarr_format=3)
         for group in ("posterior", "sample_stats"):

@@ -84,10 +84,7 @@ def compute_fingerprint(
 def check_same_run(
     stored: Mapping[str, str], current: Mapping[str, str], folder: Any, args: tuple
 ) -> None:
-    """Check that a stored run is the one to resume.
-
-    :param args: arguments of `resume`, which may begin with a key, as those of `run` do.
-    """
+    """Check that a stored run is the one to resume."""
     if args and is_prng_key(args[0]) and stored != current:
         raise InvalidArgumentError(
             "`resume` got a key as its first argument.",

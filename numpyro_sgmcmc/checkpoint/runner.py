@@ -22,15 +22,11 @@ from numpyro_sgmcmc.sampling.state import SGMCMCState
 
 
 class Segment(NamedTuple):
-    """
-    - **state** - of one chain, or of all of them with a leading axis.
-    - **draws** - buffer for the draws of a segment, a pytree with a leading axis for them.
-    - **elapsed_iterations** - iterations since the segment's first; negative in warm-up, which
-      stores no draws.
-    """
+    """State of the chains and buffer for the draws of a segment."""
 
-    state: SGMCMCState
-    draws: Any
+    state: SGMCMCState  # of one chain, or of all of them with a leading axis
+    draws: Any  # buffer for the draws of a segment, a pytree with a leading axis for them
+    # iterations since the segment's first; negative in warm-up, which stores no draws
     elapsed_iterations: Array
 
 
@@ -70,10 +66,7 @@ class ChainRunner:
         return not callable(self._chain_method)
 
     def init_states(self, rng_key: Array, init_params: Any) -> SGMCMCState:
-        """Return the chains' first states, with a leading axis where there are several.
-
-        :param rng_key: one key, or one per chain where there are several.
-        """
+        """Return the chains' first states, with a leading axis where there are several."""
         args, kwargs = self._args, self._kwargs
 
         def init(key_and_params: tuple[Array, Any]) -> SGMCMCState:
@@ -117,10 +110,7 @@ class ChainRunner:
         return Segment(state, draws, jnp.full(chains, elapsed_iterations, jnp.int32))
 
     def run_iterations(self, segment: Segment, num_iterations: int) -> Segment:
-        """Return the segment after some more iterations.
-
-        :raises RuntimeError: where a source of rows fails, with its message.
-        """
+        """Return the segment after some more iterations."""
         with unwrap_callback_errors(Arguments(self._args, self._kwargs).host_arrays):
             return jax.block_until_ready(self._run_loop(segment, num_iterations))
 

@@ -13,15 +13,11 @@ import numpy as np
 
 
 class RunningMoments(NamedTuple):
-    """
-    - **weight** - sum of the draws' weights, shape ``(chains,)``.
-    - **mean** - weighted means, a pytree of arrays of shape ``(chains, ...)``.
-    - **m2** - weighted sums of squared deviations from the mean, of the same shapes.
-    """
+    """Running moments of each chain's draws."""
 
-    weight: np.ndarray
-    mean: Any
-    m2: Any
+    weight: np.ndarray  # sum of the draws' weights, shape `(chains,)`
+    mean: Any  # weighted means, a pytree of arrays of shape `(chains, ...)`
+    m2: Any  # weighted sums of squared deviations from the mean, of the same shapes
 
     @classmethod
     def zeros(cls, draws: Any) -> RunningMoments:
@@ -36,9 +32,6 @@ class RunningMoments(NamedTuple):
 
         With weight w and new total W, :math:`\delta = x - m`, :math:`m \leftarrow m + (w/W)\delta`
         and :math:`M_2 \leftarrow M_2 + w\,\delta\,(x - m)` with the new m.
-
-        :param draws: leaves of shape ``(chains, draws, ...)``.
-        :param weights: not negative, shape ``(chains, draws)``.
         """
         total, steps = self.weight, []
         for w in np.asarray(weights, np.float64).T:

@@ -47,15 +47,13 @@ _MANIFEST_PATHS = ("manifest/manifest.json", "checkpoint.json")
 
 
 class Checkpoint(NamedTuple):
-    """
-    - **manifest** - the JSON part: fingerprint, extra fields, layout of the draws, numbers of
-      complete ``iterations`` (including warm-up) and ``draws`` (per chain), and
-      ``[first, stop, checksum]`` of each of the ``blocks`` of draws on disk.
-    - **tree** - the pytree that continues the run.
-    """
+    """A checkpoint of a run."""
 
+    # the JSON part: fingerprint, extra fields, layout of the draws, numbers of complete
+    # `iterations` (including warm-up) and `draws` (per chain), and `[first, stop, checksum]` of
+    # each of the `blocks` of draws on disk
     manifest: dict[str, Any]
-    tree: Any
+    tree: Any  # the pytree that continues the run
 
     @property
     def num_iterations(self) -> int:
@@ -116,10 +114,7 @@ class CheckpointStore:
         return checkpoint._replace(tree=decode(structure, arrays))
 
     def read_latest(self, check_draws: Callable[[dict[str, Any]], None]) -> Checkpoint:
-        """Return the newest undamaged checkpoint, with a warning where it is not the newest one.
-
-        :param check_draws: called with the manifest; raises where the last draws are damaged.
-        """
+        """Return the newest undamaged checkpoint, with a warning where it is not the newest one."""
         damages: list[str] = []
         for path in _list_checkpoints(self._folder):
             try:
@@ -167,7 +162,6 @@ def encode(tree: Any, arrays: list[np.ndarray]) -> Any:
 
     :param tree: named tuples, dataclasses, enums, dicts with strings or tuples of strings as keys,
         lists, tuples, arrays, random keys, numbers, strings, bools and None.
-    :raises TypeError: for anything else.
     """
     if tree is None or isinstance(tree, (bool, str)) or type(tree) in (int, float):
         return tree

@@ -225,9 +225,6 @@ class DeviceArrayCache:
         """Return the arguments with their large arrays in references.
 
         ``pmap`` does not support references and gets constants.
-
-        :param min_total_bytes: bytes of all arrays from which there are references.
-        :param min_array_bytes: bytes of an array from which it is in a reference.
         """
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)

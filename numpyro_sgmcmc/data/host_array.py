@@ -93,12 +93,11 @@ class RowArray:
 
         :param index: integers of any shape, a slice, or a tuple that begins with one of these and
             continues along the other axes.
-        :raises TypeError: for any other index.
         """
         indices, trailing_index = split_index(index)
         if isinstance(indices, slice):
-            rows = self._get_rows(np.arange(*indices.indices(len(self))))
-            return rows[:, *trailing_index]
+            indices = np.arange(*indices.indices(len(self)))
+            return self._get_rows(indices)[:, *trailing_index]
         is_none = indices is None or indices is Ellipsis
         if is_none or not jnp.issubdtype(jnp.result_type(indices), jnp.integer):
             raise RowIndexError(
@@ -214,15 +213,13 @@ def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray:
 
 def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
     """Return the positions along the first axis where a value is missing or infinite."""
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        return np.empty(0, np.int64)
+    is_finite = not jnp.issubdtype(values.dtype, jnp.floating)
     if values.dtype.char in "fd":  # one pass without a temporary array, where all is well
-        flat = values.reshape(-1)
         with np.errstate(over="ignore", invalid="ignore"):
-            if np.isfinite(np.dot(flat, flat)):
-                return np.empty(0, np.int64)
-    is_finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
-    return np.flatnonzero(~is_finite)
+            is_finite = np.isfinite(np.dot(values.reshape(-1), values.reshape(-1)))
+    if is_finite:
+        return np.empty(0, np.int64)
+    return np.flatnonzero(~np.isfinite(values).all(axis=tuple(range(1, values.ndim))))
 
 
 @jax.tree_util.register_static
@@ -289,13 +286,11 @@ class HostArray(RowArray):
         """Failure that no compiled function has raised yet."""
         self._source = source
         # Indexing a memory map copies its attributes each time; the plain array does not.
-        self._backing_array = (
-            np.asarray(source) if type(source) in (np.ndarray, np.memmap) else source
-        )
+        is_numpy = type(source) in (np.ndarray, np.memmap)
+        self._backing_array = np.asarray(source) if is_numpy else source
         self._dtype = dtype.newbyteorder("=")
-        self._needs_sorted_indices = (
-            type(source).__module__.startswith("h5py") if sort is None else sort
-        )
+        is_h5py = type(source).__module__.startswith("h5py")
+        self._needs_sorted_indices = is_h5py if sort is None else sort
         self._is_chunked = hasattr(source, "chunks")
         self._prefetches: dict[tuple[tuple[int, ...], bytes], Future] = {}
         self._lock = Lock()
@@ -334,7 +329,6 @@ class HostArray(RowArray):
     def read(self, indices: Any) -> np.ndarray:
         """Return rows as a NumPy array of shape ``(*indices.shape, *shape[1:])``.
 
-        :param indices: integer array of any shape.
         :raises RuntimeError: naming source and rows, where the source fails, returns something
             other than these rows, or values that are not finite.
         """
@@ -443,8 +437,8 @@ class HostArray(RowArray):
         for part in np.split(indices, jumps[_MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ]):
             parts.append(self._backing_array.take(part, 0))
             if (resident := _resident_file_bytes()) is None:
-                page_fault_bytes = _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
-                self._bytes_since_release += parts[-1].nbytes + page_fault_bytes
+                self._bytes_since_release += parts[-1].nbytes
+                self._bytes_since_release += _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
             else:
                 self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
                 self._bytes_since_release = resident - self._baseline_resident_bytes
@@ -531,8 +525,6 @@ def call_host(fn: Callable[[Any], Any], result_shape_dtypes: Any, operands: Any)
     ``jax.pure_callback`` transfers large operands on a thread of the pool in which the devices of
     one CPU run: where all of them wait for this call, it never returns. Small operands are
     transferred inline, so that operands are split into pieces.
-
-    :param fn: function of one pytree of NumPy arrays.
     """
     leaves, structure = jax.tree.flatten(operands)
     shapes, size = [x.shape for x in leaves], _MAX_CALLBACK_OPERAND_SIZE
@@ -541,14 +533,12 @@ def call_host(fn: Callable[[Any], Any], result_shape_dtypes: Any, operands: Any)
         for x in (leaf.reshape(-1) for leaf in leaves)
     ]
 
-    def join_and_call(pieces: list[list[Any]]) -> Any:
+    def call(pieces: list[list[Any]]) -> Any:
         flat = [np.concatenate([np.asarray(x) for x in leaf], -1) for leaf in pieces]
         shaped = [x.reshape(*x.shape[:-1], *s) for x, s in zip(flat, shapes, strict=True)]
         return fn(jax.tree.unflatten(structure, shaped))
 
-    return jax.pure_callback(
-        join_and_call, result_shape_dtypes, pieces, vmap_method="broadcast_all"
-    )
+    return jax.pure_callback(call, result_shape_dtypes, pieces, vmap_method="broadcast_all")
 
 
 def read_and_prefetch(
@@ -556,36 +546,34 @@ def read_and_prefetch(
     indices: Mapping[str, jax.Array],
     next_indices: Mapping[str, jax.Array],
     defer_errors: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """Read rows of each array inside a compiled function, and start to read the next ones.
 
     :param lookups: arrays, each with the name of the plate that indexes it.
-    :param indices: integer indices by plate, with three axes.
+    :param indices: indices by plate, with three axes.
     :return: rows of each array, shape ``(*indices.shape, *array.shape[1:])``; with
         ``defer_errors``, zeros where a source fails, and whether it did.
     """
-    results = tuple(
-        jax.ShapeDtypeStruct((*indices[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups
-    )
+    results = [jax.ShapeDtypeStruct((*indices[n].shape, *a.shape[1:]), a.dtype) for a, n in lookups]
 
-    def fetch(stacked: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    def fetch(stacked: Mapping[str, Any]) -> list[np.ndarray]:
         by_plate = {name: np.asarray(x) for name, x in stacked.items()}
-        rows = tuple(a.read_prefetched(by_plate[n][..., 0, :, :, :]) for a, n in lookups)
+        rows = [a.read_prefetched(by_plate[n][..., 0, :, :, :]) for a, n in lookups]
         for array, name in lookups:
             array.prefetch(by_plate[name][..., 1, :, :, :])
         return rows
 
-    def fetch_deferring_errors(stacked: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+    def fetch_deferring_errors(stacked: Mapping[str, Any]) -> list[np.ndarray]:
         try:
-            return (*fetch(stacked), np.array(False))
+            return [*fetch(stacked), np.array(False)]
         except DataReadError:  # the array keeps it
-            return (*(np.zeros(x.shape, x.dtype) for x in results), np.array(True))
+            return [*(np.zeros(x.shape, x.dtype) for x in results), np.array(True)]
 
     # One array per plate: each operand of a callback costs about 50 microseconds.
     stacked = {name: jnp.stack([indices[name], next_indices[name]], -4) for _, name in lookups}
     if defer_errors:
         has_failed = jax.ShapeDtypeStruct((), bool)
-        return call_host(fetch_deferring_errors, (*results, has_failed), stacked)
+        return call_host(fetch_deferring_errors, [*results, has_failed], stacked)
     return jax.pure_callback(fetch, results, stacked, vmap_method="broadcast_all")
 
 

@@ -31,14 +31,10 @@ from numpyro_sgmcmc.errors import DataReadError, InvalidModelError
 
 
 class RowLookup(NamedTuple):
-    """An array that the model indexes by the indices of a plate.
+    """An array that the model indexes by the indices of a plate."""
 
-    - **array** - a :class:`HostArray` or a :class:`ShardedArray`.
-    - **plate** - name of the plate.
-    """
-
-    array: Any
-    plate: str
+    array: Any  # a `HostArray` or a `ShardedArray`
+    plate: str  # name of the plate
 
 
 class PlateIndexRegistry:
@@ -146,16 +142,11 @@ def with_prefetched_rows(
 
 
 class ShardedOperands(NamedTuple):
-    """The sharded part of a step's arguments: operands of a function of one device.
+    """The sharded part of a step's arguments: operands of a function of one device."""
 
-    - **indices** - indices of the step, by plate.
-    - **device_arrays** - rows that are on devices.
-    - **prefetched_values** - rows that were read for the step, by plate.
-    """
-
-    indices: dict[str, Array]
-    device_arrays: list[Any]
-    prefetched_values: list[Mapping[str, Array]]
+    indices: dict[str, Array]  # indices of the step, by plate
+    device_arrays: list[Any]  # rows that are on devices
+    prefetched_values: list[Mapping[str, Array]]  # rows that were read for the step, by plate
 
     @classmethod
     def from_arguments(cls, indices: dict[str, Array], arguments: Arguments) -> ShardedOperands:
@@ -199,7 +190,6 @@ def read_lookups(
     """Read rows of each array, and start to read the next ones; each device reads its shard.
 
     :param indices: indices by plate, shape ``([chains,] iterations, steps, subsample_size)``.
-    :param next_indices: indices of the next call, of the same shapes.
     :param chain_axis: mesh axis over which chains are distributed, if there is one.
     """
     sharded = [x for x in lookups if isinstance(x.array, ShardedArray)]

@@ -44,16 +44,11 @@ from numpyro_sgmcmc.errors import DataReadError, InvalidArgumentError
 
 
 class Shards(NamedTuple):
-    """Distribution of rows over devices.
+    """Distribution of rows over devices."""
 
-    - **mesh** - the devices.
-    - **axis** - mesh axis (or axes) over which the rows are sharded.
-    - **rows_per_shard** - number of rows of each shard, in order.
-    """
-
-    mesh: Mesh
-    axis: str | tuple[str, ...]
-    rows_per_shard: tuple[int, ...]
+    mesh: Mesh  # the devices
+    axis: str | tuple[str, ...]  # mesh axis (or axes) over which the rows are sharded
+    rows_per_shard: tuple[int, ...]  # number of rows of each shard, in order
 
     @property
     def size(self) -> int:
@@ -106,10 +101,7 @@ class Shards(NamedTuple):
     def sum_over_shards(
         self, fn: Callable[[Any, Any, Any], Any], operands: Any, in_spec: PartitionSpec
     ) -> Any:
-        """Return the sum of a function's values on the shards, as :meth:`mean_over_shards`.
-
-        :param in_spec: how the operands are sharded.
-        """
+        """Return the sum of a function's values on the shards, as :meth:`mean_over_shards`."""
         row_offsets = jnp.asarray(self.row_offsets)
         rows_per_shard = jnp.asarray(self.rows_per_shard, jnp.int32)
 
@@ -329,10 +321,7 @@ class ShardedArray(RowArray):
 
 
 class DeviceShardView(ArrayProxy):
-    """Rows of one device, in place of the whole array while a model runs there.
-
-    :param row_offset: index of the device's first row among all rows.
-    """
+    """Rows of one device, in place of the whole array while a model runs there."""
 
     def __init__(self, array: ShardedArray, local_array: Array, row_offset: Any) -> None:
         super().__init__(array)
@@ -346,7 +335,6 @@ class DeviceShardView(ArrayProxy):
 class HostShardView(ArrayProxy):
     """Rows of one device that are on its host, read when the program runs.
 
-    :param row_offset: index of the device's first row among all rows.
     :param num_rows: number of its rows; indices beyond give the last row.
     """
 
@@ -363,10 +351,7 @@ class HostShardView(ArrayProxy):
 
 
 def as_sharded(x: Any) -> Any:
-    """Return a JAX array that is sharded by rows as a :class:`ShardedArray`, others as they are.
-
-    :raises ValueError: for a mesh with explicit axes.
-    """
+    """Return a JAX array that is sharded by rows as a :class:`ShardedArray`, others as they are."""
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or x.ndim == 0:
         return x
     sharding = x.sharding

@@ -41,16 +41,11 @@ Indices = Mapping[str, Array | np.ndarray]
 
 
 class StreamState(NamedTuple):
-    """State of a stream of minibatches.
+    """State of a stream of minibatches."""
 
-    - **seed** - two random 32-bit words that determine all permutations of the stream.
-    - **epoch** - number of completed passes over the rows, modulo 2^32.
-    - **offset** - rows (or blocks) visited in the current pass.
-    """
-
-    seed: Array
-    epoch: Array
-    offset: Array
+    seed: Array  # two random 32-bit words that determine all permutations of the stream
+    epoch: Array  # number of completed passes over the rows, modulo 2^32
+    offset: Array  # rows (or blocks) visited in the current pass
 
     @classmethod
     def init(cls, rng_key: Array) -> StreamState:
@@ -62,15 +57,11 @@ class Subsampling:
     """Method that selects the minibatches of a plate.
 
     Subclasses are frozen dataclasses without fields, because they are static in compiled steps.
-
-    - **name** - value of the kernels' ``subsampling`` argument.
-    - **is_independent** - whether successive minibatches are independent.
-    - **is_contiguous** - whether a minibatch consists of consecutive rows, which are alike in
-      sorted data.
     """
 
-    name: ClassVar[str]
-    is_independent: ClassVar[bool] = False
+    name: ClassVar[str]  # value of the kernels' `subsampling` argument
+    is_independent: ClassVar[bool] = False  # whether successive minibatches are independent
+    # whether a minibatch consists of consecutive rows, which are alike in sorted data
     is_contiguous: ClassVar[bool] = False
 
     def sample_indices(
@@ -168,25 +159,18 @@ SUBSAMPLINGS: dict[str, Subsampling] = {
 
 
 class Plate(NamedTuple):
-    """A subsampled plate.
+    """A subsampled plate."""
 
-    - **name** - name of the plate.
-    - **size** - number of rows.
-    - **subsample_size** - rows per minibatch.
-    - **shards** - distribution of the rows over devices, each of which contributes equally many
-      rows to a minibatch; None where the rows are on one device.
-    - **row_offset** - index of the first row: not 0 where this is the part of one device.
-    - **max_size** - upper bound on ``size`` where that is known only at run time.
-    - **included_rows** - rows that every minibatch includes, in increasing order; the rest of a
-      minibatch is sampled from the other rows.
-    """
-
-    name: str
-    size: int
-    subsample_size: int
+    name: str  # name of the plate
+    size: int  # number of rows
+    subsample_size: int  # rows per minibatch
+    # distribution of the rows over devices, each of which contributes equally many rows to a
+    # minibatch; None where the rows are on one device
     shards: Shards | None = None
-    row_offset: Any = 0
-    max_size: int = 0
+    row_offset: Any = 0  # index of the first row: not 0 where this is the part of one device
+    max_size: int = 0  # upper bound on `size` where that is known only at run time
+    # rows that every minibatch includes, in increasing order; the rest of a minibatch is sampled
+    # from the other rows
     included_rows: tuple[int, ...] = ()
 
     @property
@@ -360,7 +344,6 @@ def permute(seed: Array, positions: Array, size: Any) -> Array:
 
     :param seed: 32-bit word, or one word per position.
     :param positions: uint32 numbers below ``size``.
-    :param size: number of rows.
     """
     if _is_static_one(size):
         return jnp.zeros_like(positions)

@@ -60,13 +60,10 @@ class MomentumState(NamedTuple):
 
 
 class GradientNoiseCovariance(NamedTuple):
-    """Covariance of the noise of the preconditioned gradient, by its eigenvalues.
+    """Covariance of the noise of the preconditioned gradient, by its eigenvalues."""
 
-    - **eigenvalues** - eigenvalues, or variances if the covariance is taken as diagonal, ``(d,)``.
-    - **eigenvectors** - eigenvectors as columns, shape ``(d, d)``; None for a diagonal.
-    """
-
-    eigenvalues: Array
+    eigenvalues: Array  # eigenvalues, or variances if the covariance is taken as diagonal, `(d,)`
+    # eigenvectors as columns, shape `(d, d)`; None for a diagonal
     eigenvectors: Array | None = None
 
     @classmethod
@@ -257,7 +254,6 @@ def is_elementwise(fn: Callable[[Array], Array], x: Array) -> bool:
 
     The answer is read off the jaxpr; values at some points would show nothing about others.
 
-    :param x: any argument, of which only shape and type count.
     :return: False also if the function contains primitives that are not known.
     """
     closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -140,11 +140,7 @@ class Recipe(OverdampedDynamics):
 
 
 def check_recipe(dynamics: Recipe, dim: int) -> None:
-    """Check that a recipe's functions define a diffusion with the posterior as its marginal.
-
-    :raises InvalidArgumentError: naming the function whose values have the wrong shape, define no
-        diffusion, or change the position's marginal.
-    """
+    """Check that a recipe's functions define a diffusion with the posterior as its marginal."""
     origin = jnp.zeros(dim)
     auxiliary = errors.evaluate_user_function(
         "auxiliary", lambda key: dynamics.init_auxiliary(key, dim), random.key(0)

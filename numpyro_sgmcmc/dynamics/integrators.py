@@ -79,11 +79,7 @@ SYMMETRIC_SPLITTING = (
 
 @dataclass(frozen=True)
 class Step:
-    """One step of an integrator, a pure function.
-
-    :param tuple parts: the flows with their places in the integrator.
-    :param bool gradient_at_end: whether the first gradient is taken where the step ends.
-    """
+    """One step of an integrator, a pure function."""
 
     parts: tuple[tuple[Flow, Part], ...]
     gradient_at_end: bool = False
@@ -114,7 +110,6 @@ class Step:
     ) -> Any:
         """Return the state after one step.
 
-        :param gradient_fn: estimate of the gradient on one minibatch.
         :param normals: standard normal entries, shape ``(num_noise, d)``; each flow uses separate
             vectors.
         :param step_index: number of steps before this one, for parts that do not run in every step.

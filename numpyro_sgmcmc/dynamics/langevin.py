@@ -19,14 +19,8 @@ with stationary density :math:`\propto e^{-U(\theta) - K(p)}`.
 :class:`OverdampedDynamics` and :class:`UnderdampedDynamics` hold what these SDEs share with the
 thermostats, the Riemannian dynamics and the recipe: flows, noise variance, relaxation time.
 
-References: Welling and Teh (2011), *Bayesian learning via stochastic gradient Langevin dynamics*,
-whose :math:`\epsilon` is :math:`2h`; Chen, Fox and Guestrin (2014), *Stochastic gradient
-Hamiltonian Monte Carlo*; Chen, Ding and Carin (2015), *On the convergence of stochastic gradient
-MCMC algorithms with high-order integrators*, section 2 and equation (8), where :math:`\gamma` is
-:math:`D`; Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
-stochasticity for Hamiltonian samplers*, appendix B.5; Leimkuhler and Matthews (2013), *Rational
-construction of stochastic numerical methods for molecular sampling*; Zhang, Chen, Gan, Henao and
-Carin (2017), *Stochastic gradient monomial gamma sampler*, appendix C and equation (27).
+References: those of the kernels, and Leimkuhler and Matthews (2013), *Rational construction of
+stochastic numerical methods for molecular sampling* (BAOAB).
 """
 
 from __future__ import annotations
@@ -369,15 +363,11 @@ class UnderdampedDynamics(Dynamics):
 
 
 class UnderdampedState(NamedTuple):
-    """State of underdamped Langevin dynamics.
+    """State of underdamped Langevin dynamics."""
 
-    - **position** - preconditioned position, shape ``(d,)``.
-    - **momentum** - momentum at unit mass, shape ``(d,)``.
-    - **gradient** - gradient of the last kick, for integrators that use it twice, otherwise None.
-    """
-
-    position: Array
-    momentum: Array
+    position: Array  # preconditioned position, shape `(d,)`
+    momentum: Array  # momentum at unit mass, shape `(d,)`
+    # gradient of the last kick, for integrators that use it twice, otherwise None
     gradient: Array | None = None
 
 

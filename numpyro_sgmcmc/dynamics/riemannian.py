@@ -14,9 +14,8 @@ With :math:`S(\theta)S(\theta)^\top = G(\theta)^{-1}`, the inverse metric:
 with stationary densities :math:`\propto e^{-U(\theta)}` and :math:`\propto e^{-U(\theta) - p^\top
 p/2}`, of which the corrections :math:`\Gamma` and :math:`\operatorname{div} S` are a condition.
 
-References: Ma, Chen and Fox (2015), *A complete recipe for stochastic gradient MCMC*, section 3.2
-and Algorithm 1, whose signs are right, unlike those of equation (17); Patterson and Teh (2013),
-*Stochastic gradient Riemannian Langevin dynamics on the probability simplex*.
+References: those of the kernels. The signs of Ma, Chen and Fox (2015), Algorithm 1, are right,
+unlike those of equation (17).
 """
 
 from __future__ import annotations

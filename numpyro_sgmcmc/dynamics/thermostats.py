@@ -26,12 +26,9 @@ with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2 - n(\xi - A)^2
 with stationary density :math:`\propto e^{-U(\theta) - K(p) - (\xi - \sigma_p)^2/2\gamma}`. The "D"
 form has :math:`\sigma_\theta, \sigma_\xi > 0`; without it both are zero.
 
-References: Ding, Fang, Babbush, Chen, Skeel and Neven (2014), *Bayesian sampling using stochastic
-gradient thermostats*; Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC
-algorithms with high-order integrators*, Algorithm 3 and appendix A.3, whose stationary density
-lacks the factor :math:`n`; Zhang, Chen, Gan, Henao and Carin (2017), *Stochastic gradient monomial
-gamma sampler*, appendix E, which misprints the thermostat's resampling distribution and the middle
-flow of the splitting.
+References: those of the kernels. The stationary density of Chen, Ding and Carin (2015) lacks the
+factor :math:`n`; Zhang et al. (2017) misprint the thermostat's resampling distribution and the
+middle flow of the splitting.
 """
 
 from __future__ import annotations

@@ -70,11 +70,7 @@ class GradientEstimator:
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        """Return the estimate of the preconditioned gradient at ``q``, shape ``(d,)``.
-
-        :param preconditioner: the coordinates, with the reference gradient and Hessian.
-        :param mean_over_shards: gives access to the minibatch gradient.
-        """
+        """Return the estimate of the preconditioned gradient at ``q``, shape ``(d,)``."""
         raise NotImplementedError
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
@@ -92,11 +88,7 @@ def make_gradient_fn(
     indices: Indices,
     rng_key: Array | None = None,
 ) -> GradientFn:
-    """Return the function that estimates the preconditioned gradient at ``q`` from one minibatch.
-
-    :param preconditioner: the coordinates, with the reference gradient and Hessian.
-    :param rng_key: key of a stochastic likelihood.
-    """
+    """Return a function that estimates the preconditioned gradient at ``q`` from one minibatch."""
 
     def mean_over_shards(fn: Callable[[GradientFn], Array]) -> Array:
         def on_shard(shard: Potential, *batch: Any) -> Array:

@@ -85,20 +85,13 @@ class BatchLocalValues(LocalValues):
 
 @dataclass(frozen=True, eq=False)
 class LocalLatents:
-    """The latent sites inside the subsampled plate.
+    """The latent sites inside the subsampled plate."""
 
-    - **plate** - the subsampled plate.
-    - **hmc_sites** - the sites that are updated by HMC.
-    - **gibbs_sites** - the sites that ``gibbs_fn`` samples.
-    - **gibbs_fn** - the user's function, or None.
-    - **num_sweeps** - how often it is called for values that are dropped after a step; None for
-      values that are kept.
-    """
-
-    plate: Plate
-    hmc_sites: tuple[LatentSite, ...]
-    gibbs_sites: tuple[LatentSite, ...]
-    gibbs_fn: Callable | None = None
+    plate: Plate  # the subsampled plate
+    hmc_sites: tuple[LatentSite, ...]  # the sites that are updated by HMC
+    gibbs_sites: tuple[LatentSite, ...]  # the sites that `gibbs_fn` samples
+    gibbs_fn: Callable | None = None  # the user's function, or None
+    # how often it is called for values that are dropped after a step; None for values that are kept
     num_sweeps: int | None = None
 
     @property
@@ -212,8 +205,6 @@ def insert_local_values(
 ) -> tuple[Callable, Any, Arguments]:
     """Return the model, the unconstrained values and the arguments with local values in place.
 
-    :param model: the model, with subsample indices set.
-    :param z: unconstrained values of the global sites.
     :param arguments: with local values, or without any: then with default values.
     """
     if local_latents is None:
@@ -257,11 +248,7 @@ def resample_local_values(
     arguments: Arguments,
     rng_key: Array,
 ) -> dict[str, Array]:
-    """Sample the Gibbs sites from their prior and then by sweeps, in the model's layout.
-
-    :param model: the model, with subsample indices set.
-    :param other_values: values of all other latent sites.
-    """
+    """Sample the Gibbs sites from their prior and then by sweeps, in the model's layout."""
     assert local_latents.num_sweeps is not None
     prior_key, sweep_key = random.split(rng_key)
     sites = trace_run(seed(model, prior_key), arguments, other_values)
@@ -298,8 +285,6 @@ def call_gibbs_fn(
     """Sample the Gibbs sites of some rows, and check names, shapes and types of the result.
 
     :param current_values: the values before, in the model's layout.
-    :param other_values: values of all other latent sites.
-    :raises ValueError: where the function returns something else.
     """
     gibbs_fn, arguments = local_latents.gibbs_fn, without_local_values(arguments)
     assert gibbs_fn is not None

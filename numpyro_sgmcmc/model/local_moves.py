@@ -78,16 +78,11 @@ _INIT_SD = 0.1  # of initial values around zero in unconstrained space
 
 
 class LocalLatentsState(NamedTuple):
-    """Local latent variables of one chain.
+    """Local latent variables of one chain."""
 
-    - **values** - values of all rows.
-    - **scale** - length scale of HMC for each coordinate, shape ``(N, k)``.
-    - **mean_accept_prob** - mean acceptance probability on the last minibatch.
-    """
-
-    values: LocalValues
-    scale: Array
-    mean_accept_prob: Array
+    values: LocalValues  # values of all rows
+    scale: Array  # length scale of HMC for each coordinate, shape `(N, k)`
+    mean_accept_prob: Array  # mean acceptance probability on the last minibatch
 
 
 def update_minibatch_locals(
@@ -122,7 +117,6 @@ def update_reference_gradient(
 
     :param preconditioner: with this gradient at the values before.
     :param values_before: local values of all rows before their update.
-    :param indices: the minibatch whose rows were updated.
     :param arguments: with the new values of these rows.
     """
     plate, center = _get_local_latents(potential).plate, preconditioner.center
@@ -260,20 +254,18 @@ def compute_local_hessian_diagonal(
     arguments: Arguments,
 ) -> Array:
     """Return second derivatives of the rows' potentials in each coordinate, shape ``(rows, k)``."""
+    position = values.hmc_position
 
     def potentials(x: Array) -> Array:
-        return pointwise_local_potentials(
-            potential, global_position, indices, values._replace(hmc_position=x), arguments
-        )
-
-    def gradient(x: Array) -> Array:
-        return _pointwise_value_and_grad(potentials, x)[1]
+        at = values._replace(hmc_position=x)
+        return pointwise_local_potentials(potential, global_position, indices, at, arguments)
 
     def second_derivative(k: Array) -> Array:
-        direction = jnp.zeros_like(values.hmc_position).at[:, k].set(1.0)
-        return jax.jvp(gradient, (values.hmc_position,), (direction,))[1][:, k]
+        direction = jnp.zeros_like(position).at[:, k].set(1.0)
+        gradient = partial(_pointwise_value_and_grad, potentials)
+        return jax.jvp(gradient, (position,), (direction,))[1][1][:, k]
 
-    return lax.map(second_derivative, jnp.arange(values.hmc_position.shape[1])).T
+    return lax.map(second_derivative, jnp.arange(position.shape[1])).T
 
 
 @partial(jax.jit, static_argnames="potential")
@@ -314,10 +306,10 @@ def linearise_conditional_modes(
         is_mode = (curvature > 0.0) & (length < _MAX_MODE_DISTANCE_SD) & jnp.isfinite(slope).all()
         return jnp.where(is_mode, slope, 0.0)
 
-    def chunk(rows: Array, _: Array) -> Array:
-        return jax.vmap(one_row)(rows, values.take(rows))
-
-    slope = map_over_row_chunks(chunk, values.hmc_position.shape[0], random.key(0))
+    num_rows = values.hmc_position.shape[0]
+    slope = map_over_row_chunks(
+        lambda rows, _: jax.vmap(one_row)(rows, values.take(rows)), num_rows, random.key(0)
+    )
     return values.with_slope(slope, global_position)
 
 
@@ -374,7 +366,6 @@ def estimate_marginal_gradients(
 
     :param state: local values near those of the first draw.
     :param cached_arguments: the model's arguments; large arrays may be in references.
-    :param num_updates: updates before the gradients at a draw, and updates with one gradient each.
     :return: approximately unbiased estimates, of the shape ``(n, d)`` of the positions.
     """
     arguments = cached_arguments.dereference()
@@ -408,9 +399,6 @@ def init_local_values(
 
     Sites of HMC start near zero in unconstrained space, those of ``gibbs_fn`` at a sample from
     their prior given the globals.
-
-    :raises ValueError: where ``gibbs_fn`` returns other names, shapes or types than it should, or
-        values outside of a site's support.
     """
     local = _get_local_latents(potential)
     normals = random.normal(random.key(1), (local.plate.size, local.hmc_dim), potential.dtype)

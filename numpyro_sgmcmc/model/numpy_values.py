@@ -31,12 +31,9 @@ from numpyro_sgmcmc.errors import is_library_file
 
 
 class IndexableArray(np.ndarray):
-    """A NumPy array that a traced index can index.
+    """A NumPy array that a traced index can index."""
 
-    - **traced** - the argument of the same values that such an index reads, or None.
-    """
-
-    traced: Any = None
+    traced: Any = None  # the argument of the same values that such an index reads, or None
 
     @classmethod
     def from_array(cls, values: np.ndarray, traced: Any = None) -> IndexableArray:
@@ -87,7 +84,6 @@ def _rebuild_sequence(original: Any, items: list[Any]) -> Any:
 class NumPyArgumentsModel:
     """A model that gets its arguments, and the arrays that it closes over, as NumPy arrays.
 
-    :param model: the model as the user gave it.
     :param arguments: arguments whose values stand for traced ones; arrays that are on the host, on
         several devices or too large remain traced. An argument that is not traced has its own.
     :param max_bytes: bytes of these arguments together, the smallest first.

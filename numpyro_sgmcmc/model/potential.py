@@ -138,13 +138,9 @@ class Potential:
 
         It is one object, so that programs compiled for it are shared.
         """
-
-        def sample_uniform(rng_key: Array, arguments: Arguments) -> Array:
-            r = self.init_radius
-            assert r is not None
-            return random.uniform(rng_key, (self.dim,), self.dtype, -r, r)
-
-        return sample_uniform
+        r = self.init_radius
+        assert r is not None
+        return lambda rng_key, _: random.uniform(rng_key, (self.dim,), self.dtype, -r, r)
 
     @cached_property
     def sample_prior_position(self) -> Callable[[Array, Arguments], Array] | None:
@@ -165,10 +161,8 @@ class Potential:
     ) -> Array:
         """Return the minibatch potential, a scalar, unbiased for the full-data potential.
 
-        :param position: flat position, shape ``(d,)``.
         :param indices: row indices of each subsampled plate, of any number of rows; sharded plates
             take the same number from each device, in the devices' order.
-        :param rng_key: key of a stochastic likelihood.
         """
         return self.mean_over_shards(
             lambda shard, *batch: shard._jitted_value(position, *batch), indices, arguments, rng_key
@@ -178,11 +172,7 @@ class Potential:
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
         """Return the gradient of :meth:`value`, shape ``(d,)``."""
-
-        def on_shard(shard: Potential, *batch: Any) -> Array:
-            return shard._minibatch_value_and_grad(position, *batch)[1]
-
-        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
+        return self.value_and_grad(position, indices, arguments, rng_key)[1]
 
     def value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -219,7 +209,6 @@ class Potential:
 
         :param fn: ``(potential, indices, arguments, rng_key) -> pytree``, of this potential or of
             that of one shard.
-        :param indices: as for :meth:`value`; plates may be left out.
         """
         if self.shards is None:
             return fn(self, indices, arguments, rng_key)
@@ -510,14 +499,10 @@ def _tree_add(a: Any, b: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionPotential(Potential):
-    """Potential given by the user as a function of unconstrained values, without data.
+    """Potential given by the user as a function of unconstrained values, without data."""
 
-    - **potential_fn** - maps a pytree of unconstrained values to a scalar.
-    - **unravel_fn** - maps a flat position to the pytree.
-    """
-
-    potential_fn: Callable[[Any], Array]
-    unravel_fn: Callable[[Array], Any]
+    potential_fn: Callable[[Any], Array]  # maps a pytree of unconstrained values to a scalar
+    unravel_fn: Callable[[Array], Any]  # maps a flat position to the pytree
 
     def unravel(self, q: Any) -> Any:
         return self.unravel_fn(q)
@@ -543,7 +528,6 @@ def make_function_potential(
     """Return the potential of a user's function, which has no rows.
 
     :param prototype: pytree of arrays (or shapes) like the values.
-    :raises ValueError: where the function cannot be traced or does not return a real scalar.
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.result_type(float)), prototype)
     try:

@@ -19,14 +19,10 @@ from jax import lax
 
 
 class LowRankFactor(NamedTuple):
-    r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions.
+    r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions."""
 
-    - **directions** - U, orthonormal columns, shape ``(d, k)``.
-    - **scales** - diagonal of S, positive, shape ``(k,)``.
-    """
-
-    directions: Any
-    scales: Any
+    directions: Any  # U, orthonormal columns, shape `(d, k)`
+    scales: Any  # diagonal of S, positive, shape `(k,)`
 
     def apply(self, v: Any) -> Any:
         """Return the matrix times ``v``, or times each row of it."""
@@ -55,23 +51,19 @@ class LowRankFactor(NamedTuple):
 class Preconditioner(NamedTuple):
     """Center and scale of the preconditioned coordinates.
 
-    - **center** - the origin, a position of shape ``(d,)``.
-    - **factor** - L: shape ``(d,)`` for a diagonal, ``(d, d)`` for a matrix.
-    - **reference_gradient** - full-data gradient at the center in model coordinates, shape
-      ``(d,)``; None where only the map is needed.
-    - **reference_hessian** - full-data Hessian at the center in model coordinates, shape
-      ``(d, d)``; None unless an estimator needs it.
-    - **low_rank** - for a diagonal D: a :class:`LowRankFactor` that makes it
-      ``L = D (I + U (S - I) U^T)``, or None.
-
     The arrays are NumPy arrays of float64 in the warm-up, and JAX arrays of the model's type in the
     chains. The methods take one vector of shape ``(d,)``, or several as rows.
     """
 
-    center: Any
-    factor: Any
+    center: Any  # the origin, a position of shape `(d,)`
+    factor: Any  # L: shape `(d,)` for a diagonal, `(d, d)` for a matrix
+    # full-data gradient at the center in model coordinates, shape `(d,)`; None where only the map
+    # is needed
     reference_gradient: Any = None
+    # full-data Hessian at the center in model coordinates, shape `(d, d)`; None unless an estimator
+    # needs it
     reference_hessian: Any = None
+    # for a diagonal D: a `LowRankFactor` that makes it `L = D (I + U (S - I) U^T)`, or None
     low_rank: LowRankFactor | None = None
 
     @property

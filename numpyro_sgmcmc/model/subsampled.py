@@ -82,8 +82,6 @@ def make_model_potential(
     """Trace a NumPyro model, check that it can be sampled, and return its potential.
 
     The parameters are those of :func:`~numpyro_sgmcmc.model.trace.trace_model`.
-
-    :raises ValueError: naming the site, plate or argument that cannot be used.
     """
     model_trace = trace_model(model, arguments, init_strategy, gibbs)
     size_dependent_sites = validate_model(model_trace)
@@ -94,8 +92,6 @@ def make_model_potential(
 def build_potential(model_trace: ModelTrace) -> ModelPotential:
     """Return the potential of a model that has passed
     :func:`~numpyro_sgmcmc.model.validation.validate_model`.
-
-    :raises ValueError: for an initialisation strategy that is none.
     """
     sites = []
     for site in model_trace.sample_sites:
@@ -168,23 +164,16 @@ def _select_deterministics(model_trace: ModelTrace, potential: ModelPotential) -
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ModelPotential(Potential):
-    """Potential of a NumPyro model.
-
-    - **model** - the model, with values for all sites but the latent ones.
-    - **user_model** - the model as the user gave it, perhaps with NumPy arguments; its signature
-      names the arguments.
-    - **init_strategy** - initialisation strategy, a function of a site.
-    - **resampled_latents** - the latent sites inside the subsampled plate that are sampled anew at
-      every evaluation, or None.
-    - **deterministics** - names of the deterministic sites that draws hold.
-    """
+    """Potential of a NumPyro model."""
 
     sites: tuple[LatentSite, ...]
-    model: Callable
+    model: Callable  # the model, with values for all sites but the latent ones
+    # the model as the user gave it, perhaps with NumPy arguments; its signature names the arguments
     user_model: Callable
-    init_strategy: Callable
+    init_strategy: Callable  # initialisation strategy, a function of a site
+    # the latent sites inside the subsampled plate that every evaluation samples anew, or None
     resampled_latents: LocalLatents | None = None
-    deterministics: frozenset[str] = frozenset()
+    deterministics: frozenset[str] = frozenset()  # names of the deterministic sites that draws hold
 
     @property
     def first_indices(self) -> dict[str, np.ndarray]:
@@ -387,8 +376,6 @@ def _describe_nonfinite_site(site: Any) -> str:
 def _validate_init_strategy(init_strategy: Callable) -> tuple[Callable, float | None]:
     """Return the strategy as a function of a site that checks the shapes of its values, and the
     radius of the uniform strategy, which needs no run of the model.
-
-    :raises ValueError: where it is no strategy.
     """
     strategy = init_strategy
     if not isinstance(init_strategy, partial):
@@ -438,10 +425,7 @@ def get_model_potential(
     gibbs: GibbsConfig = NO_GIBBS,
     forward_mode_differentiation: bool = False,
 ) -> Potential:
-    """Return the potential of :func:`make_model_potential`, or an equal one that exists already.
-
-    :raises ValueError: as there, and for a model that has no gradient in reverse mode.
-    """
+    """Return the potential of :func:`make_model_potential`, or an equal one that exists already."""
     potential = make_model_potential(model, arguments, init_strategy, gibbs)
     potential = replace(potential, forward_mode_differentiation=forward_mode_differentiation)
     try:

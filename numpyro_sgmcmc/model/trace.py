@@ -52,28 +52,19 @@ class TracedSite(NamedTuple):
 
 
 class SampleSite(NamedTuple):
-    """A sample statement of the model; the fields from ``dtype`` on are those of a latent site.
-
-    - **plate_frames** - NumPyro's frames (name, dim, size) of the subsampled plates around it.
-    - **batch_shape**, **event_shape** - those of its distribution.
-    - **unplated_dims** - batch dimensions, counted from the right, without a plate, although other
-      dimensions have one.
-    - **is_delta** - whether its distribution is a point mass.
-    - **unconstrained_shape** - shape of its value in unconstrained space; None where there is no
-      bijection to it.
-    """
+    """A sample statement of the model; the fields from ``dtype`` on are those of a latent site."""
 
     name: str
-    plate_frames: tuple[Any, ...]
+    plate_frames: tuple[Any, ...]  # NumPyro's (name, dim, size) of the subsampled plates around it
     is_observed: bool
     shape: tuple[int, ...]
     batch_shape: tuple[int, ...]
     event_shape: tuple[int, ...]
-    unplated_dims: tuple[int, ...] = ()
+    unplated_dims: tuple[int, ...] = ()  # batch dimensions without a plate, where others have one
     dtype: Any = None
     support: Any = None
-    is_delta: bool = False
-    unconstrained_shape: tuple[int, ...] | None = None
+    is_delta: bool = False  # whether its distribution is a point mass
+    unconstrained_shape: tuple[int, ...] | None = None  # None where there is no bijection
 
     @property
     def is_local(self) -> bool:
@@ -87,21 +78,16 @@ class SampleSite(NamedTuple):
 
 
 class LatentSite(NamedTuple):
-    """A latent site as coordinates of a position.
+    """A latent site as coordinates of a position."""
 
-    - **name** - name of the site.
-    - **shape** - shape of its unconstrained value; inside a subsampled plate, of one row's value,
-      constrained where ``gibbs_fn`` samples it.
-    - **support** - the distribution's support; None where it depends on other values.
-    - **row_axis** - inside a subsampled plate, axis of the rows in the values that the model sees.
-    - **dtype** - inside a subsampled plate, type of the values.
-    """
-
-    name: str
+    name: str  # name of the site
+    # Of the unconstrained value; inside a subsampled plate, of one row's value, constrained where
+    # `gibbs_fn` samples it.
     shape: tuple[int, ...]
-    support: Any
+    support: Any  # the distribution's support; None where it depends on other values
+    # inside a subsampled plate, axis of the rows in the values that the model sees
     row_axis: int = 0
-    dtype: Any = None
+    dtype: Any = None  # inside a subsampled plate, type of the values
 
     @property
     def size(self) -> int:
@@ -110,16 +96,12 @@ class LatentSite(NamedTuple):
 
 
 class GibbsConfig(NamedTuple):
-    """Settings for local sites that the user samples from their conditionals.
+    """Settings for local sites that the user samples from their conditionals."""
 
-    - **gibbs_fn** - the user's function, or None.
-    - **site_names** - names of the sites that it samples.
-    - **num_sweeps** - how often it is called for values that start from their prior at each
-      minibatch and are dropped after the step; None for values that are kept.
-    """
-
-    gibbs_fn: Callable | None = None
-    site_names: tuple[str, ...] = ()
+    gibbs_fn: Callable | None = None  # the user's function, or None
+    site_names: tuple[str, ...] = ()  # names of the sites that it samples
+    # Calls for values that start from their prior at each minibatch and are dropped after the step;
+    # None for values that are kept.
     num_sweeps: int | None = None
 
 
@@ -128,25 +110,17 @@ NO_GIBBS = GibbsConfig()
 
 @dataclass(frozen=True, eq=False)
 class ModelTrace:
-    """Description of a model from one run on the first rows of its plates.
+    """Description of a model from one run on the first rows of its plates."""
 
-    - **model** - the model as the user gave it.
-    - **model_with_params** - the model with the first values of ``param`` and ``mutable`` sites.
-    - **unsharded_plates** - the subsampled plates by name, as the model states them.
-    - **traced_sites** - all named statements.
-    - **sample_sites** - the sample statements, in the model's order.
-    - **row_lookups** - the host and sharded arrays that a plate's rows index.
-    """
-
-    model: Callable
-    model_with_params: Callable
+    model: Callable  # the model as the user gave it
+    model_with_params: Callable  # the model with the first values of `param` and `mutable` sites
     arguments: Arguments
     init_strategy: Callable
     gibbs: GibbsConfig
-    unsharded_plates: Mapping[str, Plate]
-    traced_sites: Mapping[str, TracedSite]
-    sample_sites: tuple[SampleSite, ...]
-    row_lookups: tuple[RowLookup, ...]
+    unsharded_plates: Mapping[str, Plate]  # the subsampled plates by name, as the model states them
+    traced_sites: Mapping[str, TracedSite]  # all named statements
+    sample_sites: tuple[SampleSite, ...]  # the sample statements, in the model's order
+    row_lookups: tuple[RowLookup, ...]  # the host and sharded arrays that a plate's rows index
 
     @property
     def local_sites(self) -> list[SampleSite]:
@@ -210,9 +184,6 @@ def trace_model(
 
     :param arguments: only shapes and static values count, except where the model has ``param`` or
         ``mutable`` sites (neural networks), whose first values are kept, or computes with NumPy.
-    :param init_strategy: NumPyro initialisation strategy.
-    :param gibbs: how the user samples local sites.
-    :raises ValueError: where the model cannot be run.
     """
     run = _TracingRun(arguments)
     try:

@@ -55,21 +55,14 @@ class RunningSums(NamedTuple):
     Second moments are matrices up to :data:`FULL_MOMENTS_MAX_DIM` coordinates, else diagonals. If a
     low-rank factor has decorrelated more than so many coordinates, the diagonals of a run's sums
     are those of vectors by :meth:`LowRankFactor.split`: n is d plus the number of its directions.
-
-    - **weight** - sum of the weights.
-    - **position** - sum of positions, shape ``(n,)``.
-    - **gradient** - sum of gradients, shape ``(n,)``.
-    - **position_gradient** - sum of positions times gradients, shape ``(n, n)`` or ``(n,)``.
-    - **position_position** - sum of positions times positions, of the same shape.
-    - **kinetic_temperature** - sum of kinetic temperatures.
     """
 
-    weight: Array
-    position: Array
-    gradient: Array
-    position_gradient: Array
-    position_position: Array
-    kinetic_temperature: Array
+    weight: Array  # sum of the weights
+    position: Array  # sum of positions, shape `(n,)`
+    gradient: Array  # sum of gradients, shape `(n,)`
+    position_gradient: Array  # sum of positions times gradients, shape `(n, n)` or `(n,)`
+    position_position: Array  # sum of positions times positions, of the same shape
+    kinetic_temperature: Array  # sum of kinetic temperatures
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> RunningSums:
@@ -97,10 +90,7 @@ class RunningSums(NamedTuple):
     def finalize_iteration(
         self, position: Array, kinetic_temperature: Any, weight: Array
     ) -> RunningSums:
-        """Return the iteration's means times the draw's weight, with the sums at the draw alone.
-
-        :param position: the iteration's draw.
-        """
+        """Return the iteration's means times the draw's weight, with the sums at the draw alone."""
         completed = self._replace(
             position_position=self.weight * self._product(position, position),
             kinetic_temperature=self.weight * kinetic_temperature,
@@ -114,13 +104,10 @@ class RunningSums(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """
-    - **batches** - :class:`RunningSums` with a leading axis of batches.
-    - **num_iterations** - iterations so far, without those of the warm-up.
-    """
+    """Sums over the iterations of a chain, in batches."""
 
-    batches: RunningSums
-    num_iterations: Array
+    batches: RunningSums  # `RunningSums` with a leading axis of batches
+    num_iterations: Array  # iterations so far, without those of the warm-up
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> Moments:
@@ -134,15 +121,11 @@ class Moments(NamedTuple):
     def add(self, sums: RunningSums, is_sampling: Array, is_valid: Array) -> Moments:
         """Return the moments with one more iteration.
 
-        :param is_sampling: False in warm-up, whose iterations are not counted.
         :param is_valid: False if the sums are to be left out.
         """
         index = compute_batch_index(self.num_iterations, len(self.batches.weight))
-
-        def add_to_batch(batches: Array, x: Array) -> Array:
-            return batches.at[index].add(jnp.where(is_valid, x, jnp.zeros_like(x)))
-
-        batches = jax.tree.map(add_to_batch, self.batches, sums)
+        added = jax.tree.map(lambda x: jnp.where(is_valid, x, jnp.zeros_like(x)), sums)
+        batches = jax.tree.map(lambda batches, x: batches.at[index].add(x), self.batches, added)
         return Moments(batches, self.num_iterations + is_sampling)
 
 
@@ -161,7 +144,6 @@ def compute_batch_index(iteration: Array, num_batches: int) -> Array:
 class FirstGradientRecorder:
     """A step's gradient function, which scales gradients down to a maximal norm.
 
-    :param max_norm: largest norm, or None.
     :ivar first_gradient: the first gradient, at the integrator's start, not scaled.
     """
 
@@ -179,17 +161,12 @@ class FirstGradientRecorder:
 
 
 class StepSizeMonitor(NamedTuple):
-    """Sums of temperatures over the iterations since the last check of the step size.
+    """Sums of temperatures over the iterations since the last check of the step size."""
 
-    - **num_iterations** - number of these iterations.
-    - **temperature_sum** - sum of their temperatures: those of the coordinates, then the mean over
-      coordinates, shape ``(d + 1,)``.
-    - **temperature_sq_sum** - sum of their squares, of the same shape.
-    """
-
-    num_iterations: Array
+    num_iterations: Array  # number of these iterations
+    # sum of their temperatures, shape `(d + 1,)`: those of the coordinates, then their mean
     temperature_sum: Array
-    temperature_sq_sum: Array
+    temperature_sq_sum: Array  # sum of their squares, of the same shape
 
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> StepSizeMonitor:
@@ -200,7 +177,6 @@ class StepSizeMonitor(NamedTuple):
     def add(self, temperatures: Array, is_valid: Array) -> StepSizeMonitor:
         """Return the sums with one more iteration.
 
-        :param temperatures: means over the iteration of position times gradient, shape ``(d,)``.
         :param is_valid: False if the iteration is to be left out.
         """
         temperatures = jnp.append(temperatures, temperatures.mean())
@@ -217,9 +193,6 @@ class StepSizeMonitor(NamedTuple):
         """Return a factor for the step size: 1, or 1/8 to 1/2 if the step is too long.
 
         The deviation of a temperature from one grows at least in proportion to the step size.
-
-        :param allowed_variance_inflation: deviation that was predicted.
-        :param ess_per_iteration: effective sample size of an iteration, from 0 to 1.
         """
         size = jnp.maximum(self.num_iterations, 2.0)
         mean = self.temperature_sum / size

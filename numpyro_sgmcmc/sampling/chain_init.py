@@ -34,12 +34,7 @@ _NUM_INIT_LOCAL_UPDATES, _NUM_INIT_GIBBS_UPDATES = 20, 1
 def init_chains(
     config: ChainConfig, dynamics: Dynamics, rng_key: Array, init_params: Any, arguments: Arguments
 ) -> SGMCMCState:
-    """Return the initial state of a chain, batched if the key is.
-
-    :param rng_key: one key, or one per chain.
-    :param init_params: unconstrained initial values, or None.
-    :param arguments: the model's arguments, concrete.
-    """
+    """Return the initial state of a chain, batched if the key is."""
     adaptation, potential, options = config.adaptation, config.potential, config.options
     is_batch = has_chain_axis(rng_key)
     num_chains = len(rng_key) if is_batch else 1
@@ -154,8 +149,6 @@ def _init_locals(
     of their posterior covariance. The local variables are those of a random pilot chain,
     updated given the global sites: chains would otherwise start where that pilot chain ended, if
     the local variables are informative about the global sites.
-
-    :param has_init_params: whether the user chooses the initial values of the global sites.
     """
     potential, adaptation = config.potential, config.adaptation
     local_latents, local_init = potential.local_latents, adaptation.local_init

@@ -65,11 +65,8 @@ def condition_on_variational_means(
     and the means are conditional on them. A model with local latent variables keeps the draws from
     the prior.
 
-    :param arguments: the block's, concrete.
-    :param options: the block's.
     :param get_cached: returns the result of the last warm-up for arguments without the replaced
         values, or None if anything else has changed.
-    :raises InitializationError: if no initial position of all sites has a finite log density.
     """
     values = arguments.kwargs[GIBBS_SITES_KWARG]
     with warnings.catch_warnings():  # the block itself gives these warnings
@@ -107,10 +104,7 @@ def condition_on_variational_means(
 
 
 def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
-    """Return the state with the control variates' reference at its position.
-
-    :param arguments: with the present values of other blocks' sites.
-    """
+    """Return the state with the control variates' reference at its position."""
     if state.local_state is not None:
         arguments = with_local_values(arguments, state.local_state.values)
     center = ravel_pytree(potential.select_global_values(state.z))[0].astype(potential.dtype)

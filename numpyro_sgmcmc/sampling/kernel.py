@@ -529,25 +529,20 @@ class SGMCMCKernel(MCMCKernel):
 class InitCache:
     """Results of a kernel's ``init``, and the data that they are valid for.
 
-    - **potentials** - the potentials built so far, by the structure of the arguments.
-    - **array_cache** - references to large arrays, as compiled steps read them.
-    - **potential**, **adaptation** - of the last ``init``; None before it.
-    - **adapted_potential**, **adapted_arguments**, **adapted_checksums** - the last warm-up was
-      for this potential, these concrete arguments and data with these checksums.
-    - **noise_stats** - gradient noise measured in that warm-up; kept in copies and pickles.
-    - **is_ready** - whether ``init`` has ended, so that the kernel can sample.
+    The last warm-up was for ``adapted_potential``, concrete arguments and data with these
+    checksums.
     """
 
-    potentials: dict[Any, Potential] = field(default_factory=dict)
+    potentials: dict[Any, Potential] = field(default_factory=dict)  # by structure of the arguments
     array_cache: DeviceArrayCache = field(default_factory=DeviceArrayCache)
-    potential: Potential | None = None
-    adaptation: Adaptation | None = None
+    potential: Potential | None = None  # of the last `init`
+    adaptation: Adaptation | None = None  # of the last `init`
     adapted_potential: Potential | None = None
     adapted_arguments: Arguments = field(default_factory=Arguments)
     adapted_checksums: tuple[int | None, ...] = ()
-    noise_stats: GradientNoiseStats = NO_NOISE
+    noise_stats: GradientNoiseStats = NO_NOISE  # of that warm-up; kept in copies and pickles
     num_warmup: int = 0
-    is_ready: bool = False
+    is_ready: bool = False  # whether `init` has ended, so that the kernel can sample
 
     def store_adaptation(
         self, adaptation: Adaptation, potential: Potential, arguments: Arguments
@@ -643,7 +638,6 @@ def full_gradients(
 
     :param conditioning_values: for a block of Gibbs, values of the other sites at each position,
         shape ``(m, ...)``.
-    :raises ValueError: for a model with local latent variables.
     """
     if potential.local_latents is not None:
         raise InvalidModelError(

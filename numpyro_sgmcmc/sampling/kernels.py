@@ -339,11 +339,7 @@ class SGLaplaceHMC(SGMCMCKernel):
 
 
 class RiemannianKernel(SGMCMCKernel):
-    """Base of the kernels in a metric that depends on the position.
-
-    :param inverse_metric: ``"potential"``, or the user's function of the unconstrained values.
-    :param dynamics: the SDE, whose metric the user's replaces.
-    """
+    """Base of the kernels in a metric that depends on the position."""
 
     def __init__(
         self,

@@ -169,7 +169,6 @@ class MassMatrixBlocks:
         """Return the blocks of a matrix.
 
         :param matrix: shape ``(d, d)``, or ``(d,)`` for a diagonal; leading axes of chains.
-        :param is_dense: whether it is a matrix.
         """
         indices_by_site = _coordinate_indices_by_site(self.site_sizes)
         extracted = {}
@@ -219,7 +218,6 @@ def compute_mass_matrix_sqrt(inverse_mass_matrix: Array, is_dense: bool) -> tupl
 
     :param inverse_mass_matrix: shape ``(k, k)``, or ``(k,)`` for a diagonal; leading axes of
         chains.
-    :param is_dense: whether it is a matrix.
     """
     if not is_dense:
         inverse_sqrt = jnp.sqrt(inverse_mass_matrix)

@@ -368,9 +368,6 @@ def build_potential_from_model(
     """Return the potential of a model, after checking that it supports the options.
 
     It warns of a model without subsampled plate.
-
-    :raises InvalidModelError: naming the site or plate that cannot be sampled.
-    :raises InvalidArgumentError: naming the option that the model does not support.
     """
     potential = get_model_potential(
         model,
@@ -449,9 +446,7 @@ def build_warmup_settings(
 
     :param bind_dynamics: returns the SDE in given preconditioned coordinates, on which its metric
         may depend; None for ``dynamics`` in all of them.
-    :param has_init_params: whether the user passed initial values.
     :param is_site_aligned: whether the SDE must run in the coordinates of the sites.
-    :raises InvalidArgumentError: for a mass matrix or a schedule that does not match the model.
     """
     sites = () if potential.sites is None else potential.sites
     mask = build_mass_matrix_mask(options.dense_mass, sites, potential.dim)

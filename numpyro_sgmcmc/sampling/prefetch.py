@@ -30,10 +30,7 @@ _MAX_PREFETCH_BUFFER_BYTES, _MAX_PREFETCHED_ITERATIONS = 2**23, 64
 
 
 def attach_prefetch_buffer(config: ChainConfig, state: SGMCMCState, num_chains: int) -> SGMCMCState:
-    """Return a chain's initial state with an empty buffer, if the model reads rows on the host.
-
-    :param num_chains: chains that read together.
-    """
+    """Return a chain's initial state with an empty buffer, if the model reads rows on the host."""
     lookups = config.potential.host_lookups
     if not lookups:
         return state
@@ -60,10 +57,7 @@ def attach_prefetch_buffer(config: ChainConfig, state: SGMCMCState, num_chains: 
 def compute_buffer_length(
     lookups: tuple[RowLookup, ...], index_structs: Mapping[str, Any], num_chains: int
 ) -> int:
-    """Return the number of iterations in a buffer, so that those of all chains stay near 8 MB.
-
-    :param index_structs: shape and type of one iteration's row indices, by plate.
-    """
+    """Return the number of iterations in a buffer, so that those of all chains stay near 8 MB."""
     num_bytes = num_chains * sum(
         index_structs[plate].size * max(array.row_size, 1) * array.dtype.itemsize
         for array, plate in lookups

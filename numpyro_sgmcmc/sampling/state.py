@@ -138,14 +138,10 @@ class AdaptState(NamedTuple):
 
 
 class PrefetchCursor(NamedTuple):
-    """Position of the row indices that are sampled ahead of a chain.
+    """Position of the row indices that are sampled ahead of a chain."""
 
-    - **rng_key** - key of the first iteration whose indices are not sampled yet.
-    - **streams** - the minibatch streams at that iteration.
-    """
-
-    rng_key: Array
-    streams: dict[str, Any]
+    rng_key: Array  # key of the first iteration whose indices are not sampled yet
+    streams: dict[str, Any]  # the minibatch streams at that iteration
 
 
 class PrefetchBuffer(NamedTuple):
@@ -205,26 +201,19 @@ class StepCarry(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainConfig:
-    """
-    - **potential** - the posterior.
-    - **adaptation** - results of the warm-up that all chains share.
-    - **options** - the user's.
-    - **integrator** - name of the integrator.
-    - **bind_dynamics** - returns the SDE in the coordinates of a preconditioner, on which the
-      metric of a Riemannian SDE depends.
-    - **num_warmup** - warm-up iterations.
-    - **collected_local_sites** - local sites of which ``z`` has the values of all rows.
-    - **mass_matrix_blocks** - blocks in which the mass matrix is shown; None for a potential
-      function.
-    """
+    """Settings that all iterations of a chain share."""
 
-    potential: Potential
-    adaptation: Adaptation
-    options: Options
-    integrator: str
+    potential: Potential  # the posterior
+    adaptation: Adaptation  # results of the warm-up that all chains share
+    options: Options  # the user's
+    integrator: str  # name of the integrator
+    # returns the SDE in the coordinates of a preconditioner, on which the metric of a Riemannian
+    # SDE depends
     bind_dynamics: Callable[[Preconditioner], Dynamics]
-    num_warmup: int
+    num_warmup: int  # warm-up iterations
+    # local sites of which `z` has the values of all rows
     collected_local_sites: tuple[str, ...] = ()
+    # blocks in which the mass matrix is shown; None for a potential function
     mass_matrix_blocks: MassMatrixBlocks | None = None
 
     def get_step_size(self, step_index: Array, adapt_state: AdaptState) -> Array:

@@ -54,20 +54,13 @@ _MIN_STEP_SIZE_FRACTION, _MIN_USER_STEP_SIZE_FRACTION = 1 / 64, 2.0**-12
 
 
 class StepInputs(NamedTuple):
-    """Inputs of a step; those of an iteration have a leading axis of steps.
+    """Inputs of a step; those of an iteration have a leading axis of steps."""
 
-    - **minibatch** - row indices by plate, or the step's number in the prefetch buffer.
-    - **normals** - standard normal numbers, or a key for them.
-    - **model_key** - key of a randomised likelihood, or None.
-    - **step_index** - number of steps before it in the run.
-    - **local_key** - key of the moves of local latent variables, or None.
-    """
-
-    minibatch: Any
-    normals: Array
-    model_key: Array | None
-    step_index: Array
-    local_key: Array | None
+    minibatch: Any  # row indices by plate, or the step's number in the prefetch buffer
+    normals: Array  # standard normal numbers, or a key for them
+    model_key: Array | None  # key of a randomised likelihood, or None
+    step_index: Array  # number of steps before it in the run
+    local_key: Array | None  # key of the moves of local latent variables, or None
 
 
 StepFn = Callable[[StepCarry, StepInputs], tuple[StepCarry, Array, Array]]
@@ -78,7 +71,6 @@ def run_iteration(
 ) -> SGMCMCState:
     """Return the state after one iteration, of one chain or of several.
 
-    :param state: the state before, batched for several chains.
     :param chain_axis: the mesh axis over which chains are distributed, or None.
     """
     if config.potential.dim == 0:
@@ -95,10 +87,7 @@ def run_iteration(
 def _run_chain_iteration(
     config: ChainConfig, arguments: Arguments, buffer_index: Array | None, state: SGMCMCState
 ) -> SGMCMCState:
-    """Return the state of one chain after one iteration.
-
-    :param buffer_index: number of the iteration in the prefetch buffer, if there is one.
-    """
+    """Return the state of one chain after one iteration."""
     potential, adapt_state, buffer = config.potential, state.adapt_state, state.prefetch_buffer
     preconditioner = adapt_state.preconditioner
     dynamics = config.bind_dynamics(preconditioner)
@@ -182,7 +171,6 @@ def make_step(
     A step returns what has changed, and a position with the gradient's estimate there, not
     clipped.
 
-    :param state: the state before the iteration.
     :param indices: row indices of all steps by plate, used unless they are in a prefetch buffer.
     :param get_minibatch: returns row indices and arguments of a step from its minibatch input.
     """
@@ -280,7 +268,6 @@ def _scan_steps(
 ) -> tuple[StepCarry, RunningSums, RunningSums | None]:
     """Run all steps, and sum positions and gradients at some of them.
 
-    :param state: the state before the iteration.
     :param rng_key: key of minibatches that no step uses, for the sums.
     :return: the end of the last step, sums in sites' own coordinates, and sums of split vectors.
     """
