@@ -70,15 +70,10 @@ class _LookupEvaluation:
     def create(
         cls, potential: Potential, arguments: Arguments, model: Callable
     ) -> _LookupEvaluation:
-        lookups = [
-            *potential.host_lookups,
-            *(
-                RowLookup(array, plate.name)
-                for plate in potential.plates
-                for array in arguments.sharded_arrays
-                if plate.shards is not None and not array.is_on_host
-            ),
-        ]
+        lookups = list(potential.host_lookups)
+        for plate in [p for p in potential.plates if p.shards is not None]:
+            arrays = [x for x in arguments.sharded_arrays if not x.is_on_host]
+            lookups += [RowLookup(array, plate.name) for array in arrays]
         sharded = {id(x.array) for x in arguments.sharded_arrays}
         named = arguments.named_arrays(model)
         names = {id(x): name for name, x in [*named, *arguments.named_host_arrays(model)]}
@@ -102,16 +97,16 @@ class _LookupEvaluation:
     @cached_property
     def input_indices(self) -> list[ArrayIndex]:
         """Bounds and origins of position, plate indices, arrays, rows and random key."""
-        indices = [
-            ArrayIndex(partial(union_bounds, (0, p.size - 1)), plates=frozenset({p.name}))
-            for p in sorted(self.potential.plates)
-        ]
+        indices = [LATENT]
+        for p in sorted(self.potential.plates):
+            bounds = 0, p.size - 1
+            indices.append(ArrayIndex(partial(union_bounds, bounds), plates=frozenset({p.name})))
         for name, x in self.named_arrays:
             indices.append(ArrayIndex(partial(find_bounds, x), frozenset({name}), holder=name))
         for name, x in self.named_lookups:
             compute_bounds, plates = partial(_row_array_bounds, x.array), frozenset({x.plate})
             indices.append(ArrayIndex(compute_bounds, frozenset({name}), plates, holder=name))
-        return [LATENT, *indices, *[LATENT] * self.potential.is_stochastic]
+        return indices + [LATENT] * self.potential.is_stochastic
 
     def value(
         self, position: Array, indices: Indices, arrays: list[Any], rows: list[Any], rng_key: Any
@@ -131,17 +126,15 @@ class _LookupEvaluation:
 
     def find_doubtful_lookups(self) -> dict[int, Lookup]:
         """Return the lookups, by number, whose indices may be out of bounds."""
-        potential = self.potential
+        potential, struct = self.potential, jax.ShapeDtypeStruct
         sizes = {p.name: p.subsample_size for p in potential.plates}
+        arrays = [(sizes[x.plate], x.array) for _, x in self.named_lookups]
         # These types are those of the warm-up, for which JAX keeps the traced potential.
         jaxpr = jax.make_jaxpr(self.value)(
-            jax.ShapeDtypeStruct((potential.dim,), potential.dtype),
-            {name: jax.ShapeDtypeStruct((n,), jnp.int32) for name, n in sizes.items()},
+            struct((potential.dim,), potential.dtype),
+            {name: struct((n,), jnp.int32) for name, n in sizes.items()},
             self.arrays,
-            [
-                jax.ShapeDtypeStruct((sizes[x.plate], *x.array.shape[1:]), x.array.dtype)
-                for _, x in self.named_lookups
-            ],
+            [struct((n, *x.shape[1:]), x.dtype) for n, x in arrays],
             self.rng_key,
         )
         walk = LookupWalk()

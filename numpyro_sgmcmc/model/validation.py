@@ -427,17 +427,9 @@ def _compute_joint_and_pointwise(
         return potential.value(global_position, {local.plate.name: indices}, with_values)
 
     def mean_over_rows(position: Array) -> Array:
-        row_values = values._replace(hmc_position=position)
-        return (
-            local.plate.size
-            * (
-                pointwise_local_potentials(
-                    potential, global_position, indices, row_values, arguments
-                )
-            ).mean()
-        )
+        at = values._replace(hmc_position=position)
+        rows = pointwise_local_potentials(potential, global_position, indices, at, arguments)
+        return local.plate.size * rows.mean()
 
-    return (
-        jax.value_and_grad(joint)(values.hmc_position),
-        jax.value_and_grad(mean_over_rows)(values.hmc_position),
-    )
+    position = values.hmc_position
+    return jax.value_and_grad(joint)(position), jax.value_and_grad(mean_over_rows)(position)

@@ -50,7 +50,22 @@ __all__ = [
 ]
 
 
-class SGHMCSplit(SGMCMCKernel):
+class UnderdampedKernel(SGMCMCKernel):
+    """Base of the kernels with underdamped Langevin dynamics and no options but its friction."""
+
+    def __init__(
+        self,
+        model: Callable | None = None,
+        potential_fn: Callable | None = None,
+        *,
+        friction: float = 1.5,
+        **options: Unpack[KernelKeywords],
+    ) -> None:
+        dynamics = UnderdampedLangevin(errors.check_positive("friction", friction))
+        super().__init__(model, potential_fn, dynamics=dynamics, **options)
+
+
+class SGHMCSplit(UnderdampedKernel):
     r"""Stochastic-gradient HMC with the symmetric splitting integrator: the recommended kernel.
 
     Weak order 2, one minibatch gradient per step (two with control variates). One step of size
@@ -103,17 +118,6 @@ class SGHMCSplit(SGMCMCKernel):
     """
 
     integrators = ("symmetric",)
-
-    def __init__(
-        self,
-        model: Callable | None = None,
-        potential_fn: Callable | None = None,
-        *,
-        friction: float = 1.5,
-        **options: Unpack[KernelKeywords],
-    ) -> None:
-        dynamics = UnderdampedLangevin(errors.check_positive("friction", friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SHMC(SGMCMCKernel):
@@ -583,7 +587,7 @@ class RecipeKernel(SGMCMCKernel):
         check_recipe(dynamics, potential.dim)
 
 
-class SGHMC(SGMCMCKernel):
+class SGHMC(UnderdampedKernel):
     r"""Stochastic-gradient HMC with Euler's method.
 
     Weak order 1, one minibatch gradient per step (two with control variates). Choose it to compare
@@ -612,17 +616,6 @@ class SGHMC(SGMCMCKernel):
     """
 
     integrators = ("euler",)
-
-    def __init__(
-        self,
-        model: Callable | None = None,
-        potential_fn: Callable | None = None,
-        *,
-        friction: float = 1.5,
-        **options: Unpack[KernelKeywords],
-    ) -> None:
-        dynamics = UnderdampedLangevin(errors.check_positive("friction", friction))
-        super().__init__(model, potential_fn, dynamics=dynamics, **options)
 
 
 class SGLD(SGMCMCKernel):

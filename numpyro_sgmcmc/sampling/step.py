@@ -119,11 +119,8 @@ def _run_chain_iteration(
         if (split_factor := get_split_factor(preconditioner)) is not None:
             assert split_sums is not None
             sums, position = split_sums, split_factor.split(dynamics_state.position)
-        sums = sums.finalize_iteration(
-            position,
-            dynamics.kinetic_temperature(dynamics_state),
-            weight,
-        )
+        temperature = dynamics.kinetic_temperature(dynamics_state)
+        sums = sums.finalize_iteration(position, temperature, weight)
         moments = moments.add(sums, is_sampling, is_sampling & ~diverging)
     monitor, step_size = _adapt_step_size(config, state, temperatures, diverging, step_size)
     if buffer is not None:
@@ -360,9 +357,8 @@ def _restart_if_diverged(
     rng_key: Array,
 ) -> tuple[Any, Array]:
     """Return the state of the SDE from which the chain continues, and whether it has diverged."""
-    is_finite = jnp.stack(
-        [jnp.isfinite(x).all() for x in jax.tree.leaves(final_dynamics_state)]
-    ).all()
+    leaves = jax.tree.leaves(final_dynamics_state)
+    is_finite = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
     distance = jnp.abs(final_dynamics_state.position - state.dynamics_state.position).max()
     # A chain with finite numbers that does not move is stuck, unless its schedule has reached zero.
     has_moved = (distance > 0) | (last_step_size == 0)
