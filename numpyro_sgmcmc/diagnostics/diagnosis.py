@@ -574,9 +574,11 @@ def summarize_in_one_line(report: BiasReport) -> str:
     kinds = {warning.kind for warning in report.model_warnings}
     reasons = [reason for kind, reason in _REASON_OF_INVALIDITY.items() if kind in kinds]
     subject = f"Bias (invalid estimate: {' and '.join(reasons)})" if reasons else "Bias"
+    num_coordinates = sum(s.size for s in report.sites)
     return (
         f"{subject}: means off by at most {abs(mean_bias):.2f} ± {mean_error:.2f} posterior SDs, "
         f"SDs by {100 * sd_bias:+.1f}% ± {100 * sd_error:.1f}%"
+        f"{f' (worst of {num_coordinates:,})' if num_coordinates > 1 else ''}"
     )
 
 

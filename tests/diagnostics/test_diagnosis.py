@@ -338,6 +338,8 @@ def test_summary_ends_with_a_line_on_bias(noisy, noisy_report, default, default_
     assert capsys.readouterr().out.splitlines() == lines[:-1]
     assert lines[-1] == default_report.summary_line
     assert lines[-1].startswith("Bias: means off by at most 0.")
+    num_coordinates = len(default_report.coordinate_names)
+    assert lines[-1].endswith(f"% (worst of {num_coordinates})")
     print_summary(noisy)
     lines = capsys.readouterr().out.splitlines()
     assert "Gradient noise explains it" in " ".join(lines[lines.index(noisy_report.summary_line) :])
