@@ -193,14 +193,10 @@ class CheckpointedMCMC(MCMC):
             state = group.to_host(chains.init_states(rng_key, init_params))
             shapes = chains.eval_draw_shapes(state)
             stored = self._select_stored_fields(shapes)
-            manifest = {
-                "fingerprint": fingerprint,
-                "extra_fields": list(extra_fields),
-                "iterations": 0,
-                "draws": 0,
-                "blocks": [],
-                "layout": encode(jax.tree.map(lambda x: np.empty((0,), x.dtype), stored), []),
-            }
+            layout = encode(jax.tree.map(lambda x: np.empty((0,), x.dtype), stored), [])
+            manifest: dict[str, Any] = {"fingerprint": fingerprint}
+            manifest |= {"extra_fields": list(extra_fields), "layout": layout}
+            manifest |= {"iterations": 0, "draws": 0, "blocks": []}
             # Local latent variables are in the state: their initial values are needed no more.
             adaptation = self.sampler.adaptation._replace(local_init=None)
             tree = {

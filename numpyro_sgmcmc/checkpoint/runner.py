@@ -59,11 +59,8 @@ class ChainRunner:
         else:
             self._compiled_loop = jax.jit(self._loop_iterations)
         self._mapped_loops: dict[int, Callable] = {}
-
-    @property
-    def can_vary_num_iterations(self) -> bool:
-        """True if another number of iterations needs no compilation."""
-        return not callable(self._chain_method)
+        # Whether another number of iterations needs no compilation.
+        self.can_vary_num_iterations = not callable(self._chain_method)
 
     def init_states(self, rng_key: Array, init_params: Any) -> SGMCMCState:
         """Return the chains' first states, with a leading axis where there are several."""
@@ -111,20 +108,19 @@ class ChainRunner:
 
     def run_iterations(self, segment: Segment, num_iterations: int) -> Segment:
         """Return the segment after some more iterations."""
-        with unwrap_callback_errors(Arguments(self._args, self._kwargs).host_arrays):
-            return jax.block_until_ready(self._run_loop(segment, num_iterations))
 
-    def _run_loop(self, segment: Segment, num_iterations: int) -> Segment:
         def run_chain(segment: Segment) -> Segment:
             return self._compiled_loop(segment, jnp.int32(num_iterations))
 
+        run = run_chain
         if callable(self._chain_method):  # the user's function maps functions of one argument
             if num_iterations not in self._mapped_loops:
                 self._mapped_loops[num_iterations] = self._chain_method(run_chain)
-            return self._mapped_loops[num_iterations](segment)
-        if self._chain_method == "sequential" and self._num_chains > 1:
-            return _map_sequentially(run_chain, segment)
-        return run_chain(segment)
+            run = self._mapped_loops[num_iterations]
+        elif self._chain_method == "sequential" and self._num_chains > 1:
+            run = partial(_map_sequentially, run_chain)
+        with unwrap_callback_errors(Arguments(self._args, self._kwargs).host_arrays):
+            return jax.block_until_ready(run(segment))
 
     def _loop_iterations(self, segment: Segment, num_iterations: Array) -> Segment:
         is_batch = self._chain_method == "vectorized"

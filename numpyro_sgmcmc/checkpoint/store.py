@@ -234,22 +234,20 @@ def _name_nonempty(arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{i:04d}": x for i, x in enumerate(arrays) if x.size}
 
 
-def _find_manifest(checkpoint_folder: Path) -> Path | None:
+def _find_manifests(checkpoint_folder: Path) -> list[Path]:
     paths = [checkpoint_folder / name for name in _MANIFEST_PATHS]
-    return next((path for path in paths if path.exists()), None)
+    return [path for path in paths if path.exists()]
 
 
 def _list_checkpoints(folder: Path) -> list[Path]:
     """Return the folders of complete checkpoints, newest first."""
     # Orbax's temporary folders have a suffix.
     steps = [path for path in folder.glob("checkpoints/*") if path.name.isdigit()]
-    return sorted(filter(_find_manifest, steps), key=lambda path: path.name, reverse=True)
+    return sorted(filter(_find_manifests, steps), key=lambda path: path.name, reverse=True)
 
 
 def _read_manifest(checkpoint_folder: Path) -> dict[str, Any]:
-    path = _find_manifest(checkpoint_folder)
-    assert path is not None
-    manifest = json.loads(path.read_text())
+    manifest = json.loads(_find_manifests(checkpoint_folder)[0].read_text())
     manifest["format"], manifest["draws"]  # a KeyError where they are missing
     return manifest
 

@@ -147,23 +147,21 @@ class LocalLatents:
 
 def find_local_latents(model_trace: ModelTrace) -> LocalLatents | None:
     """Return the latent sites inside the subsampled plate, or None where there are none."""
-    gibbs = model_trace.gibbs
-    hmc_sites: list[LatentSite] = []
-    gibbs_sites: list[LatentSite] = []
     if not model_trace.local_sites:
         return None
+    gibbs = model_trace.gibbs
+    sites: dict[bool, list[LatentSite]] = {False: [], True: []}  # by whether `gibbs_fn` samples it
     for site in model_trace.local_sites:
         is_gibbs_site = site.name in gibbs.site_names
         axis = len(site.batch_shape) + site.plate_frames[0].dim
         shape = site.shape if is_gibbs_site else site.unconstrained_shape
         assert shape is not None
         row_shape = shape[:axis] + shape[axis + 1 :]
-        sites = gibbs_sites if is_gibbs_site else hmc_sites
-        sites.append(LatentSite(site.name, row_shape, site.support, axis, site.dtype))
+        latent = LatentSite(site.name, row_shape, site.support, axis, site.dtype)
+        sites[is_gibbs_site].append(latent)
     (plate,) = model_trace.plates.values()
-    return LocalLatents(
-        plate, tuple(hmc_sites), tuple(gibbs_sites), gibbs.gibbs_fn, gibbs.num_sweeps
-    )
+    hmc_sites, gibbs_sites = map(tuple, sites.values())
+    return LocalLatents(plate, hmc_sites, gibbs_sites, gibbs.gibbs_fn, gibbs.num_sweeps)
 
 
 def select_collected_sites(

@@ -64,21 +64,12 @@ def init_chains(
         "moments": Moments.zeros(potential.dim + num_directions, potential.dtype),
         "step_size_monitor": StepSizeMonitor.zeros(num_temperatures, potential.dtype),
     }
+    covariance, blocks = adaptation.gradient_noise_covariance, config.mass_matrix_blocks
+    adapt_state = AdaptState(step_size, preconditioner, covariance, blocks)
+    init_arguments = arguments if adaptation.uses_init_strategy else None
     init_states = _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit
-    state = init_states(
-        rng_key,
-        init_params,
-        AdaptState(
-            step_size,
-            preconditioner,
-            adaptation.gradient_noise_covariance,
-            config.mass_matrix_blocks,
-        ),
-        arguments if adaptation.uses_init_strategy else None,
-        constants,
-        potential=potential,
-        dynamics=dynamics,
-    )
+    inputs = rng_key, init_params, adapt_state, init_arguments, constants
+    state = init_states(*inputs, potential=potential, dynamics=dynamics)
     attach = partial(attach_prefetch_buffer, config, num_chains=num_chains)
     state = (jax.vmap(attach) if is_batch else attach)(state)
     if potential.local_latents is not None:
@@ -158,8 +149,7 @@ def _init_locals(
     pilot_key, position_key, update_key, next_key = random.split(state.rng_key, 4)
     if not (has_init_params or adaptation.uses_init_strategy):
         normals = random.normal(position_key, (potential.dim,), potential.dtype)
-        normals = _INIT_DISPERSION_SD * normals
-        factor = local_init.covariance_factor
+        normals, factor = _INIT_DISPERSION_SD * normals, local_init.covariance_factor
         q = factor @ normals if factor.ndim == 2 else factor * normals
         dynamics_state = dynamics_state._replace(position=q)
     position = preconditioner.to_position(dynamics_state.position)
@@ -167,16 +157,11 @@ def _init_locals(
     num_pilot_chains = len(jax.tree.leaves(local_init.values)[0])
     pilot = random.randint(pilot_key, (), 0, num_pilot_chains)
     pilot_values = jax.tree.map(lambda x: x[pilot], local_init.values)
-    is_sampled_by_gibbs_fn = adaptation.uses_init_strategy and not local_latents.hmc_sites
-    local_state, reference_gradient = _update_init_locals(
-        potential,
-        position,
-        LocalLatentsState(pilot_values, local_init.scale, jnp.ones((), potential.dtype)),
-        arguments,
-        preconditioner.center,
-        update_key,
-        _NUM_INIT_GIBBS_UPDATES if is_sampled_by_gibbs_fn else _NUM_INIT_LOCAL_UPDATES,
-    )
+    pilot_state = LocalLatentsState(pilot_values, local_init.scale, jnp.ones((), potential.dtype))
+    is_by_gibbs_fn = adaptation.uses_init_strategy and not local_latents.hmc_sites
+    num_updates = _NUM_INIT_GIBBS_UPDATES if is_by_gibbs_fn else _NUM_INIT_LOCAL_UPDATES
+    inputs = position, pilot_state, arguments, preconditioner.center, update_key, num_updates
+    local_state, reference_gradient = _update_init_locals(potential, *inputs)
     z: Any = potential.unravel(position)
     local_values = local_latents.to_unconstrained_sites(local_state.values, position)
     return state._replace(

@@ -273,14 +273,9 @@ class SGMCMCKernel(MCMCKernel):
                 _check_locals_are_collected(potential, self._options)
                 init_params = None  # Gibbs passes constrained draws from the prior
                 assert self._model is not None
-                concrete = condition_on_variational_means(
-                    self._model,
-                    concrete,
-                    self._options,
-                    self._dynamics,
-                    self._integrator,
-                    self._cache.get_arguments_of_gibbs_block,
-                )
+                block = self._options, self._dynamics, self._integrator
+                get_cached = self._cache.get_arguments_of_gibbs_block
+                concrete = condition_on_variational_means(self._model, concrete, *block, get_cached)
             num_chains = len(rng_key) if is_batch else None
             init_params = validate_init_params(init_params, potential, concrete, num_chains)
             if potential.dim:
@@ -481,18 +476,14 @@ class SGMCMCKernel(MCMCKernel):
                     "potential-fn-init-params",
                 )
             check_potential_fn_params(init_params)
-            leaves, structure = jax.tree.flatten(init_params)
-            chain_axes = int(is_batch)
-            shapes = [
-                jax.ShapeDtypeStruct(jnp.shape(x)[chain_axes:], jnp.result_type(x)) for x in leaves
-            ]
-            key = structure, tuple(x.shape for x in shapes)
-            build = partial(
-                make_function_potential,
-                self._potential_fn,
-                jax.tree.unflatten(structure, shapes),
-                self._options.forward_mode_differentiation,
+            prototype = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[is_batch:], jnp.result_type(x)),
+                init_params,
             )
+            leaves, structure = jax.tree.flatten(prototype)
+            key = structure, tuple(x.shape for x in leaves)
+            forward_mode = self._options.forward_mode_differentiation
+            build = partial(make_function_potential, self._potential_fn, prototype, forward_mode)
         potentials = self._cache.potentials
         if key not in potentials or not potentials[key].is_valid_for(arguments):
             potentials[key] = build()

@@ -448,13 +448,11 @@ def build_warmup_settings(
         may depend; None for ``dynamics`` in all of them.
     :param is_site_aligned: whether the SDE must run in the coordinates of the sites.
     """
-    sites = () if potential.sites is None else potential.sites
-    mask = build_mass_matrix_mask(options.dense_mass, sites, potential.dim)
-    inverse_mass_matrix = parse_inverse_mass_matrix(
-        options.inverse_mass_matrix, sites, potential.dim
-    )
+    sites, dim = potential.sites or (), potential.dim
+    mask = build_mass_matrix_mask(options.dense_mass, sites, dim)
+    inverse_mass_matrix = parse_inverse_mass_matrix(options.inverse_mass_matrix, sites, dim)
     if inverse_mass_matrix is None and not options.adapt_mass_matrix:
-        inverse_mass_matrix = np.ones(potential.dim)
+        inverse_mass_matrix = np.ones(dim)
     is_dense = options.dense_mass
     # With several modes the bias report combines the moments of chains in different coordinates,
     # for which it needs full ones.
