@@ -172,7 +172,11 @@ class Potential:
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
         """Return the gradient of :meth:`value`, shape ``(d,)``."""
-        return self.value_and_grad(position, indices, arguments, rng_key)[1]
+
+        def on_shard(shard: Potential, *batch: Any) -> Array:
+            return shard._minibatch_value_and_grad(position, *batch)[1]
+
+        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
 
     def value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
