@@ -28,6 +28,7 @@ __all__ = [
     "DataReadError",
     "DiscretisationWarning",
     "DroppedSiteWarning",
+    "EnumerationWarning",
     "ExplainedError",
     "GradientNoiseWarning",
     "InconsistentGradientWarning",
@@ -142,6 +143,10 @@ class ConvergenceWarning(SGMCMCWarning):
 
 class LocalLatentsWarning(SGMCMCWarning):
     """Local latent variables are updated more often than a draw needs."""
+
+
+class EnumerationWarning(SGMCMCWarning):
+    """A discrete site is summed out, although it is not marked for it."""
 
 
 class PlateWarning(SGMCMCWarning):

@@ -39,6 +39,7 @@ from numpyro_sgmcmc.diagnostics.run_data import (
     check_sites_kept,
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.model.enumeration import compute_log_densities, sample_states
 from numpyro_sgmcmc.model.handlers import set_subsample_indices
 from numpyro_sgmcmc.progress import show_data_passes
 
@@ -68,7 +69,9 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     """Return the log likelihood of each draw at each row, by chunks of rows.
 
     It equals ``numpyro.infer.log_likelihood(kernel.model, ...)``, for data that are not loaded
-    whole: only a chunk of rows and the result, one number per draw and row, are in memory.
+    whole: only a chunk of rows and the result, one number per draw and row, are in memory. Rows
+    with discrete sites that are summed out have one value, the log of the sum over their states,
+    under the name of their observed site or, where there are several, of the plate.
 
     :param mcmc: a run of one of this package's kernels, on a model with one subsampled plate.
     :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all.
@@ -82,7 +85,11 @@ def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
 
 
 def posterior_predictive(
-    mcmc: MCMC, rng_key: Array, rows: Any = None, num_draws: int | None = None
+    mcmc: MCMC,
+    rng_key: Array,
+    rows: Any = None,
+    num_draws: int | None = None,
+    infer_discrete: bool = False,
 ) -> dict[str, np.ndarray]:
     """Sample replicated data at the run's rows, for posterior predictive checks.
 
@@ -95,6 +102,8 @@ def posterior_predictive(
     :param rng_key: random key.
     :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all.
     :param num_draws: draws of each chain to use, evenly spaced, at least 1. Default None: all.
+    :param infer_discrete: sample, in place of replicated data, the discrete sites that are summed
+        out, from their posterior given the data, as NumPyro's ``Predictive`` does.
     :return: by observed or deterministic site inside the plate, an array ``(chains, draws, ...)``
         whose axis for the plate has the rows in their order.
     :raises ValueError: for a run of another kernel or before a run, a model without a subsampled
@@ -102,13 +111,20 @@ def posterior_predictive(
     """
     plate = get_subsampled_plate(mcmc, "posterior_predictive")
     errors.check_rng_key(rng_key)
+    enumerated = mcmc.sampler.potential.enumerated_sites
+    if errors.check_bool("infer_discrete", infer_discrete) and enumerated is None:
+        raise InvalidArgumentError(
+            "`infer_discrete` needs discrete sites inside the subsampled plate.",
+            "leave it out: the model has none that are summed out.",
+            "infer-discrete",
+        )
     indices = validate_row_indices(rows, plate)
     samples = mcmc.get_samples(group_by_chain=True)
     if num_draws is not None:
         errors.check_positive_int("num_draws", num_draws)
         selected = get_evenly_spaced_indices(_count_chains_and_draws(samples)[1], num_draws)
         samples = {name: x[:, selected] for name, x in samples.items()}
-    return evaluate_plate_sites(mcmc, samples, indices, rng_key)[0]
+    return evaluate_plate_sites(mcmc, samples, indices, rng_key, infer_discrete=infer_discrete)[0]
 
 
 def get_evenly_spaced_indices(num: int, max_count: int) -> np.ndarray:
@@ -167,8 +183,11 @@ def evaluate_plate_sites(
     indices: np.ndarray,
     rng_key: Array | None = None,
     max_rows_per_chunk: int = _MAX_ROWS_PER_CHUNK,
+    infer_discrete: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Return log likelihoods or, with a random key, replicated data of the sites in the plate.
+
+    With ``infer_discrete``, return states of the discrete sites in place of replicated data.
 
     :param samples: draws by site, ``(chains, draws, ...)``.
     :param indices: indices of the rows, shape ``(n,)``.
@@ -176,7 +195,7 @@ def evaluate_plate_sites(
     :raises ValueError: for draws that were not kept.
     """
     potential = mcmc.sampler.potential
-    plate = potential.plates[0]
+    plate, enumerated = potential.plates[0], potential.enumerated_sites
     check_sites_kept([s.name for s in potential.sites or ()], samples)
     chains, draws = _count_chains_and_draws(samples)
     axes: dict[str, int] = {}
@@ -185,14 +204,26 @@ def evaluate_plate_sites(
         if rng_key is None:
             is_data = site["type"] == "sample" and site["is_observed"]
             return site["fn"].log_prob(site["value"]) if is_data else None
+        if infer_discrete and site["type"] == "sample":
+            return site["value"] if site["name"] in enumerated.names else None
         if site["type"] == "sample":
             is_data = site["infer"].get("was_observed") and not isinstance(site["fn"], Unit)
             return site["value"] if is_data else None
         return site["value"] if site["type"] == "deterministic" else None
 
     def evaluate_draw(draw: Any, key: Array, rows: Array, arguments: Arguments) -> dict[str, Array]:
-        handled = seed(set_subsample_indices(potential.user_model, {plate.name: rows}), key)
-        handled = substitute(handled if rng_key is None else uncondition(handled), data=draw)
+        model = set_subsample_indices(potential.user_model, {plate.name: rows})
+        if enumerated is not None and rng_key is None:
+            model = substitute(model, data=draw)
+            axes[enumerated.row_name] = -1
+            log_probs = compute_log_densities(model, enumerated, len(rows), arguments)[1]
+            return {enumerated.row_name: log_probs}
+        if infer_discrete:
+            given = substitute(model, data=draw)
+            draw = {**draw, **sample_states(given, enumerated, len(rows), key, arguments)}
+        handled = seed(model, key)
+        is_replicated = rng_key is not None and not infer_discrete
+        handled = substitute(uncondition(handled) if is_replicated else handled, data=draw)
         sites = trace(handled).get_trace(*arguments.args, **arguments.kwargs)
         values = {}
         for name, site in sites.items():

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-import numpyro
 import numpyro.distributions as dist
 from jax import Array, random
 from numpyro import validation_enabled
@@ -46,6 +45,7 @@ class set_subsample_indices(Messenger):
     ) -> None:
         self.choose_indices = indices if callable(indices) else lambda name, *_: indices.get(name)
         self.weights = weights or {}
+        self.chosen_indices: dict[str, Any] = {}
         names = _find_conditioned_sites(fn)
         super().__init__(_subsample_given_values(fn, names) if names else fn)
 
@@ -57,9 +57,15 @@ class set_subsample_indices(Messenger):
                 # The object itself is kept, because a PlateIndexRegistry compares by identity.
                 msg["value"] = indices if isinstance(indices, Array) else jnp.asarray(indices)
                 msg["args"] = (size, indices.shape[0])
+                self.chosen_indices[msg["name"]] = msg["value"]
+        elif msg["type"] == "control_flow":
+            # Plates inside of a loop are hidden from the handlers around it.
+            msg["args"] = tuple(self._wrap_body(x) if callable(x) else x for x in msg["args"])
         elif msg["type"] == "subsample" and is_row_array_or_proxy(msg["value"]):
             _subsample_row_array(msg)
-        elif msg["type"] == "sample" and self.weights:
+        elif msg["type"] == "sample":
+            # NumPyro writes to the dictionary, which sites of the user's model may share.
+            msg["infer"] = dict(msg["infer"])
             for frame in msg["cond_indep_stack"]:
                 if frame.name in self.weights:
                     weights = jnp.asarray(self.weights[frame.name], jnp.result_type(float))
@@ -67,15 +73,27 @@ class set_subsample_indices(Messenger):
                     weights = weights.reshape(-1, *[1] * (-frame.dim - 1))
                     msg["scale"] = weights if msg["scale"] is None else msg["scale"] * weights
 
+    def _wrap_body(self, body: Callable) -> Callable:
+        """Return the body of a loop with the same indices for its plates."""
+
+        def choose_indices(name: str, size: int, subsample_size: int) -> Any:
+            if name in self.chosen_indices:
+                return self.chosen_indices[name]
+            return self.choose_indices(name, size, subsample_size)
+
+        return set_subsample_indices(body, choose_indices)
+
 
 def _subsample_row_array(msg: Any) -> None:
     """Evaluate ``numpyro.subsample`` of a host or sharded array along its first axis."""
     data, event_dim = msg["value"], msg["kwargs"]["event_dim"]
     for plate in _PYRO_STACK:
-        if isinstance(plate, numpyro.plate) and len(data.shape) == event_dim - plate.dim:
+        # A plate of NumPyro, or of its enumeration, whose `_indices` are no array.
+        is_plate = hasattr(plate, "subsample_size")
+        if is_plate and len(data.shape) == event_dim - plate.dim:
             if len(data) != plate.size:
                 raise plate_array_length_error(plate.name, plate.size, repr(data), len(data))
-            msg["value"] = data[plate._indices]
+            msg["value"] = data[getattr(plate, "indices", plate._indices)]
             msg["type"] = "subsampled"  # so that the plate does not subsample it again
             return
 

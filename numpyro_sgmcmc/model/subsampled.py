@@ -32,7 +32,12 @@ from jax import Array, lax, random
 from numpyro.distributions import biject_to, constraints
 from numpyro.handlers import seed, substitute
 from numpyro.infer import init_to_sample, init_to_uniform
-from numpyro.infer.util import constrain_fn, potential_energy, transform_fn
+from numpyro.infer.util import (
+    _unconstrain_params,
+    constrain_fn,
+    potential_energy,
+    transform_fn,
+)
 
 from numpyro_sgmcmc.compilation import fingerprint_jaxpr
 from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey
@@ -45,6 +50,7 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 from numpyro_sgmcmc.jaxpr import find_dependent_outputs
+from numpyro_sgmcmc.model.enumeration import EnumeratedSites, compute_log_densities
 from numpyro_sgmcmc.model.handlers import (
     detect_rng_use,
     disable_validation,
@@ -108,6 +114,7 @@ def build_potential(model_trace: ModelTrace) -> ModelPotential:
         sites=tuple(sorted(sites, key=lambda s: s.name)),
         local_latents=local_latents if keeps_values else None,
         resampled_latents=None if keeps_values else local_latents,
+        enumerated_sites=model_trace.enumerated_sites,
         init_strategy=init_strategy,
         init_radius=init_radius,
         plates=tuple(model_trace.plates.values()),
@@ -173,6 +180,8 @@ class ModelPotential(Potential):
     init_strategy: Callable  # initialisation strategy, a function of a site
     # the latent sites inside the subsampled plate that every evaluation samples anew, or None
     resampled_latents: LocalLatents | None = None
+    # the discrete sites that are summed out of each row, or None
+    enumerated_sites: EnumeratedSites | None = None
     deterministics: frozenset[str] = frozenset()  # names of the deterministic sites that draws hold
 
     @property
@@ -192,8 +201,13 @@ class ModelPotential(Potential):
     def _on_rows(
         self, indices: Indices, rng_key: Array | None = None, weights: Any = None
     ) -> Callable:
-        """Return the model on chosen rows; ``weights`` as in :meth:`minibatch_potential`."""
-        model = set_subsample_indices(self.model, indices, weights)
+        """Return the model on chosen rows; ``weights`` as in :meth:`minibatch_potential`.
+
+        Enumerated sites are in state 0.
+        """
+        model: Callable = set_subsample_indices(self.model, indices, weights)
+        if self.enumerated_sites is not None:
+            model = self.enumerated_sites.fix_states(model, indices)
         return model if rng_key is None else seed(model, rng_key)
 
     def _with_locals(
@@ -229,7 +243,15 @@ class ModelPotential(Potential):
         model = self._on_rows(indices, rng_key, weights)
         model, z, arguments = self._with_locals(model, z, indices, arguments)
         model = disable_validation(substitute(model, data=resampled), frozenset(z))
-        return potential_energy(model, arguments.args, arguments.kwargs, z)
+        if (sites := self.enumerated_sites) is None:
+            return potential_energy(model, arguments.args, arguments.kwargs, z)
+        num_rows = len(indices[sites.plate])
+        total, rows = compute_log_densities(
+            _unconstrain_params(model, z), sites, num_rows, arguments
+        )
+        if weights and sites.plate in weights:
+            rows *= jnp.asarray(weights[sites.plate], rows.dtype)
+        return -(total + sites.plate_size / num_rows * rows.sum())
 
     def pointwise_potentials(
         self, position: Array, indices: Indices, arguments: Arguments
@@ -237,6 +259,9 @@ class ModelPotential(Potential):
         ((name, rows),) = indices.items()
         plate_size = next(p.size for p in self.plates if p.name == name)
         values = self.constrain(self.unravel(position), arguments)
+        if (sites := self.enumerated_sites) is not None and sites.plate == name:
+            model = substitute(self._on_rows(indices), data=values)
+            return -compute_log_densities(model, sites, len(rows), arguments)[1].astype(self.dtype)
         total = jnp.zeros(len(rows), self.dtype)
         for site in trace_run(self._on_rows(indices), arguments, values).values():
             frames = [f for f in site.get("cond_indep_stack", ()) if f.name == name]
@@ -341,9 +366,22 @@ class ModelPotential(Potential):
         reasons = {}
         with numpyro.validation_enabled(False):  # which would raise at the first invalid value
             for name, site in trace_run(model, arguments, values).items():
-                if site["type"] == "sample" and (reason := _describe_nonfinite_site(site)):
+                if site["type"] != "sample" or self._is_summed_out(site):
+                    continue
+                if reason := _describe_nonfinite_site(site):
                     reasons[name] = reason
+            if (sites := self.enumerated_sites) is not None:
+                rows = compute_log_densities(
+                    substitute(model, data=values), sites, len(indices[sites.plate]), arguments
+                )[1]
+                if num_bad := int((~jnp.isfinite(rows)).sum()):
+                    reasons[sites.names[0]] = f"{num_bad} of {len(rows)} rows, summed over states"
         return reasons
+
+    def _is_summed_out(self, site: Any) -> bool:
+        """Return whether a site's density is one of the terms that a row sums over states."""
+        sites = self.enumerated_sites
+        return sites is not None and sites.plate in [f.name for f in site["cond_indep_stack"]]
 
 
 def _describe_nonfinite_site(site: Any) -> str:
@@ -463,6 +501,7 @@ def _potential_cache_key(
         local and local.plate,
         tuple(s._replace(support=None) for s in local_sites),
         local and local.gibbs_fn,
+        potential.enumerated_sites,
         potential.host_lookups,
         potential.shards,
         potential.size_dependent_sites,

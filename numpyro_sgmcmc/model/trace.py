@@ -40,6 +40,7 @@ from numpyro_sgmcmc.errors import (
     is_library_file,
     summarise_error,
 )
+from numpyro_sgmcmc.model.enumeration import EnumeratedSites
 from numpyro_sgmcmc.model.handlers import FullDataModel, trace_prior
 from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 
@@ -64,12 +65,14 @@ class SampleSite(NamedTuple):
     dtype: Any = None
     support: Any = None
     is_delta: bool = False  # whether its distribution is a point mass
+    is_enumerated: bool = False  # whether it is discrete, in a subsampled plate, and summed out
+    is_marked: bool = False  # whether its `infer` has a value of "enumerate"
     unconstrained_shape: tuple[int, ...] | None = None  # None where there is no bijection
 
     @property
     def is_local(self) -> bool:
-        """True if it is a latent site inside a subsampled plate."""
-        return bool(self.plate_frames) and not self.is_observed
+        """True if it is a latent site inside a subsampled plate that is not summed out."""
+        return bool(self.plate_frames) and not (self.is_observed or self.is_enumerated)
 
     @property
     def is_global(self) -> bool:
@@ -121,10 +124,31 @@ class ModelTrace:
     traced_sites: Mapping[str, TracedSite]  # all named statements
     sample_sites: tuple[SampleSite, ...]  # the sample statements, in the model's order
     row_lookups: tuple[RowLookup, ...]  # the host and sharded arrays that a plate's rows index
+    max_plate_nesting: int  # number of batch dimensions that plates use
+
+    @property
+    def enumerated_sites(self) -> EnumeratedSites | None:
+        """The discrete sites that are summed out, or None where there are none."""
+        sites = [site for site in self.sample_sites if site.is_enumerated]
+        if not sites:
+            return None
+        plate = self.unsharded_plates[sites[0].plate_frames[0].name]
+        observed = [
+            s.name
+            for s in self.sample_sites
+            if s.is_observed and plate.name in [f.name for f in s.plate_frames]
+        ]
+        return EnumeratedSites(
+            names=tuple(s.name for s in sites),
+            plate=plate.name,
+            plate_size=plate.size,
+            max_plate_nesting=self.max_plate_nesting,
+            row_name=observed[0] if len(observed) == 1 else plate.name,
+        )
 
     @property
     def local_sites(self) -> list[SampleSite]:
-        """Latent sites inside a subsampled plate."""
+        """Latent sites inside a subsampled plate that are not summed out."""
         return [site for site in self.sample_sites if site.is_local]
 
     @property
@@ -216,6 +240,7 @@ def _trace_model(
     """Return the description of a model's statements in one run."""
     traced_sites: dict[str, TracedSite] = {}
     sample_sites: list[SampleSite] = []
+    plate_dims: set[int] = set()
 
     def describe(arguments: Arguments) -> None:
         # Values exist only while they are traced, so that they are described at once.
@@ -223,6 +248,7 @@ def _trace_model(
             frames = tuple(f for f in site.get("cond_indep_stack", ()) if f.name in run.plates)
             traced_sites[name] = TracedSite(site["type"], tuple(f.name for f in frames))
             if site["type"] == "sample":
+                plate_dims.update(f.dim for f in site["cond_indep_stack"])
                 sample_sites.append(_describe_sample_site(site, frames, name in gibbs.site_names))
 
     jax.eval_shape(describe, arguments)
@@ -239,6 +265,7 @@ def _trace_model(
         traced_sites=traced_sites,
         sample_sites=tuple(sample_sites),
         row_lookups=tuple(run.row_lookups),
+        max_plate_nesting=-min(plate_dims, default=0),
     )
 
 
@@ -303,6 +330,15 @@ def _describe_sample_site(
     if described.is_observed:
         return described
     is_delta = isinstance(get_base_distribution(fn), dist.Delta)
+    enumeration = site["infer"].get("enumerate")
+    is_enumerated = (
+        bool(plate_frames)
+        and not is_gibbs_site
+        and fn.support.is_discrete
+        and fn.has_enumerate_support
+        and fn.event_dim == 0
+        and enumeration in (None, "parallel")
+    )
     unconstrained_shape = None
     if not (is_gibbs_site or is_delta or fn.support.is_discrete):
         with suppress(NotImplementedError):  # there is no bijection to unconstrained space
@@ -311,6 +347,8 @@ def _describe_sample_site(
         dtype=jnp.result_type(value),
         support=fn.support,
         is_delta=is_delta,
+        is_enumerated=is_enumerated,
+        is_marked=enumeration is not None,
         unconstrained_shape=unconstrained_shape,
     )
 

@@ -23,6 +23,7 @@ from numpyro.infer import init_to_sample
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.sharded_array import ShardedArray
 from numpyro_sgmcmc.errors import (
+    EnumerationWarning,
     InvalidArgumentError,
     InvalidModelError,
     LocalLatentsWarning,
@@ -32,6 +33,7 @@ from numpyro_sgmcmc.errors import (
 )
 from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.additivity import check_factorises_over_plates
+from numpyro_sgmcmc.model.enumeration import check_rows_are_independent, import_funsor
 from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_run
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
@@ -62,6 +64,7 @@ def validate_model(model_trace: ModelTrace) -> dict[str, tuple[str, ...]]:
     :return: the sites of :func:`~numpyro_sgmcmc.model.additivity.check_factorises_over_plates`.
     """
     _check_local_sites(model_trace)
+    _check_enumerated_sites(model_trace)
     _check_global_sites(model_trace)
     _check_sharding(model_trace)
     size_dependent_sites = check_factorises_over_plates(model_trace)
@@ -133,6 +136,37 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
         )
 
 
+def _check_enumerated_sites(model_trace: ModelTrace) -> None:
+    """Check that discrete sites can be summed out of each row, and warn of those not marked."""
+    if (enumerated := model_trace.enumerated_sites) is None:
+        return
+    import_funsor()
+    sites = [site for site in model_trace.sample_sites if site.is_enumerated]
+    for site in model_trace.sample_sites:
+        names = [f.name for f in site.plate_frames]
+        if site.is_enumerated:
+            _check_latent_site(model_trace, site)
+        if (site.is_enumerated or enumerated.plate in names) and names != [enumerated.plate]:
+            listed = " and ".join(f"'{n}'" for n in sorted({enumerated.plate, *names}))
+            raise InvalidModelError(
+                f"Site '{sites[0].name}' is discrete, and '{site.name}' is inside the subsampled "
+                f"plates {listed}.",
+                "give one of the plates no subsample_size.",
+                "enumeration-plates",
+            )
+    check_rows_are_independent(
+        model_trace.model_with_params, enumerated, model_trace.plates, model_trace.arguments
+    )
+    for site in sites:
+        if not site.is_marked:
+            warn_user(
+                f"Discrete site '{site.name}' is summed out, although it is not marked for it.",
+                EnumerationWarning,
+                'mark it by infer={"enumerate": "parallel"}, which does not change the draws.',
+                "enumeration-mark",
+            )
+
+
 def _first_local_site(model_trace: ModelTrace) -> str:
     """Return the name of a local site, one of HMC if there is any."""
     names = [site.name for site in model_trace.local_sites]
@@ -190,18 +224,21 @@ def _check_latent_site(model_trace: ModelTrace, site: SampleSite) -> None:
             _UNOBSERVED_SITE_FIX,
             "unobserved-site",
         )
+    if site.is_enumerated:
+        return
     if site.support.is_discrete and site.is_local:
         raise InvalidModelError(
-            f"{described} is discrete and has no gradient.",
-            f"sum it out of the likelihood, or sample it by gibbs_fn=... and gibbs_sites="
-            f"['{site.name}'].",
+            f"{described} is discrete, and its states cannot be enumerated.",
+            f"sum it out of the likelihood, sample it by gibbs_fn=... and gibbs_sites="
+            f"['{site.name}'], or use a Categorical of the states that matter.",
             "discrete-site",
         )
     if site.support.is_discrete:
         raise InvalidModelError(
             f"{described} is discrete and has no gradient.",
             f"sample it by Gibbs([(DiscreteGibbs(kernel.model), ['{site.name}']), (kernel, None)]) "
-            "of numpyro.infer.",
+            "of numpyro.infer, or sum it out of the model by hand. (The log of a sum over its "
+            "states of products over rows is no sum over rows: minibatches are biased.)",
             "discrete-site",
         )
     if site.is_delta:

@@ -66,6 +66,7 @@ BEFORE = {  # what a page takes for granted, or one of its blocks
     ("choosing.md", 3): MODEL,
     ("choosing.md", 4): SHORT_RUN
     + "X_new = X[:5]\nnetwork = lambda draw, X: jax.nn.sigmoid(X @ draw['beta'])",
+    "discrete-latents.md": IMPORTS + "from numpyro.contrib.control_flow import scan",
     "local-latents.md": IMPORTS + ROWS + "y = y + X[:, 0]",
     "overview.md": IMPORTS + ROWS + MODEL + SHORT_RUN,
     ("overview.md", 2): KINDS,
@@ -107,6 +108,7 @@ PAGES = {
         '"w"][:, :, 17]': '"beta"][:, :, 1]',
     },
     "choosing.md": {},
+    "discrete-latents.md": {"300, num_samples=1000": "20, num_samples=40", "5_000": "1_000"},
     "local-latents.md": {"num_samples=1000, num_chains=4": "num_samples=40"},
     "overview.md": {
         "=1000": "=500",

@@ -203,7 +203,10 @@ BAD_MODELS: dict[str, tuple[Callable, tuple[str, ...]]] = {
         ("'b'", "delta"),
     ),
     "deltas in a plate": (of_prior(deltas_in_a_plate), ("'b'", "delta")),
-    "discrete": (of_prior(lambda: numpyro.sample("b", dist.Poisson(2.0))), ("'b'", "Gibbs")),
+    "discrete": (
+        of_prior(lambda: numpyro.sample("b", dist.Poisson(2.0))),
+        ("'b'", "Gibbs", "by hand"),
+    ),
     "complex": (of_prior(lambda: 1j * numpyro.sample("b", dist.Normal(0, 1))), ("'y'", "complex")),
     "empty support": (of_prior(lambda: numpyro.sample("b", dist.Uniform(2.0, 1.0))), ("'b'",)),
     "endless support": (

@@ -123,7 +123,6 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
         (only_local, {}, "latent sites"),
         (unobserved, {}, "'y'.*'rows'.*observed"),
         (keyed, {}, "'z'.*prng_key"),
-        (discrete, {}, r"'k'.*discrete.*gibbs_sites=\['k'\]"),
         (moved, {}, r"'k'.*discrete.*gibbs_sites=\['k'\]"),
         (stretched, {}, "'z'.*bounds.*other sites.*Uniform"),
         (bounded_by_data, {}, "'z'.*bounds.*data.*Uniform"),

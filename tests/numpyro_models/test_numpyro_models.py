@@ -15,6 +15,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidModelError, SGMCMCWarning
 from numpyro_sgmcmc.model.handlers import FullDataModel
 from numpyro_sgmcmc.model.subsampled import get_model_potential
+from tests.numpyro_models.discrete import EXAMPLES as DISCRETE_EXAMPLES
 from tests.numpyro_models.models import EXAMPLES, SEPARATE
 from tests.sampling.references import compute_violations, summarise
 
@@ -50,9 +51,9 @@ def run(kernel, example, batch_size, **settings):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", [*EXAMPLES, *DISCRETE_EXAMPLES])
 def test_posterior_is_that_of_nuts(name):
-    example = EXAMPLES[name]
+    example = {**EXAMPLES, **DISCRETE_EXAMPLES}[name]
     kernel = SGHMCSplit(example.model)
     actual = run(kernel, example, example.batch_size, num_warmup=200, num_samples=1000)
     # The kernel's model on all rows, because NUTS cannot index NumPy arrays by a plate's indices.

@@ -1,0 +1,280 @@
+"""Sum discrete latent variables out of the likelihood of each row, by enumeration.
+
+A discrete site inside a subsampled plate takes finitely many states, over which NumPyro's funsor
+machinery (:mod:`numpyro.contrib.funsor`) sums. What a minibatch needs is the log of the sum of each
+row: the plate's scale multiplies it, and a scale inside of the sum would change the model.
+:func:`compute_log_densities` therefore keeps the rows as a free dimension of the result. States of
+several sites, of plates inside of a row and of NumPyro's ``scan`` are summed over within a row.
+
+A discrete site outside of the plate, or one that other rows use, has no such form: the log of a sum
+over states of a product over rows is not a sum over rows. :func:`check_rows_are_independent` finds
+the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+from jax import Array, random
+from numpyro import validation_enabled
+from numpyro.handlers import infer_config, seed, substitute
+from numpyro.primitives import Messenger
+
+from numpyro_sgmcmc.compilation import jit_low_optimization
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.data.subsampling import Indices, Plate
+from numpyro_sgmcmc.errors import InvalidModelError, import_optional, summarise_error
+from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_prior, trace_run
+
+# Relative change of a row's log density that is rounding.
+_TOLERANCE = 1e-4
+
+
+class EnumeratedSites(NamedTuple):
+    """The discrete sites that are summed out, all inside one subsampled plate."""
+
+    names: tuple[str, ...]
+    plate: str
+    plate_size: int  # number of rows of the plate
+    max_plate_nesting: int  # number of batch dimensions that plates use
+    # Name of a row's log likelihood: of its observed site, or of the plate where there are several.
+    row_name: str
+
+    def fix_states(self, model: Callable, indices: Indices) -> Callable:
+        """Return the model with state 0 at each of the sites."""
+        # A function of the indices, so that what depends on states depends on the minibatch.
+        state = 0 * jnp.asarray(indices[self.plate])[0]
+
+        def get_value(site: Any) -> Any:
+            if site["type"] == "sample" and site["name"] in self.names:
+                return jnp.full(site["fn"].shape(site["kwargs"].get("sample_shape", ())), state)
+            return None
+
+        return substitute(model, substitute_fn=get_value)
+
+
+def import_funsor() -> Any:
+    """Import funsor, an extra of this package.
+
+    :raises ImportError: naming the extra.
+    """
+    return import_optional("funsor", "A model with discrete sites", "enumeration")
+
+
+class _collect_rows(Messenger):
+    """Handler that leaves the sites of a plate's rows to an outer trace, without the plate's scale.
+
+    - **other_sites** - messages of the sites outside of the plate, which the trace does not see.
+
+    :param keep_rows: whether the rows stay a free dimension of the factors.
+    """
+
+    def __init__(self, fn: Any, sites: EnumeratedSites, num_rows: int, keep_rows: bool) -> None:
+        self.plate, self.keep_rows = sites.plate, keep_rows
+        self.plate_scale = sites.plate_size / num_rows
+        self.other_sites: dict[str, Any] = {}
+        super().__init__(fn)
+
+    def process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        frames = [f for f in msg["cond_indep_stack"] if f.name != self.plate]
+        if len(frames) == len(msg["cond_indep_stack"]):
+            self.other_sites[msg["name"]] = msg
+            msg["stop"] = self.keep_rows
+        else:
+            if msg["scale"] is not None and self.plate_scale != 1:
+                msg["scale"] = msg["scale"] / self.plate_scale
+            if self.keep_rows:
+                msg["cond_indep_stack"] = frames
+
+
+@cache
+def _row_plate_class() -> Any:
+    from numpyro.contrib.funsor.enum_messenger import plate
+
+    class RowPlate(plate):
+        """NumPyro's plate for enumeration, with the same array of indices as ``numpyro.plate``."""
+
+        def __enter__(self) -> Any:
+            # Its own indices are another array, which is not recognised as the plate's, and has no
+            # dimension for one row.
+            super().__enter__()
+            self.indices = self._indices.data
+            return self.indices
+
+    return RowPlate
+
+
+@contextmanager
+def _use_row_plates() -> Iterator[None]:
+    """Replace ``numpyro.plate``, as :func:`numpyro.contrib.funsor.plate_to_enum_plate` does."""
+    row_plate, replaced = _row_plate_class(), numpyro.plate.__new__
+    try:
+        numpyro.plate.__new__ = lambda cls, *args, **kwargs: row_plate(*args, **kwargs)
+        yield
+    finally:
+        numpyro.plate.__new__ = replaced
+
+
+def _enumerate_rows(
+    model: Callable, sites: EnumeratedSites, num_rows: int, keep_rows: bool
+) -> _collect_rows:
+    """Return the model with its discrete sites enumerated, for NumPyro's ``log_density``."""
+    from numpyro.contrib.funsor import enum
+    from numpyro.contrib.funsor.enum_messenger import _DIM_STACK
+
+    def mark(site: Any) -> dict[str, Any]:
+        if site["type"] != "sample":
+            return {}
+        return {"enumerate": "parallel" if site["name"] in sites.names else None}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _DIM_STACK.outermost is None:  # a run without enumeration
+            return model(*args, **kwargs)
+        with _use_row_plates():
+            return model(*args, **kwargs)
+
+    marked = infer_config(run, config_fn=mark)
+    if keep_rows:
+        marked = enum(marked, -sites.max_plate_nesting - 1)
+    return _collect_rows(marked, sites, num_rows, keep_rows)
+
+
+def compute_log_densities(
+    model: Callable, sites: EnumeratedSites, num_rows: int, arguments: Arguments
+) -> tuple[Array, Array]:
+    """Return the log density of the sites outside of the plate, and that of each row.
+
+    :param model: the model on some rows, with values for all other sites.
+    :return: a scalar, and an array of shape ``(rows,)`` without the plate's scale.
+    """
+    funsor = import_funsor()
+    from numpyro.contrib.funsor.infer_util import _enum_log_density
+
+    rows_model = _enumerate_rows(model, sites, num_rows, keep_rows=True)
+    lazy_sum, *_ = _enum_log_density(
+        rows_model,
+        arguments.args,
+        arguments.kwargs,
+        {},
+        funsor.ops.logaddexp,
+        funsor.ops.add,
+        apply_optimizer=False,
+    )
+    result = funsor.optimizer.apply_optimizer(lazy_sum)
+    if unknown := set(result.inputs) - {sites.plate}:
+        raise InvalidModelError(
+            f"Site '{sites.names[0]}' is discrete, and its row has batch dimensions without a "
+            "plate.",
+            f"add a plate, or `.to_event` for dimensions of one value ({sorted(unknown)}).",
+            "enumeration-plates",
+        )
+    total = jnp.zeros((), jnp.result_type(float))
+    for site in rows_model.other_sites.values():
+        intermediates = [site["intermediates"]] if site["intermediates"] else []
+        log_prob = site["fn"].log_prob(site["value"], *intermediates)
+        total += (log_prob if site["scale"] is None else site["scale"] * log_prob).sum()
+    return total, jnp.broadcast_to(result.data, (num_rows,))
+
+
+def sample_states(
+    model: Callable, sites: EnumeratedSites, num_rows: int, rng_key: Array, arguments: Arguments
+) -> dict[str, Array]:
+    """Sample the discrete sites from their posterior given the other sites and the data.
+
+    :raises ValueError: for states inside of a ``scan``, which funsor cannot sample.
+    """
+    import_funsor()
+    from numpyro.contrib.funsor.discrete import _sample_posterior
+
+    rows_model = _enumerate_rows(model, sites, num_rows, keep_rows=False)
+    args, kwargs = arguments.args, arguments.kwargs
+    try:
+        states = _sample_posterior(rows_model, None, 1, rng_key, *args, **kwargs)
+    except AssertionError as error:
+        raise InvalidModelError(
+            f"Discrete site '{sites.names[0]}' has states inside of a `scan`, which cannot be "
+            "sampled.",
+            "write the steps as a Python loop, or sample the states by a filter of your own.",
+            "infer-discrete",
+        ) from error
+    return {name: states[name] for name in sites.names}
+
+
+def check_rows_are_independent(
+    model: Callable, sites: EnumeratedSites, plates: Mapping[str, Plate], arguments: Arguments
+) -> None:
+    """Check that no other row, and no site outside of the plate, uses the states of a row.
+
+    The states of the first row are changed, which must not change any other row's density. It also
+    checks that states begin at 0, from where NumPyro enumerates them.
+
+    :raises ValueError: naming the sites.
+    """
+    if arguments.sharded_arrays:  # of which rows are read on their devices only
+        return
+    indices = {n: np.arange(min(max(p.subsample_size, 2), p.size)) for n, p in plates.items()}
+
+    def evaluate(arguments: Arguments) -> Any:
+        before = trace_prior(model, indices, arguments)
+        values = {k: s["value"] for k, s in before.items() if _is_latent(s)}
+        supports = {}
+        for name in sites.names:
+            fn, dim = before[name]["fn"], _find_row_dim(before[name], sites.plate)
+            supports[name] = jnp.ravel(fn.enumerate_support(expand=False))
+            assert dim is not None
+            rows = jnp.moveaxis(jnp.asarray(values[name]), dim, 0)
+            rows = rows.at[0].set((rows[0] + 1) % supports[name].size)
+            values[name] = jnp.moveaxis(rows, 0, dim)
+        seeded = seed(model, random.key(0))
+        after = trace_run(set_subsample_indices(seeded, indices), arguments, values)
+        log_probs = {}
+        for name, site in after.items():
+            if site["type"] == "sample":
+                pair = [s["fn"].log_prob(s["value"]) for s in (before[name], site)]
+                if (dim := _find_row_dim(site, sites.plate)) is not None:
+                    pair = [jnp.moveaxis(x, dim, 0)[1:] for x in pair]
+                log_probs[name] = pair
+        return supports, log_probs
+
+    try:
+        with validation_enabled(False):  # a prior value may be invalid where no chain ever is
+            supports, log_probs = jit_low_optimization(evaluate)(arguments)
+    except NotImplementedError as error:
+        raise InvalidModelError(
+            f"Discrete site '{sites.names[0]}' has no list of states that all rows share.",
+            f"give all rows the same number of states ({summarise_error(error)}).",
+            "enumeration-states",
+        ) from error
+    for name, support in supports.items():
+        if not np.array_equal(support, np.arange(support.size)):
+            raise InvalidModelError(
+                f"Site '{name}' is discrete with states from {support.min()}, and NumPyro "
+                "enumerates states from 0.",
+                f"let it begin at 0, and add {support.min()} to its value in the model.",
+                "enumeration-states",
+            )
+    for name, (before, after) in log_probs.items():
+        if not np.allclose(before, after, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+            raise InvalidModelError(
+                f"Site '{name}' uses the states of discrete sites of other rows of the plate "
+                f"'{sites.plate}'.",
+                f"let each row use its own states only, or sample {list(sites.names)} by gibbs_fn.",
+                "enumeration-rows",
+            )
+
+
+def _is_latent(site: Any) -> bool:
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def _find_row_dim(site: Any, plate: str) -> int | None:
+    """Return the dimension of a plate's rows in the log density of a site, or None."""
+    return next((f.dim for f in site["cond_indep_stack"] if f.name == plate), None)

@@ -1,0 +1,363 @@
+"""Discrete latent variables that are summed out of each row, beside NumPyro's enumeration."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.contrib.control_flow import scan
+from numpyro.contrib.funsor import config_enumerate, enum
+from numpyro.handlers import mask, scale, substitute
+from numpyro.infer import init_to_uniform
+from numpyro.infer.util import potential_energy
+
+from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc.compilation import jit_low_optimization
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.errors import EnumerationWarning
+from numpyro_sgmcmc.model.enumeration import sample_states
+from numpyro_sgmcmc.model.handlers import set_subsample_indices
+from numpyro_sgmcmc.model.subsampled import make_model_potential
+
+N, B, STEPS, ANNOTATORS = 6, 2, 4, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=N).astype(np.float32)
+COUNTS = np.array([0, 3, 0, 1, 0, 5])
+BINARY = RNG.integers(0, 2, (N, STEPS))
+LABELS = RNG.integers(0, 3, (N, ANNOTATORS))
+
+
+def mark():
+    """Return a new dictionary, to which NumPyro writes."""
+    return {"enumerate": "parallel"}
+
+
+def weights(num=3):
+    return numpyro.sample("w", dist.Dirichlet(jnp.ones(num)))
+
+
+def probabilities(name="p", num=2):
+    return numpyro.sample(name, dist.Beta(2, 2).expand([num]).to_event(1))
+
+
+def mixture(batch_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([3]).to_event(1))
+    w = weights()
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Categorical(w), infer=mark())
+        numpyro.sample("y", dist.Normal(mu[z], 1.0), obs=jnp.asarray(X)[i])
+
+
+def two_independent_sites(batch_size):
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        a = numpyro.sample("a", dist.Bernoulli(p[0]), infer=mark())
+        b = numpyro.sample("b", dist.Bernoulli(p[1]), infer=mark())
+        numpyro.sample("x", dist.Normal(p[0] * a, 1.0), obs=jnp.asarray(X)[i])
+        numpyro.sample("y", dist.Normal(a - 2.0 * b, 1.0), obs=jnp.asarray(X)[i] ** 2)
+
+
+def dependent_sites(batch_size):
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        a = numpyro.sample("a", dist.Bernoulli(p[0]), infer=mark())
+        b = numpyro.sample("b", dist.Bernoulli(p[a]), infer=mark())
+        numpyro.sample("y", dist.Normal(a + b, 1.0), obs=jnp.asarray(X)[i])
+
+
+def annotators(batch_size):
+    w = weights()
+    confusion = numpyro.sample("c", dist.Dirichlet(jnp.ones((ANNOTATORS, 3, 3))).to_event(2))
+    with numpyro.plate("rows", N, subsample_size=batch_size, dim=-2) as i:
+        z = numpyro.sample("z", dist.Categorical(w), infer=mark())
+        with numpyro.plate("annotators", ANNOTATORS, dim=-1) as j:
+            numpyro.sample("y", dist.Categorical(confusion[j, z]), obs=jnp.asarray(LABELS)[i])
+
+
+def markov_chain(batch_size):
+    p = probabilities()
+    transition = numpyro.sample("t", dist.Dirichlet(jnp.ones((2, 2))).to_event(1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        series = jnp.asarray(BINARY)[i]
+
+    def step(state, y):
+        with numpyro.plate("rows", N, subsample_size=batch_size):
+            state = numpyro.sample("z", dist.Categorical(transition[state]), infer=mark())
+            numpyro.sample("y", dist.Bernoulli(p[state]), obs=y)
+        return state, None
+
+    scan(step, jnp.zeros(len(series), int), series.T)
+
+
+def capture_recapture(batch_size):
+    p = probabilities()
+    with numpyro.plate("animals", N, subsample_size=batch_size) as i:
+        captures = jnp.asarray(BINARY)[i]
+
+    def step(carry, y):
+        is_captured, alive = carry
+        with numpyro.plate("animals", N, subsample_size=batch_size), mask(mask=is_captured):
+            survival = is_captured * p[0] * alive + 1 - is_captured
+            alive = numpyro.sample("z", dist.Bernoulli(survival), infer=mark())
+            numpyro.sample("y", dist.Bernoulli(p[1] * alive), obs=y)
+        return (is_captured | y.astype(bool), alive), None
+
+    init = captures[:, 0].astype(bool), jnp.ones(len(captures), int)
+    scan(step, init, captures[:, 1:].T)
+
+
+def zero_inflated(batch_size):
+    p = probabilities()
+    rate = numpyro.sample("rate", dist.LogNormal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        is_zero = numpyro.sample("z", dist.Bernoulli(p[0]), infer=mark())
+        rates = jnp.where(is_zero == 1, 1e-3, rate)
+        numpyro.sample("y", dist.Poisson(rates), obs=jnp.asarray(COUNTS)[i])
+
+
+def occupancy(batch_size):
+    b = numpyro.sample("b", dist.Normal(0, 1).expand([2]).to_event(1))
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size, dim=-2) as i:
+        logits = b[0] + b[1] * jnp.asarray(X)[i, None]
+        z = numpyro.sample("z", dist.Bernoulli(logits=logits), infer=mark())
+        with numpyro.plate("visits", STEPS, dim=-1):
+            detection = jnp.where(z == 1, p[0], 0.01)
+            numpyro.sample("y", dist.Bernoulli(detection), obs=jnp.asarray(BINARY)[i])
+
+
+def misclassified_covariate(batch_size):
+    p = probabilities(num=3)
+    b = numpyro.sample("b", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        truth = numpyro.sample("truth", dist.Bernoulli(p[0]), infer=mark())
+        numpyro.sample("measured", dist.Bernoulli(p[1 + truth]), obs=jnp.asarray(BINARY)[i, 0])
+        numpyro.sample("y", dist.Normal(b * truth, 1.0), obs=jnp.asarray(X)[i])
+
+
+def abundance(batch_size):
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size, dim=-2) as i:
+        number = numpyro.sample("z", dist.Binomial(5, p[0]), infer=mark())
+        with numpyro.plate("visits", STEPS, dim=-1):
+            rate = p[1] * (number + 0.1)
+            numpyro.sample("y", dist.Poisson(rate), obs=jnp.asarray(BINARY)[i])
+
+
+def state_per_visit(batch_size):
+    """States of a plate inside of the row, given a state of the row."""
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size, dim=-2) as i:
+        a = numpyro.sample("a", dist.Bernoulli(p[0]), infer=mark())
+        with numpyro.plate("visits", STEPS, dim=-1):
+            b = numpyro.sample("b", dist.Bernoulli(p[a]), infer=mark())
+            y = jnp.asarray(BINARY)[i]
+            numpyro.sample("y", dist.Bernoulli(jnp.where(b == 1, p[1], 0.1)), obs=y)
+
+
+def scaled_by_the_user(batch_size):
+    with scale(scale=0.5):
+        mixture(batch_size)
+
+
+def second_plate(batch_size):
+    mixture(batch_size)
+    mu = numpyro.sample("m", dist.Normal(0, 1))
+    with numpyro.plate("others", N, subsample_size=batch_size) as i:
+        numpyro.sample("x", dist.Normal(mu, 1.0), obs=jnp.asarray(X)[i])
+
+
+def chain_without_scan(batch_size):
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        state = 0
+        for t in range(3):
+            state = numpyro.sample(f"z{t}", dist.Bernoulli(p[state]), infer=mark())
+            y = jnp.asarray(BINARY)[i, t]
+            numpyro.sample(f"y{t}", dist.Bernoulli(0.2 + 0.5 * state), obs=y)
+
+
+STRUCTURES = (
+    mixture,
+    two_independent_sites,
+    dependent_sites,
+    annotators,
+    markov_chain,
+    capture_recapture,
+    zero_inflated,
+    occupancy,
+    misclassified_covariate,
+    abundance,
+    state_per_visit,
+    scaled_by_the_user,
+    second_plate,
+    chain_without_scan,
+)
+
+
+def make_potential(model, *args):
+    return make_model_potential(model, Arguments(args), init_to_uniform)
+
+
+@pytest.mark.parametrize("model", STRUCTURES, ids=lambda model: model.__name__)
+def test_potential_is_that_of_numpyro_and_the_mean_of_minibatches(model):
+    potential = make_potential(model, B)
+    arguments = Arguments((B,))
+    enumerated = enum(config_enumerate(model), -3)
+
+    @jit_low_optimization
+    def compute(q):
+        def numpyro_potential(q):
+            return potential_energy(enumerated, (N,), {}, potential.unravel(q), enum=True)
+
+        def minibatch(rows):
+            indices = {p.name: rows for p in potential.plates}
+            return potential.value_and_grad(q, indices, arguments)
+
+        batches = jnp.arange(N).reshape(-1, B)
+        return (
+            jax.value_and_grad(numpyro_potential)(q),
+            minibatch(jnp.arange(N)),
+            jax.tree.map(lambda x: x.mean(0), jax.vmap(minibatch)(batches)),
+        )
+
+    expected, on_all_rows, epoch_mean = compute(jnp.linspace(-0.5, 0.7, potential.dim))
+    for values in (on_all_rows, epoch_mean):
+        for value, exact in zip(values, expected, strict=True):
+            np.testing.assert_allclose(value, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_log_density_of_a_row_is_its_share_of_the_potential():
+    potential = make_potential(annotators, B)
+    q, rows = jnp.linspace(-0.5, 0.7, potential.dim), {"rows": jnp.arange(N)}
+    values = potential.pointwise_potentials(q, rows, Arguments((B,)))
+    one = [potential.value(q, {"rows": jnp.array([k])}, Arguments((B,))) for k in (0, 3)]
+    np.testing.assert_allclose(one[0] - one[1], N * (values[0] - values[3]), rtol=1e-4)
+
+
+def test_states_are_sampled_from_their_posterior():
+    """The rows of a minibatch, whose scale of N / B must not be part of their posterior."""
+    sites = make_potential(annotators, B).enumerated_sites
+    confusion = RNG.dirichlet(np.ones(3), (ANNOTATORS, 3))
+    draw = {"w": jnp.array([0.2, 0.3, 0.5]), "c": jnp.asarray(confusion)}
+    rows, num_samples = np.array([4, 1]), 1000
+    model = substitute(set_subsample_indices(annotators, {"rows": rows}), data=draw)
+
+    @jit_low_optimization
+    def sample(keys):
+        return jax.vmap(lambda key: sample_states(model, sites, B, key, Arguments((B,))))(keys)
+
+    states = sample(jax.random.split(jax.random.key(0), num_samples))["z"][..., 0]
+    likelihood = confusion[np.arange(ANNOTATORS)[:, None], :, LABELS[rows].T].prod(0)
+    exact = draw["w"] * likelihood
+    exact /= exact.sum(1, keepdims=True)
+    frequencies = np.stack([(states == k).mean(0) for k in range(3)], 1)
+    assert (np.abs(frequencies - exact) < 4 * np.sqrt(exact * (1 - exact) / num_samples)).all()
+
+
+def host_mixture(x, batch_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 1).expand([2]).to_event(1))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Bernoulli(0.3), infer=mark())
+        numpyro.sample("y", dist.Normal(mu[z], 1.0), obs=x[i])
+
+
+def test_rows_on_the_host_are_recognised_by_the_plates_indices():
+    potential = make_potential(host_mixture, HostArray(X), B)
+    in_memory = make_potential(host_mixture, X, B)
+    assert [(x.plate, len(x.array)) for x in potential.host_lookups] == [("rows", N)]
+    q, rows = jnp.array([0.3, -0.2]), {"rows": jnp.array([4, 1])}
+    value = potential.value(q, rows, Arguments((HostArray(X), B)))
+    np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((X, B))), rtol=1e-6)
+
+
+def test_deterministic_sites_of_states_are_dropped():
+    def model(batch_size):
+        numpyro.deterministic("twice", 2 * probabilities(num=1)[0])
+        with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+            z = numpyro.sample("z", dist.Bernoulli(0.3), infer=mark())
+            numpyro.sample("y", dist.Normal(z, 1.0), obs=jnp.asarray(X)[i])
+        numpyro.deterministic("share", z.mean())
+
+    with pytest.warns(UserWarning, match="'share'"):
+        potential = make_potential(model, B)
+    assert potential.deterministics == {"twice"}
+
+
+# --- Errors
+
+
+def _with_states(use_states, fn=None, infer=None):
+    def model(batch_size):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+            z = numpyro.sample("z", fn or dist.Bernoulli(0.3), infer=infer or mark())
+            numpyro.sample("y", dist.Normal(mu + use_states(z), 1.0), obs=jnp.asarray(X)[i])
+
+    return model
+
+
+def used_outside(batch_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Bernoulli(0.3), infer=mark())
+        numpyro.sample("y", dist.Normal(mu + z, 1.0), obs=jnp.asarray(X)[i])
+    numpyro.factor("total", mu * z.sum())
+
+
+def crossed(batch_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    rows = numpyro.plate("rows", N, subsample_size=batch_size, dim=-2)
+    items = numpyro.plate("items", STEPS, subsample_size=2, dim=-1)
+    with rows as i:
+        z = numpyro.sample("z", dist.Bernoulli(0.3), infer=mark())
+        with items as j:
+            y = jnp.asarray(BINARY)[i[:, None], j]
+            numpyro.sample("y", dist.Normal(mu + z, 1.0), obs=y)
+
+
+def global_state(batch_size):
+    z = numpyro.sample("z", dist.Bernoulli(0.3), infer=mark())
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mu + z, 1.0), obs=jnp.asarray(X)[i])
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (_with_states(lambda z: jnp.roll(z, 1)), "'y'.*states.*other rows"),
+        (_with_states(lambda z: z.mean()), "'y'.*states.*other rows"),
+        (used_outside, "'total'.*states.*other rows"),
+        (crossed, "'z'.*'y'.*'items' and 'rows'"),
+        (global_state, "'z'.*discrete.*DiscreteGibbs.*by hand.*no sum over rows"),
+        (_with_states(lambda z: z, dist.Poisson(2.0)), "'z'.*cannot be enumerated.*gibbs_sites"),
+        (_with_states(lambda z: z, dist.DiscreteUniform(1, 3)), "'z'.*from 1.*add 1"),
+        (_with_states(lambda z: z, infer={"enumerate": "sequential"}), "'z'.*cannot be enumerated"),
+    ],
+    ids=["roll", "mean", "outside", "crossed", "global", "infinite", "from 1", "sequential"],
+)
+def test_states_that_cannot_be_summed_out_of_a_row_raise(model, match):
+    with pytest.raises(ValueError, match=match):
+        make_potential(model, B)
+
+
+def unmarked(batch_size):
+    mu = numpyro.sample("mu", dist.Normal(0, 1))
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Bernoulli(0.3))
+        numpyro.sample("y", dist.Normal(mu + z, 1.0), obs=jnp.asarray(X)[i])
+
+
+def test_site_without_a_mark_warns():
+    with pytest.warns(EnumerationWarning, match=r"'z'.*infer=.*parallel"):
+        make_potential(unmarked, B)
+
+
+def test_missing_funsor_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "funsor", None)
+    with pytest.raises(ImportError, match=r"funsor.*numpyro-sgmcmc\[enumeration\]"):
+        SGHMCSplit(mixture).init(jax.random.key(0), 1, None, (B,), {})
