@@ -182,18 +182,20 @@ def chain_without_scan(batch_size):
 
 STRUCTURES = (
     mixture,
-    two_independent_sites,
     dependent_sites,
     annotators,
     markov_chain,
     capture_recapture,
     zero_inflated,
     occupancy,
-    misclassified_covariate,
     abundance,
-    state_per_visit,
     scaled_by_the_user,
     second_plate,
+)
+MORE_STRUCTURES = (
+    two_independent_sites,
+    misclassified_covariate,
+    state_per_visit,
     chain_without_scan,
 )
 
@@ -202,7 +204,11 @@ def make_potential(model, *args):
     return make_model_potential(model, Arguments(args), init_to_uniform)
 
 
-@pytest.mark.parametrize("model", STRUCTURES, ids=lambda model: model.__name__)
+@pytest.mark.parametrize(
+    "model",
+    [*STRUCTURES, *(pytest.param(model, marks=pytest.mark.slow) for model in MORE_STRUCTURES)],
+    ids=lambda model: model.__name__,
+)
 def test_potential_is_that_of_numpyro_and_the_mean_of_minibatches(model):
     potential = make_potential(model, B)
     arguments = Arguments((B,))
