@@ -45,12 +45,8 @@ def adapt(
 ) -> Adaptation:
     """Choose preconditioner, gradient estimator, subsampling, step size and steps per draw.
 
-    :param arguments: the model's arguments, concrete.
     :param init_positions: positions of shape ``(d,)``: the user's, or several of which the first
         finite ones are taken.
-    :param progress: display of the stages.
-    :raises InitializationError: where no position, or the full-data gradient, is finite.
-    :raises InvalidModelError: where local latents of different observations are dependent.
     """
     if potential.dim == 0:
         return build_empty_adaptation(potential, settings)
@@ -68,11 +64,7 @@ def fit_variational_mean(
     init_positions: Iterable[np.ndarray],
     progress: ProgressReporter,
 ) -> np.ndarray:
-    """Return the mean of the mean-field variational fit with the largest ELBO, shape ``(d,)``.
-
-    :param potential: the posterior, without local latents.
-    :raises InitializationError: where no initial position is finite.
-    """
+    """Return the mean of the mean-field variational fit with the largest ELBO, shape ``(d,)``."""
     inputs = WarmupInputs.create(potential, arguments, settings, progress)
     progress.begin_stage("variational fit")
     return fit_inits(inputs, *find_init_positions(inputs, init_positions))[0].mean

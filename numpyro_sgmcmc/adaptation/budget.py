@@ -41,36 +41,24 @@ _PRIOR_FIT_BATCH_SIZE, _MAX_SMALL_BATCH_FIT_DIM = 512, 200
 
 @dataclass(frozen=True)
 class WarmupBudget:
-    """Numbers that bound the work of each stage.
+    """Numbers that bound the work of each stage."""
 
-    - **num_inits** - variational fits from the initialisation strategy.
-    - **num_prior_inits** - variational fits from draws of the prior.
-    - **prior_fit_batch_size** - batch size of the latter; None to fit them with the others.
-    - **num_vi_steps** - Adam steps of a fit.
-    - **num_pilot_chains** - pilot chains.
-    - **pilot_window_steps** - steps of the pilot chains, window by window, at most.
-    - **num_full_gradients** - draws of a window at which the full-data gradient is estimated.
-    - **num_representative_rows** - rows of a plate in a representative subset, about.
-    - **max_representative_rows** - the same for full-data gradients with large gradient noise.
-    - **max_noise_minibatches** - minibatches per position to measure gradient noise, at most.
-    - **num_power_iterations** - power iterations for the largest curvature.
-    - **num_bias_probes** - minibatches per position to predict the bias of means.
-    - **num_consistency_lines** - segments along which values are compared with gradients.
-    """
-
-    num_inits: int = 4
-    num_prior_inits: int = 0
+    num_inits: int = 4  # variational fits from the initialisation strategy
+    num_prior_inits: int = 0  # variational fits from draws of the prior
+    # batch size of the latter; None to fit them with the others
     prior_fit_batch_size: int | None = None
-    num_vi_steps: int = 4_000
-    num_pilot_chains: int = 16
+    num_vi_steps: int = 4_000  # Adam steps of a fit
+    num_pilot_chains: int = 16  # pilot chains
+    # steps of the pilot chains, window by window, at most
     pilot_window_steps: tuple[int, ...] = (400, 800, 1_600, 1_600, 1_600, 1_600)
-    num_full_gradients: int = 256
-    num_representative_rows: int = 20_000
+    num_full_gradients: int = 256  # draws of a window at which the full-data gradient is estimated
+    num_representative_rows: int = 20_000  # rows of a plate in a representative subset, about
+    # the same for full-data gradients with large gradient noise
     max_representative_rows: int = 131_072
-    max_noise_minibatches: int = 64
-    num_power_iterations: int = 8
-    num_bias_probes: int = 8
-    num_consistency_lines: int = 64
+    max_noise_minibatches: int = 64  # minibatches per position to measure gradient noise, at most
+    num_power_iterations: int = 8  # power iterations for the largest curvature
+    num_bias_probes: int = 8  # minibatches per position to predict the bias of means
+    num_consistency_lines: int = 64  # segments along which values are compared with gradients
 
     @property
     def max_gradient_evaluations(self) -> int:

@@ -36,11 +36,7 @@ _NUM_ELBO_SAMPLES = 8  # antithetic normals per ELBO; bounds its standard error 
 def find_init_positions(
     inputs: WarmupInputs, init_positions: Iterable[np.ndarray]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the initial positions of the variational fits, and those by the prior.
-
-    :param init_positions: positions by the user and by the initialisation strategy.
-    :raises InitializationError: where none is finite.
-    """
+    """Return the initial positions of the variational fits, and those by the prior."""
     if inputs.settings.has_init_params:
         return find_finite_positions(inputs, init_positions, 1), []
     positions = find_finite_positions(inputs, init_positions, inputs.budget.num_inits)
@@ -54,8 +50,6 @@ def find_finite_positions(
     """Return the first different positions with finite log density and gradient.
 
     :param init_positions: candidates, generated only as far as needed.
-    :param num_positions: number of positions to return, if there are so many.
-    :raises InitializationError: where none is finite.
     """
     positions: list[np.ndarray] = []
     for num_tried, candidate in enumerate(init_positions, 1):
@@ -110,7 +104,6 @@ def generate_init_positions(
 ) -> Iterator[np.ndarray]:
     """Yield the user's initial position if there is one, then some by the initialisation strategy.
 
-    :param init_params: the user's values, or None.
     :param has_chain_axis: whether these are stacked along a leading axis; the first chain's count.
     """
     if init_params is not None and not is_traced(init_params):
@@ -152,7 +145,6 @@ def validate_init_params(
     """Return ``init_params`` after checking that chains can start there.
 
     :param num_chains: chains whose values are stacked along a leading axis; None for one chain.
-    :raises InvalidArgumentError: where shapes differ from the sites' or the density is not finite.
     """
     if init_params is None:
         return None

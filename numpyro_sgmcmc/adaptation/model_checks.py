@@ -90,7 +90,6 @@ def find_inconsistent_gradients(
 ) -> list[ModelWarning]:
     """Return a warning for each group of sites along which the gradient misses changes.
 
-    :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
     :param num_lines: lines between two of these positions, of all groups together, at most.
     """
     potential = batched_gradients.potential
@@ -192,8 +191,6 @@ def _find_position_outside_support(
 
     It is the end of a Newton step, which leads to the mode of a smooth density, or the start of a
     line, if the density is positive in the opposite direction.
-
-    :param coordinates: those that the steps change.
     """
     lines = [line for line in lines if np.isfinite(line.start_gradient).all()]
     if not lines:
@@ -264,9 +261,6 @@ def compute_hidden_change(
 ) -> tuple[float, float, float]:
     """Return the change of a function that its slopes do not explain.
 
-    :param values: values at equidistant points, shape ``(n,)``.
-    :param slopes: derivatives there times the distance, shape ``(n,)``.
-    :param rounding: change that rounding errors may explain.
     :return: change beyond the slopes about each interval; absolute change of the values; absolute
         change by the slopes. Each is summed over the intervals.
     """
@@ -285,10 +279,7 @@ def compute_hidden_change(
 def find_nonadditive_plates(
     batched_gradients: BatchedGradients, preconditioner: Preconditioner, q: np.ndarray
 ) -> list[ModelWarning]:
-    """Return a warning for each plate whose log likelihood is not additive over observations.
-
-    :param q: preconditioned positions in the bulk of the posterior, shape ``(k, d)``.
-    """
+    """Return a warning for each plate whose log likelihood is not additive over observations."""
     if batched_gradients.potential.is_stochastic:
         return []
     # Separate from the warm-up's generator, so that the check does not change its choices.
@@ -338,11 +329,7 @@ def _evaluate_rows(
     positions: np.ndarray,
     position_index: np.ndarray,
 ) -> np.ndarray:
-    """Return the potential on minibatches of a plate, with the first rows of other plates.
-
-    :param rows: minibatches, shape ``(n, rows)``.
-    :param position_index: position of each, shape ``(n,)``.
-    """
+    """Return the potential on minibatches of a plate, with the first rows of other plates."""
     first_rows = _first_rows(batched_gradients)
     indices = {name: np.tile(first, (len(rows), 1)) for name, first in first_rows.items()}
     results = batched_gradients.evaluate_minibatches(

@@ -114,10 +114,7 @@ def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanFiel
 def find_other_modes(
     inputs: WarmupInputs, main: PilotResult, fits: Sequence[MeanField]
 ) -> tuple[PilotResult, ...]:
-    """Run pilot chains from other variational fits, and return the modes of comparable mass.
-
-    :param main: the mode of the pilot chains, which started from the first fit.
-    """
+    """Run pilot chains from other variational fits, and return the modes of comparable mass."""
     known_modes, batched_gradients = [main], inputs.batched_gradients
     fit_error = np.abs(fits[0].mean - main.positions.mean(0))
 
@@ -175,11 +172,7 @@ def select_candidate_fits(fits: Sequence[MeanField]) -> list[MeanField]:
 
 
 def is_fit_near(fit: MeanField, positions: np.ndarray, fit_error: np.ndarray) -> bool:
-    """Return whether the mean of a fit is within the range of pilot chains.
-
-    :param positions: last positions of these chains, shape ``(n, d)``.
-    :param fit_error: distance of a fit from its mode, shape ``(d,)``.
-    """
+    """Return whether the mean of a fit is within the range of pilot chains."""
     tolerance = positions.std(0) + _MAX_FIT_DISTANCE_SD * fit.sd + _FIT_ERROR_FACTOR * fit_error
     return bool((np.abs(fit.mean - positions.mean(0)) < tolerance).all())
 

@@ -48,38 +48,27 @@ _BINDING_TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class WarmupSettings:
-    """The kernel's options as the warm-up reads them; None stands for what it has to choose.
-
-    - **bind_dynamics** - maps a preconditioner to the SDE in its coordinates.
-    - **has_constant_step_size** - False for a schedule and for a traced step size.
-    - **num_steps** - steps per iteration.
-    - **inverse_mass_matrix** - shape ``(d,)`` or ``(d, d)``.
-    - **is_dense** - whether an adapted mass matrix is dense.
-    - **is_site_aligned** - whether coordinates must be those of the sites: only a diagonal is
-      adapted then.
-    - **mass_matrix_mask** - blocks of a structured dense matrix, shape ``(d, d)``, or None.
-    - **target_sd_bias** - allowed relative error of posterior SDs.
-    - **noise_compensation** - whether gradient noise is subtracted from the injected noise.
-    - **init_in_modes** - whether chains start in each of the detected modes.
-    - **has_init_params** - whether the first initial position is the user's.
-    """
+    """The kernel's options as the warm-up reads them; None stands for what it has to choose."""
 
     dynamics: Dynamics
     integrator: str
+    # maps a preconditioner to the SDE in its coordinates
     bind_dynamics: Callable[[Preconditioner], Dynamics]
     step_size: float | None
-    has_constant_step_size: bool
-    num_steps: int | None
+    has_constant_step_size: bool  # False for a schedule and for a traced step size
+    num_steps: int | None  # steps per iteration
     estimator: GradientEstimator | None
     subsampling: Subsampling | None
-    inverse_mass_matrix: np.ndarray | None
-    is_dense: bool
+    inverse_mass_matrix: np.ndarray | None  # shape `(d,)` or `(d, d)`
+    is_dense: bool  # whether an adapted mass matrix is dense
+    # whether coordinates must be those of the sites: only a diagonal is adapted then
     is_site_aligned: bool
+    # blocks of a structured dense matrix, shape `(d, d)`, or None
     mass_matrix_mask: np.ndarray | None
-    target_sd_bias: float
-    noise_compensation: bool
-    init_in_modes: bool
-    has_init_params: bool
+    target_sd_bias: float  # allowed relative error of posterior SDs
+    noise_compensation: bool  # whether gradient noise is subtracted from the injected noise
+    init_in_modes: bool  # whether chains start in each of the detected modes
+    has_init_params: bool  # whether the first initial position is the user's
 
     @property
     def max_mean_bias(self) -> float:
@@ -89,21 +78,15 @@ class WarmupSettings:
 
 @dataclass(frozen=True)
 class WarmupInputs:
-    """The input of every stage of the warm-up.
-
-    - **arguments** - the model's arguments, concrete and on the device.
-    - **budget** - number of gradients that each stage may take.
-    - **progress** - display of the stages.
-    - **included_rows** - influential observations in every minibatch, by plate.
-    - **rng** - random generator, shared by all stages.
-    """
+    """The input of every stage of the warm-up."""
 
     potential: Potential
-    arguments: Arguments
+    arguments: Arguments  # the model's arguments, concrete and on the device
     settings: WarmupSettings
-    budget: WarmupBudget
-    progress: ProgressReporter = field(default_factory=ProgressReporter)
-    included_rows: IncludedRows = ()
+    budget: WarmupBudget  # number of gradients that each stage may take
+    progress: ProgressReporter = field(default_factory=ProgressReporter)  # display of the stages
+    included_rows: IncludedRows = ()  # influential observations in every minibatch, by plate
+    # random generator, shared by all stages
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(WARMUP_SEED))
 
     @classmethod
@@ -144,33 +127,23 @@ class WarmupInputs:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The gradient estimators and subsampling among which a stage may choose.
-
-    - **subsampling** - None where it is to be chosen.
-    - **is_estimator_free** - whether the estimator was left to the warm-up.
-    """
+    """The gradient estimators and subsampling among which a stage may choose."""
 
     estimators: tuple[GradientEstimator, ...]
-    subsampling: Subsampling | None
-    is_estimator_free: bool
+    subsampling: Subsampling | None  # None where it is to be chosen
+    is_estimator_free: bool  # whether the estimator was left to the warm-up
 
 
 @dataclass(frozen=True)
 class SubsamplingChoice:
-    """A gradient estimator, a subsampling, and the step size at which noise allows them.
-
-    - **noise_stats** - gradient noise in preconditioned coordinates.
-    - **step_size** - longest step size for the curvature and this noise.
-    - **variance_inflation** - relative increase of posterior variances predicted at it.
-    - **max_curvature** - largest preconditioned curvature.
-    """
+    """A gradient estimator, a subsampling, and the step size at which noise allows them."""
 
     estimator: GradientEstimator
     subsampling: Subsampling
-    noise_stats: GradientNoiseStats
-    step_size: float
-    variance_inflation: float
-    max_curvature: float
+    noise_stats: GradientNoiseStats  # gradient noise in preconditioned coordinates
+    step_size: float  # longest step size for the curvature and this noise
+    variance_inflation: float  # relative increase of posterior variances predicted at it
+    max_curvature: float  # largest preconditioned curvature
 
 
 @dataclass(frozen=True)
@@ -215,16 +188,13 @@ class MonitorGradients(NamedTuple):
 
 
 class LocalLatentsInit(NamedTuple):
-    """Initial local latent variables.
+    """Initial local latent variables."""
 
-    - **values** - local values of all observations, stacked along a leading axis of pilot chains.
-    - **scale** - length scales of the local moves, shape ``(N, k)``.
-    - **covariance_factor** - R with ``R R^T`` the posterior covariance of the global parameters in
-      preconditioned coordinates, shape ``(d, d)`` or ``(d,)``.
-    """
-
+    # local values of all observations, stacked along a leading axis of pilot chains
     values: LocalValues
-    scale: Array
+    scale: Array  # length scales of the local moves, shape `(N, k)`
+    # R with `R R^T` the posterior covariance of the global parameters in preconditioned
+    # coordinates, shape `(d, d)` or `(d,)`
     covariance_factor: Array
 
 
@@ -255,43 +225,33 @@ class AdaptationTrace(NamedTuple):
 
 
 class Adaptation(NamedTuple):
-    """The result of the warm-up, which all chains share.
+    """The result of the warm-up, which all chains share."""
 
-    - **preconditioner** - coordinates and the full-data gradient at their center.
-    - **num_steps** - steps per iteration.
-    - **gradient_noise_covariance** - covariance of the gradient noise if that is compensated, or
-      None.
-    - **noise_stats** - gradient noise in the bulk of the posterior.
-    - **monitor_gradients** - gradients from which the bias is estimated.
-    - **allowed_variance_inflation** - increase of the kinetic temperature up to which a chain in
-      warm-up keeps its step size; None for the user's step size.
-    - **relaxation_time** - time between approximately independent draws.
-    - **uses_init_strategy** - whether chains start by the initialisation strategy, since every
-      setting was given.
-    - **included_rows** - influential observations included in every minibatch, by plate.
-    - **model_warnings** - detected properties of the posterior that make draws wrong.
-    - **other_mode_preconditioners** - coordinates about the other modes in which chains start.
-    - **has_dominant_mode** - whether pilot chains found one mode that holds most of the mass.
-    - **local_init** - initial local latent variables, or None.
-    - **trace** - the numbers behind these choices; None where every setting was given.
-    """
-
-    preconditioner: Preconditioner
+    preconditioner: Preconditioner  # coordinates and the full-data gradient at their center
     step_size: float
-    num_steps: int
+    num_steps: int  # steps per iteration
     estimator: GradientEstimator
     subsampling: Subsampling
+    # covariance of the gradient noise if that is compensated, or None
     gradient_noise_covariance: GradientNoiseCovariance | None
-    noise_stats: GradientNoiseStats
-    monitor_gradients: MonitorGradients
+    noise_stats: GradientNoiseStats  # gradient noise in the bulk of the posterior
+    monitor_gradients: MonitorGradients  # gradients from which the bias is estimated
+    # increase of the kinetic temperature up to which a chain in warm-up keeps its step size; None
+    # for the user's step size
     allowed_variance_inflation: float | None
-    relaxation_time: float
+    relaxation_time: float  # time between approximately independent draws
+    # whether chains start by the initialisation strategy, since every setting was given
     uses_init_strategy: bool = False
+    # influential observations included in every minibatch, by plate
     included_rows: IncludedRows = ()
+    # detected properties of the posterior that make draws wrong
     model_warnings: tuple[ModelWarning, ...] = ()
+    # coordinates about the other modes in which chains start
     other_mode_preconditioners: tuple[Preconditioner, ...] = ()
+    # whether pilot chains found one mode that holds most of the mass
     has_dominant_mode: bool = True
-    local_init: LocalLatentsInit | None = None
+    local_init: LocalLatentsInit | None = None  # initial local latent variables, or None
+    # the numbers behind these choices; None where every setting was given
     trace: AdaptationTrace | None = None
 
 

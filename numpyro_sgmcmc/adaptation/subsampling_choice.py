@@ -204,10 +204,7 @@ def choose_monitor_gradients(
     step_size: float,
     num_steps: int,
 ) -> MonitorGradients:
-    """Choose the gradients from which the chains estimate their bias.
-
-    :param num_steps: steps per iteration.
-    """
+    """Choose the gradients from which the chains estimate their bias."""
     potential, subsampling = inputs.potential, choice.subsampling
     noise_stats = noise.for_subsampling(subsampling)
     own_stats = noise_stats[choice.estimator]
@@ -242,11 +239,7 @@ def choose_separate_gradients(
     is_independent: bool,
     num_steps: int,
 ) -> MonitorGradients | None:
-    """Choose gradients on separate minibatches, or None where those of the steps serve.
-
-    :param estimator: estimator of the steps.
-    :param is_independent: whether the minibatches of the steps are independent of the position.
-    """
+    """Choose gradients on separate minibatches, or None where those of the steps serve."""
     divisors = (k for k in range(1, num_steps + 1) if num_steps % k == 0)
     interval = next(k for k in divisors if k >= min(MONITOR_INTERVAL, num_steps))
     least_noisy = min(noise_variances, key=lambda e: noise_variances[e])

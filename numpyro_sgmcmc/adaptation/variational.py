@@ -45,16 +45,12 @@ _MAX_NORMALS_PER_CALL = 2**25
 
 
 class MeanField(NamedTuple):
-    """Independent normals, fitted to the posterior.
+    """Independent normals, fitted to the posterior."""
 
-    - **mean** - shape ``(d,)``.
-    - **sd** - SDs, shape ``(d,)``.
-    - **elbo** - evidence lower bound up to a constant; -inf where it is not finite.
-    """
-
-    mean: np.ndarray
+    mean: np.ndarray  # shape `(d,)`
+    # SDs, shape `(d,)`
     sd: np.ndarray  # vocabulary: ok
-    elbo: float = -np.inf
+    elbo: float = -np.inf  # evidence lower bound up to a constant; -inf where it is not finite
 
 
 def fit_mean_field(

@@ -501,15 +501,11 @@ def _list_sites(sites: list[SiteBias]) -> str:
 
 
 class Table(NamedTuple):
-    """A table that prints as text, and as HTML in notebooks.
+    """A table that prints as text, and as HTML in notebooks."""
 
-    - **table_rows** - rows of cells, the header first.
-    - **notes** - paragraphs below the table.
-    - **left_aligned** - columns that are aligned left; the others are aligned right.
-    """
-
-    table_rows: Sequence[Sequence[str]]
-    notes: Sequence[str]
+    table_rows: Sequence[Sequence[str]]  # rows of cells, the header first
+    notes: Sequence[str]  # paragraphs below the table
+    # columns that are aligned left; the others are aligned right
     left_aligned: tuple[int, ...] = (0,)
 
     def to_text(self) -> str:

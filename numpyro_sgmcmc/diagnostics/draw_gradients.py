@@ -68,7 +68,6 @@ def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAt
 def compute_gradients_at_draws(run: RunData, draws: np.ndarray) -> GradientsAtDraws | None:
     """Compute minibatch gradients at evenly spaced draws, and the largest curvature at some.
 
-    :param draws: all draws, shape ``(chains, draws, d)``.
     :return: None if that is expensive: for rows that are not in memory, a randomised likelihood
         and very many parameters.
     """
@@ -119,8 +118,6 @@ def _estimate_gradients(
     """Return unbiased gradients by control variates, on independent minibatches, shape ``(n, d)``.
 
     They are exact for few rows.
-
-    :param chain_index: the chain of each position.
     """
     plates, dim = batched.potential.plates, batched.potential.dim
     batch_size = sum(p.subsample_size for p in plates)
@@ -162,7 +159,6 @@ def _estimate_gradients(
 def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     """Predict the bias of each mean by gradient noise, in posterior SDs, shape ``(d,)``.
 
-    :param draws: all draws, shape ``(chains, draws, d)``.
     :return: zeros where there is none, or where it cannot be predicted.
     """
     potential, adaptation = run.kernel.potential, run.adaptation

@@ -80,10 +80,7 @@ _PROBE_SEED = 0
 def check_differentiable(
     fn: Any, row_arrays: tuple[Any, ...], draws: Mapping[str, Array]
 ) -> DrawFunctions:
-    """Return the user's function and arrays of rows, after a check of its results' types.
-
-    :raises ValueError: if it is not a function of a draw, or its results are not real.
-    """
+    """Return the user's function and arrays of rows, after a check of its results' types."""
     if isinstance(fn, Predictive):
         raise InvalidArgumentError(
             "`fn` is a Predictive, but bias is estimated for differentiable functions of a draw.",
@@ -102,22 +99,14 @@ def check_differentiable(
 
 
 class FunctionBias(NamedTuple):
-    """Bias of the values of functions of the draws.
+    """Bias of the values of functions of the draws."""
 
-    - **names** - name of the function and of each of its values; ``k`` in all.
-    - **mean_bias** - chains' means minus the posterior's, in posterior SDs, shape ``(k,)``.
-    - **sd_inflation** - chains' SDs over the posterior's, minus one, shape ``(k,)``.
-    - **variance** - chains' variances, shape ``(k,)``.
-    - **convergence** - R-hat and ESS over all draws.
-    - **num_gradient_draws** - draws at which gradients were taken.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    mean_bias: Estimate
-    sd_inflation: Estimate
-    variance: np.ndarray
-    convergence: ConvergenceStats
-    num_gradient_draws: int
+    names: tuple[tuple[str, str], ...]  # name of the function and of each of its values; `k` in all
+    mean_bias: Estimate  # chains' means minus the posterior's, in posterior SDs, shape `(k,)`
+    sd_inflation: Estimate  # chains' SDs over the posterior's, minus one, shape `(k,)`
+    variance: np.ndarray  # chains' variances, shape `(k,)`
+    convergence: ConvergenceStats  # R-hat and ESS over all draws
+    num_gradient_draws: int  # draws at which gradients were taken
 
     def to_measurements(self, run_estimates: SteinEstimates) -> BiasMeasurements:
         """Convert to measurements for a report, with the temperatures of the run."""
@@ -144,13 +133,10 @@ def estimate_function_bias(
 ) -> FunctionBias:
     """Estimate the bias of each value from gradients at some of the draws.
 
-    :param draws: all draws by site, axes of chains and draws first.
     :param gradients_at_draws: some of the draws as flat positions, and the gradients there.
     :param preconditioner: coordinates in which Stein's identity is applied.
-    :param constrain_fn: maps a flat position to a draw.
     :param min_curvature_ratio: curvature along the functions' gradients beyond which the field is
         scaled by S.
-    :raises ValueError: if a value is not finite.
     """
     shapes = functions.eval_shape(draws)
     names = format_coordinate_names(shapes)

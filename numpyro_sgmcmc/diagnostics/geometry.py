@@ -54,23 +54,15 @@ _FORCE_QUANTILE, _TAIL_QUANTILE = 0.7, 0.8
 
 
 class TailTransform(NamedTuple):
-    r"""The transform :math:`y = \operatorname{arsinh}((x - c)/s)` of heavy-tailed coordinates.
+    r"""The transform :math:`y = \operatorname{arsinh}((x - c)/s)` of heavy-tailed coordinates."""
 
-    - **coordinates** - coordinates with heavy tails, shape ``(k,)``.
-    - **center** - c: their medians.
-    - **scale** - s: SDs of normals with their quartiles.
-    """
-
-    coordinates: np.ndarray
-    center: np.ndarray
-    scale: np.ndarray
+    coordinates: np.ndarray  # coordinates with heavy tails, shape `(k,)`
+    center: np.ndarray  # c: their medians
+    scale: np.ndarray  # s: SDs of normals with their quartiles
 
     @classmethod
     def fit(cls, draws: np.ndarray) -> TailTransform:
-        """Detect the coordinates with heavy tails and fit their transform.
-
-        :param draws: shape ``(n, d)``.
-        """
+        """Detect the coordinates with heavy tails and fit their transform."""
         q05, q25, median, q75, q95 = np.quantile(draws, [0.05, 0.25, 0.5, 0.75, 0.95], axis=0)
         normal_sd = (q95 - q05) / _NORMAL_90_PERCENT_WIDTH
         is_heavy = draws.std(0) > _MIN_HEAVY_TAIL_SD_RATIO * normal_sd
@@ -93,18 +85,12 @@ class TailTransform(NamedTuple):
 
 
 class FunnelNeck(NamedTuple):
-    """A high-curvature end of a coordinate that the chains do not reach.
+    """A high-curvature end of a coordinate that the chains do not reach."""
 
-    - **coordinate** - index of the coordinate in the flat position.
-    - **side** - ``"low"`` or ``"high"``: the end with high curvature.
-    - **missed_mass** - approximate posterior mass that the chains do not reach, from 0 to 1.
-    - **is_step_too_large_in_bulk** - whether the step size is too large for the bulk of the
-      posterior as well.
-    """
-
-    coordinate: int
-    side: str
-    missed_mass: float
+    coordinate: int  # index of the coordinate in the flat position
+    side: str  # `"low"` or `"high"`: the end with high curvature
+    missed_mass: float  # approximate posterior mass that the chains do not reach, from 0 to 1
+    # whether the step size is too large for the bulk of the posterior as well
     is_step_too_large_in_bulk: bool = False
 
     @property
@@ -121,8 +107,6 @@ def find_funnel_necks(
 ) -> tuple[FunnelNeck, ...]:
     """Find the ends of coordinates beyond which the chains miss posterior mass.
 
-    :param positions: draws, shape ``(n, d)``, in any unit of each coordinate.
-    :param gradients: gradients there, in these units.
     :param curvature_indices: draws at which the curvature is known, shape ``(k,)``.
     :param scaled_curvature: the largest curvature there times the squared step size.
     """
@@ -152,11 +136,7 @@ def find_funnel_necks(
 def _estimate_missed_mass(
     x: np.ndarray, force: np.ndarray, curvature_indices: np.ndarray, log_curvature: np.ndarray
 ) -> float:
-    """Return the approximate mass where the step is too large, at the coordinate's upper end.
-
-    :param x: the coordinate in SDs, shape ``(n,)``.
-    :param force: the potential's derivative by it.
-    """
+    """Return the approximate mass where the step is too large, at the coordinate's upper end."""
     at = x[curvature_indices]
     is_upper = at > np.median(x)
     at, log_curvature = at[is_upper], log_curvature[is_upper]

@@ -138,7 +138,6 @@ def small_step_limit(step: Callable, state: Any, num_noise: int, gradient: Calla
     step sizes gives the limits to about 1e-12.
 
     :param step: ``(state, step_size, gradient, normals) -> state``.
-    :param num_noise: standard normal vectors per step.
     """
     expect = make_step_expectation(step, state, num_noise, gradient, num_nodes=_NUM_NODES)
     # Weights of Lagrange's polynomial at zero.

@@ -51,14 +51,10 @@ _MIN_DRAWS_PER_COORDINATE = 10
 
 
 class Estimate(NamedTuple):
-    """Estimates with standard errors.
+    """Estimates with standard errors."""
 
-    - **value** - estimates, of any shape.
-    - **error** - their standard errors, of the same shape; NaN for a single batch.
-    """
-
-    value: np.ndarray
-    error: np.ndarray
+    value: np.ndarray  # estimates, of any shape
+    error: np.ndarray  # their standard errors, of the same shape; NaN for a single batch
 
     def at(self, indices: np.ndarray) -> Estimate:
         """Return the estimates of some coordinates."""
@@ -66,14 +62,10 @@ class Estimate(NamedTuple):
 
 
 class BiasEstimate(NamedTuple):
-    """Bias of the chains' mean and SD in each coordinate.
+    """Bias of the chains' mean and SD in each coordinate."""
 
-    - **mean_bias** - chains' mean minus the posterior's, in posterior SDs, shape ``(d,)``.
-    - **sd_inflation** - chains' SD over the posterior's, minus one, shape ``(d,)``.
-    """
-
-    mean_bias: Estimate
-    sd_inflation: Estimate
+    mean_bias: Estimate  # chains' mean minus the posterior's, in posterior SDs, shape `(d,)`
+    sd_inflation: Estimate  # chains' SD over the posterior's, minus one, shape `(d,)`
 
     def override_coordinates(self, indices: np.ndarray, replacement: BiasEstimate) -> BiasEstimate:
         """Return the estimate with some coordinates replaced."""
@@ -156,7 +148,6 @@ def estimate_bias_from_sums(
     direction, which many coordinates share, is estimated once and not from each of these.
 
     :param sums: fields with a leading axis of approximately independent batches.
-    :param preconditioners: preconditioner of each chain. The first one's coordinates are used.
     :return: estimates with jackknife standard errors over batches.
     """
     has_weight = np.asarray(sums.weight) > 0
@@ -215,15 +206,11 @@ def estimate_bias_from_sums(
 
 
 class _SplitVectors(NamedTuple):
-    """Vectors that a low-rank factor has split into d + k entries; d entries without one.
+    """Vectors that a low-rank factor has split into d + k entries; d entries without one."""
 
-    - **scaled_directions** - what one unit of each direction adds to the coordinates of sites,
-      shape ``(d, k)``.
-    - **variances** - the diagonal of C for an exact sampler, shape ``(d + k,)``.
-    """
-
+    # what one unit of each direction adds to the coordinates of sites, shape `(d, k)`
     scaled_directions: np.ndarray
-    variances: np.ndarray
+    variances: np.ndarray  # the diagonal of C for an exact sampler, shape `(d + k,)`
 
     @classmethod
     def from_preconditioners(cls, preconditioners: Sequence[Preconditioner]) -> _SplitVectors:
@@ -275,9 +262,6 @@ def compute_between_chain_r_hat(
     r"""Return R-hat of each coordinate, without a split of chains, shape ``(d,)``.
 
     NaN for a single chain.
-
-    :param sums: fields with a leading axis of chains.
-    :param preconditioners: preconditioner of each chain.
     """
     means, variances = [], []
     for chain, preconditioner in enumerate(preconditioners):
@@ -447,9 +431,7 @@ def estimate_bias_from_draws(
 ) -> BiasMeasurements:
     """Estimate the bias of draws, however they were generated.
 
-    :param draws: all draws as flat positions, shape ``(chains, draws, d)``.
     :param gradient_slice: the draws of each chain at which gradients are known.
-    :param gradients: unbiased gradients of the potential there.
     """
     known = GradientsAtDraws.from_arrays(draws[:, gradient_slice], gradients)
     everywhere = GradientsAtDraws(draws, _extrapolate_gradients(draws, gradient_slice, known))
