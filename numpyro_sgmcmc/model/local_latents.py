@@ -41,17 +41,15 @@ _LOCAL_VALUES_KWARG = "_local_values"
 class LocalValues(NamedTuple):
     """Local values of all rows.
 
-    - **hmc_position** - unconstrained values of the sites that are updated by HMC, those of a row
-      side by side, shape ``(N, k)``; with slopes, what they differ by from ``slope @ globals``.
-    - **gibbs_values** - values of the sites that ``gibbs_fn`` samples, ``(N, ...)`` each, by name.
-    - **slope** - derivatives of each row's conditional mode in the globals, shape ``(N, k, d)``;
-      None for none. With them local values move with the globals, which are then free to move
-      although the data determine local values tightly. The change of variables has volume one.
+    With slopes, local values move with the globals, which are then free to move although the data
+    determine local values tightly. The change of variables has volume one.
     """
 
+    # Unconstrained values of the sites that are updated by HMC, those of a row side by side, shape
+    # `(N, k)`; with slopes, what they differ by from `slope @ globals`.
     hmc_position: Array
-    gibbs_values: dict[str, Array]
-    slope: Array | None = None
+    gibbs_values: dict[str, Array]  # of the sites that `gibbs_fn` samples, `(N, ...)` each
+    slope: Array | None = None  # derivatives of rows' conditional modes in the globals, `(N, k, d)`
 
     def get_unconstrained(self, global_position: Array) -> Array:
         """Return the unconstrained values of the sites that are updated by HMC."""

@@ -48,47 +48,23 @@ class Potential:
     """Potential energy of a posterior on flat unconstrained positions, from minibatches.
 
     Objects are compared by identity and are static arguments of compiled functions.
-
-    The position:
-
-    - **dim** - number of coordinates d.
-    - **dtype** - their type.
-    - **sites** - the global latent sites in the order of their coordinates; None without a model.
-    - **local_latents** - the latent sites inside the subsampled plate that keep their values, or
-      None.
-    - **init_radius** - radius r where the initialisation strategy is uniform in ``(-r, r)``, or
-      None.
-
-    The data:
-
-    - **plates** - the subsampled plates.
-    - **plate_groups** - the same plates; those that enclose a common site are in one group.
-    - **host_lookups** - host arrays that a plate's rows index, with their plates.
-    - **shards** - layout of the rows over devices, or None where they are not sharded.
-    - **size_dependent_sites** - names of plates, with the sites whose contribution of a row may
-      depend on the number of rows in a minibatch.
-
-    The evaluation:
-
-    - **is_stochastic** - whether every evaluation needs a random key.
-    - **forward_mode_differentiation** - whether gradients are taken in forward mode, one coordinate
-      at a time.
-    - **max_rows_per_chunk** - largest number of rows of a chunk in passes over all rows.
     """
 
-    dim: int
-    dtype: Any
-    sites: tuple[LatentSite, ...] | None = None
-    local_latents: LocalLatents | None = None
-    init_radius: float | None = None
-    plates: tuple[Plate, ...] = ()
+    dim: int  # number of coordinates d
+    dtype: Any  # their type
+    sites: tuple[LatentSite, ...] | None = None  # the global ones; None without a model
+    local_latents: LocalLatents | None = None  # the local sites that keep their values
+    init_radius: float | None = None  # r where the initialisation strategy is uniform in (-r, r)
+    plates: tuple[Plate, ...] = ()  # the subsampled plates
+    # The same plates; those that enclose a common site are in one group.
     plate_groups: tuple[tuple[Plate, ...], ...] = ()
-    host_lookups: tuple[RowLookup, ...] = ()
-    shards: Shards | None = None
+    host_lookups: tuple[RowLookup, ...] = ()  # host arrays that a plate's rows index
+    shards: Shards | None = None  # layout of the rows over devices
+    # By plate, the sites whose contribution of a row may depend on the number of rows.
     size_dependent_sites: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    is_stochastic: bool = False
-    forward_mode_differentiation: bool = False
-    max_rows_per_chunk: int = _MAX_CHUNK_ROWS
+    is_stochastic: bool = False  # whether every evaluation needs a random key
+    forward_mode_differentiation: bool = False  # of gradients, one coordinate at a time
+    max_rows_per_chunk: int = _MAX_CHUNK_ROWS  # in passes over all rows
 
     # --- What subclasses define -----------------------------------------------------------------
 
