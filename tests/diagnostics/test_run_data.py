@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from numpyro.diagnostics import effective_sample_size
 
-from numpyro_sgmcmc import SHMC, SGHMCSplit, bias_report
+from numpyro_sgmcmc import (
+    SHMC,
+    SGHMCSplit,
+    bias_report,
+    log_likelihood,
+    loo,
+    posterior_predictive,
+    to_arviz,
+)
 from numpyro_sgmcmc.diagnostics import ess_per_gradient, run_data
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats, RunData
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, RunningSums
@@ -70,8 +78,15 @@ def test_report_of_pickled_kernel_uses_its_sums(default_report, default):
         report = bias_report(default)
         np.testing.assert_array_equal(report.sd_inflation.value, default_report.sd_inflation.value)
         assert report.num_gradient_draws == 0
-        with pytest.raises(ValueError, match="pickled"):
-            bias_report(default, full_data=True)
+        for read_data in (
+            lambda: bias_report(default, full_data=True),
+            lambda: posterior_predictive(default, jax.random.key(0)),
+            lambda: log_likelihood(default),
+            lambda: to_arviz(default, log_likelihood=True),
+            lambda: loo(default),
+        ):
+            with pytest.raises(ValueError, match="pickled"):
+                read_data()
     finally:
         default.sampler = kernel
 
