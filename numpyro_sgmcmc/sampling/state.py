@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.data.subsampling import StreamState, sample_minibatches
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
+from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -61,6 +63,20 @@ class SGMCMCState(NamedTuple):
     rng_key: Array
     prefetch_buffer: PrefetchBuffer | None = None
     local_state: LocalLatentsState | None = None
+
+
+def _raise_not_available(field: str, state: SGMCMCState) -> None:
+    """Raise the error for a field of NUTS in ``extra_fields``."""
+    raise InvalidArgumentError(
+        f"The extra field '{field}' is not available: each draw would take a pass over all rows.",
+        "leave it out of `extra_fields`; numpyro.infer.util.log_density(kernel.model, ...) is the "
+        "log density of a draw.",
+        "extra-fields",
+    )
+
+
+for _field in ("potential_energy", "energy", "accept_prob", "mean_accept_prob"):
+    setattr(SGMCMCState, _field, property(partial(_raise_not_available, _field)))
 
 
 class AdaptState(NamedTuple):

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpyro.util import nested_attrgetter
 
+from numpyro_sgmcmc.sampling.state import SGMCMCState
 from tests.contract.conftest import EXTRA_FIELDS
 from tests.contract.kernels import (
     BATCH,
@@ -58,6 +60,13 @@ def test_deterministic_site_is_computed_from_its_draw(fit_of, kernel_class):
     np.testing.assert_allclose(
         draws["contrast"], draws["beta"][..., 0] - draws["beta"][..., 1], rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("field", ["potential_energy", "energy", "accept_prob", "mean_accept_prob"])
+def test_extra_field_of_nuts_is_named(field):
+    state = SGMCMCState(*range(len(SGMCMCState._fields)))
+    with pytest.raises(ValueError, match=f"'{field}'.*Fix: leave it out"):
+        nested_attrgetter("num_steps", field)(state)
 
 
 @each_kernel
