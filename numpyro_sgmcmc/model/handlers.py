@@ -230,7 +230,8 @@ class FullDataModel:
             raise InvalidArgumentError(
                 "A latent site of the model has no value, and there is no random key to sample it.",
                 "collect_local_sites=True, so that draws hold latent sites inside the subsampled "
-                "plate; or az.from_numpyro(mcmc, log_likelihood=False).",
+                "plate; numpyro_sgmcmc.log_likelihood, which sums discrete ones out; or "
+                "az.from_numpyro(mcmc, log_likelihood=False).",
                 "missing-local-draws",
             ) from error
 

@@ -11,10 +11,10 @@ import pytest
 from numpyro.contrib.control_flow import scan
 from numpyro.contrib.funsor import config_enumerate, enum
 from numpyro.handlers import mask, scale, substitute
-from numpyro.infer import init_to_uniform
+from numpyro.infer import MCMC, init_to_uniform
 from numpyro.infer.util import potential_energy
 
-from numpyro_sgmcmc import HostArray, SGHMCSplit
+from numpyro_sgmcmc import HostArray, SGHMCSplit, log_likelihood, loo, posterior_predictive
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import EnumerationWarning
@@ -291,6 +291,39 @@ def test_deterministic_sites_of_states_are_dropped():
     with pytest.warns(UserWarning, match="'share'"):
         potential = make_potential(model, B)
     assert potential.deterministics == {"twice"}
+
+
+@pytest.mark.slow
+def test_run_predictions_sum_over_states():
+    """Log likelihoods are those of the rows' sums, and states follow their posterior."""
+    fixed = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch"}
+    kernel = SGHMCSplit(host_mixture, subsampling="iid", **fixed)
+    mcmc = MCMC(kernel, num_warmup=0, num_samples=500, progress_bar=False)
+    mcmc.run(jax.random.key(0), HostArray(X), B)
+    mu = np.asarray(mcmc.get_samples()["mu"])[:, :, None]
+    terms = np.log([0.7, 0.3])[:, None] - 0.5 * (X - mu) ** 2 - 0.5 * np.log(2 * np.pi)
+    expected = np.logaddexp(*terms.swapaxes(0, 1))
+    np.testing.assert_allclose(log_likelihood(mcmc)["y"][0], expected, atol=1e-5)
+    assert np.isclose(loo(mcmc, num_rows=N).plpd_i.sum(), expected.mean(0).sum(), atol=2.0)
+    states = posterior_predictive(mcmc, jax.random.key(1), infer_discrete=True)["z"][0]
+    probabilities = np.exp(terms[:, 1] - expected)
+    errors = (states - probabilities).mean(0)
+    sd = np.sqrt((probabilities * (1 - probabilities)).mean(0) / len(states))
+    assert (np.abs(errors) < 4 * sd).all()
+
+
+@pytest.mark.slow
+def test_infer_discrete_without_discrete_sites_raises():
+    def model(batch_size):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(mu, 1.0), obs=jnp.asarray(X)[i])
+
+    fixed = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch"}
+    mcmc = MCMC(SGHMCSplit(model, **fixed), num_warmup=0, num_samples=2, progress_bar=False)
+    mcmc.run(jax.random.key(0), B)
+    with pytest.raises(ValueError, match=r"infer_discrete.*discrete sites"):
+        posterior_predictive(mcmc, jax.random.key(1), infer_discrete=True)
 
 
 # --- Errors
