@@ -19,6 +19,7 @@ from numpyro_sgmcmc.diagnostics.predictive import (
     predictive_summary,
 )
 from numpyro_sgmcmc.diagnostics.run_data import ess_per_gradient
+from numpyro_sgmcmc.diagnostics.running_moments import RunningMoments, running_moments
 from numpyro_sgmcmc.diagnostics.special_runs import Refinement, compare_with_finer
 from numpyro_sgmcmc.diagnostics.subsample_size import (
     SubsampleSizeSuggestion,
@@ -34,6 +35,7 @@ __all__ = [
     "LooEstimate",
     "PredictiveSummary",
     "Refinement",
+    "RunningMoments",
     "SiteBias",
     "SubsampleSizeSuggestion",
     "WarmupReport",
@@ -50,6 +52,7 @@ __all__ = [
     "posterior_predictive",
     "predictive_summary",
     "print_summary",
+    "running_moments",
     "stein_discrepancy",
     "suggest_subsample_size",
     "to_arviz",

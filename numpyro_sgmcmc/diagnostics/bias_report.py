@@ -49,6 +49,7 @@ from numpyro_sgmcmc.diagnostics.run_data import (
     RunData,
     check_finished_run,
     check_has_data,
+    check_sites_kept,
 )
 from numpyro_sgmcmc.diagnostics.special_runs import (
     find_unconverged_discrete_sites,
@@ -326,6 +327,7 @@ def bias_report(
                 "leave `fn` out, or run with a constant step_size.",
                 "function-bias",
             )
+        check_sites_kept([s.name for s in run.kernel.potential.sites or ()], run.site_draws)
         functions = check_differentiable(fn, row_arrays, get_draws_by_site(run.site_draws, "mcmc"))
     return _report_on_run(run, functions, num_draws if full_data else None)
 

@@ -49,6 +49,7 @@ from numpyro_sgmcmc.diagnostics.run_data import (
     RunData,
     check_finished_run,
     check_has_data,
+    check_sites_kept,
     make_thinning_slice,
 )
 from numpyro_sgmcmc.diagnostics.stein_estimates import (
@@ -194,10 +195,11 @@ def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refi
         progress_bar=mcmc.progress_bar,
     )
     finer_run.post_warmup_state = state._replace(
-        moments=jax.tree.map(jnp.zeros_like, state.moments)
+        moments=jax.tree.map(jnp.zeros_like, state.moments), site_moments=None
     )
-    finer_run.run(rng_key, *mcmc._args, **mcmc._kwargs)
     run = RunData.from_mcmc(mcmc, "compare_with_finer")
+    check_sites_kept([s.name for s in run.kernel.potential.sites or ()], run.site_draws)
+    finer_run.run(rng_key, *mcmc._args, **mcmc._kwargs)
     finer_draws = RunData.from_mcmc(finer_run, "compare_with_finer").draws
     finer_draws = finer_draws[:, int(_FINER_RUN_BURN_IN_FRACTION * finer_draws.shape[1]) :]
     (mean, sd, ess, sd_ess), (finer_mean, finer_sd, finer_ess, finer_sd_ess) = (

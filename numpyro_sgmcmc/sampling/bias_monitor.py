@@ -39,6 +39,11 @@ _MIN_MONITORED_ITERATIONS = 20.0
 _MIN_STEP_SCALE, _MAX_STEP_SCALE = 1 / 8, 1 / 2
 
 
+def count_moment_batches(dim: int) -> int:
+    """Return the number of batches of running moments of ``dim`` coordinates."""
+    return _NUM_MOMENT_BATCHES if dim <= _MOMENTS_HIGH_DIM else _NUM_MOMENT_BATCHES_HIGH_DIM
+
+
 def get_split_factor(preconditioner: Preconditioner) -> LowRankFactor | None:
     """Return the low-rank factor whose directions have separate second moments, or None.
 
@@ -112,7 +117,7 @@ class Moments(NamedTuple):
     @classmethod
     def zeros(cls, dim: int, dtype: Any) -> Moments:
         """Return the moments of a chain before its first iteration."""
-        num = _NUM_MOMENT_BATCHES if dim <= _MOMENTS_HIGH_DIM else _NUM_MOMENT_BATCHES_HIGH_DIM
+        num = count_moment_batches(dim)
         batches = jax.tree.map(
             lambda x: jnp.zeros((num, *x.shape), x.dtype), RunningSums.zeros(dim, dtype)
         )

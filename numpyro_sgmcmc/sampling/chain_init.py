@@ -165,7 +165,7 @@ def _init_locals(
     z: Any = potential.unravel(position)
     local_values = local_latents.to_unconstrained_sites(local_state.values, position)
     return state._replace(
-        z={**z, **{name: local_values[name] for name in config.collected_local_sites}},
+        z={**z, **{name: local_values[name] for name in config.collected_sites.local}},
         dynamics_state=dynamics_state,
         adapt_state=state.adapt_state.with_reference_gradient(reference_gradient),
         rng_key=next_key,

@@ -43,7 +43,6 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.errors import InitializationError, InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.handlers import ConditionedModel, FullDataModel, sample_prior_values
 from numpyro_sgmcmc.model.index_bounds import check_index_bounds
-from numpyro_sgmcmc.model.local_latents import select_collected_sites
 from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 from numpyro_sgmcmc.model.potential import Potential, make_function_potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -64,6 +63,7 @@ from numpyro_sgmcmc.sampling.options import (
     check_no_unknown_options,
 )
 from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
+from numpyro_sgmcmc.sampling.site_moments import CollectedSites, SiteMoments
 from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
 from numpyro_sgmcmc.sampling.step import run_iteration
 
@@ -269,8 +269,9 @@ class SGMCMCKernel(MCMCKernel):
                 )
             potential = self.get_potential(concrete, init_params, is_batch)
             self._cache.potential = potential
+            collected_sites = CollectedSites.select(potential, self._options)
             if is_block:
-                _check_locals_are_collected(potential, self._options)
+                _check_sites_of_gibbs_block(potential, self._options, collected_sites)
                 init_params = None  # Gibbs passes constrained draws from the prior
                 assert self._model is not None
                 block = self._options, self._dynamics, self._integrator
@@ -286,6 +287,18 @@ class SGMCMCKernel(MCMCKernel):
                 self._check_inverse_metric_fn(dynamics, potential)
         self._cache.finish_init(arguments, num_warmup)
         state = init_chains(self._chain_config, self._dynamics, rng_key, init_params, concrete)
+        if names := collected_sites.with_moments:
+            z = jax.tree.map(lambda x: x[0], state.z) if is_batch else state.z
+            postprocess = self._make_draw_fn(potential.postprocess, model_args, model_kwargs)
+            shapes = jax.eval_shape(postprocess, z)
+            moments = SiteMoments.zeros(
+                {n: shapes[n] for n in names}, self._options, potential.dtype
+            )
+            if is_batch:
+                moments = jax.tree.map(
+                    lambda x: jnp.broadcast_to(x, (len(rng_key), *x.shape)), moments
+                )
+            state = state._replace(site_moments=moments)
         if is_block:
             state = self.refresh(state, model_args, model_kwargs)
         return state
@@ -310,8 +323,14 @@ class SGMCMCKernel(MCMCKernel):
         return run_iteration(self._chain_config, state, arguments, chain_axis)
 
     def postprocess_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
-        """Return a function that constrains sites and adds deterministic sites outside plates."""
-        return self._make_draw_fn(self.potential.postprocess, model_args, model_kwargs)
+        """Return a function that constrains sites and adds deterministic sites outside plates.
+
+        Sites whose draws are not kept are left out.
+        """
+        postprocess = self._make_draw_fn(self.potential.postprocess, model_args, model_kwargs)
+        if (kept := self._options.collect_sites) is None:
+            return postprocess
+        return lambda z: {name: x for name, x in postprocess(z).items() if name in kept}
 
     def get_constrain_fn(self, model_args: tuple, model_kwargs: dict | None) -> Callable:
         """Return a function that constrains sites; it runs the model only for dynamic supports."""
@@ -451,9 +470,7 @@ class SGMCMCKernel(MCMCKernel):
             integrator=self._integrator,
             bind_dynamics=partial(self._bind_dynamics, self.potential),
             num_warmup=self._cache.num_warmup,
-            collected_local_sites=select_collected_sites(
-                self.potential.local_latents, options.collect_local_sites
-            ),
+            collected_sites=CollectedSites.select(self.potential, options),
             mass_matrix_blocks=build_mass_matrix_blocks(
                 options.dense_mass, options.inverse_mass_matrix, self.potential.sites
             ),
@@ -688,13 +705,20 @@ def _concretize_arguments(model: Callable | None, arguments: Arguments) -> Argum
     return with_conditioning(arguments, values)
 
 
-def _check_locals_are_collected(potential: Potential, options: Options) -> None:
-    """Check that a block of NumPyro's Gibbs hands its local values to the other blocks."""
+def _check_sites_of_gibbs_block(
+    potential: Potential, options: Options, collected_sites: CollectedSites
+) -> None:
+    """Check that a block of NumPyro's Gibbs hands all of its values to the other blocks."""
+    if options.collect_sites is not None:
+        raise InvalidArgumentError(
+            "`collect_sites` is not supported in a block of Gibbs.",
+            "leave it out, and pass extra_fields=['~z.site'] to `MCMC.run` for sites to leave out.",
+            "collect-sites",
+        )
     local = potential.local_latents
     if local is None:
         return
-    collected = select_collected_sites(local, options.collect_local_sites)
-    if missing := [name for name in local.names if name not in collected]:
+    if missing := [name for name in local.names if name not in collected_sites.local]:
         raise InvalidArgumentError(
             f"Site '{missing[0]}' is latent inside the subsampled plate, and Gibbs needs its "
             "values.",

@@ -121,6 +121,14 @@ class Options:
     :param collect_local_sites: whether draws contain the sites inside the subsampled plate, for all
         rows: a bool, or names of such sites. Default False, because a draw then takes memory
         proportional to the number of rows.
+    :param collect_sites: names of the sites of which draws are kept, deterministic ones included.
+        Of the others, those of ``collect_local_sites`` included, running means and SDs are kept,
+        which :func:`~numpyro_sgmcmc.running_moments` returns, so that memory does not grow with
+        the run. Default None: draws of all sites but local ones are kept.
+    :param running_quantiles: probabilities, between 0 and 1, of the quantiles that are estimated
+        for the sites without draws. Default none.
+    :param running_covariances: names of sites whose joint covariance matrix is computed although
+        draws are not kept; its memory is the square of their number of values. Default none.
     :raises InvalidArgumentError: for a value out of range.
     """
 
@@ -144,6 +152,9 @@ class Options:
     keep_locals: bool = True
     num_gibbs_sweeps: int = 1
     collect_local_sites: bool | Sequence[str] = False
+    collect_sites: Sequence[str] | None = None
+    running_quantiles: Sequence[float] = ()
+    running_covariances: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         errors.check_choice(
@@ -168,6 +179,7 @@ class Options:
         if isinstance(dense_mass, np.bool_):
             self._set("dense_mass", bool(dense_mass))
         self._check_gibbs()
+        self._check_collected_sites()
 
     @property
     def can_shrink_user_step_size(self) -> bool:
@@ -186,10 +198,11 @@ class Options:
         return GibbsConfig(self.gibbs_fn, tuple(self.gibbs_sites), num_sweeps)
 
     def check_no_local_options(self) -> None:
-        """Check that there is no option about local sites: a potential function has none."""
-        if self.gibbs_fn is not None or self.collect_local_sites:
+        """Check that there is no option about named sites: a potential function has none."""
+        if self.gibbs_fn is not None or self.collect_local_sites or self.collect_sites is not None:
             raise InvalidArgumentError(
-                "`gibbs_fn` and `collect_local_sites` are not supported with `potential_fn`.",
+                "`gibbs_fn`, `collect_local_sites` and `collect_sites` are not supported with "
+                "`potential_fn`.",
                 "pass a model, or leave them out.",
                 "gibbs-options",
             )
@@ -278,6 +291,46 @@ class Options:
                 "keep-locals",
             )
 
+    def _check_collected_sites(self) -> None:
+        """Check the options about sites without draws."""
+        names: Any
+        for option in ("collect_sites", "running_covariances"):
+            names = getattr(self, option)
+            if names is None and option == "collect_sites":
+                continue
+            if not (_are_names(names) and (names or option == "running_covariances")):
+                raise InvalidArgumentError(
+                    f"`{option}` is {errors.describe_value(names)}, which is not a list of site "
+                    "names.",
+                    "pass a list of strings, or leave it out.",
+                    "collect-sites",
+                )
+            self._set(option, tuple(names))
+        if not isinstance(self.running_quantiles, (list, tuple)):
+            raise InvalidArgumentError(
+                f"`running_quantiles` is {errors.describe_value(self.running_quantiles)}, which is "
+                "not a list of probabilities.",
+                "pass a list of numbers in (0, 1), such as [0.05, 0.5, 0.95].",
+                "collect-sites",
+            )
+        quantiles = [
+            errors.check_fraction("running_quantiles", p, "(0, 1)") for p in self.running_quantiles
+        ]
+        self._set("running_quantiles", tuple(quantiles))
+        if self.collect_sites is None and (self.running_quantiles or self.running_covariances):
+            raise InvalidArgumentError(
+                "`running_quantiles` and `running_covariances` need `collect_sites`.",
+                "pass collect_sites, the sites whose draws are kept; or compute them from draws.",
+                "collect-sites",
+            )
+        if self.running_quantiles and callable(self.step_size):
+            raise InvalidArgumentError(
+                "`running_quantiles` does not support a schedule of step sizes, which weights "
+                "draws.",
+                "leave it out, or use a constant step_size.",
+                "collect-sites",
+            )
+
 
 class KernelOptions(TypedDict, total=False):
     """Types of :class:`Options`, with which type checkers check a kernel's keywords."""
@@ -302,6 +355,9 @@ class KernelOptions(TypedDict, total=False):
     keep_locals: bool
     num_gibbs_sweeps: int
     collect_local_sites: bool | Sequence[str]
+    collect_sites: Sequence[str] | None
+    running_quantiles: Sequence[float]
+    running_covariances: Sequence[str]
 
 
 class KernelKeywords(KernelOptions, total=False):

@@ -27,6 +27,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks, compute_mass_matrix_sqrt
 from numpyro_sgmcmc.sampling.options import Options
+from numpyro_sgmcmc.sampling.site_moments import CollectedSites, SiteMoments
 
 
 class SGMCMCState(NamedTuple):
@@ -48,6 +49,7 @@ class SGMCMCState(NamedTuple):
     - **prefetch_buffer** - rows read ahead of the chain; None if all data are in memory.
     - **local_state** - values of the latent sites inside the subsampled plate for all rows; None if
       there are none.
+    - **site_moments** - running moments of the sites whose draws are not kept; None if all are.
     """
 
     i: Array
@@ -63,6 +65,7 @@ class SGMCMCState(NamedTuple):
     rng_key: Array
     prefetch_buffer: PrefetchBuffer | None = None
     local_state: LocalLatentsState | None = None
+    site_moments: SiteMoments | None = None
 
 
 def _raise_not_available(field: str, state: SGMCMCState) -> None:
@@ -227,8 +230,7 @@ class ChainConfig:
     # SDE depends
     bind_dynamics: Callable[[Preconditioner], Dynamics]
     num_warmup: int  # warm-up iterations
-    # local sites of which `z` has the values of all rows
-    collected_local_sites: tuple[str, ...] = ()
+    collected_sites: CollectedSites  # sites whose local values, draws or moments are kept
     # blocks in which the mass matrix is shown; None for a potential function
     mass_matrix_blocks: MassMatrixBlocks | None = None
 

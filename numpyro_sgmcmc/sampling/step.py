@@ -129,13 +129,24 @@ def _run_chain_iteration(
         )
     position = preconditioner.to_position(dynamics_state.position)
     z = potential.unravel(position)
-    if config.collected_local_sites:
+    if config.collected_sites.local:
         assert potential.local_latents is not None
         assert final.local_state is not None
         local_values = potential.local_latents.to_unconstrained_sites(
             final.local_state.values, position
         )
-        z |= {name: local_values[name] for name in config.collected_local_sites}
+        z |= {name: local_values[name] for name in config.collected_sites.local}
+    site_moments = state.site_moments
+    if site_moments is not None:
+        # The barrier keeps the compiled step, and so the draws, as they are without moments.
+        values = potential.constrain_with_locals(
+            lambda z: potential.postprocess(z, arguments), lax.optimization_barrier(z)
+        )
+        # Equal weights are ones: their sum is exact.
+        has_schedule = callable(config.options.step_size)
+        site_weight = weight if has_schedule else jnp.ones_like(weight)
+        is_sampling = state.i >= config.num_warmup
+        site_moments = site_moments.add(values, site_weight, is_sampling, config.options)
     return state._replace(
         i=state.i + 1,
         z=z,
@@ -149,6 +160,7 @@ def _run_chain_iteration(
         rng_key=keys.next_key,
         prefetch_buffer=buffer,
         local_state=final.local_state,
+        site_moments=site_moments,
     )
 
 

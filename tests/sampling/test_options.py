@@ -143,6 +143,7 @@ def gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows):
 
 
 GIBBS = {"gibbs_fn": gibbs_fn, "gibbs_sites": ["z"]}
+SITES = {"collect_sites": ["mu"]}
 
 
 @pytest.mark.parametrize(
@@ -159,10 +160,19 @@ GIBBS = {"gibbs_fn": gibbs_fn, "gibbs_sites": ["z"]}
         ({"keep_locals": False}, "keep_locals.*gibbs_fn"),
         ({**GIBBS, "keep_locals": False, "collect_local_sites": True}, "collect_local_sites"),
         ({**GIBBS, "keep_locals": None}, "keep_locals"),
+        ({"collect_sites": "mu"}, "`collect_sites` is 'mu'.*list of site names"),
+        ({"collect_sites": []}, "`collect_sites`.*list of site names"),
+        ({"collect_sites": [1]}, "`collect_sites`.*list of site names"),
+        ({**SITES, "running_covariances": None}, "`running_covariances`.*list of site names"),
+        ({**SITES, "running_quantiles": 0.5}, "`running_quantiles`.*list of probabilities"),
+        ({**SITES, "running_quantiles": [0.5, 1.0]}, r"`running_quantiles`.*\(0, 1\)"),
+        ({**SITES, "running_quantiles": [0.5], "step_size": lambda i: 0.1}, "schedule"),
+        ({"running_quantiles": [0.5]}, "need `collect_sites`"),
+        ({"running_covariances": ["mu"]}, "need `collect_sites`"),
         ({"shrink_step_size_on_divergence": "no"}, "shrink_step_size_on_divergence"),
     ],
 )
-def test_options_of_local_sites_and_step_size_out_of_range_raise(options, match):
+def test_options_of_sites_and_step_size_out_of_range_raise(options, match):
     with pytest.raises(ValueError, match=match):
         SGHMCSplit(lambda: None, **options)
 
