@@ -29,19 +29,20 @@ _FIRST_FILES = (
     "tests/sampling/test_leaks.py",
     "tests/devices/test_devices.py",
     "tests/diagnostics/test_bias_report.py",
-    "tests/sampling/test_kernels.py",
-    "tests/sampling/test_metrics.py",
-    "tests/model/test_unbiased.py",
-    "tests/hostile/test_options.py",
-    "tests/hostile/test_runs.py",
-    "tests/sampling/test_networks.py",
-    "tests/model/test_local_moves.py",
-    "tests/hostile/test_data.py",
-    "tests/model/test_resampled_locals.py",
-    "tests/model/test_full_data.py",
-    "tests/model/test_local_runs.py",
-    "tests/diagnostics/test_gibbs_report.py",
+    "tests/contract/test_chains.py",
     "tests/dynamics/test_dynamics.py",
+    "tests/model/test_local_runs.py",
+    "tests/adaptation/test_additivity.py",
+    "tests/dynamics/test_orders.py",
+    "tests/data/test_subsampling.py",
+    "tests/adaptation/test_gradient_consistency.py",
+    "tests/model/test_numpy_values.py",
+    "tests/hostile/test_data.py",
+    "tests/numpyro_models/test_numpyro_models.py",
+    "tests/adaptation/test_multimodality.py",
+    "tests/diagnostics/test_gibbs_report.py",
+    "tests/hostile/test_before_sampling.py",
+    "tests/model/test_unbiased.py",
 )
 
 # JAX's traced programs are many objects, which Python's default thresholds visit again and again: a
@@ -51,14 +52,16 @@ gc.set_threshold(20_000, 10, 10)
 # Compile without optimisation: most programs run for a short time only. Modules with long runs use
 # the fixture `optimised`.
 jax.config.update("jax_disable_most_optimizations", True)
+# A program in one part compiles faster than in parts that threads compile.
+_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 # With JAX 0.10, the older emitters compile more than twice as fast; later versions lack them.
 # Without fused multiply-adds, a formula is bitwise reproducible in all of their programs.
-_FLAGS = ["--xla_cpu_use_fusion_emitters=false"]
-if platform.machine() in ("x86_64", "AMD64"):
-    _FLAGS.append("--xla_cpu_max_isa=AVX")
 if (0, 10) <= jax.__version_info__ < (0, 11):
-    given = os.environ.get("XLA_FLAGS", "").split()  # a worker inherits them
-    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*given, *_FLAGS]))
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+    if platform.machine() in ("x86_64", "AMD64"):
+        _FLAGS.append("--xla_cpu_max_isa=AVX")
+_given = os.environ.get("XLA_FLAGS", "").split()  # a worker inherits them
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*_given, *_FLAGS]))
 
 
 @pytest.fixture(scope="module")
