@@ -143,6 +143,7 @@ def test_scale_batch_sizes_are_round_and_at_most_all_rows():
     assert scale_batch_sizes(plates, 10.0) == {"a": 1_000, "b": 2_600}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.GradientNoiseWarning")
 @pytest.mark.parametrize(
     ("model", "options"),

@@ -306,6 +306,7 @@ def test_inconsistent_gradients_smooth_bound_is_not_found():
     assert not find_in_bounded_model("smooth", 3.5, 0.0023)
 
 
+@pytest.mark.slow
 def test_run_parameter_that_bounds_the_data_is_named():
     def uniform_model(y, batch_size=None):
         theta = numpyro.sample("theta", dist.HalfNormal(10))

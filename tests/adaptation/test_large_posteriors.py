@@ -55,6 +55,7 @@ def assert_exact(name, num_samples=1000, max_r_hat=1.01):
     assert not mcmc.get_extra_fields()["diverging"].any()
 
 
+@pytest.mark.slow
 def test_default_arguments_crossed_effects_have_exact_moments():
     assert_exact(QUICK, 500, 1.02)
 

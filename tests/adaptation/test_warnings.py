@@ -41,7 +41,6 @@ from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
 from tests.adaptation.inputs import make_inputs
 from tests.adaptation.large_posteriors import crossed
 from tests.contract.kernels import quietly
-from tests.quick import quick_if
 
 REMEDY = r"subsample_size=(\d+) of plate 'rows'( \(the whole data\))? \((\d+) steps per draw\)"
 ROW_COST, OVERHEAD = 1.4, 100  # of a control variate, and of a step in gradients of observations
@@ -315,7 +314,8 @@ def fit_counts(X, y):
     return theta, np.linalg.inv(hessian)
 
 
-@pytest.mark.parametrize("rate", [quick_if(rate == 1e5, rate) for rate in (1e4, 1e5, 1e6)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e4, 1e5, 1e6])
 def test_run_large_counts_matches_posterior_without_warnings(rate):
     """Posteriors whose SD is a millionth of the prior's, in single precision."""
     X, y = make_counts(rate)

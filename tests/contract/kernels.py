@@ -82,6 +82,15 @@ ignore_donation = pytest.mark.filterwarnings("ignore:Some donated buffers were n
 
 ROWS, BATCH = 400, 40
 
+# With these options nothing is adapted: the warm-up is most of the time of a short run.
+GIVEN = {
+    "step_size": 0.1,
+    "num_steps": 1,
+    "gradient_estimator": "minibatch",
+    "subsampling": "contiguous",
+    "adapt_mass_matrix": False,
+}
+
 
 class Data(NamedTuple):
     X: Any

@@ -12,7 +12,7 @@ from numpyro.handlers import condition
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, warmup_report
-from tests.contract.kernels import each_kernel, quietly
+from tests.contract.kernels import GIVEN, each_kernel, quietly
 
 DATA = np.arange(6.0, dtype=np.float32)
 
@@ -101,5 +101,5 @@ def test_site_of_size_zero_beside_another_is_empty():
         with numpyro.plate("rows", len(y), subsample_size=3) as i:
             numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
 
-    draws = run(SGHMCSplit(model), num_chains=2, chain_method="vectorized")
+    draws = run(SGHMCSplit(model, **GIVEN), num_chains=2, chain_method="vectorized")
     assert {k: x.shape for k, x in draws.items()} == {"mean": (2, 3), "none": (2, 3, 0)}

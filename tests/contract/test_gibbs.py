@@ -21,6 +21,7 @@ from numpyro.infer.gibbs import GIBBS_SITES_KWARG, conditioned, discrete_latent_
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.data.arguments import Arguments
 from tests.contract.kernels import (
+    GIVEN,
     KERNELS,
     assert_posterior,
     ignore_donation,
@@ -210,7 +211,7 @@ def test_values_of_another_block_are_indexed_by_the_minibatch():
                 numpyro.sample("y", dist.Normal(z.sum(-1), 1), obs=y[i])
 
     z = jnp.asarray(np.random.default_rng(1).standard_normal((60, 2, 3)), jnp.float32)
-    kernel = SGHMCSplit(pairs, gradient_estimator="minibatch").wrap_model(conditioned)
+    kernel = SGHMCSplit(pairs, **GIVEN).wrap_model(conditioned)
     kwargs = {"batch_size": 20, GIBBS_SITES_KWARG: {"z": z}}
     kernel.init(jax.random.key(0), 10, None, (y,), kwargs)
     indices = jnp.array([3, 1, 59, 7])

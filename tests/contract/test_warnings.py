@@ -12,6 +12,7 @@ from numpyro.contrib.control_flow import scan
 from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SGHMCSplit
+from tests.contract.kernels import GIVEN
 
 
 def no_plate():
@@ -69,9 +70,6 @@ def missing_plates(kernel):
     return sorted(match.groups() for match in found if match)
 
 
-FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "subsampling": "iid"}
-
-
 @pytest.mark.parametrize(
     ("model", "num"),
     [
@@ -85,7 +83,7 @@ FIXED = {"step_size": 0.1, "num_steps": 1, "gradient_estimator": "minibatch", "s
     ],
 )
 def test_missing_plate_warns_as_with_nuts(model, num):
-    found = missing_plates(SGHMCSplit(model, adapt_mass_matrix=False, **FIXED))
+    found = missing_plates(SGHMCSplit(model, **GIVEN))
     assert len(found) == num
     if model is not batch_dim_of_minibatch:  # NUTS has no minibatches
         assert found == missing_plates(NUTS(model))

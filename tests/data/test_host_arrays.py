@@ -135,9 +135,10 @@ def test_log_likelihood_of_rows_on_the_host_is_computed_by_chunks(long_run):
     num_chunks = -(-NUM_ROWS // chunk)
     assert num_chunks > 1
     assert host._source.read_sizes[num_reads:] == [chunk] * num_chunks
-    beta = get_draws(mcmc)
+    some = slice(None, None, 25)
+    beta = get_draws(mcmc)[:, some]
     expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
-    np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(values[:, some], expected, rtol=1e-4, atol=1e-5)
     rows = np.array([2999, 0, 5])
     np.testing.assert_allclose(log_likelihood(mcmc, rows)["y"], values[..., rows], rtol=1e-5)
     with pytest.raises(ValueError, match="rows"):
@@ -308,7 +309,7 @@ def test_prefetch_from_several_threads_gives_each_its_rows():
 
     def read(first):
         indices = np.arange(first, first + 5)
-        for _ in range(3_000):
+        for _ in range(1_000):
             host.prefetch(indices)
             np.testing.assert_array_equal(host.read_prefetched(indices), indices)
 

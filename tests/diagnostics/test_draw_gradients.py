@@ -108,6 +108,7 @@ def scale_run(step_size, num_groups, batch_size, num_warmup, num_samples, seed=0
     return report, next(s for s in report.sites if s.site == "scale"), mean_bias, messages
 
 
+@pytest.mark.slow
 def test_mean_bias_by_noise_is_predicted_and_flagged():
     report, site, truth, (message,) = scale_run(0.2, 100, 20, 50, 600, seed=2)
     predicted = float(re.search(r"([0-9.]+) (?:posterior )?SD", message, re.IGNORECASE)[1])

@@ -11,7 +11,6 @@ from numpyro.infer import NUTS, DiscreteGibbs, Gibbs
 from numpyro_sgmcmc import SGHMCSplit, bias_report, print_summary
 from tests.contract.kernels import quietly
 from tests.contract.test_gibbs import BATCH, counts, switching
-from tests.quick import quick_if
 
 EXACT = {"step_size": 0.25, "num_steps": 10}
 NOISY = {
@@ -62,13 +61,14 @@ def run_blocks(first, second, rho=0.5, **settings):
     return mcmc, (draws.mean(0) - mean) / sd, draws.std(0) / sd - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "diagnoses"),
     [
-        quick_if(False, EXACT, EXACT, ("ok", "ok"), id="exact"),
-        quick_if(True, NOISY, EXACT, ("biased", None), id="noise in the first"),
-        quick_if(False, EXACT, NOISY, (None, "biased"), id="noise in the second"),
-        quick_if(False, LARGE_STEP, LARGE_STEP, ("biased", "biased"), id="large steps"),
+        pytest.param(EXACT, EXACT, ("ok", "ok"), id="exact"),
+        pytest.param(NOISY, EXACT, ("biased", None), id="noise in the first"),
+        pytest.param(EXACT, NOISY, (None, "biased"), id="noise in the second"),
+        pytest.param(LARGE_STEP, LARGE_STEP, ("biased", "biased"), id="large steps"),
     ],
 )
 def test_report_on_blocks_is_their_joint_bias(first, second, diagnoses):

@@ -67,6 +67,7 @@ def test_suggest_subsample_size_kernel_keeps_the_warm_up(kernel, suggestion):
     assert mcmc.get_samples()["slope"].shape == (10, 3)
 
 
+@pytest.mark.slow
 def test_suggest_subsample_size_several_plates_share_a_factor():
     def model(y, z, batch_size=None):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
@@ -82,6 +83,7 @@ def test_suggest_subsample_size_several_plates_share_a_factor():
     assert "subsample_size of 'b'" in str(suggestion)
 
 
+@pytest.mark.slow
 def test_suggest_subsample_size_rows_on_disk(tmp_path):
     np.save(tmp_path / "x.npy", X)
     x = HostArray(np.load(tmp_path / "x.npy", mmap_mode="r"))

@@ -149,13 +149,18 @@ def is_positive_integer(x: Any) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x > 0
 
 
+def texts(max_size: int) -> Any:
+    """Return a strategy for texts; that of all characters makes a table for seconds."""
+    return st.text("aZ1_. '\nβ☃", max_size=max_size)
+
+
 def any_values() -> Any:
     """Return a strategy for values of every kind that a user might pass."""
     scalar = st.one_of(
         st.none(),
         st.booleans(),
         numbers(),
-        st.text(max_size=4),
+        texts(4),
         st.sampled_from(
             ["auto", "minibatch", "iid", "contiguous", "euler", "potential", "1.0", "0.1"]
         ),
@@ -166,7 +171,7 @@ def any_values() -> Any:
     return st.one_of(
         scalar,
         st.lists(scalar, max_size=2),
-        st.dictionaries(st.text(max_size=2), scalar, max_size=1),
+        st.dictionaries(texts(2), scalar, max_size=1),
         held.map(np.array),
         held.map(jnp.asarray),
         held.map(lambda x: np.array([x])),

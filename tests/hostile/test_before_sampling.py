@@ -12,6 +12,7 @@ from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGLD, SGHMCSplit
 from numpyro_sgmcmc.errors import InitializationError
+from tests.contract.kernels import GIVEN
 from tests.hostile.regression import N, X, Y, model
 
 
@@ -116,7 +117,7 @@ def test_run_with_a_random_likelihood_and_control_variates_names_the_estimator(n
 
 def test_run_without_a_subsampled_plate_warns():
     with pytest.warns(UserWarning, match=r"no subsampled plate.*subsample_size"):
-        run(SGHMCSplit(model), X, Y, batch=None)
+        run(SGHMCSplit(model, **GIVEN), X, Y, batch=None)
 
 
 # --- Values

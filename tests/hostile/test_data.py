@@ -29,6 +29,7 @@ from tests.hostile.calls import (
     init_kernel,
     num_examples,
     table,
+    texts,
 )
 from tests.hostile.strategies import Specimen, specimens
 from tests.quick import quick_if
@@ -84,7 +85,7 @@ def assert_right_potential(specimen: Specimen, seed: int, rtol: float) -> None:
 
 
 @pytest.mark.usefixtures("x64")
-@num_examples(6)
+@num_examples(4)
 @given(specimen=specimens(), seed=st.integers(0, 2**31))
 def test_potential_of_a_valid_model_is_that_of_numpyro(specimen, seed):
     with warnings.catch_warnings():
@@ -255,7 +256,7 @@ BATCH_SIZES = st.one_of(
     st.integers(-3, 9),
     st.booleans(),
     st.floats(allow_nan=True),
-    st.text(max_size=3),
+    texts(3),
     st.lists(st.integers(1, 3), max_size=2),
     st.integers(1, 3).map(np.int64),
     st.integers(1, 3).map(np.array),

@@ -25,7 +25,7 @@ ARRANGEMENTS = [
     ("three", {"rows": 2, "columns": 2}),
     ("supports", {"rows": 4}),
 ]
-QUICK = {1, 3, 5, 7}  # one of each kind; the tests of unbiased gradients have the others
+QUICK = {5, 7}  # crossed plates; the tests of unbiased gradients have the others
 
 
 def derivatives(potential, position):

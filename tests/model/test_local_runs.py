@@ -35,9 +35,6 @@ from tests.model.hierarchies import (
     trials_data,
 )
 
-# The runs visit 2,000 rows between two draws, so that compilation is not most of their time.
-pytestmark = pytest.mark.usefixtures("optimised")
-
 
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
     settings = {"num_warmup": 50, "num_samples": 250, "num_chains": 2} | settings
@@ -52,20 +49,22 @@ def assert_globals(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> None:
         assert_posterior(draws[name], mean, sd)
 
 
+ROWS = normal_means_data(400)
+
+
 @pytest.fixture(scope="module")
-def collected_run(optimised):
+def collected_run():
     """Run with the local values of all rows collected."""
-    y = normal_means_data()
-    return posterior_run(SGHMCSplit(normal_means, collect_local_sites=True), y)
+    return posterior_run(SGHMCSplit(normal_means, collect_local_sites=True), ROWS, batch=40)
 
 
 def test_draws_globals_match_marginal_posterior(collected_run):
-    assert_globals(collected_run, normal_means_posterior(normal_means_data()))
+    assert_globals(collected_run, normal_means_posterior(ROWS))
 
 
 def test_draws_local_values_match_conditional_posterior(collected_run):
     """Given the globals, each local value is normal with a known mean and SD."""
-    y = normal_means_data()
+    y = ROWS
     draws = collected_run.get_samples(group_by_chain=True)
     mu, tau = (np.asarray(draws[n], np.float64)[..., None] for n in ("mu", "tau"))
     assert draws["z"].shape == (2, 250, len(y))
@@ -85,12 +84,12 @@ def test_draws_local_values_change_between_draws(collected_run):
     z = np.asarray(collected_run.get_samples(group_by_chain=True)["z"])
     assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
     num_steps = int(collected_run.last_state.num_steps[0])
-    assert num_steps >= 2000 / 100
+    assert num_steps >= len(ROWS) / 40
 
 
 def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run):
-    y = normal_means_data()
-    mcmc = posterior_run(SGHMCSplit(normal_means), y, num_samples=10, num_warmup=4)
+    y = ROWS
+    mcmc = posterior_run(SGHMCSplit(normal_means), y, batch=40, num_samples=10, num_warmup=4)
     assert sorted(mcmc.get_samples()) == ["mu", "tau"]
     mcmc.print_summary()
     data = az.from_numpyro(mcmc, log_likelihood=False)
@@ -98,13 +97,13 @@ def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collec
     with pytest.raises(ValueError, match=r"latent.*collect_local_sites"):
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.local_state
-    assert state.values.hmc_position.shape == (2, 2000, 1)
+    assert state.values.hmc_position.shape == (2, len(y), 1)
     assert state.values.slope is None  # local values are free enough
     predicted = Predictive(mcmc.sampler.model, collected_run.get_samples())(jax.random.key(0), y)
-    assert predicted["y"].shape == (500, 2000)
+    assert predicted["y"].shape == (500, len(y))
     data = az.from_numpyro(collected_run, log_likelihood=True)
-    assert data.log_likelihood["y"].shape == (2, 250, 2000)
-    assert data.posterior["z"].shape == (2, 250, 2000)
+    assert data.log_likelihood["y"].shape == (2, 250, len(y))
+    assert data.posterior["z"].shape == (2, 250, len(y))
 
 
 def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
@@ -118,7 +117,7 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, caps
     report = bias_report(collected_run)
     assert [site.site for site in report.sites] == ["mu", "tau"]
     found = np.stack([report.mean_bias.value, report.sd_inflation.value])
-    truth = true_bias(collected_run, normal_means_posterior(normal_means_data()))
+    truth = true_bias(collected_run, normal_means_posterior(ROWS))
     np.testing.assert_allclose(found, truth, atol=0.06)
     assert not report.is_flagged
     assert "local latent variables `z`" in str(report)
@@ -131,6 +130,7 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, caps
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWarning")
 def test_bias_report_noisy_gradient_flags_globals():
     y = normal_means_data()
@@ -144,6 +144,7 @@ def test_bias_report_noisy_gradient_flags_globals():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_pickled_kernel_sequential_chains_matches_posterior():
     y = normal_means_data(400)
     kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_local_sites=["z"])))
@@ -156,6 +157,7 @@ def test_pickled_kernel_sequential_chains_matches_posterior():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_run_after_warmup_matches_posterior():
     y = normal_means_data(400)
     mcmc = quietly(
@@ -172,6 +174,7 @@ def test_run_after_warmup_matches_posterior():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
     "kernel",
     [
@@ -189,6 +192,7 @@ def test_draws_other_kernels_match_marginal_posterior(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_draws_discrete_indicators_match_marginal_posterior():
     y = mixture_data()
     kernel = SGHMCSplit(
@@ -207,6 +211,7 @@ def test_draws_discrete_indicators_match_marginal_posterior():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(
     ("model", "data"), [(counts, counts_data), (trials, trials_data)], ids=["Poisson", "Bernoulli"]
 )

@@ -23,7 +23,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.numpy_values import IndexableArray, NumPyArgumentsModel
 from numpyro_sgmcmc.model.subsampled import get_model_potential
-from tests.contract.kernels import quietly
+from tests.contract.kernels import GIVEN, quietly
 
 ROWS, BATCH, GROUPS = 60, 12, 4
 _rng = np.random.default_rng(0)
@@ -351,7 +351,9 @@ def test_arrays_that_remain_traced_are_named():
 
 
 def test_run_and_predictions():
-    kernel = SGHMCSplit(codes)
+    matrix = np.full(GROUPS + 1, 0.5**2 * GROUPS / ROWS)
+    options = {**GIVEN, "inverse_mass_matrix": matrix, "step_size": 0.3, "num_steps": 10}
+    kernel = SGHMCSplit(codes, **options)
     mcmc = quietly(kernel, num_samples=200)
     mcmc.run(jax.random.key(0), *DATA)
     draws = mcmc.get_samples()

@@ -105,6 +105,7 @@ def given(scales, **settings):
     return {**defaults, **settings}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 def test_draws_match_marginal_posterior():
     y = normal_means_data()
@@ -218,20 +219,21 @@ def test_draws_local_values_on_simplex_are_finite(num_sweeps):
 
 
 def test_init_gibbs_fn_on_boundary_of_support_raises():
-    """A proportion of exactly zero has no density, at any initial position."""
+    """A value of exactly zero has no density, at any initial position."""
 
-    def sample_vertices(rng_key, gibbs_sites, hmc_sites, rows):
-        return {"shares": jax.nn.one_hot(random.randint(rng_key, (len(rows),), 0, 3), 3)}
+    def positive(y, batch_size=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            z = numpyro.sample("z", dist.LogNormal(mu, 1))
+            numpyro.sample("y", dist.Normal(z, 1), obs=y[i])
 
-    kernel = SGHMCSplit(
-        topics,
-        gibbs_fn=sample_vertices,
-        gibbs_sites=["shares"],
-        keep_locals=False,
-        **given(np.full(12, 0.1)),
-    )
-    with pytest.raises(ValueError, match=r"gibbs_fn.*'shares'.*not finite"):
-        kernel.init(random.key(0), 2, None, (documents(),), {"batch_size": 8})
+    def sample_zeros(rng_key, gibbs_sites, hmc_sites, rows):
+        return {"z": jnp.zeros(len(rows))}
+
+    options = {"gibbs_fn": sample_zeros, "gibbs_sites": ["z"], "keep_locals": False}
+    kernel = SGHMCSplit(positive, **options, **given([0.1]))
+    with pytest.raises(ValueError, match=r"gibbs_fn.*'z'.*not finite"):
+        kernel.init(random.key(0), 2, None, (Y,), {"batch_size": 8})
 
 
 @pytest.mark.slow

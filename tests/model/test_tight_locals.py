@@ -45,12 +45,14 @@ def levels_run(optimised):
     return run(SGHMCSplit(levels, collect_local_sites=True), normal_data(levels))
 
 
+@pytest.mark.slow
 def test_draws_of_tight_levels_match_the_posterior(levels_run):
     draws = levels_run.get_samples(group_by_chain=True)["mu"]
     assert_posterior(draws, *normal_posterior(levels, normal_data(levels)))
     assert bias_report(levels_run).is_ok
 
 
+@pytest.mark.slow
 def test_collected_tight_levels_match_their_conditional(levels_run):
     y, draws = normal_data(levels), levels_run.get_samples()
     mu, z = (np.asarray(draws[name], np.float64) for name in ("mu", "z"))
@@ -98,6 +100,16 @@ def test_draws_of_tight_logits_contain_the_truth():
     assert (found.mean_error < 0.2 * found.sd).all()
     assert abs(np.mean(draws["ss"]) - 0.2) < 0.03
     assert bias_report(mcmc).is_ok
+
+
+def test_tight_levels_move_with_the_globals_in_a_run():
+    """A local value moves by the same amount with each of its row's means."""
+    y = normal_data(levels)[:40]
+    mcmc = quietly(SGHMCSplit(levels), num_warmup=1, num_samples=2)
+    mcmc.run(jax.random.key(0), y, batch_size=10)
+    slope = mcmc.last_state.local_state.values.slope
+    assert slope.shape == (len(y), 1, y.shape[1])
+    np.testing.assert_allclose(slope, -1 / (TIGHT_NOISE**2 + y.shape[1]), rtol=1e-3)
 
 
 # --- Slopes ---------------------------------------------------------------------------------------

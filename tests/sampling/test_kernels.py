@@ -23,6 +23,7 @@ from numpyro_sgmcmc.dynamics import (
 )
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from tests.contract.kernels import (
+    GIVEN,
     KERNELS,
     assert_posterior,
     quietly,
@@ -371,16 +372,8 @@ def test_recipe_argument_that_is_not_a_function_raises(name):
     ],
 )
 def test_init_with_wrong_user_function_raises(kernel_class, settings, match):
-    # The recipe's functions are checked before the warm-up, a metric in its coordinates after it:
-    # nothing is adapted.
-    given = {
-        "num_steps": 1,
-        "step_size": 0.1,
-        "gradient_estimator": "minibatch",
-        "subsampling": "contiguous",
-        "adapt_mass_matrix": False,
-    }
-    options = {} if kernel_class is RecipeKernel else given
+    # The recipe's functions are checked before the warm-up, a metric in its coordinates after it.
+    options = {} if kernel_class is RecipeKernel else GIVEN
     kernel = kernel_class(survey, **options, **settings)
     with pytest.raises(InvalidArgumentError, match=match):
         kernel.init(random.key(0), 10, None, tuple(survey_data()), {"batch_size": BATCH})

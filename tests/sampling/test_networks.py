@@ -117,10 +117,8 @@ def test_flax_network_has_potential_and_gradient_of_the_plain_network(model):
         np.testing.assert_allclose(gradient[FLAX_NAMES[name]], g, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [quick_if(m is linen_network, m) for m in (plain_network, linen_network, nnx_network)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [plain_network, linen_network, nnx_network])
 def test_network_from_prior_draws_reaches_the_noise_level_of_the_data(model):
     kernel = SGHMCSplit(
         model, step_size=0.003, num_steps=50, init_strategy=init_to_sample, **UNPRECONDITIONED
@@ -223,6 +221,7 @@ def test_cyclical_step_sizes_remove_most_bias_of_long_steps():
     assert cycles < 1.35 * short
 
 
+@pytest.mark.slow
 def test_cyclical_step_sizes_without_preconditioner_sample_the_posterior():
     """The posterior SDs are 0.03 and the steps are in the units of the parameters."""
     mean, covariance = linear_posterior(1.0, 1.0)
@@ -247,7 +246,8 @@ def test_cyclical_step_sizes_without_preconditioner_sample_the_posterior():
 # --- Clipped gradients --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_grad_norm", [quick_if(False, None), 1000.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("max_grad_norm", [None, 1000.0])
 def test_clipped_gradients_let_a_chain_converge_from_far_away(max_grad_norm):
     """At five prior SDs the gradient is so large that without clipping every step diverges."""
     model = plain_network_with_relu
