@@ -298,7 +298,7 @@ class Options:
             names = getattr(self, option)
             if names is None and option == "collect_sites":
                 continue
-            if not (_are_names(names) and (names or option == "running_covariances")):
+            if not (_are_names(names) and (len(names) or option == "running_covariances")):
                 raise InvalidArgumentError(
                     f"`{option}` is {errors.describe_value(names)}, which is not a list of site "
                     "names.",
@@ -306,17 +306,18 @@ class Options:
                     "collect-sites",
                 )
             self._set(option, tuple(names))
-        if not isinstance(self.running_quantiles, (list, tuple)):
+        quantiles: Any = self.running_quantiles
+        if not (isinstance(quantiles, (list, tuple)) or getattr(quantiles, "ndim", 0) == 1):
             raise InvalidArgumentError(
-                f"`running_quantiles` is {errors.describe_value(self.running_quantiles)}, which is "
-                "not a list of probabilities.",
+                f"`running_quantiles` is {errors.describe_value(quantiles)}, which is not a list "
+                "of probabilities.",
                 "pass a list of numbers in (0, 1), such as [0.05, 0.5, 0.95].",
                 "collect-sites",
             )
-        quantiles = [
-            errors.check_fraction("running_quantiles", p, "(0, 1)") for p in self.running_quantiles
-        ]
-        self._set("running_quantiles", tuple(quantiles))
+        quantiles = tuple(
+            errors.check_fraction("running_quantiles", p, "(0, 1)") for p in quantiles
+        )
+        self._set("running_quantiles", quantiles)
         if self.collect_sites is None and (self.running_quantiles or self.running_covariances):
             raise InvalidArgumentError(
                 "`running_quantiles` and `running_covariances` need `collect_sites`.",

@@ -181,9 +181,13 @@ def test_options_accept_numpy_bools_and_collections_of_names():
     options = Options(
         **{**GIBBS, "gibbs_sites": np.array(["z"])},
         collect_local_sites=np.True_,
+        collect_sites=np.array(["mu", "sd"]),
+        running_quantiles=np.array([0.1, 0.9]),
         dense_mass=np.False_,
     )
     assert options.gibbs_sites == ("z",)
+    assert options.collect_sites == ("mu", "sd")
+    assert options.running_quantiles == (0.1, 0.9)
     assert options.collect_local_sites is True
     assert options.dense_mass is False
 
