@@ -5,7 +5,14 @@ from numpyro.infer import initialization
 
 from numpyro_sgmcmc import sampling
 from numpyro_sgmcmc.checkpoint import CheckpointedMCMC, open_draws
-from numpyro_sgmcmc.data import HostArray, ShardedArray
+from numpyro_sgmcmc.data import (
+    HostArray,
+    ShardedArray,
+    Table,
+    as_arrays,
+    open_rows,
+    shuffle_rows,
+)
 from numpyro_sgmcmc.diagnostics import (
     bias_report,
     log_likelihood,
@@ -23,13 +30,17 @@ __all__ = [
     "CheckpointedMCMC",
     "HostArray",
     "ShardedArray",
+    "Table",
+    "as_arrays",
     "bias_report",
     "log_likelihood",
     "loo",
     "open_draws",
+    "open_rows",
     "posterior_predictive",
     "print_summary",
     "running_moments",
+    "shuffle_rows",
     "suggest_subsample_size",
     "to_arviz",
     "warmup_report",

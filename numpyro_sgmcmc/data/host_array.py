@@ -41,9 +41,13 @@ _MAX_JUMPS_PER_READ = 256
 _PAGE_FAULT_BYTES = 2**16
 # Mean length of runs of consecutive rows from which a chunked source is read by slices.
 _MIN_RUN_ROWS = 16
+# Decoded row groups of Parquet files: 3 of a million rows and 20 columns.
+_BLOCK_CACHE_BYTES = 2**28
 # Arrays of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512
+# Rows that are read at once for a checksum.
+_CHECKSUM_READ_ROWS = 8192
 
 
 class RowIndexError(ExplainedError, TypeError):
@@ -204,10 +208,10 @@ def compute_checksum(arrays: Iterable[Any]) -> int:
     return checksum
 
 
-def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray:
+def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray | range:
     """Return the indices of all rows, or of 512 evenly spaced ones of an array above 32 MB."""
     if num_bytes <= _MAX_FULL_CHECKSUM_BYTES or num_rows <= _NUM_CHECKSUM_ROWS:
-        return np.arange(num_rows)
+        return range(num_rows)
     return np.linspace(0, num_rows - 1, _NUM_CHECKSUM_ROWS).astype(int)
 
 
@@ -257,10 +261,10 @@ class HostArray(RowArray):
     _location = "is never in memory as a whole"
 
     def __init__(self, source: Any, *, name: str | None = None, sort: bool | None = None) -> None:
-        if hasattr(source, "iloc"):
+        if hasattr(source, "iloc") or hasattr(source, "__arrow_c_stream__"):
             raise InvalidArgumentError(
                 f"HostArray got a {type(source).__name__}, which is indexed by labels.",
-                "pass its to_numpy().",
+                "pass its to_numpy(), or the arrays of numpyro_sgmcmc.as_arrays(frame).",
                 "row-array-source",
             )
         try:
@@ -284,7 +288,9 @@ class HostArray(RowArray):
         """Last failure."""
         self.pending_error: DataReadError | None = None
         """Failure that no compiled function has raised yet."""
-        self._source = source
+        self.levels: Mapping[str, np.ndarray] = getattr(source, "levels", {})
+        """Levels of categorical columns, by name of the column."""
+        self.source = source
         # Indexing a memory map copies its attributes each time; the plain array does not.
         is_numpy = type(source) in (np.ndarray, np.memmap)
         self._backing_array = np.asarray(source) if is_numpy else source
@@ -305,6 +311,37 @@ class HostArray(RowArray):
 
     is_on_host = True
 
+    @classmethod
+    def from_parquet(
+        cls,
+        path: Any,
+        columns: str | Sequence[str] | None = None,
+        *,
+        categories: str | Sequence[str] = (),
+        name: str | None = None,
+        cache_bytes: int = _BLOCK_CACHE_BYTES,
+    ) -> HostArray:
+        """Return columns of Parquet or Arrow (Feather) files. Needs the extra ``parquet``.
+
+        A row group is decoded as a whole, so that random rows are slow to read:
+        :func:`shuffle_rows` writes a copy from which they are read fast. Columns are converted as
+        by :func:`as_arrays`, with the same codes in all files; :attr:`levels` has their levels.
+
+        :param path: file, list of files, or folder, whose files are read in the order of their
+            names; folders such as ``year=2020`` are a column.
+        :param columns: a column, or a list of columns, which are those of a matrix. Default: all.
+        :param categories: columns of strings or identifiers to encode, with sorted levels.
+        :param name: name in messages. Default: the path.
+        :param cache_bytes: bytes of decoded row groups that stay in memory; one stays in any case.
+        :raises ValueError: for columns that do not exist, have missing values, or cannot be
+            converted.
+        """
+        from numpyro_sgmcmc.data.tables import TableRows, open_files
+
+        name = name or str(path)
+        table = open_files(path, {name: columns}, categories, "`HostArray.from_parquet`")
+        return cls(TableRows(table, table.layout[name], cache_bytes), name=name)
+
     @property
     def dtype(self) -> np.dtype:
         """Type of the rows on the device."""
@@ -315,7 +352,7 @@ class HostArray(RowArray):
 
     def __getstate__(self) -> dict[str, Any]:
         transient: dict = {"_prefetches": {}, "_on_read": None, "_mmap": None, "_lock": None}
-        return {**self.__dict__, "_source": self._backing_array, **transient}
+        return {**self.__dict__, "source": self._backing_array, **transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
@@ -340,7 +377,7 @@ class HostArray(RowArray):
             raise
         if self._on_read is not None:
             self._on_read(indices.size)
-        return values.reshape(*indices.shape, *self.shape[1:])
+        return values.reshape((*indices.shape, *self.shape[1:]))
 
     def _read_flat(self, indices: np.ndarray) -> np.ndarray:
         """Return the rows of a one-dimensional array of indices, after all checks."""
@@ -452,7 +489,11 @@ class HostArray(RowArray):
     def checksum(self) -> int:
         """Return a CRC of all values, or of 512 evenly spaced rows of a source above 32 MB."""
         num_bytes = len(self) * self.row_size * self._dtype.itemsize
-        return compute_checksum([self.read(select_checksum_rows(len(self), num_bytes))])
+        rows = select_checksum_rows(len(self), num_bytes)
+        starts = range(0, len(rows), _CHECKSUM_READ_ROWS)
+        return compute_checksum(
+            self.read(np.asarray(rows[i : i + _CHECKSUM_READ_ROWS])) for i in starts
+        )
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Start to read rows on the reader's thread."""

@@ -422,7 +422,8 @@ def translate_model_error(
             "pass a Python integer.",
             "plate-size-traced",
         )
-    if not (is_concretization or isinstance(error, (TypeError, ValueError))):
+    is_of_pandas = type(error).__module__.startswith("pandas")
+    if not (is_concretization or is_of_pandas or isinstance(error, (TypeError, ValueError))):
         return error
     if isinstance(error, RowIndexError):
         if not isinstance(error.array, HostArray):
@@ -502,12 +503,14 @@ def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:
             yield f"{described} of numbers", f"pass numpy.asarray({name})"
     elif isinstance(x, np.ndarray) and not is_array(x):
         yield f"`{name}`, an array of type {x.dtype}", f"pass an array of numbers as {name}"
-    elif hasattr(x, "iloc"):
-        by_column = (
-            f", or, where the model uses its columns by name, pass each as an array: "
-            f"{name}['x'].to_numpy(), and categories as {name}['city'].cat.codes.to_numpy()"
+    elif hasattr(x, "__arrow_c_stream__") and hasattr(x, "columns"):
+        yield (
+            described,
+            f"pass arrays, numpyro_sgmcmc.as_arrays({name})[0]: columns of numbers, and codes of "
+            f"categories; or {name}.to_numpy(), if the model uses it as a matrix",
         )
-        yield described, f"pass {name}.to_numpy(){by_column if hasattr(x, 'columns') else ''}"
+    elif hasattr(x, "iloc"):
+        yield described, f"pass {name}.to_numpy()"
     elif hasattr(x, "__array__") and not is_array(x) and not isinstance(x, (np.generic, RowArray)):
         yield described, f"pass numpy.asarray({name})"
 

@@ -198,17 +198,27 @@ def test_run_with_wrong_covariates_names_them(name, model):
     assert_error_names(lambda: init_kernel(model, change(X), y, batch_size=4), *words)
 
 
-def test_run_with_a_frame_used_by_column_says_to_pass_columns(no_warm_up):
-    pandas = pytest.importorskip("pandas")
-    data = pandas.DataFrame({"x": [1.0, 2.0, 3.0, 4.0], "city": list("abab")})
+def column_of_frame(df: Any, i: Any) -> Any:
+    return df["x"][i]
 
-    def by_column(df):
+
+def column_of_matrix(df: Any, i: Any) -> Any:
+    return df[i, 0]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+@pytest.mark.parametrize("select", [column_of_frame, column_of_matrix])
+def test_run_with_a_frame_names_as_arrays(no_warm_up, library, select):
+    frame_library = pytest.importorskip(library)
+    data = frame_library.DataFrame({"x": [1.0, 2.0, 3.0, 4.0], "city": list("abab")})
+
+    def model(df):
         b = numpyro.sample("b", dist.Normal(0, 1))
         with numpyro.plate("rows", len(df), subsample_size=2) as i:
-            numpyro.sample("y", dist.Normal(b, 1), obs=df["x"][i])
+            numpyro.sample("y", dist.Normal(b, 1), obs=select(df, i))
 
-    words = ("DataFrame", "columns", "df['x'].to_numpy()", "cat.codes")
-    assert_error_names(lambda: init_kernel(by_column, data), *words)
+    words = ("`df`, a DataFrame", "as_arrays(df)", "df.to_numpy()")
+    assert_error_names(lambda: init_kernel(model, data), *words)
 
 
 def test_run_with_swapped_arguments_shows_their_shapes(no_warm_up):
