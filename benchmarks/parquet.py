@@ -169,7 +169,7 @@ def compare(folder: Path, num_rows: int, memory_mb: int, repeats: int) -> None:
         print_row([title, f"{num_rows:.0e}", *cells], WIDTHS)
     ratio = medians["shuffled"] / medians["npy"]
     print(
-        f"Run: {ratio[0]:.2f} times the seconds of npy files, {ratio[1]:.2f} in CPU\n", flush=True
+        f"Run: {ratio[0]:.2f} times the seconds on npy files, {ratio[1]:.2f} in CPU\n", flush=True
     )
 
 
