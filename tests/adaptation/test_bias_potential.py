@@ -13,6 +13,7 @@ from numpyro.infer.reparam import LocScaleReparam
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.bias_potential import (
+    _MISSED_TAIL_FACTOR,
     BiasPotential,
     has_wide_coordinate,
     integrate_noise,
@@ -66,12 +67,12 @@ def test_predicted_bias_agrees_with_a_simulation(step_size, trend, noise):
     squares = np.square(np.vstack(potential_gradient(x, y, trend))).sum(0)
     variances = NUM_NARROW * np.square(noise * narrow_curvature(x, trend))
     x = ((x - x.mean()) / x.std())[:, None]
-    bias_potential = BiasPotential(
+    potential = BiasPotential(
         x,
         step_size**2 / 8.0 * squares[:, None],
         integrate_noise(x, squares, variances) / (4.0 * FRICTION),
     )
-    predicted = bias_potential.compute_max_bias(1.0, step_size) / bias_potential._MISSED_TAIL_FACTOR
+    predicted = potential.compute_max_bias(1.0, step_size) / _MISSED_TAIL_FACTOR
     mean, error = simulate_mean(step_size, trend, noise)
     assert -np.sign(trend) * mean > 10.0 * error
     assert 0.6 * abs(mean) < predicted < 1.4 * abs(mean)
