@@ -140,9 +140,11 @@ class Arguments:
     def by_name(self, model: Callable) -> dict[str, Any]:
         """Return the arguments by their names in the model's signature, in pytree order."""
         try:
-            parameters = list(inspect.signature(model).parameters)
+            signature = inspect.signature(model).parameters.values()
         except (TypeError, ValueError):
-            parameters = []
+            signature = ()
+        # Arguments of `*args` have no names of their own.
+        parameters = [p.name for p in signature if p.kind <= p.POSITIONAL_OR_KEYWORD]
         unnamed = [f"argument {k}" for k in range(len(parameters), len(self.args))]
         names = parameters[: len(self.args)] + unnamed
         return dict(zip(names, self.args, strict=True)) | dict(sorted(self.kwargs.items()))

@@ -175,9 +175,9 @@ def test_named_arrays_of_any_callable_have_its_names(fn):
 
 def test_named_arrays_without_a_signature_are_numbered():
     arguments = Arguments((X, y), {"z": y})
-    assert [n for n, _ in arguments.named_arrays(lambda *args, z: None)][-1] == "`z`"
-    assert len(arguments.named_arrays(lambda *args, **kwargs: None)) == 3
-    assert [n for n, _ in arguments.named_arrays(3)] == ["`argument 0`", "`argument 1`", "`z`"]
+    for model in (lambda *args, z: None, lambda *args, **kwargs: None, 3):
+        names = [name for name, _ in arguments.named_arrays(model)]
+        assert names == ["`argument 0`", "`argument 1`", "`z`"]
 
 
 def test_arguments_under_transformations_keep_their_structure():
