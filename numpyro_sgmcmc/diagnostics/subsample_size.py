@@ -93,7 +93,7 @@ def suggest_subsample_size(
     The warm-up runs once, with the ``subsample_size`` that the arguments contain, and measures the
     gradient noise. The variance of the noise at other sizes is inversely proportional to them, and
     determines step size, steps per draw and bias. The time of a step is linear in the size; it is
-    measured with a small and a large minibatch, on the machine as it is loaded at present.
+    measured with a small and a large minibatch.
 
     :param model: a NumPyro model with a subsampled plate, for :class:`.SGHMCSplit`; or one of this
         package's kernels, which keeps the warm-up for a run with the same arguments.
@@ -177,7 +177,8 @@ def _time_step(
 ) -> float:
     """Return the seconds of a step of all chains with minibatches of a size.
 
-    It is the shortest time, as other processes may lengthen it.
+    It is the shortest time, as other processes may lengthen it; on a CPU of the wall or of the
+    process, which a wait for other processes and parallel threads lengthen.
     """
     kernel, state = kernel.with_batch_sizes(state, draw.batch_sizes, draw.num_steps)
 
@@ -186,9 +187,12 @@ def _time_step(
         return kernel.sample(state, args, kwargs)
 
     state = jax.block_until_ready(run(state))  # compiles
+    clocks = [time.perf_counter]
+    if jax.default_backend() == "cpu":
+        clocks.append(time.process_time)
     durations = []
     for _ in range(_NUM_TIMED_ITERATIONS):
-        start = time.perf_counter()
+        starts = [clock() for clock in clocks]
         state = jax.block_until_ready(run(state))
-        durations.append(time.perf_counter() - start)
+        durations += [clock() - start for clock, start in zip(clocks, starts, strict=True)]
     return min(durations) / kernel.adaptation.num_steps
