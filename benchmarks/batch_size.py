@@ -1,4 +1,4 @@
-"""Compare predicted and measured time per effective draw at three batch sizes of four models.
+"""Compare predicted and measured time per effective draw at three batch sizes of five models.
 
 ``suggest_subsample_size`` predicts it from a warm-up with the first size. Draws are then timed at
 each size and at the recommended one, after a warm-up with that size; their ESS is the median over
@@ -8,9 +8,11 @@ coordinates.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +26,9 @@ from numpyro.diagnostics import effective_sample_size
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import flights
 
 NUM_CHAINS, NUM_WARMUP, NUM_DRAWS = 4, 200, 600
 COLUMNS = (
@@ -92,6 +97,8 @@ def make_problems() -> dict[str, Problem]:
     Z = np.clip(rng.standard_t(3, (50_000, 10)), -12.0, 12.0).astype(np.float32)
     Z[:, 0] = 1.0
     visits = rng.poisson(np.exp(Z @ np.array([0.5, *rng.normal(0.0, 0.1, 9)])))
+    x, late, levels = flights.load_flights()
+    num_levels = {factor: len(levels[factor]) for factor in flights.FACTORS}
     return {
         "logistic": Problem(logistic, (jnp.asarray(X), y), (256, 1_000, 4_000)),
         "slopes": Problem(
@@ -109,6 +116,7 @@ def make_problems() -> dict[str, Problem]:
             ),
             (256, 1_000, 4_000),
         ),
+        "flights": Problem(flights.model, (x, num_levels, late), (1_000, 130, 300)),
         "counts": Problem(
             counts, (jnp.asarray(Z), jnp.asarray(visits, jnp.float32)), (256, 1_000, 4_000)
         ),
@@ -156,7 +164,7 @@ def main() -> None:
             suggestion = suggest_subsample_size(
                 kernel, *problem.args, num_chains=NUM_CHAINS, batch_size=problem.batch_sizes[0]
             )
-        sizes = np.array(suggestion.subsample_sizes["rows"], float)
+        sizes = np.array(next(iter(suggestion.subsample_sizes.values())), float)
         measured = {}
         for batch_size in sorted({*problem.batch_sizes, suggestion.best}):
             at_size = SGHMCSplit(problem.model) if batch_size != problem.batch_sizes[0] else kernel

@@ -1,4 +1,4 @@
-"""Propagate properties of the inputs of a jaxpr to its outputs.
+"""Propagate properties of the inputs of a jaxpr to its outputs, and count its operations.
 
 The analyses of a traced function follow what its inputs reach: whether a matrix function is
 elementwise, which plates a site depends on, which arrays a plate's indices look up, and whether
@@ -8,8 +8,9 @@ only call another jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -27,6 +28,16 @@ MOVING_PRIMITIVES = {
 # fmt: on
 
 T = TypeVar("T")
+
+# Primitives that only arrange values, which XLA merges with others.
+_FREE_PRIMITIVES = {
+    *("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "stop_gradient", "copy")
+}
+_TRANSCENDENTAL_PRIMITIVES = {
+    *("exp", "exp2", "log", "log1p", "expm1", "logistic", "tanh", "pow", "sqrt", "rsqrt", "sin"),
+    *("cos", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
+}
+_TRANSCENDENTAL_COST = 5  # of a transcendental function, in additions of numbers; rough
 
 
 def propagate(
@@ -82,3 +93,41 @@ def propagate_labels(jaxpr: ClosedJaxpr, input_labels: Sequence[frozenset]) -> l
 def find_dependent_outputs(jaxpr: ClosedJaxpr, num_inputs: int) -> list[bool]:
     """Return for each output whether it depends on any of the first ``num_inputs`` inputs."""
     return [bool(found) for found in propagate_labels(jaxpr, [frozenset({True})] * num_inputs)]
+
+
+class Work(NamedTuple):
+    """Work of a traced function: its operations, and the numbers that they compute."""
+
+    num_operations: int
+    num_values: int
+
+
+def count_work(jaxpr: Jaxpr) -> Work:
+    """Count the work of a jaxpr, with all iterations of its scans and one of its other loops."""
+    num_operations = num_values = 0
+    for eqn in jaxpr.eqns:
+        if inner := list(_iter_inner_jaxprs(eqn)):
+            length = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            for work in map(count_work, inner):
+                num_operations += length * work.num_operations
+                num_values += length * work.num_values
+        elif (name := eqn.primitive.name) not in _FREE_PRIMITIVES:
+            # Reductions read more values than they return, and scatters as many as they add.
+            is_reduction = name.startswith(("reduce", "cum"))
+            atoms = eqn.invars if is_reduction else eqn.outvars
+            atoms = eqn.invars[2:] if name.startswith("scatter") else atoms
+            size = sum(math.prod(getattr(x.aval, "shape", ())) for x in atoms)
+            if name == "dot_general":
+                shape: Any = getattr(eqn.invars[0].aval, "shape", ())
+                size *= math.prod(shape[k] for k in eqn.params["dimension_numbers"][0][0])
+            num_operations += 1
+            num_values += size * (_TRANSCENDENTAL_COST if name in _TRANSCENDENTAL_PRIMITIVES else 1)
+    return Work(num_operations, num_values)
+
+
+def _iter_inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """Iterate over all jaxprs in the parameters of an equation."""
+    for parameter in eqn.params.values():
+        for x in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                yield open_jaxpr(x)

@@ -5,7 +5,7 @@ minibatches, with B of the N rows in a minibatch. What the warm-up has measured 
 size therefore determines step size, steps per draw and bias at any other (:func:`predict_draws`).
 A step costs a constant plus a multiple of B (:class:`StepCost`).
 :func:`~numpyro_sgmcmc.suggest_subsample_size` measures both. The warm-up, which compiles no program
-for it, counts rows and coordinates (:func:`estimate_step_cost`).
+for it, counts the operations of a gradient (:func:`estimate_step_cost`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax import random
 
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.settings import StepSizeTrace, SubsamplingChoice, WarmupSettings
@@ -26,6 +28,7 @@ from numpyro_sgmcmc.adaptation.step_size import (
 )
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Plate
+from numpyro_sgmcmc.jaxpr import count_work
 from numpyro_sgmcmc.model.potential import Potential
 
 BATCH_SIZE_FACTORS = tuple(2.0**k for k in range(-4, 21))
@@ -36,10 +39,12 @@ _MIN_RANDOM_ROWS = 16
 # Of the sizes whose predicted cost is within this ratio of the lowest, the largest is recommended:
 # it has the least noise.
 _SIMILAR_COST_RATIO = 1.2
-# Seconds on a CPU, tuned on the models of benchmarks/batch_size.py: of a step, of a coordinate in
-# it, of a row's gradient, and of a number of that row.
-_SECONDS_PER_STEP, _SECONDS_PER_COORDINATE = 2e-6, 3e-8
-_SECONDS_PER_ROW, _SECONDS_PER_ROW_NUMBER = 1e-8, 2e-9
+# Seconds on a CPU, tuned on the models of benchmarks/batch_size.py and examples/flights.py: of one
+# of the chains that step together and of a coordinate in it; of an operation of a gradient, for all
+# of them together, and of a number that it computes.
+_SECONDS_PER_STEP, _SECONDS_PER_COORDINATE = 7e-6, 1e-8
+_SECONDS_PER_OPERATION, _SECONDS_PER_VALUE = 7e-8, 2.5e-10
+_NUM_CHAINS = 4  # the number is not known yet
 
 
 class StepCost(NamedTuple):
@@ -90,19 +95,40 @@ class DrawPrediction(NamedTuple):
         )
 
 
+def estimate_gradient_seconds(
+    potential: Potential, arguments: Arguments, num_together: int, batch_size_factor: int = 1
+) -> float:
+    """Estimate the seconds of a minibatch gradient on a CPU from the operations that it traces.
+
+    :param num_together: gradients that one compiled operation computes.
+    :param batch_size_factor: batch sizes relative to the plates'.
+    """
+    indices = {
+        p.name: jax.ShapeDtypeStruct((batch_size_factor * p.subsample_size,), np.int32)
+        for p in potential.plates
+    }
+    key = random.key(0) if potential.is_stochastic else None
+    position = jax.ShapeDtypeStruct((potential.dim,), potential.dtype)
+    jaxpr = jax.make_jaxpr(potential.gradient)(position, indices, arguments, key).jaxpr
+    num_operations, num_values = count_work(jaxpr)
+    return _SECONDS_PER_OPERATION * num_operations / num_together + _SECONDS_PER_VALUE * num_values
+
+
 def estimate_step_cost(
     potential: Potential, arguments: Arguments, choice: SubsamplingChoice
 ) -> StepCost:
-    """Estimate the cost of a step on a CPU from the numbers of coordinates, and of values in a row.
+    """Estimate the cost of a step on a CPU from the operations of a gradient.
 
     Accelerators compute rows faster than that, so that larger minibatches gain more there.
     """
-    seconds_per_row = _SECONDS_PER_ROW + _SECONDS_PER_ROW_NUMBER * potential.compute_row_size(
-        arguments
+    seconds, doubled = (
+        estimate_gradient_seconds(potential, arguments, _NUM_CHAINS, factor) for factor in (1, 2)
     )
+    seconds_of_rows, relative_cost = doubled - seconds, choice.estimator.relative_cost
+    per_step = relative_cost * max(0.0, seconds - seconds_of_rows)
     return StepCost(
-        _SECONDS_PER_STEP + _SECONDS_PER_COORDINATE * potential.dim,
-        seconds_per_row * choice.estimator.relative_cost,
+        _SECONDS_PER_STEP + _SECONDS_PER_COORDINATE * potential.dim + per_step,
+        relative_cost * seconds_of_rows / sum(p.subsample_size for p in potential.plates),
     )
 
 

@@ -35,8 +35,9 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 _DEFAULT_BUDGET = WarmupBudget()
 _CONTIGUOUS_RUN_BYTES = 2**14  # that random access to a file reads at once: a few pages
 _HESSIAN_COLUMNS_PER_CALL = 64  # memory is that of the matrix, not of all products at once
-# Bounds on memory of a call: entries of all gradients, and rows of all minibatches.
-_MAX_GRADIENT_ENTRIES_PER_CALL, _MAX_ROWS_PER_CALL = 2**22, 2**14
+# Bounds of a call, on memory and on the time of one that is not filled: entries of all gradients,
+# rows of all minibatches, and numbers in these rows.
+_MAX_GRADIENT_ENTRIES_PER_CALL, _MAX_ROWS_PER_CALL, _MAX_VALUES_PER_CALL = 2**22, 2**14, 2**19
 # Pairs of a position and a minibatch per call. Beyond HIGH_DIM, XLA's matrix products slow down
 # with more than a few.
 _MAX_PAIRS_PER_CALL, _MAX_PAIRS_PER_CALL_HIGH_DIM = 128, 4
@@ -339,6 +340,7 @@ class BatchedGradients:
             for group in potential.plate_groups
         ]
         self.subset_minibatches = list(self.iter_subset_minibatches(budget.num_representative_rows))
+        self._row_size = potential.compute_row_size(self.arguments)
         self._num_evaluated_pairs = 0  # seeds the keys of randomised likelihoods
 
     @property
@@ -395,6 +397,7 @@ class BatchedGradients:
         pairs_per_call = min(
             max(1, _MAX_GRADIENT_ENTRIES_PER_CALL // dim),
             max(1, _MAX_ROWS_PER_CALL // batch_size),
+            max(1, _MAX_VALUES_PER_CALL // (batch_size * max(1, self._row_size))),
             _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL,
         )
         for first in range(0, len(position_index), pairs_per_call):

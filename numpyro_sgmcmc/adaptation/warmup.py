@@ -71,6 +71,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
     find_noise_warnings,
     find_user_step_size_warnings,
     issue_once,
+    warn_slow_gradients,
 )
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
@@ -93,6 +94,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         (position,) = find_finite_positions(inputs, init_positions, 1)
         return build_adaptation_from_settings(inputs, position)
     candidates = list_candidates(inputs)
+    warn_slow_gradients(inputs)
     _start_compilation(inputs, candidates)
 
     positions, prior_positions = find_init_positions(inputs, init_positions)

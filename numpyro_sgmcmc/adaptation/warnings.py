@@ -20,6 +20,7 @@ from numpyro_sgmcmc.adaptation.batch_size import (
     DrawPrediction,
     StepCost,
     choose_batch_size,
+    estimate_gradient_seconds,
     estimate_step_cost,
     predict_draws,
     scale_batch_sizes,
@@ -48,11 +49,13 @@ from numpyro_sgmcmc.errors import (
 # Biases are estimated from a few positions, so that the largest of many is overestimated: a warning
 # is issued from this multiple of what is allowed, for means and for variances.
 _MIN_WARNED_MEAN_BIAS_RATIO, _MIN_WARNED_VARIANCE_INFLATION_RATIO = 2.0, 3.0
-# Shares that a recommendation must leave: of the time per effective draw, and of the step size.
-_MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 1 / 2, 2 / 3
+# Shares that a recommendation must leave: of the time per effective draw, so that half is likely
+# although the time of a step is estimated, and of the step size.
+_MAX_ADVISED_TIME_RATIO, _MAX_ADVISED_STEP_SIZE_RATIO = 0.4, 2 / 3
 # Seconds of a chain per effective draw up to which no other batch size is recommended for speed:
 # thousands of draws take less time than the warm-up then.
 _ACCEPTABLE_SECONDS_PER_DRAW = 5e-4
+_ACCEPTABLE_WARMUP_SECONDS = 120.0  # of fits and pilot chains, on a CPU
 
 
 class PendingWarning(NamedTuple):
@@ -82,6 +85,31 @@ def warn_sorted_data(noise_variance_ratio: float) -> None:
         "shuffle the rows once: i = numpy.random.permutation(len(y)); X, y = X[i], y[i]. Until "
         "then shuffled minibatches are used, which are slower.",
         "sorted-data",
+    )
+
+
+def warn_slow_gradients(
+    inputs: WarmupInputs, acceptable_seconds: float = _ACCEPTABLE_WARMUP_SECONDS
+) -> None:
+    """Warn where the gradients of fits and pilot chains are predicted to take minutes on a CPU."""
+    num_gradients = inputs.budget.max_gradient_evaluations
+    seconds = estimate_gradient_seconds(
+        inputs.potential, inputs.arguments, inputs.budget.num_pilot_chains
+    )
+    if jax.default_backend() != "cpu" or num_gradients * seconds <= acceptable_seconds:
+        return
+    plates = inputs.potential.plates
+    rows = " and ".join(f"subsample_size={p.subsample_size} of '{p.name}'" for p in plates)
+    fix = (
+        "use a smaller subsample_size" if plates else "give the plate of the rows a subsample_size"
+    )
+    warn_user(
+        f"Adaptation may take {math.ceil(num_gradients * seconds / 60.0)} minutes: up to "
+        f"{num_gradients:,} gradients with {rows or 'all rows'}.",
+        SubsampleSizeWarning,
+        f"{fix}; a gradient takes about {1e3 * seconds:.2g} ms. Move what does not depend on the "
+        "previous iteration out of loops (`scan`).",
+        "slow-gradients",
     )
 
 

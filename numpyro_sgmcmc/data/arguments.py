@@ -140,11 +140,13 @@ class Arguments:
     def by_name(self, model: Callable) -> dict[str, Any]:
         """Return the arguments by their names in the model's signature, in pytree order."""
         try:
-            signature = inspect.signature(model).parameters.values()
+            signature = inspect.signature(model)
         except (TypeError, ValueError):
-            signature = ()
+            signature = inspect.Signature()
         # Arguments of `*args` have no names of their own.
-        parameters = [p.name for p in signature if p.kind <= p.POSITIONAL_OR_KEYWORD]
+        parameters = [
+            p.name for p in signature.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD
+        ]
         unnamed = [f"argument {k}" for k in range(len(parameters), len(self.args))]
         names = parameters[: len(self.args)] + unnamed
         return dict(zip(names, self.args, strict=True)) | dict(sorted(self.kwargs.items()))

@@ -186,18 +186,19 @@ def _hmc_transition(
     small_factor = jnp.where(is_small, jnp.asarray(_SMALL_STEP_FACTOR, dtype), 1.0)
     step_size = _LEAPFROG_STEP_SIZE * jitter * small_factor
 
-    def kick_and_drift(carry: Any, weights: Any) -> tuple[Any, Array]:
+    def kick_and_drift(carry: Any, weights: Any) -> tuple[Any, None]:
         q, p = carry
         kick, drift = weights
-        potentials, gradient = _pointwise_value_and_grad(pointwise_fn, q)
-        p = p - kick * step_size * scale * gradient
-        return (q + drift * step_size * scale * p, p), potentials
+        p = p - kick * step_size * scale * _pointwise_gradient(pointwise_fn, q)
+        return (q + drift * step_size * scale * p, p), None
 
     # One scan, so that the model is compiled once: half a kick first and last, no drift at the end.
     kicks = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[jnp.array([0, -1])].set(0.5)
     drifts = jnp.ones(_NUM_LEAPFROG_STEPS + 1, dtype).at[-1].set(0.0)
-    (q, p), potentials = lax.scan(kick_and_drift, (hmc_position, momentum), (kicks, drifts))
-    log_ratio = potentials[0] - potentials[-1]
+    (q, p), _ = lax.scan(kick_and_drift, (hmc_position, momentum), (kicks, drifts))
+    # Terms of the data alone, as binomial coefficients, are evaluated here, once for both ends.
+    before, after = jax.vmap(pointwise_fn)(jnp.stack([hmc_position, q]))
+    log_ratio = before - after
     log_ratio = log_ratio + 0.5 * (jnp.square(momentum) - jnp.square(p)).sum(1)
     log_ratio = jnp.where(jnp.isfinite(log_ratio) & jnp.isfinite(q).all(1), log_ratio, -jnp.inf)
     log_uniform = -random.exponential(accept_key, (num_rows,), dtype)
@@ -238,12 +239,9 @@ def _row_potential(
     return potential.value(global_position, {plate.name: row}, row_arguments) / plate.size
 
 
-def _pointwise_value_and_grad(
-    pointwise_fn: Callable[[Array], Array], hmc_position: Array
-) -> tuple[Array, Array]:
-    """Return potentials of rows that do not depend on each other, and each row's gradient."""
-    values, vjp = jax.vjp(pointwise_fn, hmc_position)
-    return values, vjp(jnp.ones_like(values))[0]
+def _pointwise_gradient(pointwise_fn: Callable[[Array], Array], hmc_position: Array) -> Array:
+    """Return the gradient of each row's potential; rows do not depend on each other."""
+    return jax.grad(lambda x: pointwise_fn(x).sum())(hmc_position)
 
 
 def compute_local_hessian_diagonal(
@@ -262,8 +260,8 @@ def compute_local_hessian_diagonal(
 
     def second_derivative(k: Array) -> Array:
         direction = jnp.zeros_like(position).at[:, k].set(1.0)
-        gradient = partial(_pointwise_value_and_grad, potentials)
-        return jax.jvp(gradient, (position,), (direction,))[1][1][:, k]
+        gradient = partial(_pointwise_gradient, potentials)
+        return jax.jvp(gradient, (position,), (direction,))[1][:, k]
 
     return lax.map(second_derivative, jnp.arange(position.shape[1])).T
 

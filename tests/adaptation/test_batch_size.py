@@ -15,6 +15,7 @@ from numpyro_sgmcmc.adaptation.batch_size import (
     DrawPrediction,
     StepCost,
     choose_batch_size,
+    estimate_step_cost,
     predict_draws,
     scale_batch_sizes,
 )
@@ -22,6 +23,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.settings import StepSizeTrace, SubsamplingChoice
 from numpyro_sgmcmc.adaptation.step_size import PredictedMeanBias
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, IIDSubsampling, Plate
+from numpyro_sgmcmc.jaxpr import Work, count_work
 from numpyro_sgmcmc.model.gradient_estimators import ControlVariate
 from numpyro_sgmcmc.sampling.options import build_warmup_settings
 from tests.adaptation.inputs import make_inputs
@@ -123,6 +125,33 @@ def test_step_cost_fit_recovers_a_line():
     assert falling.per_row == 0.0
     assert 2e-6 < falling.per_step < 3e-6
     assert math.isclose(StepCost.fit([50], [1e-5]).per_row * 50, 1e-5, rel_tol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "work"),
+    [
+        (lambda x: x @ x.T, Work(2, 3 * 4 + 3 * 3 * 4)),  # a transposition and a product
+        (lambda x: jax.jit(jnp.exp)(x).sum(), Work(2, 5 * 12 + 12)),
+        (lambda x: jax.lax.scan(lambda c, v: (c + v, v), jnp.zeros(4), x), Work(3, 3 * 4)),
+    ],
+    ids=["product", "reduction", "scan"],
+)
+def test_count_work_of_known_functions(fn, work):
+    assert count_work(jax.make_jaxpr(fn)(jnp.zeros((3, 4))).jaxpr) == work
+
+
+def test_estimate_step_cost_is_linear_in_rows():
+    """Operations make the constant part, with the estimator's cost; values of rows the other."""
+    costs = []
+    for batch_size in (100, 800):
+        inputs = make_inputs(shared_scale, (Y,), batch_size)
+        choice = SubsamplingChoice(
+            ControlVariate(), ContiguousSubsampling(), GradientNoiseStats(1.0, 1.0, 1.0), 0.3, 0, 1
+        )
+        costs.append(estimate_step_cost(inputs.potential, inputs.arguments, choice))
+    np.testing.assert_allclose(*costs, rtol=1e-6)
+    assert 5e-6 < costs[0].per_step < 2e-5
+    assert 1e-9 < costs[0].per_row < 1e-8
 
 
 def test_choose_batch_size_takes_the_largest_of_the_fastest():

@@ -11,6 +11,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
+from numpyro_sgmcmc.adaptation import batched_gradients
 from numpyro_sgmcmc.adaptation.batched_gradients import (
     BatchedGradients,
     assemble_hessian,
@@ -22,6 +23,7 @@ from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, IIDSubsampling, Plate
 from numpyro_sgmcmc.model.subsampled import get_model_potential
+from tests.adaptation.inputs import make_inputs
 from tests.adaptation.potentials import (
     QuadraticPotential,
     exponential_gradients,
@@ -151,6 +153,26 @@ def test_estimate_full_gradients_linear_in_minibatch_is_exact():
     exact = np.exp(positions) * y.sum() - len(y)
     found = gradients.estimate_full_gradients(positions, preconditioner, 20_000)
     np.testing.assert_allclose(found, exact, atol=1e-8)
+
+
+def test_evaluate_minibatches_wide_rows_are_few_per_call(monkeypatch):
+    """64 rows of 4,096 numbers: two pairs have as many numbers as a call may have."""
+
+    def model(x, batch_size=None):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+            numpyro.sample("x", dist.Normal(mu, 1).expand([4_096]).to_event(1), obs=x[i])
+
+    inputs = make_inputs(model, (jnp.ones((64, 4_096)),), 16)
+    sizes, evaluate_pairs = [], batched_gradients._evaluate_pairs
+
+    def evaluate(potential, arguments, positions, *args):
+        sizes.append(len(positions))
+        return evaluate_pairs(potential, arguments, positions, *args)
+
+    monkeypatch.setattr(batched_gradients, "_evaluate_pairs", evaluate)
+    assert inputs.batched_gradients.is_finite(np.zeros(1))
+    assert sizes == [2]
 
 
 # --- Derivatives on all rows --------------------------------------------------------------------

@@ -27,6 +27,7 @@ from numpyro_sgmcmc.adaptation.warnings import (
     find_batch_size_warnings,
     find_noise_warnings,
     issue_once,
+    warn_slow_gradients,
 )
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
@@ -171,6 +172,27 @@ def test_find_batch_size_warnings_short_draws_are_not_reported(inputs):
     seconds = StepCost(1e-7, 1e-9)
     assert not [*find_batch_size_warnings(*choices, seconds)]
     assert [*find_batch_size_warnings(*choices, seconds, 0.0)]
+
+
+def test_warn_slow_gradients_of_a_loop_predicts_minutes():
+    """A scan over 1,000 times has thousands of operations, whatever the number of rows."""
+
+    def model(y, batch_size=None):
+        decay = numpyro.sample("decay", dist.Beta(2, 2))
+
+        def scan_body(total, y):
+            return decay * total + y, total
+
+        with numpyro.plate("series", len(y), subsample_size=batch_size) as i:
+            mean = jax.lax.scan(scan_body, jnp.zeros(len(i)), y[i].T)[1].T
+            numpyro.sample("y", dist.Normal(mean, 1).to_event(1), obs=y[i])
+
+    inputs = make_inputs(model, (jnp.zeros((200, 1_000)),), 20)
+    with pytest.warns(SubsampleSizeWarning, match="gradients with subsample_size=20 of 'series'"):
+        warn_slow_gradients(inputs, 20.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_slow_gradients(make_inputs(normal_mean, (Y,), 20), 20.0)
 
 
 def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs):
