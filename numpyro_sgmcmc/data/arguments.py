@@ -143,7 +143,7 @@ class Arguments:
             signature = inspect.signature(model)
         except (TypeError, ValueError):
             signature = inspect.Signature()
-        # Arguments of `*args` have no names of their own.
+        # Arguments of `*args` have no names.
         parameters = [
             p.name for p in signature.parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD
         ]
