@@ -118,6 +118,7 @@ def run_noncentred(**options):
     return mcmc
 
 
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.DiscretisationWarning")
 def test_noncentred_groups_with_many_rows_take_shorter_steps():
     """Chains with the step size that noise alone allows seldom reach large scales."""
     trace = run_noncentred(num_warmup=0, num_samples=1).sampler.adaptation.trace
@@ -143,6 +144,7 @@ def compute_log_scale(group, y):
     return mean, np.sqrt(np.average(np.square(grid - mean), weights=weights))
 
 
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.DiscretisationWarning")
 @pytest.mark.slow
 def test_noncentred_groups_beside_the_exact_posterior():
     mcmc = run_noncentred(num_warmup=300, num_samples=1_000, num_chains=4)
