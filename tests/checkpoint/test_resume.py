@@ -135,7 +135,7 @@ def test_run_on_host_arrays_is_resumed_bitwise(tmp_path, monkeypatch):
     renamed = mcmc_of(tmp_path / "killed", kernel_of())
     renamed.resume(*[HostArray(x, name="renamed") for x in DATA], batch_size=40)
     others = [HostArray(x.copy()) for x in DATA]
-    others[0]._source[7] += 1
+    others[0].source[7] += 1
     with pytest.raises(ValueError, match=r"HostArray `X` was"):
         mcmc_of(tmp_path / "killed", kernel_of()).resume(*others, batch_size=40)
 

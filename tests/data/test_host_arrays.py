@@ -128,13 +128,13 @@ def test_bias_report_of_rows_on_the_host_is_that_of_rows_in_memory():
 def test_log_likelihood_of_rows_on_the_host_is_computed_by_chunks(long_run):
     """The last chunk overlaps with the one before."""
     mcmc, host = long_run
-    num_reads = len(host._source.read_sizes)
+    num_reads = len(host.source.read_sizes)
     values = log_likelihood(mcmc)["y"]
     assert values.shape == (2, 1500, NUM_ROWS)
-    chunk = host._source.read_sizes[-1]
+    chunk = host.source.read_sizes[-1]
     num_chunks = -(-NUM_ROWS // chunk)
     assert num_chunks > 1
-    assert host._source.read_sizes[num_reads:] == [chunk] * num_chunks
+    assert host.source.read_sizes[num_reads:] == [chunk] * num_chunks
     some = slice(None, None, 25)
     beta = get_draws(mcmc)[:, some]
     expected = dist.Normal(np.einsum("nd,csd->csn", X, beta), 1.0).log_prob(Y)
@@ -180,7 +180,7 @@ def test_long_passes_show_progress(monkeypatch, capsys):
 
 def test_run_prefetches_rows_in_blocks(long_run):
     mcmc, host = long_run
-    source, buffer = host._source, mcmc.last_state.prefetch_buffer
+    source, buffer = host.source, mcmc.last_state.prefetch_buffer
     (values,) = buffer.row_arrays
     length = values.shape[1]
     step_indices = {"rows": np.empty((3, BATCH), np.int32)}
@@ -283,7 +283,7 @@ def test_host_array_of_a_truncated_file_raises(tmp_path):
 def test_host_array_in_another_run_discards_prefetched_rows(long_run):
     mcmc, host = long_run
     assert host._prefetches
-    host._source.array += 1.0
+    host.source.array += 1.0
     mcmc.sampler.init(jax.random.key(0), 0, None, (host, Y), {"batch_size": BATCH})
     assert not host._prefetches
 
