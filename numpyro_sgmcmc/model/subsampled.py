@@ -240,17 +240,20 @@ class ModelPotential(Potential):
             rng_key, resample_key = random.split(rng_key)
             global_values = lax.stop_gradient(self.constrain(z, arguments))
             resampled = self._resample_locals(global_values, indices, arguments, resample_key)
+        # Weights of rows whose states are summed out multiply their sums, not the terms.
+        weights, sites = dict(weights or {}), self.enumerated_sites
+        row_weights = None if sites is None else weights.pop(sites.plate, None)
         model = self._on_rows(indices, rng_key, weights)
         model, z, arguments = self._with_locals(model, z, indices, arguments)
         model = disable_validation(substitute(model, data=resampled), frozenset(z))
-        if (sites := self.enumerated_sites) is None:
+        if sites is None:
             return potential_energy(model, arguments.args, arguments.kwargs, z)
         num_rows = len(indices[sites.plate])
         total, rows = compute_log_densities(
             _unconstrain_params(model, z), sites, num_rows, arguments
         )
-        if weights and sites.plate in weights:
-            rows *= jnp.asarray(weights[sites.plate], rows.dtype)
+        if row_weights is not None:
+            rows *= jnp.asarray(row_weights, rows.dtype)
         return -(total + sites.plate_size / num_rows * rows.sum())
 
     def pointwise_potentials(

@@ -236,6 +236,21 @@ def test_potential_is_that_of_numpyro_and_the_mean_of_minibatches(model):
             np.testing.assert_allclose(value, exact, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_included_rows_multiply_the_sums_over_states():
+    """The mean over minibatches with an always-included row is the potential on all rows."""
+    potential, arguments = make_potential(mixture, B), Arguments((B,))
+    weighted = potential.with_included_rows((("rows", (3,)),))
+    q = jnp.linspace(-0.5, 0.7, potential.dim)
+
+    @jit_low_optimization
+    def evaluate(q):
+        batches = jnp.array([[3, k] for k in range(N) if k != 3])
+        values = jax.vmap(lambda rows: weighted.value(q, {"rows": rows}, arguments))(batches)
+        return values.mean(), potential.value(q, {"rows": jnp.arange(N)}, arguments)
+
+    np.testing.assert_allclose(*evaluate(q), rtol=1e-5)
+
+
 def test_log_density_of_a_row_is_its_share_of_the_potential():
     potential = make_potential(annotators, B)
     q, rows = jnp.linspace(-0.5, 0.7, potential.dim), {"rows": jnp.arange(N)}
