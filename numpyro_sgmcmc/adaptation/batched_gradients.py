@@ -540,14 +540,11 @@ class BulkPositions:
 
     - **preconditioner** - coordinates, with the reference gradient at their center.
     - **q** - the positions in these coordinates, shape ``(n, d)``.
-    - **draws** - more draws in model coordinates and full-data gradients there, shape
-      ``(2, m, d)``, or None.
     """
 
     batched_gradients: BatchedGradients
     preconditioner: Preconditioner
     q: np.ndarray
-    draws: np.ndarray | None = None
 
 
 def _with_min_batch_size(plate: Plate) -> Plate:

@@ -184,7 +184,7 @@ def measure_noise(
         return dict.fromkeys(estimators, NO_NOISE)
     bulk, num_minibatches = _limit_noise_work(bulk)
     minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
-    estimates = evaluate_estimates(bulk, estimators, minibatches)
+    estimates = _evaluate_estimates(bulk, estimators, minibatches)
     is_enough = len(bulk.q) * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
     return {
         estimator: GradientNoiseStats.from_variances(
@@ -204,7 +204,7 @@ def measure_order_noise_ratio(bulk: BulkPositions, estimator: GradientEstimator)
     bulk, num_minibatches = _limit_noise_work(bulk)
     blocks = sample_minibatch_indices(potential, rng, (num_minibatches,), ContiguousSubsampling())
     contiguous, shuffled = (
-        evaluate_estimates(bulk, (estimator,), minibatches)[estimator].var(1).mean()
+        _evaluate_estimates(bulk, (estimator,), minibatches)[estimator].var(1).mean()
         for minibatches in (blocks, shuffle_minibatches(potential, rng, blocks))
     )
     return float(contiguous / max(shuffled, np.finfo(float).tiny))
@@ -226,7 +226,7 @@ def _limit_noise_work(bulk: BulkPositions) -> tuple[BulkPositions, int]:
     return replace(bulk, q=bulk.q[:num_positions]), num_minibatches
 
 
-def evaluate_estimates(
+def _evaluate_estimates(
     bulk: BulkPositions, estimators: Sequence[GradientEstimator], minibatches: Indices
 ) -> dict[GradientEstimator, np.ndarray]:
     """Return preconditioned gradient estimates up to a constant, shape ``(n, minibatches, d)``."""
@@ -287,7 +287,7 @@ def predict_mean_bias_from_noise(
     for x in bulk.q:  # independent minibatches at each position
         minibatches = sample_minibatch_indices(step_potential, rng, (num,), subsampling)
         bulk_at_x = replace(bulk, q=x[None])
-        estimates.append(evaluate_estimates(bulk_at_x, (estimator,), minibatches)[estimator])
+        estimates.append(_evaluate_estimates(bulk_at_x, (estimator,), minibatches)[estimator])
     gradients = np.concatenate(estimates)
     deviations = gradients - gradients.mean(1, keepdims=True)
     scale = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1))

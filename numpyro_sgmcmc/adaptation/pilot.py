@@ -21,7 +21,6 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions, sample_minibatch_indices
-from numpyro_sgmcmc.adaptation.bias_potential import has_wide_coordinate
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     estimate_max_curvature,
@@ -56,9 +55,6 @@ LOST_STEP_FACTOR = 0.25  # of steps after a window whose chains were lost
 _MAX_DISTANCE_SD = 1e3  # preconditioned distance from the center at which a chain counts as lost
 # Variance of converged chains over that of the posterior, which noise may inflate 1.5-fold.
 _MAX_VARIANCE_RATIO = 4.0
-# Steps in windows after the chains agree, where a coordinate is wide: by longer steps its far end
-# would stay hidden.
-_WIDE_STEP_FACTOR = 0.35
 _MAX_CENTER_SHIFT_SD = 0.5  # largest mean of converged chains, in preconditioned coordinates
 _NUM_CURVATURE_POSITIONS = 4  # bounds the gradients for the largest curvature
 _NONFINITE_STEP_FACTOR = 0.5  # of steps after a window at whose mean the gradient is not finite
@@ -76,8 +72,6 @@ class PilotResult:
     - **r_hat** - the largest R-hat of any coordinate in the last window.
     - **window_medians** - median chain mean of each window, each of shape ``(d,)``.
     - **is_distinct** - False where chains came to a mode that was already known.
-    - **draws** - draws and full-data gradients there, shape ``(2, m, d)``, of the windows with
-      short steps if there are some; None if no coordinate was wide.
     - **log_mass_deficit** - log mass of the main mode minus that of this one, in nats.
     """
 
@@ -87,7 +81,6 @@ class PilotResult:
     r_hat: float = np.inf
     window_medians: tuple[np.ndarray, ...] = ()
     is_distinct: bool = True
-    draws: np.ndarray | None = None
     log_mass_deficit: float = 0.0
 
     @property
@@ -123,8 +116,6 @@ def run_pilot_windows(
     :param stage: name of the stage in the display of the progress.
     """
     num_chains, max_step_size = len(pilot.q), MAX_PILOT_STEP_SIZE
-    wide_step_size = 0.0  # of windows after the chains agree, if a coordinate is wide
-    short_step_draws: list[np.ndarray] = []
     for num_steps in window_steps:
         inputs.progress.begin_stage(stage)
         estimator, step_size, noise_stats = _choose_pilot_step(inputs, pilot, max_step_size)
@@ -149,11 +140,9 @@ def run_pilot_windows(
         within_variance = np.maximum(draws.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(draws.mean(1), within_variance).max())
         is_centered = np.abs(draws.mean((0, 1))).max() < _MAX_CENTER_SHIFT_SD
-        if pilot.is_converged:  # and goes on by short steps
-            r_hat = min(r_hat, pilot.r_hat)
         pilot = replace(
             pilot,
-            is_converged=pilot.is_converged or bool(r_hat < MAX_CONVERGED_R_HAT and is_centered),
+            is_converged=bool(r_hat < MAX_CONVERGED_R_HAT and is_centered),
             r_hat=r_hat,
             window_medians=(*pilot.window_medians, median),
         )
@@ -166,14 +155,7 @@ def run_pilot_windows(
             max_step_size *= _NONFINITE_STEP_FACTOR
             pilot = replace(pilot, is_converged=False)
             continue
-        pilot, last_draws = pilot.move_to(updated.preconditioner, last_positions), updated.draws
-        if wide_step_size and last_draws is not None:
-            short_step_draws.append(last_draws)
-            last_draws = np.concatenate(short_step_draws, 1)
-        has_wide = last_draws is not None and has_wide_coordinate(
-            last_draws[0], pilot.preconditioner
-        )
-        pilot = replace(pilot, draws=last_draws if has_wide or short_step_draws else None)
+        pilot = pilot.move_to(updated.preconditioner, last_positions)
         is_wide = updated.min_variance_ratios > _MAX_VARIANCE_RATIO
         if pilot.is_converged and is_wide.any():
             # Chains that start hundreds of posterior SDs apart agree before they have relaxed.
@@ -181,9 +163,7 @@ def run_pilot_windows(
             shrinkage = np.sqrt(np.where(is_wide, updated.min_variance_ratios, 1.0))
             pilot = replace(pilot, q=pilot.q / shrinkage, is_converged=False)
         if pilot.is_converged:
-            if not has_wide:
-                break
-            max_step_size = wide_step_size = wide_step_size or _WIDE_STEP_FACTOR * step_size
+            break
     return pilot
 
 

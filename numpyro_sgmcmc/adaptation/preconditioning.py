@@ -290,13 +290,10 @@ class PreconditionerUpdate(NamedTuple):
     - **min_variance_ratios** - lower bounds on the variances of the draws over those of the
       posterior in these coordinates, shape ``(d,)``. They are estimates of
       :math:`E[(q_j - E q_j)\,\partial_j U]`, which is 1 for any posterior.
-    - **draws** - the draws and gradients to which the factor was fitted, shape ``(2, n, d)``; None
-      where the factor does not represent both.
     """
 
     preconditioner: Preconditioner
     min_variance_ratios: np.ndarray
-    draws: np.ndarray | None = None
 
 
 def update_preconditioner(
@@ -358,12 +355,7 @@ def update_preconditioner(
     updated = Preconditioner(center, factor, full_gradient, low_rank=low_rank)
     if not updated.is_finite():
         return None
-    is_comparable = has_enough_draws and not (potential.is_stochastic or settings.is_site_aligned)
-    return PreconditionerUpdate(
-        updated,
-        _bound_variance_ratios(updated, positions, gradients),
-        np.stack([positions, gradients]) if is_comparable else None,
-    )
+    return PreconditionerUpdate(updated, _bound_variance_ratios(updated, positions, gradients))
 
 
 def _bound_variance_ratios(

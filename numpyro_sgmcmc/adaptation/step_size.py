@@ -7,9 +7,7 @@ the other; :class:`.StepSizeTrace` lists them:
 2. ``gradient_noise``: the increase of posterior variances that gradient noise makes;
 3. ``dynamics``: the discretisation error with unusual options of the kernel (a large friction, a
    small mass, a steep metric), on a standard normal;
-4. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error,
-   and of means and SDs by the bias potential
-   (:mod:`~numpyro_sgmcmc.adaptation.bias_potential`).
+4. ``mean_bias``: the bias of posterior means by gradient noise and by the discretisation error.
 
 The discretisation error is exact where a step is linear in the state. The second half of this
 module computes it: of draws, and of the positions at which gradients are taken. The mean of all
@@ -33,7 +31,6 @@ from jax.flatten_util import ravel_pytree
 from jax.interpreters.ad import JVPTracer
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
-from numpyro_sgmcmc.adaptation.bias_potential import BiasPotential, measure_bias_potential
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     predict_mean_bias_from_noise,
@@ -80,7 +77,6 @@ class PredictedMeanBias(NamedTuple):
       inflation that it makes, shape ``(d,)``.
     - **variance_inflation** - that variance inflation at **reference_step_size**; it is
       proportional to the step size to the power of **order**.
-    - **bias_potential** - bias potential at draws, which biases SDs as well.
     """
 
     noise_bias_per_step_size: np.ndarray = np.zeros(1)
@@ -88,32 +84,26 @@ class PredictedMeanBias(NamedTuple):
     variance_inflation: float = 0.0
     reference_step_size: float = 1.0
     order: int = 1
-    bias_potential: BiasPotential = BiasPotential()
 
     @property
     def by_noise(self) -> PredictedMeanBias:
         """The part by gradient noise."""
-        bias_potential = self.bias_potential._replace(by_discretisation=np.zeros((1, 1)))
-        return PredictedMeanBias(self.noise_bias_per_step_size, bias_potential=bias_potential)
+        return PredictedMeanBias(self.noise_bias_per_step_size)
 
     @property
     def by_discretisation(self) -> PredictedMeanBias:
         """The part by the discretisation error."""
-        bias_potential = self.bias_potential._replace(
-            by_noise=np.zeros_like(self.bias_potential.by_noise)
-        )
-        return self._replace(noise_bias_per_step_size=np.zeros(1), bias_potential=bias_potential)
+        return self._replace(noise_bias_per_step_size=np.zeros(1))
 
     def compute_max(self, step_size: float, batch_size_factor: float = 1.0) -> float:
         """Return the largest absolute bias of a mean, in posterior SDs.
 
         :param batch_size_factor: batch size relative to the model's.
         """
-        ratio = (step_size / self.reference_step_size) ** self.order
-        by_discretisation = self.bias_per_variance_inflation * self.variance_inflation * ratio
+        inflation = self.variance_inflation * (step_size / self.reference_step_size) ** self.order
+        by_discretisation = self.bias_per_variance_inflation * inflation
         by_noise = self.noise_bias_per_step_size * step_size / batch_size_factor
-        by_potential = self.bias_potential.compute_max_bias(ratio, step_size / batch_size_factor)
-        return max(by_potential, float(np.abs(by_noise + by_discretisation).max()))
+        return float(np.abs(by_noise + by_discretisation).max())
 
     def limit_step_size(
         self,
@@ -386,7 +376,7 @@ def _predict_mean_bias(
 ) -> PredictedMeanBias:
     """Predict the bias of posterior means by gradient noise and discretisation error."""
     settings = inputs.settings
-    by_noise, inflation_per_noise_variance = np.zeros(inputs.potential.dim), 0.0
+    by_noise = np.zeros(inputs.potential.dim)
     if not settings.noise_compensation:
         inflation_per_noise_variance = settings.dynamics.variance_inflation(
             1.0, step_size, choice.noise_stats.position_dependent_fraction
@@ -402,21 +392,8 @@ def _predict_mean_bias(
     per_inflation = np.zeros(inputs.potential.dim)
     if inflation != 0.0:
         per_inflation = predict_mean_bias_per_variance_inflation(bulk, inputs.rng)
-    bias_potential = measure_bias_potential(
-        bulk,
-        choice.estimator,
-        choice.subsampling,
-        _compute_inflation_per_curvature(bound_dynamics, settings.integrator, max_step_size),
-        inflation_per_noise_variance / step_size,
-        inputs.rng,
-    )
     return PredictedMeanBias(
-        by_noise / step_size,
-        per_inflation,
-        inflation,
-        max_step_size,
-        integrator.order,
-        bias_potential,
+        by_noise / step_size, per_inflation, inflation, max_step_size, integrator.order
     )
 
 
@@ -432,30 +409,19 @@ class _LinearStep(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def compute_kick_variance_inflation(
-    dynamics: Dynamics, integrator: str, step_size: float, curvature: float = 1.0
-) -> float:
-    """Return the relative increase of a normal's variance at the positions of exact gradients.
+def compute_kick_variance_inflation(dynamics: Dynamics, integrator: str, step_size: float) -> float:
+    """Return the relative increase of a unit variance at the positions of exact gradients.
 
     :return: mean over the gradients of a step; 0 for an SDE whose linear form is not known, and for
         a step whose effect rounding hides.
     """
-    linear_step = _linearise_step(dynamics, integrator, step_size, curvature)
+    linear_step = _linearise_step(dynamics, integrator, step_size, 1.0)
     if linear_step is None or abs(_find_slowest_eigenvalue(linear_step)) > _MAX_RESOLVED_EIGENVALUE:
         return 0.0
     covariance = _compute_stationary_covariance(dynamics, linear_step)
     by_state, by_normals = np.split(linear_step.gradient_positions, [len(covariance)], axis=1)
     variances = ((by_state @ covariance) * by_state).sum(1) + np.square(by_normals).sum(1)
-    return float(curvature * variances.mean() - 1.0)
-
-
-def _compute_inflation_per_curvature(
-    dynamics: Dynamics, integrator: str, step_size: float
-) -> float:
-    """Return the increase of a kick's variance inflation with the curvature, to first order."""
-    at_one = compute_kick_variance_inflation(dynamics, integrator, step_size)
-    at_two = compute_kick_variance_inflation(dynamics, integrator, step_size, 2.0)
-    return max(0.0, at_two - at_one)
+    return float(variances.mean() - 1.0)
 
 
 @lru_cache(maxsize=64)

@@ -186,14 +186,13 @@ def adapt_to_mode(
     """
     settings, dynamics, potential = inputs.settings, inputs.settings.dynamics, inputs.potential
     preconditioner, rng = pilot.preconditioner, inputs.rng
-    bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q, pilot.draws)
+    bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q)
     noise = measure_gradient_noise(bulk, candidates, rng)
     choice = choose_subsampling(inputs, candidates, bulk, noise)
     bound_dynamics = settings.bind_dynamics(preconditioner.cast(potential.dtype))
     step = choose_step_size(inputs, bulk, choice, bound_dynamics, has_dominant_mode)
     step_size = float(step.step_size)
     relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
-    relaxation_time *= step.mean_bias.bias_potential.max_sd_ratio
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     pending = [*find_noise_warnings(inputs, candidates, choice, step)]
     if has_dominant_mode:  # otherwise nothing can be predicted
