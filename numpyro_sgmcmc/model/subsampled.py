@@ -256,6 +256,22 @@ class ModelPotential(Potential):
             rows *= jnp.asarray(row_weights, rows.dtype)
         return -(total + sites.plate_size / num_rows * rows.sum())
 
+    def _differentiate(self, fn: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+        if (sites := self.enumerated_sites) is None:
+            return super()._differentiate(fn)
+
+        # NumPyro bounds a probability of 0 by the smallest float, whose inverse times the plate's
+        # scale overflows: the derivative of a state that is impossible would be 0 times infinity.
+        def scaled_value_and_grad(
+            position: Array, indices: Indices, *others: Any
+        ) -> tuple[Array, Array]:
+            scale = sites.plate_size / len(indices[sites.plate])
+            differentiate = super(ModelPotential, self)._differentiate
+            unscaled = differentiate(lambda *batch: fn(*batch) / scale)(position, indices, *others)
+            return scale * unscaled[0], scale * unscaled[1]
+
+        return scaled_value_and_grad
+
     def pointwise_potentials(
         self, position: Array, indices: Indices, arguments: Arguments
     ) -> Array:

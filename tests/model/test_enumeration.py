@@ -251,6 +251,21 @@ def test_weights_of_included_rows_multiply_the_sums_over_states():
     np.testing.assert_allclose(*evaluate(q), rtol=1e-5)
 
 
+def test_gradient_is_finite_where_a_state_has_probability_zero():
+    def model(batch_size):
+        p = probabilities(num=1)
+        with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+            z = numpyro.sample("z", dist.Bernoulli(0.5), infer=mark())
+            numpyro.sample("y", dist.Bernoulli(p[0] * z), obs=jnp.zeros(len(i), int))
+
+    potential = make_potential(model, 1)
+    gradient = potential.gradient(jnp.array([2.0]), {"rows": jnp.array([0])}, Arguments((1,)))
+    p = jax.nn.sigmoid(2.0)
+    # of the Beta(2, 2) prior with its Jacobian, and of log((2 - p) / 2) in each row
+    expected = -2 * (1 - 2 * p) + N * p * (1 - p) / (2 - p)
+    np.testing.assert_allclose(gradient, [expected], rtol=1e-5)
+
+
 def test_log_density_of_a_row_is_its_share_of_the_potential():
     potential = make_potential(annotators, B)
     q, rows = jnp.linspace(-0.5, 0.7, potential.dim), {"rows": jnp.arange(N)}
