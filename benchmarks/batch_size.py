@@ -97,8 +97,8 @@ def make_problems() -> dict[str, Problem]:
     Z = np.clip(rng.standard_t(3, (50_000, 10)), -12.0, 12.0).astype(np.float32)
     Z[:, 0] = 1.0
     visits = rng.poisson(np.exp(Z @ np.array([0.5, *rng.normal(0.0, 0.1, 9)])))
-    x, late, levels = flights.load_flights()
-    num_levels = {factor: len(levels[factor]) for factor in flights.FACTORS}
+    columns, late, names = flights.load_flights()
+    num_levels = {factor: len(names[factor]) for factor in flights.FACTORS}
     return {
         "logistic": Problem(logistic, (jnp.asarray(X), y), (256, 1_000, 4_000)),
         "slopes": Problem(
@@ -116,7 +116,7 @@ def make_problems() -> dict[str, Problem]:
             ),
             (256, 1_000, 4_000),
         ),
-        "flights": Problem(flights.model, (x, num_levels, late), (1_000, 130, 300)),
+        "flights": Problem(flights.model, (columns, num_levels, late), (1_000, 130, 300)),
         "counts": Problem(
             counts, (jnp.asarray(Z), jnp.asarray(visits, jnp.float32)), (256, 1_000, 4_000)
         ),

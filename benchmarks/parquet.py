@@ -114,11 +114,11 @@ def measure(stage: str, folder: Path, memory_mb: int) -> None:
         for _ in range(3):
             arrays["X"].read(rng.integers(len(arrays["X"]), size=BATCH_SIZE))
     else:
-        names = {"X": "X", "y": "y"}
         data = open_rows(folder / "shuffled").arrays
         if stage == "npy":
             data = {
-                n: HostArray(np.load(folder / "npy" / f"{n}.npy", mmap_mode="r")) for n in names
+                n: HostArray(np.load(folder / "npy" / f"{n}.npy", mmap_mode="r"))
+                for n in ("X", "y")
             }
         mcmc = MCMC(
             SGHMCSplit(logistic, step_size=0.1, num_steps=10),

@@ -59,7 +59,7 @@ def shuffle_rows(
     :param target: new or empty folder, for one npy file per array. Disk space is needed for two
         copies of the rows, and 8 bytes per row.
     :param columns: columns as in :func:`as_arrays`; names of arrays for other sources.
-    :param categories: columns to encode, as in :func:`as_arrays`.
+    :param categories: columns of files to encode, as in :func:`as_arrays`.
     :param seed: seed of the permutation.
     :param max_memory_bytes: bytes of rows in memory, beside the buffers of the reader.
     :param progress_bar: whether to show a progress bar.
@@ -139,7 +139,13 @@ def _open_source(
     layout = columns if isinstance(columns, Mapping) else None
     if layout is None:
         layout = {name: name for name in (found if columns is None else as_names(columns))}
-    unknown = [x for x in [*layout.values(), *as_names(categories)] if x not in list(found)]
+    if encoded := as_names(categories):
+        raise InvalidArgumentError(
+            f"`categories` names '{encoded[0]}', but `source` has arrays, which are not encoded.",
+            "leave it out; as_arrays(frame) encodes the columns of a data frame.",
+            "table-columns",
+        )
+    unknown = [x for x in layout.values() if x not in list(found)]
     if unknown or not layout:
         raise InvalidArgumentError(
             f"`source` has no array {unknown[0]!r}." if unknown else "`source` has no arrays.",

@@ -8,7 +8,7 @@ and files have a block for each row group of Parquet or record batch of Arrow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -225,7 +225,8 @@ class BlockTable:
             selected = names if columns is None else as_names(columns)
             columns = {str(name): name for name in selected}
         self.layout: dict[str, Any] = {
-            array: list(names) if part is None else part for array, part in columns.items()
+            array: list(names) if part is None else _as_part(part)
+            for array, part in columns.items()
         }
         """Column of each array, or a list of the columns of a matrix."""
         selected = [name for part in self.layout.values() for name in as_names(part)]
@@ -268,7 +269,7 @@ class BlockTable:
 
     def read_block(self, block: int, part: Any) -> np.ndarray:
         """Return the rows of a column, or of a matrix of columns, in one block."""
-        if not isinstance(part, (list, tuple)):
+        if not isinstance(part, list):
             return self._read_column(block, part)
         values = np.empty((self.blocks[block].num_rows, len(part)), self.get_dtype(part))
         for j, name in enumerate(part):
@@ -296,7 +297,7 @@ class TableRows:
 
     def __init__(self, table: BlockTable, part: Any, cache_bytes: int) -> None:
         self._table, self._part, self._cache_bytes = table, part, cache_bytes
-        width = (len(part),) if isinstance(part, (list, tuple)) else ()
+        width = (len(part),) if isinstance(part, list) else ()
         self.shape, self.dtype = (int(table.starts[-1]), *width), table.get_dtype(part)
         self.levels = {n: table.levels[n] for n in as_names(part) if n in table.levels}
         self._cache: dict[int, np.ndarray] = {}  # the block used last at the end
@@ -404,8 +405,14 @@ def _list_blocks(fragment: Any) -> list[_FileBlock]:
 
 
 def as_names(names: Any) -> list[Any]:
-    """Return a list of one name or of several."""
-    return list(names) if isinstance(names, (list, tuple)) else [names]
+    """Return a list of one name or of several, such as the ``columns`` of a data frame."""
+    part = _as_part(names)
+    return part if isinstance(part, list) else [part]
+
+
+def _as_part(names: Any) -> Any:
+    """Return the name of a column, or a list of the columns of a matrix."""
+    return list(names) if isinstance(names, Iterable) and not isinstance(names, str) else names
 
 
 def _list_names(names: Sequence[Any]) -> str:

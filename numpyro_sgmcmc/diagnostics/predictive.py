@@ -220,7 +220,8 @@ def evaluate_plate_sites(
             return {enumerated.row_name: log_probs}
         if infer_discrete:
             given = substitute(model, data=draw)
-            draw = {**draw, **sample_states(given, enumerated, len(rows), key, arguments)}
+            key, states_key = random.split(key)
+            draw = {**draw, **sample_states(given, enumerated, len(rows), states_key, arguments)}
         handled = seed(model, key)
         is_replicated = rng_key is not None and not infer_discrete
         handled = substitute(uncondition(handled) if is_replicated else handled, data=draw)

@@ -27,7 +27,8 @@ from numpyro_sgmcmc.sampling.options import Options
 
 
 class CollectedSites(NamedTuple):
-    """
+    """Sites whose values a chain keeps, as draws or as running moments.
+
     - **local** - local sites of which ``z`` has the values of all rows.
     - **without_draws** - sites whose draws are not kept.
     - **with_moments** - those, and the other sites of the covariance matrix.
@@ -147,7 +148,8 @@ class JointSums(NamedTuple):
 
 
 class SiteMoments(NamedTuple):
-    """
+    """Running moments of one chain.
+
     - **num_iterations** - iterations so far, without those of the warm-up.
     - **weight** - sum of the weights of each batch, shape ``(batches,)``.
     - **sites** - the sums of each site.

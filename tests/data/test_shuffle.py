@@ -263,7 +263,7 @@ def spoil(values):
         ({**ARRAYS, "n": ARRAYS["n"][1:]}, {}, "different numbers of rows.*999"),
         ({}, {}, "no arrays"),
         (ARRAYS, {"columns": ["X", "absent"]}, "no array 'absent'"),
-        (ARRAYS, {"categories": "city"}, "no array 'city'"),
+        (ARRAYS, {"categories": "X"}, "`categories` names 'X', but `source` has arrays"),
         (ARRAYS["n"], {}, "ndarray.*source of rows"),
         ({"s": np.array(["a", "b"])}, {}, "dtype <U1"),
         ("absent.parquet", {}, "absent.parquet"),

@@ -54,6 +54,14 @@ def test_as_arrays_gives_values_codes_and_levels(library):
     np.testing.assert_array_equal(arrays["day"], [1, 0, 1, 0])
 
 
+@pytest.mark.parametrize(
+    "names", [FRAME.columns[:2], np.array(["x", "late"])], ids=["Index", "array"]
+)
+def test_as_arrays_takes_names_as_pandas_and_numpy_have_them(names):
+    assert list(as_arrays(FRAME, names).arrays) == list(names)
+    assert as_arrays(FRAME, {"X": names}).arrays["X"].shape == (len(FRAME), 2)
+
+
 def test_as_arrays_stacks_the_columns_of_a_matrix():
     arrays, _ = as_arrays(FRAME, {"X": ["x", "late"], "counts": "count", "pair": ["count", "late"]})
     np.testing.assert_array_equal(arrays["X"], FRAME[["x", "late"]])
