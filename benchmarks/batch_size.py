@@ -1,7 +1,8 @@
 """Compare predicted and measured time per effective draw at three batch sizes of five models.
 
-``suggest_subsample_size`` predicts it from a warm-up with the first size. Draws are then timed at
-each size and at the recommended one, after a warm-up with that size; their ESS is the median over
+``suggest_subsample_size`` predicts it from a warm-up with the first size. The warm-up's own warning
+estimates the seconds of a step from the operations of a gradient. Draws are then timed at each size
+and at the recommended one, after a warm-up with that size; their ESS is the median over
 coordinates.
 """
 
@@ -26,16 +27,18 @@ from numpyro.diagnostics import effective_sample_size
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
+from numpyro_sgmcmc.adaptation.batch_size import estimate_step_cost
+from numpyro_sgmcmc.data.arguments import Arguments
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import flights
 
 NUM_CHAINS, NUM_WARMUP, NUM_DRAWS = 4, 200, 600
 COLUMNS = (
-    *("problem", "size", "steps, predicted", "steps", "ms, predicted", "ms", "ratio"),
-    *("ESS/draw", "smallest"),
+    *("problem", "size", "steps, predicted", "steps", "ms, estimated", "ms, predicted", "ms"),
+    *("ratio", "ESS/draw", "smallest"),
 )
-WIDTHS = (9, 13, 16, 6, 14, 7, 6, 8, 8)
+WIDTHS = (9, 13, 16, 6, 14, 14, 7, 6, 8, 8)
 
 
 class Problem(NamedTuple):
@@ -164,6 +167,8 @@ def main() -> None:
             suggestion = suggest_subsample_size(
                 kernel, *problem.args, num_chains=NUM_CHAINS, batch_size=problem.batch_sizes[0]
             )
+        arguments = Arguments(problem.args, {"batch_size": problem.batch_sizes[0]})
+        cost = estimate_step_cost(kernel.potential, arguments, kernel.adaptation.trace.choice)
         sizes = np.array(next(iter(suggestion.subsample_sizes.values())), float)
         measured = {}
         for batch_size in sorted({*problem.batch_sizes, suggestion.best}):
@@ -178,7 +183,9 @@ def main() -> None:
             measured[batch_size] = seconds / np.median(ess)
             label = f"{batch_size:,}" + ", best" * (batch_size == suggestion.best)
             cells = [name, label, f"{num_steps:.0f}", at_size.adaptation.num_steps]
-            cells += [f"{1e3 * predicted:.3f}", f"{1e3 * measured[batch_size]:.3f}"]
+            estimated = num_steps * (cost.per_step + cost.per_row * batch_size)
+            cells += [f"{1e3 * estimated:.3f}", f"{1e3 * predicted:.3f}"]
+            cells += [f"{1e3 * measured[batch_size]:.3f}"]
             cells += [f"{measured[batch_size] / predicted:.2f}"]
             cells += [f"{np.median(ess):.2f}", f"{ess.min():.2f}"]
             print_row(cells, WIDTHS)

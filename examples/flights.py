@@ -3,7 +3,7 @@
 The data are the 327,346 flights that left New York's airports in 2013 and arrived somewhere. The
 model gives the probability that a flight arrives more than 15 minutes late from its carrier,
 airport, month, weekday, hour of departure and distance: 64 parameters, among them the five scales
-by which the levels of each factor differ. The sampler sees 1,000 flights at a step.
+by which the levels of each factor differ. The sampler sees 300 flights at a step.
 
     python examples/flights.py               # plots and draws go to quickstart-output/
     python examples/flights.py --reference   # and NUTS on all rows beside it (long)
@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 FACTORS = ("carrier", "origin", "month", "weekday", "hour")
-BATCH_SIZE = 1000
+BATCH_SIZE = 300
 BLUE, ORANGE = "#2b6a99", "#d9822b"
 
 

@@ -33,11 +33,15 @@ T = TypeVar("T")
 _FREE_PRIMITIVES = {
     *("broadcast_in_dim", "reshape", "convert_element_type", "squeeze", "stop_gradient", "copy")
 }
-_TRANSCENDENTAL_PRIMITIVES = {
-    *("exp", "exp2", "log", "log1p", "expm1", "logistic", "tanh", "pow", "sqrt", "rsqrt", "sin"),
-    *("cos", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
-}
-_TRANSCENDENTAL_COST = 5  # of a transcendental function, in additions of numbers; rough
+# Time of a value on a CPU, relative to an addition of numbers; rough. A scatter adds one after
+# another.
+_VALUE_COSTS = {"pow": 80, "scatter": 20} | dict.fromkeys(
+    (
+        *("exp", "exp2", "log", "log1p", "expm1", "logistic", "tanh", "sqrt", "rsqrt", "sin"),
+        *("cos", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
+    ),
+    5,
+)
 
 
 def propagate(
@@ -96,7 +100,10 @@ def find_dependent_outputs(jaxpr: ClosedJaxpr, num_inputs: int) -> list[bool]:
 
 
 class Work(NamedTuple):
-    """Work of a traced function: its operations, and the numbers that they compute."""
+    """Work of a traced function: its operations, and the numbers that they compute.
+
+    Numbers of expensive operations count several times.
+    """
 
     num_operations: int
     num_values: int
@@ -106,22 +113,24 @@ def count_work(jaxpr: Jaxpr) -> Work:
     """Count the work of a jaxpr, with all iterations of its scans and one of its other loops."""
     num_operations = num_values = 0
     for eqn in jaxpr.eqns:
-        if inner := list(_iter_inner_jaxprs(eqn)):
-            length = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        name = eqn.primitive.name
+        is_scatter = name.startswith("scatter")  # its jaxpr adds two numbers
+        if not is_scatter and (inner := list(_iter_inner_jaxprs(eqn))):
+            length = eqn.params.get("length", 1) if name == "scan" else 1
             for work in map(count_work, inner):
                 num_operations += length * work.num_operations
                 num_values += length * work.num_values
-        elif (name := eqn.primitive.name) not in _FREE_PRIMITIVES:
+        elif name not in _FREE_PRIMITIVES:
             # Reductions read more values than they return, and scatters as many as they add.
             is_reduction = name.startswith(("reduce", "cum"))
             atoms = eqn.invars if is_reduction else eqn.outvars
-            atoms = eqn.invars[2:] if name.startswith("scatter") else atoms
+            atoms = eqn.invars[2:] if is_scatter else atoms
             size = sum(math.prod(getattr(x.aval, "shape", ())) for x in atoms)
             if name == "dot_general":
                 shape: Any = getattr(eqn.invars[0].aval, "shape", ())
                 size *= math.prod(shape[k] for k in eqn.params["dimension_numbers"][0][0])
             num_operations += 1
-            num_values += size * (_TRANSCENDENTAL_COST if name in _TRANSCENDENTAL_PRIMITIVES else 1)
+            num_values += size * _VALUE_COSTS.get("scatter" if is_scatter else name, 1)
     return Work(num_operations, num_values)
 
 

@@ -42,8 +42,8 @@ _SIMILAR_COST_RATIO = 1.2
 # Seconds on a CPU, tuned on the models of benchmarks/batch_size.py and examples/flights.py: of one
 # of the chains that step together and of a coordinate in it; of an operation of a gradient, for all
 # of them together, and of a number that it computes.
-_SECONDS_PER_STEP, _SECONDS_PER_COORDINATE = 7e-6, 1e-8
-_SECONDS_PER_OPERATION, _SECONDS_PER_VALUE = 7e-8, 2.5e-10
+_SECONDS_PER_STEP, _SECONDS_PER_COORDINATE = 3.5e-6, 1.2e-8
+_SECONDS_PER_OPERATION, _SECONDS_PER_VALUE = 5.5e-8, 1.3e-10
 _NUM_CHAINS = 4  # the number is not known yet
 
 

@@ -133,8 +133,13 @@ def test_step_cost_fit_recovers_a_line():
         (lambda x: x @ x.T, Work(2, 3 * 4 + 3 * 3 * 4)),  # a transposition and a product
         (lambda x: jax.jit(jnp.exp)(x).sum(), Work(2, 5 * 12 + 12)),
         (lambda x: jax.lax.scan(lambda c, v: (c + v, v), jnp.zeros(4), x), Work(3, 3 * 4)),
+        (
+            # Values that a scatter adds count 20 times, beside the three indices.
+            lambda x: jax.ops.segment_sum(x, jnp.arange(3), 3, mode="promise_in_bounds"),
+            Work(2, 3 + 20 * 12),
+        ),
     ],
-    ids=["product", "reduction", "scan"],
+    ids=["product", "reduction", "scan", "scatter"],
 )
 def test_count_work_of_known_functions(fn, work):
     assert count_work(jax.make_jaxpr(fn)(jnp.zeros((3, 4))).jaxpr) == work

@@ -189,10 +189,10 @@ def test_warn_slow_gradients_of_a_loop_predicts_minutes():
 
     inputs = make_inputs(model, (jnp.zeros((200, 1_000)),), 20)
     with pytest.warns(SubsampleSizeWarning, match="gradients with subsample_size=20 of 'series'"):
-        warn_slow_gradients(inputs, 20.0)
+        warn_slow_gradients(inputs, 10.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_slow_gradients(make_inputs(normal_mean, (Y,), 20), 20.0)
+        warn_slow_gradients(make_inputs(normal_mean, (Y,), 20), 10.0)
 
 
 def test_find_noise_warnings_sd_target_out_of_reach_recommends_batch_size(inputs):
