@@ -69,7 +69,8 @@ class ArrayIndex:
     holder: str | None = None  # the array of data that has these entries, or None
     is_latent: bool = False  # whether they depend on latent sites or random numbers
     before_wrap: ArrayIndex | None = None  # before JAX added the array's size to a negative index
-    data_cases: tuple[ArrayIndex, ...] = ()  # of a choice between data and numbers in the code
+    # where data choose among entries and numbers in the model's code: these entries; else None
+    chosen_entries: tuple[ArrayIndex, ...] | None = None
 
     @cached_property
     def bounds(self) -> Interval:
@@ -79,6 +80,11 @@ class ArrayIndex:
     def is_data(self) -> bool:
         """True if the entries come from data alone."""
         return bool(self.sources) and not self.is_latent
+
+    @property
+    def data_entries(self) -> tuple[ArrayIndex, ...]:
+        """The entries that are, or are computed from, numbers of the data."""
+        return (self,) * bool(self.sources) if self.chosen_entries is None else self.chosen_entries
 
 
 def combine_indices(
@@ -90,6 +96,7 @@ def combine_indices(
         frozenset[str | None]().union(*(x.sources for x in indices)),
         frozenset[str]().union(*(x.plates for x in indices)),
         is_latent=any(x.is_latent for x in indices),
+        chosen_entries=None if any(x.data_entries for x in indices) else (),
     )
 
 
@@ -142,11 +149,11 @@ class Lookup(NamedTuple):
             return False
         index, last = self.columns[k], self.last[k]
         low, high = index.bounds
-        # Negative numbers in the model's code, and computed indices that are all negative, count
-        # from the end, as in NumPy.
-        lowest = min((x.bounds[0] for x in index.data_cases), default=low)
-        counts_back = index.holder is None and high < 0 and low >= -1 - last
-        is_negative = self.is_negative_wrong[k] and lowest < 0 and not counts_back
+        # Negative numbers in the model's code, among which data choose, and computed indices that
+        # are all negative count from the end, as in NumPy.
+        lowest = min((x.bounds[0] for x in index.data_entries), default=0)
+        counts_back = (index.holder is None and high < 0) or lowest >= 0
+        is_negative = self.is_negative_wrong[k] and not (counts_back and low >= -1 - last)
         return is_negative or (self.is_beyond_wrong[k] and high > last)
 
 
@@ -215,7 +222,12 @@ class LookupWalk:
         values, lookup = [x.value for x in inputs], _describe_lookup(eqn, inputs)
         numbers: Any = eqn.params.get("dimension_numbers")
         index = combine_indices([x.index for x in inputs], lambda entries, *_: entries)
-        index = replace(index, holder=inputs[0].index.holder)
+        array = inputs[0].index
+        index = replace(index, holder=array.holder)
+        if not _is_update(eqn):
+            # Data choose among the numbers of a constant array, unless its rows are data.
+            is_table = array.sources == {None} and any(x.sources - {None} for x in lookup.columns)
+            index = replace(index, chosen_entries=() if is_table else array.chosen_entries)
         is_replaced = False
         if any(x.is_data or x.plates for x in lookup.columns):
             is_replaced = len(self.lookups) == self.replaced
@@ -314,11 +326,10 @@ def _derive_columns(
         if axis > 0 and all(_get_aval(x).shape[axis:] == (1,) for x in eqn.invars):  # index vectors
             return tuple(indices)
     if getattr(_get_aval(eqn.outvars[output]), "dtype", None) == jnp.bool_:
-        return (combine_indices(indices, lambda *_: (0, 1)),)
+        return (replace(combine_indices(indices, lambda *_: (0, 1)), chosen_entries=()),)
     index = combine_indices(indices, _ARITHMETIC.get(name, _unbounded))
-    if name == "select_n" and any(x.sources for x in indices[1:]):
-        # A negative number in the model's code counts from the end, as in NumPy.
-        index = replace(index, data_cases=tuple(x for x in indices[1:] if x.sources))
+    if name == "select_n":
+        index = replace(index, chosen_entries=sum((x.data_entries for x in indices[1:]), ()))
     return (index,)
 
 

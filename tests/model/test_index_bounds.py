@@ -132,6 +132,13 @@ ACCEPTED = {
     "own_negative": (make_model(lambda e, g, k: e[-1] + e[jnp.array([0, -2])].sum() * k), MISSING),
     "latent": (make_model(lambda e, g, k: e[(10 * e[0]).astype(int) + g]), MISSING),
     "chosen_negative": (make_model(lambda e, g, k: e[jnp.where(g == 2, -1, g)]), GROUP),
+    "own_table": (make_model(lambda e, g, k: e[jnp.array([0, -1, -3, 1])[k]]), GROUP),
+    "comparison": (make_model(lambda e, g, k: e[(g > 0) - 1]), MISSING),
+    "chosen_of_two": (make_model(lambda e, g, k: e[jnp.where(g > 0, 0, -1)]), GROUP),
+    "chosen_twice": (
+        make_model(lambda e, g, k: e[jnp.where(g == 2, -1, jnp.where(k == 0, -2, g))]),
+        GROUP,
+    ),
     "counted_back": (make_model(lambda e, g, k: e[-1 - g] + e[g - GROUPS]), GROUP),
 }
 
@@ -149,8 +156,15 @@ def test_check_index_bounds_of_a_right_model_passes(name):
         (lambda e, g, k: e[g - 1], GROUP),
         (lambda e, g, k: e[g - GROUPS - 1], GROUP),
         (lambda e, g, k: e[g], np.full(ROWS, -1)),
+        (lambda e, g, k: e[(k > 0) * g], MISSING),
+        (lambda e, g, k: e[jnp.where(k > 1, g, -2)], MISSING),
+        (lambda e, g, k: e[jnp.array([0, -1, -4])[g]], GROUP),
+        (lambda e, g, k: e[jnp.array([0, 1, 2])[g]], MISSING),
     ],
-    ids=["data_beside_a_constant", "some_negative", "below_the_first", "data"],
+    ids=[
+        *("data_beside_a_constant", "some_negative", "below_the_first", "data", "product"),
+        *("choice", "constant_below_the_first", "index_of_a_table"),
+    ],
 )
 def test_check_index_bounds_of_negative_data_raises(mean, group):
     assert_raises(make_check(make_model(mean), group, KIND, Y), group, KIND, Y, words=("`group`",))
