@@ -21,7 +21,13 @@ from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import stack_preconditioners
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor, get_split_factor
 from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
-from numpyro_sgmcmc.sampling.state import AdaptState, ChainConfig, SGMCMCState, has_chain_axis
+from numpyro_sgmcmc.sampling.state import (
+    AdaptState,
+    ChainConfig,
+    SGMCMCState,
+    StaticSettings,
+    has_chain_axis,
+)
 
 # SD of the initial positions in posterior SDs: chains that agree then have converged, not started
 # together. R-hat needs such initial positions (Gelman and Rubin 1992).
@@ -65,7 +71,10 @@ def init_chains(
         "step_size_monitor": StepSizeMonitor.zeros(num_temperatures, potential.dtype),
     }
     covariance, blocks = adaptation.gradient_noise_covariance, config.mass_matrix_blocks
-    adapt_state = AdaptState(step_size, preconditioner, covariance, blocks)
+    static_settings = StaticSettings.create(adaptation)
+    adapt_state = AdaptState(
+        step_size, preconditioner, covariance, blocks, static_settings=static_settings
+    )
     init_arguments = arguments if adaptation.uses_init_strategy else None
     init_states = _init_states_jit if is_traced(rng_key) else _init_states_low_opt_jit
     inputs = rng_key, init_params, adapt_state, init_arguments, constants

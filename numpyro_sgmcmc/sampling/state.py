@@ -8,7 +8,7 @@ part of it that a step changes, and :class:`ChainConfig` what stays the same. :c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation import Adaptation
-from numpyro_sgmcmc.data.subsampling import StreamState, sample_minibatches
+from numpyro_sgmcmc.data.subsampling import StreamState, Subsampling, sample_minibatches
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import InvalidArgumentError
+from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState
-from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
 from numpyro_sgmcmc.sampling.mass_matrix import MassMatrixBlocks, compute_mass_matrix_sqrt
@@ -82,6 +83,25 @@ for _field in ("potential_energy", "energy", "accept_prob", "mean_accept_prob"):
     setattr(SGMCMCState, _field, property(partial(_raise_not_available, _field)))
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class StaticSettings:
+    """Results of the warm-up that are constants of a compiled iteration.
+
+    As part of the state's structure they make JAX compile again where they differ: with
+    ``MCMC(..., jit_model_args=True)`` other data call the same function.
+    """
+
+    num_steps: int
+    estimator: GradientEstimator
+    subsampling: Subsampling
+    included_rows: IncludedRows
+
+    @classmethod
+    def create(cls, adaptation: Adaptation) -> StaticSettings:
+        return cls(**{f.name: getattr(adaptation, f.name) for f in fields(cls)})
+
+
 class AdaptState(NamedTuple):
     """
     - **step_size** - size of the iteration's last step, in preconditioned coordinates. A chain
@@ -95,6 +115,7 @@ class AdaptState(NamedTuple):
       function.
     - **initial_center** - the center before other blocks of Gibbs moved it, shape ``(d,)``; None
       if it has not moved.
+    - **static_settings** - without arrays.
     """
 
     step_size: Array
@@ -102,6 +123,7 @@ class AdaptState(NamedTuple):
     gradient_noise_covariance: GradientNoiseCovariance | None = None
     mass_matrix_blocks: MassMatrixBlocks | None = None
     initial_center: Array | None = None
+    static_settings: StaticSettings | None = None
 
     @property
     def inverse_mass_matrix(self) -> Any:

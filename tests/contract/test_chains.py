@@ -6,7 +6,10 @@ import pickle
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import numpyro
+import numpyro.distributions as dist
 import pytest
 from numpyro.infer import MCMC
 
@@ -133,3 +136,24 @@ def test_run_with_jit_model_args_accepts_other_data(progress_bar):
         mcmc.run(jax.random.key(seed), *data)
         draws = mcmc.get_samples(group_by_chain=True)["beta"]
         assert_posterior(draws, *survey_posterior(data)["beta"])
+
+
+def test_run_with_jit_model_args_takes_the_steps_of_each_data_set():
+    """Minibatch gradients of data with nine times the variance are nine times as noisy."""
+
+    def model(y):
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=100) as i:
+            numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+    kernel = SGHMCSplit(model, gradient_estimator="minibatch")
+    mcmc = quietly(kernel, num_warmup=10, num_samples=10, jit_model_args=True)
+    y = jnp.asarray(np.random.default_rng(0).standard_normal(1_000), jnp.float32)
+    num_steps = []
+    for data in (0.2 * y, 0.6 * y):
+        mcmc.run(jax.random.key(0), data)
+        num_steps.append(kernel.adaptation.num_steps)
+        # The weight is the sum of the iteration's step sizes.
+        actual = float(mcmc.last_state.weight) / kernel.adaptation.step_size
+        assert actual == pytest.approx(num_steps[-1], rel=1e-3)
+    assert num_steps[1] > 2 * num_steps[0]
