@@ -23,10 +23,11 @@ _SHARED_RUNS = (
     },
     {f"tests/contract/test_{name}.py" for name in ("chains", "draws", "starts")},
 )
-# The first file collects garbage and clears caches, which takes a minute after many other tests.
+# The first two files collect garbage and clear caches, which takes a minute after many other tests.
 # The longest are next, so that workers end at about the same time.
 _FIRST_FILES = (
     "tests/sampling/test_leaks.py",
+    "tests/adaptation/test_compilation.py",
     "tests/devices/test_devices.py",
     "tests/diagnostics/test_bias_report.py",
     "tests/contract/test_chains.py",
@@ -87,12 +88,18 @@ def x64():
 
 @pytest.fixture
 def no_warm_up(monkeypatch):
-    """Raise :class:`WarmupReached` instead of the warm-up, after all checks of the input."""
+    """Raise :class:`WarmupReached` instead of the warm-up, after all checks of the input.
+
+    The potential is not compared with those of other kernels, which takes longer than the checks.
+    """
 
     def reached(*args):
         raise WarmupReached
 
     monkeypatch.setattr("numpyro_sgmcmc.adaptation.warmup.fit_inits", reached)
+    monkeypatch.setattr(
+        "numpyro_sgmcmc.model.subsampled._potential_cache_key", lambda *args: object()
+    )
 
 
 def pytest_collection_modifyitems(items):

@@ -81,12 +81,12 @@ def positive(y, batch_size=None):
         numpyro.sample("y", dist.Normal(jnp.square(a), 1), obs=y[i])
 
 
-def run(model, y=Y, chain_method="vectorized", init_params=None, **options):
+def run(model, y=Y, chain_method="vectorized", init_params=None, num_samples=300, **options):
     """Run four chains; return the run and the messages about modes."""
     mcmc = quietly(
         SGHMCSplit(model, **options),
         num_warmup=100,
-        num_samples=300,
+        num_samples=num_samples,
         num_chains=4,
         chain_method=chain_method,
     )
@@ -102,7 +102,7 @@ def run(model, y=Y, chain_method="vectorized", init_params=None, **options):
 
 
 def test_run_permuted_components_are_reported_as_such():
-    mcmc, (message,) = run(unordered)
+    mcmc, (message,) = run(unordered, num_samples=50)
     assert "`means` permuted" in message
     assert "OrderedTransform" in message
     report = bias_report(mcmc)
@@ -164,7 +164,7 @@ def test_run_init_in_modes_one_mode_does_not_change_draws():
 
 def test_run_init_params_no_other_mode_is_searched_for():
     init_params = {"a": 2.0 * np.ones(4), "b": -2.0 * np.ones(4)}
-    assert not run(unknown_sign, SQUARES, init_params=init_params)[1]
+    assert not run(unknown_sign, SQUARES, init_params=init_params, num_samples=10)[1]
 
 
 @pytest.mark.slow

@@ -14,8 +14,6 @@ from numpyro_sgmcmc import SGHMC, SGLD, SGMGT, SGNHT, SGHMCSplit
 from numpyro_sgmcmc.errors import StepSizeWarning
 from tests.quick import quick_if
 
-pytestmark = pytest.mark.usefixtures("optimised")
-
 SIZE, BATCH = 2_000, 20
 SEEDS = [quick_if(seed == 0, seed) for seed in range(3)]
 
@@ -48,6 +46,7 @@ def read_step_size(message):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("seed", range(3))
 def test_user_step_size_too_long_for_the_noise_recommends_remedies_that_serve(seed):
     options = {"gradient_estimator": "minibatch"}
@@ -84,6 +83,7 @@ def test_user_step_size_too_long_for_the_integrator_is_reported(kernel, step_siz
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 def test_user_step_size_thermostat_removes_noise():
     """Simulated chains show how much SGMGT removes: without it SDs would be 28% too wide."""
     for kernel in (SGNHT, SGMGT):

@@ -3,6 +3,7 @@
 import re
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,14 @@ from numpyro_sgmcmc.adaptation.subsampling_choice import list_candidates
 from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_batch_size_warnings,
+    find_compensation_warnings,
     find_noise_warnings,
     issue_once,
     warn_slow_gradients,
 )
 from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling, Plate
 from numpyro_sgmcmc.dynamics import NoseHooverThermostat, UnderdampedLangevin
+from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import (
     DataOrderWarning,
     DiscretisationWarning,
@@ -52,6 +55,22 @@ def normal_mean(y, batch_size=None):
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
         numpyro.sample("y", dist.Normal(mu, 1), obs=y[i])
+
+
+def test_compensation_of_more_noise_than_injected_names_the_directions():
+    dynamics, step_size = UnderdampedLangevin(1.5), 0.2
+    fraction = dynamics.gradient_noise_fraction(step_size)
+    inputs = SimpleNamespace(settings=SimpleNamespace(dynamics=dynamics))
+
+    def find(*ratios):
+        covariance = GradientNoiseCovariance(np.array(ratios) / fraction)
+        return list(find_compensation_warnings(inputs, covariance, step_size))
+
+    assert not find(0.2, 0.9)
+    (warning,) = find(0.2, 1.1, 1.44)
+    assert warning.category is GradientNoiseWarning
+    assert "2 of 3 directions: SDs will be up to 20% too wide" in warning.message
+    assert "step_size below 0.2" in warning.fix
 
 
 @pytest.fixture(scope="module")

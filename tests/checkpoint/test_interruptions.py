@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from numpyro_sgmcmc import bias_report, open_draws
+from numpyro_sgmcmc.checkpoint.processes import lock_folder
 from numpyro_sgmcmc.errors import CheckpointError, CheckpointWarning
 from tests.checkpoint.runs import (
     DATA,
@@ -150,23 +151,16 @@ def test_run_killed_by_a_signal_is_resumed_bitwise(tmp_path):
     assert_bitwise_equal(resumed, outcome(whole))
 
 
-LOCK_ON_A_FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from numpyro_sgmcmc.checkpoint.processes import lock_folder
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-try:
-    with lock_folder(Path(sys.argv[1])):
-        raise ValueError("first error")
-except ValueError as error:
-    print(error)
-"""
-
-
 def test_lock_on_a_full_disk_raises_the_first_error(tmp_path):
-    pytest.importorskip("resource")
-    assert run_in_a_child(LOCK_ON_A_FULL_DISK, tmp_path / "run") == "first error\n"
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(KeyError, match="first error"), lock_folder(tmp_path / "run"):
+            raise KeyError("first error")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "run/lock").read_text()
 
 
 LOCK = """
@@ -180,16 +174,28 @@ with lock_folder(Path(sys.argv[1])):
 """
 
 
+def assert_in_use(folder, process):
+    for use in (resume, lambda folder: run(mcmc_of(folder))):
+        with pytest.raises(CheckpointError, match=rf"copy' is in use.* process {process}"):
+            use(folder)
+    assert open_draws(folder)["posterior"].sizes["draw"] == 6
+
+
+def test_folder_in_use_raises_until_it_is_released(copy, whole):
+    pytest.importorskip("fcntl")
+    with lock_folder(copy):
+        assert_in_use(copy, os.getpid())
+    assert_bitwise_equal(resume(copy), whole[1])
+
+
+@slow
 def test_folder_in_use_raises_until_the_other_process_ends(copy, whole):
     pytest.importorskip("fcntl")
     command = [sys.executable, "-c", LOCK, str(copy)]
     owner = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE)
     try:
         assert owner.stdout.readline() == b"locked\n"
-        for use in (resume, lambda folder: run(mcmc_of(folder))):
-            with pytest.raises(CheckpointError, match=rf"copy' is in use.* process {owner.pid}"):
-                use(copy)
-        assert open_draws(copy)["posterior"].sizes["draw"] == 6
+        assert_in_use(copy, owner.pid)
     finally:
         owner.kill()
         owner.wait()

@@ -33,7 +33,7 @@ def fit_of():
         if kernel_class not in fits:
             kernel, data = kernel_class(survey), survey_data()
             mcmc = quietly(
-                kernel, num_samples=1200, thinning=2, num_chains=2, chain_method="vectorized"
+                kernel, num_samples=600, thinning=2, num_chains=2, chain_method="vectorized"
             )
             mcmc.run(jax.random.key(1), *data, batch_size=BATCH, extra_fields=EXTRA_FIELDS)
             fits[kernel_class] = SimpleNamespace(

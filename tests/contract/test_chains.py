@@ -130,7 +130,7 @@ def test_run_without_warmup_shows_a_progress_bar(fit, progress_bar, capsys):
 def test_run_with_jit_model_args_accepts_other_data(progress_bar):
     """NumPyro then traces every argument, so that the batch size cannot be one of them."""
     kernel = SGHMCSplit(partial(survey, batch_size=BATCH))
-    mcmc = quietly(kernel, num_samples=300, jit_model_args=True, progress_bar=True)
+    mcmc = quietly(kernel, num_samples=150, jit_model_args=True, progress_bar=True)
     for seed in (0, 1):
         data = as_jax(survey_data(seed))
         mcmc.run(jax.random.key(seed), *data)

@@ -31,11 +31,11 @@ def test_default_run_has_the_exact_posterior(fit_of, kernel_class, site):
 def test_draws_have_the_shapes_of_nuts(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     shapes = {name: x.shape for name, x in fit.draws.items()}
-    assert shapes == {"beta": (2, 600, 2), "contrast": (2, 600), "rate": (2, 600)}
+    assert shapes == {"beta": (2, 300, 2), "contrast": (2, 300), "rate": (2, 300)}
     assert {name: x.shape for name, x in fit.mcmc.get_samples().items()} == {
-        "beta": (1200, 2),
-        "contrast": (1200,),
-        "rate": (1200,),
+        "beta": (600, 2),
+        "contrast": (600,),
+        "rate": (600,),
     }
     assert all(x.dtype == jnp.float32 for x in fit.draws.values())
 
@@ -74,7 +74,7 @@ def test_extra_fields_have_one_value_per_draw(fit_of, kernel_class):
     fit = fit_of(kernel_class)
     fields = fit.mcmc.get_extra_fields(group_by_chain=True)
     assert set(fields) == {*EXTRA_FIELDS, "diverging"}
-    assert fields["adapt_state.step_size"].shape == (2, 600)
+    assert fields["adapt_state.step_size"].shape == (2, 300)
     assert (fields["adapt_state.step_size"] > 0).all()
     assert (fields["num_steps"] >= 1).all()
     assert fields["num_steps"].dtype == jnp.int32
@@ -82,7 +82,7 @@ def test_extra_fields_have_one_value_per_draw(fit_of, kernel_class):
     assert not fields["diverging"].any()
     np.testing.assert_allclose(np.exp(fields["z.rate"]), fit.draws["rate"], rtol=1e-5)
     matrix = np.asarray(fields["adapt_state.inverse_mass_matrix"]["beta", "rate"])
-    assert matrix.shape == (2, 600, 3, 3)
+    assert matrix.shape == (2, 300, 3, 3)
     posterior = survey_posterior(fit.data)
     mean, sd = posterior["rate"]
     expected = np.array([*posterior["beta"][1], sd / mean])  # SD of the log rate

@@ -13,6 +13,7 @@ from numpyro.infer import MCMC, NUTS
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, warmup_report
 from tests.contract.kernels import GIVEN, each_kernel, quietly
+from tests.quick import quick_if
 
 DATA = np.arange(6.0, dtype=np.float32)
 
@@ -50,7 +51,15 @@ def observed_and_latent(y):
 
 CONDITIONED = condition(observed_and_latent, {"mean": 1.0})
 
-MODELS = [empty, deterministic, without_values, single_point, all_observed, CONDITIONED]
+# Other quick tests run the models marked as slow.
+MODELS = [
+    quick_if(False, empty),
+    deterministic,
+    quick_if(False, without_values),
+    single_point,
+    all_observed,
+    CONDITIONED,
+]
 
 
 def run(kernel, **settings):

@@ -91,14 +91,8 @@ def run_gibbs(
     return mcmc.get_samples(group_by_chain=True)
 
 
-@pytest.mark.parametrize(
-    "kernel_class",
-    [
-        kernel if kernel is SGHMCSplit else pytest.param(kernel, marks=pytest.mark.slow)
-        for kernel in KERNELS
-    ],
-    ids=lambda k: k.__name__,
-)
+@pytest.mark.slow  # the draws of the report on blocks have a quick test
+@pytest.mark.parametrize("kernel_class", KERNELS, ids=lambda k: k.__name__)
 def test_kernel_beside_a_discrete_block_has_the_exact_posterior(kernel_class):
     draws = run_gibbs(kernel_class(switching), 4000, BATCH)
     assert_exact_posterior(draws)

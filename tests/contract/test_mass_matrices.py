@@ -11,7 +11,7 @@ import pytest
 from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SGHMCSplit
-from tests.contract.kernels import GIVEN, quietly
+from tests.contract.kernels import GIVEN
 from tests.quick import quick_if
 
 MATRICES = ("inverse_mass_matrix", "mass_matrix_sqrt", "mass_matrix_sqrt_inv")
@@ -47,7 +47,7 @@ def kernel_without_warmup(**options):
         quick_if(False, {"dense_mass": np.True_}),
         {"dense_mass": []},
         quick_if(False, {"dense_mass": [("slope", "level", "noise")]}),
-        {"dense_mass": [("noise", "level")]},
+        quick_if(False, {"dense_mass": [("noise", "level")]}),
         quick_if(False, {"dense_mass": [("slope",), ("level",)]}),
         {"inverse_mass_matrix": np.arange(1.0, 9.0)},
         {"inverse_mass_matrix": np.arange(1.0, 9.0), "dense_mass": True},
@@ -92,13 +92,13 @@ def test_adapted_mass_matrix_has_blocks_of_dense_mass():
         x = jnp.concatenate([sites[0], sites[1], sites[2]])
         numpyro.sample("obs", dist.MultivariateNormal(jnp.zeros(4), covariance), obs=x)
 
-    mcmc = quietly(SGHMCSplit(model, dense_mass=[("b", "a")]), num_warmup=10, num_samples=1)
-    mcmc.run(jax.random.key(0))
-    blocks = mcmc.last_state.adapt_state.inverse_mass_matrix
+    kernel = SGHMCSplit(model, dense_mass=[("b", "a")])
+    adapt_state = kernel.init(jax.random.key(0), 10, None, (), {}).adapt_state
+    blocks = adapt_state.inverse_mass_matrix
     assert set(blocks) == {("b", "a"), ("c",)}
     np.testing.assert_allclose(blocks["b", "a"], [[3.0, 1.0], [1.0, 2.0]], rtol=0.3, atol=0.2)
     np.testing.assert_allclose(blocks["c",], [0.5, 4.0], rtol=0.3)
-    root = mcmc.last_state.adapt_state.mass_matrix_sqrt["b", "a"]
+    root = adapt_state.mass_matrix_sqrt["b", "a"]
     np.testing.assert_allclose(np.linalg.inv(root @ root.T), blocks["b", "a"], rtol=1e-4)
 
 

@@ -29,7 +29,7 @@ from tests.contract.kernels import (
     one_kernel,
 )
 
-ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 3000
+ROWS, BATCH, CHAINS, ITERATIONS = 300, 30, 64, 1500
 
 recorded_minibatches: list[tuple[int, ...]] | None = None
 """If a list, the model appends the row indices of each minibatch."""

@@ -13,6 +13,7 @@ from numpyro.infer import NUTS
 
 from numpyro_sgmcmc import SGHMCSplit
 from tests.contract.kernels import GIVEN
+from tests.quick import quick_if
 
 
 def no_plate():
@@ -73,9 +74,9 @@ def missing_plates(kernel):
 @pytest.mark.parametrize(
     ("model", "num"),
     [
-        (no_plate, 0),
+        quick_if(False, no_plate, 0),
         (full_plate, 0),
-        (event_shape, 0),
+        quick_if(False, event_shape, 0),
         (scan_steps, 0),
         (batch_dim_of_data, 1),
         (batch_dims_of_distribution, 2),

@@ -10,12 +10,12 @@ import pytest
 from numpyro_sgmcmc import HostArray, SGHMCSplit
 from tests.checkpoint import runs
 from tests.contract import test_gibbs as gibbs
-from tests.contract.kernels import BATCH, quietly, survey, survey_data, survey_posterior
+from tests.contract.kernels import BATCH, GIVEN, quietly, survey, survey_data, survey_posterior
 from tests.data import host_rows
 
 
 def check_parallel_chains_are_those_of_vectorized_chains():
-    data, kernel, draws = survey_data(), SGHMCSplit(survey, step_size=0.3, num_steps=5), {}
+    data, kernel, draws = survey_data(), SGHMCSplit(survey, **GIVEN), {}
     for method in ("parallel", "vectorized"):
         mcmc = quietly(kernel, num_samples=40, num_chains=2, chain_method=method)
         assert mcmc.chain_method == method

@@ -258,6 +258,10 @@ def test_few_draws_are_inconclusive():
     assert not report.is_ok
     assert "inconclusive" in {s.diagnosis for s in report.sites}
     assert "too small for a diagnosis" in report.diagnosis
+
+
+@pytest.mark.slow
+def test_few_dependent_draws_are_not_ok():
     dependent = run(SGHMCSplit(survey, **EXACT), num_samples=30, num_chains=1)
     assert not bias_report(dependent).is_ok
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,13 @@ def test_gradients_at_draws_are_unbiased(run, gradients):
     scale = exact.std(0)
     assert (np.abs(error.mean(0)) < 4 * error.std(0) / np.sqrt(len(error)) + 0.01 * scale).all()
     assert (error.std(0) < 0.3 * scale).all()
+
+
+def test_gradients_at_draws_of_a_randomised_likelihood_are_not_computed(run):
+    arguments = SimpleNamespace(host_arrays=(), sharded_arrays=())
+    stochastic = SimpleNamespace(is_stochastic=True, dim=3)
+    run = SimpleNamespace(kernel=SimpleNamespace(potential=stochastic), arguments=arguments)
+    assert compute_gradients_at_draws(run, np.zeros((1, 4, 3))) is None
 
 
 def test_curvature_at_draws_is_the_largest_eigenvalue(run, gradients):

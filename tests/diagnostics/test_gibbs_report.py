@@ -10,7 +10,7 @@ from numpyro.infer import NUTS, DiscreteGibbs, Gibbs
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, print_summary
 from tests.contract.kernels import quietly
-from tests.contract.test_gibbs import BATCH, counts, switching
+from tests.contract.test_gibbs import BATCH, SHIFT, assert_exact_posterior, counts, switching
 
 EXACT = {"step_size": 0.25, "num_steps": 10}
 NOISY = {
@@ -117,6 +117,13 @@ def switched():
     return run_switching(SGHMCSplit(switching))
 
 
+def test_draws_beside_a_discrete_block_have_the_exact_posterior(switched):
+    draws = switched.get_samples(group_by_chain=True)
+    assert_exact_posterior(draws)
+    expected = draws["rate"] * np.exp(SHIFT * draws["k"])
+    np.testing.assert_allclose(draws["total"], expected, rtol=1e-5)
+
+
 def test_discrete_sites_are_conditioned_on(switched, capsys):
     report = bias_report(switched)
     assert [site.site for site in report.sites] == ["rate"]
@@ -142,7 +149,7 @@ def test_noise_beside_a_discrete_block_is_flagged():
     kernel = SGHMCSplit(
         switching, step_size=0.3, gradient_estimator="minibatch", subsampling="iid", num_steps=10
     )
-    report = bias_report(run_switching(kernel))
+    report = bias_report(run_switching(kernel, num_samples=500))
     assert report.is_flagged
     assert report.sites[0].sd_inflation > 0.2
     assert "not measured" in report.diagnosis

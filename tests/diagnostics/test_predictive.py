@@ -7,7 +7,7 @@ import numpyro.distributions as dist
 import pytest
 from jax import random
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
-from numpyro.infer import MCMC, NUTS, Predictive
+from numpyro.infer import MCMC, BarkerMH, Predictive
 from scipy import stats
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, posterior_predictive
@@ -104,7 +104,7 @@ def test_expected_distance_is_that_of_independent_draws():
 
 
 def test_predictive_summary_of_a_run_of_numpyro_prints_and_converts():
-    mcmc = MCMC(NUTS(model), num_warmup=50, num_samples=60, num_chains=1, progress_bar=False)
+    mcmc = MCMC(BarkerMH(model), num_warmup=50, num_samples=60, num_chains=1, progress_bar=False)
     with pytest.raises(ValueError, match=r"`mcmc`.*without draws"):
         predictive_summary(mcmc, mean, X)
     y = RNG.poisson(1.0, len(X))

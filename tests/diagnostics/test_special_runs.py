@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWar
 
 def run(num_chains=2, **settings):
     kernel = SGHMCSplit(survey, **settings)
-    mcmc = quietly(kernel, num_samples=2000, num_chains=num_chains, chain_method="vectorized")
+    mcmc = quietly(kernel, num_samples=1000, num_chains=num_chains, chain_method="vectorized")
     mcmc.run(jax.random.key(0), *DATA, batch_size=BATCH)
     return mcmc
 

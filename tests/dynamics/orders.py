@@ -7,6 +7,7 @@ and any number of normal vectors per step, and need float64.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,19 @@ def fitted_slope(step_sizes: Sequence[float], errors: Sequence[float]) -> float:
 # --- Gaussian potentials: a step is linear ------------------------------------------------------
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _linearise(step: Callable, num_noise: int, state: Any, step_size: Any, curvature: Any) -> Any:
+    """Return the Jacobians of a step by its state, its noise, and an offset of the gradient."""
+    flat, unravel = ravel_pytree(state)
+    dim = state.position.size
+
+    def run(z: Any, noise: Any, offset: Any) -> Any:
+        return ravel_pytree(step(unravel(z), step_size, lambda q: curvature @ q + offset, noise))[0]
+
+    origin = (jnp.zeros_like(flat), jnp.zeros((num_noise, dim)), jnp.zeros(dim))
+    return jax.jacobian(run, (0, 1, 2))(*origin)
+
+
 def stationary_covariance(
     step: Callable,
     state: Any,
@@ -42,17 +56,12 @@ def stationary_covariance(
     :param gradient_variance: variance of the minibatch noise: an offset of the gradient that is
         independent between steps and coordinates, and shared by all gradients of a step.
     """
-    flat, unravel = ravel_pytree(state)
-    dim = state.position.size
-
-    def run(z: Any, noise: Any, offset: Any) -> Any:
-        return ravel_pytree(step(unravel(z), step_size, lambda q: curvature @ q + offset, noise))[0]
-
-    origin = (jnp.zeros_like(flat), jnp.zeros((num_noise, dim)), jnp.zeros(dim))
-    transition, noise, offset = (np.asarray(x) for x in jax.jacobian(run, (0, 1, 2))(*origin))
+    transition, noise, offset = map(
+        np.asarray, _linearise(step, num_noise, state, step_size, curvature)
+    )
     if np.abs(np.linalg.eigvals(transition)).max() >= 1:
         return np.full(transition.shape, np.inf)
-    noise = noise.reshape(flat.size, -1)
+    noise = noise.reshape(len(transition), -1)
     forcing = noise @ noise.T + gradient_variance * offset @ offset.T
     return scipy.linalg.solve_discrete_lyapunov(transition, forcing)
 

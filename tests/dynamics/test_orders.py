@@ -111,15 +111,16 @@ def step_and_num_noise(name, integrator):
 
 
 COUPLED = ["underdamped", "nose_hoover, shared", "riemannian, dense", "riemannian_langevin, dense"]
-IN_DIMENSIONS = [(n, i, 1) for n, i in INTEGRATORS] + [
-    (n, i, 2) for n, i in INTEGRATORS if n in COUPLED and step_and_num_noise(n, i)[1] == 1
-]
+IN_TWO = [(n, i) for n, i in INTEGRATORS if n in COUPLED and step_and_num_noise(n, i)[1] == 1]
+IN_DIMENSIONS = [(n, i, 1) for n, i in INTEGRATORS] + [(n, i, 2) for n, i in IN_TWO]
 
 
 @pytest.mark.parametrize(
     ("name", "integrator", "dim"),
     [
-        quick_if(n in QUICK_NAMES | QUICK_NAMES_OF_OTHER_KERNELS, n, i, d)
+        quick_if(
+            n in QUICK_NAMES | QUICK_NAMES_OF_OTHER_KERNELS and d == 1 + ((n, i) in IN_TWO), n, i, d
+        )
         for n, i, d in IN_DIMENSIONS
     ],
 )

@@ -239,9 +239,9 @@ def test_run_without_rows_names_the_array(no_warm_up, model, x):
     [
         (lambda eta: dist.Bernoulli(logits=eta), [-1, 1]),
         slow(lambda eta: dist.Bernoulli(logits=eta), [1, 2]),
-        (lambda eta: dist.Poisson(jnp.exp(eta)), [0, 1.5]),
+        slow(lambda eta: dist.Poisson(jnp.exp(eta)), [0, 1.5]),
         slow(lambda eta: dist.Poisson(jnp.exp(eta)), [0, -1]),
-        (lambda eta: dist.Exponential(jnp.exp(eta)), [1.0, -1.0]),
+        slow(lambda eta: dist.Exponential(jnp.exp(eta)), [1.0, -1.0]),
         slow(lambda eta: dist.HalfNormal(jnp.exp(eta)), [1.0, -1.0]),
         slow(lambda eta: dist.Binomial(3, logits=eta), [0, 4]),
         slow(lambda eta: dist.Categorical(logits=eta[..., None] * jnp.arange(3.0)), [0, 3]),

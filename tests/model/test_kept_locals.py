@@ -41,12 +41,17 @@ def in_memory():
     return run(quietly(discrete_kernel(), num_warmup=2, num_samples=6), Y)
 
 
-def test_adaptation_all_settings_given_keeps_them(in_memory):
-    assert in_memory.sampler.adaptation.uses_init_strategy
-    assert in_memory.sampler.adaptation.num_steps == 3
-    k = np.asarray(in_memory.get_samples()["k"])
+def assert_keeps_settings(mcmc):
+    assert mcmc.sampler.adaptation.uses_init_strategy
+    assert mcmc.sampler.adaptation.num_steps == 3
+    k = np.asarray(mcmc.get_samples()["k"])
     assert set(np.unique(k)) == {0, 1}
     assert (k[1:] != k[:-1]).any(0).sum() > 10
+
+
+@pytest.mark.slow
+def test_adaptation_all_settings_given_keeps_them(in_memory):
+    assert_keeps_settings(in_memory)
 
 
 @pytest.mark.slow
@@ -65,7 +70,10 @@ def test_resume_killed_run_continues_bitwise(kind, tmp_path, monkeypatch):
         settings = {"num_warmup": 2, "num_samples": 6, "checkpoint_every": 2}
         return CheckpointedMCMC(kernel, checkpoint=folder, progress_bar=False, **settings)
 
-    whole = outcome(run(stored(tmp_path / "whole"), Y))
+    uninterrupted = run(stored(tmp_path / "whole"), Y)
+    if kind == "gibbs_fn":
+        assert_keeps_settings(uninterrupted)
+    whole = outcome(uninterrupted)
     with monkeypatch.context() as patch:
         end_at(patch, 5, kill)
         with pytest.raises(Killed):

@@ -114,7 +114,7 @@ def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
 
 
 def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, capsys):
-    report = bias_report(collected_run)
+    report = bias_report(collected_run, num_draws=100)
     assert [site.site for site in report.sites] == ["mu", "tau"]
     found = np.stack([report.mean_bias.value, report.sd_inflation.value])
     truth = true_bias(collected_run, normal_means_posterior(ROWS))

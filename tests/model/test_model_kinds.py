@@ -265,6 +265,7 @@ def test_run_without_subsampled_plate_warns_once(batch_size):
     assert_posterior(draws, *normal_mean(y.astype(np.float64)))
 
 
+@pytest.mark.slow  # warnings are errors in all quick tests
 def test_init_shuffled_rows_does_not_warn():
     """Contiguous minibatches of rows in random order are as good as random rows."""
 

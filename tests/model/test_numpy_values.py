@@ -22,7 +22,7 @@ from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, posterior_predict
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.numpy_values import IndexableArray, NumPyArgumentsModel
-from numpyro_sgmcmc.model.subsampled import get_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import GIVEN, quietly
 
 ROWS, BATCH, GROUPS = 60, 12, 4
@@ -199,7 +199,7 @@ CLOSURES = {
 
 
 def make_potential(model, args=(), **kwargs):
-    return get_model_potential(model, Arguments(args, kwargs), init_to_uniform)
+    return make_model_potential(model, Arguments(args, kwargs), init_to_uniform)
 
 
 def evaluate(model, args):

@@ -304,8 +304,10 @@ def test_noise_eval_points_weighted_gradients_have_noise_variance_of_estimate():
     b = bench("one", rows=3)
     arguments, rows = CASES["one"].arguments(rows=3), all_iid(6, 3)
     preconditioner = jax.tree.map(lambda x: np.asarray(x, np.float64), b.preconditioner)
-    gradient = jax.vmap(
-        lambda i, position: b.potential.gradient(position, {"rows": i}, arguments), (0, None)
+    gradient = jax.jit(
+        jax.vmap(
+            lambda i, position: b.potential.gradient(position, {"rows": i}, arguments), (0, None)
+        )
     )
     estimates = b.each(b.q, {"rows": rows})
     for k, name in enumerate(NAMES):

@@ -14,19 +14,32 @@ from numpyro_sgmcmc import SGHMCSplit
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidModelError, SGMCMCWarning
 from numpyro_sgmcmc.model.handlers import FullDataModel
-from numpyro_sgmcmc.model.subsampled import get_model_potential
+from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.numpyro_models.discrete import EXAMPLES as DISCRETE_EXAMPLES
 from tests.numpyro_models.models import EXAMPLES, SEPARATE
+from tests.quick import quick_if
 from tests.sampling.references import compute_violations, summarise
 
 WITH_LOCAL_SITES = ("batting averages, beta prior", "batting averages, logits")
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in WITH_LOCAL_SITES])
+# Regressions of the same statements as others.
+SLOW = {
+    "logistic regression",
+    "regression on two predictors",
+    "adjusted experiment",
+    "horseshoe",
+    "proportions",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [quick_if(n not in SLOW, n) for n in EXAMPLES if n not in WITH_LOCAL_SITES]
+)
 def test_gradient_is_that_of_numpyros_potential(name):
     example = EXAMPLES[name]
     arguments = Arguments(example.args, {"batch_size": example.batch_size})
-    potential = get_model_potential(example.model, arguments, init_to_uniform)
+    potential = make_model_potential(example.model, arguments, init_to_uniform)
     q = jnp.linspace(0.2, 0.6, potential.dim)  # all scales are positive
     model = FullDataModel(potential.user_model)
 

@@ -40,7 +40,7 @@ def run(max_grad_norm):
         num_steps=30,
     )
     mcmc = quietly(
-        kernel, num_warmup=100, num_samples=4000, num_chains=4, chain_method="vectorized"
+        kernel, num_warmup=100, num_samples=1500, num_chains=4, chain_method="vectorized"
     )
     mcmc.run(jax.random.key(0), Y)
     return mcmc

@@ -61,12 +61,13 @@ def test_mirrored_gamma_density_is_normalised_and_matches_its_draws(alpha):
 
 def test_expanded_mean_site_keeps_its_dirichlet_prior():
     def sample_shares(rng_key):
-        sites = trace(seed(expanded(), rng_key)).get_trace(COUNTS)
+        sites = trace(seed(expanded(), rng_key)).get_trace(jnp.asarray(COUNTS))
         assert sites["shares"]["type"] == "deterministic"
         assert sites["shares_mirrored"]["value"].shape == (4,)
         return sites["shares"]["value"]
 
-    draws = np.asarray(jax.vmap(sample_shares)(random.split(random.key(0), 20_000)), np.float64)
+    keys = random.split(random.key(0), 20_000)
+    draws = np.asarray(jax.jit(jax.vmap(sample_shares))(keys), np.float64)
     exact = dist.Dirichlet(ALPHA)
     error = draws.std(0) / np.sqrt(len(draws))
     assert (np.abs(draws.mean(0) - exact.mean) < 5.0 * error).all()

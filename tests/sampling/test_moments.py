@@ -1,6 +1,7 @@
 """Moments for bias estimates: read at the right point, kept in batches, and estimated from."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,19 @@ def step_with_reading(step, state, step_size, gradient_fn, normals):
     return end, (end if step.gradient_at_end else state).position, recorder.first_gradient
 
 
+@partial(jax.jit, static_argnums=0)
+def linearise_reading(step, state, h, k):
+    """Return the Jacobians of what is read by the state, the normals and the gradient noise."""
+    flat, unravel = ravel_pytree(state)
+
+    def read(z, normals, gradient_noise):
+        _, q, g = step_with_reading(step, unravel(z), h, lambda x: k * x + gradient_noise, normals)
+        return jnp.concatenate([q, g])
+
+    origin = jnp.zeros_like(flat), jnp.zeros((step.num_noise, 1)), jnp.zeros(1)
+    return jax.jacobian(read, (0, 1, 2))(*origin)
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "integrator"), LINEAR)
 @pytest.mark.parametrize(("h", "k", "variance"), [(0.3, 1.0, 0.0), (0.8, 0.8, 4.0), (0.1, 1.3, 50)])
@@ -47,14 +61,7 @@ def test_position_gradient_moment_of_a_gaussian_is_its_variance(name, integrator
     if name == "underdamped":
         dynamics = replace(dynamics, is_fsal=integrator in ("baoab", "obabo"))
     step, state = dynamics.make_step(integrator), dynamics.init(jnp.zeros(1), jax.random.key(0))
-    flat, unravel = ravel_pytree(state)
-
-    def read(z, normals, gradient_noise):
-        _, q, g = step_with_reading(step, unravel(z), h, lambda x: k * x + gradient_noise, normals)
-        return jnp.concatenate([q, g])
-
-    origin = jnp.zeros_like(flat), jnp.zeros((step.num_noise, 1)), jnp.zeros(1)
-    by_state, by_normals, by_noise = (np.asarray(x) for x in jax.jacobian(read, (0, 1, 2))(*origin))
+    by_state, by_normals, by_noise = map(np.asarray, linearise_reading(step, state, h, k))
     covariance = stationary_covariance(step, state, step.num_noise, h, k * np.eye(1), variance)
     by_normals = by_normals.reshape(2, -1)
     moments = by_state @ covariance @ by_state.T + by_normals @ by_normals.T
@@ -109,10 +116,14 @@ def iteration_sums(q, g, temperature=1.0, weight=1.0):
     return sums.finalize_iteration(q, temperature, jnp.asarray(weight, q.dtype))
 
 
+@jax.jit
+@jax.vmap
+def batch_index(i):
+    return compute_batch_index(i, 16)
+
+
 def test_batch_lengths_double_with_the_run():
-    num_batches, length = 16, 4 * (2**6 - 1)
-    batch_index = jax.vmap(lambda i: compute_batch_index(i, num_batches))
-    index = np.asarray(batch_index(jnp.arange(length)))
+    index = np.asarray(batch_index(np.arange(4 * (2**6 - 1))))
     # Four of one, four of two, four of four, four of eight, then again from the first batch.
     np.testing.assert_array_equal(index[:12], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 7, 7])
     np.testing.assert_array_equal(index[60 : 60 + 64], np.repeat([0, 1, 2, 3], 16))
@@ -121,7 +132,7 @@ def test_batch_lengths_double_with_the_run():
 
 @pytest.mark.parametrize("num_iterations", [60, 150, 188, 252, 40_000])
 def test_batches_are_worth_nine_of_equal_length_at_any_time(num_iterations):
-    index = np.asarray(jax.vmap(lambda i: compute_batch_index(i, 16))(jnp.arange(num_iterations)))
+    index = np.asarray(batch_index(np.arange(num_iterations)))
     lengths = np.bincount(index, minlength=16)
     assert lengths.sum() == num_iterations
     assert lengths.sum() ** 2 / np.square(lengths).sum() > 9
@@ -141,7 +152,7 @@ def test_moments_add_every_valid_iteration_to_its_batch(dim):
         moments = add(moments, qs[i], gs[i], i)
     assert moments.num_iterations == 40
     is_valid = np.arange(40) != 7
-    index = np.asarray(compute_batch_index(jnp.arange(40), 16))
+    index = np.asarray(batch_index(np.arange(40)))
     np.testing.assert_array_equal(
         moments.batches.weight, np.bincount(index, is_valid, minlength=16)
     )
