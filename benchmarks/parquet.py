@@ -1,10 +1,11 @@
 """A Parquet folder sorted by time: shuffled once on disk, then sampled as fast as npy files.
 
-Ten columns: time, eight covariates and a label. The folder is shuffled in ``--memory`` megabytes;
-then a logistic regression is sampled from the result, and from npy files of the same size that
-were written in random order. Each stage is a separate process. Targets: resident memory of the
-shuffle below ``--memory`` beside that of an idle process; the run within 1.3 times the run on npy
-files; memory of the run that does not grow with the rows (a tenth of them, and all).
+Ten columns: time, seven real covariates, an integer one and a label. The folder is shuffled in
+``--memory`` megabytes; then a logistic regression is sampled from the result, and from npy files
+with the same rows in the same order. Each stage is a separate process. Targets: resident memory of
+the shuffle below ``--memory`` beside that of an idle process; the run within 1.3 times the run on
+npy files; memory of the run that does not grow with the rows (the last of ``--num-rows`` is the one
+of which runs are repeated).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,19 +37,8 @@ WIDTHS = (34, 10, 9, 9, 12, 12)
 BATCH_SIZE = 1000
 
 
-def make_rows(first: int, num: int, num_rows: int, is_sorted: bool) -> tuple[np.ndarray, ...]:
-    """Covariates that drift with time, and labels, of rows in the order of time or at random."""
-    rng = np.random.default_rng(first)
-    when = (first + np.arange(num)) / num_rows if is_sorted else rng.random(num)
-    X = np.empty((num, 9), np.float32)
-    X[:, 0] = 2 * when - 1
-    X[:, 1:] = rng.standard_normal((num, 8), dtype=np.float32) + X[:, :1]
-    logits = X @ np.linspace(-1, 1, 9, dtype=np.float32)
-    return X, (rng.random(num) < 1 / (1 + np.exp(-logits))).astype(np.float32)
-
-
 def write_parquet(folder: Path, num_rows: int) -> None:
-    """The sorted folder."""
+    """The sorted folder: covariates drift with time."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -55,26 +46,20 @@ def write_parquet(folder: Path, num_rows: int) -> None:
     for start in range(0, num_rows, FILE_ROWS):
         writer = None
         for first in range(start, min(start + FILE_ROWS, num_rows), ROW_GROUP_ROWS):
-            X, y = make_rows(first, min(ROW_GROUP_ROWS, num_rows - first), num_rows, True)
-            columns = dict(zip(NAMES, X.T.astype(np.float64), strict=True))
-            table = pa.table({**columns, "label": y.astype(np.int8)})
+            num = min(ROW_GROUP_ROWS, num_rows - first)
+            rng = np.random.default_rng(first)
+            X = rng.standard_normal((9, num), dtype=np.float32)
+            X[0] = 2 * (first + np.arange(num)) / num_rows - 1
+            X[1:] += X[0]
+            X[8] = X[8].round()
+            logits = np.linspace(-1, 1, 9, dtype=np.float32) @ X
+            columns = dict(zip(NAMES, [*X[:8], X[8].astype(np.int32)], strict=True))
+            label = (rng.random(num) < 1 / (1 + np.exp(-logits))).astype(np.int32)
+            table = pa.table({**columns, "label": label})
             writer = writer or parquet.ParquetWriter(folder / f"{start:012d}.parquet", table.schema)
             writer.write_table(table)
         assert writer is not None
         writer.close()
-
-
-def write_npy(folder: Path, num_rows: int) -> None:
-    """The npy files in random order."""
-    folder.mkdir()
-    maps = [
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", np.float32, shape)
-        for name, shape in (("X", (num_rows, 9)), ("y", (num_rows,)))
-    ]
-    for first in range(0, num_rows, ROW_GROUP_ROWS):
-        num = min(ROW_GROUP_ROWS, num_rows - first)
-        for array, rows in zip(maps, make_rows(first, num, num_rows, False), strict=True):
-            array[first : first + num] = rows
 
 
 def resident_mb(field: str) -> float:
@@ -111,8 +96,7 @@ def measure(stage: str, folder: Path, memory_mb: int) -> None:
             arrays, _ = open_rows(folder / "shuffled")
         rng = np.random.default_rng(0)
         start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(3):
-            arrays["X"].read(rng.integers(len(arrays["X"]), size=BATCH_SIZE))
+        arrays["X"].read(rng.integers(len(arrays["X"]), size=BATCH_SIZE))
     else:
         data = open_rows(folder / "shuffled").arrays
         if stage == "npy":
@@ -150,15 +134,20 @@ def run_stage(stage: str, folder: Path, memory_mb: int) -> list[float]:
 def compare(folder: Path, num_rows: int, memory_mb: int, repeats: int) -> None:
     """All stages for a number of rows."""
     write_parquet(folder / "parquet", num_rows)
-    write_npy(folder / "npy", num_rows)
     stages = ["shuffle", "read parquet", "read shuffled", *["npy", "shuffled"] * repeats]
     found: dict[str, list[Any]] = {}
     for stage in stages:
-        found.setdefault(stage, []).append(run_stage(stage, folder, memory_mb))
+        result = run_stage(stage, folder, memory_mb)
+        print(f"  {stage}: {np.round(result, 2)}", flush=True)
+        found.setdefault(stage, []).append(result)
+        if stage == "shuffle":
+            (folder / "npy").mkdir()
+            for file in (folder / "shuffled").glob("*.npy"):
+                shutil.copy(file, folder / "npy")
     titles = {
         "shuffle": f"shuffle in {memory_mb} MB",
-        "read parquet": "3 reads of random rows, Parquet",
-        "read shuffled": "3 reads of random rows, shuffled",
+        "read parquet": f"read {BATCH_SIZE} random rows, Parquet",
+        "read shuffled": f"read {BATCH_SIZE} random rows, shuffled",
         "npy": "run on npy files",
         "shuffled": "run on the shuffled rows",
     }
@@ -175,10 +164,10 @@ def compare(folder: Path, num_rows: int, memory_mb: int, repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--num-rows", type=float, default=5e7)
+    parser.add_argument("--num-rows", type=float, nargs="+", default=[2e6, 1e7, 5e7])
     parser.add_argument("--memory", type=int, default=500, help="megabytes for the shuffle")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="folder for the files: 3 GB for 1e7 rows")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="folder for the files: 2 GB for 1e7 rows")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -187,9 +176,10 @@ def main() -> None:
         return
     print_header("Parquet: no arguments")
     print_row(["", "rows", "seconds", "CPU s", "more memory", "largest"], WIDTHS)
-    for num_rows in (int(args.num_rows) // 10, int(args.num_rows)):
+    for num_rows in args.num_rows:
+        repeats = args.repeats if num_rows == args.num_rows[-1] else 1
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            compare(Path(folder), num_rows, args.memory, args.repeats)
+            compare(Path(folder), int(num_rows), args.memory, repeats)
 
 
 if __name__ == "__main__":
