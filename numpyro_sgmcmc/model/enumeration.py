@@ -13,17 +13,22 @@ the latter.
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro
 from jax import Array, random
 from numpyro import validation_enabled
-from numpyro.handlers import infer_config, seed, substitute
+from numpyro.contrib.control_flow.scan import scan_wrapper
+from numpyro.handlers import infer_config, scope, seed, substitute
 from numpyro.primitives import Messenger
 
 from numpyro_sgmcmc.compilation import jit_low_optimization
@@ -34,6 +39,8 @@ from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_prior, tr
 
 # Relative change of a row's log density that is rounding.
 _TOLERANCE = 1e-4
+# Prefix of a site of one step of a `scan`.
+_STEP_PREFIX = re.compile(r"^_STEP_\d+_")
 
 
 class EnumeratedSites(NamedTuple):
@@ -68,31 +75,36 @@ def import_funsor() -> Any:
 
 
 class _collect_rows(Messenger):
-    """Handler that leaves the sites of a plate's rows to an outer trace, without the plate's scale.
+    """Handler that leaves the sites of a plate's rows to an outer trace, without the plate.
 
     - **other_sites** - messages of the sites outside of the plate, which the trace does not see.
+    - **shapes** - shapes of the sites inside of it, by the plates around them.
 
-    :param keep_rows: whether the rows stay a free dimension of the factors.
+    :param unroll: whether NumPyro's ``scan`` runs as a loop, with sites of each step.
     """
 
-    def __init__(self, fn: Any, sites: EnumeratedSites, num_rows: int, keep_rows: bool) -> None:
-        self.plate, self.keep_rows = sites.plate, keep_rows
+    def __init__(self, fn: Any, sites: EnumeratedSites, num_rows: int, unroll: bool) -> None:
+        self.plate, self.unroll = sites.plate, unroll
         self.plate_scale = sites.plate_size / num_rows
         self.other_sites: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         super().__init__(fn)
 
     def process_message(self, msg: Any) -> None:
+        if msg["type"] == "control_flow" and msg["fn"] is scan_wrapper and self.unroll:
+            msg["fn"] = _run_steps
         if msg["type"] != "sample":
             return
         frames = [f for f in msg["cond_indep_stack"] if f.name != self.plate]
         if len(frames) == len(msg["cond_indep_stack"]):
             self.other_sites[msg["name"]] = msg
-            msg["stop"] = self.keep_rows
+            msg["stop"] = True
         else:
             if msg["scale"] is not None and self.plate_scale != 1:
                 msg["scale"] = msg["scale"] / self.plate_scale
-            if self.keep_rows:
-                msg["cond_indep_stack"] = frames
+            sizes = {f.dim: f.size for f in msg["cond_indep_stack"]}
+            self.shapes[msg["name"]] = tuple(sizes.get(k, 1) for k in range(min(sizes), 0))
+            msg["cond_indep_stack"] = frames
 
 
 @cache
@@ -123,8 +135,29 @@ def _use_row_plates() -> Iterator[None]:
         numpyro.plate.__new__ = replaced
 
 
+def _run_steps(
+    f: Callable, init: Any, xs: Any, length: int | None, is_reverse: bool, **options: Any
+) -> Any:
+    """Run NumPyro's ``scan`` as a loop with sites of each step, named with a prefix."""
+    from numpyro.contrib.funsor import markov
+    from numpyro.ops.pytree import PytreeTrace
+
+    length = jax.tree.leaves(xs)[0].shape[0] if length is None else length
+    carry, outputs, order = init, [], slice(None, None, -1 if is_reverse else 1)
+    for step in markov(range(length)[order], history=options["history"]):
+        with scope(prefix=f"_STEP_{step:09d}", divider="_", hide_types=["plate"]):
+            carry, y = f(carry, jax.tree.map(itemgetter(step), xs))
+        outputs.append(y)
+
+    def stack(*ys: Any) -> Array:
+        # States take turns in their dimensions, as in NumPyro's own loop.
+        return jnp.stack([jnp.reshape(y, jnp.shape(ys[0])) for y in ys])
+
+    return (length, None, carry), (PytreeTrace({}), jax.tree.map(stack, *outputs[order]))
+
+
 def _enumerate_rows(
-    model: Callable, sites: EnumeratedSites, num_rows: int, keep_rows: bool
+    model: Callable, sites: EnumeratedSites, num_rows: int, unroll: bool = False
 ) -> _collect_rows:
     """Return the model with its discrete sites enumerated, for NumPyro's ``log_density``."""
     from numpyro.contrib.funsor import enum
@@ -133,7 +166,8 @@ def _enumerate_rows(
     def mark(site: Any) -> dict[str, Any]:
         if site["type"] != "sample":
             return {}
-        return {"enumerate": "parallel" if site["name"] in sites.names else None}
+        is_enumerated = _STEP_PREFIX.sub("", site["name"]) in sites.names
+        return {"enumerate": "parallel" if is_enumerated else None}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if _DIM_STACK.outermost is None:  # a run without enumeration
@@ -141,10 +175,8 @@ def _enumerate_rows(
         with _use_row_plates():
             return model(*args, **kwargs)
 
-    marked = infer_config(run, config_fn=mark)
-    if keep_rows:
-        marked = enum(marked, -sites.max_plate_nesting - 1)
-    return _collect_rows(marked, sites, num_rows, keep_rows)
+    enumerated = enum(infer_config(run, config_fn=mark), -sites.max_plate_nesting - 1)
+    return _collect_rows(enumerated, sites, num_rows, unroll)
 
 
 def compute_log_densities(
@@ -158,7 +190,7 @@ def compute_log_densities(
     funsor = import_funsor()
     from numpyro.contrib.funsor.infer_util import _enum_log_density
 
-    rows_model = _enumerate_rows(model, sites, num_rows, keep_rows=True)
+    rows_model = _enumerate_rows(model, sites, num_rows)
     lazy_sum, *_ = _enum_log_density(
         rows_model,
         arguments.args,
@@ -187,25 +219,48 @@ def compute_log_densities(
 def sample_states(
     model: Callable, sites: EnumeratedSites, num_rows: int, rng_key: Array, arguments: Arguments
 ) -> dict[str, Array]:
-    """Sample the discrete sites from their posterior given the other sites and the data.
+    """Sample the discrete sites from their posterior given the other sites and the data."""
+    funsor = import_funsor()
+    from numpyro.contrib.funsor import trace
 
-    :raises ValueError: for states inside of a ``scan``, which funsor cannot sample.
-    """
-    import_funsor()
-    from numpyro.contrib.funsor.discrete import _sample_posterior
-
-    rows_model = _enumerate_rows(model, sites, num_rows, keep_rows=False)
-    args, kwargs = arguments.args, arguments.kwargs
-    try:
-        states = _sample_posterior(rows_model, None, 1, rng_key, *args, **kwargs)
-    except AssertionError as error:
-        raise InvalidModelError(
-            f"Discrete site '{sites.names[0]}' has states inside of a `scan`, which cannot be "
-            "sampled.",
-            "write the steps as a Python loop, or sample the states by a filter of your own.",
-            "infer-discrete",
-        ) from error
-    return {name: states[name] for name in sites.names}
+    rows_model = _enumerate_rows(model, sites, num_rows, unroll=True)
+    traced = trace(rows_model).get_trace(*arguments.args, **arguments.kwargs)
+    traced = {name: site for name, site in traced.items() if site["type"] == "sample"}
+    factors, plates = [], {}  # the plates inside of a row around each site
+    for name, site in traced.items():
+        log_prob = site["fn"].log_prob(site["value"])
+        log_prob = log_prob if site["scale"] is None else site["scale"] * log_prob
+        factors.append(funsor.to_funsor(log_prob, funsor.Real, site["infer"]["dim_to_name"]))
+        plates[name] = {f.name for f in site["cond_indep_stack"]}
+    all_plates = set().union(*plates.values())
+    # Sum the states out one after the other, the last and those inside of plates first, and sample
+    # them in the opposite order.
+    names = [name for name in traced if _STEP_PREFIX.sub("", name) in sites.names]
+    names = sorted(names, key=lambda name: len(plates[name]))
+    joints = {}
+    for name in reversed(names):
+        own = [
+            f.reduce(funsor.ops.add, all_plates.intersection(f.inputs) - plates[name])
+            for f in factors
+            if name in f.inputs
+        ]
+        joints[name] = sum(own[1:], own[0])
+        factors = [f for f in factors if name not in f.inputs]
+        factors.append(joints[name].reduce(funsor.ops.logaddexp, name))
+    states: dict[str, Any] = {}
+    for key, name in zip(random.split(rng_key, len(names)), names, strict=True):
+        joint = joints[name](**{n: x for n, x in states.items() if n in joints[name].inputs})
+        inputs = {n: domain for n, domain in joint.inputs.items() if n != name}
+        logits = joint.align((*inputs, name)).data
+        state = random.categorical(key, logits)
+        states[name] = funsor.Tensor(state, OrderedDict(inputs), joint.inputs[name].dtype)
+    values: dict[str, list[Array]] = {}
+    for name in sorted(names):
+        base_name, dims = _STEP_PREFIX.sub("", name), traced[name]["infer"]["name_to_dim"]
+        shape = (1,) * (name != base_name) + rows_model.shapes[name]
+        value = funsor.to_data(states[name], dims).reshape(shape)
+        values.setdefault(base_name, []).append(value)
+    return {name: jnp.concatenate(steps) for name, steps in values.items()}
 
 
 def check_rows_are_independent(
@@ -218,8 +273,6 @@ def check_rows_are_independent(
 
     :raises ValueError: naming the sites.
     """
-    if arguments.sharded_arrays:  # of which rows are read on their devices only
-        return
     indices = {n: np.arange(min(max(p.subsample_size, 2), p.size)) for n, p in plates.items()}
 
     def evaluate(arguments: Arguments) -> Any:
@@ -235,18 +288,20 @@ def check_rows_are_independent(
             values[name] = jnp.moveaxis(rows, 0, dim)
         seeded = seed(model, random.key(0))
         after = trace_run(set_subsample_indices(seeded, indices), arguments, values)
-        log_probs = {}
+        is_equal = {}
         for name, site in after.items():
             if site["type"] == "sample":
                 pair = [s["fn"].log_prob(s["value"]) for s in (before[name], site)]
                 if (dim := _find_row_dim(site, sites.plate)) is not None:
                     pair = [jnp.moveaxis(x, dim, 0)[1:] for x in pair]
-                log_probs[name] = pair
-        return supports, log_probs
+                is_equal[name] = jnp.allclose(
+                    pair[0], pair[1], _TOLERANCE, _TOLERANCE, equal_nan=True
+                )
+        return supports, is_equal
 
     try:
         with validation_enabled(False):  # a prior value may be invalid where no chain ever is
-            supports, log_probs = jit_low_optimization(evaluate)(arguments)
+            supports, is_equal = jit_low_optimization(evaluate)(arguments)
     except NotImplementedError as error:
         raise InvalidModelError(
             f"Discrete site '{sites.names[0]}' has no list of states that all rows share.",
@@ -261,8 +316,8 @@ def check_rows_are_independent(
                 f"let it begin at 0, and add {support.min()} to its value in the model.",
                 "enumeration-states",
             )
-    for name, (before, after) in log_probs.items():
-        if not np.allclose(before, after, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+    for name, is_same in is_equal.items():
+        if not is_same:
             raise InvalidModelError(
                 f"Site '{name}' uses the states of discrete sites of other rows of the plate "
                 f"'{sites.plate}'.",

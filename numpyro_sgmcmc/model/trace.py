@@ -61,13 +61,19 @@ class SampleSite(NamedTuple):
     shape: tuple[int, ...]
     batch_shape: tuple[int, ...]
     event_shape: tuple[int, ...]
+    full_plates: tuple[str, ...]  # names of the other plates around it, the outermost last
     unplated_dims: tuple[int, ...] = ()  # batch dimensions without a plate, where others have one
     dtype: Any = None
     support: Any = None
     is_delta: bool = False  # whether its distribution is a point mass
-    is_enumerated: bool = False  # whether it is discrete, in a subsampled plate, and summed out
+    is_enumerable: bool = False  # whether it is discrete and NumPyro can enumerate its states
     is_marked: bool = False  # whether its `infer` has a value of "enumerate"
     unconstrained_shape: tuple[int, ...] | None = None  # None where there is no bijection
+
+    @property
+    def is_enumerated(self) -> bool:
+        """True if it is a discrete site inside a subsampled plate that is summed out."""
+        return self.is_enumerable and bool(self.plate_frames)
 
     @property
     def is_local(self) -> bool:
@@ -325,15 +331,15 @@ def _describe_sample_site(
         shape=jnp.shape(value),
         batch_shape=fn.batch_shape,
         event_shape=fn.event_shape,
+        full_plates=tuple(f.name for f in site["cond_indep_stack"] if f not in plate_frames),
         unplated_dims=_find_unplated_dims(site),
     )
     if described.is_observed:
         return described
     is_delta = isinstance(get_base_distribution(fn), dist.Delta)
     enumeration = site["infer"].get("enumerate")
-    is_enumerated = (
-        bool(plate_frames)
-        and not is_gibbs_site
+    is_enumerable = (
+        not is_gibbs_site
         and fn.support.is_discrete
         and fn.has_enumerate_support
         and fn.event_dim == 0
@@ -347,7 +353,7 @@ def _describe_sample_site(
         dtype=jnp.result_type(value),
         support=fn.support,
         is_delta=is_delta,
-        is_enumerated=is_enumerated,
+        is_enumerable=is_enumerable,
         is_marked=enumeration is not None,
         unconstrained_shape=unconstrained_shape,
     )

@@ -233,6 +233,14 @@ def _check_latent_site(model_trace: ModelTrace, site: SampleSite) -> None:
             f"['{site.name}'], or use a Categorical of the states that matter.",
             "discrete-site",
         )
+    if site.is_enumerable and site.full_plates and not model_trace.plates:
+        raise InvalidModelError(
+            f"{described} is discrete, in the plate '{site.full_plates[-1]}', which is not "
+            "subsampled.",
+            "give the plate a subsample_size below its size, to sum the site out of each row; or "
+            "use NUTS, which sums it out on all rows.",
+            "discrete-site",
+        )
     if site.support.is_discrete:
         raise InvalidModelError(
             f"{described} is discrete and has no gradient.",

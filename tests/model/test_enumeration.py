@@ -1,5 +1,6 @@
 """Discrete latent variables that are summed out of each row, beside NumPyro's enumeration."""
 
+import itertools
 import sys
 
 import jax
@@ -10,16 +11,26 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.contrib.control_flow import scan
 from numpyro.contrib.funsor import config_enumerate, enum
+from numpyro.diagnostics import summary
 from numpyro.handlers import mask, scale, substitute
-from numpyro.infer import MCMC, init_to_uniform
-from numpyro.infer.util import potential_energy
+from numpyro.infer import MCMC, NUTS, init_to_uniform
+from numpyro.infer.util import log_density, potential_energy
 
-from numpyro_sgmcmc import HostArray, SGHMCSplit, log_likelihood, loo, posterior_predictive
+from numpyro_sgmcmc import (
+    HostArray,
+    SGHMCSplit,
+    ShardedArray,
+    log_likelihood,
+    loo,
+    posterior_predictive,
+)
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import EnumerationWarning
 from numpyro_sgmcmc.model.enumeration import sample_states
 from numpyro_sgmcmc.model.handlers import set_subsample_indices
+from numpyro_sgmcmc.model.local_latents import with_local_values
+from numpyro_sgmcmc.model.local_moves import pointwise_local_potentials
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 
 N, B, STEPS, ANNOTATORS = 6, 2, 4, 3
@@ -280,24 +291,42 @@ def test_log_density_of_a_row_is_its_share_of_the_potential():
     np.testing.assert_allclose(one[0] - one[1], N * (values[0] - values[3]), rtol=1e-4)
 
 
-def test_states_are_sampled_from_their_posterior():
-    """The rows of a minibatch, whose scale of N / B must not be part of their posterior."""
-    sites = make_potential(annotators, B).enumerated_sites
-    confusion = RNG.dirichlet(np.ones(3), (ANNOTATORS, 3))
-    draw = {"w": jnp.array([0.2, 0.3, 0.5]), "c": jnp.asarray(confusion)}
-    rows, num_samples = np.array([4, 1]), 1000
-    model = substitute(set_subsample_indices(annotators, {"rows": rows}), data=draw)
+@pytest.mark.parametrize(
+    ("model", "num_states", "num_sites"),
+    [
+        (annotators, 3, 1),
+        (markov_chain, 2, STEPS),
+        pytest.param(state_per_visit, 2, 1 + STEPS, marks=pytest.mark.slow),
+        pytest.param(chain_without_scan, 2, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_states_are_sampled_from_their_joint_posterior(model, num_states, num_sites):
+    """Of one row, whose scale of N must not be part of the posterior."""
+    potential, arguments, num_samples = make_potential(model, B), Arguments((B,)), 2000
+    draw = potential.constrain(potential.unravel(jnp.linspace(-1, 2, potential.dim)), arguments)
+    on_row = substitute(set_subsample_indices(model, {"rows": np.array([4])}), data=draw)
 
     @jit_low_optimization
     def sample(keys):
-        return jax.vmap(lambda key: sample_states(model, sites, B, key, Arguments((B,))))(keys)
+        return jax.vmap(
+            lambda key: sample_states(on_row, potential.enumerated_sites, 1, key, arguments)
+        )(keys)
 
-    states = sample(jax.random.split(jax.random.key(0), num_samples))["z"][..., 0]
-    likelihood = confusion[np.arange(ANNOTATORS)[:, None], :, LABELS[rows].T].prod(0)
-    exact = draw["w"] * likelihood
-    exact /= exact.sum(1, keepdims=True)
-    frequencies = np.stack([(states == k).mean(0) for k in range(3)], 1)
-    assert (np.abs(frequencies - exact) < 4 * np.sqrt(exact * (1 - exact) / num_samples)).all()
+    samples = sample(jax.random.split(jax.random.key(0), num_samples))
+    paths = np.array(list(itertools.product(range(num_states), repeat=num_sites)))
+    splits = np.cumsum([x[0].size for x in samples.values()])[:-1]
+    parts = dict(zip(samples, np.split(paths, splits, axis=1), strict=True))
+    by_path = {k: x.reshape(len(x), *samples[k].shape[1:]) for k, x in parts.items()}
+
+    @jit_low_optimization
+    def log_densities(states):
+        return jax.vmap(lambda x: log_density(on_row, (B,), {}, x)[0])(states)
+
+    exact = np.asarray(jax.nn.softmax(log_densities(by_path) / N))
+    flat = np.concatenate([np.reshape(x, (num_samples, -1)) for x in samples.values()], 1)
+    frequencies = (flat[:, None] == paths).all(-1).mean(0)
+    sd = np.sqrt(exact * (1 - exact) / num_samples)
+    assert (np.abs(frequencies - exact) < 4 * sd + 1e-3).all()
 
 
 def host_mixture(x, batch_size):
@@ -314,6 +343,78 @@ def test_rows_on_the_host_are_recognised_by_the_plates_indices():
     q, rows = jnp.array([0.3, -0.2]), {"rows": jnp.array([4, 1])}
     value = potential.value(q, rows, Arguments((HostArray(X), B)))
     np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((X, B))), rtol=1e-6)
+
+
+def with_local_latents(batch_size):
+    p = probabilities()
+    with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+        u = numpyro.sample("u", dist.Gamma(2.0, 1.0))
+        z = numpyro.sample("z", dist.Bernoulli(p[0]), infer=mark())
+        numpyro.sample("y", dist.Normal(u * (1 + z), 1.0), obs=jnp.asarray(X)[i])
+
+
+def test_potential_with_local_latents_is_that_of_numpyro():
+    """On all rows, with its gradient in the globals and in the values of each row."""
+    potential, arguments = make_potential(with_local_latents, B), Arguments((B,))
+    local, rows = potential.local_latents, jnp.arange(N)
+    values = local.make_zero_values()._replace(hmc_position=jnp.asarray(X)[:, None])
+    enumerated = enum(config_enumerate(with_local_latents), -2)
+
+    @jit_low_optimization
+    def compute(q, u):
+        def exact(q, u):
+            z = {**potential.unravel(q), **local.unravel(u)}
+            return potential_energy(enumerated, (N,), {}, z, enum=True)
+
+        def minibatch(q, u, rows):
+            with_values = with_local_values(arguments, values._replace(hmc_position=u))
+            return potential.value(q, {"rows": rows}, with_values)
+
+        def sum_over_rows(u):
+            batch = values._replace(hmc_position=u).take(rows)
+            return pointwise_local_potentials(potential, q, rows, batch, arguments).sum()
+
+        evaluate = jax.value_and_grad(minibatch, (0, 1))
+        batches = jax.vmap(lambda rows: evaluate(q, u, rows))(rows.reshape(-1, B))
+        expected = jax.value_and_grad(exact, (0, 1))(q, u)
+        epoch_mean = jax.tree.map(lambda x: x.mean(0), batches)
+        return expected, epoch_mean, jax.grad(sum_over_rows)(u)
+
+    expected, epoch_mean, row_gradients = compute(jnp.array([0.3, -0.4]), values.hmc_position)
+    jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-4), epoch_mean, expected)
+    np.testing.assert_allclose(row_gradients, expected[1][1], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_run_with_local_latents_is_that_of_nuts():
+    rng, num_rows = np.random.default_rng(0), 100
+    u = 1 + rng.normal(size=num_rows)
+    x = jnp.asarray(rng.normal(u, 0.7), jnp.float32)
+    y = jnp.asarray(rng.normal(u + 4 * (rng.random(num_rows) < 0.4)), jnp.float32)
+
+    def model(batch_size=None):
+        w = numpyro.sample("w", dist.Beta(2, 2))
+        mu = numpyro.sample("mu", dist.Normal(0, 1))
+        with numpyro.plate("rows", num_rows, subsample_size=batch_size) as i:
+            z = numpyro.sample("z", dist.Bernoulli(w), infer=mark())
+            u = numpyro.sample("u", dist.Normal(mu, 1.0))
+            numpyro.sample("x", dist.Normal(u, 0.7), obs=x[i])
+            numpyro.sample("y", dist.Normal(u + 4 * z, 1.0), obs=y[i])
+
+    options = {"num_chains": 4, "chain_method": "vectorized", "progress_bar": False}
+    mcmc = MCMC(
+        SGHMCSplit(model, collect_local_sites=True), num_warmup=500, num_samples=2000, **options
+    )
+    mcmc.run(jax.random.key(0), 25)
+    nuts = MCMC(NUTS(model), num_warmup=500, num_samples=1000, **options)
+    nuts.run(jax.random.key(1))
+    found, exact = (summary(m.get_samples(group_by_chain=True)) for m in (mcmc, nuts))
+    for name in ("w", "mu", "u"):
+        z_scores = (found[name]["mean"] - exact[name]["mean"]) / np.sqrt(
+            sum(s[name]["std"] ** 2 / s[name]["n_eff"] for s in (found, exact))
+        )
+        assert (np.abs(z_scores) < 4.5).all()
+        np.testing.assert_allclose(found[name]["std"] / exact[name]["std"], 1.0, atol=0.12)
 
 
 def test_deterministic_sites_of_states_are_dropped():
@@ -401,6 +502,10 @@ def global_state(batch_size):
         numpyro.sample("y", dist.Normal(mu + z, 1.0), obs=jnp.asarray(X)[i])
 
 
+def not_subsampled(batch_size):
+    host_mixture(jnp.asarray(X), None)
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
@@ -408,16 +513,38 @@ def global_state(batch_size):
         (_with_states(lambda z: z.mean()), "'y'.*states.*other rows"),
         (used_outside, "'total'.*states.*other rows"),
         (crossed, "'z'.*'y'.*'items' and 'rows'"),
+        (not_subsampled, "'z'.*'rows', which is not subsampled.*give the plate a subsample_size"),
         (global_state, "'z'.*discrete.*DiscreteGibbs.*by hand.*no sum over rows"),
         (_with_states(lambda z: z, dist.Poisson(2.0)), "'z'.*cannot be enumerated.*gibbs_sites"),
         (_with_states(lambda z: z, dist.DiscreteUniform(1, 3)), "'z'.*from 1.*add 1"),
         (_with_states(lambda z: z, infer={"enumerate": "sequential"}), "'z'.*cannot be enumerated"),
     ],
-    ids=["roll", "mean", "outside", "crossed", "global", "infinite", "from 1", "sequential"],
+    ids=[
+        "roll",
+        "mean",
+        "outside",
+        "crossed",
+        "full",
+        "global",
+        "infinite",
+        "from 1",
+        "sequential",
+    ],
 )
 def test_states_that_cannot_be_summed_out_of_a_row_raise(model, match):
     with pytest.raises(ValueError, match=match):
         make_potential(model, B)
+
+
+def test_dependent_rows_of_a_sharded_array_raise():
+    def model(x, batch_size):
+        p = probabilities()
+        with numpyro.plate("rows", N, subsample_size=batch_size) as i:
+            z = numpyro.sample("z", dist.Bernoulli(p[0]), infer=mark())
+            numpyro.sample("y", dist.Normal(jnp.roll(z, 1), 1.0), obs=x[i])
+
+    with pytest.raises(ValueError, match=r"'y'.*states.*other rows"):
+        make_potential(model, ShardedArray(X), B)
 
 
 def unmarked(batch_size):
