@@ -267,21 +267,40 @@ def predict_mean_bias_from_noise(
     variance_inflation_per_noise_variance: float,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    r"""Predict the bias of posterior means from gradient noise, in posterior SDs.
+    """Predict the bias of posterior means from gradient noise, in posterior SDs.
+
+    :return: mean of :func:`compute_mean_biases_by_noise` over minibatches, shrunk by two standard
+        errors, zero within these; shape ``(d,)``. Biases differ more between positions than these
+        standard errors say, so that the step size is too short rather than too long.
+    """
+    bulk = replace(bulk, q=bulk.q[:_MAX_MEAN_BIAS_POSITIONS])
+    biases = compute_mean_biases_by_noise(
+        bulk, estimator, subsampling, variance_inflation_per_noise_variance, rng
+    )
+    return shrink_mean_bias(biases.reshape(-1, biases.shape[-1]))[0]
+
+
+def compute_mean_biases_by_noise(
+    bulk: BulkPositions,
+    estimator: GradientEstimator,
+    subsampling: Subsampling,
+    variance_inflation_per_noise_variance: float,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    r"""Compute biases of posterior means by gradient noise at positions, in posterior SDs.
 
     Noise of covariance V adds :math:`c V` to the posterior's covariance. The perturbations
-    :math:`\zeta` of :func:`_predict_mean_bias` are deviations of the minibatch gradients
+    :math:`\zeta` of :func:`_compute_mean_biases` are deviations of the minibatch gradients
     themselves, scaled by :math:`\sqrt c`, so that all their correlations are accounted for.
 
     :param variance_inflation_per_noise_variance: c, the relative inflation of a unit variance by
         noise of variance one.
-    :return: predicted bias shrunk by two standard errors, zero within these; shape ``(d,)``.
+    :return: shape ``(n, minibatches, d)``.
     """
     potential = bulk.batched_gradients.potential
     has_noise = potential.plates and variance_inflation_per_noise_variance > 0.0
     if not has_noise or potential.is_stochastic:
-        return np.zeros(potential.dim)
-    bulk = replace(bulk, q=bulk.q[:_MAX_MEAN_BIAS_POSITIONS])
+        return np.zeros((len(bulk.q), 1, potential.dim))
     num = _choose_num_probes(bulk)
     step_potential, estimates = bulk.batched_gradients.step_potential, []
     for x in bulk.q:  # independent minibatches at each position
@@ -291,7 +310,7 @@ def predict_mean_bias_from_noise(
     gradients = np.concatenate(estimates)
     deviations = gradients - gradients.mean(1, keepdims=True)
     scale = np.sqrt(variance_inflation_per_noise_variance * num / (num - 1))
-    return _predict_mean_bias(bulk, scale * deviations)
+    return _compute_mean_biases(bulk, scale * deviations)
 
 
 def predict_mean_bias_per_variance_inflation(
@@ -309,7 +328,8 @@ def predict_mean_bias_per_variance_inflation(
     perturbations = _PERTURBATION_SD * rng.standard_normal(
         (num_positions, _choose_num_probes(bulk), dim)
     )
-    return _predict_mean_bias(bulk, perturbations) / _PERTURBATION_SD**2
+    biases = _compute_mean_biases(bulk, perturbations).reshape(-1, dim)
+    return shrink_mean_bias(biases)[0] / _PERTURBATION_SD**2
 
 
 def _choose_num_probes(bulk: BulkPositions) -> int:
@@ -318,8 +338,8 @@ def _choose_num_probes(bulk: BulkPositions) -> int:
     return max(2, num_probes * _MAX_MEAN_BIAS_POSITIONS // len(bulk.q))
 
 
-def _predict_mean_bias(bulk: BulkPositions, perturbations: np.ndarray) -> np.ndarray:
-    r"""Predict the bias of means, in posterior SDs, where perturbations are added to the posterior.
+def _compute_mean_biases(bulk: BulkPositions, perturbations: np.ndarray) -> np.ndarray:
+    r"""Compute biases of means, in posterior SDs, where perturbations are added to the posterior.
 
     To first order the mean moves by
 
@@ -329,8 +349,7 @@ def _predict_mean_bias(bulk: BulkPositions, perturbations: np.ndarray) -> np.nda
     coordinate that they have in common: the scale of hundreds of effects.
 
     :param perturbations: in preconditioned coordinates, shape ``(n, num, d)``.
-    :return: mean shrunk by two standard errors, zero within these; ``(d,)``. Perturbations out of
-        the support are left out; where most are, the bias is 100 SDs.
+    :return: of the same shape; not finite for perturbations out of the support.
     """
     q, preconditioner = bulk.q, bulk.preconditioner
     _, num, dim = perturbations.shape
@@ -343,14 +362,25 @@ def _predict_mean_bias(bulk: BulkPositions, perturbations: np.ndarray) -> np.nda
     gradients = preconditioner.apply_transpose(gradients).reshape(points.shape)
     center, plus, minus = np.split(gradients, [1, 1 + num], 1)
     displacements = -0.5 * (plus + minus - 2.0 * center).reshape(-1, dim)
-    in_sds = preconditioner.apply(displacements) / preconditioner.sds
-    is_finite = np.isfinite(in_sds).all(1)
+    return (preconditioner.apply(displacements) / preconditioner.sds).reshape(perturbations.shape)
+
+
+def shrink_mean_bias(
+    biases: np.ndarray, num_standard_errors: float = _NUM_STANDARD_ERRORS_OF_BIAS
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of independent predictions, shape ``(n, d)``, and its standard error.
+
+    The mean is shrunk by so many standard errors, and zero within these. Predictions that are not
+    finite are left out; where most are, the mean is 100 SDs.
+    """
+    is_finite = np.isfinite(biases).all(1)
     if 2 * is_finite.sum() < len(is_finite):
-        return np.full(dim, _UNPREDICTABLE_MEAN_BIAS_SD)
-    in_sds = in_sds[is_finite]
-    mean, standard_error = in_sds.mean(0), in_sds.std(0) / np.sqrt(len(in_sds))
-    shrunk = np.maximum(np.abs(mean) - _NUM_STANDARD_ERRORS_OF_BIAS * standard_error, 0.0)
-    return np.sign(mean) * shrunk
+        dim = biases.shape[1]
+        return np.full(dim, _UNPREDICTABLE_MEAN_BIAS_SD), np.zeros(dim)
+    biases = biases[is_finite]
+    mean, standard_error = biases.mean(0), biases.std(0) / np.sqrt(len(biases))
+    shrunk = np.maximum(np.abs(mean) - num_standard_errors * standard_error, 0.0)
+    return np.sign(mean) * shrunk, standard_error
 
 
 def measure_noise_covariance(

@@ -99,7 +99,8 @@ class BiasReport:
     :param funnel_necks: high-curvature regions that the chains do not reach.
     :param num_gradient_draws: draws at which gradients were taken after the run.
     :param noise_mean_bias: predicted mean bias by gradient noise, contained in the estimates, in
-        posterior SDs; shape ``(d,)``, or ``(0,)`` if it was not predicted.
+        posterior SDs; shape ``(d,)``, or ``(0,)`` if it was not predicted. NaN where third
+        derivatives at draws differ so much that their mean is noise.
     :param model_warnings: problems that the warm-up has detected, whatever the chains show.
     :param step_size: last step size, the largest of all chains.
     :param weak_order: weak order of the integrator.

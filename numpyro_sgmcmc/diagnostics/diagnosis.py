@@ -475,7 +475,8 @@ def _is_mean_bias_from_noise(report: BiasReport, biased_sites: list[SiteBias]) -
     sites = [s for s in biased_sites if abs(s.mean_bias) > MEAN_BIAS_TOLERANCE]
     if not sites or not len(report.noise_mean_bias) or report.is_for_functions:
         return False
-    noise, indices = np.abs(report.noise_mean_bias), _group_coordinates_by_site(report)
+    noise = np.abs(np.nan_to_num(report.noise_mean_bias))
+    indices = _group_coordinates_by_site(report)
     return all(noise[indices[s.site]].max() > _MAIN_CAUSE * abs(s.mean_bias) for s in sites)
 
 
@@ -636,7 +637,14 @@ def _format_noise_note(report: BiasReport) -> str:
         f"Gradient noise: variance {report.gradient_noise_variance:.3g} in the noisiest "
         f"preconditioned coordinate; predicted to inflate SDs by {inflation}"
     )
-    mean_bias = float(np.abs(report.noise_mean_bias).max(initial=0.0))
+    is_unknown = np.isnan(report.noise_mean_bias)
+    mean_bias = float(np.abs(report.noise_mean_bias[~is_unknown]).max(initial=0.0))
     if mean_bias >= _MIN_PRINTED_MEAN_BIAS:
         note += f" and to bias means by at most {mean_bias:.2f} SD"
+    if is_unknown.any():
+        sites = dict.fromkeys(report.coordinate_names[k][0] for k in np.flatnonzero(is_unknown))
+        note += (
+            f". The bias of means of {_list_first([*sites])} by noise is not predicted: third "
+            "derivatives at draws differ too much"
+        )
     return f"{note}."

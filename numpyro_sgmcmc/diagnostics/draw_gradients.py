@@ -8,7 +8,7 @@ The bias of means by gradient noise is in neither: the mean gradient of a statio
 whatever the noise. Unless the posterior is Gaussian, noise that widens many coordinates moves a
 coordinate that they depend on, such as the scale of hundreds of effects, by the third derivatives
 of the potential. :func:`predict_noise_mean_bias` predicts it
-(:func:`~numpyro_sgmcmc.adaptation.gradient_noise.predict_mean_bias_from_noise`).
+(:func:`~numpyro_sgmcmc.adaptation.gradient_noise.compute_mean_biases_by_noise`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from numpyro_sgmcmc.adaptation.batched_gradients import (
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     compute_max_curvatures,
-    predict_mean_bias_from_noise,
+    compute_mean_biases_by_noise,
+    shrink_mean_bias,
 )
 from numpyro_sgmcmc.adaptation.preconditioning import thin_draws
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
+from numpyro_sgmcmc.diagnostics.diagnosis import MEAN_BIAS_TOLERANCE
 from numpyro_sgmcmc.diagnostics.predictive import get_evenly_spaced_indices
 from numpyro_sgmcmc.diagnostics.run_data import RunData, make_thinning_slice
 from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, GradientsAtDraws
@@ -50,8 +52,11 @@ _NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS = 128, 3
 _CURVATURE_STEP = 0.01
 """Step of finite differences of the gradient, in preconditioned coordinates (posterior SDs)."""
 
-_NUM_NOISE_BIAS_POSITIONS = 8
+_NUM_NOISE_BIAS_POSITIONS = 32
 """Draws at which the mean bias by gradient noise is predicted."""
+
+_NUM_NOISE_BIAS_ERRORS = 3.0
+"""Standard errors by which the prediction is shrunk."""
 
 _NOISE_BIAS_RELATIVE_ERROR = 0.25
 """Standard error of the prediction, relative to it: bounds terms of higher order in the noise."""
@@ -159,7 +164,11 @@ def _estimate_gradients(
 def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     """Predict the bias of each mean by gradient noise, in posterior SDs, shape ``(d,)``.
 
-    :return: zeros where there is none, or where it cannot be predicted.
+    Third derivatives with heavy tails, as of a horseshoe prior, differ so much between draws that
+    their mean is noise.
+
+    :return: zeros where there is none, or where it cannot be predicted; NaN with an error of zero
+        where predictions at draws differ by too much.
     """
     potential, adaptation = run.kernel.potential, run.adaptation
     options = run.kernel.options
@@ -189,11 +198,14 @@ def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     inflation_per_variance *= (
         stats.predict_variance_inflation(dynamics, step_size) / measured if measured > 0.0 else 0.0
     )
-    mean_bias = predict_mean_bias_from_noise(
+    biases = compute_mean_biases_by_noise(
         BulkPositions(batched, preconditioner, q),
         adaptation.estimator,
         adaptation.subsampling,
         inflation_per_variance,
         np.random.default_rng(0),
     )
-    return Estimate(mean_bias, _NOISE_BIAS_RELATIVE_ERROR * np.abs(mean_bias))
+    mean_bias, standard_error = shrink_mean_bias(biases.mean(1), _NUM_NOISE_BIAS_ERRORS)
+    error = np.hypot(_NOISE_BIAS_RELATIVE_ERROR * mean_bias, standard_error * (mean_bias != 0.0))
+    is_noise = (mean_bias == 0.0) & (standard_error > MEAN_BIAS_TOLERANCE)
+    return Estimate(np.where(is_noise, np.nan, mean_bias), error)

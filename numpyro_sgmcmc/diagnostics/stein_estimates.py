@@ -75,8 +75,8 @@ class BiasEstimate(NamedTuple):
         return combined
 
     def add_mean_bias(self, other: Estimate) -> BiasEstimate:
-        """Return the estimate with a mean bias added that gradients do not show."""
-        value = self.mean_bias.value + other.value
+        """Return the estimate with a mean bias added that gradients do not show; NaN adds none."""
+        value = self.mean_bias.value + np.nan_to_num(other.value)
         return self._replace(mean_bias=Estimate(value, np.hypot(self.mean_bias.error, other.error)))
 
 

@@ -13,7 +13,11 @@ import pytest
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
-from numpyro_sgmcmc.diagnostics.draw_gradients import compute_gradients_at_draws
+from numpyro_sgmcmc.diagnostics import draw_gradients
+from numpyro_sgmcmc.diagnostics.draw_gradients import (
+    compute_gradients_at_draws,
+    predict_noise_mean_bias,
+)
 from numpyro_sgmcmc.diagnostics.run_data import RunData
 from tests.diagnostics.survey_runs import run_with
 
@@ -114,6 +118,27 @@ def scale_run(step_size, num_groups, batch_size, num_warmup, num_samples, seed=0
     mean, sd = exact_log_scale(group, y)
     mean_bias = (np.log(np.asarray(mcmc.get_samples()["scale"])).mean() - mean) / sd
     return report, next(s for s in report.sites if s.site == "scale"), mean_bias, messages
+
+
+def test_mean_bias_of_few_draws_with_large_third_derivatives_is_not_predicted(run, monkeypatch):
+    """A shift at all draws is a bias; one at six draws of 32 may be noise."""
+    shifts = 0.01 * np.random.default_rng(0).standard_normal(
+        (32, 2, len(run.preconditioners[0].sds))
+    )
+    shifts[..., 0] += 0.3
+    shifts[:6, :, 1] = -5.0  # 2.7 standard errors over draws, 3.8 over minibatches
+    monkeypatch.setattr(draw_gradients, "compute_mean_biases_by_noise", lambda *_: shifts)
+    value, error = predict_noise_mean_bias(run, run.finite_draws)
+    assert value[0] == pytest.approx(0.3, abs=0.02)
+    assert error[0] == pytest.approx(0.25 * value[0], rel=0.05)
+    assert np.isnan(value[1])
+    assert error[1] == 0.0
+    report = bias_report(run_with(SGHMCSplit, "default"))
+    site = report.sites[0]
+    assert site.mean_bias == pytest.approx(0.3, abs=0.1)
+    text = " ".join(str(report).split())
+    assert f"to bias means by at most {value[0]:.2f} SD" in text
+    assert f"means of {site.site} by noise is not predicted" in text
 
 
 @pytest.mark.slow
