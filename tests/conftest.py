@@ -90,7 +90,8 @@ def x64():
 def no_warm_up(monkeypatch):
     """Raise :class:`WarmupReached` instead of the warm-up, after all checks of the input.
 
-    The potential is not compared with those of other kernels, which takes longer than the checks.
+    What takes longer than the checks is left out: the comparison of the potential with those of
+    other kernels, and the compilation of the warm-up.
     """
 
     def reached(*args):
@@ -100,6 +101,7 @@ def no_warm_up(monkeypatch):
     monkeypatch.setattr(
         "numpyro_sgmcmc.model.subsampled._potential_cache_key", lambda *args: object()
     )
+    monkeypatch.setattr("numpyro_sgmcmc.adaptation.warmup._start_compilation", lambda *args: None)
 
 
 def pytest_collection_modifyitems(items):

@@ -16,14 +16,6 @@ from tests.contract.kernels import GIVEN
 from tests.hostile.regression import N, X, Y, model
 
 
-@pytest.fixture
-def no_sampling(monkeypatch):
-    def sample(self, *args):
-        pytest.fail("a step was taken before the error")
-
-    monkeypatch.setattr("numpyro_sgmcmc.sampling.kernel.SGMCMCKernel.sample", sample)
-
-
 def run(kernel, *args, num_chains=1, init_params=None, **kwargs):
     mcmc = MCMC(
         kernel,
@@ -46,13 +38,13 @@ def get_error(make_kernel, *args, exception=ValueError, **kwargs):
 # --- Plates and likelihoods
 
 
-def test_run_without_indexed_arrays_names_the_plate(no_sampling):
+def test_run_without_indexed_arrays_names_the_plate(no_warm_up):
     message = get_error(lambda: SGHMCSplit(model), X, Y, rows_of=())
     assert "'rows'" in message
     assert "index" in message
 
 
-def test_run_with_scalar_mean_and_unindexed_data_names_the_site(no_sampling):
+def test_run_with_scalar_mean_and_unindexed_data_names_the_site(no_warm_up):
     def flat(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         with numpyro.plate("rows", len(y), subsample_size=100):
@@ -63,7 +55,7 @@ def test_run_with_scalar_mean_and_unindexed_data_names_the_site(no_sampling):
     assert "index" in message
 
 
-def test_run_with_a_subsampled_array_of_another_length_names_the_plate(no_sampling):
+def test_run_with_a_subsampled_array_of_another_length_names_the_plate(no_warm_up):
     def shorter(y):
         mu = numpyro.sample("mu", dist.Normal(0, 1))
         with numpyro.plate("rows", 900, subsample_size=100):
@@ -74,7 +66,7 @@ def test_run_with_a_subsampled_array_of_another_length_names_the_plate(no_sampli
     assert all(word in message for word in ("rows", "900", "1000"))
 
 
-def test_run_with_a_column_of_data_and_a_row_of_means_names_the_site(no_sampling):
+def test_run_with_a_column_of_data_and_a_row_of_means_names_the_site(no_warm_up):
     """NumPyro would compare every row with every other."""
 
     def columns(x, y):
@@ -87,7 +79,7 @@ def test_run_with_a_column_of_data_and_a_row_of_means_names_the_site(no_sampling
     assert "(100, 1)" in message
 
 
-def test_run_with_data_of_another_shape_than_the_likelihood_names_the_site(no_sampling):
+def test_run_with_data_of_another_shape_than_the_likelihood_names_the_site(no_warm_up):
     def wide(x, y):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("rows", N, subsample_size=100) as i:
@@ -99,7 +91,7 @@ def test_run_with_data_of_another_shape_than_the_likelihood_names_the_site(no_sa
     assert "(2, 100)" in message
 
 
-def test_run_without_data_of_a_discrete_likelihood_names_the_site(no_sampling):
+def test_run_without_data_of_a_discrete_likelihood_names_the_site(no_warm_up):
     def unobserved(y=None):
         p = numpyro.sample("p", dist.Beta(1, 1))
         with numpyro.plate("rows", 1000, subsample_size=100) as i:
@@ -108,7 +100,7 @@ def test_run_without_data_of_a_discrete_likelihood_names_the_site(no_sampling):
     assert "'y'" in get_error(lambda: SGHMCSplit(unobserved))
 
 
-def test_run_with_a_random_likelihood_and_control_variates_names_the_estimator(no_sampling):
+def test_run_with_a_random_likelihood_and_control_variates_names_the_estimator(no_warm_up):
     kernel = SGHMCSplit(model, gradient_estimator="control_variate")
     message = get_error(lambda: kernel, X, Y, key=True)
     assert "prng_key" in message
@@ -123,7 +115,7 @@ def test_run_without_a_subsampled_plate_warns():
 # --- Values
 
 
-def test_run_with_data_outside_the_support_names_the_site_and_warns_not(no_sampling):
+def test_run_with_data_outside_the_support_names_the_site_and_warns_not(no_warm_up):
     def counted(y):
         rate = numpyro.sample("rate", dist.Gamma(1, 1))
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
@@ -138,7 +130,7 @@ def test_run_with_data_outside_the_support_names_the_site_and_warns_not(no_sampl
     assert not [w for w in caught if "numpyro_sgmcmc" in w.filename]
 
 
-def test_run_with_a_missing_covariate_names_the_argument(no_sampling):
+def test_run_with_a_missing_covariate_names_the_argument(no_warm_up):
     def binary(x, y):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
         with numpyro.plate("rows", len(y), subsample_size=100) as i:
@@ -159,7 +151,7 @@ def test_run_with_a_missing_value_in_a_late_row_names_the_site():
     assert "site 'y' (1 of 50000 values), argument `y` (1 of 50000 values)." in info.value.problem
 
 
-def test_run_with_a_nonfinite_factor_names_it(no_sampling):
+def test_run_with_a_nonfinite_factor_names_it(no_warm_up):
     def factored(x, y):
         b = numpyro.sample("b", dist.Normal(0, 1).expand([3]).to_event(1))
         numpyro.factor("penalty", jnp.log(-1.0 - jnp.square(b).sum()))
@@ -221,7 +213,7 @@ TWO = {"b": np.zeros((2, 3))}
         ({"c": np.zeros(3)}, 1, ("'b'", "'c'")),
     ],
 )
-def test_run_with_wrong_init_params_names_the_site(no_sampling, init_params, num_chains, words):
+def test_run_with_wrong_init_params_names_the_site(no_warm_up, init_params, num_chains, words):
     message = get_error(
         lambda: SGHMCSplit(model), X, Y, num_chains=num_chains, init_params=init_params
     )
@@ -235,7 +227,7 @@ def scaled(y):
         numpyro.sample("y", dist.Normal(mu, sigma), obs=y[i])
 
 
-def test_run_with_init_params_of_another_number_of_chains_names_the_site(no_sampling):
+def test_run_with_init_params_of_another_number_of_chains_names_the_site(no_warm_up):
     """NumPyro checks the first site only."""
     init_params = {"mu": np.zeros(2), "sigma": np.zeros(3)}
     message = get_error(lambda: SGHMCSplit(scaled), Y, num_chains=2, init_params=init_params)
@@ -244,14 +236,14 @@ def test_run_with_init_params_of_another_number_of_chains_names_the_site(no_samp
 
 
 @pytest.mark.parametrize("log_sigma", [-200.0, 200.0])
-def test_run_with_init_params_of_nonfinite_density_names_them(no_sampling, log_sigma):
+def test_run_with_init_params_of_nonfinite_density_names_them(no_warm_up, log_sigma):
     init_params = {"mu": np.float32(0), "sigma": np.float32(log_sigma)}
     assert "init_params" in get_error(lambda: SGHMCSplit(scaled), Y, init_params=init_params)
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
 @pytest.mark.parametrize("position", [[np.nan, 0.0], [7.0, 0.0]], ids=["nan", "outside"])
-def test_run_with_init_params_of_nonfinite_potential_names_them(no_sampling, position):
+def test_run_with_init_params_of_nonfinite_potential_names_them(no_warm_up, position):
     def potential(z):
         return jnp.sum(jnp.square(z) + 1e-6 * jnp.sqrt(5.0 - z))
 

@@ -113,6 +113,7 @@ def sevens(rng_key, gibbs_sites, hmc_sites, rows):
     return {"k": jnp.full(rows.shape, 7)}
 
 
+@pytest.mark.usefixtures("no_warm_up")
 @pytest.mark.parametrize(
     ("model", "options", "match"),
     [
