@@ -101,6 +101,7 @@ def run(model, y=Y, chain_method="vectorized", init_params=None, num_samples=300
 # --- In a run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the description of permuted sites has a quick test
 def test_run_permuted_components_are_reported_as_such():
     mcmc, (message,) = run(unordered, num_samples=50)
     assert "`means` permuted" in message

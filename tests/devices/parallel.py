@@ -15,7 +15,8 @@ from tests.data import host_rows
 
 
 def check_parallel_chains_are_those_of_vectorized_chains():
-    data, kernel, draws = survey_data(), SGHMCSplit(survey, **GIVEN), {}
+    options = {"step_size": 0.3, "num_steps": 5, "inverse_mass_matrix": np.full(3, 1 / 400)}
+    data, kernel, draws = survey_data(), SGHMCSplit(survey, **{**GIVEN, **options}), {}
     for method in ("parallel", "vectorized"):
         mcmc = quietly(kernel, num_samples=40, num_chains=2, chain_method=method)
         assert mcmc.chain_method == method

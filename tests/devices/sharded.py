@@ -182,7 +182,10 @@ def check_each_shard_samples_its_part_by_the_subsampling_method():
         keys = random.split(random.key(4), 4)
         for k, (first, count) in enumerate(zip(firsts, counts, strict=True)):
             begin = StreamState.init(random.split(random.key(3), 4)[k])
-            _, expected = subsampling.sample_indices(begin, keys[k], 30, count, 4)
+            sample = jax.jit(
+                partial(subsampling.sample_indices, num_steps=30, size=count, batch_size=4)
+            )
+            _, expected = sample(begin, keys[k])
             np.testing.assert_array_equal(parts[:, k] - first, expected, err_msg=name)
         state, _ = draw(state, random.key(5), 7)
         assert isinstance(state, StreamState)

@@ -9,6 +9,7 @@ from numpyro_sgmcmc.diagnostics import check_invariance
 from numpyro_sgmcmc.dynamics import Recipe
 from numpyro_sgmcmc.dynamics.general import check_recipe
 from numpyro_sgmcmc.errors import InvalidArgumentError
+from tests.quick import quick_if
 
 DIM = 2
 
@@ -90,7 +91,12 @@ def test_recipe_with_another_marginal_of_the_position_raises(check, hamiltonian,
 
 @pytest.mark.parametrize(
     "hamiltonian",
-    [normal, heavy_tailed, shifted_normal_in_a_metric, heavy_tailed_in_a_metric],
+    [
+        quick_if(False, normal),
+        heavy_tailed,
+        shifted_normal_in_a_metric,
+        heavy_tailed_in_a_metric,
+    ],
 )
 def test_recipe_with_the_posterior_as_marginal_is_accepted_and_invariant(hamiltonian):
     dynamics = make_recipe(hamiltonian)
@@ -112,7 +118,6 @@ def test_check_invariance_of_recipe_without_diffusion_raises(name, function, mat
 
 
 @pytest.mark.filterwarnings("ignore:The model has no subsampled plate")
-@pytest.mark.usefixtures("optimised")
 def test_recipe_that_does_not_move_has_no_step_size():
     kernel = RecipeKernel(
         potential_fn=lambda q: jnp.square(q).sum() / 2,

@@ -193,8 +193,6 @@ def chain_without_scan(batch_size):
 
 STRUCTURES = (
     dependent_sites,
-    annotators,
-    markov_chain,
     capture_recapture,
     abundance,
     scaled_by_the_user,
@@ -202,6 +200,8 @@ STRUCTURES = (
 )
 MORE_STRUCTURES = (  # of parts that the others have
     mixture,
+    annotators,
+    markov_chain,
     zero_inflated,
     occupancy,
     two_independent_sites,

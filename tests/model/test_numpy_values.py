@@ -24,6 +24,7 @@ from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.numpy_values import IndexableArray, NumPyArgumentsModel
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 from tests.contract.kernels import GIVEN, quietly
+from tests.quick import quick_if
 
 ROWS, BATCH, GROUPS = 60, 12, 4
 _rng = np.random.default_rng(0)
@@ -215,7 +216,18 @@ def expected():
     return evaluate(plain, DATA)
 
 
-@pytest.mark.parametrize("name", [*NUMPY_MODELS, *CLOSURES])
+SLOW = {  # of the same kinds as others
+    "int of the largest, JAX arrays",
+    "codes of np.unique",
+    "np.bincount",
+    "branch on the data",
+    "callable dataclass",
+    "attributes",
+    "namespace",
+}
+
+
+@pytest.mark.parametrize("name", [quick_if(n not in SLOW, n) for n in (*NUMPY_MODELS, *CLOSURES)])
 def test_gradients_are_those_of_the_model_in_jax(name, expected):
     actual = evaluate(*(NUMPY_MODELS | CLOSURES)[name])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), actual, expected)
@@ -371,7 +383,7 @@ def test_run_and_predictions():
 
 def test_traced_arguments_in_steps_are_an_error():
     mcmc = MCMC(
-        SGHMCSplit(levels),
+        SGHMCSplit(levels, **GIVEN),
         num_warmup=2,
         num_samples=2,
         progress_bar=False,
