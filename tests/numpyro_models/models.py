@@ -234,6 +234,31 @@ def _horseshoe() -> Example:
     return Example(horseshoe, _float32(X, y), 100, ("beta", "precision"))
 
 
+def reaction_times(subject: Any, y: Any, fastest: Any, batch_size: BatchSize = None) -> None:
+    location = numpyro.sample("location", dist.Normal(-0.5, 1))
+    location_sd = numpyro.sample("location_sd", dist.HalfNormal(0.5))
+    log_sd = numpyro.sample("log_sd", dist.Normal(-1, 0.5))
+    log_sd_sd = numpyro.sample("log_sd_sd", dist.HalfNormal(0.5))
+    with numpyro.plate("subjects", len(fastest)):
+        mu = numpyro.sample("mu", dist.Normal(location, location_sd))
+        log_sigma = numpyro.sample("log_sigma", dist.Normal(log_sd, log_sd_sd))
+        shift = numpyro.sample("shift", dist.Beta(4, 2))  # of the fastest time of the subject
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        k = subject[i]
+        times = dist.LogNormal(mu[k], jnp.exp(log_sigma[k]))
+        numpyro.sample("y", times, obs=y[i] - shift[k] * fastest[k])
+
+
+def _reaction_times() -> Example:
+    rng = np.random.default_rng(10)
+    subject = rng.permutation(np.repeat(np.arange(30), 60))
+    mu, shift = rng.normal(-0.7, 0.3, 30)[subject], rng.uniform(0.15, 0.3, 30)[subject]
+    sigma = np.exp(rng.normal(-1, 0.2, 30))[subject]
+    y = shift + np.exp(mu + sigma * rng.standard_normal(1_800))
+    fastest = np.array([y[subject == k].min() for k in range(30)])
+    return Example(reaction_times, (subject, *_float32(y, fastest)), 200)
+
+
 # --- Counts and proportions ----------------------------------------------------------------------
 
 
@@ -447,6 +472,7 @@ EXAMPLES: dict[str, Example] = {
     "hierarchical regression": _patients(),
     "adjusted experiment": _experiment(),
     "horseshoe": _horseshoe(),
+    "reaction times": _reaction_times(),
     "zero-inflated Poisson": _zero_inflated(),
     "proportions": _proportions(),
     "ordinal regression": _ordinal(),
