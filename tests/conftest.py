@@ -9,8 +9,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.hostile.calls import WarmupReached
-
 _MAPS = Path("/proc/self/maps")
 # Linux allows a process 65,530 memory mappings; compiled programs hold several each.
 _MAX_MAPS = 40_000
@@ -93,6 +91,7 @@ def no_warm_up(monkeypatch):
     What takes longer than the checks is left out: the comparison of the potential with those of
     other kernels, and the compilation of the warm-up.
     """
+    from tests.hostile.calls import WarmupReached  # not in the process that only starts workers
 
     def reached(*args):
         raise WarmupReached

@@ -127,6 +127,7 @@ def test_run_without_warmup_shows_a_progress_bar(fit, progress_bar, capsys):
     assert_posterior(draws, *survey_posterior(fit.data)["beta"])
 
 
+@pytest.mark.slow  # the steps with other data have a quick test
 def test_run_with_jit_model_args_accepts_other_data(progress_bar):
     """NumPyro then traces every argument, so that the batch size cannot be one of them."""
     kernel = SGHMCSplit(partial(survey, batch_size=BATCH))

@@ -31,6 +31,24 @@ def run(model, *data, num_samples=400, **options):
     return mcmc
 
 
+def test_while_loop_with_forward_mode_has_the_gradient_of_the_loop_written_out():
+    def written_out(y, batch_size=None):
+        start = numpyro.sample("start", dist.Uniform(0.6, 0.9))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(2.0 * start, 1), obs=y[i])
+
+    arguments = Arguments((ROWS,), {"batch_size": BATCH})
+    loop, expected = (
+        get_model_potential(model, arguments, init_to_uniform, forward_mode_differentiation=x)
+        for model, x in ((doubled, True), (written_out, False))
+    )
+    args = jnp.array([0.3]), {"rows": jnp.arange(BATCH)}, arguments
+    results = (jax.jit(potential.value_and_grad)(*args) for potential in (loop, expected))
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_while_loop_with_forward_mode_has_the_exact_posterior():
     mcmc = run(doubled, ROWS, forward_mode_differentiation=True)
     # Normal with half the standard error; the bounds 0.6 and 0.9 are at least four SDs away.

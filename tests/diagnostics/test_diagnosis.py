@@ -244,10 +244,9 @@ def test_few_dependent_draws_are_described_as_monte_carlo_error():
     assert "step" not in report.diagnosis
 
 
-def test_noise_is_named_before_monte_carlo_error():
+def test_noise_is_named_before_monte_carlo_error(noisy):
     """More draws would not remove the bias."""
-    settings = {"gradient_estimator": "minibatch", "subsampling": "iid", "step_size": 0.3}
-    report = bias_report(run(SGHMCSplit(survey, **settings), num_samples=60))
+    report = bias_report(run(noisy.sampler, num_samples=60))
     assert report.noise_sd_inflation > 0.15
     assert "more draws" not in report.diagnosis
 

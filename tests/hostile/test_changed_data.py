@@ -32,8 +32,16 @@ def test_run_with_data_changed_in_place_adapts_again(on_host):
 
 def test_run_with_other_data_than_the_warm_up_raises():
     y = np.random.default_rng(0).standard_normal(2000).astype(np.float32)
-    mcmc = quietly(SGHMCSplit(_mean_model), num_samples=20)
-    mcmc.warmup(jax.random.key(0), y, batch_size=50)
+    given = {
+        "step_size": 0.3,
+        "num_steps": 2,
+        "gradient_estimator": "control_variate",
+        "subsampling": "contiguous",
+        "inverse_mass_matrix": np.full(1, 1 / 2000),
+    }
+    mcmc = quietly(SGHMCSplit(_mean_model, **given), num_samples=20)
+    init_params = {"mu": np.zeros((), np.float32)}
+    mcmc.warmup(jax.random.key(0), y, batch_size=50, init_params=init_params)
     mcmc.run(jax.random.key(1), jnp.array(y), batch_size=50)  # the same in another object
     with pytest.raises(ValueError, match=r"data.*warm-up"):
         mcmc.run(jax.random.key(1), y + 1.0, batch_size=50)

@@ -35,6 +35,8 @@ from tests.model.hierarchies import (
     trials_data,
 )
 
+DRAWS = 160
+
 
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
     settings = {"num_warmup": 50, "num_samples": 250, "num_chains": 2} | settings
@@ -55,7 +57,8 @@ ROWS = normal_means_data(400)
 @pytest.fixture(scope="module")
 def collected_run():
     """Run with the local values of all rows collected."""
-    return posterior_run(SGHMCSplit(normal_means, collect_local_sites=True), ROWS, batch=40)
+    kernel = SGHMCSplit(normal_means, collect_local_sites=True)
+    return posterior_run(kernel, ROWS, batch=40, num_samples=DRAWS)
 
 
 def test_draws_globals_match_marginal_posterior(collected_run):
@@ -67,7 +70,7 @@ def test_draws_local_values_match_conditional_posterior(collected_run):
     y = ROWS
     draws = collected_run.get_samples(group_by_chain=True)
     mu, tau = (np.asarray(draws[n], np.float64)[..., None] for n in ("mu", "tau"))
-    assert draws["z"].shape == (2, 250, len(y))
+    assert draws["z"].shape == (2, DRAWS, len(y))
     variance = 1 / (1 / tau**2 + 1 / NOISE**2)
     u = (draws["z"] - variance * (mu / tau**2 + y / NOISE**2)) / np.sqrt(variance)
     u = np.asarray(u)
@@ -87,11 +90,12 @@ def test_draws_local_values_change_between_draws(collected_run):
     assert num_steps >= len(ROWS) / 40
 
 
-def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run):
+def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run, capsys):
     y = ROWS
     mcmc = posterior_run(SGHMCSplit(normal_means), y, batch=40, num_samples=10, num_warmup=4)
     assert sorted(mcmc.get_samples()) == ["mu", "tau"]
-    mcmc.print_summary()
+    print_summary(mcmc)
+    assert "Bias" in capsys.readouterr().out
     data = az.from_numpyro(mcmc, log_likelihood=False)
     assert set(data.posterior.data_vars) == {"mu", "tau"}
     with pytest.raises(ValueError, match=r"latent.*collect_local_sites"):
@@ -100,10 +104,10 @@ def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collec
     assert state.values.hmc_position.shape == (2, len(y), 1)
     assert state.values.slope is None  # local values are free enough
     predicted = Predictive(mcmc.sampler.model, collected_run.get_samples())(jax.random.key(0), y)
-    assert predicted["y"].shape == (500, len(y))
+    assert predicted["y"].shape == (2 * DRAWS, len(y))
     data = az.from_numpyro(collected_run, log_likelihood=True)
-    assert data.log_likelihood["y"].shape == (2, 250, len(y))
-    assert data.posterior["z"].shape == (2, 250, len(y))
+    assert data.log_likelihood["y"].shape == (2, DRAWS, len(y))
+    assert data.posterior["z"].shape == (2, DRAWS, len(y))
 
 
 def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
@@ -113,7 +117,7 @@ def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
     return np.array([mean_bias, [draws[n].std() / sd - 1 for n, (_, sd) in exact.items()]])
 
 
-def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, capsys):
+def test_bias_report_local_latents_estimates_bias_of_globals(collected_run):
     report = bias_report(collected_run, num_draws=100)
     assert [site.site for site in report.sites] == ["mu", "tau"]
     found = np.stack([report.mean_bias.value, report.sd_inflation.value])
@@ -121,8 +125,6 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run, caps
     np.testing.assert_allclose(found, truth, atol=0.06)
     assert not report.is_flagged
     assert "local latent variables `z`" in str(report)
-    print_summary(collected_run)
-    assert "Bias" in capsys.readouterr().out
     with pytest.raises(ValueError, match="fn"):
         bias_report(collected_run, lambda draw: draw["mu"])
     with pytest.raises(ValueError, match="compare_with_finer"):

@@ -96,7 +96,7 @@ def make_potential(model):
     return get_model_potential(model, arguments, init_to_sample), arguments
 
 
-@pytest.mark.parametrize("model", [linen_network, nnx_network])
+@pytest.mark.parametrize("model", [linen_network, quick_if(False, nnx_network)])
 def test_flax_network_has_potential_and_gradient_of_the_plain_network(model):
     plain, arguments = make_potential(plain_network)
     flax, _ = make_potential(model)
@@ -165,10 +165,9 @@ def run_cold(power, is_whole, covariance):
     return mcmc
 
 
-@pytest.mark.parametrize("temperature", [0.25, quick_if(False, 4.0)])
-@pytest.mark.parametrize(
-    "is_whole", [quick_if(False, True, id="posterior"), quick_if(True, False, id="likelihood")]
-)
+@pytest.mark.slow  # gradients of scaled models have quick tests
+@pytest.mark.parametrize("temperature", [0.25, 4.0])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["posterior", "likelihood"])
 def test_cold_posterior_is_a_power_of_the_posterior(temperature, is_whole):
     power = 1.0 / temperature
     mean, covariance = linear_posterior(power if is_whole else 1.0, power)
