@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ _DERIVATIVE_PARAMETERS = {"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "jvp_jaxpr_
 # Types whose repr determines the value.
 _REPR_TYPES = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, Enum)
 
+_COMPILATION_EXECUTOR = ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-compiler")
 _MEMORY_MAPS_FILE = Path("/proc/self/maps")
 _MAX_MEMORY_MAPS_FILE = Path("/proc/sys/vm/max_map_count")
 # Fraction of the allowed mappings: one fit takes hundreds, and the process needs others.
@@ -144,12 +145,7 @@ def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return  # inside shard_map, where JAX cannot lower a function by itself
-    _compilation_executor().submit(fn.lower(*args, **static_kwargs).compile)
-
-
-@cache
-def _compilation_executor() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-compiler")
+    _COMPILATION_EXECUTOR.submit(fn.lower(*args, **static_kwargs).compile)
 
 
 def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+from itertools import repeat
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -33,12 +34,8 @@ _MAX_CALLBACK_OPERAND_SIZE = 4096
 # Blocks of prefetched rows that an array keeps per device. A run needs one per plate; others are
 # left by aborted runs, and the oldest are discarded.
 _MAX_PREFETCHES_PER_READER = 8
-# Bytes of a memory map that may stay resident: a bound on memory.
+# Bytes of a memory map that may become resident: a bound on memory.
 _MAX_RESIDENT_MMAP_BYTES = 2**29
-# Jumps between non-consecutive rows of a memory map after which resident memory is measured.
-_MAX_JUMPS_PER_READ = 256
-# Bytes that most systems map at a page fault, for systems without /proc.
-_PAGE_FAULT_BYTES = 2**16
 # Mean length of runs of consecutive rows from which a chunked source is read by slices.
 _MIN_RUN_ROWS = 16
 # Decoded row groups of Parquet files: 3 of a million rows and 20 columns.
@@ -46,8 +43,8 @@ _BLOCK_CACHE_BYTES = 2**28
 # Arrays of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512
-# Rows that are read at once for a checksum.
-_CHECKSUM_READ_ROWS = 8192
+# The thread that prefetches for all arrays: disks and h5py prefer one reader.
+_PREFETCH_EXECUTOR = ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
 
 
 class RowIndexError(ExplainedError, TypeError):
@@ -208,10 +205,10 @@ def compute_checksum(arrays: Iterable[Any]) -> int:
     return checksum
 
 
-def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray | range:
+def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray:
     """Return the indices of all rows, or of 512 evenly spaced ones of an array above 32 MB."""
     if num_bytes <= _MAX_FULL_CHECKSUM_BYTES or num_rows <= _NUM_CHECKSUM_ROWS:
-        return range(num_rows)
+        return np.arange(num_rows)
     return np.linspace(0, num_rows - 1, _NUM_CHECKSUM_ROWS).astype(int)
 
 
@@ -304,12 +301,23 @@ class HostArray(RowArray):
         file_map = getattr(source, "_mmap", None)
         self._mmap = file_map if isinstance(file_map, mmap.mmap) else None
         self._mmap_bytes = self._mmap.size() if self._mmap else 0
+        self._descriptor = self._open_map() if self._mmap and is_numpy else None
         self.max_resident_bytes = _MAX_RESIDENT_MMAP_BYTES
-        """Bytes of a memory map that may stay resident."""
-        self._bytes_since_release = 0
-        self._baseline_resident_bytes = _resident_file_bytes() or 0
+        """Bytes of a memory map that may become resident."""
 
     is_on_host = True
+
+    def _open_map(self) -> int | None:
+        """Open the file of a memory map; None where its rows cannot be read from the file."""
+        has_rows = self.source[:1].flags.c_contiguous and self.source.mode != "c"
+        if not has_rows or self.source.filename is None or not hasattr(os, "pread"):
+            return None
+        try:
+            descriptor = os.open(self.source.filename, os.O_RDONLY)
+        except OSError:
+            return None
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
     @classmethod
     def from_parquet(
@@ -352,7 +360,7 @@ class HostArray(RowArray):
 
     def __getstate__(self) -> dict[str, Any]:
         transient: dict = {"_prefetches": {}, "_on_read": None, "_mmap": None, "_lock": None}
-        return {**self.__dict__, "source": self._backing_array, **transient}
+        return {**self.__dict__, "source": self._backing_array, "_descriptor": None, **transient}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=Lock())
@@ -450,13 +458,18 @@ class HostArray(RowArray):
         if type(source) is np.ndarray:
             if self._mmap is None or source.nbytes <= self.max_resident_bytes:
                 return source.take(indices, 0)
-            return self._read_mmap(indices)
-        if self._is_chunked:
-            # Runs of consecutive rows: slices are cheaper than indices where runs are long.
-            ends = np.flatnonzero(np.diff(indices) != 1) + 1
-            if indices.size >= _MIN_RUN_ROWS * (len(ends) + 1):
+            if self._descriptor is not None and indices.size:
+                return self._read_file(self._mmap, self._descriptor, indices)
+            values = source.take(indices, 0)
+            if self.source.mode != "c" and hasattr(mmap, "MADV_DONTNEED"):
+                self._mmap.madvise(mmap.MADV_DONTNEED)
+            return values
+        if self._is_chunked and indices.size:
+            # Slices are cheaper than indices where runs are long.
+            starts, ends = _find_runs(indices)
+            if indices.size >= _MIN_RUN_ROWS * len(ends):
                 values = np.empty((indices.size, *self.shape[1:]), self._dtype)
-                for start, end in zip([0, *ends], [*ends, indices.size], strict=True):
+                for start, end in zip(starts, ends, strict=True):
                     first = int(indices[start])
                     values[start:end] = check_unmasked(source[first : first + end - start])
                 return values
@@ -465,42 +478,31 @@ class HostArray(RowArray):
             return check_unmasked(source[distinct])[positions]
         return check_unmasked(source[indices])
 
-    def _read_mmap(self, indices: np.ndarray) -> np.ndarray:
-        """Return rows of a large memory map, and release its pages before they fill the memory."""
-        assert self._mmap is not None
-        jumps = np.flatnonzero(np.diff(indices) != 1) + 1
-        parts = []
-        # A jump may load many pages, so that the jumps between two measurements are limited.
-        for part in np.split(indices, jumps[_MAX_JUMPS_PER_READ - 1 :: _MAX_JUMPS_PER_READ]):
-            parts.append(self._backing_array.take(part, 0))
-            if (resident := _resident_file_bytes()) is None:
-                self._bytes_since_release += parts[-1].nbytes
-                self._bytes_since_release += _MAX_JUMPS_PER_READ * _PAGE_FAULT_BYTES
-            else:
-                self._baseline_resident_bytes = min(self._baseline_resident_bytes, resident)
-                self._bytes_since_release = resident - self._baseline_resident_bytes
-            is_due = self._bytes_since_release > self.max_resident_bytes
-            if is_due and hasattr(mmap, "MADV_DONTNEED"):
-                self._mmap.madvise(mmap.MADV_DONTNEED)
-                self._bytes_since_release = 0
-                self._baseline_resident_bytes = _resident_file_bytes() or 0
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _read_file(self, file_map: mmap.mmap, descriptor: int, indices: np.ndarray) -> np.ndarray:
+        """Return rows of a memory map from its file, without pages in this process's memory."""
+        source = self._backing_array
+        stride, row_bytes = source.strides[0], source[:1].nbytes
+        starts, ends = _find_runs(indices)
+        if stride != row_bytes:
+            starts, ends = np.arange(indices.size), np.arange(1, indices.size + 1)
+        # A slice of a map has the offset of the map.
+        map_start = self.source.offset - self.source.offset % mmap.ALLOCATIONGRANULARITY
+        first = source.ctypes.data - np.frombuffer(file_map, np.uint8).ctypes.data + map_start
+        places, sizes = first + indices[starts] * stride, (ends - starts) * row_bytes
+        parts = map(os.pread, repeat(descriptor), sizes.tolist(), places.tolist())
+        return np.frombuffer(bytearray().join(parts), source.dtype).reshape(-1, *self.shape[1:])
 
     def checksum(self) -> int:
         """Return a CRC of all values, or of 512 evenly spaced rows of a source above 32 MB."""
         num_bytes = len(self) * self.row_size * self._dtype.itemsize
-        rows = select_checksum_rows(len(self), num_bytes)
-        starts = range(0, len(rows), _CHECKSUM_READ_ROWS)
-        return compute_checksum(
-            self.read(np.asarray(rows[i : i + _CHECKSUM_READ_ROWS])) for i in starts
-        )
+        return compute_checksum([self.read(select_checksum_rows(len(self), num_bytes))])
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Start to read rows on the reader's thread."""
         key = (indices.shape, indices.tobytes())
         with self._lock:
             if key not in self._prefetches:
-                self._prefetches[key] = _prefetch_executor().submit(self.read, indices)
+                self._prefetches[key] = _PREFETCH_EXECUTOR.submit(self.read, indices)
             while len(self._prefetches) > _MAX_PREFETCHES_PER_READER * self.num_readers:
                 del self._prefetches[next(iter(self._prefetches))]  # the oldest
 
@@ -524,18 +526,10 @@ class HostArray(RowArray):
         self.pending_error = None
 
 
-@cache
-def _prefetch_executor() -> ThreadPoolExecutor:
-    """Return the thread that prefetches for all arrays: disks and h5py prefer one reader."""
-    return ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
-
-
-def _resident_file_bytes() -> int | None:
-    """Return the bytes of mapped files in this process's memory, or None where unknown."""
-    try:  # measured, because it depends on the system how much a page fault loads
-        return int(Path("/proc/self/statm").read_bytes().split()[2]) * mmap.PAGESIZE
-    except (OSError, IndexError, ValueError):
-        return None
+def _find_runs(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where runs of consecutive rows begin and end."""
+    ends = np.flatnonzero(np.diff(indices) != 1) + 1
+    return np.r_[0, ends], np.r_[ends, indices.size]
 
 
 def _describe_rows(indices: np.ndarray) -> str:

@@ -26,7 +26,7 @@ from numpyro_sgmcmc.data.host_array import (
     read_and_prefetch,
     split_index,
 )
-from numpyro_sgmcmc.data.sharded_array import DeviceShardView, HostShardView, ShardedArray, Shards
+from numpyro_sgmcmc.data.sharded_array import ShardedArray, Shards, ShardView
 from numpyro_sgmcmc.errors import DataReadError, InvalidModelError
 
 
@@ -162,9 +162,8 @@ class ShardedOperands(NamedTuple):
         registry = PlateIndexRegistry(self.indices)
 
         def view(array: ShardedArray) -> ArrayProxy:
-            if array.is_on_host:
-                return HostShardView(array, row_offset, num_rows)
-            return DeviceShardView(array, next(device_arrays), row_offset)
+            local_array = None if array.is_on_host else next(device_arrays)
+            return ShardView(array, row_offset, num_rows, local_array)
 
         def replace(x: Any) -> Any:
             if _is_sharded_prefetch(x):

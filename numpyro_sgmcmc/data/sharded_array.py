@@ -10,8 +10,8 @@ is unbiased for the potential on all rows, however uneven the shards, and so is 
 sum is the only communication between devices in a step.
 
 :class:`ShardedArray` holds the rows, on the devices or as a :class:`HostArray` on each host;
-:class:`Shards` describes their distribution; :class:`DeviceShardView` and :class:`HostShardView`
-replace the array in a model on one device.
+:class:`Shards` describes their distribution; :class:`ShardView` replaces the array in a model that
+runs on one device.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class ShardedArray(RowArray):
             return jnp.asarray(self.read(np.asarray(indices)))
 
         def read_own_rows(indices: Array, row_offset: Any, num_rows: Any) -> Array:
-            rows = HostShardView(self, row_offset, num_rows)[indices]
+            rows = ShardView(self, row_offset, num_rows)[indices]
             is_own = (indices >= row_offset) & (indices < row_offset + num_rows)
             is_own = is_own.reshape(*indices.shape, *[1] * (rows.ndim - indices.ndim))
             return jnp.where(is_own, rows, 0)
@@ -320,30 +320,23 @@ class ShardedArray(RowArray):
         return cls.from_padded_array(array, shards, name)
 
 
-class DeviceShardView(ArrayProxy):
-    """Rows of one device, in place of the whole array while a model runs there."""
+class ShardView(ArrayProxy):
+    """Rows of one device, in place of the whole array while a model runs there.
 
-    def __init__(self, array: ShardedArray, local_array: Array, row_offset: Any) -> None:
-        super().__init__(array)
-        self.local_array, self.row_offset = local_array, row_offset
-
-    def __getitem__(self, index: Any) -> Array:
-        indices, trailing_index = split_index(index)
-        return self.local_array[(indices - self.row_offset, *trailing_index)]
-
-
-class HostShardView(ArrayProxy):
-    """Rows of one device that are on its host, read when the program runs.
-
-    :param num_rows: number of its rows; indices beyond give the last row.
+    :param num_rows: number of its rows; indices beyond give the last row on the host.
+    :param local_array: its rows, or None where they are read from its host.
     """
 
-    def __init__(self, array: ShardedArray, row_offset: Any, num_rows: Any) -> None:
+    def __init__(
+        self, array: ShardedArray, row_offset: Any, num_rows: Any, local_array: Any = None
+    ) -> None:
         super().__init__(array)
-        self.row_offset, self.num_rows = row_offset, num_rows
+        self.row_offset, self.num_rows, self.local_array = row_offset, num_rows, local_array
 
     def __getitem__(self, index: Any) -> Array:
         indices, trailing_index = split_index(index)
+        if self.local_array is not None:
+            return self.local_array[(indices - self.row_offset, *trailing_index)]
         indices = jnp.clip(indices, self.row_offset, self.row_offset + self.num_rows - 1)
         result = jax.ShapeDtypeStruct((*indices.shape, *self.shape[1:]), self.dtype)
         rows = call_host(self.read_deferring_errors, result, indices)

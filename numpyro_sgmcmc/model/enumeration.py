@@ -17,7 +17,6 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -66,14 +65,6 @@ class EnumeratedSites(NamedTuple):
         return substitute(model, substitute_fn=get_value)
 
 
-def import_funsor() -> Any:
-    """Import funsor, an extra of this package.
-
-    :raises ImportError: naming the extra.
-    """
-    return import_optional("funsor", "A model with discrete sites", "enumeration")
-
-
 class _collect_rows(Messenger):
     """Handler that leaves the sites of a plate's rows to an outer trace, without the plate.
 
@@ -107,13 +98,12 @@ class _collect_rows(Messenger):
             msg["cond_indep_stack"] = frames
 
 
-@cache
-def _row_plate_class() -> Any:
+@contextmanager
+def _use_row_plates() -> Iterator[None]:
+    """Replace ``numpyro.plate``, as :func:`numpyro.contrib.funsor.plate_to_enum_plate` does."""
     from numpyro.contrib.funsor.enum_messenger import plate
 
     class RowPlate(plate):
-        """NumPyro's plate for enumeration, with the same array of indices as ``numpyro.plate``."""
-
         def __enter__(self) -> Any:
             # Its own indices are another array, which is not recognised as the plate's, and has no
             # dimension for one row.
@@ -121,15 +111,9 @@ def _row_plate_class() -> Any:
             self.indices = self._indices.data
             return self.indices
 
-    return RowPlate
-
-
-@contextmanager
-def _use_row_plates() -> Iterator[None]:
-    """Replace ``numpyro.plate``, as :func:`numpyro.contrib.funsor.plate_to_enum_plate` does."""
-    row_plate, replaced = _row_plate_class(), numpyro.plate.__new__
+    replaced = numpyro.plate.__new__
     try:
-        numpyro.plate.__new__ = lambda cls, *args, **kwargs: row_plate(*args, **kwargs)
+        numpyro.plate.__new__ = lambda cls, *args, **kwargs: RowPlate(*args, **kwargs)
         yield
     finally:
         numpyro.plate.__new__ = replaced
@@ -161,7 +145,6 @@ def _enumerate_rows(
 ) -> _collect_rows:
     """Return the model with its discrete sites enumerated, for NumPyro's ``log_density``."""
     from numpyro.contrib.funsor import enum
-    from numpyro.contrib.funsor.enum_messenger import _DIM_STACK
 
     def mark(site: Any) -> dict[str, Any]:
         if site["type"] != "sample":
@@ -170,8 +153,6 @@ def _enumerate_rows(
         return {"enumerate": "parallel" if is_enumerated else None}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if _DIM_STACK.outermost is None:  # a run without enumeration
-            return model(*args, **kwargs)
         with _use_row_plates():
             return model(*args, **kwargs)
 
@@ -187,7 +168,7 @@ def compute_log_densities(
     :param model: the model on some rows, with values for all other sites.
     :return: a scalar, and an array of shape ``(rows,)`` without the plate's scale.
     """
-    funsor = import_funsor()
+    funsor = import_optional("funsor", "A model with discrete sites", "enumeration")
     from numpyro.contrib.funsor.infer_util import _enum_log_density
 
     rows_model = _enumerate_rows(model, sites, num_rows)
@@ -210,9 +191,7 @@ def compute_log_densities(
         )
     total = jnp.zeros((), jnp.result_type(float))
     for site in rows_model.other_sites.values():
-        intermediates = [site["intermediates"]] if site["intermediates"] else []
-        log_prob = site["fn"].log_prob(site["value"], *intermediates)
-        total += (log_prob if site["scale"] is None else site["scale"] * log_prob).sum()
+        total += _log_prob(site).sum()
     return total, jnp.broadcast_to(result.data, (num_rows,))
 
 
@@ -220,7 +199,7 @@ def sample_states(
     model: Callable, sites: EnumeratedSites, num_rows: int, rng_key: Array, arguments: Arguments
 ) -> dict[str, Array]:
     """Sample the discrete sites from their posterior given the other sites and the data."""
-    funsor = import_funsor()
+    funsor = import_optional("funsor", "A model with discrete sites", "enumeration")
     from numpyro.contrib.funsor import trace
 
     rows_model = _enumerate_rows(model, sites, num_rows, unroll=True)
@@ -228,9 +207,8 @@ def sample_states(
     traced = {name: site for name, site in traced.items() if site["type"] == "sample"}
     factors, plates = [], {}  # the plates inside of a row around each site
     for name, site in traced.items():
-        log_prob = site["fn"].log_prob(site["value"])
-        log_prob = log_prob if site["scale"] is None else site["scale"] * log_prob
-        factors.append(funsor.to_funsor(log_prob, funsor.Real, site["infer"]["dim_to_name"]))
+        dims = site["infer"]["dim_to_name"]
+        factors.append(funsor.to_funsor(_log_prob(site), funsor.Real, dims))
         plates[name] = {f.name for f in site["cond_indep_stack"]}
     all_plates = set().union(*plates.values())
     # Sum the states out one after the other, the last and those inside of plates first, and sample
@@ -277,7 +255,11 @@ def check_rows_are_independent(
 
     def evaluate(arguments: Arguments) -> Any:
         before = trace_prior(model, indices, arguments)
-        values = {k: s["value"] for k, s in before.items() if _is_latent(s)}
+        values = {
+            name: site["value"]
+            for name, site in before.items()
+            if site["type"] == "sample" and not site["is_observed"]
+        }
         supports = {}
         for name in sites.names:
             fn, dim = before[name]["fn"], _find_row_dim(before[name], sites.plate)
@@ -326,8 +308,9 @@ def check_rows_are_independent(
             )
 
 
-def _is_latent(site: Any) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]
+def _log_prob(site: Any) -> Array:
+    log_prob = site["fn"].log_prob(site["value"])
+    return log_prob if site["scale"] is None else site["scale"] * log_prob
 
 
 def _find_row_dim(site: Any, plate: str) -> int | None:

@@ -382,25 +382,22 @@ class ModelPotential(Potential):
         if self.local_latents is not None:
             values = values | self.local_latents.constrain(z)
         values = values | self._resample_locals(values, indices, arguments, key)
-        reasons = {}
+        reasons, sites = {}, self.enumerated_sites
         with numpyro.validation_enabled(False):  # which would raise at the first invalid value
             for name, site in trace_run(model, arguments, values).items():
-                if site["type"] != "sample" or self._is_summed_out(site):
+                plates = [frame.name for frame in site.get("cond_indep_stack", ())]
+                is_summed_out = sites is not None and sites.plate in plates
+                if site["type"] != "sample" or is_summed_out:
                     continue
                 if reason := _describe_nonfinite_site(site):
                     reasons[name] = reason
-            if (sites := self.enumerated_sites) is not None:
+            if sites is not None:
                 rows = compute_log_densities(
                     substitute(model, data=values), sites, len(indices[sites.plate]), arguments
                 )[1]
                 if num_bad := int((~jnp.isfinite(rows)).sum()):
                     reasons[sites.names[0]] = f"{num_bad} of {len(rows)} rows, summed over states"
         return reasons
-
-    def _is_summed_out(self, site: Any) -> bool:
-        """Return whether a site's density is one of the terms that a row sums over states."""
-        sites = self.enumerated_sites
-        return sites is not None and sites.plate in [f.name for f in site["cond_indep_stack"]]
 
 
 def _describe_nonfinite_site(site: Any) -> str:

@@ -29,11 +29,12 @@ from numpyro_sgmcmc.errors import (
     LocalLatentsWarning,
     PlateWarning,
     ShardingWarning,
+    import_optional,
     warn_user,
 )
 from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.additivity import check_factorises_over_plates
-from numpyro_sgmcmc.model.enumeration import check_rows_are_independent, import_funsor
+from numpyro_sgmcmc.model.enumeration import check_rows_are_independent
 from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_run
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
@@ -140,7 +141,7 @@ def _check_enumerated_sites(model_trace: ModelTrace) -> None:
     """Check that discrete sites can be summed out of each row, and warn of those not marked."""
     if (enumerated := model_trace.enumerated_sites) is None:
         return
-    import_funsor()
+    import_optional("funsor", "A model with discrete sites", "enumeration")
     sites = [site for site in model_trace.sample_sites if site.is_enumerated]
     for site in model_trace.sample_sites:
         names = [f.name for f in site.plate_frames]
