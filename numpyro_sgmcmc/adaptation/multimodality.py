@@ -22,6 +22,7 @@ import numpy as np
 from jax import random
 from scipy.optimize import linear_sum_assignment
 
+from numpyro_sgmcmc.adaptation.batch_size import estimate_gradient_seconds
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM
 from numpyro_sgmcmc.adaptation.gradient_noise import measure_noise
@@ -50,6 +51,9 @@ from numpyro_sgmcmc.model.trace import site_slices
 _MAX_LOG_MASS_DEFICIT = 2.5  # nats below the main mode, about a tenth of the mass
 _MAX_ELBO_GAP = 100.0  # nats below the best fit; with many observations fits end several SDs off
 _MAX_NUM_WINDOWS = 4  # of pilot chains per candidate
+# Predicted for the gradients of candidates on a CPU: no other one is begun after these. Fifteen
+# candidates of four windows take as long where a gradient takes 27 microseconds.
+_MAX_SEARCH_SECONDS = 30.0
 # A fit is near to pilot chains within one SD of these plus so many SDs of the fit plus so many
 # times the distance of the best fit from its own mode.
 _MAX_FIT_DISTANCE_SD, _FIT_ERROR_FACTOR = 3.0, 2.0
@@ -114,9 +118,13 @@ def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanFiel
 def find_other_modes(
     inputs: WarmupInputs, main: PilotResult, fits: Sequence[MeanField]
 ) -> tuple[PilotResult, ...]:
-    """Run pilot chains from other variational fits, and return the modes of comparable mass."""
+    """Run pilot chains from other variational fits, and return the modes of comparable mass.
+
+    Where gradients are slow the search ends after those of some of the fits, the best first.
+    """
     known_modes, batched_gradients = [main], inputs.batched_gradients
     fit_error = np.abs(fits[0].mean - main.positions.mean(0))
+    num_together, seconds = inputs.budget.gradients_per_pilot_step, 0.0
 
     def has_barriers(pilot: PilotResult) -> bool:
         """Return whether the full-data density falls between a mode and each other."""
@@ -138,6 +146,8 @@ def find_other_modes(
     for k, fit in enumerate(candidates, 1):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
             continue
+        if seconds >= _MAX_SEARCH_SECONDS:
+            break
         preconditioner = build_preconditioner_from_fit(inputs, fit)
         if not preconditioner.is_finite():
             continue
@@ -148,6 +158,9 @@ def find_other_modes(
             known_modes,
             is_distinct,
             stage=f"other modes, fit {k} of {len(candidates)}",
+        )
+        seconds += (pilot.num_steps * num_together) * estimate_gradient_seconds(
+            inputs.potential, inputs.arguments, num_together
         )
         is_drifting = any(is_drifting_towards(pilot, mode.positions) for mode in known_modes)
         if not pilot.is_distinct or is_drifting:

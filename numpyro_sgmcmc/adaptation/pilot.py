@@ -73,6 +73,7 @@ class PilotResult:
     - **window_medians** - median chain mean of each window, each of shape ``(d,)``.
     - **is_distinct** - False where chains came to a mode that was already known.
     - **log_mass_deficit** - log mass of the main mode minus that of this one, in nats.
+    - **num_steps** - steps of a chain in all windows.
     """
 
     preconditioner: Preconditioner
@@ -82,6 +83,7 @@ class PilotResult:
     window_medians: tuple[np.ndarray, ...] = ()
     is_distinct: bool = True
     log_mass_deficit: float = 0.0
+    num_steps: int = 0
 
     @property
     def positions(self) -> np.ndarray:
@@ -120,6 +122,7 @@ def run_pilot_windows(
         inputs.progress.begin_stage(stage)
         estimator, step_size, noise_stats = _choose_pilot_step(inputs, pilot, max_step_size)
         draws = run_pilot(inputs, pilot, estimator, step_size, num_steps)
+        pilot = replace(pilot, num_steps=pilot.num_steps + num_steps)
         survives = _find_surviving_chains(inputs, pilot.preconditioner, draws)
         if survives.sum() <= num_chains // 2:
             max_step_size *= LOST_STEP_FACTOR

@@ -13,6 +13,7 @@ from numpyro.distributions.transforms import OrderedTransform
 from numpyro.infer import MCMC, init_to_value
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.adaptation import multimodality
 from numpyro_sgmcmc.adaptation.initialisation import (
     fit_inits,
     generate_prior_positions,
@@ -263,6 +264,30 @@ def test_find_other_modes_far_fit_is_a_mode_only_where_chains_stay(model, num_ot
         assert mode.is_converged
         assert mode.log_mass_deficit == pytest.approx(0.0, abs=0.5)
         assert mode.center[0] == pytest.approx(-main.center[0], abs=0.1)
+
+
+def test_find_other_modes_search_ends_after_some_predicted_seconds(monkeypatch):
+    """Chains of the first fit take so many steps of 17 gradients of a second each."""
+    inputs = make_inputs(unknown_sign, (SQUARES,), 100)
+    (best,) = fit_inits(inputs, [np.full(inputs.potential.dim, 0.5)], [])
+    far = best._replace(mean=best.mean * np.array([-1.0, 1.0]))
+    pilot = init_pilot(inputs, build_preconditioner_from_fit(inputs, best), best)
+    main = run_pilot_windows(inputs, pilot, inputs.budget.pilot_window_steps)
+    monkeypatch.setattr(multimodality, "estimate_gradient_seconds", lambda *_: 1.0)
+    monkeypatch.setattr(multimodality, "is_fit_near", lambda *_: False)
+    runs = []
+
+    def run_windows(*args, **options):
+        runs.append(run_pilot_windows(*args, **options))
+        return runs[-1]
+
+    monkeypatch.setattr(multimodality, "run_pilot_windows", run_windows)
+    for max_seconds, num_runs in ((0.0, 0), (17.0 * 400, 1), (np.inf, 2)):
+        monkeypatch.setattr(multimodality, "_MAX_SEARCH_SECONDS", max_seconds)
+        runs.clear()
+        find_other_modes(inputs, main, (best, far, far))
+        assert len(runs) == num_runs
+    assert all(run.num_steps >= 400 for run in runs)
 
 
 def test_generate_prior_positions_are_not_all_in_the_narrow_mode():
