@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -46,6 +46,9 @@ _MIN_PASS_BATCH_SIZE = 64  # of a pass over many rows: with fewer, Python's over
 # Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
 # summed in the model's precision before they are added in float64 (a bound on rounding errors).
 _MAX_HESSIAN_ROW_DIRECTIONS, _MAX_HESSIAN_MINIBATCHES_PER_CALL = 2**20, 32
+# Rows of a minibatch, and numbers that belong to these, in passes over all rows in which each
+# minibatch costs vectors of all coordinates: bounds of time and memory.
+_MIN_LARGE_PASS_ROWS, _MAX_LARGE_PASS_VALUES, _LARGE_PASS_VALUES_PER_ROW = 2**15, 2**25, 32
 
 
 @lru_cache
@@ -290,28 +293,26 @@ def _evaluate_pairs(
 
 
 @partial(jax.jit, static_argnames="potential")
-def _sum_hessian_products(
+def _sum_gradients_and_products(
     potential: Potential,
     arguments: Arguments,
     position: Array,
     indices: Indices,
     weights: Array,
     directions: Array,
-) -> Array:
-    """Return the weighted sum of the minibatches' Hessians times each direction."""
+) -> tuple[Array, Array]:
+    """Return weighted sums of the minibatches' gradients, and of their Hessians times directions."""
 
-    def add_minibatch(total: Array, xs: tuple[Indices, Array]) -> tuple[Array, None]:
+    def add_minibatch(total: Any, xs: tuple[Indices, Array]) -> tuple[Any, None]:
         indices, weight = xs
+        gradient, product = jax.linearize(
+            lambda q: potential.gradient(q, indices, arguments), position
+        )
+        values = gradient, jax.vmap(product)(directions)
+        return jax.tree.map(lambda t, x: t + weight * x, total, values), None
 
-        def hessian_product(direction: Array) -> Array:
-            def gradient(q: Array) -> Array:
-                return potential.gradient(q, indices, arguments)
-
-            return jax.jvp(gradient, (position,), (direction,))[1]
-
-        return total + weight * jax.vmap(hessian_product)(directions), None
-
-    return lax.scan(add_minibatch, jnp.zeros_like(directions), (indices, weights))[0]
+    zeros = jnp.zeros_like(position), jnp.zeros_like(directions)
+    return lax.scan(add_minibatch, zeros, (indices, weights))[0]
 
 
 class BatchedGradients:
@@ -485,38 +486,83 @@ class BatchedGradients:
     def full_hessian(self, position: np.ndarray, **call_limits: int) -> np.ndarray:
         """Return the Hessian on all rows, shape ``(d, d)``; undefined for a randomised likelihood.
 
-        :param call_limits: of :meth:`_iter_hessian_calls`.
+        :param call_limits: of :meth:`_iter_product_calls`.
         """
         if self.arguments.sharded_arrays:
             return assemble_hessian(JittedPotential(self.potential, self.arguments), position)
         hessian = np.zeros((position.size, position.size))
-        for columns, inputs in self._iter_hessian_calls(position, **call_limits):
-            products = np.asarray(_sum_hessian_products(*inputs), np.float64)
+        for columns, inputs in self._iter_product_calls(
+            position, np.eye(position.size), self.plate_groups, **call_limits
+        ):
+            products = np.asarray(_sum_gradients_and_products(*inputs)[1], np.float64)
             hessian[columns] += products[columns.start - columns.stop :]
         return (hessian + hessian.T) / 2.0
 
     def precompile_hessian(self) -> None:
         """Start the compilation of :meth:`full_hessian`."""
         if not self.arguments.sharded_arrays:
-            _, inputs = next(self._iter_hessian_calls(np.zeros(self.potential.dim)))
-            aot_compile(_sum_hessian_products, *inputs)
+            dim = self.potential.dim
+            calls = self._iter_product_calls(np.zeros(dim), np.eye(dim), self.plate_groups)
+            aot_compile(_sum_gradients_and_products, *next(calls)[1])
 
-    def _iter_hessian_calls(
+    def large_pass_products(
+        self, position: np.ndarray, directions: np.ndarray, directions_per_call: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the gradient on all rows ``(d,)``, and the Hessian times directions ``(n, d)``.
+
+        Minibatches are as large as memory allows: each costs some vectors of d numbers per
+        direction.
+
+        :param directions_per_call: by default all, in one call.
+        """
+        gradient, products = np.zeros(position.size), np.zeros(directions.shape)
+        for rows, inputs in self._iter_product_calls(
+            position,
+            directions,
+            self._large_pass_plate_groups,
+            directions_per_call=directions_per_call or len(directions),
+        ):
+            sums = (np.asarray(x, np.float64) for x in _sum_gradients_and_products(*inputs))
+            call_gradient, call_products = sums
+            products[rows] += call_products[rows.start - rows.stop :] if len(directions) else 0.0
+            gradient += call_gradient * (rows.start == 0)
+        return gradient, products
+
+    def large_pass_gradient(self, position: np.ndarray) -> np.ndarray:
+        """Return the gradient on all rows, as :meth:`large_pass_products` does."""
+        return self.large_pass_products(position, np.zeros((0, position.size)))[0]
+
+    @cached_property
+    def _large_pass_plate_groups(self) -> list[list[Plate]]:
+        max_num_rows = _MAX_LARGE_PASS_VALUES // (self._row_size + _LARGE_PASS_VALUES_PER_ROW)
+        num_rows = min(max(_MIN_LARGE_PASS_ROWS, self.potential.dim), max_num_rows)
+        return [
+            [p._replace(subsample_size=min(p.size, max(p.subsample_size, num_rows))) for p in group]
+            for group in self.plate_groups
+        ]
+
+    def _iter_product_calls(
         self,
         position: np.ndarray,
+        directions: np.ndarray,
+        plate_groups: Sequence[Sequence[Plate]],
         max_row_directions: int = _MAX_HESSIAN_ROW_DIRECTIONS,
         max_minibatches_per_call: int = _MAX_HESSIAN_MINIBATCHES_PER_CALL,
+        directions_per_call: int | None = None,
     ) -> Iterator[tuple[slice, tuple[Any, ...]]]:
-        """Iterate over columns of the Hessian and arguments of :func:`_sum_hessian_products`.
+        """Iterate over slices of directions and arguments of :func:`_sum_gradients_and_products`.
 
+        :param plate_groups: plates with the batch size of the pass.
         :param max_row_directions: rows of a minibatch times directions of a call, at most.
+        :param directions_per_call: directions of a call, in place of that bound.
         """
-        potential, dim = self.potential, self.potential.dim
-        batch_size = sum(p.subsample_size for group in self.plate_groups for p in group)
+        potential, num_directions = self.potential, len(directions)
+        batch_size = sum(p.subsample_size for group in plate_groups for p in group)
         batch_size = batch_size or count_rows_per_gradient(potential, self.arguments)
-        num_directions = int(np.clip(max_row_directions // batch_size, 1, dim))
-        unit_vectors = np.eye(dim, dtype=potential.dtype)
-        minibatches = iter_weighted_minibatches(self.plate_groups)
+        per_call = directions_per_call or max(1, max_row_directions // batch_size)
+        per_call = min(per_call, num_directions)
+        directions = directions.astype(potential.dtype)
+        minibatches = iter_weighted_minibatches(plate_groups)
         chunk = list(islice(minibatches, max_minibatches_per_call))
         num_minibatches = len(chunk)
         while chunk:
@@ -528,9 +574,9 @@ class BatchedGradients:
             }
             weights = np.array([m.weight for m in chunk], potential.dtype)
             common = potential, self.arguments, position.astype(potential.dtype), indices, weights
-            for start in range(0, dim, num_directions):
-                stop = min(start + num_directions, dim)
-                yield slice(start, stop), (*common, unit_vectors[stop - num_directions : stop])
+            for start in range(0, max(num_directions, 1), max(per_call, 1)):
+                stop = min(start + per_call, num_directions)
+                yield slice(start, stop), (*common, directions[stop - per_call : stop])
             chunk = list(islice(minibatches, num_minibatches))
 
 

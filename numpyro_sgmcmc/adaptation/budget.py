@@ -60,6 +60,10 @@ class WarmupBudget:
     num_bias_probes: int = 8  # minibatches per position to predict the bias of means
     num_consistency_lines: int = 64  # segments along which values are compared with gradients
 
+    def for_hierarchy(self) -> WarmupBudget:
+        """Return the budget after the fit of a hierarchy, whose shared parameters need draws."""
+        return replace(self, num_pilot_chains=8, pilot_window_steps=(200, 400, 400))
+
     @property
     def max_gradient_evaluations(self) -> int:
         """Gradient evaluations of the fits and the pilot chains, most of the work, at most."""

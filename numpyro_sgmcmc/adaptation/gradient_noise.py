@@ -62,6 +62,7 @@ _MAX_MEAN_BIAS_POSITIONS = 8
 _NUM_STANDARD_ERRORS_OF_BIAS = 2.0  # by which an estimate is shrunk
 _PERTURBATION_SD = 0.3  # at which third derivatives show
 _UNPREDICTABLE_MEAN_BIAS_SD = 100.0  # posterior SDs, for a bias that is too large to be predicted
+_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS = 2  # bounds passes over the data
 # Finite difference of the power iteration, in preconditioned units: a tenth of a posterior SD.
 _POWER_ITERATION_STEP_LENGTH = 0.1
 
@@ -354,15 +355,24 @@ def _compute_mean_biases(bulk: BulkPositions, perturbations: np.ndarray) -> np.n
     q, preconditioner = bulk.q, bulk.preconditioner
     _, num, dim = perturbations.shape
     points = np.concatenate([q[:, None], q[:, None] + perturbations, q[:, None] - perturbations], 1)
-    values, gradients = bulk.batched_gradients.evaluate_on_subset(
-        preconditioner.to_position(points.reshape(-1, dim))
-    )
+    positions = preconditioner.to_position(points.reshape(-1, dim))
+    if preconditioner.is_block_arrow:  # a subset would have few rows of each group
+        gradients = np.stack([bulk.batched_gradients.large_pass_gradient(x) for x in positions])
+        values = np.zeros(len(gradients))
+    else:
+        values, gradients = bulk.batched_gradients.evaluate_on_subset(positions)
     # A gradient can be finite where the density is not.
     gradients = np.where(np.isfinite(values)[:, None], gradients, np.nan)
     gradients = preconditioner.apply_transpose(gradients).reshape(points.shape)
     center, plus, minus = np.split(gradients, [1, 1 + num], 1)
     displacements = -0.5 * (plus + minus - 2.0 * center).reshape(-1, dim)
-    return (preconditioner.apply(displacements) / preconditioner.sds).reshape(perturbations.shape)
+    in_sds = preconditioner.apply(displacements) / preconditioner.sds
+    if preconditioner.is_block_arrow:
+        # Among the effects of many groups, each with its own noise, some would differ by chance.
+        layout = preconditioner.factor.layout
+        effects, shared = layout.split(in_sds)
+        in_sds = layout.merge(np.zeros_like(effects), shared)
+    return in_sds.reshape(perturbations.shape)
 
 
 def shrink_mean_bias(
@@ -444,6 +454,8 @@ def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> flo
     """
     if bulk.batched_gradients.potential.is_stochastic:
         return 1.0
+    if bulk.preconditioner.is_block_arrow:
+        return _estimate_max_block_arrow_curvature(bulk, rng)
     curvatures = compute_max_curvatures(
         bulk.batched_gradients,
         bulk.preconditioner,
@@ -452,6 +464,23 @@ def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> flo
         bulk.batched_gradients.budget.num_power_iterations,
     )
     return float(curvatures[np.isfinite(curvatures)].max(initial=1.0))
+
+
+def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Generator) -> float:
+    """Estimate the largest preconditioned curvature by power iterations on all rows."""
+    preconditioner, batched_gradients = bulk.preconditioner, bulk.batched_gradients
+    num_directions, largest = preconditioner.factor.layout.effects_per_group, 1.0
+    for position in preconditioner.to_position(bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]):
+        directions = rng.standard_normal((num_directions, position.size))
+        for _ in range(batched_gradients.budget.num_power_iterations):
+            directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+            _, products = batched_gradients.large_pass_products(
+                position, preconditioner.apply(directions)
+            )
+            directions = preconditioner.apply_transpose(products)
+        norms = np.linalg.norm(directions, axis=1)
+        largest = max(largest, float(norms[np.isfinite(norms)].max(initial=1.0)))
+    return largest
 
 
 def compute_max_curvatures(

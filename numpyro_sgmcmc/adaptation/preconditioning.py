@@ -13,6 +13,7 @@ matrix:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
 
@@ -49,6 +51,9 @@ _MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
 # Gradient noise variance to which full-data gradients are estimated. A direction is visible up to
 # the variance 1 / 0.02 of the posterior along it.
 _TARGET_GRADIENT_NOISE_VARIANCE = 0.02
+# Mean of the shared parameters of a hierarchy in preconditioned units, and ratio of their variances
+# to one, beyond which they are refitted.
+_MAX_SHARED_SHIFT_SD, _MAX_SHARED_VARIANCE_RATIO = 0.3, 1.7
 # Ratios of variances: draws where no other gradients are needed; standard errors of lower bounds.
 _NUM_RATIO_DRAWS, _NUM_STANDARD_ERRORS_OF_RATIO = 32, 2.0
 
@@ -312,6 +317,8 @@ def update_preconditioner(
     """
     settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
     batched_gradients = inputs.batched_gradients
+    if preconditioner.is_block_arrow:
+        return _update_block_arrow(inputs, preconditioner, draws)
     center, dim = preconditioner.to_position(draws.mean((0, 1))), draws.shape[-1]
     num_rows = budget.num_representative_rows
     if settings.inverse_mass_matrix is not None:
@@ -356,6 +363,39 @@ def update_preconditioner(
     if not updated.is_finite():
         return None
     return PreconditionerUpdate(updated, _bound_variance_ratios(updated, positions, gradients))
+
+
+def _update_block_arrow(
+    inputs: WarmupInputs, preconditioner: Preconditioner, draws: np.ndarray
+) -> PreconditionerUpdate | None:
+    """Refit mean and covariance of the shared parameters of a hierarchy, where these are off.
+
+    The effects given the shared parameters are known better from their blocks than from draws.
+    """
+    factor = preconditioner.factor
+    layout = factor.layout
+    _, shared = layout.split(draws)
+    shared = shared.reshape(-1, layout.num_shared)
+    no_bounds = np.ones(draws.shape[-1])
+    covariance = np.atleast_2d(np.cov(shared, rowvar=False))
+    eigenvalues = np.linalg.eigvalsh(covariance)
+    is_covariance_off = max(eigenvalues.max(), 1.0 / eigenvalues.min()) > _MAX_SHARED_VARIANCE_RATIO
+    is_center_off = np.abs(shared.mean(0)).max() > _MAX_SHARED_SHIFT_SD
+    if not (is_covariance_off or is_center_off):
+        return PreconditionerUpdate(preconditioner, no_bounds)
+    q = layout.merge(
+        np.zeros(draws.shape[-1] - layout.num_shared).reshape(
+            layout.effects_per_group, layout.num_groups
+        ),
+        shared.mean(0),
+    )
+    center = preconditioner.to_position(q)
+    if is_covariance_off:
+        shared_factor = factor.shared_factor @ factorize_spd(covariance)
+        factor = replace(factor, shared_factor=shared_factor)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    updated = Preconditioner(center, factor, gradient, hessian)
+    return PreconditionerUpdate(updated, no_bounds) if updated.is_finite() else None
 
 
 def _bound_variance_ratios(

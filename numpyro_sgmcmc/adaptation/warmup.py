@@ -22,6 +22,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     UNKNOWN_NOISE,
     measure_noise_covariance,
 )
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
@@ -64,7 +65,7 @@ from numpyro_sgmcmc.adaptation.subsampling_choice import (
     list_candidates,
     measure_gradient_noise,
 )
-from numpyro_sgmcmc.adaptation.variational import precompile_mean_field
+from numpyro_sgmcmc.adaptation.variational import MeanField, precompile_mean_field
 from numpyro_sgmcmc.adaptation.warnings import (
     PendingWarning,
     find_compensation_warnings,
@@ -76,12 +77,19 @@ from numpyro_sgmcmc.adaptation.warnings import (
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, warn_user
-from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, MinibatchGradient
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.gradient_estimators import (
+    GradientEstimator,
+    MinibatchGradient,
+    SecondOrderControlVariate,
+)
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Kinetic temperature above the predicted one, relative to the predicted increase, at which chains
 # in warm-up shorten their step.
 _VARIANCE_INFLATION_TOLERANCE = 1.5
+# Coordinates from which on effects of groups have blocks; fewer have a dense matrix by default.
+_MIN_HIERARCHY_DIM = 100
 
 
 def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> Adaptation:
@@ -95,22 +103,30 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         return build_adaptation_from_settings(inputs, position)
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
-    _start_compilation(inputs, candidates)
-
-    positions, prior_positions = find_init_positions(inputs, init_positions)
-    inputs.progress.set_total(budget.max_gradient_evaluations)
-    inputs.progress.begin_stage("variational fit")
-    fits = fit_inits(inputs, positions, prior_positions)
-    if _can_include_rows(inputs):
-        rows = find_influential_rows(inputs.potential, inputs.arguments, fits[0], inputs.rng)
-        inputs = replace(inputs, included_rows=rows)
-    preconditioner = build_preconditioner_from_fit(inputs, fits[0])
-    if not preconditioner.is_finite():
-        gradient = inputs.batched_gradients.full_gradient(positions[0])
-        preconditioner = Preconditioner(positions[0], preconditioner.factor, gradient)
-    check_finite_gradient(inputs, preconditioner)
-    pilot = init_pilot(inputs, preconditioner, fits[0])
-    pilot = run_pilot_windows(inputs, pilot, budget.pilot_window_steps)
+    if (hierarchy := _fit_hierarchy(inputs, init_positions)) is not None:
+        inputs = replace(inputs, budget=budget.for_hierarchy())
+        if candidates.is_estimator_free:
+            estimators = (*candidates.estimators, SecondOrderControlVariate())
+            candidates = replace(candidates, estimators=estimators)
+        fits = [MeanField(hierarchy.center, hierarchy.sds)]
+        normals = inputs.rng.standard_normal((inputs.budget.num_pilot_chains, inputs.potential.dim))
+        pilot = PilotResult(hierarchy, normals)
+    else:
+        _start_compilation(inputs, candidates)
+        positions, prior_positions = find_init_positions(inputs, init_positions)
+        inputs.progress.set_total(budget.max_gradient_evaluations)
+        inputs.progress.begin_stage("variational fit")
+        fits = fit_inits(inputs, positions, prior_positions)
+        if _can_include_rows(inputs):
+            rows = find_influential_rows(inputs.potential, inputs.arguments, fits[0], inputs.rng)
+            inputs = replace(inputs, included_rows=rows)
+        preconditioner = build_preconditioner_from_fit(inputs, fits[0])
+        if not preconditioner.is_finite():
+            gradient = inputs.batched_gradients.full_gradient(positions[0])
+            preconditioner = Preconditioner(positions[0], preconditioner.factor, gradient)
+        check_finite_gradient(inputs, preconditioner)
+        pilot = init_pilot(inputs, preconditioner, fits[0])
+    pilot = run_pilot_windows(inputs, pilot, inputs.budget.pilot_window_steps)
     modes = find_modes(inputs, pilot, fits)
 
     inputs.progress.begin_stage("gradient noise")
@@ -134,6 +150,27 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     return _combine_modes(main, others)._replace(
         model_warnings=model_warnings, included_rows=inputs.included_rows
     )
+
+
+def _fit_hierarchy(
+    inputs: WarmupInputs, init_positions: Iterable[np.ndarray]
+) -> Preconditioner | None:
+    """Return coordinates of a hierarchical model with effects of many groups, or None."""
+    potential, settings = inputs.potential, inputs.settings
+    has_one_plate = len(potential.plates) == 1 and potential.shards is None
+    if potential.dim < _MIN_HIERARCHY_DIM:
+        return None
+    are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
+    if not (has_one_plate and are_coordinates_free) or settings.is_dense:
+        return None
+    if potential.is_stochastic or potential.local_latents is not None or settings.init_in_modes:
+        return None
+    layout = find_block_arrow_layout(potential, inputs.arguments)
+    if layout is None:
+        return None
+    inputs.progress.begin_stage("variational fit")
+    (position,) = find_finite_positions(inputs, init_positions, 1)
+    return fit_hierarchy(inputs, layout, position)
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
@@ -298,7 +335,9 @@ def build_adaptation_from_settings(inputs: WarmupInputs, position: np.ndarray) -
 def _add_reference_hessian(
     inputs: WarmupInputs, preconditioner: Preconditioner, estimator: GradientEstimator
 ) -> Preconditioner:
-    """Return the chains' preconditioner, with the Hessian at its center if that is needed."""
+    """Return the chains' preconditioner, with the Hessian at its center only if that is needed."""
+    if not estimator.needs_hessian:
+        preconditioner = preconditioner._replace(reference_hessian=None)
     if estimator.needs_hessian and preconditioner.reference_hessian is None:
         hessian = inputs.batched_gradients.full_hessian(preconditioner.center)
         preconditioner = preconditioner._replace(reference_hessian=hessian)

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
+
 
 class LowRankFactor(NamedTuple):
     r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions."""
@@ -56,12 +58,13 @@ class Preconditioner(NamedTuple):
     """
 
     center: Any  # the origin, a position of shape `(d,)`
-    factor: Any  # L: shape `(d,)` for a diagonal, `(d, d)` for a matrix
+    # L: shape `(d,)` for a diagonal, `(d, d)` for a matrix, or a `BlockArrowFactor`
+    factor: Any
     # full-data gradient at the center in model coordinates, shape `(d,)`; None where only the map
     # is needed
     reference_gradient: Any = None
-    # full-data Hessian at the center in model coordinates, shape `(d, d)`; None unless an estimator
-    # needs it
+    # full-data Hessian at the center in model coordinates, shape `(d, d)`, or a `BlockArrowMatrix`;
+    # None unless an estimator needs it
     reference_hessian: Any = None
     # for a diagonal D: a `LowRankFactor` that makes it `L = D (I + U (S - I) U^T)`, or None
     low_rank: LowRankFactor | None = None
@@ -69,13 +72,20 @@ class Preconditioner(NamedTuple):
     @property
     def is_dense(self) -> bool:
         """True if the factor is a matrix; with or without a leading axis of chains."""
-        return self.factor.ndim > self.center.ndim
+        return not self.is_block_arrow and self.factor.ndim > self.center.ndim
+
+    @property
+    def is_block_arrow(self) -> bool:
+        """True if the factor is that of a hierarchical model."""
+        return isinstance(self.factor, BlockArrowFactor)
 
     @property
     def inverse_mass_matrix(self) -> Any:
-        """``L L^T``, or its diagonal where the factor is diagonal."""
+        """``L L^T`` where the factor is a matrix, else its diagonal."""
         if self.is_dense:
             return _outer_product(self.factor)
+        if self.is_block_arrow:
+            return _diagonal_of_outer_product(self)
         variances = self.factor * self.factor
         return variances if self.low_rank is None else variances * self.low_rank.diagonal_of_square
 
@@ -89,6 +99,8 @@ class Preconditioner(NamedTuple):
     @property
     def log_det(self) -> float:
         """Logarithm of the determinant of L; for NumPy arrays."""
+        if self.is_block_arrow:
+            return self.factor.log_det
         if self.is_dense:
             return float(np.linalg.slogdet(self.factor)[1])
         low_rank_part = 0.0 if self.low_rank is None else np.log(self.low_rank.scales).sum()
@@ -100,12 +112,16 @@ class Preconditioner(NamedTuple):
 
     def apply(self, v: Any) -> Any:
         """Return a displacement in model coordinates, ``L v``."""
+        if self.is_block_arrow:
+            return self.factor.apply(v)
         if not self.is_dense:
             return self.factor * (v if self.low_rank is None else self.low_rank.apply(v))
         return self.factor @ v if v.ndim == 1 else v @ self.factor.T
 
     def solve(self, v: Any) -> Any:
         """Return a displacement in preconditioned coordinates, ``L^-1 v``."""
+        if self.is_block_arrow:
+            return self.factor.solve(v)
         if not self.is_dense:
             v = v / self.factor
             return v if self.low_rank is None else self.low_rank.solve(v)
@@ -114,6 +130,8 @@ class Preconditioner(NamedTuple):
 
     def apply_transpose(self, gradient: Any) -> Any:
         """Return a gradient with respect to ``q`` from one with respect to positions, ``L^T g``."""
+        if self.is_block_arrow:
+            return self.factor.apply_transpose(gradient)
         if self.is_dense:
             return gradient @ self.factor
         scaled = self.factor * gradient
@@ -168,3 +186,11 @@ def _outer_product(factor: Any) -> Any:
     if factor.ndim > 2:
         return lax.map(_outer_product, factor)
     return factor @ factor.T
+
+
+@jax.jit
+def _diagonal_of_outer_product(preconditioner: Preconditioner) -> Any:
+    """Return the diagonal of ``L L^T`` of a block-arrow factor, of one chain or of each."""
+    if preconditioner.center.ndim > 1:
+        return lax.map(_diagonal_of_outer_product, preconditioner)
+    return preconditioner.factor.apply_squared(jnp.ones_like(preconditioner.center))

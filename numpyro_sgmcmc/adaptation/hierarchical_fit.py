@@ -1,0 +1,268 @@
+r"""Variational fit of a hierarchical model: shared parameters by their marginal.
+
+A joint Gaussian fit of the effects of many groups and of the scales that they share is wrong where
+few rows belong to a group: the joint density has its mode where scales are zero. Here the effects
+are fitted given the shared parameters :math:`\psi`, group by group, as normals
+:math:`N(m_g(\psi), D_g(\psi)^{-1})`, and the gradient of the marginal is
+
+.. math:: M(\psi) = E[\partial_\psi U] - \sum_g W_g^\top E[\partial_{e_g} U],
+   \quad W_g = D_g^{-1} B_g,
+
+with the expectation over the effects (Fisher's identity; the second term is zero at
+:math:`m_g(\psi)`) and blocks of :mod:`~numpyro_sgmcmc.model.block_arrow`. The expectation is taken
+at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of random signs, which is exact for
+quadratic functions up to the products of different effects of a group. BFGS finds the zero of M;
+its inverse Hessian is the covariance of the shared parameters.
+
+A few dozen passes over the data are needed, whatever the number of groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowFactor,
+    BlockArrowLayout,
+    BlockArrowMatrix,
+)
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+
+_MAX_ITERATIONS = 60  # of BFGS; models with 5 shared parameters need 10 to 15
+# Newton decrement, in posterior SDs of the shared parameters, at which the fit has converged, and
+# iterations in a row below it.
+_CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
+# Bound on the change of each coordinate in one iteration, in unconstrained units; it doubles while
+# steps reduce the gradient.
+_INIT_STEP_BOUND = 0.7
+_MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are updated once more
+_REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
+_MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
+_MIN_SCALED_EIGENVALUE = 0.02  # of the Schur complement with unit diagonal of the corner
+_MIN_BLOCK_EIGENVALUE = 1e-2  # of blocks with unit diagonal that are not positive definite
+# Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
+_MAX_STRUCTURE_ERROR = 2e-3
+
+
+@dataclass(frozen=True)
+class _Conditional:
+    """Effects fitted given the shared parameters.
+
+    - **position** - shared parameters and means of the effects, shape ``(d,)``.
+    - **factors** - F with F F^T the covariances of the effects, shape ``(k, k, G)``.
+    - **marginal_gradient** - M, shape ``(s,)``.
+    - **step** - RMS of the last step of the effects, in their SDs.
+    """
+
+    position: np.ndarray
+    factors: np.ndarray
+    marginal_gradient: np.ndarray
+    step: float
+
+
+@dataclass(frozen=True)
+class _Linearisation:
+    """Dependence of the effects on the shared parameters, and the curvature of these."""
+
+    coupling: np.ndarray  # W, shape `(k, s, G)`
+    shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
+    factors: np.ndarray  # as in `_Conditional`
+
+
+def fit_hierarchy(
+    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+) -> Preconditioner | None:
+    """Return the coordinates of a fit from an initial position, with the Hessian at its mean.
+
+    :return: None where the Hessian is no block-arrow matrix, and where the fit does not converge.
+    """
+    signs = np.random.default_rng(0).choice(
+        [-1.0, 1.0], (layout.effects_per_group, layout.num_groups)
+    )
+    if not inputs.settings.has_init_params:
+        # Random effects of the initialisation strategy tell nothing of their scale.
+        _, shared = layout.split(position)
+        position = layout.merge(np.zeros_like(signs), shared)
+    linearisation = _linearise(inputs, layout, position, check_structure=True)
+    if linearisation is None:
+        return None
+    conditional = _Conditional(position, linearisation.factors, np.zeros(layout.num_shared), np.inf)
+    bound = _INIT_STEP_BOUND
+    for _ in range(2):
+        conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
+    linearisation = _linearise(inputs, layout, conditional.position)
+    if linearisation is None:
+        return None
+    inverse_hessian, distance, num_converged = linearisation.shared_covariance, 0.0, 0
+    for _ in range(_MAX_ITERATIONS):
+        inputs.progress.advance(1)
+        gradient = conditional.marginal_gradient
+        step = -inverse_hessian @ gradient
+        largest = np.abs(step).max()
+        step = step * min(1.0, bound / largest) if largest > 0.0 else step
+        shift = layout.merge(-np.einsum("asg,s->ag", linearisation.coupling, step), step)
+        moved = replace(conditional, position=conditional.position + shift)
+        following = _update_effects(inputs, layout, linearisation, moved, signs, bound)
+        if following.step > _MAX_EFFECT_STEP_SD:
+            following = _update_effects(inputs, layout, linearisation, following, signs, bound)
+        if not np.isfinite(following.marginal_gradient).all():
+            return None
+        change = following.marginal_gradient - gradient
+        decrement = _compute_decrement(inverse_hessian, gradient)
+        has_improved = _compute_decrement(inverse_hessian, following.marginal_gradient) < decrement
+        bound = 2.0 * bound if has_improved and largest > bound else _INIT_STEP_BOUND
+        inverse_hessian = _update_bfgs(inverse_hessian, step, change, gradient)
+        conditional, distance = following, distance + np.abs(step).max()
+        if distance > _REFRESH_DISTANCE:
+            linearisation = _linearise(inputs, layout, conditional.position)
+            if linearisation is None:
+                return None
+            inverse_hessian, distance = linearisation.shared_covariance, 0.0
+            conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
+        decrement = _compute_decrement(inverse_hessian, conditional.marginal_gradient)
+        num_converged = num_converged + 1 if decrement < _CONVERGED_DECREMENT else 0
+        if num_converged == _NUM_CONVERGED:
+            return _build_preconditioner(inputs, layout, conditional, inverse_hessian)
+    return None
+
+
+def evaluate_block_arrow(
+    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+) -> tuple[np.ndarray, BlockArrowMatrix]:
+    """Return gradient and Hessian on all rows."""
+    gradient, products = inputs.batched_gradients.large_pass_products(
+        position, layout.make_probes(), layout.effects_per_group
+    )
+    return gradient, BlockArrowMatrix.from_products(layout, products)
+
+
+def _build_preconditioner(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    conditional: _Conditional,
+    shared_covariance: np.ndarray,
+) -> Preconditioner | None:
+    """Return the coordinates of a fit that has converged."""
+    gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
+    factors = conditional.factors
+    inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
+    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, hessian.strips)
+    try:
+        shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
+    except np.linalg.LinAlgError:
+        return None
+    factor = BlockArrowFactor(factors, inverse_factors, coupling, shared_factor, layout)
+    preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
+    return preconditioner if preconditioner.is_finite() else None
+
+
+def _linearise(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    position: np.ndarray,
+    check_structure: bool = False,
+) -> _Linearisation | None:
+    """Return the linearisation at a position, or None where it is not finite.
+
+    :param check_structure: whether it is None where the Hessian is no block-arrow matrix, as for
+        effects that a random walk couples.
+    """
+    gradient, hessian = evaluate_block_arrow(inputs, layout, position)
+    if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
+        return None
+    if check_structure and not _is_block_arrow(inputs, hessian, position):
+        return None
+    factors = _factorize_inverse(hessian.blocks)
+    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, hessian.strips)
+    schur = hessian.corner - np.einsum("asg,atg->st", hessian.strips, coupling)
+    scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
+    # The corner bounds the curvature of the marginal where the effects are far from their means.
+    for matrix in (schur, hessian.corner):
+        eigenvalues, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
+        if eigenvalues.min() > _MIN_SCALED_EIGENVALUE:
+            break
+    eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_SCALED_EIGENVALUE)
+    covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
+    return _Linearisation(coupling, covariance, factors)
+
+
+def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
+    """Return whether the product of a random vector is that with the Hessian."""
+    layout = hessian.layout
+    diagonal = layout.merge(
+        np.moveaxis(np.diagonal(hessian.blocks), 1, 0), np.diagonal(hessian.corner)
+    )
+    scale = 1.0 / np.sqrt(np.maximum(np.abs(diagonal), np.finfo(float).tiny))
+    vector = scale * np.random.default_rng(1).standard_normal(position.size)
+    directions = np.tile(vector, (layout.effects_per_group, 1))  # of a shape that is compiled
+    _, products = inputs.batched_gradients.large_pass_products(position, directions)
+    expected = scale * (hessian @ vector)
+    error = scale * products[0] - expected
+    return bool(np.linalg.norm(error) < _MAX_STRUCTURE_ERROR * np.linalg.norm(expected))
+
+
+def _update_effects(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    linearisation: _Linearisation,
+    conditional: _Conditional,
+    signs: np.ndarray,
+    bound: float,
+) -> _Conditional:
+    """Take a Newton step of the effects given the shared parameters, and evaluate M there."""
+    probes = layout.make_probes(with_shared=False)
+
+    def evaluate(position: np.ndarray, factors: np.ndarray, directions: np.ndarray) -> tuple:
+        """Return means over two antithetic points of gradient and products."""
+        effects = np.einsum("abg,bg->ag", factors, signs)
+        deviation = layout.merge(effects, np.zeros(layout.num_shared))
+        both = [
+            inputs.batched_gradients.large_pass_products(position + sign * deviation, directions)
+            for sign in (1.0, -1.0)
+        ]
+        return tuple((a + b) / 2.0 for a, b in zip(*both, strict=True))
+
+    gradient, products = evaluate(conditional.position, conditional.factors, probes)
+    of_effects, _ = layout.split(gradient)
+    factors = _factorize_inverse(layout.make_blocks(products))
+    step = -np.einsum("abg,cbg,cg->ag", factors, factors, of_effects)
+    rms = float(np.sqrt(np.mean(np.square(np.einsum("abg,ag->bg", factors, of_effects)))))
+    shift = layout.merge(np.clip(step, -bound, bound), np.zeros(layout.num_shared))
+    position = conditional.position + shift
+    gradient, _ = evaluate(position, factors, probes[:0])
+    of_effects, of_shared = layout.split(gradient)
+    marginal = of_shared - np.einsum("asg,ag->s", linearisation.coupling, of_effects)
+    return _Conditional(position, factors, marginal, rms)
+
+
+def _factorize_inverse(blocks: np.ndarray) -> np.ndarray:
+    """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
+    matrices = np.moveaxis(blocks, 2, 0)
+    try:
+        cholesky = np.linalg.cholesky(matrices)
+    except np.linalg.LinAlgError:
+        diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))
+        scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
+        eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
+        eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
+        return np.moveaxis(scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :], 0, 2)
+    return np.moveaxis(np.swapaxes(np.linalg.inv(cholesky), 1, 2), 0, 2)
+
+
+def _update_bfgs(
+    inverse_hessian: np.ndarray, step: np.ndarray, change: np.ndarray, gradient: np.ndarray
+) -> np.ndarray:
+    """Return the inverse Hessian after a step that changed the gradient."""
+    curvature, predicted = float(step @ change), abs(float(step @ gradient))
+    if curvature <= _MIN_CURVATURE_RATIO * predicted:
+        return inverse_hessian
+    left = np.eye(step.size) - np.outer(step, change) / curvature
+    return left @ inverse_hessian @ left.T + np.outer(step, step) / curvature
+
+
+def _compute_decrement(inverse_hessian: np.ndarray, gradient: np.ndarray) -> float:
+    """Return the Newton decrement: the length of a Newton step, in posterior SDs."""
+    return float(np.sqrt(max(gradient @ inverse_hessian @ gradient, 0.0)))

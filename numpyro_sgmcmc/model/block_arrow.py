@@ -1,0 +1,318 @@
+r"""Block-arrow matrices: the Hessian of a hierarchical model, and a factor of its inverse.
+
+In a model with effects of many groups, each row depends on the effects of one group. With k effects
+:math:`e_g` of each of G groups and s shared parameters :math:`\psi`, the Hessian of the potential
+has a block :math:`D_g` (k, k) for each group, a strip :math:`B_g` (k, s) that couples the group
+with the shared parameters, and a corner C (s, s); all else is zero. It takes
+:math:`O(Gk(k + s))` numbers, and k + s products with vectors determine it: one vector has an entry
+of one in the same effect of every group (:meth:`BlockArrowLayout.make_probes`).
+
+:class:`BlockArrowMatrix` is such a matrix, :class:`BlockArrowFactor` a factor L of its inverse:
+
+.. math:: S = C - \sum_g B_g^\top D_g^{-1} B_g, \quad
+   \delta_\psi = S^{-1/2} q_\psi, \quad
+   \delta_{e_g} = D_g^{-1/2} q_{e_g} - D_g^{-1} B_g \delta_\psi
+
+:func:`find_block_arrow_layout` finds the effects of a model from the gradients of single rows.
+
+Arrays have the groups as their last axis, and vectors may have leading axes. All functions take
+NumPy arrays in the warm-up and JAX arrays in compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from numpyro_sgmcmc.compilation import jit_low_optimization
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.trace import site_slices
+
+# Rows whose gradients show the structure: a site that a row touches in several places by chance in
+# none of them would need groups that nearly all rows share.
+_NUM_PROBED_ROWS = 24
+# Groups from which on the blocks are worth their cost; fewer are shared parameters.
+_MIN_GROUPS = 30
+# Bounds on shared parameters, and on effects per group: products that determine the matrix.
+_MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
+_PROBED_POSITION_SD = 0.3  # about zero in unconstrained space, where gradients are rarely zero
+
+
+@dataclass(frozen=True)
+class EffectSite:
+    """A site with values of groups, as a part of the flat coordinates."""
+
+    start: int  # its first coordinate
+    shape: tuple[int, ...]
+    group_axes: tuple[int, ...]  # axes that select a group
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups G."""
+        return math.prod(self.shape[axis] for axis in self.group_axes)
+
+    @property
+    def stop(self) -> int:
+        """The coordinate after its last one."""
+        return self.start + math.prod(self.shape)
+
+    @property
+    def effects_per_group(self) -> int:
+        """Number of values of a group."""
+        return (self.stop - self.start) // self.num_groups
+
+    @property
+    def _axis_order(self) -> list[int]:
+        other_axes = [axis for axis in range(len(self.shape)) if axis not in self.group_axes]
+        return [*other_axes, *self.group_axes]
+
+    def take(self, v: Any) -> Any:
+        """Return the site's entries of flat vectors, shape ``(..., k, G)``."""
+        batch_shape = v.shape[:-1]
+        x = v[..., self.start : self.stop].reshape(*batch_shape, *self.shape)
+        num = len(batch_shape)
+        x = x.transpose(*range(num), *(num + axis for axis in self._axis_order))
+        return x.reshape(*batch_shape, self.effects_per_group, self.num_groups)
+
+    def flatten(self, x: Any) -> Any:
+        """Return entries of shape ``(..., k, G)`` in the order of flat vectors."""
+        batch_shape, order = x.shape[:-2], self._axis_order
+        x = x.reshape(*batch_shape, *(self.shape[axis] for axis in order))
+        num = len(batch_shape)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        x = x.transpose(*range(num), *(num + axis for axis in inverse))
+        return x.reshape(*batch_shape, self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class BlockArrowLayout:
+    """Which coordinates are effects of groups; all others are shared parameters."""
+
+    dim: int
+    sites: tuple[EffectSite, ...]  # in the order of the coordinates, with the same groups
+
+    @property
+    def num_groups(self) -> int:
+        """Number of groups G."""
+        return self.sites[0].num_groups
+
+    @property
+    def effects_per_group(self) -> int:
+        """Number of effects of a group, k."""
+        return sum(site.effects_per_group for site in self.sites)
+
+    @property
+    def num_shared(self) -> int:
+        """Number of shared parameters, s."""
+        return self.dim - self.effects_per_group * self.num_groups
+
+    @cached_property
+    def _shared_slices(self) -> list[slice]:
+        starts = [0, *(site.stop for site in self.sites)]
+        stops = [*(site.start for site in self.sites), self.dim]
+        return [slice(a, b) for a, b in zip(starts, stops, strict=True)]
+
+    def split(self, v: Any) -> tuple[Any, Any]:
+        """Return effects ``(..., k, G)`` and shared parameters ``(..., s)`` of flat vectors."""
+        xp = jnp if isinstance(v, jax.Array) else np
+        effects = xp.concatenate([site.take(v) for site in self.sites], -2)
+        return effects, xp.concatenate([v[..., part] for part in self._shared_slices], -1)
+
+    def merge(self, effects: Any, shared: Any) -> Any:
+        """Return flat vectors from their effects and shared parameters."""
+        xp = jnp if isinstance(shared, jax.Array) else np
+        parts, row, column = [], 0, 0
+        for k, part in enumerate(self._shared_slices):
+            size = part.stop - part.start
+            parts.append(shared[..., column : column + size])
+            column += size
+            if k < len(self.sites):
+                site = self.sites[k]
+                parts.append(site.flatten(effects[..., row : row + site.effects_per_group, :]))
+                row += site.effects_per_group
+        return xp.concatenate(parts, -1)
+
+    def make_probes(self, with_shared: bool = True) -> np.ndarray:
+        """Return the vectors whose products determine a matrix, shape ``(k + s, d)``.
+
+        :param with_shared: whether those of the shared parameters follow those of the effects.
+        """
+        num_effects, num_shared = self.effects_per_group, self.num_shared * with_shared
+        effects = np.zeros((num_effects + num_shared, num_effects, self.num_groups))
+        effects[np.arange(num_effects), np.arange(num_effects)] = 1.0
+        shared = np.eye(num_effects + num_shared, self.num_shared, -num_effects)
+        return np.asarray(self.merge(effects, shared))
+
+    def make_blocks(self, products: Any) -> Any:
+        """Return the blocks of a matrix from its products with the effects' probes."""
+        blocks, _ = self.split(products[: self.effects_per_group])
+        return (blocks + blocks.swapaxes(0, 1)) / 2.0
+
+
+_register = partial(jax.tree_util.register_dataclass, meta_fields=["layout"])
+
+
+@partial(_register, data_fields=["blocks", "strips", "corner"])
+@dataclass(frozen=True)
+class BlockArrowMatrix:
+    """A symmetric block-arrow matrix."""
+
+    blocks: Any  # shape `(k, k, G)`
+    strips: Any  # shape `(k, s, G)`
+    corner: Any  # shape `(s, s)`
+    layout: BlockArrowLayout
+
+    @classmethod
+    def from_products(cls, layout: BlockArrowLayout, products: Any) -> BlockArrowMatrix:
+        """Build a matrix from its products with the probes, shape ``(k + s, d)``."""
+        effects, shared = layout.split(products[layout.effects_per_group :])
+        corner = (shared + shared.T) / 2.0
+        return cls(layout.make_blocks(products), effects.swapaxes(0, 1), corner, layout)
+
+    def __matmul__(self, v: Any) -> Any:
+        effects, shared = self.layout.split(v)
+        of_effects = _multiply(self.blocks, effects) + _multiply_shared(self.strips, shared)
+        of_shared = shared @ self.corner + _sum_over_groups(self.strips, effects)
+        return self.layout.merge(of_effects, of_shared)
+
+
+@partial(
+    _register,
+    data_fields=["effect_factors", "inverse_effect_factors", "coupling", "shared_factor"],
+)
+@dataclass(frozen=True)
+class BlockArrowFactor:
+    r"""A matrix L with :math:`LL^\top` approximately a covariance, for preconditioned coordinates.
+
+    The coordinates are those of the shared parameters, and of the effects given these.
+    """
+
+    effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
+    inverse_effect_factors: Any  # their inverses, of the same shape
+    coupling: Any  # minus the derivative of the effects' means by the shared, shape `(k, s, G)`
+    shared_factor: Any  # factor of the covariance of the shared parameters, shape `(s, s)`
+    layout: BlockArrowLayout
+
+    def apply(self, q: Any) -> Any:
+        """Return ``L q``."""
+        effects, shared = self.layout.split(q)
+        shared = shared @ self.shared_factor.T
+        effects = _multiply(self.effect_factors, effects) - _multiply_shared(self.coupling, shared)
+        return self.layout.merge(effects, shared)
+
+    def solve(self, v: Any) -> Any:
+        """Return ``L^-1 v``."""
+        effects, shared = self.layout.split(v)
+        effects = effects + _multiply_shared(self.coupling, shared)
+        inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
+        effects = _multiply(self.inverse_effect_factors, effects)
+        return self.layout.merge(effects, shared @ inv(self.shared_factor).T)
+
+    def apply_transpose(self, gradient: Any) -> Any:
+        """Return ``L^T g``."""
+        effects, shared = self.layout.split(gradient)
+        shared = shared - _sum_over_groups(self.coupling, effects)
+        effects = _multiply(self.effect_factors.swapaxes(-3, -2), effects)
+        return self.layout.merge(effects, shared @ self.shared_factor)
+
+    def apply_squared(self, variances: Any) -> Any:
+        """Return the variances of ``L q`` from those of uncorrelated ``q``."""
+        effects, shared = self.layout.split(variances)
+        combined = (self.coupling[..., None, :] * self.shared_factor[:, :, None]).sum(-3)
+        effects = _multiply(self.effect_factors**2, effects) + _multiply_shared(combined**2, shared)
+        return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
+
+    @property
+    def log_det(self) -> float:
+        """Logarithm of the determinant of L; for NumPy arrays."""
+        factors = np.moveaxis(self.effect_factors, -1, 0)
+        return float(np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1])
+
+
+def _multiply(blocks: Any, effects: Any) -> Any:
+    """Return each group's block times its effects."""
+    if isinstance(effects, jax.Array):  # products of tiny matrices as fused sums are faster
+        return (blocks * effects[..., None, :, :]).sum(-2)
+    return np.einsum("abg,...bg->...ag", blocks, effects)
+
+
+def _multiply_shared(strips: Any, shared: Any) -> Any:
+    """Return each group's strip times the shared parameters."""
+    if isinstance(shared, jax.Array):
+        return (strips * shared[..., None, :, None]).sum(-2)
+    return np.einsum("asg,...s->...ag", strips, shared)
+
+
+def _sum_over_groups(strips: Any, effects: Any) -> Any:
+    """Return the sum of each group's transposed strip times its effects."""
+    if isinstance(effects, jax.Array):
+        return (strips * effects[..., :, None, :]).sum((-3, -1))
+    return np.einsum("asg,...ag->...s", strips, effects)
+
+
+def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> BlockArrowLayout | None:
+    """Return which coordinates of a model are effects of groups, or None without such.
+
+    An axis of a site selects groups if each of some rows has a gradient in one place along it, or
+    in none. All effects must have the same groups.
+    """
+    sites = potential.sites or ()
+    (plate,) = potential.plates
+    if not any(site.size >= _MIN_GROUPS and site.shape for site in sites):
+        return None
+    rng = np.random.default_rng(0)
+    position = jnp.asarray(
+        _PROBED_POSITION_SD * rng.standard_normal(potential.dim), potential.dtype
+    )
+
+    @jit_low_optimization
+    def has_gradient(row: Any, position: Any, arguments: Arguments) -> Any:
+        def evaluate(q: Any, weight: float) -> Any:
+            weights = {plate.name: jnp.full(1, weight, potential.dtype)}
+            indices = {plate.name: row[None]}
+            return potential.minibatch_potential(
+                potential.unravel(q), indices, arguments, None, weights
+            )
+
+        # The prior's gradient alone has weight zero.
+        with_row, without = (jax.grad(evaluate)(position, weight) for weight in (1.0, 0.0))
+        return with_row != without
+
+    rows = rng.choice(plate.size, min(_NUM_PROBED_ROWS, plate.size), replace=False)
+    touched = [
+        np.flatnonzero(has_gradient(np.int32(row), position, arguments)) for row in np.sort(rows)
+    ]
+    effect_sites: list[EffectSite] = []
+    groups: list[Any] = [None] * len(touched)  # of each row, None where no effect has a gradient
+    for site in sites:
+        part = site_slices(sites)[site.name]
+        entries = [x[(x >= part.start) & (x < part.stop)] - part.start for x in touched]
+        places = [np.unravel_index(x, site.shape) for x in entries] if site.shape else []
+        axes = tuple(
+            axis
+            for axis, size in enumerate(site.shape)
+            if size > 1 and all(len(np.unique(place[axis])) <= 1 for place in places)
+        )
+        effect_site = EffectSite(part.start, site.shape, axes)
+        if not axes or effect_site.num_groups < _MIN_GROUPS:
+            continue
+        if effect_sites and effect_site.num_groups != effect_sites[0].num_groups:
+            return None
+        for row, place in enumerate(places):
+            group = tuple(int(place[axis][0]) for axis in axes) if len(entries[row]) else None
+            if None not in (group, groups[row]) and group != groups[row]:
+                return None
+            groups[row] = groups[row] or group
+        effect_sites.append(effect_site)
+    if not effect_sites:
+        return None
+    layout = BlockArrowLayout(potential.dim, tuple(sorted(effect_sites, key=lambda s: s.start)))
+    is_small = layout.num_shared <= _MAX_SHARED
+    return layout if is_small and layout.effects_per_group <= _MAX_EFFECTS_PER_GROUP else None
