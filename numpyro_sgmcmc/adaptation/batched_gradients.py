@@ -301,7 +301,7 @@ def _sum_gradients_and_products(
     weights: Array,
     directions: Array,
 ) -> tuple[Array, Array]:
-    """Return weighted sums of the minibatches' gradients, and of their Hessians times directions."""
+    """Return weighted sums of gradients of minibatches, and of their Hessians times directions."""
 
     def add_minibatch(total: Any, xs: tuple[Indices, Array]) -> tuple[Any, None]:
         indices, weight = xs

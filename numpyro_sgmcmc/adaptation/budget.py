@@ -25,6 +25,9 @@ _MAX_PILOT_ROW_GRADIENTS = 2**30
 # Steps of a variational fit: a floor, and a multiple that matches the steps of a compiled call.
 _MIN_VI_STEPS, _VI_STEPS_MULTIPLE = 1_000, 250
 
+# Lines of a hierarchy along which values are compared with gradients: enough to measure rounding.
+_MIN_HIERARCHY_LINES = 16
+
 # Pilot windows that always run. Each ends with a pass over all rows, which on disk is all its time.
 _MIN_PILOT_WINDOWS, _MAX_ON_DISK_WINDOWS = 2, 2
 
@@ -62,7 +65,12 @@ class WarmupBudget:
 
     def for_hierarchy(self) -> WarmupBudget:
         """Return the budget after the fit of a hierarchy, whose shared parameters need draws."""
-        return replace(self, num_pilot_chains=8, pilot_window_steps=(200, 400, 400))
+        return replace(
+            self,
+            num_pilot_chains=8,
+            pilot_window_steps=(200, 400, 400),
+            num_consistency_lines=max(_MIN_HIERARCHY_LINES, self.num_consistency_lines),
+        )
 
     @property
     def max_gradient_evaluations(self) -> int:

@@ -9,7 +9,7 @@ for ``warmup_report``. All of them are immutable.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +52,7 @@ class WarmupSettings:
 
     dynamics: Dynamics
     integrator: str
+    hierarchy_integrator: str | None  # of models with effects of many groups; None for the same
     # maps a preconditioner to the SDE in its coordinates
     bind_dynamics: Callable[[Preconditioner], Dynamics]
     step_size: float | None
@@ -69,6 +70,15 @@ class WarmupSettings:
     noise_compensation: bool  # whether gradient noise is subtracted from the injected noise
     init_in_modes: bool  # whether chains start in each of the detected modes
     has_init_params: bool  # whether the first initial position is the user's
+
+    def for_integrator(self, name: str) -> WarmupSettings:
+        """Return the settings with another integrator."""
+        if name == self.integrator:
+            return self
+        dynamics = self.dynamics.for_integrator(name)
+        return replace(
+            self, dynamics=dynamics, integrator=name, bind_dynamics=lambda preconditioner: dynamics
+        )
 
     @property
     def max_mean_bias(self) -> float:
@@ -251,6 +261,7 @@ class Adaptation(NamedTuple):
     # whether pilot chains found one mode that holds most of the mass
     has_dominant_mode: bool = True
     local_init: LocalLatentsInit | None = None  # initial local latent variables, or None
+    integrator: str | None = None  # the integrator, where it differs from the kernel's default
     # the numbers behind these choices; None where every setting was given
     trace: AdaptationTrace | None = None
 

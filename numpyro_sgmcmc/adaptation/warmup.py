@@ -104,7 +104,11 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
     if (hierarchy := _fit_hierarchy(inputs, init_positions)) is not None:
-        inputs = replace(inputs, budget=budget.for_hierarchy())
+        inputs = replace(
+            inputs,
+            budget=budget.for_hierarchy(),
+            settings=settings.for_integrator(settings.hierarchy_integrator or settings.integrator),
+        )
         if candidates.is_estimator_free:
             estimators = (*candidates.estimators, SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
@@ -148,7 +152,9 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
     if not any(w.kind is ModelWarningKind.INCONSISTENT_GRADIENT for w in model_warnings):
         issue_once(pending)
     return _combine_modes(main, others)._replace(
-        model_warnings=model_warnings, included_rows=inputs.included_rows
+        model_warnings=model_warnings,
+        included_rows=inputs.included_rows,
+        integrator=inputs.settings.integrator,
     )
 
 

@@ -126,6 +126,10 @@ class Dynamics:
         """Integrators of this SDE, by name."""
         raise NotImplementedError
 
+    def for_integrator(self, name: str) -> Dynamics:
+        """Return this SDE with the state that an integrator needs."""
+        return self
+
     @property
     def linear_approximation(self) -> Dynamics | None:
         """An SDE close to this one whose steps are linear on a Gaussian; None if there is none."""

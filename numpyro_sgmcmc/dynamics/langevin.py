@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -416,6 +416,9 @@ class UnderdampedLangevin(UnderdampedDynamics):
             integrators["baoab"] = Integrator(baoab, 2, step_size=0.3, gradient_at_end=True)
             integrators["obabo"] = Integrator(obabo, 2, step_size=0.3, gradient_at_end=True)
         return integrators
+
+    def for_integrator(self, name: str) -> UnderdampedLangevin:
+        return replace(self, is_fsal=name in ("baoab", "obabo"))
 
     @property
     def linear_approximation(self) -> UnderdampedLangevin:

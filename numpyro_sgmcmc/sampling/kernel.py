@@ -90,6 +90,10 @@ class SGMCMCKernel(MCMCKernel):
     integrators: ClassVar[tuple[str, ...]]
     """Names of the integrators to choose from, among those of the SDE."""
 
+    hierarchy_integrator: ClassVar[str | None] = None
+    """Integrator of models with effects of many groups, unless the user chooses one; None for the
+    first of the others."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         add_options_to_signature(cls)
@@ -114,8 +118,8 @@ class SGMCMCKernel(MCMCKernel):
             errors.check_callable("model", model)
         else:
             errors.check_callable("potential_fn", potential_fn)
-        integrator = self.integrators[0] if integrator is None else integrator
-        errors.check_choice("integrator", integrator, self.integrators)
+        if integrator is not None:
+            errors.check_choice("integrator", integrator, self.integrators)
         self._model = model
         self._potential_fn = potential_fn
         self._dynamics = dynamics
@@ -145,17 +149,20 @@ class SGMCMCKernel(MCMCKernel):
         """All arguments of the constructor, by name."""
         own = {name.lstrip("_"): x for name, x in vars(self).items()}
         del own["options"], own["cache"]
+        own["integrator"] = self._integrator or self.integrators[0]
         return {**own, **vars(self._options)}
 
     @property
     def dynamics(self) -> Dynamics:
         """The SDE."""
-        return self._dynamics
+        return self._dynamics.for_integrator(self.integrator)
 
     @property
     def integrator(self) -> str:
         """Name of the integrator."""
-        return self._integrator
+        if self._integrator is None and (adaptation := self._cache.adaptation) is not None:
+            return adaptation.integrator or self.integrators[0]
+        return self._integrator or self.integrators[0]
 
     @property
     def has_schedule(self) -> bool:
@@ -274,7 +281,7 @@ class SGMCMCKernel(MCMCKernel):
                 _check_sites_of_gibbs_block(potential, self._options, collected_sites)
                 init_params = None  # Gibbs passes constrained draws from the prior
                 assert self._model is not None
-                block = self._options, self._dynamics, self._integrator
+                block = self._options, self._dynamics, self._integrator or self.integrators[0]
                 get_cached = self._cache.get_arguments_of_gibbs_block
                 concrete = condition_on_variational_means(self._model, concrete, *block, get_cached)
             num_chains = len(rng_key) if is_batch else None
@@ -286,7 +293,7 @@ class SGMCMCKernel(MCMCKernel):
                 dynamics = self._bind_dynamics(potential, adaptation.preconditioner)
                 self._check_inverse_metric_fn(dynamics, potential)
         self._cache.finish_init(arguments, num_warmup)
-        state = init_chains(self._chain_config, self._dynamics, rng_key, init_params, concrete)
+        state = init_chains(self._chain_config, self.dynamics, rng_key, init_params, concrete)
         if names := collected_sites.with_moments:
             z = jax.tree.map(lambda x: x[0], state.z) if is_batch else state.z
             postprocess = self._make_draw_fn(potential.postprocess, model_args, model_kwargs)
@@ -446,7 +453,7 @@ class SGMCMCKernel(MCMCKernel):
 
     def _bind_dynamics(self, potential: Potential, preconditioner: Preconditioner) -> Dynamics:
         """Return the SDE in the coordinates of a preconditioner."""
-        return self._dynamics
+        return self.dynamics
 
     def _check_user_functions(self, potential: Potential) -> None:
         """Check the user's functions that define the SDE, before the warm-up."""
@@ -467,7 +474,7 @@ class SGMCMCKernel(MCMCKernel):
             potential=self.potential.with_included_rows(adaptation.included_rows),
             adaptation=adaptation,
             options=options,
-            integrator=self._integrator,
+            integrator=self.integrator,
             bind_dynamics=partial(self._bind_dynamics, self.potential),
             num_warmup=self._cache.num_warmup,
             collected_sites=CollectedSites.select(self.potential, options),
@@ -521,8 +528,9 @@ class SGMCMCKernel(MCMCKernel):
             self._options,
             potential,
             self._dynamics,
-            self._integrator,
+            self._integrator or self.integrators[0],
             partial(self._bind_dynamics, potential),
+            hierarchy_integrator=None if self._integrator else self.hierarchy_integrator,
             has_init_params=init_params is not None and not is_traced(init_params),
             is_site_aligned=self._is_site_aligned,
         )

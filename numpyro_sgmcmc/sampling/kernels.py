@@ -93,7 +93,9 @@ class SGHMCSplit(UnderdampedKernel):
     :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in preconditioned units. Default 1.5.
-    :param str integrator: ``"symmetric"``.
+    :param str integrator: ``"symmetric"`` or ``"baoab"``. Default ``"symmetric"``; for a model with
+        effects of many groups ``"baoab"``, because each effect's discretisation error would add to
+        that of the scale which they share.
     :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
     :raises InvalidArgumentError: for an option out of range.
 
@@ -117,7 +119,8 @@ class SGHMCSplit(UnderdampedKernel):
         True
     """
 
-    integrators = ("symmetric",)
+    integrators = ("symmetric", "baoab")
+    hierarchy_integrator = "baoab"
 
 
 class SHMC(SGMCMCKernel):

@@ -498,12 +498,14 @@ def build_warmup_settings(
     bind_dynamics: Callable[[Preconditioner], Dynamics] | None = None,
     has_init_params: bool = False,
     is_site_aligned: bool = False,
+    hierarchy_integrator: str | None = None,
 ) -> WarmupSettings:
     """Return the settings of the warm-up.
 
     :param bind_dynamics: returns the SDE in given preconditioned coordinates, on which its metric
         may depend; None for ``dynamics`` in all of them.
     :param is_site_aligned: whether the SDE must run in the coordinates of the sites.
+    :param hierarchy_integrator: integrator of models with effects of many groups, or None.
     """
     sites, dim = potential.sites or (), potential.dim
     mask = build_mass_matrix_mask(options.dense_mass, sites, dim)
@@ -530,6 +532,7 @@ def build_warmup_settings(
     return WarmupSettings(
         dynamics=dynamics,
         integrator=integrator,
+        hierarchy_integrator=hierarchy_integrator,
         bind_dynamics=bind_dynamics or (lambda _: dynamics),
         step_size=step_size,
         has_constant_step_size=not is_traced_or_schedule,
