@@ -175,7 +175,7 @@ def _linearise(
         return None
     if check_structure and not _is_block_arrow(inputs, hessian, position):
         return None
-    factors = _factorize_inverse(hessian.blocks)
+    factors = factorize_inverse_blocks(hessian.blocks)
     coupling = np.einsum("abg,cbg,csg->asg", factors, factors, hessian.strips)
     schur = hessian.corner - np.einsum("asg,atg->st", hessian.strips, coupling)
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
@@ -227,7 +227,7 @@ def _update_effects(
 
     gradient, products = evaluate(conditional.position, conditional.factors, probes)
     of_effects, _ = layout.split(gradient)
-    factors = _factorize_inverse(layout.make_blocks(products))
+    factors = factorize_inverse_blocks(layout.make_blocks(products))
     step = -np.einsum("abg,cbg,cg->ag", factors, factors, of_effects)
     rms = float(np.sqrt(np.mean(np.square(np.einsum("abg,ag->bg", factors, of_effects)))))
     shift = layout.merge(np.clip(step, -bound, bound), np.zeros(layout.num_shared))
@@ -238,7 +238,7 @@ def _update_effects(
     return _Conditional(position, factors, marginal, rms)
 
 
-def _factorize_inverse(blocks: np.ndarray) -> np.ndarray:
+def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
     """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
     matrices = np.moveaxis(blocks, 2, 0)
     try:

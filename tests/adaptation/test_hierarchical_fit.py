@@ -1,0 +1,134 @@
+"""The fit of a hierarchy has the marginal mode and curvature of its shared parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+from scipy.optimize import minimize
+
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from tests.adaptation.inputs import make_inputs
+
+GROUPS, ROWS_PER_GROUP = 200, 4
+MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
+
+
+def make_model(is_random_walk=False):
+    def model(group, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        scale = numpyro.sample("scale", dist.HalfNormal(1))
+        if is_random_walk:
+            effect = numpyro.sample("effect", dist.GaussianRandomWalk(scale, GROUPS)) + mean
+        else:
+            with numpyro.plate("groups", GROUPS):
+                effect = numpyro.sample("effect", dist.Normal(mean, scale))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[group[i]], 1.0), obs=y[i])
+
+    return model
+
+
+def make_data(seed=5):
+    rng = np.random.default_rng(seed)
+    group = np.repeat(np.arange(GROUPS), ROWS_PER_GROUP)
+    effect = 0.5 + 0.4 * rng.standard_normal(GROUPS)
+    y = (effect[group] + rng.standard_normal(group.size)).astype(np.float32)
+    order = rng.permutation(group.size)
+    return jnp.asarray(group[order]), jnp.asarray(y[order])
+
+
+def marginal_potential(shared, group, y):
+    """Return the potential of mean and log scale, effects integrated out."""
+    mean, log_scale = shared
+    group_means = np.bincount(group, y) / ROWS_PER_GROUP
+    variance = np.exp(2.0 * log_scale) + 1.0 / ROWS_PER_GROUP
+    prior = mean**2 / 8.0 + np.exp(2.0 * log_scale) / 2.0 - log_scale
+    return 0.5 * np.sum(np.log(variance) + (group_means - mean) ** 2 / variance) + prior
+
+
+def compute_exact_mode(group, y):
+    """Return the marginal mode of mean and log scale, and its inverse Hessian."""
+    args = np.asarray(group), np.asarray(y, float)
+    fit = minimize(marginal_potential, [0.0, 0.0], args=args, tol=1e-10)
+    hessian, h = np.zeros((2, 2)), 1e-3
+    for i in range(2):
+        for j in range(2):
+            signs = [(a, b) for a in (1, -1) for b in (1, -1)]
+            hessian[i, j] = sum(
+                a * b * marginal_potential(fit.x + h * (a * np.eye(2)[i] + b * np.eye(2)[j]), *args)
+                for a, b in signs
+            ) / (4.0 * h * h)
+    return fit.x, np.linalg.inv(hessian)
+
+
+def fit(model, args, batch_size=100):
+    inputs = make_inputs(model, args, batch_size)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = np.random.default_rng(0).uniform(-2, 2, inputs.potential.dim)
+    return layout, fit_hierarchy(inputs, layout, position)
+
+
+def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
+    args = make_data()
+    layout, preconditioner = fit(make_model(), args)
+    mode, covariance = compute_exact_mode(*args)
+    sds = np.sqrt(np.diagonal(covariance))
+    effects, shared = layout.split(preconditioner.center)
+    assert np.abs((shared - mode) / sds).max() < MAX_DISTANCE_SD
+    # Effects are at their conditional means.
+    group_means = np.bincount(args[0], args[1]) / ROWS_PER_GROUP
+    weight = 1.0 / (1.0 + np.exp(-2.0 * shared[1]) / ROWS_PER_GROUP)
+    expected = weight * group_means + (1.0 - weight) * shared[0]
+    np.testing.assert_allclose(effects[0], expected, atol=2e-3)
+    factor = preconditioner.factor
+    fitted_sds = np.sqrt(np.diagonal(factor.shared_factor @ factor.shared_factor.T))
+    np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
+    np.testing.assert_allclose(
+        factor.effect_factors[0, 0] ** 2,
+        1.0 / (ROWS_PER_GROUP + np.exp(-2.0 * shared[1])),
+        rtol=1e-3,
+    )
+
+
+def test_fit_refuses_effects_that_the_prior_couples():
+    assert fit(make_model(is_random_walk=True), make_data())[1] is None
+
+
+def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
+    args = make_data()
+    mcmc = MCMC(
+        SGHMCSplit(make_model()),
+        num_warmup=100,
+        num_samples=500,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(1), *args, batch_size=400)
+    adaptation = mcmc.sampler.adaptation
+    assert adaptation.estimator.name == "second_order_control_variate"
+    assert mcmc.sampler.integrator == "baoab"
+    mode, covariance = compute_exact_mode(*args)
+    # The marginal density on a grid of 5 SDs about its mode.
+    axes = [
+        m + np.linspace(-5, 5, 61) * s
+        for m, s in zip(mode, np.sqrt(np.diag(covariance)), strict=True)
+    ]
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)
+    potentials = np.array(
+        [marginal_potential(p, np.asarray(args[0]), np.asarray(args[1], float)) for p in grid]
+    )
+    weights = np.exp(potentials.min() - potentials)
+    weights /= weights.sum()
+    mean, scale = grid[:, 0], np.exp(grid[:, 1])
+    samples = mcmc.get_samples()
+    for draws, values in ((samples["mean"], mean), (samples["scale"], scale)):
+        exact_mean = weights @ values
+        exact_sd = np.sqrt(weights @ (values - exact_mean) ** 2)
+        # At least 800 effective draws: four standard errors.
+        assert abs(float(draws.mean()) - exact_mean) < 4.0 / np.sqrt(800) * exact_sd
+        assert abs(float(draws.std()) / exact_sd - 1.0) < 4.0 / np.sqrt(2 * 800)

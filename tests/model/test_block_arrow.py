@@ -1,0 +1,204 @@
+"""Block-arrow matrices equal dense ones, and layouts are those of the models."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+from numpyro.infer import init_to_uniform
+
+from numpyro_sgmcmc.adaptation.hierarchical_fit import factorize_inverse_blocks
+from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowFactor,
+    BlockArrowLayout,
+    BlockArrowMatrix,
+    EffectSite,
+    find_block_arrow_layout,
+)
+from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+from numpyro_sgmcmc.model.subsampled import get_model_potential
+
+GROUPS, ROWS = 40, 400
+LAYOUTS = {
+    "one effect": BlockArrowLayout(9, (EffectSite(2, (6,), (0,)),)),
+    "two sites": BlockArrowLayout(15, (EffectSite(0, (6,), (0,)), EffectSite(8, (6,), (0,)))),
+    "effects last": BlockArrowLayout(20, (EffectSite(1, (6, 3), (0,)),)),
+    "groups last": BlockArrowLayout(20, (EffectSite(1, (3, 6), (1,)),)),
+    "two group axes": BlockArrowLayout(27, (EffectSite(0, (2, 4, 3), (0, 2)),)),
+}
+
+
+def make_dense(layout, seed=0):
+    """Return a positive definite matrix with the layout's zeros, in float64."""
+    rng = np.random.default_rng(seed)
+    dim = layout.dim
+    group = np.full(dim, -1)
+    numbers = np.tile(np.arange(layout.num_groups), (layout.effects_per_group, 1))
+    group = layout.merge(numbers, np.full(layout.num_shared, -1))
+    matrix = rng.standard_normal((dim, dim))
+    matrix = matrix + matrix.T
+    is_zero = (group[:, None] != group) & (group[:, None] >= 0) & (group >= 0)
+    return np.where(is_zero, 0.0, matrix) + 3.0 * dim * np.eye(dim)
+
+
+def make_factor(matrix):
+    """Return the factor of the inverse of a block-arrow matrix."""
+    factors = factorize_inverse_blocks(matrix.blocks)
+    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, matrix.strips)
+    schur = matrix.corner - np.einsum("asg,atg->st", matrix.strips, coupling)
+    inverses = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
+    shared = np.linalg.cholesky(np.linalg.inv(schur))
+    return BlockArrowFactor(factors, inverses, coupling, shared, matrix.layout)
+
+
+@pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_block_arrow_algebra_equals_dense(layout, xp):
+    dense = make_dense(layout)
+    matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ dense)
+    factor = make_factor(matrix)
+    v = np.random.default_rng(1).standard_normal((3, layout.dim))
+    L = factor.apply(np.eye(layout.dim)).T
+    np.testing.assert_allclose(L @ L.T, np.linalg.inv(dense), atol=1e-12)
+    assert factor.log_det == pytest.approx(np.linalg.slogdet(L)[1])
+    matrix, factor = jax.tree.map(xp.asarray, (matrix, factor))
+    x, tolerance = xp.asarray(v), {"rtol": 2e-5, "atol": 2e-5}
+    np.testing.assert_allclose(matrix @ x, v @ dense, rtol=2e-5, atol=1e-4)
+    np.testing.assert_allclose(factor.apply(x), v @ L.T, **tolerance)
+    np.testing.assert_allclose(factor.solve(x), np.linalg.solve(L, v.T).T, rtol=2e-4, atol=1e-4)
+    np.testing.assert_allclose(factor.apply_transpose(x), v @ L, **tolerance)
+    np.testing.assert_allclose(factor.apply_squared(x), v @ np.square(L).T, **tolerance)
+
+
+def test_preconditioner_has_variances_of_each_chain():
+    layout = LAYOUTS["two sites"]
+    dense = make_dense(layout)
+    matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ dense)
+    one = Preconditioner(np.zeros(layout.dim), make_factor(matrix), np.zeros(layout.dim), matrix)
+    expected = np.diagonal(np.linalg.inv(dense))
+    np.testing.assert_allclose(one.inverse_mass_matrix, expected, rtol=1e-5)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, 2.0 * x]), one.cast(jnp.float32))
+    assert not stacked.is_dense
+    assert stacked.inverse_mass_matrix.shape == (2, layout.dim)
+    np.testing.assert_allclose(stacked.inverse_mass_matrix[0], expected, rtol=1e-4)
+
+
+def make_data(seed=0):
+    rng = np.random.default_rng(seed)
+    group = np.arange(ROWS) % GROUPS
+    x = rng.integers(0, 2, ROWS).astype(np.float32)  # no gradient of a slope where it is zero
+    return group, x, rng.standard_normal(ROWS).astype(np.float32)
+
+
+def declare_scales():
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    return mean, numpyro.sample("scale", dist.HalfNormal(1))
+
+
+def observe(at, y, batch_size):
+    with numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(at(i), 1), obs=y[i])
+
+
+def centred(group, x, y, batch_size=None):
+    mean, scale = declare_scales()
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+        slope = numpyro.sample("slope", dist.Normal(0, scale))
+    observe(lambda i: effect[group[i]] + slope[group[i]] * x[i], y, batch_size)
+
+
+def non_centred(group, x, y, batch_size=None):
+    mean, scale = declare_scales()
+    raw = numpyro.sample("raw", dist.Normal(0, 1).expand([GROUPS, 2]).to_event(2))
+    effect = mean + scale * raw
+    observe(lambda i: effect[group[i], 0] + effect[group[i], 1] * x[i], y, batch_size)
+
+
+def transposed(group, x, y, batch_size=None):
+    mean, scale = declare_scales()
+    with numpyro.plate("groups", GROUPS), numpyro.plate("terms", 2, dim=-2):
+        effect = numpyro.sample("effect", dist.StudentT(5, mean, scale))
+    observe(lambda i: effect[0, group[i]] + effect[1, group[i]] * x[i], y, batch_size)
+
+
+def crossed(group, x, y, batch_size=None):
+    mean, scale = declare_scales()
+    first = numpyro.sample("first", dist.Normal(mean, scale).expand([GROUPS]).to_event(1))
+    second = numpyro.sample("second", dist.Normal(0, scale).expand([GROUPS]).to_event(1))
+    observe(lambda i: first[group[i]] + second[(3 * i) % GROUPS], y, batch_size)
+
+
+def paired(group, x, y, batch_size=None):
+    _, scale = declare_scales()
+    skill = numpyro.sample("skill", dist.Normal(0, scale).expand([GROUPS]).to_event(1))
+    observe(lambda i: skill[group[i]] - skill[(group[i] + 1 + i) % GROUPS], y, batch_size)
+
+
+def no_groups(group, x, y, batch_size=None):
+    weight = numpyro.sample("weight", dist.Normal(0, 1).expand([GROUPS]).to_event(1))
+    observe(lambda i: weight.sum() * x[i], y, batch_size)
+
+
+def make_potential(model):
+    group, x, y = make_data()
+    arguments = Arguments((jnp.asarray(group), jnp.asarray(x), jnp.asarray(y)), {"batch_size": 50})
+    return get_model_potential(model, arguments, init_to_uniform), arguments
+
+
+@pytest.mark.parametrize("model", [centred, non_centred, transposed])
+def test_layout_has_effects_of_groups(model):
+    potential, arguments = make_potential(model)
+    layout = find_block_arrow_layout(potential, arguments)
+    assert (layout.num_groups, layout.effects_per_group, layout.num_shared) == (GROUPS, 2, 2)
+    rng = np.random.default_rng(2)
+    position, v = (jnp.asarray(0.3 * rng.standard_normal(potential.dim), "f") for _ in range(2))
+    products = potential.full_hessian_products(
+        position, jnp.asarray(layout.make_probes(), "f"), arguments
+    )
+    matrix = BlockArrowMatrix.from_products(layout, products)
+    expected = potential.full_hessian_products(position, v[None], arguments)[0]
+    np.testing.assert_allclose(matrix @ v, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("model", [crossed, paired, no_groups])
+def test_other_structures_have_no_layout(model):
+    assert find_block_arrow_layout(*make_potential(model)) is None
+
+
+def test_epoch_mean_of_second_order_control_variate_is_full_gradient():
+    potential, arguments = make_potential(centred)
+    layout = find_block_arrow_layout(potential, arguments)
+    rng = np.random.default_rng(3)
+    center = jnp.asarray(0.3 * rng.standard_normal(potential.dim), "f")
+    products = potential.full_hessian_products(
+        center, jnp.asarray(layout.make_probes(), "f"), arguments
+    )
+    matrix = BlockArrowMatrix.from_products(layout, products)
+    factor = jax.tree.map(
+        lambda x: jnp.asarray(x, "f"),
+        make_factor(jax.tree.map(lambda x: np.asarray(x, float), matrix)),
+    )
+    gradient = potential.full_gradient(center, arguments)
+    preconditioner = Preconditioner(center, factor, gradient, matrix)
+    q = jnp.asarray(rng.standard_normal(potential.dim), "f")
+
+    @jax.jit
+    def estimate(rows):
+        return make_gradient_fn(
+            SecondOrderControlVariate(), potential, arguments, preconditioner, {"rows": rows}
+        )(q)
+
+    estimates = jnp.stack([estimate(rows) for rows in jnp.arange(ROWS).reshape(-1, 50)])
+    full = potential.full_gradient(preconditioner.to_position(q), arguments)
+    expected = preconditioner.apply_transpose(full)
+    np.testing.assert_allclose(estimates.mean(0), expected, atol=2e-3)
+    # Nearly quadratic: the noise is far below that of minibatch gradients.
+    minibatch = potential.gradient(
+        preconditioner.to_position(q), {"rows": jnp.arange(50)}, arguments
+    )
+    noise = preconditioner.apply_transpose(minibatch) - expected
+    assert estimates.std(0).max() < 0.2 * jnp.abs(noise).max()
