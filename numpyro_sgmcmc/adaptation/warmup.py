@@ -110,7 +110,8 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             settings=settings.for_integrator(settings.hierarchy_integrator or settings.integrator),
         )
         if candidates.is_estimator_free:
-            estimators = (*candidates.estimators, SecondOrderControlVariate())
+            # Noise of first order in each effect would bias the scales that many effects share.
+            estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.center, hierarchy.sds)]
         normals = inputs.rng.standard_normal((inputs.budget.num_pilot_chains, inputs.potential.dim))

@@ -108,7 +108,7 @@ def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
         chain_method="vectorized",
         progress_bar=False,
     )
-    mcmc.run(jax.random.key(1), *args, batch_size=400)
+    mcmc.run(jax.random.key(1), *args, batch_size=100)
     adaptation = mcmc.sampler.adaptation
     assert adaptation.estimator.name == "second_order_control_variate"
     assert mcmc.sampler.integrator == "baoab"
