@@ -19,6 +19,7 @@ A few dozen passes over the data are needed, whatever the number of groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,6 +44,7 @@ _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their cou
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 _MIN_SCALED_EIGENVALUE = 0.02  # of the Schur complement with unit diagonal of the corner
 _MIN_BLOCK_EIGENVALUE = 1e-2  # of blocks with unit diagonal that are not positive definite
+_MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
 
@@ -70,6 +72,25 @@ class _Linearisation:
     coupling: np.ndarray  # W, shape `(k, s, G)`
     shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
     factors: np.ndarray  # as in `_Conditional`
+
+
+def fit_hierarchy_from_each(
+    inputs: WarmupInputs, layout: BlockArrowLayout, positions: Sequence[np.ndarray]
+) -> Preconditioner | None:
+    """Return the coordinates of :func:`fit_hierarchy` if all initial positions lead to the same.
+
+    :return: None where a fit fails, and where two differ, because there are other modes.
+    """
+    first: Preconditioner | None = None
+    for position in positions:
+        fit = fit_hierarchy(inputs, layout, position)
+        if fit is None:
+            return None
+        first = first or fit
+        _, distance = layout.split(first.solve(fit.center - first.center))
+        if np.abs(distance).max() > _MAX_FIT_DISTANCE_SD:
+            return None
+    return first
 
 
 def fit_hierarchy(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import tee
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
     UNKNOWN_NOISE,
     measure_noise_covariance,
 )
-from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each
 from numpyro_sgmcmc.adaptation.influential import find_influential_rows, precompile_influential_rows
 from numpyro_sgmcmc.adaptation.initialisation import (
     check_finite_gradient,
@@ -90,6 +91,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 _VARIANCE_INFLATION_TOLERANCE = 1.5
 # Coordinates from which on effects of groups have blocks; fewer have a dense matrix by default.
 _MIN_HIERARCHY_DIM = 100
+_NUM_HIERARCHY_INITS = 3  # initial positions from which the fit of a hierarchy must agree
 
 
 def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -> Adaptation:
@@ -103,7 +105,8 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         return build_adaptation_from_settings(inputs, position)
     candidates = list_candidates(inputs)
     warn_slow_gradients(inputs)
-    if (hierarchy := _fit_hierarchy(inputs, init_positions)) is not None:
+    init_positions, hierarchy_positions = tee(init_positions)
+    if (hierarchy := _fit_hierarchy(inputs, hierarchy_positions)) is not None:
         inputs = replace(
             inputs,
             budget=budget.for_hierarchy(),
@@ -176,8 +179,11 @@ def _fit_hierarchy(
     if layout is None:
         return None
     inputs.progress.begin_stage("variational fit")
-    (position,) = find_finite_positions(inputs, init_positions, 1)
-    return fit_hierarchy(inputs, layout, position)
+    num_inits = (
+        1 if settings.has_init_params else min(_NUM_HIERARCHY_INITS, inputs.budget.num_inits)
+    )
+    positions = find_finite_positions(inputs, init_positions, num_inits)
+    return fit_hierarchy_from_each(inputs, layout, positions)
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:

@@ -9,7 +9,7 @@ from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
 from numpyro_sgmcmc import SGHMCSplit
-from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy, fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
 
@@ -17,9 +17,10 @@ GROUPS, ROWS_PER_GROUP = 200, 4
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
 
 
-def make_model(is_random_walk=False):
+def make_model(is_random_walk=False, is_bimodal=False):
     def model(group, y, batch_size=None):
         mean = numpyro.sample("mean", dist.Normal(0, 2))
+        mean = mean**2 if is_bimodal else mean
         scale = numpyro.sample("scale", dist.HalfNormal(1))
         if is_random_walk:
             effect = numpyro.sample("effect", dist.GaussianRandomWalk(scale, GROUPS)) + mean
@@ -96,6 +97,15 @@ def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
 
 def test_fit_refuses_effects_that_the_prior_couples():
     assert fit(make_model(is_random_walk=True), make_data())[1] is None
+
+
+def test_fits_that_differ_are_left_out():
+    inputs = make_inputs(make_model(is_bimodal=True), make_data(), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    effects = np.zeros((1, GROUPS))
+    positive, negative = (layout.merge(effects, np.array([x, -0.5])) for x in (1.0, -1.0))
+    assert fit_hierarchy_from_each(inputs, layout, [positive, positive]) is not None
+    assert fit_hierarchy_from_each(inputs, layout, [positive, negative]) is None
 
 
 def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
