@@ -104,7 +104,7 @@ def fit_hierarchy(
         [-1.0, 1.0], (layout.effects_per_group, layout.num_groups)
     )
     if not inputs.settings.has_init_params:
-        # Random effects of the initialisation strategy tell nothing of their scale.
+        # Random effects of the initialisation strategy say nothing about their scale.
         _, shared = layout.split(position)
         position = layout.merge(np.zeros_like(signs), shared)
     linearisation = _linearise(inputs, layout, position, check_structure=True)

@@ -93,7 +93,7 @@ class EffectSite:
 
 @dataclass(frozen=True)
 class BlockArrowLayout:
-    """Which coordinates are effects of groups; all others are shared parameters."""
+    """Coordinates that are effects of groups; all others are shared parameters."""
 
     dim: int
     sites: tuple[EffectSite, ...]  # in the order of the coordinates, with the same groups

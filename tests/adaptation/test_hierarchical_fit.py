@@ -95,7 +95,7 @@ def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
     )
 
 
-def test_fit_refuses_effects_that_the_prior_couples():
+def test_effects_that_the_prior_couples_have_no_fit():
     assert fit(make_model(is_random_walk=True), make_data())[1] is None
 
 
