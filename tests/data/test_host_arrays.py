@@ -270,6 +270,35 @@ def test_host_array_of_a_memory_map_releases_its_pages(tmp_path, order):
     assert most - before < 100
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x[7:][3:],
+        lambda x: x[::-2],
+        lambda x: x[:, 2:5],
+        lambda x: x[:, 1],
+        lambda x: x.reshape(-1, 2, 3),
+        lambda x: x.T,
+    ],
+    ids=["all", "slice", "reversed", "columns", "column", "tensor", "transposed"],
+)
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+def test_rows_of_a_large_memory_map_are_those_of_the_array(tmp_path, view, mode):
+    np.arange(613, dtype=np.float32).tofile(tmp_path / "X.dat")
+    array = np.memmap(tmp_path / "X.dat", np.float32, mode, offset=13 * 4, shape=(100, 6))
+    if mode != "r":
+        array[20:25] += 0.5
+    source = view(array)
+    host = HostArray(source)
+    host.max_resident_bytes = 0
+    num = len(source)
+    for rows in ([], [num - 1], [0, 1, 2, num - 2, num - 1, 3, 3, 1], np.arange(num)):
+        np.testing.assert_array_equal(
+            host.read(np.array(rows, int)), np.array(source)[np.array(rows, int)]
+        )
+
+
 def test_host_array_of_a_truncated_file_raises(tmp_path):
     """The system would kill the process."""
     np.zeros(100_000, np.float32).tofile(tmp_path / "X.dat")
