@@ -43,6 +43,8 @@ _BLOCK_CACHE_BYTES = 2**28
 # Arrays of up to 32 MB are hashed completely, larger ones at evenly spaced rows.
 _MAX_FULL_CHECKSUM_BYTES = 2**25
 _NUM_CHECKSUM_ROWS = 512
+# Rows that are read at once for a checksum: a bound on memory.
+_CHECKSUM_READ_ROWS = 8192
 # The thread that prefetches for all arrays: disks and h5py prefer one reader.
 _PREFETCH_EXECUTOR = ThreadPoolExecutor(1, thread_name_prefix="numpyro_sgmcmc-reader")
 
@@ -205,10 +207,10 @@ def compute_checksum(arrays: Iterable[Any]) -> int:
     return checksum
 
 
-def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray:
+def select_checksum_rows(num_rows: int, num_bytes: int) -> np.ndarray | range:
     """Return the indices of all rows, or of 512 evenly spaced ones of an array above 32 MB."""
     if num_bytes <= _MAX_FULL_CHECKSUM_BYTES or num_rows <= _NUM_CHECKSUM_ROWS:
-        return np.arange(num_rows)
+        return range(num_rows)
     return np.linspace(0, num_rows - 1, _NUM_CHECKSUM_ROWS).astype(int)
 
 
@@ -495,7 +497,11 @@ class HostArray(RowArray):
     def checksum(self) -> int:
         """Return a CRC of all values, or of 512 evenly spaced rows of a source above 32 MB."""
         num_bytes = len(self) * self.row_size * self._dtype.itemsize
-        return compute_checksum([self.read(select_checksum_rows(len(self), num_bytes))])
+        rows = select_checksum_rows(len(self), num_bytes)
+        starts = range(0, len(rows), _CHECKSUM_READ_ROWS)
+        return compute_checksum(
+            self.read(np.asarray(rows[i : i + _CHECKSUM_READ_ROWS])) for i in starts
+        )
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Start to read rows on the reader's thread."""
