@@ -50,6 +50,10 @@ MAX_NUM_STEPS = 500
 
 # Largest preconditioned curvature up to which integrators behave as on a standard normal.
 _MAX_HARMLESS_CURVATURE = 3.5
+MONITOR_INTERVAL = 20
+"""Steps between gradients on separate minibatches: they cost 5% or less of a run."""
+
+_MAX_MONITOR_INTERVAL = 30  # where the number of steps is chosen
 # Share of the variance target that gradient noise may take: it biases means as well where it
 # differs over the posterior.
 _NOISE_TO_TARGET_RATIO = 0.5
@@ -201,8 +205,17 @@ def recommend_step_size(
 
 
 def choose_num_steps(relaxation_time: float, step_size: Any) -> int:
-    """Return the steps between approximately independent draws, from 1 to 500."""
-    return max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
+    """Return the steps between approximately independent draws, from 1 to 500.
+
+    Many steps are a multiple of an interval at which the report's gradients are taken: a prime
+    number of steps would have one gradient per draw.
+    """
+    num_steps = max(1, min(MAX_NUM_STEPS, math.ceil(relaxation_time / float(step_size) - 1e-6)))
+    if num_steps < 2 * MONITOR_INTERVAL:
+        return num_steps
+    intervals = range(MONITOR_INTERVAL, _MAX_MONITOR_INTERVAL + 1)
+    candidates = range(num_steps, MAX_NUM_STEPS + 1)
+    return next(n for n in candidates if any(n % k == 0 for k in intervals))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from numpyro_sgmcmc.adaptation.settings import (
     SubsamplingChoice,
     WarmupInputs,
 )
-from numpyro_sgmcmc.adaptation.step_size import NoiseLimit
+from numpyro_sgmcmc.adaptation.step_size import MONITOR_INTERVAL, NoiseLimit
 from numpyro_sgmcmc.adaptation.warnings import (
     is_thermostat_active,
     warn_sorted_data,
@@ -48,9 +48,6 @@ from numpyro_sgmcmc.model.gradient_estimators import (
     GradientEstimator,
     MinibatchGradient,
 )
-
-MONITOR_INTERVAL = 20
-"""Steps between gradients on separate minibatches: they cost 5% or less of a run."""
 
 _MAX_HESSIAN_DIM = 200  # bounds the cost of the reference Hessian of an estimator
 # Variance of contiguous over that of iid minibatches beyond which the data count as sorted.

@@ -56,9 +56,8 @@ from numpyro_sgmcmc.adaptation.settings import (
     StepSizeTrace,
     WarmupInputs,
 )
-from numpyro_sgmcmc.adaptation.step_size import choose_num_steps, choose_step_size
+from numpyro_sgmcmc.adaptation.step_size import MONITOR_INTERVAL, choose_num_steps, choose_step_size
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
-    MONITOR_INTERVAL,
     choose_monitor_gradients,
     choose_separate_gradients,
     choose_step_gradients,

@@ -3,8 +3,8 @@
 import pytest
 
 from numpyro_sgmcmc.adaptation.settings import MonitorGradients
+from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, MONITOR_INTERVAL, choose_num_steps
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
-    MONITOR_INTERVAL,
     choose_separate_gradients,
     choose_step_gradients,
 )
@@ -28,6 +28,15 @@ def test_choose_separate_gradients_dependent_minibatches_are_separate(num_steps)
     assert gradients.estimator == CONTROL_VARIATE
     assert num_steps % gradients.interval == 0
     assert gradients.interval >= min(MONITOR_INTERVAL, num_steps)
+
+
+def test_chosen_numbers_of_steps_have_many_gradients():
+    """A prime number would have a single one."""
+    for time in range(2 * MONITOR_INTERVAL, MAX_NUM_STEPS + 1):
+        num_steps = choose_num_steps(time, 1.0)
+        assert time <= num_steps <= 1.04 * time
+        gradients = choose_separate_gradients(NOISE_VARIANCES, MINIBATCH, False, num_steps)
+        assert gradients.interval <= 1.5 * MONITOR_INTERVAL
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_find_batch_size_warnings_many_steps_recommend_some_more_rows(inputs):
     """A step of 256 rows costs a sixth of one of 2,600, and a draw takes ten times as many."""
     step_cost = StepCost(1_000.0, ROW_COST)
     (warning,) = get_batch_size_warnings(inputs, 2.55, step_cost, batch_size=256)
-    assert "takes 103 steps" in warning.message
+    assert "takes 104 steps" in warning.message
     batch_size, is_whole, num_steps = read_remedy(warning)
     assert 1_500 <= batch_size <= 3_000
     assert not is_whole

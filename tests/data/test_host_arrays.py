@@ -18,7 +18,7 @@ import pytest
 from numpyro.util import tqdm_auto
 
 from numpyro_sgmcmc import HostArray, bias_report, log_likelihood
-from numpyro_sgmcmc.adaptation.subsampling_choice import MONITOR_INTERVAL
+from numpyro_sgmcmc.adaptation.step_size import MONITOR_INTERVAL
 from numpyro_sgmcmc.data.row_proxies import PlateIndexRegistry, PrefetchedRows, RowLookup
 from numpyro_sgmcmc.sampling.prefetch import compute_buffer_length
 from tests.data.host_rows import (
