@@ -187,6 +187,7 @@ def _predict_draw(
         step_size = min(noise_limit.limit_step_size(noise_stats)[0], _get_noiseless_limit(limits))
         step_size = limit_step_size_by_mean_bias(settings, mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
+    relaxation_time *= mean_bias.coupling.relaxation_factor
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     is_whole = all(batch_sizes[p.name] == p.size for p in plates)
     inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)

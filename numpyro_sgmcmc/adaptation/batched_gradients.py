@@ -26,6 +26,7 @@ import numpy as np
 from jax import Array, lax, random
 
 from numpyro_sgmcmc.adaptation.budget import HIGH_DIM, WarmupBudget, count_rows_per_gradient
+from numpyro_sgmcmc.adaptation.coupling import NO_COUPLING, Coupling
 from numpyro_sgmcmc.compilation import aot_compile
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices, Plate, Subsampling
@@ -586,11 +587,13 @@ class BulkPositions:
 
     - **preconditioner** - coordinates, with the reference gradient at their center.
     - **q** - the positions in these coordinates, shape ``(n, d)``.
+    - **coupling** - coordinates along which the curvature in other directions changes.
     """
 
     batched_gradients: BatchedGradients
     preconditioner: Preconditioner
     q: np.ndarray
+    coupling: Coupling = NO_COUPLING
 
 
 def _with_min_batch_size(plate: Plate) -> Plate:

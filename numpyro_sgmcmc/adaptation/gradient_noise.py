@@ -31,6 +31,7 @@ from numpyro_sgmcmc.adaptation.batched_gradients import (
     sample_minibatch_indices,
     shuffle_minibatches,
 )
+from numpyro_sgmcmc.adaptation.coupling import NO_COUPLING, Coupling
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import (
     ContiguousSubsampling,
@@ -57,6 +58,7 @@ _MIN_MINIBATCHES_FOR_MAX_VARIANCE = 128
 # Bounds on computing time and memory: row gradients, and entries of the minibatch gradients.
 _MAX_NOISE_ROWS, _MAX_NOISE_GRADIENT_ENTRIES = 2**20, 2**26
 _MAX_ROW_GRADIENT_ENTRIES = 2**22  # of single rows at one position, a bound on memory
+_NUM_COUPLING_MINIBATCHES = 4  # per draw at which the noise of coupled coordinates is measured
 # Prediction of the bias of means.
 _MAX_MEAN_BIAS_POSITIONS = 8
 _NUM_STANDARD_ERRORS_OF_BIAS = 2.0  # by which an estimate is shrunk
@@ -259,6 +261,24 @@ def _evaluate_estimates(
         )
         for estimator, by_position in eval_points.items()
     }
+
+
+def measure_noise_at_coupled_draws(
+    bulk: BulkPositions,
+    estimator: GradientEstimator,
+    subsampling: Subsampling,
+    rng: np.random.Generator,
+) -> Coupling:
+    """Replace the draws of the coupling, if there is one, by the gradient noise at them."""
+    potential, coupling = bulk.batched_gradients.step_potential, bulk.coupling
+    if coupling is NO_COUPLING:
+        return coupling
+    minibatches = sample_minibatch_indices(
+        potential, rng, (_NUM_COUPLING_MINIBATCHES,), subsampling
+    )
+    estimates = _evaluate_estimates(replace(bulk, q=coupling.q), (estimator,), minibatches)
+    noise_variances = estimates[estimator].var(1, ddof=1).sum(1, keepdims=True)
+    return coupling._replace(q=np.zeros((1, 0)), noise_variances=noise_variances)
 
 
 def predict_mean_bias_from_noise(

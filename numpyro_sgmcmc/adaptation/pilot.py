@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
 
+from numpyro_sgmcmc.adaptation.batch_size import scale_batch_sizes
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions, sample_minibatch_indices
+from numpyro_sgmcmc.adaptation.coupling import NO_COUPLING, Coupling, find_coupling
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
     estimate_max_curvature,
@@ -59,6 +61,10 @@ _MAX_VARIANCE_RATIO = 4.0
 _MAX_CENTER_SHIFT_SD = 0.5  # largest mean of converged chains, in preconditioned coordinates
 _NUM_CURVATURE_POSITIONS = 4  # bounds the gradients for the largest curvature
 _NONFINITE_STEP_FACTOR = 0.5  # of steps after a window at whose mean the gradient is not finite
+# Windows on larger minibatches: their number, row gradients of each, how much larger minibatches
+# must be for them to run, and their step size relative to the others'.
+_NUM_REFINED_WINDOWS, _MAX_REFINED_ROW_GRADIENTS = 4, 2**26
+_MIN_REFINED_BATCH_SIZE_FACTOR, _REFINED_STEP_FACTOR = 4.0, 0.5
 _MIN_SEPARATION_SD = 0.3  # gap between two groups of draws, relative to the sum of their SDs
 _PILOT_STEP = PILOT_DYNAMICS.make_step("symmetric")
 
@@ -73,6 +79,8 @@ class PilotResult:
     - **r_hat** - the largest R-hat of any coordinate in the last window.
     - **window_medians** - median chain mean of each window, each of shape ``(d,)``.
     - **is_distinct** - False where chains came to a mode that was already known.
+    - **draws** - some draws of the last window and full-data gradients there, shape ``(2, m, d)``.
+    - **coupling** - coupled coordinates, after :func:`refine_pilot`.
     - **log_mass_deficit** - log mass of the main mode minus that of this one, in nats.
     - **num_steps** - steps of a chain in all windows.
     """
@@ -83,6 +91,8 @@ class PilotResult:
     r_hat: float = np.inf
     window_medians: tuple[np.ndarray, ...] = ()
     is_distinct: bool = True
+    draws: np.ndarray | None = None
+    coupling: Coupling = NO_COUPLING
     log_mass_deficit: float = 0.0
     num_steps: int = 0
 
@@ -109,6 +119,7 @@ def run_pilot_windows(
     known_modes: Sequence[PilotResult] = (),
     is_distinct: Callable[[PilotResult, np.ndarray], bool] = lambda pilot, positions: True,
     stage: str = "pilot chains",
+    max_step_size: float = MAX_PILOT_STEP_SIZE,
 ) -> PilotResult:
     """Run pilot chains of a model without local latents, window by window until they agree.
 
@@ -117,8 +128,9 @@ def run_pilot_windows(
     :param is_distinct: maps the result and the chains' last positions to whether they are in none
         of these; if not, no further window is run.
     :param stage: name of the stage in the display of the progress.
+    :param max_step_size: step size for a standard normal.
     """
-    num_chains, max_step_size = len(pilot.q), MAX_PILOT_STEP_SIZE
+    num_chains = len(pilot.q)
     for num_steps in window_steps:
         inputs.progress.begin_stage(stage)
         estimator, step_size, noise_stats = _choose_pilot_step(inputs, pilot, max_step_size)
@@ -162,7 +174,7 @@ def run_pilot_windows(
             max_step_size *= _NONFINITE_STEP_FACTOR
             pilot = replace(pilot, is_converged=False)
             continue
-        pilot = pilot.move_to(updated.preconditioner, last_positions)
+        pilot = replace(pilot.move_to(updated.preconditioner, last_positions), draws=updated.draws)
         is_wide = updated.min_variance_ratios > _MAX_VARIANCE_RATIO
         if pilot.is_converged and is_wide.any():
             # Chains that start hundreds of posterior SDs apart agree before they have relaxed.
@@ -172,6 +184,45 @@ def run_pilot_windows(
         if pilot.is_converged:
             break
     return pilot
+
+
+def refine_pilot(inputs: WarmupInputs, pilot: PilotResult) -> PilotResult:
+    """Run more windows with hardly any bias, if there are coupled coordinates.
+
+    Pilot chains tolerate more noise than the chains of the run, so that they leave out positions of
+    large curvature, such as large scales: preconditioner and noise would be those of the others.
+    Minibatches are larger, and steps shorter, in these windows.
+    """
+    potential, budget, steps = inputs.potential, inputs.budget, inputs.budget.pilot_window_steps[-1]
+    batch_size = sum(p.subsample_size for p in potential.plates)
+    row_gradients = steps * budget.gradients_per_pilot_step * batch_size
+    has_remote_rows = inputs.arguments.host_arrays or potential.shards is not None
+    if (
+        pilot.draws is None
+        or not batch_size
+        or has_remote_rows
+        or _MIN_REFINED_BATCH_SIZE_FACTOR * row_gradients > _MAX_REFINED_ROW_GRADIENTS
+        or find_coupling(pilot.draws[0], pilot.draws[1], pilot.preconditioner) is NO_COUPLING
+    ):
+        return pilot
+    factor = _MAX_REFINED_ROW_GRADIENTS / row_gradients
+    larger = potential.with_batch_sizes(scale_batch_sizes(potential.plates, factor))
+    inputs, refined, coupling = replace(inputs, potential=larger), pilot, NO_COUPLING
+    draws: list[np.ndarray] = []
+    for _ in range(_NUM_REFINED_WINDOWS):
+        refined = run_pilot_windows(
+            inputs, refined, [steps], max_step_size=_REFINED_STEP_FACTOR * MAX_PILOT_STEP_SIZE
+        )
+        draws += [] if refined.draws is None else [refined.draws]
+    if len(draws) > 1:
+        positions, gradients = np.concatenate(draws[1:], 1)  # in the first window chains moved
+        coupling = find_coupling(positions, gradients, refined.preconditioner)
+    return replace(
+        refined,
+        is_converged=pilot.is_converged or refined.is_converged,
+        r_hat=min(pilot.r_hat, refined.r_hat),
+        coupling=coupling,
+    )
 
 
 def build_preconditioner_from_fit(inputs: WarmupInputs, fit: MeanField) -> Preconditioner:

@@ -295,10 +295,13 @@ class PreconditionerUpdate(NamedTuple):
     - **min_variance_ratios** - lower bounds on the variances of the draws over those of the
       posterior in these coordinates, shape ``(d,)``. They are estimates of
       :math:`E[(q_j - E q_j)\,\partial_j U]`, which is 1 for any posterior.
+    - **draws** - the draws and gradients to which the factor was fitted, shape ``(2, n, d)``; None
+      if there are fewer than coordinates, or gradients of a randomised likelihood.
     """
 
     preconditioner: Preconditioner
     min_variance_ratios: np.ndarray
+    draws: np.ndarray | None = None
 
 
 def update_preconditioner(
@@ -362,7 +365,12 @@ def update_preconditioner(
     updated = Preconditioner(center, factor, full_gradient, low_rank=low_rank)
     if not updated.is_finite():
         return None
-    return PreconditionerUpdate(updated, _bound_variance_ratios(updated, positions, gradients))
+    is_exact = has_enough_draws and not potential.is_stochastic
+    return PreconditionerUpdate(
+        updated,
+        _bound_variance_ratios(updated, positions, gradients),
+        np.stack([positions, gradients]) if is_exact else None,
+    )
 
 
 def _update_block_arrow(

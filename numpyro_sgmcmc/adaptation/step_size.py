@@ -31,8 +31,10 @@ from jax.flatten_util import ravel_pytree
 from jax.interpreters.ad import JVPTracer
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.coupling import NO_COUPLING, Coupling
 from numpyro_sgmcmc.adaptation.gradient_noise import (
     GradientNoiseStats,
+    measure_noise_at_coupled_draws,
     predict_mean_bias_from_noise,
     predict_mean_bias_per_variance_inflation,
 )
@@ -48,15 +50,16 @@ from numpyro_sgmcmc.errors import InvalidArgumentError
 MAX_NUM_STEPS = 500
 """Most steps per draw: no limit shortens the step below 1/500 of the relaxation time."""
 
-# Largest preconditioned curvature up to which integrators behave as on a standard normal.
-_MAX_HARMLESS_CURVATURE = 3.5
 MONITOR_INTERVAL = 20
 """Steps between gradients on separate minibatches: they cost 5% or less of a run."""
 
 _MAX_MONITOR_INTERVAL = 30  # where the number of steps is chosen
+# Largest preconditioned curvature up to which integrators behave as on a standard normal.
+_MAX_HARMLESS_CURVATURE = 3.5
 # Share of the variance target that gradient noise may take: it biases means as well where it
 # differs over the posterior.
 _NOISE_TO_TARGET_RATIO = 0.5
+_HARMLESS_BIAS_RATIO = 0.5  # of the target, below which coupled coordinates change nothing
 _COVARIANCE_RELATIVE_ERROR = 0.03  # of the noise covariance that is compensated
 _NOISE_SHRINK_FACTOR, _MEAN_BIAS_SHRINK_FACTOR = 0.99, 0.97  # resolution of the step size
 # The same for the discretisation error; a simulation costs more than the formula.
@@ -81,6 +84,8 @@ class PredictedMeanBias(NamedTuple):
       inflation that it makes, shape ``(d,)``.
     - **variance_inflation** - that variance inflation at **reference_step_size**; it is
       proportional to the step size to the power of **order**.
+    - **coupling** - coupled coordinates, whose SDs are biased as well.
+    - **inflation_per_noise_variance** - variance inflation by gradient noise over the step size.
     """
 
     noise_bias_per_step_size: np.ndarray = np.zeros(1)
@@ -88,26 +93,32 @@ class PredictedMeanBias(NamedTuple):
     variance_inflation: float = 0.0
     reference_step_size: float = 1.0
     order: int = 1
+    coupling: Coupling = NO_COUPLING
+    inflation_per_noise_variance: float = 0.0
 
     @property
     def by_noise(self) -> PredictedMeanBias:
         """The part by gradient noise."""
-        return PredictedMeanBias(self.noise_bias_per_step_size)
+        return self._replace(variance_inflation=0.0)
 
     @property
     def by_discretisation(self) -> PredictedMeanBias:
         """The part by the discretisation error."""
-        return self._replace(noise_bias_per_step_size=np.zeros(1))
+        return self._replace(noise_bias_per_step_size=np.zeros(1), inflation_per_noise_variance=0.0)
 
     def compute_max(self, step_size: float, batch_size_factor: float = 1.0) -> float:
-        """Return the largest absolute bias of a mean, in posterior SDs.
+        """Return the largest bias of a mean, or of a coupled coordinate's SD, in posterior SDs.
 
         :param batch_size_factor: batch size relative to the model's.
         """
         inflation = self.variance_inflation * (step_size / self.reference_step_size) ** self.order
         by_discretisation = self.bias_per_variance_inflation * inflation
-        by_noise = self.noise_bias_per_step_size * step_size / batch_size_factor
-        return float(np.abs(by_noise + by_discretisation).max())
+        noisy_step_size = step_size / batch_size_factor
+        by_noise = self.noise_bias_per_step_size * noisy_step_size
+        by_coupling = self.coupling.compute_max_bias(
+            inflation, self.inflation_per_noise_variance * noisy_step_size
+        )
+        return max(by_coupling, float(np.abs(by_noise + by_discretisation).max()))
 
     def limit_step_size(
         self,
@@ -389,11 +400,16 @@ def _predict_mean_bias(
 ) -> PredictedMeanBias:
     """Predict the bias of posterior means by gradient noise and discretisation error."""
     settings = inputs.settings
-    by_noise = np.zeros(inputs.potential.dim)
+    coupling = measure_noise_at_coupled_draws(
+        bulk, choice.estimator, choice.subsampling, inputs.rng
+    )
+    is_coupled = coupling is not NO_COUPLING  # then few positions do not suffice
+    by_noise, inflation_per_noise_variance = np.zeros(inputs.potential.dim), 0.0
     if not settings.noise_compensation:
         inflation_per_noise_variance = settings.dynamics.variance_inflation(
             1.0, step_size, choice.noise_stats.position_dependent_fraction
         )
+    if inflation_per_noise_variance > 0.0 and not is_coupled:
         by_noise = predict_mean_bias_from_noise(
             bulk, choice.estimator, choice.subsampling, inflation_per_noise_variance, inputs.rng
         )
@@ -403,11 +419,20 @@ def _predict_mean_bias(
     max_step_size = settings.dynamics.integrators[settings.integrator].step_size
     inflation = compute_kick_variance_inflation(bound_dynamics, settings.integrator, max_step_size)
     per_inflation = np.zeros(inputs.potential.dim)
-    if inflation != 0.0:
+    if inflation != 0.0 and not is_coupled:
         per_inflation = predict_mean_bias_per_variance_inflation(bulk, inputs.rng)
-    return PredictedMeanBias(
-        by_noise / step_size, per_inflation, inflation, max_step_size, integrator.order
+    mean_bias = PredictedMeanBias(
+        by_noise / step_size,
+        per_inflation,
+        inflation,
+        max_step_size,
+        integrator.order,
+        coupling,
+        inflation_per_noise_variance / step_size,
     )
+    if mean_bias.compute_max(step_size) < _HARMLESS_BIAS_RATIO * settings.max_mean_bias:
+        return mean_bias._replace(coupling=NO_COUPLING)  # such as in a curved posterior
+    return mean_bias
 
 
 # --- The discretisation error of a step on a normal -----------------------------------------------

@@ -46,6 +46,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
     build_preconditioner_from_fit,
     init_pilot,
     precompile_pilot,
+    refine_pilot,
     run_pilot_windows,
 )
 from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance
@@ -135,6 +136,8 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         pilot = init_pilot(inputs, preconditioner, fits[0])
     pilot = run_pilot_windows(inputs, pilot, inputs.budget.pilot_window_steps)
     modes = find_modes(inputs, pilot, fits)
+    if modes.has_dominant_mode:
+        modes = replace(modes, main=refine_pilot(inputs, modes.main))
 
     inputs.progress.begin_stage("gradient noise")
     model_warnings = _check_model(inputs, modes)
@@ -235,13 +238,14 @@ def adapt_to_mode(
     """
     settings, dynamics, potential = inputs.settings, inputs.settings.dynamics, inputs.potential
     preconditioner, rng = pilot.preconditioner, inputs.rng
-    bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q)
+    bulk = BulkPositions(inputs.batched_gradients, preconditioner, pilot.q, pilot.coupling)
     noise = measure_gradient_noise(bulk, candidates, rng)
     choice = choose_subsampling(inputs, candidates, bulk, noise)
     bound_dynamics = settings.bind_dynamics(preconditioner.cast(potential.dtype))
     step = choose_step_size(inputs, bulk, choice, bound_dynamics, has_dominant_mode)
     step_size = float(step.step_size)
     relaxation_time = dynamics.relaxation_time(step_size, step.noise_stats.variance)
+    relaxation_time *= step.mean_bias.coupling.relaxation_factor
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     pending = [*find_noise_warnings(inputs, candidates, choice, step)]
     if has_dominant_mode:  # otherwise nothing can be predicted

@@ -282,7 +282,8 @@ def find_user_step_size_warnings(
     )
     uncancelled = min(1.0, noise_inflation / iid_inflation) if iid_inflation > 0.0 else 1.0
     bias = step.mean_bias._replace(
-        noise_bias_per_step_size=uncancelled * step.mean_bias.noise_bias_per_step_size
+        noise_bias_per_step_size=uncancelled * step.mean_bias.noise_bias_per_step_size,
+        inflation_per_noise_variance=uncancelled * step.mean_bias.inflation_per_noise_variance,
     )
     effects = []
     allowed_mean_bias = settings.max_mean_bias
