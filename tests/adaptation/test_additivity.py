@@ -452,6 +452,7 @@ def test_nonadditive_plates_terms_that_cancel_are_not_reported(density, batch_si
     assert not check_additivity(model, potential, [0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_run_nonadditive_likelihood_warns_once_and_report_is_flagged():
     model = make_model(OVER_THE_MINIBATCH["standardised"])

@@ -136,6 +136,7 @@ def test_inconsistent_gradients_expensive_rows_are_limited(num_rows, max_minibat
     assert gradients.num_minibatches == max_minibatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [quick_if(name == "compared", name) for name in MEANS])
 def test_run_inconsistent_gradient_warns_and_report_is_flagged(name):
     mcmc = quietly(SGHMCSplit(model), num_warmup=50, num_samples=200)

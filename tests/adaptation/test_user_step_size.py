@@ -58,6 +58,7 @@ def test_user_step_size_too_long_for_the_noise_recommends_remedies_that_serve(se
     assert not warm_up(seed, step_size=0.1, batch_size=batch_size, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_user_step_size_that_serves_is_not_reported(seed):
     assert not warm_up(seed, step_size=0.3)[0]

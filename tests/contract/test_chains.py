@@ -75,6 +75,7 @@ def test_continued_run_equals_an_uninterrupted_one(fit, progress_bar):
     np.testing.assert_allclose(np.concatenate([first, second]), uninterrupted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_pickled_kernel_continues_a_pickled_state(fit):
     kernel, mcmc, state = pickle.loads(pickle.dumps((fit.kernel, fit.mcmc, fit.mcmc.last_state)))
     assert kernel.model == fit.kernel.model

@@ -165,6 +165,7 @@ def test_blocks_with_wide_priors_keep_their_step_size():
     assert_posterior(draws["scale"], sigma, sigma / np.sqrt(2 * len(x)))
 
 
+@pytest.mark.slow
 def test_block_adapts_once_whatever_the_draws_from_the_prior():
     """Continuous sites have variational means in place of draws from the prior."""
     kernel = SGHMCSplit(line).wrap_model(conditioned)

@@ -68,6 +68,7 @@ def test_second_run_compiles_no_more_than_with_nuts(progress_bar, has_bar):
 # Float64
 
 
+@pytest.mark.slow
 def test_run_in_float64_has_the_exact_posterior(x64):
     y = np.random.default_rng(0).poisson(3.0, 200)
     mcmc = quietly(SGHMCSplit(counts), num_samples=300)

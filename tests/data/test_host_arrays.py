@@ -125,6 +125,7 @@ def test_bias_report_of_rows_on_the_host_is_that_of_rows_in_memory():
 # --- Passes over all rows
 
 
+@pytest.mark.slow
 def test_log_likelihood_of_rows_on_the_host_is_computed_by_chunks(long_run):
     """The last chunk overlaps with the one before."""
     mcmc, host = long_run

@@ -161,6 +161,7 @@ EXACT = {
 }
 
 
+@pytest.mark.slow
 def test_large_steps_are_described_as_discretisation_error():
     options = {**EXACT, "step_size": 1.4, "num_steps": 4}
     kernel = SHMC(survey, integrator="symmetric", **options)

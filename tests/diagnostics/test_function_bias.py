@@ -129,6 +129,7 @@ def prediction(draw, X):
     return X @ draw["beta"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full_data", [False, True])
 def test_report_on_predictions_is_their_true_bias(run, full_data):
     sd = np.asarray(prediction({"beta": run.get_samples()["beta"].T}, X[:5])).std(1)

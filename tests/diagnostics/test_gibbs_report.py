@@ -117,6 +117,7 @@ def switched():
     return run_switching(SGHMCSplit(switching))
 
 
+@pytest.mark.slow
 def test_draws_beside_a_discrete_block_have_the_exact_posterior(switched):
     draws = switched.get_samples(group_by_chain=True)
     assert_exact_posterior(draws)
@@ -145,6 +146,7 @@ def test_summary_of_gibbs_shows_the_sites_asked_for(switched, capsys, sites, sho
     assert "Bias:" in first_words
 
 
+@pytest.mark.slow
 def test_noise_beside_a_discrete_block_is_flagged():
     kernel = SGHMCSplit(
         switching, step_size=0.3, gradient_estimator="minibatch", subsampling="iid", num_steps=10

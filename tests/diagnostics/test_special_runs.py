@@ -29,6 +29,7 @@ def variance_inflation(mcmc):
     return (1.0 + bias_report(mcmc).sd_inflation.value) ** 2 - 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["step", pytest.param("batch", marks=pytest.mark.slow)])
 def test_finer_run_has_half_the_variance_inflation(coarse, change):
     comparison = compare_with_finer(coarse, jax.random.key(1), change)

@@ -33,6 +33,7 @@ def suggestion(kernel):
     return suggest_subsample_size(kernel, X, Y, num_chains=2, batch_size=100)
 
 
+@pytest.mark.slow
 def test_suggest_subsample_size_table_has_all_sizes(suggestion, kernel):
     sizes = suggestion.subsample_sizes["rows"]
     assert sizes == (25, 50, 100, 200, 400, 700)

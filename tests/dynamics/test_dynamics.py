@@ -235,6 +235,7 @@ def recipe_with_momentum(diffusion):
     )
 
 
+@pytest.mark.slow
 def test_check_invariance_in_float32_passes_correct_dynamics_only():
     jax.config.update("jax_enable_x64", False)
     assert check_invariance(UnderdampedLangevin(1.5), integrator="symmetric").max() < 1e-9

@@ -63,6 +63,7 @@ def test_draws_host_array_match_array_in_memory(in_memory):
         np.testing.assert_allclose(draws, from_host[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gibbs_fn", pytest.param("hmc", marks=pytest.mark.slow)])
 def test_resume_killed_run_continues_bitwise(kind, tmp_path, monkeypatch):
     def stored(folder):

@@ -61,6 +61,7 @@ def collected_run():
     return posterior_run(kernel, ROWS, batch=40, num_samples=DRAWS)
 
 
+@pytest.mark.slow
 def test_draws_globals_match_marginal_posterior(collected_run):
     assert_globals(collected_run, normal_means_posterior(ROWS))
 
@@ -117,6 +118,7 @@ def true_bias(mcmc: MCMC, exact: dict[str, tuple[float, float]]) -> np.ndarray:
     return np.array([mean_bias, [draws[n].std() / sd - 1 for n, (_, sd) in exact.items()]])
 
 
+@pytest.mark.slow
 def test_bias_report_local_latents_estimates_bias_of_globals(collected_run):
     report = bias_report(collected_run, num_draws=100)
     assert [site.site for site in report.sites] == ["mu", "tau"]

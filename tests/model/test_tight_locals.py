@@ -102,6 +102,7 @@ def test_draws_of_tight_logits_contain_the_truth():
     assert bias_report(mcmc).is_ok
 
 
+@pytest.mark.slow
 def test_tight_levels_move_with_the_globals_in_a_run():
     """A local value moves by the same amount with each of its row's means."""
     y = normal_data(levels)[:40]

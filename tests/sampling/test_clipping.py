@@ -46,6 +46,7 @@ def run(max_grad_norm):
     return mcmc
 
 
+@pytest.mark.slow
 def test_clipping_inflates_sds_as_the_clipped_force_does_and_the_report_flags_it():
     mcmc = run(1.0)
     expected = exact_sd_inflation(1.0)

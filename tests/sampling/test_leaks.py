@@ -57,6 +57,7 @@ def test_kernels_on_one_model_share_potential_and_programs():
     assert programs[-1] == programs[1]
 
 
+@pytest.mark.slow
 def test_kernels_on_new_models_are_released_with_their_programs():
     jax.clear_caches()
     gc.collect()
