@@ -117,6 +117,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
         fits = [MeanField(hierarchy.center, hierarchy.sds)]
+        inputs = _include_influential_rows(inputs, fits[0])
         normals = inputs.rng.standard_normal((inputs.budget.num_pilot_chains, inputs.potential.dim))
         pilot = PilotResult(hierarchy, normals)
     else:
@@ -125,9 +126,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
         inputs.progress.set_total(budget.max_gradient_evaluations)
         inputs.progress.begin_stage("variational fit")
         fits = fit_inits(inputs, positions, prior_positions)
-        if _can_include_rows(inputs):
-            rows = find_influential_rows(inputs.potential, inputs.arguments, fits[0], inputs.rng)
-            inputs = replace(inputs, included_rows=rows)
+        inputs = _include_influential_rows(inputs, fits[0])
         preconditioner = build_preconditioner_from_fit(inputs, fits[0])
         if not preconditioner.is_finite():
             gradient = inputs.batched_gradients.full_gradient(positions[0])
@@ -199,6 +198,14 @@ def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
         precompile_influential_rows(inputs.potential, inputs.arguments)
     if any(e.needs_hessian for e in candidates.estimators):
         inputs.batched_gradients.precompile_hessian()
+
+
+def _include_influential_rows(inputs: WarmupInputs, fit: MeanField) -> WarmupInputs:
+    """Return the inputs with influential observations in every minibatch, where there are such."""
+    if not _can_include_rows(inputs):
+        return inputs
+    rows = find_influential_rows(inputs.potential, inputs.arguments, fit, inputs.rng)
+    return replace(inputs, included_rows=rows)
 
 
 def _can_include_rows(inputs: WarmupInputs) -> bool:
