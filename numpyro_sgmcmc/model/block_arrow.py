@@ -265,6 +265,8 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
     """
     sites = potential.sites or ()
     (plate,) = potential.plates
+    if potential.forward_mode_differentiation:  # reverse mode would raise an error
+        return None
     if not any(site.size >= _MIN_GROUPS and site.shape for site in sites):
         return None
     rng = np.random.default_rng(0)

@@ -1,5 +1,7 @@
 """Block-arrow matrices equal dense ones, and layouts are those of the models."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,6 +164,12 @@ def test_layout_has_effects_of_groups(model):
     matrix = BlockArrowMatrix.from_products(layout, products)
     expected = potential.full_hessian_products(position, v[None], arguments)[0]
     np.testing.assert_allclose(matrix @ v, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_potential_with_forward_mode_has_no_layout():
+    potential, arguments = make_potential(centred)
+    potential = replace(potential, forward_mode_differentiation=True)
+    assert find_block_arrow_layout(potential, arguments) is None
 
 
 @pytest.mark.parametrize("model", [crossed, paired, no_groups])
