@@ -14,7 +14,8 @@ at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of random signs, which 
 quadratic functions up to the products of different effects of a group. BFGS finds the zero of M;
 its inverse Hessian is the covariance of the shared parameters.
 
-A few dozen passes over the data are needed, whatever the number of groups.
+An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
+groups; 10 to 15 iterations are usual.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION = 0.3, 0.01
 _NUM_NEARBY_POINTS, _NEARBY_FRACTION, _MIN_NEARBY_ULPS = 4, 1 / 16, 2.0
 
 # Rounding of a change of the potential: in SDs of its measured error, and at least so many units in
-# the last place. Some second differences contain a jump that is not rounding: the largest eighth
-# is left out.
+# the last place (9 were seen with a million rows and 20,000 effects). Some second differences
+# contain a jump that is not rounding: the largest eighth is left out.
 _ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 12.0, 1 / 8
 
 # Newton steps out of the support: their greatest length, in preconditioned coordinates (parameters
