@@ -78,15 +78,15 @@ class _Linearisation:
 def fit_hierarchy_from_each(
     inputs: WarmupInputs, layout: BlockArrowLayout, positions: Sequence[np.ndarray]
 ) -> Preconditioner | None:
-    """Return the coordinates of :func:`fit_hierarchy` if all initial positions lead to the same.
+    """Return the coordinates of :func:`fit_hierarchy` if its fits from initial positions agree.
 
-    :return: None where a fit fails, and where two differ, because there are other modes.
+    :return: None where no fit converges, and where two differ, because there are other modes.
     """
     first: Preconditioner | None = None
     for position in positions:
         fit = fit_hierarchy(inputs, layout, position)
         if fit is None:
-            return None
+            continue
         first = first or fit
         _, distance = layout.split(first.solve(fit.center - first.center))
         if np.abs(distance).max() > _MAX_FIT_DISTANCE_SD:

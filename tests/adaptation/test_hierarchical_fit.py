@@ -107,6 +107,9 @@ def test_fits_that_differ_are_left_out():
     positive, negative = (layout.merge(effects, np.array([x, -0.5])) for x in (1.0, -1.0))
     assert fit_hierarchy_from_each(inputs, layout, [positive, positive]) is not None
     assert fit_hierarchy_from_each(inputs, layout, [positive, negative]) is None
+    nowhere = np.full(inputs.potential.dim, np.nan)  # its fit does not converge
+    assert fit_hierarchy_from_each(inputs, layout, [nowhere, positive]) is not None
+    assert fit_hierarchy_from_each(inputs, layout, [nowhere]) is None
 
 
 def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
