@@ -70,7 +70,7 @@ class _Conditional:
 class _Linearisation:
     """Dependence of the effects on the shared parameters, and the curvature of these."""
 
-    coupling: np.ndarray  # W, shape `(k, s, G)`
+    coupling: np.ndarray  # W, shape `(s, k, G)`
     shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
     factors: np.ndarray  # as in `_Conditional`
 
@@ -125,7 +125,7 @@ def fit_hierarchy(
         step = -inverse_hessian @ gradient
         largest = np.abs(step).max()
         step = step * min(1.0, bound / largest) if largest > 0.0 else step
-        shift = layout.merge(-np.einsum("asg,s->ag", linearisation.coupling, step), step)
+        shift = layout.merge(-np.tensordot(step, linearisation.coupling, 1), step)
         moved = replace(conditional, position=conditional.position + shift)
         following = _update_effects(inputs, layout, linearisation, moved, signs, bound)
         if following.step > _MAX_EFFECT_STEP_SD:
@@ -171,7 +171,7 @@ def _build_preconditioner(
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors = conditional.factors
     inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
-    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, hessian.strips)
+    coupling = compute_coupling(factors, hessian)
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
@@ -198,8 +198,8 @@ def _linearise(
     if check_structure and not _is_block_arrow(inputs, hessian, position):
         return None
     factors = factorize_inverse_blocks(hessian.blocks)
-    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, hessian.strips)
-    schur = hessian.corner - np.einsum("asg,atg->st", hessian.strips, coupling)
+    coupling = compute_coupling(factors, hessian)
+    schur = hessian.corner - np.tensordot(hessian.strips, coupling, ((1, 2), (1, 2)))
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
     # The corner bounds the curvature of the marginal where the effects are far from their means.
     for matrix in (schur, hessian.corner):
@@ -209,6 +209,17 @@ def _linearise(
     eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_SCALED_EIGENVALUE)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
     return _Linearisation(coupling, covariance, factors)
+
+
+def compute_coupling(factors: np.ndarray, hessian: BlockArrowMatrix) -> np.ndarray:
+    """Return the strips times the covariances of the effects given the shared parameters.
+
+    :param factors: factors of the covariances, shape ``(k, k, G)``.
+    :return: shape ``(s, k, G)``.
+    """
+    # Groups first, so that the products are those of matrices.
+    factors, strips = np.moveaxis(factors, 2, 0), np.moveaxis(hessian.strips, 2, 0)
+    return np.ascontiguousarray(np.moveaxis(strips @ factors @ factors.swapaxes(1, 2), 0, 2))
 
 
 def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
@@ -256,7 +267,7 @@ def _update_effects(
     position = conditional.position + shift
     gradient, _ = evaluate(position, factors, probes[:0])
     of_effects, of_shared = layout.split(gradient)
-    marginal = of_shared - np.einsum("asg,ag->s", linearisation.coupling, of_effects)
+    marginal = of_shared - np.tensordot(linearisation.coupling, of_effects, 2)
     return _Conditional(position, factors, marginal, rms)
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments
@@ -42,6 +43,7 @@ _NUM_PROBED_ROWS = 24
 _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
+_MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
 _PROBED_POSITION_SD = 0.3  # about zero in unconstrained space, where gradients are rarely zero
 
 
@@ -165,7 +167,7 @@ class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
 
     blocks: Any  # shape `(k, k, G)`
-    strips: Any  # shape `(k, s, G)`
+    strips: Any  # shape `(s, k, G)`
     corner: Any  # shape `(s, s)`
     layout: BlockArrowLayout
 
@@ -174,7 +176,7 @@ class BlockArrowMatrix:
         """Build a matrix from its products with the probes, shape ``(k + s, d)``."""
         effects, shared = layout.split(products[layout.effects_per_group :])
         corner = (shared + shared.T) / 2.0
-        return cls(layout.make_blocks(products), effects.swapaxes(0, 1), corner, layout)
+        return cls(layout.make_blocks(products), effects, corner, layout)
 
     def __matmul__(self, v: Any) -> Any:
         effects, shared = self.layout.split(v)
@@ -196,7 +198,7 @@ class BlockArrowFactor:
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
     inverse_effect_factors: Any  # their inverses, of the same shape
-    coupling: Any  # minus the derivative of the effects' means by the shared, shape `(k, s, G)`
+    coupling: Any  # minus the derivative of the effects' means by the shared, shape `(s, k, G)`
     shared_factor: Any  # factor of the covariance of the shared parameters, shape `(s, s)`
     layout: BlockArrowLayout
 
@@ -225,7 +227,7 @@ class BlockArrowFactor:
     def apply_squared(self, variances: Any) -> Any:
         """Return the variances of ``L q`` from those of uncorrelated ``q``."""
         effects, shared = self.layout.split(variances)
-        combined = (self.coupling[..., None, :] * self.shared_factor[:, :, None]).sum(-3)
+        combined = _multiply_shared(self.coupling, self.shared_factor.T)
         effects = _multiply(self.effect_factors**2, effects) + _multiply_shared(combined**2, shared)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
 
@@ -238,23 +240,32 @@ class BlockArrowFactor:
 
 def _multiply(blocks: Any, effects: Any) -> Any:
     """Return each group's block times its effects."""
-    if isinstance(effects, jax.Array):  # products of tiny matrices as fused sums are faster
-        return (blocks * effects[..., None, :, :]).sum(-2)
-    return np.einsum("abg,...bg->...ag", blocks, effects)
+    if not isinstance(effects, jax.Array):
+        return np.einsum("abg,...bg->...ag", blocks, effects)
+    num = effects.shape[-2]
+
+    def add_product(b: Any, total: Any) -> Any:
+        return total + blocks[:, b] * effects[..., b, None, :]
+
+    # Products of tiny matrices as sums over arrays of groups are much faster than as reductions.
+    return lax.fori_loop(
+        0, num, add_product, jnp.zeros_like(effects), unroll=num <= _MAX_UNROLLED_EFFECTS
+    )
 
 
 def _multiply_shared(strips: Any, shared: Any) -> Any:
     """Return each group's strip times the shared parameters."""
-    if isinstance(shared, jax.Array):
-        return (strips * shared[..., None, :, None]).sum(-2)
-    return np.einsum("asg,...s->...ag", strips, shared)
+    xp = jnp if isinstance(shared, jax.Array) else np
+    return xp.tensordot(shared, strips, 1)
 
 
 def _sum_over_groups(strips: Any, effects: Any) -> Any:
     """Return the sum of each group's transposed strip times its effects."""
-    if isinstance(effects, jax.Array):
-        return (strips * effects[..., :, None, :]).sum((-3, -1))
-    return np.einsum("asg,...ag->...s", strips, effects)
+    num = strips.shape[0]
+    effects = effects.reshape(*effects.shape[:-2], 1, -1)
+    if isinstance(effects, jax.Array):  # a matrix product with such a long sum is slower
+        return (strips.reshape(num, -1) * effects).sum(-1)
+    return (effects @ strips.reshape(num, -1).T)[..., 0, :]
 
 
 def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> BlockArrowLayout | None:

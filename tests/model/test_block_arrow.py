@@ -10,7 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.adaptation.hierarchical_fit import factorize_inverse_blocks
+from numpyro_sgmcmc.adaptation.hierarchical_fit import compute_coupling, factorize_inverse_blocks
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -49,8 +49,8 @@ def make_dense(layout, seed=0):
 def make_factor(matrix):
     """Return the factor of the inverse of a block-arrow matrix."""
     factors = factorize_inverse_blocks(matrix.blocks)
-    coupling = np.einsum("abg,cbg,csg->asg", factors, factors, matrix.strips)
-    schur = matrix.corner - np.einsum("asg,atg->st", matrix.strips, coupling)
+    coupling = compute_coupling(factors, matrix)
+    schur = matrix.corner - np.einsum("sag,tag->st", matrix.strips, coupling)
     inverses = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
     shared = np.linalg.cholesky(np.linalg.inv(schur))
     return BlockArrowFactor(factors, inverses, coupling, shared, matrix.layout)
