@@ -165,16 +165,16 @@ def compute_reference(case: Case, compared: np.ndarray) -> Reference:
         mean, scale, sigma = shared[:k], jnp.exp(shared[k : 2 * k]), jnp.exp(shared[-1])
         cholesky = jnp.linalg.cholesky(gram / sigma**2 + jnp.diag(scale**-2.0))
         right = linear / sigma**2 + mean / scale**2
-        whitened = jax.scipy.linalg.solve_triangular(cholesky, right[..., None], lower=True)
-        return cholesky, whitened
+        half_solved = jax.scipy.linalg.solve_triangular(cholesky, right[..., None], lower=True)
+        return cholesky, half_solved
 
     @jax.jit
     def potential(shared: Array, gram: Array, linear: Array) -> Array:
         mean, scale, sigma = shared[:k], jnp.exp(shared[k : 2 * k]), jnp.exp(shared[-1])
-        cholesky, whitened = condition(shared, gram, linear)
+        cholesky, half_solved = condition(shared, gram, linear)
         log_det = jnp.log(jnp.diagonal(cholesky, axis1=1, axis2=2)).sum()
         log_likelihood = -case.num_rows * shared[-1] - sum_of_squares / sigma**2 / 2.0
-        log_likelihood += (whitened**2).sum() / 2.0 - log_det
+        log_likelihood += (half_solved**2).sum() / 2.0 - log_det
         log_likelihood -= num_groups * (shared[k : 2 * k].sum() + ((mean / scale) ** 2).sum() / 2.0)
         log_prior = -(mean**2).sum() / 8.0 - (scale**2).sum() / 2.0 - sigma**2 / 18.0
         return -(log_likelihood + log_prior + shared[k:].sum())
@@ -212,9 +212,9 @@ def compute_reference(case: Case, compared: np.ndarray) -> Reference:
     sd *= np.sqrt(weights @ (draws - mean) ** 2) / draws.std(0)
     effects, variances = [], []
     for d in draws[::4]:
-        cholesky, whitened = condition(jnp.asarray(d), gram[compared], linear[compared])
+        cholesky, half_solved = condition(jnp.asarray(d), gram[compared], linear[compared])
         inverse = np.linalg.inv(np.asarray(cholesky))
-        effects.append(np.einsum("gba,gb->ga", inverse, np.asarray(whitened)[..., 0]))
+        effects.append(np.einsum("gba,gb->ga", inverse, np.asarray(half_solved)[..., 0]))
         variances.append((inverse**2).sum(1))
     variance = np.mean(variances, 0) + np.var(effects, 0)
     return Reference(mean, sd, np.mean(effects, 0), np.sqrt(variance), pareto_k)
