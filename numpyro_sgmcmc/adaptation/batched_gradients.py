@@ -42,6 +42,7 @@ _MAX_GRADIENT_ENTRIES_PER_CALL, _MAX_ROWS_PER_CALL, _MAX_VALUES_PER_CALL = 2**22
 # Pairs of a position and a minibatch per call. Beyond HIGH_DIM, XLA's matrix products slow down
 # with more than a few.
 _MAX_PAIRS_PER_CALL, _MAX_PAIRS_PER_CALL_HIGH_DIM = 128, 4
+_MIN_PAIRS_PER_CALL = 2  # XLA adds the rows of a single pair one by one: 10 times the rounding
 _MAX_ROWS_PER_CHUNK = 2**20  # of minibatches whose pairs are arranged at once: bounds memory
 _MIN_PASS_BATCH_SIZE = 64  # of a pass over many rows: with fewer, Python's overhead dominates
 # Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
@@ -398,8 +399,11 @@ class BatchedGradients:
         batch_size = batch_size or count_rows_per_gradient(potential, self.arguments)
         pairs_per_call = min(
             max(1, _MAX_GRADIENT_ENTRIES_PER_CALL // dim),
-            max(1, _MAX_ROWS_PER_CALL // batch_size),
-            max(1, _MAX_VALUES_PER_CALL // (batch_size * max(1, self._row_size))),
+            max(
+                _MIN_PAIRS_PER_CALL,
+                min(_MAX_ROWS_PER_CALL, _MAX_VALUES_PER_CALL // max(1, self._row_size))
+                // batch_size,
+            ),
             _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL,
         )
         for first in range(0, len(position_index), pairs_per_call):

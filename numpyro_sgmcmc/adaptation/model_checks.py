@@ -60,9 +60,9 @@ _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION = 0.3, 0.01
 _NUM_NEARBY_POINTS, _NEARBY_FRACTION, _MIN_NEARBY_ULPS = 4, 1 / 16, 2.0
 
 # Rounding of a change of the potential: in SDs of its measured error, and at least so many units in
-# the last place (9 were seen with a million rows and 20,000 effects). Some second differences
-# contain a jump that is not rounding: the largest eighth is left out.
-_ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 12.0, 1 / 8
+# the last place (right models of a million rows need 1.5). Some second differences contain a jump
+# that is not rounding: the largest eighth is left out.
+_ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 4.0, 1 / 8
 
 # Newton steps out of the support: their greatest length, in preconditioned coordinates (parameters
 # overflow elsewhere); multiples of a step back, at which the density that was left is searched for.
@@ -98,8 +98,13 @@ def find_inconsistent_gradients(
     max_groups = max(1, min(_MAX_SITE_GROUPS, num_lines // _MIN_LINES_PER_SITE_GROUP))
     site_groups = _group_sites(potential, max_groups)
     positions = preconditioner.to_position(q[: 2 * (num_lines // len(site_groups))])
+    # A multiple of the batch size: a minibatch that is filled up has larger rounding errors.
+    batch_size = max(
+        (p.subsample_size for g in batched_gradients.plate_groups for p in g), default=1
+    )
+    num_rows = max(1, _NUM_CONSISTENCY_ROWS // batch_size) * batch_size
     minibatches = min(
-        list(batched_gradients.iter_subset_minibatches(_NUM_CONSISTENCY_ROWS)),
+        list(batched_gradients.iter_subset_minibatches(num_rows)),
         batched_gradients.subset_minibatches,
         key=len,
     )

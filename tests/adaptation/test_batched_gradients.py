@@ -155,6 +155,26 @@ def test_estimate_full_gradients_linear_in_minibatch_is_exact():
     np.testing.assert_allclose(found, exact, atol=1e-8)
 
 
+def test_weighted_mean_large_minibatch_is_precise():
+    """The rounding error of a sum over 20,000 rows is below a unit in the last place."""
+    rng = np.random.default_rng(0)
+    y = (1.2 * rng.standard_normal(40_000)).astype(np.float32)
+
+    def model(y, batch_size=None):
+        log_sd = numpyro.sample("log_sd", dist.Normal(0, 1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(0, jnp.exp(log_sd)), obs=y[i])
+
+    arguments = Arguments((jnp.asarray(y),), {"batch_size": 20_000})
+    gradients = BatchedGradients(get_model_potential(model, arguments, init_to_uniform), arguments)
+    positions = (0.18 + 1e-3 * rng.standard_normal((24, 1))).astype(np.float32)
+    values = gradients.full_potentials(positions)
+    q, squares = positions[:, 0].astype(np.float64), np.square(y.astype(np.float64)).sum()
+    expected = 0.5 * squares * np.exp(-2 * q) + len(y) * (q + 0.5 * np.log(2 * np.pi))
+    error = values - expected - (0.5 * q**2 + 0.5 * np.log(2 * np.pi))
+    assert np.std(error) < np.finfo(np.float32).eps * np.abs(values).max()
+
+
 def test_evaluate_minibatches_wide_rows_are_few_per_call(monkeypatch):
     """64 rows of 4,096 numbers: two pairs have as many numbers as a call may have."""
 
