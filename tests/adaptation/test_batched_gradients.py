@@ -72,10 +72,14 @@ def test_sample_minibatch_indices_all_rows_are_equally_likely(subsampling):
 # --- Passes over all rows -----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("max_copies", [0, 2, 500])
 @pytest.mark.parametrize("size", [1, 7, 12, 13])
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-def test_weighted_minibatches_one_plate_mean_is_that_of_all_rows(size, batch_size):
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 7])
+def test_weighted_minibatches_one_plate_mean_is_that_of_all_rows(
+    size, batch_size, max_copies, monkeypatch
+):
     """Whatever the remainder, each row counts the same, and the prior counts once."""
+    monkeypatch.setattr(batched_gradients, "_MAX_COPIES", max_copies)
     batch_size = min(batch_size, size)
     prior, likelihood = 0.7, np.random.default_rng(0).standard_normal(size)
     total = weights = 0.0
@@ -153,6 +157,26 @@ def test_estimate_full_gradients_linear_in_minibatch_is_exact():
     exact = np.exp(positions) * y.sum() - len(y)
     found = gradients.estimate_full_gradients(positions, preconditioner, 20_000)
     np.testing.assert_allclose(found, exact, atol=1e-8)
+
+
+def test_full_gradient_large_minibatch_that_is_filled_up_is_precise():
+    """Rows that fill up the last minibatch leave no rounding error in the effect of a group."""
+    num_groups, num_rows = 2_000, 30_000
+    rng = np.random.default_rng(0)
+    group = rng.integers(0, num_groups, num_rows)
+    y = rng.standard_normal(num_rows).astype(np.float32)
+
+    def model(group, y, batch_size=None):
+        effect = numpyro.sample("effect", dist.Normal(0, 1).expand([num_groups]).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+    arguments = Arguments((jnp.asarray(group), jnp.asarray(y)), {"batch_size": 20_000})
+    gradients = BatchedGradients(get_model_potential(model, arguments, init_to_uniform), arguments)
+    effect = rng.standard_normal(num_groups).astype(np.float32).astype(np.float64)
+    expected = effect - np.bincount(group, y - effect[group], num_groups)
+    for compute in (gradients.full_gradient, gradients.large_pass_gradient):
+        np.testing.assert_allclose(compute(effect), expected, atol=2e-4)
 
 
 def test_weighted_mean_large_minibatch_is_precise():
