@@ -40,6 +40,7 @@ from numpyro_sgmcmc.data.subsampling import (
     Subsampling,
 )
 from numpyro_sgmcmc.dynamics import Dynamics
+from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, make_gradient_fn
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -49,6 +50,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 _MIN_EPOCH_VARIANCE_FRACTION = 0.1
 # Standard errors by which a coordinate's noise variance must differ between positions to count.
 _NUM_STANDARD_ERRORS_OF_VARIANCE = 3.0
+_NUM_STANDARD_ERRORS_OF_EFFECT = 2.0  # by which one of thousands of noise variances is shrunk
 # Positions and minibatches at which the noise is measured: with fewer than 16 minibatches a
 # variance has an SD of more than a third of itself, so that positions are dropped first.
 _MAX_NOISE_POSITIONS, _MIN_NOISE_POSITIONS, _MIN_NOISE_MINIBATCHES = 16, 4, 16
@@ -73,7 +75,8 @@ class GradientNoiseStats(NamedTuple):
     """Statistics of the gradient noise that the step size depends on.
 
     - **variance** - variance in the noisiest coordinate, or the mean over coordinates where
-      only few minibatches were seen.
+      only few minibatches were seen. Of the effects of many groups it is their mean, or that of an
+      effect that is noisier at all positions: the largest of thousands of estimates is an error.
     - **position_dependent_fraction** - SD of the variance over positions relative to its mean,
       from 0 to 1: over all coordinates, or of one that clearly varies more.
     - **mean_variance** - variance, mean over coordinates.
@@ -107,13 +110,18 @@ class GradientNoiseStats(NamedTuple):
 
     @classmethod
     def from_variances(
-        cls, variances: np.ndarray, num_minibatches: int, use_noisiest_coordinate: bool
+        cls,
+        variances: np.ndarray,
+        num_minibatches: int,
+        use_noisiest_coordinate: bool,
+        layout: BlockArrowLayout | None = None,
     ) -> GradientNoiseStats:
         """Build the statistics from variances at some positions, shape ``(positions, d)``.
 
         :param num_minibatches: minibatches that each variance was measured on.
         :param use_noisiest_coordinate: whether **variance** is the maximum over coordinates; else
             the mean.
+        :param layout: of the effects of many groups.
         """
         degrees_of_freedom = max(1, len(variances) - 1)
         mean = variances.mean(0)
@@ -126,6 +134,11 @@ class GradientNoiseStats(NamedTuple):
         largest_significant = ((total - limit * sampling) / squared_mean).max()
         fraction = float(np.sqrt(np.clip(max(overall, largest_significant), 0.0, 1.0)))
         variance = mean.max() if use_noisiest_coordinate else mean.mean()
+        if layout is not None:
+            effects, shared = layout.split(variances)
+            errors = effects.std(0, ddof=1) / np.sqrt(len(effects))
+            significant = effects.mean(0) - _NUM_STANDARD_ERRORS_OF_EFFECT * errors
+            variance = max(effects.mean(), significant.max(), shared.mean(0).max(initial=0.0))
         return cls(float(variance), fraction, float(mean.mean()))
 
 
@@ -189,9 +202,10 @@ def measure_noise(
     minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
     estimates = _evaluate_estimates(bulk, estimators, minibatches)
     is_enough = len(bulk.q) * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
+    layout = bulk.preconditioner.factor.layout if bulk.preconditioner.is_block_arrow else None
     return {
         estimator: GradientNoiseStats.from_variances(
-            gradients.var(1, ddof=1), num_minibatches, is_enough
+            gradients.var(1, ddof=1), num_minibatches, is_enough, layout
         )._replace(noise_exponent=estimator.noise_exponent)
         for estimator, gradients in estimates.items()
     }

@@ -20,6 +20,7 @@ from numpyro_sgmcmc.adaptation.gradient_noise import (
 )
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
+from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, EffectSite
 from numpyro_sgmcmc.model.gradient_estimators import (
     GRADIENT_ESTIMATORS,
     ControlVariate,
@@ -111,6 +112,21 @@ def make_rows(num_influential, seed, size=4_000):
     X = random.standard_normal((size, 3))
     X[:, 2] = np.arange(size) < num_influential
     return X, X @ [0.5, -0.5, 1.0] + random.standard_normal(size)
+
+
+def test_noise_stats_of_thousands_of_effects_are_no_maximum_of_errors():
+    num_groups = 5_000
+    layout = BlockArrowLayout(num_groups + 2, (EffectSite(0, (num_groups,), (0,)),))
+    rng = np.random.default_rng(0)
+    # Of variance 1, estimated with heavy tails, as from few minibatches with a group's rows.
+    variances = rng.lognormal(-1.125, 1.5, (8, layout.dim))
+    variances[:, -2:] = 0.5
+    assert GradientNoiseStats.from_variances(variances, 64, True).variance > 5.0
+    assert 0.9 < GradientNoiseStats.from_variances(variances, 64, True, layout).variance < 2.0
+    variances[:, 100] = 4.0  # at all positions
+    assert GradientNoiseStats.from_variances(variances, 64, True, layout).variance == 4.0
+    variances[:, -1] = 6.0  # a shared parameter
+    assert GradientNoiseStats.from_variances(variances, 64, True, layout).variance == 6.0
 
 
 def test_order_noise_ratio_influential_rows_in_random_order_is_about_one():
