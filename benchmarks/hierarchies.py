@@ -36,7 +36,7 @@ import numpyro.distributions as dist
 from jax import Array
 from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 from numpyro.infer import MCMC
-from scipy import stats
+from scipy import optimize, stats
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
@@ -168,7 +168,6 @@ def compute_reference(case: Case, compared: np.ndarray) -> Reference:
         half_solved = jax.scipy.linalg.solve_triangular(cholesky, right[..., None], lower=True)
         return cholesky, half_solved
 
-    @jax.jit
     def potential(shared: Array, gram: Array, linear: Array) -> Array:
         mean, scale, sigma = shared[:k], jnp.exp(shared[k : 2 * k]), jnp.exp(shared[-1])
         cholesky, half_solved = condition(shared, gram, linear)
@@ -179,28 +178,24 @@ def compute_reference(case: Case, compared: np.ndarray) -> Reference:
         log_prior = -(mean**2).sum() / 8.0 - (scale**2).sum() / 2.0 - sigma**2 / 18.0
         return -(log_likelihood + log_prior + shared[k:].sum())
 
-    gradient = jax.jit(jax.grad(potential))
+    value_and_gradient = jax.jit(jax.value_and_grad(potential))
+
+    def evaluate(shared: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = value_and_gradient(shared, gram, linear)
+        return float(value), np.asarray(gradient)
+
     shared = np.concatenate([np.zeros(k), np.full(k, -1.0), [0.0]])
-    step_size = 1e-4
-    for _ in range(30):  # Newton's method
-        at_mode = np.asarray(gradient(shared, gram, linear))
-        differences = [
-            gradient(shared + step_size * e, gram, linear)
-            - gradient(shared - step_size * e, gram, linear)
-            for e in np.eye(2 * k + 1)
-        ]
-        hessian = np.asarray(differences) / (2.0 * step_size)
-        hessian = (hessian + hessian.T) / 2.0
-        eigenvalues, vectors = np.linalg.eigh(hessian)
-        step = -vectors @ ((vectors.T @ at_mode) / np.maximum(np.abs(eigenvalues), 1e-6))
-        shared = shared + step * min(1.0, 0.5 / np.abs(step).max())
-        if np.sqrt(abs(step @ hessian @ step)) < 1e-3:
-            break
+    shared = optimize.minimize(evaluate, shared, jac=True, method="BFGS", tol=1e-6).x
+    step = 1e-4 * np.eye(2 * k + 1)
+    hessian = np.stack([evaluate(shared + e)[1] - evaluate(shared - e)[1] for e in step]) / 2e-4
+    hessian = (hessian + hessian.T) / 2.0
+    for _ in range(3):  # Newton's method
+        shared = shared - np.linalg.solve(hessian, evaluate(shared)[1])
     covariance = np.linalg.inv(hessian)
     rng = np.random.default_rng(0)
     normals = rng.standard_normal((_NUM_REFERENCE_DRAWS, 2 * k + 1))
     draws = shared + normals @ np.linalg.cholesky(covariance).T
-    log_weights = np.array([-float(potential(d, gram, linear)) for d in draws])
+    log_weights = np.array([-evaluate(d)[0] for d in draws])
     log_weights += (normals**2).sum(1) / 2.0
     weights = np.exp(log_weights - log_weights.max())
     largest = np.sort(weights)[-80:]
