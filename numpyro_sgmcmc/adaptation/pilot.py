@@ -141,7 +141,10 @@ def run_pilot_windows(
             max_step_size *= LOST_STEP_FACTOR
             pilot = replace(pilot, q=pilot.q / 2.0)  # restart nearer to the center
             continue
-        draws = draws[survives].astype(np.float64)
+        draws = draws if survives.all() else draws[survives]
+        is_block_arrow = pilot.preconditioner.is_block_arrow
+        if not is_block_arrow:  # whose effects take much memory
+            draws = draws.astype(np.float64)
         if known_modes:
             last_positions = pilot.preconditioner.to_position(draws[:, -1])
             is_outside = find_chains_outside_modes(
@@ -149,13 +152,15 @@ def run_pilot_windows(
             )
             draws = draws[is_outside] if is_outside.sum() > 1 else draws
         # Lost chains continue from copies of the others.
-        last_q = draws[inputs.rng.choice(len(draws), num_chains), -1]
+        last_q = draws[inputs.rng.choice(len(draws), num_chains), -1].astype(np.float64)
         last_q[: len(draws)] = draws[:, -1]
         last_positions = pilot.preconditioner.to_position(last_q)
-        median = pilot.preconditioner.to_position(np.median(draws.mean(1), axis=0))
+        chain_means = draws.mean(1, dtype=np.float64)
+        median = pilot.preconditioner.to_position(np.median(chain_means, axis=0))
         compared = draws
-        if pilot.preconditioner.is_block_arrow:  # of thousands of effects some differ by chance
-            _, compared = pilot.preconditioner.factor.layout.split(draws)
+        if is_block_arrow:  # of thousands of effects some differ by chance
+            layout = pilot.preconditioner.factor.layout
+            compared = layout.take_shared(draws).astype(np.float64)
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
         is_centered = np.abs(compared.mean((0, 1))).max() < _MAX_CENTER_SHIFT_SD
@@ -344,7 +349,7 @@ def run_pilot(
     num_calls = -(-num_steps // steps_per_call)
     for call in range(num_calls):
         shape = (steps_per_call, _PILOT_STEP.num_noise, num_chains, dim)
-        normals = rng.standard_normal(shape, np.float32).astype(potential.dtype)
+        normals = rng.standard_normal(shape, np.float32).astype(potential.dtype, copy=False)
         keys = random.split(random.key(call), steps_per_call) if potential.is_stochastic else None
         indices = sample_minibatch_indices(potential, rng, (steps_per_call,), IIDSubsampling())
         state, positions = _run_pilot_steps(

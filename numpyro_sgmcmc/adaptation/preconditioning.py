@@ -382,8 +382,7 @@ def _update_block_arrow(
     """
     factor = preconditioner.factor
     layout = factor.layout
-    _, shared = layout.split(draws)
-    shared = shared.reshape(-1, layout.num_shared)
+    shared = layout.take_shared(draws).astype(np.float64).reshape(-1, layout.num_shared)
     no_bounds = np.ones(draws.shape[-1])
     covariance = np.atleast_2d(np.cov(shared, rowvar=False))
     eigenvalues = np.linalg.eigvalsh(covariance)

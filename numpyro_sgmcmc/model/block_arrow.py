@@ -124,8 +124,12 @@ class BlockArrowLayout:
     def split(self, v: Any) -> tuple[Any, Any]:
         """Return effects ``(..., k, G)`` and shared parameters ``(..., s)`` of flat vectors."""
         xp = jnp if isinstance(v, jax.Array) else np
-        effects = xp.concatenate([site.take(v) for site in self.sites], -2)
-        return effects, xp.concatenate([v[..., part] for part in self._shared_slices], -1)
+        return xp.concatenate([site.take(v) for site in self.sites], -2), self.take_shared(v)
+
+    def take_shared(self, v: Any) -> Any:
+        """Return the shared parameters of flat vectors, shape ``(..., s)``."""
+        xp = jnp if isinstance(v, jax.Array) else np
+        return xp.concatenate([v[..., part] for part in self._shared_slices], -1)
 
     def merge(self, effects: Any, shared: Any) -> Any:
         """Return flat vectors from their effects and shared parameters."""
