@@ -503,7 +503,7 @@ def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> flo
 def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Generator) -> float:
     """Estimate the largest preconditioned curvature by power iterations on all rows."""
     preconditioner, batched_gradients = bulk.preconditioner, bulk.batched_gradients
-    num_directions, largest = preconditioner.factor.layout.effects_per_group, 1.0
+    num_directions, largest = preconditioner.factor.layout.num_effect_probes, 1.0
     for position in preconditioner.to_position(bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]):
         directions = rng.standard_normal((num_directions, position.size))
         for _ in range(batched_gradients.budget.num_power_iterations):

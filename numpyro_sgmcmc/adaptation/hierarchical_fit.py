@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation, sum_row_couplings
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -73,6 +74,7 @@ class _Linearisation:
     coupling: np.ndarray  # W, shape `(s, k, G)`
     shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
     factors: np.ndarray  # as in `_Conditional`
+    correlation: EffectCorrelation | None  # of effects of several groupings
 
 
 def fit_hierarchy_from_each(
@@ -156,9 +158,14 @@ def evaluate_block_arrow(
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
     """Return gradient and Hessian on all rows."""
     gradient, products = inputs.batched_gradients.large_pass_products(
-        position, layout.make_probes(), layout.effects_per_group
+        position, layout.make_probes(), layout.num_effect_probes
     )
-    return gradient, BlockArrowMatrix.from_products(layout, products)
+    pairs = None
+    if len(layout.groupings) > 1:
+        pairs = sum_row_couplings(
+            inputs.potential, inputs.batched_gradients.arguments, layout, position
+        )
+    return gradient, BlockArrowMatrix.from_products(layout, products, pairs)
 
 
 def _build_preconditioner(
@@ -171,12 +178,14 @@ def _build_preconditioner(
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors = conditional.factors
     inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
-    coupling = compute_coupling(factors, hessian)
+    correlation = EffectCorrelation.create(hessian.pairs, factorize_inverse_blocks(hessian.blocks))
+    coupling = apply_covariance(factors, hessian.strips, correlation)
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
         return None
-    factor = BlockArrowFactor(factors, inverse_factors, coupling, shared_factor, layout)
+    low_rank = None if correlation is None else correlation.fit_low_rank()
+    factor = BlockArrowFactor(factors, inverse_factors, coupling, shared_factor, layout, low_rank)
     preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
     return preconditioner if preconditioner.is_finite() else None
 
@@ -198,7 +207,8 @@ def _linearise(
     if check_structure and not _is_block_arrow(inputs, hessian, position):
         return None
     factors = factorize_inverse_blocks(hessian.blocks)
-    coupling = compute_coupling(factors, hessian)
+    correlation = EffectCorrelation.create(hessian.pairs, factors)
+    coupling = apply_covariance(factors, hessian.strips, correlation)
     schur = hessian.corner - np.tensordot(hessian.strips, coupling, ((1, 2), (1, 2)))
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
     # The corner bounds the curvature of the marginal where the effects are far from their means.
@@ -208,18 +218,22 @@ def _linearise(
             break
     eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_SCALED_EIGENVALUE)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
-    return _Linearisation(coupling, covariance, factors)
+    return _Linearisation(coupling, covariance, factors, correlation)
 
 
-def compute_coupling(factors: np.ndarray, hessian: BlockArrowMatrix) -> np.ndarray:
-    """Return the strips times the covariances of the effects given the shared parameters.
+def apply_covariance(
+    factors: np.ndarray, v: np.ndarray, correlation: EffectCorrelation | None = None
+) -> np.ndarray:
+    """Return the covariance of the effects given the shared parameters times ``(n, k, G)``.
 
-    :param factors: factors of the covariances, shape ``(k, k, G)``.
-    :return: shape ``(s, k, G)``.
+    :param factors: factors F of the groups' covariances, shape ``(k, k, G)``.
     """
     # Groups first, so that the products are those of matrices.
-    factors, strips = np.moveaxis(factors, 2, 0), np.moveaxis(hessian.strips, 2, 0)
-    return np.ascontiguousarray(np.moveaxis(strips @ factors @ factors.swapaxes(1, 2), 0, 2))
+    factors = np.moveaxis(factors, 2, 0)
+    scaled = np.moveaxis(v, 2, 0) @ factors
+    if correlation is not None:
+        scaled = np.moveaxis(correlation.solve(np.moveaxis(scaled, 0, 2)), 2, 0)
+    return np.ascontiguousarray(np.moveaxis(scaled @ factors.swapaxes(1, 2), 0, 2))
 
 
 def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
@@ -230,7 +244,7 @@ def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: n
     )
     scale = 1.0 / np.sqrt(np.maximum(np.abs(diagonal), np.finfo(float).tiny))
     vector = scale * np.random.default_rng(1).standard_normal(position.size)
-    directions = np.tile(vector, (layout.effects_per_group, 1))  # of a shape that is compiled
+    directions = np.tile(vector, (layout.num_effect_probes, 1))  # of a shape that is compiled
     _, products = inputs.batched_gradients.large_pass_products(position, directions)
     expected = scale * (hessian @ vector)
     error = scale * products[0] - expected
@@ -261,7 +275,7 @@ def _update_effects(
     gradient, products = evaluate(conditional.position, conditional.factors, probes)
     of_effects, _ = layout.split(gradient)
     factors = factorize_inverse_blocks(layout.make_blocks(products))
-    step = -np.einsum("abg,cbg,cg->ag", factors, factors, of_effects)
+    (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
     rms = float(np.sqrt(np.mean(np.square(np.einsum("abg,ag->bg", factors, of_effects)))))
     shift = layout.merge(np.clip(step, -bound, bound), np.zeros(layout.num_shared))
     position = conditional.position + shift

@@ -23,7 +23,8 @@ from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
 from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
-from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Smallest eigenvalue of a matrix with unit diagonal, relative to the largest: the rounding error
 # of a Hessian in float32.
@@ -390,12 +391,8 @@ def _update_block_arrow(
     is_center_off = np.abs(shared.mean(0)).max() > _MAX_SHARED_SHIFT_SD
     if not (is_covariance_off or is_center_off):
         return PreconditionerUpdate(preconditioner, no_bounds)
-    q = layout.merge(
-        np.zeros(draws.shape[-1] - layout.num_shared).reshape(
-            layout.effects_per_group, layout.num_groups
-        ),
-        shared.mean(0),
-    )
+    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+    q = layout.merge(no_effects, shared.mean(0))
     center = preconditioner.to_position(q)
     if is_covariance_off:
         shared_factor = factor.shared_factor @ factorize_spd(covariance)

@@ -185,7 +185,8 @@ def _describe_preconditioner(kernel: SGMCMCKernel, adaptation: Adaptation) -> st
         directions = f"; SDs of the principal directions of the correlation differ {ratio:.1f}-fold"
     elif preconditioner.is_block_arrow:
         layout = preconditioner.factor.layout
-        form = f"Blocks of {layout.num_groups:,} groups and {layout.num_shared} shared parameters"
+        groups = " + ".join(f"{part.stop - part.start:,}" for part, _ in layout.groupings)
+        form = f"Blocks of {groups} groups and {layout.num_shared} shared parameters"
     elif preconditioner.low_rank is not None:
         scales = np.asarray(preconditioner.low_rank.scales)
         form = f"Diagonal plus {len(scales)} direction{'s' * (len(scales) != 1)}"

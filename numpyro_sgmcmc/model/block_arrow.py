@@ -7,6 +7,11 @@ with the shared parameters, and a corner C (s, s); all else is zero. It takes
 :math:`O(Gk(k + s))` numbers, and k + s products with vectors determine it: one vector has an entry
 of one in the same effect of every group (:meth:`BlockArrowLayout.make_probes`).
 
+Of several groupings (users and items), each row depends on the effects of one group of each. The
+groups of all groupings are then the groups of the matrix, which also has a block (k, k) for each
+pair of groups that have rows in common (:class:`GroupPairs`). Groups with fewer than k effects have
+further ones that nothing depends on.
+
 :class:`BlockArrowMatrix` is such a matrix, :class:`BlockArrowFactor` a factor L of its inverse:
 
 .. math:: S = C - \sum_g B_g^\top D_g^{-1} B_g, \quad
@@ -22,7 +27,8 @@ NumPy arrays in the warm-up and JAX arrays in compiled code.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -30,9 +36,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from scipy import sparse
 
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import site_slices
 
@@ -44,6 +52,7 @@ _MIN_GROUPS = 30
 # Bounds on shared parameters, and on effects per group: products that determine the matrix.
 _MAX_SHARED, _MAX_EFFECTS_PER_GROUP = 100, 50
 _MAX_UNROLLED_EFFECTS = 8  # effects per group up to which compiled products have no loop
+_PAIRS_PER_LINE = 8  # blocks of pairs of groups: fastest of 4, 8, 16 and 32 on CPUs
 _PROBED_POSITION_SD = 0.3  # about zero in unconstrained space, where gradients are rarely zero
 
 
@@ -54,6 +63,7 @@ class EffectSite:
     start: int  # its first coordinate
     shape: tuple[int, ...]
     group_axes: tuple[int, ...]  # axes that select a group
+    grouping: int = 0  # number of the grouping to which its groups belong
 
     @property
     def num_groups(self) -> int:
@@ -98,22 +108,38 @@ class BlockArrowLayout:
     """Coordinates that are effects of groups; all others are shared parameters."""
 
     dim: int
-    sites: tuple[EffectSite, ...]  # in the order of the coordinates, with the same groups
+    sites: tuple[EffectSite, ...]  # in the order of the coordinates
+
+    @cached_property
+    def groupings(self) -> tuple[tuple[slice, int], ...]:
+        """Columns of the groups of each grouping, and the number of their effects."""
+        groupings, start = [], 0
+        for j in range(1 + max(site.grouping for site in self.sites)):
+            sites = [site for site in self.sites if site.grouping == j]
+            stop = start + sites[0].num_groups
+            groupings.append((slice(start, stop), sum(site.effects_per_group for site in sites)))
+            start = stop
+        return tuple(groupings)
 
     @property
     def num_groups(self) -> int:
-        """Number of groups G."""
-        return self.sites[0].num_groups
+        """Number of groups of all groupings, G."""
+        return self.groupings[-1][0].stop
 
     @property
     def effects_per_group(self) -> int:
-        """Number of effects of a group, k."""
-        return sum(site.effects_per_group for site in self.sites)
+        """Number of effects of a group, k: the largest of all groupings."""
+        return max(num_effects for _, num_effects in self.groupings)
+
+    @property
+    def num_effect_probes(self) -> int:
+        """Number of the vectors that determine all blocks."""
+        return sum(num_effects for _, num_effects in self.groupings)
 
     @property
     def num_shared(self) -> int:
         """Number of shared parameters, s."""
-        return self.dim - self.effects_per_group * self.num_groups
+        return self.dim - sum(site.stop - site.start for site in self.sites)
 
     @cached_property
     def _shared_slices(self) -> list[slice]:
@@ -124,7 +150,15 @@ class BlockArrowLayout:
     def split(self, v: Any) -> tuple[Any, Any]:
         """Return effects ``(..., k, G)`` and shared parameters ``(..., s)`` of flat vectors."""
         xp = jnp if isinstance(v, jax.Array) else np
-        return xp.concatenate([site.take(v) for site in self.sites], -2), self.take_shared(v)
+        parts = []
+        for j, (_, num_effects) in enumerate(self.groupings):
+            effects = [site.take(v) for site in self.sites if site.grouping == j]
+            if num_missing := self.effects_per_group - num_effects:
+                shape = (*v.shape[:-1], num_missing, effects[0].shape[-1])
+                effects.append(xp.zeros(shape, v.dtype))
+            parts.append(xp.concatenate(effects, -2))
+        all_effects = parts[0] if len(parts) == 1 else xp.concatenate(parts, -1)
+        return all_effects, self.take_shared(v)
 
     def take_shared(self, v: Any) -> Any:
         """Return the shared parameters of flat vectors, shape ``(..., s)``."""
@@ -134,38 +168,114 @@ class BlockArrowLayout:
     def merge(self, effects: Any, shared: Any) -> Any:
         """Return flat vectors from their effects and shared parameters."""
         xp = jnp if isinstance(shared, jax.Array) else np
-        parts, row, column = [], 0, 0
+        parts, rows, start = [], [0] * len(self.groupings), 0
         for k, part in enumerate(self._shared_slices):
-            size = part.stop - part.start
-            parts.append(shared[..., column : column + size])
-            column += size
+            stop = start + part.stop - part.start
+            parts.append(shared[..., start:stop])
+            start = stop
             if k < len(self.sites):
                 site = self.sites[k]
-                parts.append(site.flatten(effects[..., row : row + site.effects_per_group, :]))
-                row += site.effects_per_group
+                row, (columns, _) = rows[site.grouping], self.groupings[site.grouping]
+                rows[site.grouping] += site.effects_per_group
+                parts.append(site.flatten(effects[..., row : rows[site.grouping], columns]))
         return xp.concatenate(parts, -1)
 
     def make_probes(self, with_shared: bool = True) -> np.ndarray:
-        """Return the vectors whose products determine a matrix, shape ``(k + s, d)``.
+        """Return the vectors whose products determine blocks, strips and corner.
 
         :param with_shared: whether those of the shared parameters follow those of the effects.
         """
-        num_effects, num_shared = self.effects_per_group, self.num_shared * with_shared
-        effects = np.zeros((num_effects + num_shared, num_effects, self.num_groups))
-        effects[np.arange(num_effects), np.arange(num_effects)] = 1.0
+        num_effects, num_shared = self.num_effect_probes, self.num_shared * with_shared
+        effects = np.zeros((num_effects + num_shared, self.effects_per_group, self.num_groups))
+        probe = 0
+        for columns, size in self.groupings:
+            effects[probe + np.arange(size), np.arange(size), columns] = 1.0
+            probe += size
         shared = np.eye(num_effects + num_shared, self.num_shared, -num_effects)
         return np.asarray(self.merge(effects, shared))
 
     def make_blocks(self, products: Any) -> Any:
         """Return the blocks of a matrix from its products with the effects' probes."""
-        blocks, _ = self.split(products[: self.effects_per_group])
+        xp = jnp if isinstance(products, jax.Array) else np
+        effects, _ = self.split(products[: self.num_effect_probes])
+        parts, probe = [], 0
+        for columns, size in self.groupings:
+            # Effects that a group does not have are independent of all others.
+            missing = np.eye(self.effects_per_group, dtype=effects.dtype)[size:, :, None]
+            of_grouping = effects[probe : probe + size, :, columns]
+            missing = np.broadcast_to(missing, (*missing.shape[:2], of_grouping.shape[-1]))
+            parts.append(xp.concatenate([of_grouping, missing], 0))
+            probe += size
+        blocks = xp.concatenate(parts, -1)
         return (blocks + blocks.swapaxes(0, 1)) / 2.0
 
 
 _register = partial(jax.tree_util.register_dataclass, meta_fields=["layout"])
 
 
-@partial(_register, data_fields=["blocks", "strips", "corner"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "sources", "targets"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class GroupPairs:
+    """Blocks of a symmetric matrix that couple pairs of groups of different groupings.
+
+    A line has up to W blocks that multiply effects of different groups, the sources, and whose
+    products are added to one group, the target. XLA on CPUs scatters a line's sum in the time in
+    which it gathers ten numbers.
+    """
+
+    values: Any  # shape `(k, k, W, lines)`; zeros fill up the lines
+    sources: Any  # shape `(W, lines)`
+    targets: Any  # shape `(lines,)`
+
+    @classmethod
+    def create(cls, first: Any, second: Any, values: Any, num_groups: int) -> GroupPairs:
+        """Arrange blocks ``(k, k, P)`` and, transposed, those of the other triangle.
+
+        :param first: groups of the blocks' rows, shape ``(P,)``.
+        :param second: groups of their columns.
+        """
+        targets, sources = np.concatenate([first, second]), np.concatenate([second, first])
+        order = np.argsort(targets, kind="stable")
+        counts = np.bincount(targets, minlength=num_groups)
+        lines_per_group = -(-counts // _PAIRS_PER_LINE)
+        position = np.arange(len(order)) - np.repeat(counts.cumsum() - counts, counts)
+        first_line = np.repeat(lines_per_group.cumsum() - lines_per_group, counts)
+        place = position % _PAIRS_PER_LINE, first_line + position // _PAIRS_PER_LINE
+        shape = _PAIRS_PER_LINE, lines_per_group.sum()
+        line_values = np.zeros((*values.shape[:2], *shape), values.dtype)
+        both = np.concatenate([values, values.swapaxes(0, 1)], -1)
+        line_values[:, :, *place] = both[..., order]
+        line_sources = np.zeros(shape, np.int32)
+        line_sources[place] = sources[order]
+        line_targets = np.repeat(np.arange(num_groups, dtype=np.int32), lines_per_group)
+        return cls(line_values, line_sources, line_targets)
+
+    def to_sparse(self, num_groups: int) -> Any:
+        """Return the matrix of flat effects, k G rows and columns, in SciPy's format."""
+        k = len(self.values)
+        offsets = num_groups * np.arange(k)[:, None, None]
+        rows = np.broadcast_to((offsets + self.targets)[:, None], self.values.shape)
+        columns = np.broadcast_to(offsets + self.sources, self.values.shape)
+        entries = self.values.ravel(), (rows.ravel(), columns.ravel())
+        return sparse.csr_matrix(entries, (k * num_groups,) * 2)
+
+    def multiply(self, effects: Any) -> Any:
+        """Return the product with effects ``(..., k, G)``."""
+        if not isinstance(effects, jax.Array):
+            flat = effects.reshape(-1, effects.shape[-2] * effects.shape[-1])
+            return (self.to_sparse(effects.shape[-1]) @ flat.T).T.reshape(effects.shape)
+        # Without the barrier, XLA computes the effects again for each pair.
+        effects = lax.optimization_barrier(effects)
+        sums = sum(
+            _multiply(self.values[:, :, place], effects[..., self.sources[place]])
+            for place in range(_PAIRS_PER_LINE)
+        )
+        return jnp.zeros_like(effects).at[..., self.targets].add(sums)
+
+
+@partial(_register, data_fields=["blocks", "strips", "corner", "pairs"])
 @dataclass(frozen=True)
 class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
@@ -174,30 +284,42 @@ class BlockArrowMatrix:
     strips: Any  # shape `(s, k, G)`
     corner: Any  # shape `(s, s)`
     layout: BlockArrowLayout
+    pairs: GroupPairs | None = None  # of several groupings
 
     @classmethod
-    def from_products(cls, layout: BlockArrowLayout, products: Any) -> BlockArrowMatrix:
-        """Build a matrix from its products with the probes, shape ``(k + s, d)``."""
-        effects, shared = layout.split(products[layout.effects_per_group :])
+    def from_products(
+        cls, layout: BlockArrowLayout, products: Any, pairs: GroupPairs | None = None
+    ) -> BlockArrowMatrix:
+        """Build a matrix from its products with the probes."""
+        effects, shared = layout.split(products[layout.num_effect_probes :])
         corner = (shared + shared.T) / 2.0
-        return cls(layout.make_blocks(products), effects, corner, layout)
+        return cls(layout.make_blocks(products), effects, corner, layout, pairs)
 
     def __matmul__(self, v: Any) -> Any:
         effects, shared = self.layout.split(v)
         of_effects = _multiply(self.blocks, effects) + _multiply_shared(self.strips, shared)
+        if self.pairs is not None:
+            of_effects = of_effects + self.pairs.multiply(effects)
         of_shared = shared @ self.corner + _sum_over_groups(self.strips, effects)
         return self.layout.merge(of_effects, of_shared)
 
 
 @partial(
     _register,
-    data_fields=["effect_factors", "inverse_effect_factors", "coupling", "shared_factor"],
+    data_fields=[
+        "effect_factors",
+        "inverse_effect_factors",
+        "coupling",
+        "shared_factor",
+        "correlation",
+    ],
 )
 @dataclass(frozen=True)
 class BlockArrowFactor:
     r"""A matrix L with :math:`LL^\top` approximately a covariance, for preconditioned coordinates.
 
-    The coordinates are those of the shared parameters, and of the effects given these.
+    The coordinates are those of the shared parameters, and of the effects given these. Groups of
+    different groupings are correlated only in the directions of a low-rank factor.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -205,11 +327,13 @@ class BlockArrowFactor:
     coupling: Any  # minus the derivative of the effects' means by the shared, shape `(s, k, G)`
     shared_factor: Any  # factor of the covariance of the shared parameters, shape `(s, s)`
     layout: BlockArrowLayout
+    correlation: LowRankFactor | None = None  # of the effects, in units of F
 
     def apply(self, q: Any) -> Any:
         """Return ``L q``."""
         effects, shared = self.layout.split(q)
         shared = shared @ self.shared_factor.T
+        effects = self._correlate(effects, LowRankFactor.apply)
         effects = _multiply(self.effect_factors, effects) - _multiply_shared(self.coupling, shared)
         return self.layout.merge(effects, shared)
 
@@ -219,6 +343,7 @@ class BlockArrowFactor:
         effects = effects + _multiply_shared(self.coupling, shared)
         inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
         effects = _multiply(self.inverse_effect_factors, effects)
+        effects = self._correlate(effects, LowRankFactor.solve)
         return self.layout.merge(effects, shared @ inv(self.shared_factor).T)
 
     def apply_transpose(self, gradient: Any) -> Any:
@@ -226,11 +351,13 @@ class BlockArrowFactor:
         effects, shared = self.layout.split(gradient)
         shared = shared - _sum_over_groups(self.coupling, effects)
         effects = _multiply(self.effect_factors.swapaxes(-3, -2), effects)
+        effects = self._correlate(effects, LowRankFactor.apply)
         return self.layout.merge(effects, shared @ self.shared_factor)
 
     def apply_squared(self, variances: Any) -> Any:
         """Return the variances of ``L q`` from those of uncorrelated ``q``."""
         effects, shared = self.layout.split(variances)
+        effects = self._correlate(effects, LowRankFactor.apply_squared)
         combined = _multiply_shared(self.coupling, self.shared_factor.T)
         effects = _multiply(self.effect_factors**2, effects) + _multiply_shared(combined**2, shared)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
@@ -239,7 +366,16 @@ class BlockArrowFactor:
     def log_det(self) -> float:
         """Logarithm of the determinant of L; for NumPy arrays."""
         factors = np.moveaxis(self.effect_factors, -1, 0)
-        return float(np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1])
+        scales = 1.0 if self.correlation is None else self.correlation.scales
+        log_dets = np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1]
+        return float(log_dets + np.log(scales).sum())
+
+    def _correlate(self, effects: Any, method: Callable[[LowRankFactor, Any], Any]) -> Any:
+        """Return a method of the low-rank factor, applied to effects ``(..., k, G)``."""
+        if self.correlation is None:
+            return effects
+        flat = effects.reshape(*effects.shape[:-2], -1)
+        return method(self.correlation, flat).reshape(effects.shape)
 
 
 def _multiply(blocks: Any, effects: Any) -> Any:
@@ -276,7 +412,7 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
     """Return which coordinates of a model are effects of groups, or None without such.
 
     An axis of a site selects groups if each of some rows has a gradient in one place along it, or
-    in none. All effects must have the same groups.
+    in none. Sites whose rows have different groups belong to different groupings.
     """
     sites = potential.sites or ()
     (plate,) = potential.plates
@@ -307,7 +443,8 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
         np.flatnonzero(has_gradient(np.int32(row), position, arguments)) for row in np.sort(rows)
     ]
     effect_sites: list[EffectSite] = []
-    groups: list[Any] = [None] * len(touched)  # of each row, None where no effect has a gradient
+    # Of each grouping, its number of groups and the group of each row, None without a gradient.
+    groupings: list[tuple[int, list[Any]]] = []
     for site in sites:
         part = site_slices(sites)[site.name]
         entries = [x[(x >= part.start) & (x < part.stop)] - part.start for x in touched]
@@ -320,16 +457,24 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
         effect_site = EffectSite(part.start, site.shape, axes)
         if not axes or effect_site.num_groups < _MIN_GROUPS:
             continue
-        if effect_sites and effect_site.num_groups != effect_sites[0].num_groups:
-            return None
-        for row, place in enumerate(places):
-            group = tuple(int(place[axis][0]) for axis in axes) if len(entries[row]) else None
-            if None not in (group, groups[row]) and group != groups[row]:
-                return None
-            groups[row] = groups[row] or group
-        effect_sites.append(effect_site)
+        groups = [
+            tuple(int(place[axis][0]) for axis in axes) if len(entries[row]) else None
+            for row, place in enumerate(places)
+        ]
+        for j, (num_groups, known_groups) in enumerate(groupings):
+            is_same = all(
+                a == b or None in (a, b) for a, b in zip(groups, known_groups, strict=True)
+            )
+            if is_same and num_groups == effect_site.num_groups:
+                known_groups[:] = [a or b for a, b in zip(known_groups, groups, strict=True)]
+                grouping = j
+                break
+        else:
+            grouping = len(groupings)
+            groupings.append((effect_site.num_groups, groups))
+        effect_sites.append(replace(effect_site, grouping=grouping))
     if not effect_sites:
         return None
     layout = BlockArrowLayout(potential.dim, tuple(sorted(effect_sites, key=lambda s: s.start)))
     is_small = layout.num_shared <= _MAX_SHARED
-    return layout if is_small and layout.effects_per_group <= _MAX_EFFECTS_PER_GROUP else None
+    return layout if is_small and layout.num_effect_probes <= _MAX_EFFECTS_PER_GROUP else None

@@ -18,36 +18,7 @@ import numpy as np
 from jax import lax
 
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
-
-
-class LowRankFactor(NamedTuple):
-    r"""A symmetric matrix :math:`I + U(S - I)U^\top` that scales a few directions."""
-
-    directions: Any  # U, orthonormal columns, shape `(d, k)`
-    scales: Any  # diagonal of S, positive, shape `(k,)`
-
-    def apply(self, v: Any) -> Any:
-        """Return the matrix times ``v``, or times each row of it."""
-        return v + ((v @ self.directions) * (self.scales - 1.0)) @ self.directions.mT
-
-    def solve(self, v: Any) -> Any:
-        """Return the inverse matrix times ``v``, or times each row of it."""
-        return self._replace(scales=1.0 / self.scales).apply(v)
-
-    def split(self, v: Any) -> Any:
-        """Return the part of ``v`` orthogonal to the directions, then its components along them.
-
-        :return: shape ``(d + k,)``, or as many rows.
-        """
-        xp = jnp if isinstance(v, jax.Array) else np
-        components = v @ self.directions
-        return xp.concatenate([v - components @ self.directions.mT, components], -1)
-
-    @property
-    def diagonal_of_square(self) -> Any:
-        """Diagonal of the squared matrix, of one chain or of each."""
-        more = jnp.square(self.scales)[..., None, :] - 1.0
-        return 1.0 + (jnp.square(self.directions) * more).sum(-1)
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
 
 
 class Preconditioner(NamedTuple):
@@ -150,8 +121,12 @@ class Preconditioner(NamedTuple):
         return all(np.isfinite(x).all() for x in jax.tree.leaves(self))
 
     def cast(self, dtype: Any) -> Preconditioner:
-        """Return a copy with JAX arrays of a type, for compiled code."""
-        return jax.tree.map(lambda x: jnp.asarray(x, dtype), self)
+        """Return a copy with JAX arrays of a type, for compiled code; indices keep theirs."""
+
+        def cast(x: Any) -> jax.Array:
+            return jnp.asarray(x, x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype)
+
+        return jax.tree.map(cast, self)
 
 
 def stack_preconditioners(preconditioners: Sequence[Preconditioner]) -> Preconditioner:

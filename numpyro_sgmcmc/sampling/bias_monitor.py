@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
-from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 FULL_MOMENTS_MAX_DIM = 64
 """Number of coordinates up to which second moments are matrices: a bound on a step's cost."""

@@ -79,9 +79,20 @@ def run_iteration(
     buffer = state.prefetch_buffer
     buffer_index = None if buffer is None else buffer.num_used.ravel()[0]  # equal for all chains
     run_chain = partial(_run_chain_iteration, config, arguments, buffer_index)
-    return (
-        jax.vmap(run_chain, spmd_axis_name=chain_axis)(state) if state.i.ndim else run_chain(state)
-    )
+    if not state.i.ndim:
+        return run_chain(state)
+    # Chains have the same pairs of groups: lookups by the same indices are one operation.
+    pairs = getattr(state.adapt_state.reference_hessian, "pairs", None)
+    if pairs is None:
+        return jax.vmap(run_chain, spmd_axis_name=chain_axis)(state)
+    of_first_chain = jax.tree.map(lambda x: x[0], pairs)
+
+    def run_without_pairs(state: SGMCMCState) -> SGMCMCState:
+        return run_chain(state.with_group_pairs(of_first_chain)).with_group_pairs(None)
+
+    without_pairs = state.with_group_pairs(None)
+    state = jax.vmap(run_without_pairs, spmd_axis_name=chain_axis)(without_pairs)
+    return state.with_group_pairs(pairs)
 
 
 def _run_chain_iteration(

@@ -15,7 +15,9 @@ from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
 
 GROUPS, ROWS_PER_GROUP = 200, 4
+USERS, ITEMS = 60, 40
 MAX_DISTANCE_SD, MAX_SD_ERROR = 0.05, 0.1
+SIGNS = [(1, 1), (1, -1), (-1, 1), (-1, -1)]
 
 
 def make_model(is_random_walk=False, is_bimodal=False):
@@ -52,19 +54,20 @@ def marginal_potential(shared, group, y):
     return 0.5 * np.sum(np.log(variance) + (group_means - mean) ** 2 / variance) + prior
 
 
+def find_mode(potential, num_parameters):
+    """Return the minimum of a function and its inverse Hessian there, by differences."""
+    fit = minimize(potential, np.zeros(num_parameters), tol=1e-10)
+    hessian, steps = np.zeros((num_parameters,) * 2), 1e-3 * np.eye(num_parameters)
+    for i, j in np.ndindex(hessian.shape):
+        values = [a * b * potential(fit.x + a * steps[i] + b * steps[j]) for a, b in SIGNS]
+        hessian[i, j] = sum(values) / 4e-6
+    return fit.x, np.linalg.inv(hessian)
+
+
 def compute_exact_mode(group, y):
     """Return the marginal mode of mean and log scale, and its inverse Hessian."""
     args = np.asarray(group), np.asarray(y, float)
-    fit = minimize(marginal_potential, [0.0, 0.0], args=args, tol=1e-10)
-    hessian, h = np.zeros((2, 2)), 1e-3
-    for i in range(2):
-        for j in range(2):
-            signs = [(a, b) for a in (1, -1) for b in (1, -1)]
-            hessian[i, j] = sum(
-                a * b * marginal_potential(fit.x + h * (a * np.eye(2)[i] + b * np.eye(2)[j]), *args)
-                for a, b in signs
-            ) / (4.0 * h * h)
-    return fit.x, np.linalg.inv(hessian)
+    return find_mode(lambda shared: marginal_potential(shared, *args), 2)
 
 
 def fit(model, args, batch_size=100):
@@ -110,6 +113,63 @@ def test_fits_that_differ_are_left_out():
     nowhere = np.full(inputs.potential.dim, np.nan)  # its fit does not converge
     assert fit_hierarchy_from_each(inputs, layout, [nowhere, positive]) is not None
     assert fit_hierarchy_from_each(inputs, layout, [nowhere]) is None
+
+
+def crossed_model(user, item, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    scales = numpyro.sample("scales", dist.HalfNormal(1).expand([2]).to_event(1))
+    with numpyro.plate("users", USERS):
+        a = numpyro.sample("a", dist.Normal(0, scales[0]))
+    with numpyro.plate("items", ITEMS):
+        b = numpyro.sample("b", dist.Normal(0, scales[1]))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mean + a[user[i]] + b[item[i]], 1.0), obs=y[i])
+
+
+def make_crossed_data(num_rows=900):
+    rng = np.random.default_rng(1)
+    user, item = rng.integers(0, USERS, num_rows), rng.integers(0, ITEMS, num_rows)
+    eta = 0.3 + 0.5 * rng.standard_normal(USERS)[user] + 0.4 * rng.standard_normal(ITEMS)[item]
+    y = (eta + rng.standard_normal(num_rows)).astype(np.float32)
+    return jnp.asarray(user), jnp.asarray(item), jnp.asarray(y)
+
+
+def compute_crossed_mode(user, item, y):
+    """Return the marginal mode of mean and log scales, and its inverse Hessian."""
+    design = np.zeros((len(y), USERS + ITEMS))
+    design[np.arange(len(y)), user] = 1.0
+    design[np.arange(len(y)), USERS + np.asarray(item)] = 1.0
+    products, sums = design.T @ design, design.T @ np.asarray(y, float)
+    counts = np.diag(products)
+    sizes = np.array([USERS, ITEMS])
+
+    def marginal(shared):
+        mean, log_scales = shared[0], shared[1:]
+        precision = products + np.diag(np.repeat(np.exp(-2.0 * log_scales), sizes))
+        residuals = sums - mean * counts
+        squares = len(y) * mean**2 - 2.0 * mean * float(np.sum(y))
+        value = squares - residuals @ np.linalg.solve(precision, residuals)
+        value += np.linalg.slogdet(precision)[1] + 2.0 * sizes @ log_scales
+        prior = mean**2 / 8.0 + np.sum(np.exp(2.0 * log_scales) / 2.0 - log_scales)
+        return 0.5 * value + prior
+
+    return find_mode(marginal, 3)
+
+
+def test_fit_of_crossed_effects_is_near_the_marginal_mode():
+    args = make_crossed_data()
+    layout, preconditioner = fit(crossed_model, args)
+    mode, covariance = compute_crossed_mode(*args)
+    sds = np.sqrt(np.diagonal(covariance))
+    _, shared = layout.split(preconditioner.center)
+    # The effects' variances given the shared parameters leave out other groupings.
+    assert np.abs((shared - mode) / sds).max() < 2.0 * MAX_DISTANCE_SD
+    factor = preconditioner.factor
+    fitted_sds = np.sqrt(np.diagonal(factor.shared_factor @ factor.shared_factor.T))
+    np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
+    # The means of users and items are nearly confounded: the only directions that are scaled.
+    assert 1 <= factor.correlation.scales.size <= 4
+    assert factor.correlation.scales.max() > 1.5
 
 
 def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():

@@ -15,7 +15,8 @@ from numpyro_sgmcmc.adaptation.preconditioning import (
     refine_directions,
     thin_draws,
 )
-from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.adaptation.potentials import (
     FACTORS,
     QuadraticPotential,

@@ -17,7 +17,7 @@ from numpyro.infer.reparam import LocScaleReparam
 from numpyro_sgmcmc import SGLD, SGNHT, SHMC, SGHMCSplit, bias_report
 from numpyro_sgmcmc.diagnostics import bias_corrected_samples
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
-from numpyro_sgmcmc.model.preconditioner import LowRankFactor
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from tests.contract.kernels import GIVEN, KERNELS, quietly, survey, survey_posterior
 from tests.diagnostics.survey_runs import DATA, QUICK, SETTINGS, run, run_with, true_bias
 from tests.dynamics.orders import stationary_covariance

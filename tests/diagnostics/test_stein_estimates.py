@@ -11,7 +11,8 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
     estimate_bias_at_draws,
     estimate_bias_from_draws,
 )
-from numpyro_sgmcmc.model.preconditioner import LowRankFactor, Preconditioner, stack_preconditioners
+from numpyro_sgmcmc.model.low_rank import LowRankFactor
+from numpyro_sgmcmc.model.preconditioner import Preconditioner, stack_preconditioners
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums
 
 PRECISION = np.linalg.inv(np.array([[1.0, 0.8], [0.8, 2.0]]))
