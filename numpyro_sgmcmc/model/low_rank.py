@@ -37,7 +37,7 @@ class LowRankFactor(NamedTuple):
 
         Exact for equal variances; others are averaged over each direction.
         """
-        squares = jnp.square(self.directions)
+        squares = self.directions**2
         return variances + ((variances @ squares) * (self.scales**2 - 1.0)) @ squares.mT
 
     @property

@@ -121,10 +121,10 @@ class Preconditioner(NamedTuple):
         return all(np.isfinite(x).all() for x in jax.tree.leaves(self))
 
     def cast(self, dtype: Any) -> Preconditioner:
-        """Return a copy with JAX arrays of a type, for compiled code; indices keep theirs."""
+        """Return a copy with JAX arrays of a type, for compiled code; group numbers keep theirs."""
 
         def cast(x: Any) -> jax.Array:
-            return jnp.asarray(x, x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype)
+            return jnp.asarray(x, np.int32 if x.dtype == np.int32 else dtype)
 
         return jax.tree.map(cast, self)
 
