@@ -52,8 +52,10 @@ _MAX_SITE_GROUPS, _MIN_LINES_PER_SITE_GROUP = 16, 2
 _NUM_CONSISTENCY_ROWS = 2_048
 
 # Hidden change that is reported: nats along all lines together (less hardly moves the posterior),
-# and fraction of the total change.
+# and fraction of the total change. The difference of a change from the trapezoidal rule is not zero
+# for a right gradient, so that only a large fraction is reported.
 _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION = 0.3, 0.01
+_MIN_TRAPEZOIDAL_DIFFERENCE_FRACTION = 0.25
 
 # Points at which rounding is measured: their number; distances as a fraction of an interval, and at
 # least in units in the last place of a coordinate.
@@ -226,15 +228,14 @@ def _describe_hidden_change(lines: list[_Line], relative_precision: float) -> st
     if not lines:
         return ""
     rounding = estimate_rounding(np.concatenate([line.second_differences for line in lines]))
-    changes = np.zeros(3)
+    changes = []
     for line in lines:
         min_rounding = _MIN_ROUNDING_ULPS * relative_precision * np.abs(line.values).max()
-        changes += compute_hidden_change(line.values, line.slopes, max(rounding, min_rounding))
-    hidden, total, by_gradient = changes
-    threshold = _MIN_HIDDEN_CHANGE_FRACTION * max(total, by_gradient)
-    if hidden <= max(_MIN_HIDDEN_CHANGE_NATS, threshold):
+        changes.append(compute_hidden_change(line.values, line.slopes, max(rounding, min_rounding)))
+    change = HiddenChange(*np.sum(changes, 0))
+    if not change.is_reported:
         return ""
-    return f"{total:.3g} nats, {by_gradient:.3g} by the gradient"
+    return f"{change.total:.3g} nats, {change.by_slopes:.3g} by the gradient"
 
 
 def estimate_rounding(second_differences: np.ndarray) -> float:
@@ -261,24 +262,52 @@ def _group_sites(potential: Potential, max_groups: int) -> list[tuple[tuple[str,
     ]
 
 
-def compute_hidden_change(
-    values: np.ndarray, slopes: np.ndarray, rounding: float
-) -> tuple[float, float, float]:
+class HiddenChange(NamedTuple):
+    """Change of a function that its slopes do not explain, summed over intervals.
+
+    - **hidden** - change beyond the slopes about each interval.
+    - **trapezoidal_difference** - difference from the trapezoidal rule, beyond its error.
+    - **total**, **by_slopes** - absolute change of the values, and by the slopes.
+    """
+
+    hidden: float
+    trapezoidal_difference: float
+    total: float
+    by_slopes: float
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the slopes are not those of the function."""
+        largest = max(self.total, self.by_slopes)
+        return self.hidden > max(
+            _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION * largest
+        ) or self.trapezoidal_difference > max(
+            _MIN_HIDDEN_CHANGE_NATS, _MIN_TRAPEZOIDAL_DIFFERENCE_FRACTION * largest
+        )
+
+
+def compute_hidden_change(values: np.ndarray, slopes: np.ndarray, rounding: float) -> HiddenChange:
     """Return the change of a function that its slopes do not explain.
 
-    :return: change beyond the slopes about each interval; absolute change of the values; absolute
-        change by the slopes. Each is summed over the intervals.
+    :param rounding: how much a change may be off by rounding.
     """
-    change = np.diff(values)
+    change, trapezoidal = np.diff(values), (slopes[:-1] + slopes[1:]) / 2.0
     # Slopes at the two ends of each interval and at the points next to these.
     padded = np.pad(slopes, 1, mode="edge")
     neighbours = np.stack([padded[k : k + len(change)] for k in range(4)])
     low, high = neighbours.min(0), neighbours.max(0)
     tolerance = (high - low) / 2.0 + rounding
     beyond = np.maximum(change - high, low - change) - tolerance
-    hidden = float(np.maximum(beyond, 0.0).sum())
-    by_slopes = float(np.abs(slopes[:-1] + slopes[1:]).sum() / 2.0)
-    return hidden, float(np.abs(change).sum()), by_slopes
+    # A kink in the interval changes one of the second differences of the slopes next to it.
+    bends = np.pad(np.abs(np.diff(slopes, 2)), 1, mode="edge")
+    bend = np.maximum(bends[:-1], bends[1:])
+    differences = np.abs(change - trapezoidal) - bend - rounding
+    return HiddenChange(
+        float(np.maximum(beyond, 0.0).sum()),
+        float(np.maximum(differences, 0.0).sum()),
+        float(np.abs(change).sum()),
+        float(np.abs(trapezoidal).sum()),
+    )
 
 
 def find_nonadditive_plates(

@@ -14,6 +14,7 @@ from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
 from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.model_checks import (
+    HiddenChange,
     compute_hidden_change,
     estimate_rounding,
     find_inconsistent_gradients,
@@ -51,7 +52,10 @@ def hidden_change(fn):
     ],
 )
 def test_hidden_change_continuous_function_is_zero(fn):
-    assert hidden_change(fn)[0] < 0.01
+    change = hidden_change(fn)
+    assert change.hidden < 0.01
+    assert change.trapezoidal_difference < 0.02 * change.total
+    assert not change.is_reported
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,18 @@ def test_hidden_change_continuous_function_is_zero(fn):
     ],
 )
 def test_hidden_change_wrong_gradient_is_measured(fn, fraction):
-    hidden, total, _ = hidden_change(fn)
-    assert hidden > fraction * total
+    change = hidden_change(fn)
+    assert change.hidden > fraction * change.total
+    assert change.is_reported
+
+
+def test_hidden_change_doubled_slopes_of_a_valley_are_reported():
+    """Intervals next to a minimum have slopes of both signs, between which the change is."""
+    x = np.linspace(-0.5, 0.5, 12)
+    change = compute_hidden_change(x**2, 4.0 * x * (x[1] - x[0]), 1e-4)
+    assert change.hidden < 0.3
+    assert change.trapezoidal_difference == pytest.approx(change.total, rel=0.05)
+    assert HiddenChange(*2.0 * np.array(change)).is_reported  # on two lines
 
 
 @jax.custom_jvp
