@@ -299,9 +299,9 @@ def compute_hidden_change(values: np.ndarray, slopes: np.ndarray, rounding: floa
     tolerance = (high - low) / 2.0 + rounding
     beyond = np.maximum(change - high, low - change) - tolerance
     # A kink in the interval changes one of the second differences of the slopes next to it.
-    bends = np.pad(np.abs(np.diff(slopes, 2)), 1, mode="edge")
-    bend = np.maximum(bends[:-1], bends[1:])
-    differences = np.abs(change - trapezoidal) - bend - rounding
+    second_differences = np.pad(np.abs(np.diff(slopes, 2)), 1, mode="edge")
+    largest_nearby = np.maximum(second_differences[:-1], second_differences[1:])
+    differences = np.abs(change - trapezoidal) - largest_nearby - rounding
     return HiddenChange(
         float(np.maximum(beyond, 0.0).sum()),
         float(np.maximum(differences, 0.0).sum()),
