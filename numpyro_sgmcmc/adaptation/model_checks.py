@@ -277,7 +277,7 @@ class HiddenChange(NamedTuple):
 
     @property
     def is_reported(self) -> bool:
-        """Whether the slopes are not those of the function."""
+        """True if the slopes are not those of the function."""
         largest = max(self.total, self.by_slopes)
         return self.hidden > max(
             _MIN_HIDDEN_CHANGE_NATS, _MIN_HIDDEN_CHANGE_FRACTION * largest
