@@ -71,14 +71,12 @@ from numpyro_sgmcmc.diagnostics.stein_estimates import (
 from numpyro_sgmcmc.dynamics import Recipe
 from numpyro_sgmcmc.errors import InvalidArgumentError, ModelWarning
 
+# Share of diverging iterations beyond which a run is flagged.
 _MAX_DIVERGENCE_FRACTION = 0.01
-"""Share of diverging iterations beyond which a run is flagged."""
-
+# Draws per chain that split R-hat needs, which NumPyro's table has.
 _MIN_DRAWS_FOR_SUMMARY = 4
-"""Draws per chain that split R-hat needs, which NumPyro's table has."""
-
+# Standard errors beyond which an inflated kinetic temperature is attributed to gradient noise.
 _KINETIC_Z = 3.0
-"""Standard errors beyond which an inflated kinetic temperature is attributed to gradient noise."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -32,11 +32,10 @@ central 90% interval to 89.8%."""
 SD_INFLATION_TOLERANCE = 0.05
 """Relative error of an SD beyond which a site is biased: about that of 200 independent draws."""
 
+# Bias of a mean and of an SD that the limits must exclude for a site to be ok.
 _MEAN_BIAS_DETECTION_LIMIT, _SD_INFLATION_DETECTION_LIMIT = 0.2, 0.15
-"""Bias of a mean and of an SD that the limits must exclude for a site to be ok."""
-
+# Joint level of the limits of all coordinates of a site, two-sided (Bonferroni).
 _SIMULTANEOUS_LEVEL = 0.95
-"""Joint level of the limits of all coordinates of a site, two-sided (Bonferroni)."""
 
 MAX_OK_R_HAT = 1.05
 """R-hat above which a site is not ok. Vehtari et al. (2021) recommend 1.01 for all parameters of a
@@ -45,29 +44,22 @@ long run; the largest of many R-hats of short chains that have converged exceeds
 MIN_OK_ESS = 100
 """ESS below which a site is not ok (Vehtari et al. 2021: 100 per chain)."""
 
+# Posterior SDs, or times the SD: beyond, a number has no further meaning.
 _MAX_PRINTED_BIAS = 100.0
-"""Posterior SDs, or times the SD: beyond, a number has no further meaning."""
-
+# Posterior SDs: a smaller predicted bias by noise is not printed.
 _MIN_PRINTED_MEAN_BIAS = 0.005
-"""Posterior SDs: a smaller predicted bias by noise is not printed."""
-
+# R-hat beyond which chains are stuck and its value has no further meaning.
 _MAX_PRINTED_R_HAT = 100.0
-"""R-hat beyond which chains are stuck and its value has no further meaning."""
-
+# Monte Carlo standard errors within which the number of draws may explain a bias.
 _MAX_MONTE_CARLO_Z = 3.0
-"""Monte Carlo standard errors within which the number of draws may explain a bias."""
-
+# Sites that a text names one by one.
 _MAX_DESCRIBED_SITES = 3
-"""Sites that a text names one by one."""
-
+# Characters of a line of a printed report.
 _LINE_LENGTH = 100
-"""Characters of a line of a printed report."""
-
+# Ratio of variance inflation to the tolerated one, beyond which halving the step does not help.
 _MIN_LARGE_NOISE_RATIO = 5.0
-"""Ratio of variance inflation to the tolerated one, beyond which halving the step does not help."""
-
+# Share of the bias that a predicted one must have to be named as its cause, or as a part of it.
 _MAIN_CAUSE, _PARTIAL_CAUSE = 0.5, 0.2
-"""Share of the bias that a predicted one must have to be named as its cause, or as a part of it."""
 
 
 class Diagnosis(StrEnum):
@@ -91,19 +83,18 @@ class Diagnosis(StrEnum):
 
 _BY_SEVERITY = tuple(Diagnosis)
 
+# Diagnosis that a model warning implies for its sites; biased for all other kinds.
 _DIAGNOSIS_BY_WARNING = {
     ModelWarningKind.MULTIMODAL: Diagnosis.MULTIMODAL,
     ModelWarningKind.MODES_VISITED: Diagnosis.NOT_CONVERGED,
     ModelWarningKind.NON_IDENTIFIED: Diagnosis.OK,
     ModelWarningKind.NOT_CONVERGED: Diagnosis.INCONCLUSIVE,
 }
-"""Diagnosis that a model warning implies for its sites; biased for all other kinds."""
-
+# Model warnings with which estimates from minibatch gradients are not valid.
 _REASON_OF_INVALIDITY = {
     ModelWarningKind.INCONSISTENT_GRADIENT: "the gradient misses a part of the log density",
     ModelWarningKind.NON_ADDITIVE: "the log likelihood is not additive",
 }
-"""Model warnings with which estimates from minibatch gradients are not valid."""
 
 
 class SiteBias(NamedTuple):

@@ -37,29 +37,22 @@ from numpyro_sgmcmc.diagnostics.run_data import RunData, make_thinning_slice
 from numpyro_sgmcmc.diagnostics.stein_estimates import Estimate, GradientsAtDraws
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
+# Draws at which gradients are taken, within the bound on rows below.
 _MAX_GRADIENT_DRAWS, _MIN_GRADIENT_DRAWS = 1_024, 64
-"""Draws at which gradients are taken, within the bound on rows below."""
-
+# Row gradients and minibatches of all draws together: a few seconds of computation.
 _MAX_GRADIENT_ROWS, _MAX_GRADIENT_BATCHES = 2**24, 2**15
-"""Row gradients and minibatches of all draws together: a few seconds of computation."""
-
+# Numbers in the gradients of all minibatches (1 GiB in float64): a bound on memory.
 _MAX_GRADIENT_ENTRIES = 2**27
-"""Numbers in the gradients of all minibatches (1 GiB in float64): a bound on memory."""
-
+# Draws at which the largest curvature is computed, and power iterations at each.
 _NUM_CURVATURE_DRAWS, _NUM_CURVATURE_ITERATIONS = 128, 3
-"""Draws at which the largest curvature is computed, and power iterations at each."""
-
+# Step of finite differences of the gradient, in preconditioned coordinates (posterior SDs).
 _CURVATURE_STEP = 0.01
-"""Step of finite differences of the gradient, in preconditioned coordinates (posterior SDs)."""
-
+# Draws at which the mean bias by gradient noise is predicted.
 _NUM_NOISE_BIAS_POSITIONS = 32
-"""Draws at which the mean bias by gradient noise is predicted."""
-
+# Standard errors by which the prediction is shrunk.
 _NUM_NOISE_BIAS_ERRORS = 3.0
-"""Standard errors by which the prediction is shrunk."""
-
+# Standard error of the prediction, relative to it: bounds terms of higher order in the noise.
 _NOISE_BIAS_RELATIVE_ERROR = 0.25
-"""Standard error of the prediction, relative to it: bounds terms of higher order in the noise."""
 
 
 def compute_full_gradients_at_draws(run: RunData, num_draws: int) -> GradientsAtDraws:

@@ -20,37 +20,28 @@ from typing import NamedTuple
 
 import numpy as np
 
+# SD over that of a normal with the same 5% and 95% quantiles, beyond which tails are heavy. That of
+# a Laplace variable is 1.01, of a Student t with 4 and 3 degrees of freedom 1.09 and 1.21.
 _MIN_HEAVY_TAIL_SD_RATIO = 1.3
-"""SD over that of a normal with the same 5% and 95% quantiles, beyond which tails are heavy. That
-of a Laplace variable is 1.01, of a Student t with 4 and 3 degrees of freedom 1.09 and 1.21."""
-
+# Distance between the 5% and 95% quantiles of a normal, in SDs: 2 x 1.645.
 _NORMAL_90_PERCENT_WIDTH = 3.29
-"""Distance between the 5% and 95% quantiles of a normal, in SDs: 2 x 1.645."""
-
+# Distance between the quartiles of a normal, in SDs: 2 x 0.6745.
 _NORMAL_INTERQUARTILE_RANGE = 1.349
-"""Distance between the quartiles of a normal, in SDs: 2 x 0.6745."""
-
+# :math:`h^2\lambda` at which chains turn back; an integrator is unstable at 4.
 _MAX_REACHED_SCALED_CURVATURE = 2.0
-r""":math:`h^2\lambda` at which chains turn back; an integrator is unstable at 4."""
-
+# Missed posterior mass that is reported, and that biases the site: 3% beyond one end of a normal
+# moves its mean by 0.07 SD.
 _MIN_REPORTED_MASS, _MIN_SIGNIFICANT_MASS = 0.012, 0.03
-"""Missed posterior mass that is reported, and that biases the site: 3% beyond one end of a normal
-moves its mean by 0.07 SD."""
-
+# Correlation of the logarithm of the curvature with the coordinate for a trend to be used.
 _MIN_CURVATURE_CORRELATION = 0.5
-"""Correlation of the logarithm of the curvature with the coordinate for a trend to be used."""
-
+# Draws in the upper half of the coordinate for a trend to be fitted.
 _MIN_TREND_DRAWS = 8
-"""Draws in the upper half of the coordinate for a trend to be fitted."""
-
+# Coordinates with the clearest trend that are examined: a bound on time.
 _MAX_FUNNEL_NECK_CANDIDATES = 32
-"""Coordinates with the clearest trend that are examined: a bound on time."""
-
+# SDs beyond the tail quantile; neither trend nor force can be extrapolated further.
 _MAX_EXTRAPOLATION = 4.0
-"""SDs beyond the tail quantile; neither trend nor force can be extrapolated further."""
-
+# The force is fitted beyond the first, and missed mass is sought beyond the second.
 _FORCE_QUANTILE, _TAIL_QUANTILE = 0.7, 0.8
-"""The force is fitted beyond the first, and missed mass is sought beyond the second."""
 
 
 class TailTransform(NamedTuple):

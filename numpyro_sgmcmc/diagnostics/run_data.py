@@ -34,20 +34,16 @@ from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
+# Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone.
 _MAX_DRAW_ENTRIES = 2**27
-"""Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone."""
-
+# Share of draws that must be finite in unconstrained space; the others repeat the previous one.
 _MIN_FINITE_FRACTION = 0.99
-"""Share of draws that must be finite in unconstrained space; the others repeat the previous one."""
-
+# Numbers in the draws for which ESS and R-hat are computed at once: a bound on memory.
 _MAX_CHUNK_ENTRIES = 2**20
-"""Numbers in the draws for which ESS and R-hat are computed at once: a bound on memory."""
-
+# Draws per chain; below, autocorrelations are not estimated and the ESS is the number of draws.
 _MIN_DRAWS_FOR_ESS = 8
-"""Draws per chain; below, autocorrelations are not estimated and the ESS is the number of draws."""
-
+# Draws per chain; below, split R-hat of independent draws often exceeds 1.05.
 _MIN_DRAWS_FOR_R_HAT = 50
-"""Draws per chain; below, split R-hat of independent draws often exceeds 1.05."""
 
 
 def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGMCMCKernel:

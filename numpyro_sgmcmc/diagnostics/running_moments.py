@@ -21,11 +21,10 @@ from numpyro_sgmcmc.sampling.bias_monitor import compute_batch_index
 from numpyro_sgmcmc.sampling.options import Options
 from numpyro_sgmcmc.sampling.site_moments import SiteMoments, SiteSums
 
+# Halvings of the interval that contains a quantile of all chains: to a part in 1e12 of it.
 _NUM_BISECTIONS = 40
-"""Halvings of the interval that contains a quantile of all chains: to a part in 1e12 of it."""
-
+# Values of a site that are printed.
 _MAX_PRINTED_VALUES = 10
-"""Values of a site that are printed."""
 
 
 class RunningMoments(NamedTuple):

@@ -65,11 +65,10 @@ from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel, full_gradients
 
 _MARGINAL_GRADIENT_SEED = 0
 
+# Share of the finer run that is discarded, in which it moves from the coarser stationary law.
 _FINER_RUN_BURN_IN_FRACTION = 0.1
-"""Share of the finer run that is discarded, in which it moves from the coarser stationary law."""
-
+# Standard errors beyond the tolerance at which a difference counts as visible.
 _VISIBLE_Z = 3.0
-"""Standard errors beyond the tolerance at which a difference counts as visible."""
 
 
 def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:

@@ -37,18 +37,15 @@ from numpyro_sgmcmc.sampling.bias_monitor import (
     get_split_factor,
 )
 
+# Standard errors: off-diagonal entries of C below are set to zero before C is inverted.
 _MIN_STEIN_ENTRY_Z = 3.0
-"""Standard errors: off-diagonal entries of C below are set to zero before C is inverted."""
-
+# Variances of entries of split vectors below are zero but for rounding: of coordinates that are
+# directions themselves, and of directions that pad a low-rank factor.
 _MIN_SPLIT_VARIANCE = 1e-4
-"""Variances of entries of split vectors below are zero but for rounding: of coordinates that are
-directions themselves, and of directions that pad a low-rank factor."""
-
+# Batches of draws by time for the jackknife, as many as a chain's running sums have.
 _NUM_SUMS_BATCHES = 16
-"""Batches of draws by time for the jackknife, as many as a chain's running sums have."""
-
+# Draws per coordinate for a sample covariance or a linear regression to be used.
 _MIN_DRAWS_PER_COORDINATE = 10
-"""Draws per coordinate for a sample covariance or a linear regression to be used."""
 
 
 class Estimate(NamedTuple):

@@ -33,8 +33,8 @@ from numpyro_sgmcmc.model.trace import ModelTrace, find_user_source_line
 # Relative change up to which a log density is the same on twice as many copies of a row.
 _SCALAR_TOLERANCE = 1e-3
 
+# Names of the plates whose indices a value depends on; None stands for the model's arguments.
 _Sources = frozenset[str | None]
-"""Names of the plates whose indices a value depends on; None stands for the model's arguments."""
 
 
 class _SiteLayout(NamedTuple):
