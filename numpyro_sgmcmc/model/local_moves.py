@@ -160,14 +160,8 @@ def update_local_values(
         values = values._replace(gibbs_values=local.to_row_layout(gibbs_values))
     if not local.hmc_sites:
         return values, jnp.ones(indices.shape, potential.dtype)
-    hmc_position, accept_prob = _hmc_transition(
-        lambda x: pointwise_local_potentials(
-            potential, global_position, indices, values._replace(hmc_position=x), arguments
-        ),
-        values.hmc_position,
-        scale,
-        hmc_key,
-    )
+    potentials = make_pointwise_potentials(potential, global_position, indices, values, arguments)
+    hmc_position, accept_prob = _hmc_transition(potentials, values.hmc_position, scale, hmc_key)
     return values._replace(hmc_position=hmc_position), accept_prob
 
 
@@ -206,22 +200,23 @@ def _hmc_transition(
     return next_position, jnp.exp(jnp.minimum(log_ratio, 0.0))
 
 
-def pointwise_local_potentials(
+def make_pointwise_potentials(
     potential: Potential,
     global_position: Array,
     indices: Array,
     values: BatchLocalValues,
     arguments: Arguments,
-) -> Array:
-    """Return the potential of each row by itself, without the plate's scale, shape ``(rows,)``.
+) -> Callable[[Array], Array]:
+    """Return a function of the HMC position that gives the potential of each row by itself.
 
-    Each holds a share of the globals' prior, which is constant in the local values.
+    It has shape ``(rows,)``, without the plate's scale. Each potential holds a share of the
+    globals' prior, which is constant in the local values.
     """
 
     def one_row(row: Array, values: BatchLocalValues) -> Array:
         return _row_potential(potential, global_position, row, values, arguments)
 
-    return jax.vmap(one_row)(indices, values)
+    return lambda position: jax.vmap(one_row)(indices, values._replace(hmc_position=position))
 
 
 def _row_potential(
@@ -252,15 +247,11 @@ def compute_local_hessian_diagonal(
     arguments: Arguments,
 ) -> Array:
     """Return second derivatives of the rows' potentials in each coordinate, shape ``(rows, k)``."""
-    position = values.hmc_position
-
-    def potentials(x: Array) -> Array:
-        at = values._replace(hmc_position=x)
-        return pointwise_local_potentials(potential, global_position, indices, at, arguments)
+    potentials = make_pointwise_potentials(potential, global_position, indices, values, arguments)
+    position, gradient = values.hmc_position, partial(_pointwise_gradient, potentials)
 
     def second_derivative(k: Array) -> Array:
         direction = jnp.zeros_like(position).at[:, k].set(1.0)
-        gradient = partial(_pointwise_gradient, potentials)
         return jax.jvp(gradient, (position,), (direction,))[1][:, k]
 
     return lax.map(second_derivative, jnp.arange(position.shape[1])).T

@@ -42,7 +42,7 @@ from numpyro_sgmcmc.model.local_latents import (
     select_collected_sites,
     with_local_values,
 )
-from numpyro_sgmcmc.model.local_moves import pointwise_local_potentials
+from numpyro_sgmcmc.model.local_moves import make_pointwise_potentials
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import ModelTrace, SampleSite, is_fixed_support
 
@@ -472,10 +472,10 @@ def _compute_joint_and_pointwise(
         with_values = with_local_values(arguments, values._replace(hmc_position=position))
         return potential.value(global_position, {local.plate.name: indices}, with_values)
 
+    potentials = make_pointwise_potentials(potential, global_position, indices, values, arguments)
+
     def mean_over_rows(position: Array) -> Array:
-        at = values._replace(hmc_position=position)
-        rows = pointwise_local_potentials(potential, global_position, indices, at, arguments)
-        return local.plate.size * rows.mean()
+        return local.plate.size * potentials(position).mean()
 
     position = values.hmc_position
     return jax.value_and_grad(joint)(position), jax.value_and_grad(mean_over_rows)(position)

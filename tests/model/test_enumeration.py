@@ -30,7 +30,7 @@ from numpyro_sgmcmc.errors import EnumerationWarning
 from numpyro_sgmcmc.model.enumeration import sample_states
 from numpyro_sgmcmc.model.handlers import set_subsample_indices
 from numpyro_sgmcmc.model.local_latents import with_local_values
-from numpyro_sgmcmc.model.local_moves import pointwise_local_potentials
+from numpyro_sgmcmc.model.local_moves import make_pointwise_potentials
 from numpyro_sgmcmc.model.subsampled import make_model_potential
 
 N, B, STEPS, ANNOTATORS = 6, 2, 4, 3
@@ -371,8 +371,8 @@ def test_potential_with_local_latents_is_that_of_numpyro():
             return potential.value(q, {"rows": rows}, with_values)
 
         def sum_over_rows(u):
-            batch = values._replace(hmc_position=u).take(rows)
-            return pointwise_local_potentials(potential, q, rows, batch, arguments).sum()
+            batch = values.take(rows)
+            return make_pointwise_potentials(potential, q, rows, batch, arguments)(u).sum()
 
         evaluate = jax.value_and_grad(minibatch, (0, 1))
         batches = jax.vmap(lambda rows: evaluate(q, u, rows))(rows.reshape(-1, B))

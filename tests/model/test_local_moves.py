@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS, make_g
 from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
 from numpyro_sgmcmc.model.local_moves import (
     LocalLatentsState,
-    pointwise_local_potentials,
+    make_pointwise_potentials,
     sweep_local_values,
     update_local_values,
     update_minibatch_locals,
@@ -43,7 +43,14 @@ ROWS, BATCH = 12, 4
 
 _update_minibatch_locals = jax.jit(update_minibatch_locals, static_argnames="potential")
 _update_reference_gradient = jax.jit(update_reference_gradient, static_argnames="potential")
-_pointwise_potentials = jax.jit(pointwise_local_potentials, static_argnames="potential")
+
+
+@partial(jax.jit, static_argnames="potential")
+def _pointwise_potentials(potential, global_position, rows, values, arguments):
+    evaluate = make_pointwise_potentials(potential, global_position, rows, values, arguments)
+    return evaluate(values.hmc_position)
+
+
 _full_value = jax.jit(Potential.full_value, static_argnums=0)
 _gradient = jax.jit(Potential.gradient, static_argnums=0)
 
@@ -116,7 +123,7 @@ def test_full_value_with_local_values_is_joint_potential(case):
     )
 
 
-def test_pointwise_local_potentials_gradient_is_unscaled(case):
+def test_pointwise_potentials_gradient_is_unscaled(case):
     expected = case.joint_gradients(case.theta, case.values.hmc_position)[1]
     rows = jnp.array([3, 11, 0, 7])
     some = case.values.take(rows)
@@ -128,7 +135,7 @@ def test_pointwise_local_potentials_gradient_is_unscaled(case):
     assert_close(jax.grad(total)(some.hmc_position), expected[rows])
 
 
-def test_pointwise_local_potentials_one_row_moved_changes_as_joint(case):
+def test_pointwise_potentials_one_row_moved_changes_as_joint(case):
     rows = jnp.arange(ROWS)
     moved = case.values.hmc_position.at[5].add(0.7)
 
