@@ -39,10 +39,7 @@ from numpyro_sgmcmc.adaptation.variational import MeanField
 from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.errors import ModelWarning, ModelWarningKind, format_message
-from numpyro_sgmcmc.model.gradient_estimators import (
-    ControlVariate,
-    MinibatchGradient,
-)
+from numpyro_sgmcmc.model.gradient_estimators import ControlVariate, MinibatchGradient
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import site_slices
@@ -235,7 +232,8 @@ def describe_other_modes(
             separated.setdefault(name, set()).add(kind_of_site)
 
     def list_sites(wanted: _Difference) -> str:
-        return _join_site_names([name for name, x in separated.items() if wanted in x])
+        names = [f"`{name}`" for name, x in separated.items() if wanted in x]
+        return ", ".join(names[:_MAX_SITES_LISTED]) + ", ..." * (len(names) > _MAX_SITES_LISTED)
 
     percent = 100.0 * compute_mass_fractions([mode.log_mass_deficit for mode in other_modes]).sum()
     num, plural = len(other_modes), "s" * (len(other_modes) > 1)
@@ -342,21 +340,11 @@ def _as_rows(x: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
-def _join_site_names(names: list[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:_MAX_SITES_LISTED])
-    return listed + ", ..." * (len(names) > _MAX_SITES_LISTED)
-
-
-def rescale_to_prior(
-    inputs: WarmupInputs, pilot: PilotResult, high_dim: int = HIGH_DIM
-) -> PilotResult | None:
+def rescale_to_prior(inputs: WarmupInputs, pilot: PilotResult) -> PilotResult | None:
     """Return the pilot chains in coordinates scaled by the prior SDs, or None.
 
     None where the chains agree, where the posterior is much narrower than the prior, where
     minibatch gradients are too noisy, and where the user chose coordinates or gradients.
-
-    :param high_dim: dimension beyond which R-hat alone does not count: a few of very many
-        coordinates have a large one after a short window.
     """
     settings = inputs.settings
     are_coordinates_free = settings.inverse_mass_matrix is None and not settings.is_site_aligned
@@ -366,7 +354,9 @@ def rescale_to_prior(
     if pilot.r_hat < _MIN_NON_IDENTIFIED_R_HAT:
         return None
     bulk = BulkPositions(inputs.batched_gradients, pilot.preconditioner, pilot.q)
-    if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, inputs.rng):
+    # R-hat alone does not count: a few of very many coordinates have a large one after a short
+    # window.
+    if inputs.potential.dim > HIGH_DIM and _has_effective_control_variates(bulk, inputs.rng):
         return None
     prior_sds = _estimate_prior_sds(inputs)
     if prior_sds is None or np.median(bulk.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:

@@ -137,6 +137,14 @@ class Arguments:
         )
         return Arguments(args, kwargs)
 
+    def with_kwarg(self, name: str, value: Any) -> Arguments:
+        """Return the arguments with another value of a keyword argument."""
+        return Arguments(self.args, {**self.kwargs, name: value})
+
+    def without_kwarg(self, name: str) -> Arguments:
+        """Return the arguments without a keyword argument."""
+        return Arguments(self.args, {k: v for k, v in self.kwargs.items() if k != name})
+
     def by_name(self, model: Callable) -> dict[str, Any]:
         """Return the arguments by their names in the model's signature, in pytree order."""
         try:
@@ -220,12 +228,7 @@ class DeviceArrayCache:
     def __init__(self) -> None:
         self._refs: dict[int, tuple[Any, Any]] = {}
 
-    def cache_arrays(
-        self,
-        arguments: Arguments,
-        min_total_bytes: int = MAX_CONSTANT_BYTES,
-        min_array_bytes: int = _MIN_CACHED_ARRAY_BYTES,
-    ) -> Arguments:
+    def cache_arrays(self, arguments: Arguments) -> Arguments:
         """Return the arguments with their large arrays in references.
 
         ``pmap`` does not support references and gets constants.
@@ -233,7 +236,7 @@ class DeviceArrayCache:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
         num_bytes = sum(x.nbytes for x in arguments.arrays if not isinstance(x, jax.core.Tracer))
-        min_bytes = min_array_bytes if num_bytes >= min_total_bytes else math.inf
+        min_bytes = _MIN_CACHED_ARRAY_BYTES if num_bytes >= MAX_CONSTANT_BYTES else math.inf
         return arguments.map_arrays(lambda x: self._get_ref(x, min_bytes))
 
     def keep_only(self, arguments: Arguments) -> None:

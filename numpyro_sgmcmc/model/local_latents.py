@@ -183,13 +183,7 @@ def select_collected_sites(
 
 def with_local_values(arguments: Arguments, values: LocalValues) -> Arguments:
     """Return the arguments with local values, of all rows or of those that are evaluated."""
-    return Arguments(arguments.args, {**arguments.kwargs, _LOCAL_VALUES_KWARG: values})
-
-
-def without_local_values(arguments: Arguments) -> Arguments:
-    """Return the arguments as the user gave them."""
-    kwargs = {k: v for k, v in arguments.kwargs.items() if k != _LOCAL_VALUES_KWARG}
-    return Arguments(arguments.args, kwargs)
+    return arguments.with_kwarg(_LOCAL_VALUES_KWARG, values)
 
 
 def insert_local_values(
@@ -206,7 +200,7 @@ def insert_local_values(
     if local_latents is None:
         return model, z, arguments
     values = arguments.kwargs.get(_LOCAL_VALUES_KWARG)
-    arguments = without_local_values(arguments)
+    arguments = arguments.without_kwarg(_LOCAL_VALUES_KWARG)
     rows = jnp.asarray(indices[local_latents.plate.name])
     if values is None:
         values = _default_local_values(local_latents, model, z, len(rows), arguments)
@@ -282,7 +276,7 @@ def call_gibbs_fn(
 
     :param current_values: the values before, in the model's layout.
     """
-    gibbs_fn, arguments = local_latents.gibbs_fn, without_local_values(arguments)
+    gibbs_fn, arguments = local_latents.gibbs_fn, arguments.without_kwarg(_LOCAL_VALUES_KWARG)
     assert gibbs_fn is not None
     keywords = {
         "rng_key": rng_key,

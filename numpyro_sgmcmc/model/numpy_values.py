@@ -84,21 +84,19 @@ def _rebuild_sequence(original: Any, items: list[Any]) -> Any:
 class NumPyArgumentsModel:
     """A model that gets its arguments, and the arrays that it closes over, as NumPy arrays.
 
-    :param arguments: arguments whose values stand for traced ones; arrays that are on the host, on
-        several devices or too large remain traced. An argument that is not traced has its own.
-    :param max_bytes: bytes of these arguments together, the smallest first.
+    :param arguments: arguments whose values stand for traced ones, the smallest first; arrays that
+        are on the host, on several devices or too large remain traced. An argument that is not
+        traced has its own.
     """
 
-    def __init__(
-        self, model: Callable, arguments: Arguments, max_bytes: int = MAX_CONSTANT_BYTES
-    ) -> None:
+    def __init__(self, model: Callable, arguments: Arguments) -> None:
         self.model = model
         self._indexable_model = _replace_arrays(model, {})
         self._values: dict[str, np.ndarray] = {}
         num_bytes = 0
         for path, x in sorted(_iterate_arrays(arguments), key=lambda item: item[1].nbytes):
             num_bytes += x.nbytes
-            if num_bytes > max_bytes:
+            if num_bytes > MAX_CONSTANT_BYTES:
                 break
             if _has_value(x):
                 self._values[path] = np.array(x)
@@ -145,7 +143,7 @@ class NumPyArgumentsModel:
 
     def describe_traced(self, arguments: Arguments) -> str:
         """Return the names of the arrays among the arguments that remain traced."""
-        arguments = _without_conditioning(arguments)
+        arguments = arguments.without_kwarg(GIBBS_SITES_KWARG)
         names = [name for name, _ in arguments.named_arrays(self.model)]
         paths = [path for path, _ in _iterate_arrays(arguments)]
         traced = [n for n, path in zip(names, paths, strict=True) if path not in self._values]
@@ -232,15 +230,12 @@ def _find_global_names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _without_conditioning(arguments: Arguments) -> Arguments:
-    """Return the arguments without the values of other Gibbs blocks, which change in a run."""
-    kwargs = {k: v for k, v in arguments.kwargs.items() if k != GIBBS_SITES_KWARG}
-    return Arguments(arguments.args, kwargs)
-
-
 def _iterate_arrays(arguments: Arguments) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of the arguments with their paths, in pytree order."""
-    arguments = _without_conditioning(arguments)
+    """Yield the arrays of the arguments with their paths, in pytree order.
+
+    Values of other Gibbs blocks, which change in a run, are left out.
+    """
+    arguments = arguments.without_kwarg(GIBBS_SITES_KWARG)
     tree = arguments.args, arguments.kwargs
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(x):

@@ -35,17 +35,15 @@ from numpyro_sgmcmc.sampling.state import SGMCMCState
 
 def with_conditioning(arguments: Arguments, conditioning_values: Mapping[str, Any]) -> Arguments:
     """Return the arguments with these values of other blocks' sites."""
-    return Arguments(
-        arguments.args, {**arguments.kwargs, GIBBS_SITES_KWARG: dict(conditioning_values)}
-    )
+    return arguments.with_kwarg(GIBBS_SITES_KWARG, dict(conditioning_values))
 
 
 def build_conditional_potential(
     model: Callable, conditioning_values: Mapping[str, Any], arguments: Arguments, options: Options
 ) -> Potential:
     """Return the potential of all sites of a block's model except those conditioned on."""
-    with warnings.catch_warnings():  # the block itself gives these warnings
-        warnings.simplefilter("ignore", UserWarning)
+    # The block itself gives these warnings.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         return build_potential_from_model(
             model, with_conditioning(arguments, conditioning_values), options
         )
@@ -69,8 +67,8 @@ def condition_on_variational_means(
         values, or None if anything else has changed.
     """
     values = arguments.kwargs[GIBBS_SITES_KWARG]
-    with warnings.catch_warnings():  # the block itself gives these warnings
-        warnings.simplefilter("ignore", UserWarning)
+    # The block itself gives these warnings.
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         trace = trace_model(
             model, with_conditioning(arguments, {}), options.init_strategy, options.gibbs_config
         )

@@ -698,8 +698,8 @@ def _concretize_arguments(model: Callable | None, arguments: Arguments) -> Argum
     """Return the arguments with concrete arrays, which the shared part of the warm-up needs."""
     if arguments.is_concrete:
         return arguments
-    others = {k: v for k, v in arguments.kwargs.items() if k != GIBBS_SITES_KWARG}
-    if not Arguments(arguments.args, others).is_concrete or len(others) == len(arguments.kwargs):
+    is_block = GIBBS_SITES_KWARG in arguments.kwargs
+    if not (is_block and arguments.without_kwarg(GIBBS_SITES_KWARG).is_concrete):
         raise InvalidArgumentError(
             "The model's arguments are traced by jit, vmap or pmap, but the warm-up needs values.",
             "call `MCMC.run` outside of the transformation, or let the transformed function close "
