@@ -194,8 +194,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     log_likelihood = group[names[0]]
     indices = np.asarray(log_likelihood.coords[log_likelihood.dims[-1]])
     arviz = _import_arviz("loo")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # large Pareto k are in the result
+    with warnings.catch_warnings(action="ignore"):  # large Pareto k are in the result
         result = arviz.loo(data, pointwise=True)
     elpd_i, pareto_k = (
         np.asarray(x, np.float64).ravel()
@@ -246,8 +245,8 @@ def _compute_standard_errors(
 
 
 def _import_arviz(caller: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # ArviZ 0.23 announces 1.0
+    # ArviZ 0.23 announces 1.0.
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
         return errors.import_optional("arviz", f"`{caller}`", "arviz")
 
 

@@ -37,7 +37,6 @@ from numpyro_sgmcmc.diagnostics.draw_gradients import (
     predict_noise_mean_bias,
 )
 from numpyro_sgmcmc.diagnostics.function_bias import (
-    FunctionBias,
     check_differentiable,
     estimate_function_bias,
 )
@@ -366,8 +365,7 @@ def _report_on_run(
     if functions is None:
         measured = _measure_bias(run, stein, exact)
     else:
-        bias = _estimate_function_bias(run, functions, exact)
-        measured, names = bias.to_measurements(stein), bias.names
+        names, measured = _estimate_function_bias(run, stein, functions, exact)
     return _assemble_report(run, measured, names, full_data=exact is not None)
 
 
@@ -420,8 +418,8 @@ def _measure_bias(
 
 
 def _estimate_function_bias(
-    run: RunData, functions: DrawFunctions, exact: GradientsAtDraws | None
-) -> FunctionBias:
+    run: RunData, stein: SteinEstimates, functions: DrawFunctions, exact: GradientsAtDraws | None
+) -> tuple[tuple[tuple[str, str], ...], BiasMeasurements]:
     """Estimate the bias of functions of the draws, by gradients on all rows if there are some."""
     gradients = exact
     if gradients is None and (draws := run.finite_draws) is not None:
@@ -438,6 +436,7 @@ def _estimate_function_bias(
         gradients,
         run.preconditioners[0].cast(run.kernel.potential.dtype),
         run.make_constrain_fn(),
+        stein,
     )
 
 

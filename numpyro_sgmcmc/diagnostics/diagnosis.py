@@ -32,8 +32,9 @@ central 90% interval to 89.8%."""
 SD_INFLATION_TOLERANCE = 0.05
 """Relative error of an SD beyond which a site is biased: about that of 200 independent draws."""
 
-# Bias of a mean and of an SD that the limits must exclude for a site to be ok.
-_MEAN_BIAS_DETECTION_LIMIT, _SD_INFLATION_DETECTION_LIMIT = 0.2, 0.15
+# The tolerance, and the bias that the limits must exclude for a site to be ok.
+_MEAN_BIAS_LIMITS = MEAN_BIAS_TOLERANCE, 0.2
+_SD_INFLATION_LIMITS = SD_INFLATION_TOLERANCE, 0.15
 # Joint level of the limits of all coordinates of a site, two-sided (Bonferroni).
 _SIMULTANEOUS_LEVEL = 0.95
 
@@ -177,16 +178,10 @@ def diagnose_site(
     """
     z = compute_simultaneous_z(len(indices))
     mean_bias, mean_diagnosis = _combine_estimates(
-        [b.mean_bias.at(indices) for b in bias_estimates],
-        z,
-        MEAN_BIAS_TOLERANCE,
-        _MEAN_BIAS_DETECTION_LIMIT,
+        [b.mean_bias.at(indices) for b in bias_estimates], z, *_MEAN_BIAS_LIMITS
     )
     sd_inflation, sd_diagnosis = _combine_estimates(
-        [b.sd_inflation.at(indices) for b in bias_estimates],
-        z,
-        SD_INFLATION_TOLERANCE,
-        _SD_INFLATION_DETECTION_LIMIT,
+        [b.sd_inflation.at(indices) for b in bias_estimates], z, *_SD_INFLATION_LIMITS
     )
     diagnosis = _worse(reported, mean_diagnosis, sd_diagnosis)
     r_hat = float(np.fmax.reduce(convergence.r_hat[indices]))

@@ -98,48 +98,22 @@ def check_differentiable(
     return functions
 
 
-class FunctionBias(NamedTuple):
-    """Bias of the values of functions of the draws."""
-
-    names: tuple[tuple[str, str], ...]  # name of the function and of each of its values; `k` in all
-    mean_bias: Estimate  # chains' means minus the posterior's, in posterior SDs, shape `(k,)`
-    sd_inflation: Estimate  # chains' SDs over the posterior's, minus one, shape `(k,)`
-    variance: np.ndarray  # chains' variances, shape `(k,)`
-    convergence: ConvergenceStats  # R-hat and ESS over all draws
-    num_gradient_draws: int  # draws at which gradients were taken
-
-    def to_measurements(self, run_estimates: SteinEstimates) -> BiasMeasurements:
-        """Convert to measurements for a report, with the temperatures of the run."""
-        bias = BiasEstimate(self.mean_bias, self.sd_inflation)
-        ess = self.convergence.ess
-        stein = run_estimates._replace(
-            bias=bias,
-            chain_covariance=self.variance,
-            posterior_covariance=self.variance / np.square(1.0 + self.sd_inflation.value),
-            mcse=np.stack([ess, 2.0 * ess]) ** -0.5,
-        )
-        return BiasMeasurements(
-            (bias,), self.convergence, stein, num_gradient_draws=self.num_gradient_draws
-        )
-
-
 def estimate_function_bias(
     functions: DrawFunctions,
     draws: Mapping[str, Array],
     gradients_at_draws: GradientsAtDraws,
     preconditioner: Preconditioner,
     constrain_fn: Callable[[Array], dict[str, Array]],
-    min_curvature_ratio: float = _MIN_CURVATURE_RATIO,
-) -> FunctionBias:
+    run_estimates: SteinEstimates,
+) -> tuple[tuple[tuple[str, str], ...], BiasMeasurements]:
     """Estimate the bias of each value from gradients at some of the draws.
 
     :param gradients_at_draws: some of the draws as flat positions, and the gradients there.
     :param preconditioner: coordinates in which Stein's identity is applied.
-    :param min_curvature_ratio: curvature along the functions' gradients beyond which the field is
-        scaled by S.
+    :param run_estimates: estimates of the parameters, of which the temperatures are kept.
+    :return: name of the function and of each of its values, and their bias.
     """
     shapes = functions.eval_shape(draws)
-    names = format_coordinate_names(shapes)
     convergence = ConvergenceStats(*_reduce_by_function(functions, draws, _compute_convergence))
     dtype, dim = preconditioner.center.dtype, preconditioner.center.size
     positions = jnp.asarray(gradients_at_draws.positions, dtype)
@@ -149,9 +123,7 @@ def estimate_function_bias(
         "direction": random.rademacher(random.key(_PROBE_SEED), positions.shape, dtype),
     }
     value_subset_fn = _make_value_subset_fn(functions, shapes, constrain_fn)
-    field, capacitance_inverse = SteinField.from_draws(
-        value_subset_fn, points, preconditioner, min_curvature_ratio
-    )
+    field, capacitance_inverse = SteinField.from_draws(value_subset_fn, points, preconditioner)
     if capacitance_inverse is not None:
         points["capacitance_inverse"] = capacitance_inverse
     stein_functions = DrawFunctions(
@@ -160,10 +132,16 @@ def estimate_function_bias(
         elements_per_result=dim,
     )
     sums = _reduce_by_function(stein_functions, points, _sum_terms_by_batch)
-    mean_bias, sd_inflation, variance = _estimate_bias_from_sums(sums)
-    return FunctionBias(
-        names, mean_bias, sd_inflation, variance, convergence, gradients_at_draws.num_draws
+    bias, variance = _estimate_bias_from_sums(sums)
+    stein = run_estimates._replace(
+        bias=bias,
+        chain_covariance=variance,
+        posterior_covariance=variance / np.square(1.0 + bias.sd_inflation.value),
+        mcse=np.stack([convergence.ess, 2.0 * convergence.ess]) ** -0.5,
     )
+    num_draws = gradients_at_draws.num_draws
+    measured = BiasMeasurements((bias,), convergence, stein, num_gradient_draws=num_draws)
+    return format_coordinate_names(shapes), measured
 
 
 def _reduce_by_function(
@@ -210,7 +188,6 @@ class SteinField(NamedTuple):
         values_fn: Callable[[Array], Array],
         points: Mapping[str, Array],
         preconditioner: Preconditioner,
-        min_curvature_ratio: float,
     ) -> tuple[SteinField, Array | None]:
         r"""Estimate the field's weights from gradients at draws.
 
@@ -236,7 +213,7 @@ class SteinField(NamedTuple):
         precision = np.divide(1.0, variance, out=np.zeros_like(variance), where=variance > 0.0)
         squared_length = np.diagonal(products, axis1=-2, axis2=-1).mean((0, 1)) @ precision
         squared_work = np.square(work).mean((0, 1)) @ precision
-        if not squared_work > min_curvature_ratio * squared_length:
+        if not squared_work > _MIN_CURVATURE_RATIO * squared_length:
             return cls(preconditioner, values_fn, precision), None
         c = (squared_work - squared_length) / (
             precision @ np.square(products).mean((0, 1)) @ precision
@@ -367,8 +344,8 @@ def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     return np.moveaxis(sums, 0, 2).reshape(-1, len(summands), sums.shape[-1])
 
 
-def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[Estimate, Estimate, np.ndarray]:
-    """Return mean bias, SD inflation and the chains' variance from sums ``(batches, 8, k)``."""
+def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[BiasEstimate, np.ndarray]:
+    """Return the bias and the chains' variance from sums ``(batches, 8, k)``."""
 
     def statistic(total: np.ndarray) -> np.ndarray:
         sums = _TermSums(*total)
@@ -394,4 +371,5 @@ def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[Estimate, Estimate
         [statistic(total - x) for x in batch_sums],
         batch_sums[:, 0, 0] / total[0, 0],
     )
-    return Estimate(values[0], errors[0]), Estimate(values[1], errors[1]), values[2]
+    mean_bias, sd_inflation, (variance, _) = zip(values, errors, strict=True)
+    return BiasEstimate(Estimate(*mean_bias), Estimate(*sd_inflation)), variance

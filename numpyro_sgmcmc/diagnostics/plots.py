@@ -16,10 +16,7 @@ from numpyro_sgmcmc.diagnostics.diagnosis import (
     SD_INFLATION_TOLERANCE,
     compute_simultaneous_z,
 )
-from numpyro_sgmcmc.diagnostics.warmup_report import (
-    check_warmed_up_run,
-    get_coordinate_variances,
-)
+from numpyro_sgmcmc.diagnostics.warmup_report import check_warmed_up_run, get_coordinate_variances
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 

@@ -31,11 +31,7 @@ from numpyro_sgmcmc.diagnostics.geometry import FunnelNeck, TailTransform
 from numpyro_sgmcmc.diagnostics.run_data import ConvergenceStats
 from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
-from numpyro_sgmcmc.sampling.bias_monitor import (
-    FULL_MOMENTS_MAX_DIM,
-    RunningSums,
-    get_split_factor,
-)
+from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM, RunningSums, get_split_factor
 
 # Standard errors: off-diagonal entries of C below are set to zero before C is inverted.
 _MIN_STEIN_ENTRY_Z = 3.0
@@ -164,7 +160,7 @@ def estimate_bias_from_sums(
     factor, split = preconditioners[0].factor, _SplitVectors.from_preconditioners(preconditioners)
     is_significant = None
     if total.position_gradient.ndim == 2:
-        matrix = over_batches(lambda x: _compute_central_moments(x).stein_matrix)
+        matrix = over_batches(lambda x: _compute_central_moments(x)[2])
         # Sampling noise of all entries would accumulate in the inverse.
         is_significant = np.abs(matrix.value) > _MIN_STEIN_ENTRY_Z * matrix.error
         np.fill_diagonal(is_significant, True)
@@ -293,30 +289,17 @@ def _compute_posterior_covariance(
     return (covariance + covariance.T) / 2.0
 
 
-class _CentralMoments(NamedTuple):
-    """Mean position, mean gradient, Stein's matrix C and the covariance of the positions."""
-
-    mean: Any
-    mean_gradient: Any
-    stein_matrix: Any
-    covariance: Any
-
-
-def _compute_central_moments(total: RunningSums) -> _CentralMoments:
-    weight = total.weight
-    q, g = total.position / weight, total.gradient / weight
+def _compute_central_moments(total: RunningSums) -> tuple[Any, Any, Any, Any]:
+    """Return mean position and gradient, Stein's matrix C and the covariance of the positions."""
+    q, g = total.position / total.weight, total.gradient / total.weight
     product: Any = np.outer if total.position_gradient.ndim == 2 else np.multiply
-    return _CentralMoments(
-        q,
-        g,
-        total.position_gradient / weight - product(q, g),
-        total.position_position / weight - product(q, q),
-    )
+    c = total.position_gradient / total.weight - product(q, g)
+    return q, g, c, total.position_position / total.weight - product(q, q)
 
 
 def _compute_mean_diagonal(total: RunningSums, dim: int) -> np.ndarray:
     """Return the trace of Stein's matrix C over the number of coordinates."""
-    c = _compute_central_moments(total).stein_matrix
+    c = _compute_central_moments(total)[2]
     return np.asarray((np.diagonal(c) if c.ndim == 2 else c).sum() / dim)
 
 

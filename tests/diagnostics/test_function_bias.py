@@ -6,10 +6,10 @@ import pytest
 from numpyro.infer import Predictive
 
 from numpyro_sgmcmc import bias_report
-from numpyro_sgmcmc.diagnostics import bias_corrected_samples
+from numpyro_sgmcmc.diagnostics import bias_corrected_samples, function_bias
 from numpyro_sgmcmc.diagnostics.function_bias import estimate_function_bias
 from numpyro_sgmcmc.diagnostics.predictive import DrawFunctions
-from numpyro_sgmcmc.diagnostics.stein_estimates import GradientsAtDraws
+from numpyro_sgmcmc.diagnostics.stein_estimates import GradientsAtDraws, SteinEstimates
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.data.host_rows import NUM_ROWS, X, Y, by_index, fit
 
@@ -30,16 +30,17 @@ def cube(draw):
     return (draw["q"] ** 3)[0]
 
 
-def estimate(fn, row_arrays, q, gradients, preconditioner, **options):
+def estimate(fn, row_arrays, q, gradients, preconditioner):
     """Estimate the bias of a function of draws q whose gradients are known."""
-    return estimate_function_bias(
+    names, measured = estimate_function_bias(
         DrawFunctions.from_fn(fn, row_arrays),
         {"q": jnp.asarray(q, jnp.float32)},
         GradientsAtDraws.from_arrays(q, gradients),
         preconditioner.cast(jnp.float32),
         lambda x: {"q": x},
-        **options,
+        SteinEstimates(*[None] * 6),
     )
+    return names, measured.stein.bias
 
 
 def estimate_for_gaussian(fn, row_arrays, sd_ratio, offset):
@@ -51,11 +52,11 @@ def estimate_for_gaussian(fn, row_arrays, sd_ratio, offset):
 @pytest.mark.parametrize("sd_ratio", [1.0, np.array([1.0, 1.3, 0.8])], ids=["right", "unequal"])
 def test_bias_of_linear_functions_of_a_gaussian_is_exact(sd_ratio):
     offset = np.array([0.1, 0.0, -0.5])
-    bias = estimate_for_gaussian(linear, (ROWS,), sd_ratio, offset)
+    names, bias = estimate_for_gaussian(linear, (ROWS,), sd_ratio, offset)
     sd = np.sqrt(np.square(ROWS) @ SD**2)
     sd_inflation = np.sqrt(np.square(ROWS) @ np.square(sd_ratio * SD)) / sd - 1.0
-    assert [name for name, _ in bias.names] == ["linear"] * 7
-    assert bias.names[3] == ("linear", "linear[3]")
+    assert [name for name, _ in names] == ["linear"] * 7
+    assert names[3] == ("linear", "linear[3]")
     truths = (bias.sd_inflation, sd_inflation), (bias.mean_bias, ROWS @ offset / sd)
     for (value, error), truth in truths:
         assert error.max() < 0.03
@@ -66,7 +67,7 @@ def test_bias_of_linear_functions_of_a_gaussian_is_exact(sd_ratio):
 @pytest.mark.parametrize("fn", [square, cube])
 def test_bias_of_nonlinear_functions_accounts_for_their_laplacian(fn, variance_ratio):
     """It matters for the mean of the square, and for the SD of the cube as well."""
-    bias = estimate_for_gaussian(fn, (), np.sqrt(variance_ratio), 0.0)
+    _, bias = estimate_for_gaussian(fn, (), np.sqrt(variance_ratio), 0.0)
     value, error = (x.item() for x in bias.sd_inflation)
     assert error < 0.06
     ratio = variance_ratio if fn is square else (5.0 * variance_ratio - 2.0) / 3.0
@@ -80,7 +81,7 @@ def test_bias_of_nonlinear_functions_accounts_for_their_laplacian(fn, variance_r
 
 
 @pytest.mark.parametrize("min_curvature_ratio", [2.0, np.inf], ids=["metric", "gradient"])
-def test_inflation_along_narrow_directions_has_little_weight(min_curvature_ratio):
+def test_inflation_along_narrow_directions_has_little_weight(min_curvature_ratio, monkeypatch):
     """A Gaussian that 40 rows determine, in units of its prior, inflated where it is narrow.
 
     The true SD inflation of the rows' values is 10% on average. With the gradient as field, as for
@@ -96,14 +97,10 @@ def test_inflation_along_narrow_directions_has_little_weight(min_curvature_ratio
     variance = np.square(rows @ axes) / curvature
     truth = np.sqrt((variance @ variance_ratio) / variance.sum(1)) - 1.0
     assert 0.05 < truth.mean() < 0.12
-    value, error = estimate(
-        linear,
-        (rows.astype(np.float32),),
-        q,
-        gradients,
-        Preconditioner(np.zeros(6), np.ones(6)),
-        min_curvature_ratio=min_curvature_ratio,
-    ).sd_inflation
+    monkeypatch.setattr(function_bias, "_MIN_CURVATURE_RATIO", min_curvature_ratio)
+    preconditioner = Preconditioner(np.zeros(6), np.ones(6))
+    _, bias = estimate(linear, (rows.astype(np.float32),), q, gradients, preconditioner)
+    value, error = bias.sd_inflation
     root_mean_square = np.sqrt(np.square(value - truth).mean())
     if min_curvature_ratio == 2.0:
         assert error.max() < 0.02
