@@ -268,14 +268,7 @@ def cases() -> dict[str, Callable[[], Any]]:
     return found
 
 
-ADAPTED = (
-    "step_size",
-    "preconditioner",
-    "center",
-    "reference_gradient",
-    "reference_hessian",
-    "gradient_noise_covariance",
-)
+ADAPTED = ("step_size", "preconditioner", "gradient_noise_covariance")
 STATE = ("i", "z", "num_steps", "weight", "diverging", "rng_key", "dynamics_state", "streams")
 
 

@@ -5,14 +5,7 @@ from numpyro.infer import initialization
 
 from numpyro_sgmcmc import sampling
 from numpyro_sgmcmc.checkpoint import CheckpointedMCMC, open_draws
-from numpyro_sgmcmc.data import (
-    HostArray,
-    ShardedArray,
-    Table,
-    as_arrays,
-    open_rows,
-    shuffle_rows,
-)
+from numpyro_sgmcmc.data import HostArray, ShardedArray, Table, as_arrays, open_rows, shuffle_rows
 from numpyro_sgmcmc.diagnostics import (
     bias_report,
     log_likelihood,

@@ -184,7 +184,9 @@ def _predict_draw(
     noise_limit = NoiseLimit.from_settings(settings, choice.max_curvature)
     step_size = settings.step_size
     if step_size is None:
-        step_size = min(noise_limit.limit_step_size(noise_stats)[0], _get_noiseless_limit(limits))
+        step_size = noise_limit.limit_step_size(noise_stats)[0]
+        if "dynamics" in limits.binding:  # by unusual options of the kernel
+            step_size = min(step_size, limits.limits["dynamics"])
         step_size = limit_step_size_by_mean_bias(settings, mean_bias, step_size, batch_size_factor)
     relaxation_time = dynamics.relaxation_time(step_size, noise_stats.variance)
     relaxation_time *= mean_bias.coupling.relaxation_factor
@@ -240,9 +242,3 @@ def _compute_noise_ratio(plate: Plate, batch_size: int, is_contiguous: bool) -> 
     if not is_contiguous:
         return random_size / other_size
     return (1.0 / other_size - 1.0 / num_rows) / (1.0 / random_size - 1.0 / num_rows)
-
-
-def _get_noiseless_limit(limits: StepSizeTrace) -> float:
-    """Return the limit of unusual options of the kernel; infinite where there is none."""
-    step_size = limits.limits.get("dynamics", math.inf)
-    return step_size if "dynamics" in limits.binding else math.inf

@@ -229,10 +229,8 @@ def measure_order_noise_ratio(bulk: BulkPositions, estimator: GradientEstimator)
 
 def _limit_noise_work(bulk: BulkPositions) -> tuple[BulkPositions, int]:
     """Return the positions, and the number of minibatches, on which noise is measured."""
-    potential, num_positions = (
-        bulk.batched_gradients.potential,
-        min(len(bulk.q), _MAX_NOISE_POSITIONS),
-    )
+    potential = bulk.batched_gradients.potential
+    num_positions = min(len(bulk.q), _MAX_NOISE_POSITIONS)
     batch_size = sum(p.subsample_size for p in potential.plates)
     max_gradients = min(_MAX_NOISE_ROWS // batch_size, _MAX_NOISE_GRADIENT_ENTRIES // potential.dim)
     num_minibatches = max_gradients // num_positions

@@ -392,8 +392,7 @@ def _update_block_arrow(
     if not (is_covariance_off or is_center_off):
         return PreconditionerUpdate(preconditioner, no_bounds)
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
-    q = layout.merge(no_effects, shared.mean(0))
-    center = preconditioner.to_position(q)
+    center = preconditioner.to_position(layout.merge(no_effects, shared.mean(0)))
     if is_covariance_off:
         shared_factor = factor.shared_factor @ factorize_spd(covariance)
         factor = replace(factor, shared_factor=shared_factor)

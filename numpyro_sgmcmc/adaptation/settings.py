@@ -243,13 +243,13 @@ class Adaptation(NamedTuple):
     estimator: GradientEstimator
     subsampling: Subsampling
     # covariance of the gradient noise if that is compensated, or None
-    gradient_noise_covariance: GradientNoiseCovariance | None
-    noise_stats: GradientNoiseStats  # gradient noise in the bulk of the posterior
-    monitor_gradients: MonitorGradients  # gradients from which the bias is estimated
+    gradient_noise_covariance: GradientNoiseCovariance | None = None
+    noise_stats: GradientNoiseStats = NO_NOISE  # gradient noise in the bulk of the posterior
+    monitor_gradients: MonitorGradients = MonitorGradients()  # from which the bias is estimated
     # increase of the kinetic temperature up to which a chain in warm-up keeps its step size; None
     # for the user's step size
-    allowed_variance_inflation: float | None
-    relaxation_time: float  # time between approximately independent draws
+    allowed_variance_inflation: float | None = None
+    relaxation_time: float = 1.0  # time between approximately independent draws
     # whether chains start by the initialisation strategy, since every setting was given
     uses_init_strategy: bool = False
     # influential observations included in every minibatch, by plate
@@ -276,9 +276,4 @@ def build_empty_adaptation(potential: Potential, settings: WarmupSettings) -> Ad
         num_steps=settings.num_steps or 1,
         estimator=MinibatchGradient(),
         subsampling=settings.subsampling or IIDSubsampling(),
-        gradient_noise_covariance=None,
-        noise_stats=NO_NOISE,
-        monitor_gradients=MonitorGradients(),
-        allowed_variance_inflation=None,
-        relaxation_time=1.0,
     )

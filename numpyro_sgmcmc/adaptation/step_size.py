@@ -329,26 +329,22 @@ def limit_step_size_by_discretisation(
     if analytic is not None:
         shrink_factor, allowed = _ANALYTIC_SHRINK_FACTOR, _ANALYTIC_BIAS_FRACTION * target_sd_bias
     min_step_size = _MIN_STEP_SIZE_RATIO * step_size
-    sd_inflation, error, is_exact = compute_sd_inflation(step_size, 0.0)
-    while not abs(sd_inflation) <= allowed + 2.0 * error:
-        # Simulated chains that do not move at all move no more in shorter steps.
-        if step_size < min_step_size or (sd_inflation == -1.0 and not is_exact):
-            raise InvalidArgumentError(
-                "With these options of the kernel no step size samples a standard normal.",
-                "check that the diffusion is not zero, and that friction, mass and metric are not "
-                "extreme.",
-                "no-valid-step-size",
-            )
-        step_size *= shrink_factor
-        sd_inflation, error, is_exact = compute_sd_inflation(step_size, 0.0)
-    if noise_variance <= 0.0:
-        return step_size, sd_inflation
-    sd_inflation, error, _ = compute_sd_inflation(step_size, noise_variance)
-    while not abs(sd_inflation) <= allowed + 2.0 * error:
-        if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
-            break
-        step_size *= shrink_factor
-        sd_inflation, error, _ = compute_sd_inflation(step_size, noise_variance)
+    for variance in (0.0, noise_variance) if noise_variance > 0.0 else (0.0,):
+        sd_inflation, error, is_exact = compute_sd_inflation(step_size, variance)
+        while not abs(sd_inflation) <= allowed + 2.0 * error:
+            if variance > 0.0:
+                if step_size <= dynamics.relaxation_time(step_size) / MAX_NUM_STEPS:
+                    break
+            # Simulated chains that do not move at all move no more in shorter steps.
+            elif step_size < min_step_size or (sd_inflation == -1.0 and not is_exact):
+                raise InvalidArgumentError(
+                    "With these options of the kernel no step size samples a standard normal.",
+                    "check that the diffusion is not zero, and that friction, mass and metric are "
+                    "not extreme.",
+                    "no-valid-step-size",
+                )
+            step_size *= shrink_factor
+            sd_inflation, error, is_exact = compute_sd_inflation(step_size, variance)
     return step_size, sd_inflation
 
 

@@ -33,10 +33,7 @@ from numpyro_sgmcmc.adaptation.settings import (
     WarmupInputs,
 )
 from numpyro_sgmcmc.adaptation.step_size import MONITOR_INTERVAL, NoiseLimit
-from numpyro_sgmcmc.adaptation.warnings import (
-    is_thermostat_active,
-    warn_sorted_data,
-)
+from numpyro_sgmcmc.adaptation.warnings import is_thermostat_active, warn_sorted_data
 from numpyro_sgmcmc.data.subsampling import (
     ContiguousSubsampling,
     IIDSubsampling,

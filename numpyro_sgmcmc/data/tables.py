@@ -17,11 +17,7 @@ import jax
 import numpy as np
 
 from numpyro_sgmcmc.data.host_array import find_nonfinite_rows
-from numpyro_sgmcmc.errors import (
-    InvalidArgumentError,
-    import_optional,
-    summarise_error,
-)
+from numpyro_sgmcmc.errors import InvalidArgumentError, import_optional, summarise_error
 
 Names = str | Sequence[str]
 

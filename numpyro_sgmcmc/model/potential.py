@@ -148,21 +148,18 @@ class Potential:
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> Array:
         """Return the gradient of :meth:`value`, shape ``(d,)``."""
-
-        def on_shard(shard: Potential, *batch: Any) -> Array:
-            return shard._minibatch_value_and_grad(position, *batch)[1]
-
-        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
+        return self.value_and_grad(position, indices, arguments, rng_key)[1]
 
     def value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
     ) -> tuple[Array, Array]:
         """Return :meth:`value` and :meth:`gradient`."""
-
-        def on_shard(shard: Potential, *batch: Any) -> tuple[Array, Array]:
-            return shard._minibatch_value_and_grad(position, *batch)
-
-        return self.mean_over_shards(on_shard, indices, arguments, rng_key)
+        return self.mean_over_shards(
+            lambda shard, *batch: shard._minibatch_value_and_grad(position, *batch),
+            indices,
+            arguments,
+            rng_key,
+        )
 
     def gradient_or_nan(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None

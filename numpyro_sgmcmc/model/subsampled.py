@@ -32,12 +32,7 @@ from jax import Array, lax, random
 from numpyro.distributions import biject_to, constraints
 from numpyro.handlers import seed, substitute
 from numpyro.infer import init_to_sample, init_to_uniform
-from numpyro.infer.util import (
-    _unconstrain_params,
-    constrain_fn,
-    potential_energy,
-    transform_fn,
-)
+from numpyro.infer.util import _unconstrain_params, constrain_fn, potential_energy, transform_fn
 
 from numpyro_sgmcmc.compilation import fingerprint_jaxpr
 from numpyro_sgmcmc.data.arguments import Arguments, IdentityKey

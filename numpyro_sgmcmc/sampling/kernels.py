@@ -602,12 +602,7 @@ class SGHMC(UnderdampedKernel):
         p \leftarrow p - \gamma h p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta, \quad
         \theta \leftarrow \theta + h p
 
-    .. math::
-
-        d\theta = p\,dt, \qquad
-        dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
-
-    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`.
+    The SDE is that of :class:`~numpyro_sgmcmc.SGHMCSplit`.
 
     Reference: Chen, Fox and Guestrin (2014), *Stochastic gradient Hamiltonian Monte Carlo*,
     equation (13); Chen, Ding and Carin (2015), Algorithm 2 of the supplement (SGHMC-E).

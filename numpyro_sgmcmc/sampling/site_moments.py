@@ -30,12 +30,10 @@ class CollectedSites(NamedTuple):
     """Sites whose values a chain keeps, as draws or as running moments.
 
     - **local** - local sites of which ``z`` has the values of all rows.
-    - **without_draws** - sites whose draws are not kept.
-    - **with_moments** - those, and the other sites of the covariance matrix.
+    - **with_moments** - sites whose draws are not kept, and those of the covariance matrix.
     """
 
     local: tuple[str, ...] = ()
-    without_draws: tuple[str, ...] = ()
     with_moments: tuple[str, ...] = ()
 
     @classmethod
@@ -63,9 +61,8 @@ class CollectedSites(NamedTuple):
                     f"name some of {sites}.",
                     "collect-sites",
                 )
-        without_draws = tuple(n for n in sites if n not in options.collect_sites)
-        others = [n for n in options.running_covariances if n not in without_draws]
-        return cls(local, without_draws, (*without_draws, *others))
+        without_draws = [n for n in sites if n not in options.collect_sites]
+        return cls(local, tuple(dict.fromkeys([*without_draws, *options.running_covariances])))
 
 
 class QuantileMarkers(NamedTuple):

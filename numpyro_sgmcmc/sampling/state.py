@@ -164,21 +164,6 @@ class AdaptState(NamedTuple):
             roots[names], inverses[names] = compute_mass_matrix_sqrt(block, is_dense)
         return blocks, roots, inverses
 
-    @property
-    def center(self) -> Array:
-        """Origin of the coordinates and reference of the control variates, shape ``(d,)``."""
-        return self.preconditioner.center
-
-    @property
-    def reference_gradient(self) -> Array:
-        """Full-data gradient at the center, shape ``(d,)``."""
-        return self.preconditioner.reference_gradient
-
-    @property
-    def reference_hessian(self) -> Array | None:
-        """Full-data Hessian at the center, shape ``(d, d)``; None unless it is needed."""
-        return self.preconditioner.reference_hessian
-
     def with_reference_gradient(self, gradient: Array) -> AdaptState:
         """Return the state with another full-data gradient at the center."""
         return self._replace(

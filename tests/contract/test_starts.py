@@ -73,7 +73,7 @@ def test_init_to_value_selects_the_mode(side):
     y = np.random.default_rng(0).normal(3.0, 1.0, 100).astype(np.float32)
     kernel = SGHMCSplit(two_modes, init_strategy=init_to_value(values={"mu": 5.0 * side}))
     state = kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 20})
-    np.testing.assert_allclose(state.adapt_state.center, side * y.mean(), atol=0.05)
+    np.testing.assert_allclose(state.adapt_state.preconditioner.center, side * y.mean(), atol=0.05)
 
 
 INIT_STRATEGIES = {
@@ -149,4 +149,4 @@ def test_wrapped_kernel_samples_the_wrapped_model():
     y = np.random.default_rng(0).normal(3.0, 1.0, 100).astype(np.float32)
     kernel = SGHMCSplit(model).wrap_model(substitute_shift)
     state = kernel.init(jax.random.key(0), 10, None, (y,), {"batch_size": 20})
-    assert abs(float(state.adapt_state.center[0]) - (y.mean() - 10)) < 0.05
+    assert abs(float(state.adapt_state.preconditioner.center[0]) - (y.mean() - 10)) < 0.05
