@@ -261,11 +261,9 @@ def compute_between_chain_r_hat(
     for chain, preconditioner in enumerate(preconditioners):
         if not sums.weight[chain] > 0:
             continue
-        mean, covariance = _SplitVectors.from_preconditioners(
-            [preconditioner]
-        ).compute_mean_and_covariance(
-            jax.tree.map(lambda x, c=chain: np.asarray(x[c], np.float64), sums)
-        )
+        split = _SplitVectors.from_preconditioners([preconditioner])
+        chain_sums = jax.tree.map(lambda x, c=chain: np.asarray(x[c], np.float64), sums)
+        mean, covariance = split.compute_mean_and_covariance(chain_sums)
         offset = preconditioner.center - preconditioners[0].center
         means.append(offset + _scale_to_positions(mean, preconditioner.factor))
         variances.append(_compute_position_variances(covariance, preconditioner.factor))

@@ -2,9 +2,9 @@
 
 :func:`validate_model` runs the checks that need the traced model alone: latent sites, observed
 data, sharded arrays and, in :mod:`~numpyro_sgmcmc.model.additivity`, additivity over rows.
-:func:`check_local_latents_options` checks a kernel's options for a model with local latent
-variables, and :func:`check_conditional_independence` that its rows are independent given the other
-sites. Each check raises an error that names the site, plate or argument.
+:func:`check_conditional_independence` checks that the rows of a model with local latent variables
+are independent given the other sites. Each check raises an error that names the site, plate or
+argument.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_run
 from numpyro_sgmcmc.model.local_latents import (
     BatchLocalValues,
     LocalValues,
-    select_collected_sites,
     with_local_values,
 )
 from numpyro_sgmcmc.model.local_moves import make_pointwise_potentials
@@ -361,60 +360,6 @@ def _check_sharding(model_trace: ModelTrace) -> None:
 
 
 # --- Local latent variables ---------------------------------------------------------------------
-
-
-def check_local_latents_options(
-    potential: Potential,
-    arguments: Arguments,
-    subsampling: str,
-    gradient_estimator: str,
-    collect_local_sites: bool | Sequence[str],
-) -> None:
-    """Check a kernel's options and data for a model with local latent variables."""
-    local = potential.local_latents
-    if local is None:
-        if collect_local_sites:
-            raise InvalidArgumentError(
-                "`collect_local_sites` needs latent sites inside a subsampled plate.",
-                "leave it out: the model has none.",
-                "collect-local-sites",
-            )
-        return
-    site = f"Site '{local.names[0]}' is latent inside the plate '{local.plate.name}'"
-    size, batch_size = local.plate.size, local.plate.subsample_size
-    if subsampling == "iid":
-        raise InvalidArgumentError(
-            f"{site}, but an iid minibatch may hold a row twice.",
-            "use subsampling='contiguous' or 'shuffled', and no `noise_compensation`.",
-            "local-latents-subsampling",
-        )
-    if subsampling == "shuffled" and size % batch_size:
-        raise InvalidArgumentError(
-            f"{site}, but a minibatch between epochs may hold a row twice.",
-            f"use subsampling='contiguous', or a subsample_size that divides {size}, unlike "
-            f"{batch_size}.",
-            "local-latents-subsampling",
-        )
-    if gradient_estimator == "second_order_control_variate":
-        raise InvalidArgumentError(
-            f"{site}, but its values change the Hessian that {gradient_estimator!r} keeps.",
-            "use gradient_estimator='control_variate'.",
-            "local-latents-control-variate",
-        )
-    if potential.is_stochastic:
-        raise InvalidModelError(
-            f"{site}, but the model draws random keys (numpyro.prng_key).",
-            "make what they randomise a sample site, or integrate the site out.",
-            "local-latents-random",
-        )
-    if arguments.host_arrays and local.hmc_sites:
-        raise InvalidArgumentError(
-            f"Site '{local.hmc_sites[0].name}' is latent inside the plate and needs gradients of "
-            "single rows of a HostArray.",
-            "pass arrays in memory, or sample the site by `gibbs_fn`.",
-            "local-latents-host-array",
-        )
-    select_collected_sites(local, collect_local_sites)
 
 
 def check_conditional_independence(

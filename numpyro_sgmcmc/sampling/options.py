@@ -30,12 +30,11 @@ from numpyro_sgmcmc.errors import (
     warn_user,
 )
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
-from numpyro_sgmcmc.model.local_latents import get_gibbs_fn_keywords
+from numpyro_sgmcmc.model.local_latents import get_gibbs_fn_keywords, select_collected_sites
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import get_model_potential
 from numpyro_sgmcmc.model.trace import GibbsConfig
-from numpyro_sgmcmc.model.validation import check_local_latents_options
 from numpyro_sgmcmc.sampling.bias_monitor import FULL_MOMENTS_MAX_DIM
 from numpyro_sgmcmc.sampling.mass_matrix import build_mass_matrix_mask, parse_inverse_mass_matrix
 from numpyro_sgmcmc.sampling.schedules import first_step_size
@@ -433,13 +432,7 @@ def build_potential_from_model(
         options.gibbs_config,
         options.forward_mode_differentiation,
     )
-    check_local_latents_options(
-        potential,
-        arguments,
-        options.subsampling,
-        options.gradient_estimator,
-        options.collect_local_sites,
-    )
+    _check_local_latents(potential, arguments, options)
     if not potential.plates and potential.dim:
         warn_user(
             "The model has no subsampled plate: every step computes the gradient on all data.",
@@ -488,6 +481,54 @@ def build_potential_from_model(
                 "noise-compensation-unsupported",
             )
     return potential
+
+
+def _check_local_latents(potential: Potential, arguments: Arguments, options: Options) -> None:
+    """Check the options and the data for a model with local latent variables."""
+    local = potential.local_latents
+    if local is None:
+        if options.collect_local_sites:
+            raise InvalidArgumentError(
+                "`collect_local_sites` needs latent sites inside a subsampled plate.",
+                "leave it out: the model has none.",
+                "collect-local-sites",
+            )
+        return
+    site = f"Site '{local.names[0]}' is latent inside the plate '{local.plate.name}'"
+    size, batch_size = local.plate.size, local.plate.subsample_size
+    if options.subsampling == "iid":
+        raise InvalidArgumentError(
+            f"{site}, but an iid minibatch may hold a row twice.",
+            "use subsampling='contiguous' or 'shuffled', and no `noise_compensation`.",
+            "local-latents-subsampling",
+        )
+    if options.subsampling == "shuffled" and size % batch_size:
+        raise InvalidArgumentError(
+            f"{site}, but a minibatch between epochs may hold a row twice.",
+            f"use subsampling='contiguous', or a subsample_size that divides {size}, unlike "
+            f"{batch_size}.",
+            "local-latents-subsampling",
+        )
+    if options.gradient_estimator == "second_order_control_variate":
+        raise InvalidArgumentError(
+            f"{site}, but its values change the Hessian that {options.gradient_estimator!r} keeps.",
+            "use gradient_estimator='control_variate'.",
+            "local-latents-control-variate",
+        )
+    if potential.is_stochastic:
+        raise InvalidModelError(
+            f"{site}, but the model draws random keys (numpyro.prng_key).",
+            "make what they randomise a sample site, or integrate the site out.",
+            "local-latents-random",
+        )
+    if arguments.host_arrays and local.hmc_sites:
+        raise InvalidArgumentError(
+            f"Site '{local.hmc_sites[0].name}' is latent inside the plate and needs gradients of "
+            "single rows of a HostArray.",
+            "pass arrays in memory, or sample the site by `gibbs_fn`.",
+            "local-latents-host-array",
+        )
+    select_collected_sites(local, options.collect_local_sites)
 
 
 def build_warmup_settings(
