@@ -135,7 +135,6 @@ def count_work(jaxpr: Jaxpr) -> Work:
 
 
 def _iter_inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Iterate over all jaxprs in the parameters of an equation."""
     for parameter in eqn.params.values():
         for x in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             if isinstance(x, (Jaxpr, ClosedJaxpr)):

@@ -419,7 +419,6 @@ def _refine_low_rank(
     positions: np.ndarray,
     gradients: np.ndarray,
 ) -> LowRankFactor | None:
-    """Return the low-rank factor with its widest directions refined."""
     widest = np.argsort(-low_rank.scales)[:_MAX_REFINED_DIRECTIONS]
     widest = widest[low_rank.scales[widest] > 1.0]
     if not len(widest):

@@ -216,7 +216,6 @@ def find_batch_size_warnings(
 def _predict_draws(
     inputs: WarmupInputs, choice: SubsamplingChoice, step: StepSizeChoice, factors: Sequence[float]
 ) -> list[DrawPrediction]:
-    """Predict draws with batch sizes relative to the model's."""
     plates = inputs.batched_gradients.step_potential.plates
     return predict_draws(inputs.settings, plates, choice, step.trace, step.mean_bias, factors)
 

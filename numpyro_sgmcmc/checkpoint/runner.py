@@ -143,7 +143,6 @@ class ChainRunner:
         return lax.fori_loop(0, num_iterations, body, segment)
 
     def _collect_fields(self, state: SGMCMCState) -> dict[str, Any]:
-        """Return the collected fields of a state, with constrained sites."""
         collected = {name: nested_attrgetter(name)(state) for name in self._fields}
         kernel, sample_field = self._mcmc.sampler, self._fields[0]
         constrain = self._mcmc.postprocess_fn or kernel.postprocess_fn(self._args, self._kwargs)

@@ -533,7 +533,6 @@ class HostArray(RowArray):
 
 
 def _find_runs(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where runs of consecutive rows begin and end."""
     ends = np.flatnonzero(np.diff(indices) != 1) + 1
     return np.r_[0, ends], np.r_[ends, indices.size]
 

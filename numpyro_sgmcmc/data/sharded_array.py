@@ -366,7 +366,6 @@ def as_sharded(x: Any) -> Any:
 
 
 def _axis_names(axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    """Return one or several mesh axes as a tuple."""
     return (axis,) if isinstance(axis, str) else axis
 
 
@@ -394,7 +393,6 @@ def _local_shard_offsets(shards: Shards) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _split_rows(num_rows: int, num_shards: int, counts: Sequence[int] | None) -> list[int]:
-    """Return the number of rows of each shard."""
     if counts is None:
         per_shard, rest = divmod(num_rows, num_shards)
         counts = [per_shard + (shard < rest) for shard in range(num_shards)]

@@ -484,7 +484,6 @@ def _assemble_report(
     *,
     full_data: bool,
 ) -> BiasReport:
-    """Return the report on a run of one kernel."""
     kernel, noise_stats = run.kernel, run.kernel.noise_stats
     variance_inflation = noise_stats.predict_variance_inflation(kernel.dynamics, run.step_size)
     # Gradient noise inflates momenta and positions alike; discretisation inflates momenta by h^2/2.

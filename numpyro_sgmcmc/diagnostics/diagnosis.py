@@ -582,7 +582,6 @@ def format_r_hat(r_hat: float, digits: int = 2) -> str:
 
 
 def _format_notes(report: BiasReport) -> list[str]:
-    """Return the notes below the table."""
     unit, owner = ("value", "function") if report.is_for_functions else ("coordinate", "site")
     largest = max(s.size for s in report.sites)
     subject = f"Each row is the {unit} of a {owner}"

@@ -136,7 +136,6 @@ def _read_batches(sums: SiteSums) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pool_covariances(chains: list[SiteMoments], names: Sequence[str]) -> np.ndarray | None:
-    """Return the covariance matrix of all chains' values."""
     if not names:
         return None
     joint = [jax.tree.map(lambda x: np.asarray(x, np.float64), c.joint) for c in chains]

@@ -325,7 +325,6 @@ class UnderdampedDynamics(Dynamics):
         return math.sqrt(curvature)
 
     def _friction(self, state: Any) -> Any:
-        """Return the friction at a state."""
         return self.friction
 
     def _drift(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:

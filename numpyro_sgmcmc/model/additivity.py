@@ -118,7 +118,6 @@ def check_factorises_over_plates(model_trace: ModelTrace) -> dict[str, tuple[str
 
 
 def _compute_densities(traced_sites: Mapping[str, Any]) -> dict[str, _SiteDensity]:
-    """Return the traced values of each sample site."""
     densities = {}
     for name, site in traced_sites.items():
         if site["type"] != "sample":

@@ -251,7 +251,6 @@ class Potential:
 
     @cached_property
     def _jitted_value_and_grad(self) -> Callable[..., tuple[Array, Array]]:
-        """Compiled potential and gradient."""
         return jax.jit(self._differentiate(self._jitted_value), inline=True)
 
     @cached_property

@@ -503,7 +503,6 @@ class SGRLD(RiemannianKernel):
 
 
 def _init_no_auxiliary(rng_key: Array, dim: int) -> Array:
-    """Return no auxiliary variables."""
     return jnp.zeros(0)
 
 

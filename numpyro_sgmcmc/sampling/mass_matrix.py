@@ -232,7 +232,6 @@ def compute_mass_matrix_sqrt(inverse_mass_matrix: Array, is_dense: bool) -> tupl
 
 
 def _coordinate_indices_by_site(site_sizes: tuple[tuple[str, int], ...]) -> dict[str, np.ndarray]:
-    """Return the flat coordinates of each site."""
     stops = np.cumsum([size for _, size in site_sizes], dtype=int)
     return {
         name: np.arange(stop - size, stop)

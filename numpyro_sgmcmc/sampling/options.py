@@ -240,7 +240,6 @@ class Options:
             )
 
     def _check_gibbs(self) -> None:
-        """Check the options about local sites."""
         if not _are_names(self.gibbs_sites):
             raise InvalidArgumentError(
                 f"`gibbs_sites` is {errors.describe_value(self.gibbs_sites)}, "

@@ -98,7 +98,6 @@ def run_iteration(
 def _run_chain_iteration(
     config: ChainConfig, arguments: Arguments, buffer_index: Array | None, state: SGMCMCState
 ) -> SGMCMCState:
-    """Return the state of one chain after one iteration."""
     potential, adapt_state, buffer = config.potential, state.adapt_state, state.prefetch_buffer
     preconditioner = adapt_state.preconditioner
     dynamics = config.bind_dynamics(preconditioner)
