@@ -312,57 +312,39 @@ def _compute_stein_terms(
     return jax.tree.map(lambda x: x[:, 0], by_row)
 
 
-class _TermSums(NamedTuple):
-    """Sums over draws of the terms and of their products with f, which is centred."""
-
-    num: np.ndarray
-    f: np.ndarray
-    work: np.ndarray
-    squared_gradient: np.ndarray
-    divergence: np.ndarray
-    f_f: np.ndarray
-    f_work: np.ndarray
-    f_divergence: np.ndarray
-
-
 def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     """Sum terms ``(chains, draws, ..., 4)`` over batches of the draws of each chain by time.
 
-    :return: shape ``(batches, 8, k)``, along the second axis as in :class:`_TermSums`.
+    :return: shape ``(batches, 6, k)``: along the second axis the number of draws, f, which is
+        centred, the difference of the two sides of Stein's identity, the squared gradient, and
+        products of f with f and with that difference.
     """
     num_chains, num_draws, *_, num_terms = terms.shape
     f, work, squared_gradient, divergence = np.moveaxis(
         terms.reshape(num_chains, num_draws, -1, num_terms), -1, 0
     )
-    f = f - f.mean((0, 1))
-    summands = _TermSums(
-        np.ones_like(f), f, work, squared_gradient, divergence, f * f, f * work, f * divergence
-    )
+    f, excess = f - f.mean((0, 1)), work - divergence
+    summands = np.stack([np.ones_like(f), f, excess, squared_gradient, f * f, f * excess])
     num_batches = min(_NUM_JACKKNIFE_BATCHES, num_draws)
     starts = np.unique(np.linspace(0, num_draws, num_batches, endpoint=False).astype(int))
-    sums = np.add.reduceat(np.stack(summands), starts, axis=2)
+    sums = np.add.reduceat(summands, starts, axis=2)
     return np.moveaxis(sums, 0, 2).reshape(-1, len(summands), sums.shape[-1])
 
 
 def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[BiasEstimate, np.ndarray]:
-    """Return the bias and the chains' variance from sums ``(batches, 8, k)``."""
+    """Return the bias and the chains' variance from sums ``(batches, 6, k)``."""
 
     def statistic(total: np.ndarray) -> np.ndarray:
-        sums = _TermSums(*total)
-        mean = _TermSums(*(x / sums.num for x in sums))
-        variance = mean.f_f - mean.f * mean.f
+        f, excess, squared_gradient, f_f, f_excess = total[1:] / total[0]
+        variance = f_f - f * f
         with np.errstate(divide="ignore", invalid="ignore"):
-            work = mean.f_work - mean.f * mean.work
-            divergence = mean.f_divergence - mean.f * mean.divergence
-            variance_ratio = (work - divergence) / mean.squared_gradient
+            variance_ratio = (f_excess - f * excess) / squared_gradient
             sd_ratio = np.sqrt(np.maximum(variance_ratio, _MIN_VARIANCE_RATIO))
             posterior_variance = variance / np.square(sd_ratio)
-            relaxation_rate = mean.squared_gradient / posterior_variance
-            mean_bias = (mean.work - mean.divergence) / (
-                relaxation_rate * np.sqrt(posterior_variance)
-            )
+            relaxation_rate = squared_gradient / posterior_variance
+            mean_bias = excess / (relaxation_rate * np.sqrt(posterior_variance))
         results = np.stack([mean_bias, sd_ratio - 1.0, variance])
-        is_constant = ~((variance > 0.0) | (mean.squared_gradient > 0.0))
+        is_constant = ~((variance > 0.0) | (squared_gradient > 0.0))
         return np.where(is_constant, 0.0, results)
 
     total = batch_sums.sum(0)
