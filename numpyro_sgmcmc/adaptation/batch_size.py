@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax import random
+from scipy.optimize import nnls
 
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.settings import StepSizeTrace, SubsamplingChoice, WarmupSettings
@@ -61,13 +62,8 @@ class StepCost(NamedTuple):
     def fit(cls, num_rows: Sequence[float], seconds: Sequence[float]) -> StepCost:
         """Fit the seconds of steps, with equal relative errors; neither part is negative."""
         weights = 1.0 / np.array(seconds)
-        weighted_rows = np.array(num_rows) * weights
-        design = np.stack([weights, weighted_rows], 1)
-        per_step, per_row = np.linalg.lstsq(design, np.ones(len(weights)), rcond=None)[0]
-        if per_step < 0.0:
-            per_step, per_row = 0.0, weighted_rows.sum() / np.square(weighted_rows).sum()
-        elif per_row < 0.0:
-            per_step, per_row = weights.sum() / np.square(weights).sum(), 0.0
+        design = np.stack([weights, np.array(num_rows) * weights], 1)
+        per_step, per_row = nnls(design, np.ones(len(weights)))[0]
         return cls(float(per_step), float(per_row))
 
 

@@ -106,27 +106,19 @@ def _sum_stein_kernel(x: Array, s: Array, length: Array, kernel: str) -> tuple[A
     k s_x.s_y - 2 k' (x - y).(s_x - s_y) - 2 d k' - 4 u k''.
     """
     n, d = x.shape
-    block_size = min(n, _STEIN_BLOCK_SIZE)
-    padded = -(-n // block_size) * block_size
-    pad = [(0, padded - n), (0, 0)]
-    blocks = (
-        jnp.pad(x, pad).reshape(-1, block_size, d),
-        jnp.pad(s, pad).reshape(-1, block_size, d),
-        (jnp.arange(padded) < n).reshape(-1, block_size),
-    )
     squared_norms, x_dot_s = jnp.square(x).sum(1), (x * s).sum(1)
 
-    def sum_block(block: tuple[Array, Array, Array]) -> Array:
-        y, t, is_real = block
-        u = jnp.maximum(jnp.square(y).sum(1)[:, None] + squared_norms - 2.0 * y @ x.T, 0.0)
+    def sum_pairs(draw: tuple[Array, Array]) -> Array:
+        """Return the sum over all pairs with a draw y of score t."""
+        y, t = draw
+        u = jnp.maximum(y @ y + squared_norms - 2.0 * x @ y, 0.0)
         k, dk, d2k = _RADIAL_KERNELS[kernel](u, length)
-        cross = (y * t).sum(1)[:, None] - y @ s.T - t @ x.T + x_dot_s  # (y - x) . (t - s)
-        values = k * (t @ s.T) - 2.0 * dk * cross - 2.0 * d * dk - 4.0 * u * d2k
-        return jnp.where(is_real[:, None], values, 0.0).sum()
+        cross = y @ t - s @ y - x @ t + x_dot_s  # (y - x) . (t - s)
+        return (k * (s @ t) - 2.0 * dk * cross - 2.0 * d * dk - 4.0 * u * d2k).sum()
 
     k, dk, _ = _RADIAL_KERNELS[kernel](jnp.zeros((), x.dtype), length)
     diagonal = k * jnp.square(s).sum() - 2.0 * d * dk * n
-    return lax.map(sum_block, blocks).sum(), diagonal
+    return lax.map(sum_pairs, (x, s), batch_size=_STEIN_BLOCK_SIZE).sum(), diagonal
 
 
 class KolmogorovDistance(NamedTuple):
