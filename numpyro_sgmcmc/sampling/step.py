@@ -82,7 +82,7 @@ def run_iteration(
     if not state.i.ndim:
         return run_chain(state)
     # Chains have the same pairs of groups: lookups by the same indices are one operation.
-    pairs = getattr(state.adapt_state.reference_hessian, "pairs", None)
+    pairs = getattr(state.adapt_state.preconditioner.reference_hessian, "pairs", None)
     if pairs is None:
         return jax.vmap(run_chain, spmd_axis_name=chain_axis)(state)
     of_first_chain = jax.tree.map(lambda x: x[0], pairs)
