@@ -316,15 +316,15 @@ def _sum_terms_by_batch(name: str, terms: np.ndarray) -> np.ndarray:
     """Sum terms ``(chains, draws, ..., 4)`` over batches of the draws of each chain by time.
 
     :return: shape ``(batches, 6, k)``: along the second axis the number of draws, f, which is
-        centred, the difference of the two sides of Stein's identity, the squared gradient, and
-        products of f with f and with that difference.
+        centred, the residual of Stein's identity, the squared gradient, and products of f with f
+        and with the residual.
     """
     num_chains, num_draws, *_, num_terms = terms.shape
     f, work, squared_gradient, divergence = np.moveaxis(
         terms.reshape(num_chains, num_draws, -1, num_terms), -1, 0
     )
-    f, excess = f - f.mean((0, 1)), work - divergence
-    summands = np.stack([np.ones_like(f), f, excess, squared_gradient, f * f, f * excess])
+    f, residual = f - f.mean((0, 1)), work - divergence
+    summands = np.stack([np.ones_like(f), f, residual, squared_gradient, f * f, f * residual])
     num_batches = min(_NUM_JACKKNIFE_BATCHES, num_draws)
     starts = np.unique(np.linspace(0, num_draws, num_batches, endpoint=False).astype(int))
     sums = np.add.reduceat(summands, starts, axis=2)
@@ -335,14 +335,14 @@ def _estimate_bias_from_sums(batch_sums: np.ndarray) -> tuple[BiasEstimate, np.n
     """Return the bias and the chains' variance from sums ``(batches, 6, k)``."""
 
     def statistic(total: np.ndarray) -> np.ndarray:
-        f, excess, squared_gradient, f_f, f_excess = total[1:] / total[0]
+        f, residual, squared_gradient, f_f, f_residual = total[1:] / total[0]
         variance = f_f - f * f
         with np.errstate(divide="ignore", invalid="ignore"):
-            variance_ratio = (f_excess - f * excess) / squared_gradient
+            variance_ratio = (f_residual - f * residual) / squared_gradient
             sd_ratio = np.sqrt(np.maximum(variance_ratio, _MIN_VARIANCE_RATIO))
             posterior_variance = variance / np.square(sd_ratio)
             relaxation_rate = squared_gradient / posterior_variance
-            mean_bias = excess / (relaxation_rate * np.sqrt(posterior_variance))
+            mean_bias = residual / (relaxation_rate * np.sqrt(posterior_variance))
         results = np.stack([mean_bias, sd_ratio - 1.0, variance])
         is_constant = ~((variance > 0.0) | (squared_gradient > 0.0))
         return np.where(is_constant, 0.0, results)
