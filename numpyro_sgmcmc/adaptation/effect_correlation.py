@@ -28,7 +28,7 @@ from jax import Array
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, cg, eigsh
 
 from numpyro_sgmcmc.data.arguments import Arguments
-from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, GroupPairs
+from numpyro_sgmcmc.model.block_arrow import BlockArrowLayout, GroupNesting, GroupPairs
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.potential import Potential
 
@@ -45,6 +45,7 @@ _CG_TOLERANCE, _MAX_CG_ITERATIONS = 1e-4, 300
 # direction is scaled; a floor for those that rounding makes negative.
 _NUM_EIGENVALUES, _EIGENVALUE_TOLERANCE, _MIN_EIGENVALUE_RATIO = 16, 0.02, 1.5
 _MIN_EIGENVALUE = 1e-5
+_MIN_BLOCK_EIGENVALUE = 1e-2  # of blocks with unit diagonal that are not positive definite
 
 
 def sum_row_couplings(
@@ -167,6 +168,60 @@ def _evaluate_row_forms(
     return jax.vmap(form)(left, right)
 
 
+def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
+    """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
+    matrices = np.moveaxis(blocks, 2, 0)
+    try:
+        cholesky = np.linalg.cholesky(matrices)
+    except np.linalg.LinAlgError:
+        diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))
+        scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
+        eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
+        eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
+        return np.moveaxis(scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :], 0, 2)
+    return np.moveaxis(np.swapaxes(np.linalg.inv(cholesky), 1, 2), 0, 2)
+
+
+def find_nesting(
+    layout: BlockArrowLayout, pairs: GroupPairs, factors: np.ndarray, blocks: np.ndarray
+) -> tuple[GroupNesting, np.ndarray, GroupPairs]:
+    """Find groups that belong to one group of a coarser grouping, and eliminate them.
+
+    :return: their dependence on it, factors of the covariances given the parents and without the
+        children, and the other pairs.
+    """
+    is_pair = pairs.values.any((0, 1))
+    targets, sources = (
+        np.broadcast_to(pairs.targets, is_pair.shape)[is_pair],
+        pairs.sources[is_pair],
+    )
+    sizes = np.array([part.stop - part.start for part, _ in layout.groupings])
+    grouping, num_groups = np.repeat(np.arange(len(sizes)), sizes), layout.num_groups
+    parents, values = np.arange(num_groups, dtype=np.int32), np.zeros_like(blocks)
+    known_parents: set[int] = set()
+    for child, parent in combinations(np.argsort(-sizes, kind="stable"), 2):
+        is_child = (grouping[targets] == child) & (grouping[sources] == parent)
+        children = targets[is_child]
+        has_parent = (parents[grouping == child] != np.flatnonzero(grouping == child)).any()
+        if child in known_parents or has_parent or np.bincount(children).max(initial=0) != 1:
+            continue
+        parents[children] = sources[is_child]
+        values[..., children] = pairs.values[:, :, is_pair][..., is_child]
+        known_parents.add(parent)
+    coupling = np.einsum("abg,cbg,cdg->adg", factors, factors, values)
+    schur, terms = blocks.copy(), np.einsum("cag,cbg->abg", values, coupling)
+    for index in np.ndindex(blocks.shape[:2]):
+        schur[index] -= np.bincount(parents, terms[index], num_groups)
+    is_parent = np.isin(grouping, list(known_parents))
+    factors = np.where(is_parent, factorize_inverse_blocks(schur), factors)
+    is_nested = parents[pairs.targets] == pairs.sources
+    is_nested |= parents[pairs.sources] == pairs.targets
+    others = replace(
+        pairs, values=np.where(is_nested, 0.0, pairs.values).astype(pairs.values.dtype)
+    )
+    return GroupNesting(parents, coupling), factors, others
+
+
 @dataclass(frozen=True)
 class EffectCorrelation:
     """The matrix I + K of scaled effects, flat with k G entries."""
@@ -198,6 +253,8 @@ class EffectCorrelation:
 
     def fit_low_rank(self) -> LowRankFactor | None:
         """Return a factor of the inverse along the extreme eigenvectors."""
+        if not self.coupling.data.any():
+            return None
         v0 = np.random.default_rng(0).standard_normal(self.coupling.shape[0])
         try:
             eigenvalues, vectors = eigsh(

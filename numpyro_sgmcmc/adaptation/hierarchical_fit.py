@@ -25,7 +25,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation, sum_row_couplings
+from numpyro_sgmcmc.adaptation.effect_correlation import (
+    EffectCorrelation,
+    factorize_inverse_blocks,
+    find_nesting,
+    sum_row_couplings,
+)
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
@@ -45,7 +50,6 @@ _MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are update
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 _MIN_SCALED_EIGENVALUE = 0.02  # of the Schur complement with unit diagonal of the corner
-_MIN_BLOCK_EIGENVALUE = 1e-2  # of blocks with unit diagonal that are not positive definite
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
@@ -176,16 +180,23 @@ def _build_preconditioner(
 ) -> Preconditioner | None:
     """Return the coordinates of a fit that has converged."""
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
-    factors = conditional.factors
-    inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
-    correlation = EffectCorrelation.create(hessian.pairs, factorize_inverse_blocks(hessian.blocks))
+    factors, pairs = conditional.factors, hessian.pairs
+    correlation = EffectCorrelation.create(pairs, factorize_inverse_blocks(hessian.blocks))
     coupling = apply_covariance(factors, hessian.strips, correlation)
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
         return None
-    low_rank = None if correlation is None else correlation.fit_low_rank()
-    factor = BlockArrowFactor(factors, inverse_factors, coupling, shared_factor, layout, low_rank)
+    low_rank = nesting = None
+    if pairs is not None:
+        nesting, factors, others = find_nesting(layout, pairs, factors, hessian.blocks)
+        remaining = EffectCorrelation.create(others, factors)
+        low_rank = None if remaining is None else remaining.fit_low_rank()
+        nesting = nesting if nesting.coupling.any() else None
+    inverse_factors = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
+    factor = BlockArrowFactor(
+        factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
+    )
     preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
     return preconditioner if preconditioner.is_finite() else None
 
@@ -283,20 +294,6 @@ def _update_effects(
     of_effects, of_shared = layout.split(gradient)
     marginal = of_shared - np.tensordot(linearisation.coupling, of_effects, 2)
     return _Conditional(position, factors, marginal, rms)
-
-
-def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
-    """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
-    matrices = np.moveaxis(blocks, 2, 0)
-    try:
-        cholesky = np.linalg.cholesky(matrices)
-    except np.linalg.LinAlgError:
-        diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))
-        scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
-        eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
-        eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
-        return np.moveaxis(scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :], 0, 2)
-    return np.moveaxis(np.swapaxes(np.linalg.inv(cholesky), 1, 2), 0, 2)
 
 
 def _update_bfgs(

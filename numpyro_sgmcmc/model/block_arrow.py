@@ -275,6 +275,36 @@ class GroupPairs:
         return jnp.zeros_like(effects).at[..., self.targets].add(sums)
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["parents", "coupling"], meta_fields=[])
+@dataclass(frozen=True)
+class GroupNesting:
+    """Dependence of groups on the one group of another grouping that they belong to."""
+
+    parents: Any  # that group, or the group itself, shape `(G,)`
+    coupling: Any  # minus the derivative of the effects by the parent's, shape `(k, k, G)`
+
+    def apply(self, effects: Any) -> Any:
+        """Return effects from their deviations from the means given the parent."""
+        return effects - _multiply(self.coupling, effects[..., self.parents])
+
+    def solve(self, effects: Any) -> Any:
+        """Return the deviations; parents have no parents."""
+        return effects + _multiply(self.coupling, effects[..., self.parents])
+
+    def apply_transpose(self, gradient: Any) -> Any:
+        """Return the gradient with respect to the deviations."""
+        terms = _multiply(self.coupling.swapaxes(0, 1), gradient)
+        if isinstance(gradient, jax.Array):
+            return gradient.at[..., self.parents].add(-terms)
+        gradient = gradient.copy()
+        np.add.at(np.moveaxis(gradient, -1, 0), self.parents, -np.moveaxis(terms, -1, 0))
+        return gradient
+
+    def apply_squared(self, variances: Any) -> Any:
+        """Return the effects' variances from those of the deviations."""
+        return variances + _multiply(self.coupling**2, variances[..., self.parents])
+
+
 @partial(_register, data_fields=["blocks", "strips", "corner", "pairs"])
 @dataclass(frozen=True)
 class BlockArrowMatrix:
@@ -312,6 +342,7 @@ class BlockArrowMatrix:
         "coupling",
         "shared_factor",
         "correlation",
+        "nesting",
     ],
 )
 @dataclass(frozen=True)
@@ -328,13 +359,17 @@ class BlockArrowFactor:
     shared_factor: Any  # factor of the covariance of the shared parameters, shape `(s, s)`
     layout: BlockArrowLayout
     correlation: LowRankFactor | None = None  # of the effects, in units of F
+    nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
 
     def apply(self, q: Any) -> Any:
         """Return ``L q``."""
         effects, shared = self.layout.split(q)
         shared = shared @ self.shared_factor.T
         effects = self._correlate(effects, LowRankFactor.apply)
-        effects = _multiply(self.effect_factors, effects) - _multiply_shared(self.coupling, shared)
+        effects = _multiply(self.effect_factors, effects)
+        if self.nesting is not None:
+            effects = self.nesting.apply(effects)
+        effects = effects - _multiply_shared(self.coupling, shared)
         return self.layout.merge(effects, shared)
 
     def solve(self, v: Any) -> Any:
@@ -342,6 +377,8 @@ class BlockArrowFactor:
         effects, shared = self.layout.split(v)
         effects = effects + _multiply_shared(self.coupling, shared)
         inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
+        if self.nesting is not None:
+            effects = self.nesting.solve(effects)
         effects = _multiply(self.inverse_effect_factors, effects)
         effects = self._correlate(effects, LowRankFactor.solve)
         return self.layout.merge(effects, shared @ inv(self.shared_factor).T)
@@ -350,6 +387,8 @@ class BlockArrowFactor:
         """Return ``L^T g``."""
         effects, shared = self.layout.split(gradient)
         shared = shared - _sum_over_groups(self.coupling, effects)
+        if self.nesting is not None:
+            effects = self.nesting.apply_transpose(effects)
         effects = _multiply(self.effect_factors.swapaxes(-3, -2), effects)
         effects = self._correlate(effects, LowRankFactor.apply)
         return self.layout.merge(effects, shared @ self.shared_factor)
@@ -359,7 +398,10 @@ class BlockArrowFactor:
         effects, shared = self.layout.split(variances)
         effects = self._correlate(effects, LowRankFactor.apply_squared)
         combined = _multiply_shared(self.coupling, self.shared_factor.T)
-        effects = _multiply(self.effect_factors**2, effects) + _multiply_shared(combined**2, shared)
+        effects = _multiply(self.effect_factors**2, effects)
+        if self.nesting is not None:
+            effects = self.nesting.apply_squared(effects)
+        effects = effects + _multiply_shared(combined**2, shared)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
 
     @property

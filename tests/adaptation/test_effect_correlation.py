@@ -8,13 +8,18 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+from numpyro.infer import MCMC
+from scipy import sparse
 
-from numpyro_sgmcmc.adaptation.effect_correlation import EffectCorrelation
-from numpyro_sgmcmc.adaptation.hierarchical_fit import (
-    evaluate_block_arrow,
+from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc.adaptation.effect_correlation import (
+    EffectCorrelation,
     factorize_inverse_blocks,
+    find_nesting,
 )
-from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow
+from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.adaptation.inputs import make_inputs
@@ -142,3 +147,127 @@ def test_correlation_solves_with_the_effects_block_of_the_hessian():
     eigenvalues = np.linalg.eigvalsh(matrix)
     assert np.max(1.0 / low_rank.scales**2) == pytest.approx(eigenvalues[-1], rel=0.02)
     assert np.min(1.0 / low_rank.scales**2) == pytest.approx(eigenvalues[0], rel=0.05)
+
+
+def test_nested_effects_given_their_group_are_independent():
+    inputs, layout, position, _ = prepare(nested)
+    _, hessian = evaluate_block_arrow(inputs, layout, position)
+    factors = factorize_inverse_blocks(hessian.blocks)
+    nesting, factors, others = find_nesting(layout, hessian.pairs, factors, hessian.blocks)
+    assert not others.values.any()
+    inverses = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
+    coupling = np.zeros((layout.num_shared, 1, layout.num_groups))
+    shared = np.eye(layout.num_shared)
+    factor = BlockArrowFactor(factors, inverses, coupling, shared, layout, None, nesting)
+    identity = np.eye(layout.dim)
+    L = factor.apply(identity).T
+    effects = layout.merge(np.ones((1, layout.num_groups)), np.zeros(layout.num_shared)) > 0
+    preconditioned = factor.apply_transpose(hessian @ L.T)[np.ix_(effects, effects)]
+    np.testing.assert_allclose(preconditioned, np.eye(len(preconditioned)), atol=1e-4)
+    np.testing.assert_allclose(factor.solve(L.T), identity, atol=1e-8)
+    np.testing.assert_allclose(
+        factor.apply_squared(np.ones(layout.dim)), np.square(L).sum(1), rtol=1e-6
+    )
+    gradient = jnp.asarray(identity[effects], "f")
+    expected = factor.apply_transpose(identity[effects])
+    compiled = jax.tree.map(jnp.asarray, factor).apply_transpose(gradient)
+    np.testing.assert_allclose(compiled, expected, atol=1e-5)
+
+
+def ratings(user, item, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    user_scale = numpyro.sample("user_scale", dist.HalfNormal(1))
+    item_scale = numpyro.sample("item_scale", dist.HalfNormal(1))
+    sigma = numpyro.sample("sigma", dist.HalfNormal(2))
+    a, b = sample_effects("a", 2_000, user_scale), sample_effects("b", 500, item_scale)
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(mean + a[user[i]] + b[item[i]], sigma), obs=y[i])
+
+
+def sample_scale(rng, squares, count, prior_scale, log_scale):
+    """Sample a log scale of normals with a half-normal prior, by a slice sampler."""
+
+    def log_density(x):
+        return -(count - 1) * x - squares * np.exp(-2 * x) / 2 - np.exp(2 * x) / 2 / prior_scale**2
+
+    width = 4.0 / np.sqrt(2.0 * count)
+    level = log_density(log_scale) - rng.exponential()
+    low = log_scale - width * rng.random()
+    high = low + width
+    while log_density(low) > level:
+        low -= width
+    while log_density(high) > level:
+        high += width
+    while log_density(x := rng.uniform(low, high)) <= level:
+        low, high = (x, high) if x < log_scale else (low, x)
+    return x
+
+
+def run_gibbs_sampler(user, item, y, num_draws):
+    """Return draws of mean, log scales and one effect of each grouping by exact conditionals."""
+    rng, y = np.random.default_rng(0), y.astype(float)
+    counts = sparse.csr_matrix((np.ones(len(y)), (user, item)))
+    totals = np.bincount(user, y), np.bincount(item, y)
+    sizes = np.bincount(user), np.bincount(item)
+    mean, log_scales = 0.0, np.array([-0.5, -0.5, 0.0])
+    effects, draws = [np.zeros(len(n)) for n in sizes], []
+    for _ in range(num_draws):
+        precisions = np.exp(-2.0 * log_scales)
+        for k, matrix in enumerate((counts, counts.T)):
+            residuals = totals[k] - sizes[k] * mean - matrix @ effects[1 - k]
+            precision = sizes[k] * precisions[2] + precisions[k]
+            noise = rng.standard_normal(len(precision)) / np.sqrt(precision)
+            effects[k] = precisions[2] * residuals / precision + noise
+        for k in range(2):  # the mean and all effects of a grouping, in opposite directions
+            precision = len(effects[k]) * precisions[k] + 0.25
+            shift = (effects[k].sum() * precisions[k] - mean / 4.0) / precision
+            shift += rng.standard_normal() / np.sqrt(precision)
+            mean, effects[k] = mean + shift, effects[k] - shift
+        residuals = y - effects[0][user] - effects[1][item]
+        precision = len(y) * precisions[2] + 0.25
+        mean = residuals.sum() * precisions[2] / precision + rng.standard_normal() / np.sqrt(
+            precision
+        )
+        squares = [np.square(x).sum() for x in (*effects, residuals - mean)]
+        log_scales = np.array(
+            [
+                sample_scale(rng, *x)
+                for x in zip(
+                    squares, (2_000, 500, len(y)), (1.0, 1.0, 2.0), log_scales, strict=True
+                )
+            ]
+        )
+        draws.append([mean, *np.exp(log_scales), effects[0][0], effects[1][0]])
+    return np.array(draws[num_draws // 10 :])
+
+
+@pytest.mark.slow
+def test_default_arguments_sample_crossed_effects():
+    rng = np.random.default_rng(0)
+    user, item = rng.integers(0, 2_000, 50_000), rng.integers(0, 500, 50_000)
+    eta = 0.3 + 0.5 * rng.standard_normal(2_000)[user] + 0.4 * rng.standard_normal(500)[item]
+    y = (eta + rng.standard_normal(50_000)).astype(np.float32)
+    mcmc = MCMC(
+        SGHMCSplit(ratings),
+        num_warmup=100,
+        num_samples=1_000,
+        num_chains=4,
+        chain_method="vectorized",
+        progress_bar=False,
+    )
+    mcmc.run(jax.random.key(0), *map(jnp.asarray, (user, item, y)), batch_size=1_000)
+    samples = mcmc.get_samples(group_by_chain=True)
+    names = ("mean", "user_scale", "item_scale", "sigma")
+    values = [samples[name] for name in names] + [samples[name][..., 0] for name in "ab"]
+    reference = run_gibbs_sampler(user, item, y, 6_000)
+    for draws, exact in zip(values, reference.T, strict=True):
+        assert split_gelman_rubin(draws) < 1.01
+        variance = exact.var()
+        errors, errors_of_squares = (
+            sum(1.0 / effective_sample_size(power(x)) for x in (draws, exact[None]))
+            for power in (np.asarray, lambda x: np.square(x - x.mean()))
+        )
+        # Four standard errors.
+        assert abs(draws.mean() - exact.mean()) < 4.0 * np.sqrt(errors * variance)
+        assert abs(draws.std() / np.sqrt(variance) - 1.0) < 4.0 * np.sqrt(errors_of_squares / 2.0)
+    assert max(split_gelman_rubin(np.asarray(samples[name])).max() for name in "ab") < 1.02

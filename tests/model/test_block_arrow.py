@@ -10,7 +10,8 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import init_to_uniform
 
-from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance, factorize_inverse_blocks
+from numpyro_sgmcmc.adaptation.effect_correlation import factorize_inverse_blocks
+from numpyro_sgmcmc.adaptation.hierarchical_fit import apply_covariance
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
