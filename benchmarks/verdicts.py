@@ -42,7 +42,7 @@ from verdict_shapes import Built  # vocabulary: ok
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 from numpyro_sgmcmc.adaptation import initialisation, settings
 from numpyro_sgmcmc.diagnostics.run_data import RunData
-from numpyro_sgmcmc.errors import SGMCMCWarning
+from numpyro_sgmcmc.errors import DataOrderWarning, SGMCMCWarning, SubsampleSizeWarning
 
 MEAN_TOLERANCE, SD_TOLERANCE = 0.3, 0.2
 _ERRORS = 3.0  # standard errors that chance may explain
@@ -185,7 +185,12 @@ def evaluate(problem: Problem, built: Built, reference: Reference, seed: int) ->
 
 
 def is_counted(category: type[Warning]) -> bool:
-    """Return whether a warning is this package's or a plain one, such as NumPyro's."""
+    """Return whether a warning is this package's or a plain one, such as NumPyro's.
+
+    Warnings about the time of a step are not.
+    """
+    if issubclass(category, (SubsampleSizeWarning, DataOrderWarning)):
+        return False
     return category is UserWarning or issubclass(category, SGMCMCWarning)
 
 
