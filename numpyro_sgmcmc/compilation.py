@@ -43,12 +43,14 @@ _MAX_MEMORY_MAPS_FILE = Path("/proc/sys/vm/max_map_count")
 _MAX_MEMORY_MAPS_FRACTION = 0.5
 
 
-def fingerprint_jaxpr(closed_jaxpr: ClosedJaxpr) -> Hashable:
+def fingerprint_jaxpr(
+    closed_jaxpr: ClosedJaxpr, max_constant_bytes: int = _MAX_CONSTANT_BYTES
+) -> Hashable:
     """Return a value that is equal for two programs only if they compute the same.
 
     :param closed_jaxpr: the program, with all derivatives that will be computed of it.
     """
-    hasher = _JaxprHasher()
+    hasher = _JaxprHasher(max_constant_bytes)
     digest = hasher.hash_jaxpr(closed_jaxpr.jaxpr, closed_jaxpr.consts)
     return digest, tuple(hasher.opaque_objects)
 
@@ -56,10 +58,10 @@ def fingerprint_jaxpr(closed_jaxpr: ClosedJaxpr) -> Hashable:
 class _JaxprHasher:
     """Hashes programs; objects that cannot be hashed by content are kept, to be compared."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_constant_bytes: int) -> None:
         self.opaque_objects: dict[Hashable, int] = {}
         self._hashes_by_id: dict[int, tuple[Any, bytes]] = {}
-        self._num_bytes_left = _MAX_CONSTANT_BYTES
+        self._num_bytes_left = max_constant_bytes
 
     def hash_jaxpr(self, jaxpr: Jaxpr, constants: Iterable[Any] = ()) -> bytes:
         """Return the hash of a program and its constants."""
@@ -146,11 +148,12 @@ def aot_compile(fn: Any, *args: Any, **static_kwargs: Any) -> None:
     _COMPILATION_EXECUTOR.submit(fn.lower(*args, **static_kwargs).compile)
 
 
-def clear_compilation_cache_if_full() -> None:
+def clear_compilation_cache_if_full(max_num_maps: int | None = None) -> None:
     """Clear JAX's caches where the process nears the limit on memory mappings (Linux only)."""
     if not (_MEMORY_MAPS_FILE.exists() and _MAX_MEMORY_MAPS_FILE.exists()):
         return
-    max_num_maps = int(_MAX_MEMORY_MAPS_FILE.read_text())
+    if max_num_maps is None:
+        max_num_maps = int(_MAX_MEMORY_MAPS_FILE.read_text())
     if _count_memory_maps(int(time.monotonic())) > _MAX_MEMORY_MAPS_FRACTION * max_num_maps:
         _count_memory_maps.cache_clear()
         jax.clear_caches()

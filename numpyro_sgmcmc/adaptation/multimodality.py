@@ -340,7 +340,9 @@ def _as_rows(x: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
-def rescale_to_prior(inputs: WarmupInputs, pilot: PilotResult) -> PilotResult | None:
+def rescale_to_prior(
+    inputs: WarmupInputs, pilot: PilotResult, high_dim: int = HIGH_DIM
+) -> PilotResult | None:
     """Return the pilot chains in coordinates scaled by the prior SDs, or None.
 
     None where the chains agree, where the posterior is much narrower than the prior, where
@@ -356,7 +358,7 @@ def rescale_to_prior(inputs: WarmupInputs, pilot: PilotResult) -> PilotResult | 
     bulk = BulkPositions(inputs.batched_gradients, pilot.preconditioner, pilot.q)
     # R-hat alone does not count: a few of very many coordinates have a large one after a short
     # window.
-    if inputs.potential.dim > HIGH_DIM and _has_effective_control_variates(bulk, inputs.rng):
+    if inputs.potential.dim > high_dim and _has_effective_control_variates(bulk, inputs.rng):
         return None
     prior_sds = _estimate_prior_sds(inputs)
     if prior_sds is None or np.median(bulk.preconditioner.sds / prior_sds) < _MIN_PRIOR_SD_RATIO:

@@ -228,7 +228,12 @@ class DeviceArrayCache:
     def __init__(self) -> None:
         self._refs: dict[int, tuple[Any, Any]] = {}
 
-    def cache_arrays(self, arguments: Arguments) -> Arguments:
+    def cache_arrays(
+        self,
+        arguments: Arguments,
+        min_total_bytes: int = MAX_CONSTANT_BYTES,
+        min_array_bytes: int = _MIN_CACHED_ARRAY_BYTES,
+    ) -> Arguments:
         """Return the arguments with their large arrays in references.
 
         ``pmap`` does not support references and gets constants.
@@ -236,7 +241,7 @@ class DeviceArrayCache:
         if jax.sharding.get_abstract_mesh().manual_axes:
             return arguments.map_arrays(jnp.asarray)
         num_bytes = sum(x.nbytes for x in arguments.arrays if not isinstance(x, jax.core.Tracer))
-        min_bytes = _MIN_CACHED_ARRAY_BYTES if num_bytes >= MAX_CONSTANT_BYTES else math.inf
+        min_bytes = min_array_bytes if num_bytes >= min_total_bytes else math.inf
         return arguments.map_arrays(lambda x: self._get_ref(x, min_bytes))
 
     def keep_only(self, arguments: Arguments) -> None:

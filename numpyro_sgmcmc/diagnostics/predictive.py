@@ -182,6 +182,7 @@ def evaluate_plate_sites(
     samples: dict[str, Any],
     indices: np.ndarray,
     rng_key: Array | None = None,
+    max_rows_per_chunk: int = _MAX_ROWS_PER_CHUNK,
     infer_discrete: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Return log likelihoods or, with a random key, replicated data of the sites in the plate.
@@ -237,7 +238,7 @@ def evaluate_plate_sites(
     flat_draws = jax.tree.map(lambda x: x.reshape(chains * draws, *x.shape[2:]), samples)
     arguments = Arguments(mcmc._args, mcmc._kwargs)
     host_arrays, arguments = arguments.host_arrays, arguments.map_arrays(jnp.asarray)
-    max_rows = min(_MAX_ROWS_PER_CHUNK, _MAX_DRAW_ROW_PAIRS_PER_CHUNK // (chains * draws))
+    max_rows = min(max_rows_per_chunk, _MAX_DRAW_ROW_PAIRS_PER_CHUNK // (chains * draws))
     chunk = max(1, min(len(indices), max_rows))
     base_key = random.key(0) if rng_key is None else rng_key
     label = "log likelihood" if rng_key is None else "predictive"
@@ -572,6 +573,8 @@ class DrawFunctions:
         self,
         runs: Sequence[Mapping[str, Array]],
         rng_key: Array,
+        max_elements_per_chunk: int = _MAX_ELEMENTS_PER_CHUNK,
+        max_elements_per_batch: int = _MAX_ELEMENTS_PER_BATCH,
     ) -> Iterator[list[dict[str, np.ndarray]]]:
         """Yield the results of each run at a chunk of rows, by name.
 
@@ -584,11 +587,11 @@ class DrawFunctions:
         per_row_in_memory = per_row * self.elements_per_result
         max_draws = max(int(np.prod(_count_chains_and_draws(draws))) for draws in runs)
         max_rows = min(
-            _MAX_ELEMENTS_PER_CHUNK // (max_draws * per_row),
-            _MAX_ELEMENTS_PER_BATCH // per_row_in_memory,
+            max_elements_per_chunk // (max_draws * per_row),
+            max_elements_per_batch // per_row_in_memory,
         )
         chunk = max(1, min(max_rows, num_rows))
-        batch_size = max(1, _MAX_ELEMENTS_PER_BATCH // (chunk * per_row_in_memory))
+        batch_size = max(1, max_elements_per_batch // (chunk * per_row_in_memory))
 
         @jax.jit
         def evaluate(keys: Array, draws: Any, rows: tuple[Array, ...]) -> dict[str, Array]:

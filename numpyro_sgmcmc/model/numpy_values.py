@@ -87,16 +87,19 @@ class NumPyArgumentsModel:
     :param arguments: arguments whose values stand for traced ones, the smallest first; arrays that
         are on the host, on several devices or too large remain traced. An argument that is not
         traced has its own.
+    :param max_bytes: bytes of these arguments together.
     """
 
-    def __init__(self, model: Callable, arguments: Arguments) -> None:
+    def __init__(
+        self, model: Callable, arguments: Arguments, max_bytes: int = MAX_CONSTANT_BYTES
+    ) -> None:
         self.model = model
         self._indexable_model = _replace_arrays(model, {})
         self._values: dict[str, np.ndarray] = {}
         num_bytes = 0
         for path, x in sorted(_iterate_arrays(arguments), key=lambda item: item[1].nbytes):
             num_bytes += x.nbytes
-            if num_bytes > MAX_CONSTANT_BYTES:
+            if num_bytes > max_bytes:
                 break
             if _has_value(x):
                 self._values[path] = np.array(x)

@@ -89,15 +89,14 @@ def test_rescale_to_prior_converged_chains_or_user_options_are_kept(options):
 
 
 @pytest.mark.parametrize(("model", "is_rescaled"), [(network, True), (linear(3.0), False)])
-def test_rescale_to_prior_high_dim_needs_noisy_control_variates(model, is_rescaled, monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.adaptation.multimodality.HIGH_DIM", 1)
+def test_rescale_to_prior_high_dim_needs_noisy_control_variates(model, is_rescaled):
     inputs = make_inputs(model, (X, Y), 50)
     dim = inputs.potential.dim
     gradient = inputs.batched_gradients.full_gradient(np.zeros(dim))
     preconditioner = Preconditioner(np.zeros(dim), np.full(dim, 0.5), gradient)
     rng = np.random.default_rng(1)
     pilot = PilotResult(preconditioner, rng.standard_normal((4, dim)), False, 3.0)
-    rescaled = rescale_to_prior(inputs, pilot)
+    rescaled = rescale_to_prior(inputs, pilot, high_dim=1)
     assert (rescaled is not None) == is_rescaled
 
 

@@ -195,41 +195,29 @@ def test_arguments_under_transformations_keep_their_structure():
     assert shapes.args[1] == 2
 
 
-@pytest.fixture
-def set_bounds(monkeypatch):
-    def set_bounds(total_bytes, array_bytes):
-        monkeypatch.setattr("numpyro_sgmcmc.data.arguments.MAX_CONSTANT_BYTES", total_bytes)
-        monkeypatch.setattr("numpyro_sgmcmc.data.arguments._MIN_CACHED_ARRAY_BYTES", array_bytes)
-
-    return set_bounds
-
-
 def are_in_references(*arrays):
-    cached = DeviceArrayCache().cache_arrays(Arguments(arrays))
+    cached = DeviceArrayCache().cache_arrays(Arguments(arrays), 2_000, 500)
     return [isinstance(x, jax.Ref) for x in cached.args]
 
 
-def test_device_array_cache_holds_arrays_that_are_large_together(set_bounds):
-    set_bounds(2_000, 500)
+def test_device_array_cache_holds_arrays_that_are_large_together():
     large, small = np.ones(300, np.float32), np.ones(100, np.float32)
     assert are_in_references(large) == [False]
     assert are_in_references(large, small, large) == [True, False, True]
     assert are_in_references(*[small] * 6) == [False] * 6
 
 
-def test_device_array_cache_holds_each_array_once_with_its_values(set_bounds):
-    set_bounds(0, 0)
+def test_device_array_cache_holds_each_array_once_with_its_values():
     cache = DeviceArrayCache()
-    first, second = (cache.cache_arrays(Arguments((X, y), {"z": X})) for _ in range(2))
+    first, second = (cache.cache_arrays(Arguments((X, y), {"z": X}), 0, 0) for _ in range(2))
     assert first.args[0] is second.args[0] is first.kwargs["z"]
     np.testing.assert_array_equal(jax.jit(lambda: first.dereference().args[0])(), X)
 
 
-def test_device_array_cache_releases_other_arrays(set_bounds):
-    set_bounds(0, 0)
+def test_device_array_cache_releases_other_arrays():
     cache = DeviceArrayCache()
-    first = cache.cache_arrays(Arguments((X, y)))
+    first = cache.cache_arrays(Arguments((X, y)), 0, 0)
     cache.keep_only(Arguments((X,)))
-    second = cache.cache_arrays(Arguments((X, y)))
+    second = cache.cache_arrays(Arguments((X, y)), 0, 0)
     assert first.args[0] is second.args[0]
     assert first.args[1] is not second.args[1]

@@ -141,10 +141,9 @@ def test_to_arviz_with_all_rows_has_numpyros_log_likelihood(mcmc, exact):
     np.testing.assert_allclose(values, exact, rtol=1e-4, atol=1e-4)
 
 
-def test_log_likelihood_does_not_depend_on_chunks(mcmc, exact, monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.predictive._MAX_ROWS_PER_CHUNK", 150)
+def test_log_likelihood_does_not_depend_on_chunks(mcmc, exact):
     samples = mcmc.get_samples(group_by_chain=True)
-    values, axes = evaluate_plate_sites(mcmc, samples, np.arange(N))
+    values, axes = evaluate_plate_sites(mcmc, samples, np.arange(N), max_rows_per_chunk=150)
     assert axes == {"y": -1}
     np.testing.assert_allclose(values["y"], exact, rtol=1e-4, atol=1e-4)
 

@@ -61,12 +61,9 @@ def test_predictive_summary_equals_its_definitions():
 
 
 @pytest.mark.parametrize("max_elements", [1, 3 * 80 * 5, 3 * 80 * 23])
-def test_iterate_chunks_does_not_depend_on_chunks(max_elements, monkeypatch):
+def test_iterate_chunks_does_not_depend_on_chunks(max_elements):
     functions = DrawFunctions.from_fn(mean, (X,))
-    predictive = "numpyro_sgmcmc.diagnostics.predictive."
-    monkeypatch.setattr(f"{predictive}_MAX_ELEMENTS_PER_CHUNK", max_elements)
-    monkeypatch.setattr(f"{predictive}_MAX_ELEMENTS_PER_BATCH", 7)
-    chunks = functions.iterate_chunks([DRAWS], random.key(0))
+    chunks = functions.iterate_chunks([DRAWS], random.key(0), max_elements, 7)
     chunked = np.concatenate([values["mean"] for (values,) in chunks], axis=2)
     expected = np.einsum("csd,nd->csn", DRAWS["beta"], X)
     np.testing.assert_allclose(chunked, expected, rtol=1e-5, atol=1e-6)
@@ -192,11 +189,10 @@ def mcmc():
     return run(jnp.asarray(x), jnp.asarray(3.0 * x))
 
 
-def test_posterior_predictive_has_the_distribution_of_the_model(mcmc, monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.diagnostics.predictive._MAX_ROWS_PER_CHUNK", 25)
+def test_posterior_predictive_has_the_distribution_of_the_model(mcmc):
     samples = mcmc.get_samples(group_by_chain=True)
     # Chunks of 25 of 60 rows: the last overlaps with the one before.
-    replicates, _ = evaluate_plate_sites(mcmc, samples, np.arange(N), random.key(1))
+    replicates, _ = evaluate_plate_sites(mcmc, samples, np.arange(N), random.key(1), 25)
     assert set(replicates) == {"mean", "first", "next"}
     slope = np.asarray(samples["slope"])
     np.testing.assert_allclose(replicates["mean"], slope[..., None] * x, rtol=1e-5)

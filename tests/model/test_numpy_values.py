@@ -292,15 +292,14 @@ def test_other_values_of_the_same_shapes_make_another_potential():
     assert NumPyArgumentsModel(levels, Arguments((fewer, X, Y))).digest != model.digest
 
 
-def test_arrays_above_the_bound_remain_traced(monkeypatch):
-    monkeypatch.setattr("numpyro_sgmcmc.model.numpy_values.MAX_CONSTANT_BYTES", 100)
+def test_arrays_above_the_bound_remain_traced():
     arguments = Arguments((np.zeros(2, np.float32), np.zeros(100, np.float32)))
     seen = []
 
     def model(small, large):
         seen.append((type(small), type(large)))
 
-    bounded = NumPyArgumentsModel(model, arguments)
+    bounded = NumPyArgumentsModel(model, arguments, max_bytes=100)
     jax.eval_shape(lambda a: bounded(*a.args), arguments)
     assert seen[0][0] is IndexableArray
     assert issubclass(seen[0][1], jax.core.Tracer)

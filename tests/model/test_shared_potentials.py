@@ -275,13 +275,11 @@ def test_fingerprint_jaxpr_distinguishes_all_variables():
     assert fingerprint(first, 1.0, 2.0, 3.0, 4.0) != fingerprint(second, 1.0, 2.0, 3.0, 4.0)
 
 
-def test_fingerprint_jaxpr_large_constants_raises(monkeypatch):
+def test_fingerprint_jaxpr_large_constants_raises():
     jaxpr = jax.make_jaxpr(lambda x: x + jnp.asarray(np.arange(3.0, dtype=np.float32)))(jnp.ones(3))
-    monkeypatch.setattr("numpyro_sgmcmc.compilation._MAX_CONSTANT_BYTES", 12)
-    fingerprint_jaxpr(jaxpr)
-    monkeypatch.setattr("numpyro_sgmcmc.compilation._MAX_CONSTANT_BYTES", 11)
+    assert fingerprint_jaxpr(jaxpr, max_constant_bytes=12) == fingerprint_jaxpr(jaxpr)
     with pytest.raises(ValueError, match="constants"):
-        fingerprint_jaxpr(jaxpr)
+        fingerprint_jaxpr(jaxpr, max_constant_bytes=11)
 
 
 def test_get_model_potential_global_chooses_column_is_not_shared(monkeypatch):

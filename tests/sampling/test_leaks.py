@@ -70,19 +70,15 @@ def test_kernels_on_new_models_are_released_with_their_programs():
 
 
 @pytest.mark.skipif(not compilation._MEMORY_MAPS_FILE.exists(), reason="needs Linux's /proc")
-def test_clear_compilation_cache_if_full_clears_programs_near_the_limit_only(monkeypatch, tmp_path):
+def test_clear_compilation_cache_if_full_clears_programs_near_the_limit_only():
     jax.clear_caches()
     others = num_programs()  # of other tests
     model = make_model()
     run(model, **GIVEN)
     programs = num_programs()
     num_maps = compilation._MEMORY_MAPS_FILE.read_text().count("\n")
-    limit = tmp_path / "max_map_count"
-    monkeypatch.setattr(compilation, "_MAX_MEMORY_MAPS_FILE", limit)
-    limit.write_text(str(4 * num_maps))
-    compilation.clear_compilation_cache_if_full()
+    compilation.clear_compilation_cache_if_full(max_num_maps=4 * num_maps)
     assert num_programs() == programs
-    limit.write_text(str(num_maps))
-    compilation.clear_compilation_cache_if_full()
+    compilation.clear_compilation_cache_if_full(max_num_maps=num_maps)
     assert num_programs() - others < (programs - others) / 4
     run(model, **GIVEN)
