@@ -113,11 +113,14 @@ def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanFiel
 
 
 def find_other_modes(
-    inputs: WarmupInputs, main: PilotResult, fits: Sequence[MeanField]
+    inputs: WarmupInputs,
+    main: PilotResult,
+    fits: Sequence[MeanField],
+    max_seconds: float = _MAX_SEARCH_SECONDS,
 ) -> tuple[PilotResult, ...]:
     """Run pilot chains from other variational fits, and return the modes of comparable mass.
 
-    Where gradients are slow the search ends after those of some of the fits, the best first.
+    :param max_seconds: predicted time after which the search ends, the best fits first.
     """
     known_modes, batched_gradients = [main], inputs.batched_gradients
     fit_error = np.abs(fits[0].mean - main.positions.mean(0))
@@ -143,7 +146,7 @@ def find_other_modes(
     for k, fit in enumerate(candidates, 1):
         if any(is_fit_near(fit, mode.positions, fit_error) for mode in known_modes):
             continue
-        if seconds >= _MAX_SEARCH_SECONDS:
+        if seconds >= max_seconds:
             break
         preconditioner = build_preconditioner_from_fit(inputs, fit)
         if not preconditioner.is_finite():

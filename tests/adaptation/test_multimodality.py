@@ -286,9 +286,8 @@ def test_find_other_modes_search_ends_after_some_predicted_seconds(monkeypatch):
 
     monkeypatch.setattr(multimodality, "run_pilot_windows", run_windows)
     for max_seconds, num_runs in ((0.0, 0), (17.0 * 400, 1), (np.inf, 2)):
-        monkeypatch.setattr(multimodality, "_MAX_SEARCH_SECONDS", max_seconds)
         runs.clear()
-        find_other_modes(inputs, main, (best, far, far))
+        find_other_modes(inputs, main, (best, far, far), max_seconds)
         assert len(runs) == num_runs
     assert all(run.num_steps >= 400 for run in runs)
 
