@@ -101,7 +101,7 @@ def exact_log_scale(group, y):
 def scale_run(step_size, num_groups, batch_size, num_warmup, num_samples, seed=0):
     """Return the report, the scale's site, the true bias of its mean, and the warnings."""
     mcmc = MCMC(
-        SGHMCSplit(model, step_size=step_size),
+        SGHMCSplit(model, step_size=step_size, gradient_estimator="control_variate"),
         num_warmup=num_warmup,
         num_samples=num_samples,
         num_chains=4,
