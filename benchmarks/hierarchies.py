@@ -80,6 +80,8 @@ CASES = {
     "poisson, 1,000 x 2": Case("poisson", 1_000, 2, 200_000, 2_000),
     "gaussian, 10,000 x 2": Case("gaussian", 10_000, 2, 1_000_000, 20_000),
     "logistic, 10,000 x 2": Case("logistic", 10_000, 2, 1_000_000, 20_000),
+    "gaussian, 10,000 x 2, few rows": Case("gaussian", 10_000, 2, 100_000, 4_000),
+    "logistic, 10,000 x 2, few rows": Case("logistic", 10_000, 2, 100_000, 4_000),
     "gaussian, 100,000 x 2": Case("gaussian", 100_000, 2, 1_000_000, 20_000),
     "logistic, 100,000 x 2": Case("logistic", 100_000, 2, 1_000_000, 20_000),
     "gaussian, 10,000 x 20": Case("gaussian", 10_000, 20, 100_000, 5_000),

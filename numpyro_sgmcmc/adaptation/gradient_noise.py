@@ -69,6 +69,7 @@ _UNPREDICTABLE_MEAN_BIAS_SD = 100.0  # posterior SDs, for a bias that is too lar
 _MAX_CURVATURE_POSITIONS_ON_ALL_ROWS = 2  # bounds passes over the data
 # Finite difference of the power iteration, in preconditioned units: a tenth of a posterior SD.
 _POWER_ITERATION_STEP_LENGTH = 0.1
+_NONLINEAR_STEP_LENGTH = 0.5  # the same on all rows in coordinates that are not linear
 
 
 class GradientNoiseStats(NamedTuple):
@@ -395,7 +396,7 @@ def _compute_mean_biases(bulk: BulkPositions, perturbations: np.ndarray) -> np.n
         values, gradients = bulk.batched_gradients.evaluate_on_subset(positions)
     # A gradient can be finite where the density is not.
     gradients = np.where(np.isfinite(values)[:, None], gradients, np.nan)
-    gradients = preconditioner.apply_transpose(gradients).reshape(points.shape)
+    gradients = preconditioner.pull_back(points.reshape(-1, dim), gradients).reshape(points.shape)
     center, plus, minus = np.split(gradients, [1, 1 + num], 1)
     displacements = -0.5 * (plus + minus - 2.0 * center).reshape(-1, dim)
     in_sds = preconditioner.apply(displacements) / preconditioner.sds
@@ -501,15 +502,28 @@ def estimate_max_curvature(bulk: BulkPositions, rng: np.random.Generator) -> flo
 def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Generator) -> float:
     """Estimate the largest preconditioned curvature by power iterations on all rows."""
     preconditioner, batched_gradients = bulk.preconditioner, bulk.batched_gradients
-    num_directions, largest = preconditioner.factor.layout.num_effect_probes, 1.0
-    for position in preconditioner.to_position(bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]):
-        directions = rng.standard_normal((num_directions, position.size))
+    factor, largest = preconditioner.factor, 1.0
+
+    def compute_gradient(q: np.ndarray) -> np.ndarray:
+        gradient = batched_gradients.large_pass_gradient(preconditioner.to_position(q))
+        return np.asarray(preconditioner.pull_back(q, gradient))
+
+    def multiply_hessian(q: np.ndarray, directions: np.ndarray) -> np.ndarray:
+        if factor.sd_trend is None:
+            _, products = batched_gradients.large_pass_products(
+                preconditioner.to_position(q), preconditioner.apply(directions)
+            )
+            return np.asarray(preconditioner.apply_transpose(products))
+        steps = _NONLINEAR_STEP_LENGTH * directions
+        changes = [compute_gradient(q + x) - compute_gradient(q - x) for x in steps]
+        return np.stack(changes) / (2.0 * _NONLINEAR_STEP_LENGTH)
+
+    num_directions = factor.layout.num_effect_probes if factor.sd_trend is None else 1
+    for q in bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]:
+        directions = rng.standard_normal((num_directions, q.size))
         for _ in range(batched_gradients.budget.num_power_iterations):
             directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
-            _, products = batched_gradients.large_pass_products(
-                position, preconditioner.apply(directions)
-            )
-            directions = preconditioner.apply_transpose(products)
+            directions = multiply_hessian(q, directions)
         norms = np.linalg.norm(directions, axis=1)
         largest = max(largest, float(norms[np.isfinite(norms)].max(initial=1.0)))
     return largest

@@ -50,6 +50,9 @@ _MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are update
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 _MIN_SCALED_EIGENVALUE = 0.02  # of the Schur complement with unit diagonal of the corner
+# Shared parameters up to which the change of the effects' SDs is measured, at points at this
+# distance in posterior SDs; the curvature above which it counts, relative to a normal's.
+_MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 20, 2.0, 1.0
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
@@ -198,7 +201,36 @@ def _build_preconditioner(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
     preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
-    return preconditioner if preconditioner.is_finite() else None
+    if not preconditioner.is_finite():
+        return None
+    if pairs is None and layout.num_shared <= _MAX_TREND_SHARED:
+        factor = replace(factor, sd_trend=_estimate_sd_trend(inputs, layout, preconditioner))
+    return preconditioner._replace(factor=factor)
+
+
+def _estimate_sd_trend(
+    inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
+) -> np.ndarray | None:
+    """Return the derivatives of log SDs of the effects' coordinates by the shared ones.
+
+    :return: shape ``(s, k, G)``; None where SDs hardly change over the posterior.
+    """
+    factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
+    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+
+    def compute_log_precisions(shared: np.ndarray) -> np.ndarray:
+        position = preconditioner.to_position(layout.merge(no_effects, shared))
+        _, products = inputs.batched_gradients.large_pass_products(position, probes)
+        products = np.einsum("acg,cbg->abg", layout.make_blocks(products), factors)
+        precisions = (factors * products).sum(0)
+        return np.asarray(np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)))
+
+    steps = _TREND_STEP_SD * np.eye(layout.num_shared)
+    changes = [compute_log_precisions(x) - compute_log_precisions(-x) for x in steps]
+    trend = -np.stack(changes) / (4.0 * _TREND_STEP_SD)
+    # What the effects' precisions add to the curvature along a shared coordinate.
+    curvatures = 2.0 * np.square(trend).sum((1, 2))
+    return trend if curvatures.max() > _MIN_TREND_CURVATURE else None
 
 
 def _linearise(

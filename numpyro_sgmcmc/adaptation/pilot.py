@@ -103,7 +103,7 @@ class PilotResult:
 
     def move_to(self, preconditioner: Preconditioner, positions: np.ndarray) -> PilotResult:
         """Return these chains at other positions and in other coordinates."""
-        q = preconditioner.solve(positions - preconditioner.center)
+        q = preconditioner.from_position(positions)
         return replace(self, preconditioner=preconditioner, q=q)
 
     @property
@@ -437,9 +437,7 @@ def _run_pilot_steps(
                 )
                 displacements = positions[:-1] - preconditioner.center
                 reference += hessian @ displacements - jax.vmap(product)(displacements)
-            return preconditioner.apply_transpose(
-                gradients[:-1] + control_variate_weight * reference
-            )
+            return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
 
         return _PILOT_STEP(state, step_size, gradient, normals), None
 

@@ -13,7 +13,6 @@ matrix:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -393,9 +392,8 @@ def _update_block_arrow(
         return PreconditionerUpdate(preconditioner, no_bounds)
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
     center = preconditioner.to_position(layout.merge(no_effects, shared.mean(0)))
-    if is_covariance_off:
-        shared_factor = factor.shared_factor @ factorize_spd(covariance)
-        factor = replace(factor, shared_factor=shared_factor)
+    scale = factorize_spd(covariance) if is_covariance_off else np.eye(layout.num_shared)
+    factor = factor.refit_shared(shared.mean(0), scale)
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
     updated = Preconditioner(center, factor, gradient, hessian)
     return PreconditionerUpdate(updated, no_bounds) if updated.is_finite() else None

@@ -182,7 +182,7 @@ def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     indices = np.linspace(0, len(flat) - 1, _NUM_NOISE_BIAS_POSITIONS).astype(int)
     preconditioner = run.preconditioners[0]
     batched = BatchedGradients(potential, run.arguments, included_rows=adaptation.included_rows)
-    q = preconditioner.solve(flat[indices] - preconditioner.center)
+    q = preconditioner.from_position(flat[indices])
     # In an epoch a part of the noise cancels: the prediction for the measured noise includes that.
     stats, dynamics, step_size = adaptation.noise_stats, run.kernel.dynamics, run.step_size
     fraction = stats.position_dependent_fraction

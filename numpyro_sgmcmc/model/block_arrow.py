@@ -343,6 +343,7 @@ class BlockArrowMatrix:
         "shared_factor",
         "correlation",
         "nesting",
+        "sd_trend",
     ],
 )
 @dataclass(frozen=True)
@@ -351,6 +352,11 @@ class BlockArrowFactor:
 
     The coordinates are those of the shared parameters, and of the effects given these. Groups of
     different groupings are correlated only in the directions of a low-rank factor.
+
+    The SDs of effects of groups with few rows change with the shared parameters, such as their
+    scale. With a trend A of their logarithms the effects have coordinates
+    :math:`e^{-A q_\psi}` times linear ones, so that they are partially non-centred, each group by
+    as much as its rows require. :meth:`to_linear` is this map.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -360,6 +366,54 @@ class BlockArrowFactor:
     layout: BlockArrowLayout
     correlation: LowRankFactor | None = None  # of the effects, in units of F
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
+    # derivatives of log SDs of the effects' coordinates by the shared ones, shape `(s, k, G)`
+    sd_trend: Any = None
+
+    def to_linear(self, q: Any, sign: float = 1.0) -> Any:
+        """Return coordinates that L maps to displacements; with a sign of -1 the inverse."""
+        if self.sd_trend is None:
+            return q
+        effects, shared = self.layout.split(q)
+        return self.layout.merge(effects * self._scale_effects(sign * shared), shared)
+
+    def pull_back(self, q: Any, gradient: Any) -> Any:
+        """Return the gradient of the potential of ``q`` from one in linear coordinates.
+
+        It includes the log Jacobian determinant.
+        """
+        if self.sd_trend is None:
+            return gradient
+        effects, shared = self.layout.split(q)
+        of_effects, of_shared = self.layout.split(gradient)
+        of_effects = of_effects * self._scale_effects(shared)
+        work = _sum_over_groups(self.sd_trend, of_effects * effects - 1.0)
+        return self.layout.merge(of_effects, of_shared + work)
+
+    def push_forward(self, q: Any, gradient: Any) -> Any:
+        """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
+        if self.sd_trend is None:
+            return gradient
+        effects, shared = self.layout.split(q)
+        of_effects, of_shared = self.layout.split(gradient)
+        work = _sum_over_groups(self.sd_trend, of_effects * effects - 1.0)
+        return self.layout.merge(of_effects * self._scale_effects(-shared), of_shared - work)
+
+    def _scale_effects(self, shared: Any) -> Any:
+        xp = jnp if isinstance(shared, jax.Array) else np
+        return xp.exp(_multiply_shared(self.sd_trend, shared))
+
+    def refit_shared(self, mean: np.ndarray, factor: np.ndarray) -> BlockArrowFactor:
+        """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
+        refitted = replace(self, shared_factor=self.shared_factor @ factor)
+        if self.sd_trend is None:
+            return refitted
+        scales = self._scale_effects(mean)
+        return replace(
+            refitted,
+            effect_factors=self.effect_factors * scales,
+            inverse_effect_factors=self.inverse_effect_factors / scales[:, None],
+            sd_trend=np.tensordot(factor.T, self.sd_trend, 1),
+        )
 
     def apply(self, q: Any) -> Any:
         """Return ``L q``."""

@@ -111,7 +111,7 @@ class MinibatchGradient(GradientEstimator):
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
         position = preconditioner.to_position(q)
-        return preconditioner.apply_transpose(mean_over_shards(lambda gradient: gradient(position)))
+        return preconditioner.pull_back(q, mean_over_shards(lambda gradient: gradient(position)))
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         return [(preconditioner.to_position(q), 1.0)]
@@ -131,7 +131,7 @@ class ControlVariate(GradientEstimator):
         # XLA merges the two lookups of the same rows into one gather.
         position, reference = preconditioner.to_position(q), preconditioner.center
         difference = mean_over_shards(lambda gradient: gradient(position) - gradient(reference))
-        return preconditioner.apply_transpose(difference + preconditioner.reference_gradient)
+        return preconditioner.pull_back(q, difference + preconditioner.reference_gradient)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         return [(preconditioner.to_position(q), 1.0), (preconditioner.center, -1.0)]
@@ -149,7 +149,7 @@ class SecondOrderControlVariate(GradientEstimator):
     def estimate(
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
-        displacement, reference = preconditioner.apply(q), preconditioner.center
+        displacement, reference = preconditioner.to_displacement(q), preconditioner.center
 
         def remainder(gradient: GradientFn) -> Array:
             at_reference, first_order = jax.jvp(gradient, (reference,), (displacement,))
@@ -159,11 +159,11 @@ class SecondOrderControlVariate(GradientEstimator):
         # To measure noise the Hessian, which adds none, may be left out.
         if preconditioner.reference_hessian is not None:
             expansion = expansion + preconditioner.reference_hessian @ displacement
-        return preconditioner.apply_transpose(mean_over_shards(remainder) + expansion)
+        return preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.
-        step = _FINITE_DIFFERENCE_FRACTION * preconditioner.apply(q)
+        step = _FINITE_DIFFERENCE_FRACTION * preconditioner.to_displacement(q)
         weight = 0.5 / _FINITE_DIFFERENCE_FRACTION
         return [
             (preconditioner.to_position(q), 1.0),

@@ -79,7 +79,24 @@ class Preconditioner(NamedTuple):
 
     def to_position(self, q: Any) -> Any:
         """Return the position at preconditioned coordinates ``q``."""
-        return self.center + self.apply(q)
+        return self.center + self.to_displacement(q)
+
+    def to_displacement(self, q: Any) -> Any:
+        """Return the displacement from the center at preconditioned coordinates ``q``."""
+        return self.apply(self.factor.to_linear(q) if self.is_block_arrow else q)
+
+    def from_position(self, position: Any) -> Any:
+        """Return the preconditioned coordinates of a position."""
+        q = self.solve(position - self.center)
+        return self.factor.to_linear(q, -1.0) if self.is_block_arrow else q
+
+    def pull_back(self, q: Any, gradient: Any) -> Any:
+        """Return the gradient at ``q`` from one with respect to positions.
+
+        Where the coordinates are not linear, it includes the log Jacobian determinant.
+        """
+        gradient = self.apply_transpose(gradient)
+        return self.factor.pull_back(q, gradient) if self.is_block_arrow else gradient
 
     def apply(self, v: Any) -> Any:
         """Return a displacement in model coordinates, ``L v``."""
@@ -108,12 +125,18 @@ class Preconditioner(NamedTuple):
         scaled = self.factor * gradient
         return scaled if self.low_rank is None else self.low_rank.apply(scaled)
 
-    def apply_low_rank(self, q: Any) -> Any:
-        """Return ``q`` in units of the diagonal factor alone, where each coordinate is a site's."""
+    def to_site_scale(self, q: Any) -> Any:
+        """Return linear coordinates: those of the diagonal factor alone, each of which is a site's,
+        or those that a block-arrow factor maps to displacements.
+        """
+        if self.is_block_arrow:
+            return self.factor.to_linear(q)
         return q if self.low_rank is None else self.low_rank.apply(q)
 
-    def solve_low_rank(self, gradient: Any) -> Any:
-        """Return a gradient with respect to :meth:`apply_low_rank` of ``q``, from one in ``q``."""
+    def gradient_to_site_scale(self, q: Any, gradient: Any) -> Any:
+        """Return a gradient with respect to :meth:`to_site_scale` of ``q``, from one in ``q``."""
+        if self.is_block_arrow:
+            return self.factor.push_forward(q, gradient)
         return gradient if self.low_rank is None else self.low_rank.solve(gradient)
 
     def is_finite(self) -> bool:

@@ -114,7 +114,7 @@ def _init_states(
                 position = potential.sample_init_position(position_key, arguments)
             else:
                 position = ravel_pytree(init_params)[0]
-            q = preconditioner.solve(position.astype(potential.dtype) - preconditioner.center)
+            q = preconditioner.from_position(position.astype(potential.dtype))
         stream_keys = random.split(stream_key, len(potential.plates))
         return SGMCMCState(
             z=potential.unravel(preconditioner.to_position(q)),

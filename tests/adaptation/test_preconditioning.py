@@ -70,8 +70,8 @@ def test_preconditioner_low_rank_maps_match_products_with_the_factor(scale):
     # Products of positions and gradients by coordinate do not depend on the diagonal's scale.
     g = rng.standard_normal((3, 6))
     model_products = preconditioner.apply(v) * g
-    scaled_products = preconditioner.apply_low_rank(v) * preconditioner.solve_low_rank(
-        preconditioner.apply_transpose(g)
+    scaled_products = preconditioner.to_site_scale(v) * preconditioner.gradient_to_site_scale(
+        v, preconditioner.apply_transpose(g)
     )
     np.testing.assert_allclose(scaled_products, model_products)
 
