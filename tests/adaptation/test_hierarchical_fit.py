@@ -77,6 +77,18 @@ def fit(model, args, batch_size=100):
     return layout, fit_hierarchy(inputs, layout, position)
 
 
+def test_fit_has_trend_of_effects_sds_by_their_scale():
+    group, y = make_data()
+    layout, preconditioner = fit(make_model(), (group, y))
+    _, (_, log_scale) = layout.split(preconditioner.center)
+    # The precision of an effect is the number of its rows, and that of its prior.
+    prior_precision = np.exp(-2.0 * log_scale)
+    share = prior_precision / (prior_precision + ROWS_PER_GROUP)
+    expected = share * preconditioner.factor.shared_factor[1]
+    trend = preconditioner.factor.sd_trend[:, 0]
+    np.testing.assert_allclose(trend, np.tile(expected[:, None], GROUPS), atol=0.02 * share)
+
+
 def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
     args = make_data()
     layout, preconditioner = fit(make_model(), args)

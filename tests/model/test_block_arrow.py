@@ -117,6 +117,50 @@ def test_correlated_factor_has_its_inverse_and_variances():
     assert factor.log_det == pytest.approx(np.linalg.slogdet(L)[1])
 
 
+def make_preconditioner_with_trend():
+    layout, rng = LAYOUTS["two sites"], np.random.default_rng(6)
+    matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ make_dense(layout))
+    shape = layout.num_shared, layout.effects_per_group, layout.num_groups
+    factor = replace(make_factor(matrix), sd_trend=0.3 * rng.standard_normal(shape))
+    return Preconditioner(rng.standard_normal(layout.dim), factor), rng.standard_normal(layout.dim)
+
+
+def test_trend_of_sds_gradient_is_that_of_the_transformed_density():
+    preconditioner, q = make_preconditioner_with_trend()
+
+    def potential(position):
+        return jnp.sum(jnp.cosh(position)) + jnp.sum(position[1:] * position[:-1]) ** 2
+
+    def transformed(preconditioner, q):
+        shared = preconditioner.factor.layout.take_shared(q)
+        log_det = shared @ preconditioner.factor.sd_trend.sum((1, 2))
+        return potential(preconditioner.to_position(q)) - log_det
+
+    expected = jax.grad(transformed, 1)(preconditioner.cast(jnp.float32), jnp.asarray(q))
+    gradient = np.asarray(jax.grad(potential)(jnp.asarray(preconditioner.to_position(q))))
+    pulled_back = preconditioner.pull_back(q, gradient)
+    np.testing.assert_allclose(pulled_back, expected, rtol=1e-4, atol=1e-4)
+    linear = preconditioner.gradient_to_site_scale(q, pulled_back)
+    np.testing.assert_allclose(linear, preconditioner.apply_transpose(gradient), atol=1e-9)
+
+
+def test_trend_of_sds_maps_have_inverses():
+    preconditioner, q = make_preconditioner_with_trend()
+    np.testing.assert_allclose(
+        preconditioner.from_position(preconditioner.to_position(q)), q, atol=1e-12
+    )
+    layout, rng = preconditioner.factor.layout, np.random.default_rng(7)
+    effects, shared = layout.split(q)
+    mean, scale = rng.standard_normal(shared.size), rng.standard_normal((shared.size,) * 2)
+    center = preconditioner.to_position(layout.merge(np.zeros_like(effects), mean))
+    refitted = Preconditioner(center, preconditioner.factor.refit_shared(mean, scale))
+    np.testing.assert_allclose(
+        refitted.to_position(q),
+        preconditioner.to_position(layout.merge(effects, mean + scale @ shared)),
+    )
+    np.testing.assert_allclose(refitted.from_position(refitted.to_position(q)), q, atol=1e-9)
+
+
 def test_preconditioner_has_variances_of_each_chain():
     layout = LAYOUTS["two sites"]
     dense = make_dense(layout)
