@@ -40,7 +40,7 @@ _MAX_PAIR_VALUES = 2**24  # numbers of all blocks of pairs: 64 MB, which each st
 # of zeros.
 _DIGIT_BASE, _MAX_DIGIT_ERROR = 1_024, 0.1
 # Conjugate gradients: relative residual and iterations.
-_CG_TOLERANCE, _MAX_CG_ITERATIONS = 1e-4, 300
+_CG_TOLERANCE, _MAX_CG_ITERATIONS = 1e-6, 300
 # Eigenvalues of I + K that are computed, their relative error, and the ratio to 1 from which a
 # direction is scaled; a floor for those that rounding makes negative.
 _NUM_EIGENVALUES, _EIGENVALUE_TOLERANCE, _MIN_EIGENVALUE_RATIO = 16, 0.02, 1.5

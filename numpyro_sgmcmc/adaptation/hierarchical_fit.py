@@ -49,7 +49,9 @@ _INIT_STEP_BOUND = 0.7
 _MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are updated once more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
-_MIN_SCALED_EIGENVALUE = 0.02  # of the Schur complement with unit diagonal of the corner
+# Of the Schur complement with unit diagonal of the corner; smaller for several groupings, whose
+# means are nearly confounded with a common one.
+_MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE = 0.02, 1e-3
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 20, 2.0, 1.0
@@ -254,12 +256,13 @@ def _linearise(
     coupling = apply_covariance(factors, hessian.strips, correlation)
     schur = hessian.corner - np.tensordot(hessian.strips, coupling, ((1, 2), (1, 2)))
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
+    floor = _MIN_SCALED_EIGENVALUE if correlation is None else _MIN_CONFOUNDED_EIGENVALUE
     # The corner bounds the curvature of the marginal where the effects are far from their means.
     for matrix in (schur, hessian.corner):
         eigenvalues, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
-        if eigenvalues.min() > _MIN_SCALED_EIGENVALUE:
+        if eigenvalues.min() > floor:
             break
-    eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_SCALED_EIGENVALUE)
+    eigenvalues = np.maximum(np.abs(eigenvalues), floor)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
     return _Linearisation(coupling, covariance, factors, correlation)
 

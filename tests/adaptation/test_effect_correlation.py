@@ -259,7 +259,7 @@ def test_default_arguments_sample_crossed_effects():
     samples = mcmc.get_samples(group_by_chain=True)
     names = ("mean", "user_scale", "item_scale", "sigma")
     values = [samples[name] for name in names] + [samples[name][..., 0] for name in "ab"]
-    reference = run_gibbs_sampler(user, item, y, 6_000)
+    reference = run_gibbs_sampler(user, item, y, 3_000)
     for draws, exact in zip(values, reference.T, strict=True):
         assert split_gelman_rubin(draws) < 1.01
         variance = exact.var()
