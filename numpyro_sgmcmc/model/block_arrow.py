@@ -572,5 +572,6 @@ def find_block_arrow_layout(potential: Potential, arguments: Arguments) -> Block
     if not effect_sites:
         return None
     layout = BlockArrowLayout(potential.dim, tuple(sorted(effect_sites, key=lambda s: s.start)))
-    is_small = layout.num_shared <= _MAX_SHARED
+    # Without shared parameters the groups are independent, and need no fit of a marginal.
+    is_small = 0 < layout.num_shared <= _MAX_SHARED
     return layout if is_small and layout.num_effect_probes <= _MAX_EFFECTS_PER_GROUP else None

@@ -251,7 +251,13 @@ def test_potential_with_forward_mode_has_no_layout():
     assert find_block_arrow_layout(potential, arguments) is None
 
 
-@pytest.mark.parametrize("model", [paired, no_groups])
+def no_shared(group, x, y, batch_size=None):
+    effect = numpyro.sample("effect", dist.Normal(0, 1).expand([GROUPS]).to_event(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], 1), obs=y[i])
+
+
+@pytest.mark.parametrize("model", [paired, no_groups, no_shared])
 def test_other_structures_have_no_layout(model):
     assert find_block_arrow_layout(*make_potential(model)) is None
 
