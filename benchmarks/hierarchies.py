@@ -11,7 +11,8 @@ that normal are weighted with the density, and Pareto's k of the weights is show
 
 *mean* and *sd* are the largest error of a mean of a shared parameter in posterior SDs, and the
 errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of means of
-1,000 groups' coefficients, and 95% of the errors of their SDs.
+1,000 groups' coefficients, and 95% of the errors of their SDs. *report* has the worst diagnosis of
+a shared parameter, and that of the coefficients.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from scipy import optimize, stats
 from timing import print_header, print_row
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc.diagnostics import Diagnosis
 
 _NUM_COMPARED_GROUPS = 1_000  # whose coefficients are compared with the reference
 _NUM_REFERENCE_DRAWS = 400  # of the normal at the mode
@@ -55,7 +57,7 @@ _COLUMNS = {
     "mean": 7,
     "sd": 14,
     "effects": 22,
-    "report": 13,
+    "report": 18,
 }
 
 
@@ -271,6 +273,8 @@ def run(name: str) -> dict[str, Any]:
         ratio = effects.std((0, 1)) / reference.effect_sd - 1.0
         low, high = 100 * np.quantile(ratio, (0.025, 0.975))
         effects_cell = f"{np.sqrt(np.mean(off**2)):.2f}, {low:+.0f} to {high:+.0f}%"
+    of_shared = [s.diagnosis for s in report.sites if s.site != "effect"]
+    (of_effects,) = (s.diagnosis for s in report.sites if s.site == "effect")
     cells = {
         "case": name,
         "B": case.batch_size,
@@ -283,7 +287,7 @@ def run(name: str) -> dict[str, Any]:
         "mean": mean_cell,
         "sd": sd_cell,
         "effects": effects_cell,
-        "report": report.diagnosis.split(":")[0][:13],
+        "report": f"{min(of_shared, key=list(Diagnosis).index)}, {of_effects}",
     }
     notes = [f"{w.category.__name__}: {str(w.message)[:100]}" for w in caught]
     if case.likelihood == "gaussian":
