@@ -405,13 +405,18 @@ def _compare_minibatches(
     positions: np.ndarray,
     rng: np.random.Generator,
 ) -> tuple[bool, bool]:
-    """Return whether, in most of the trials, halves of a minibatch interact, and order matters."""
-    half = plate.subsample_size // 2
+    """Return whether, in most of the trials, halves of a minibatch interact, and order matters.
+
+    In half of the trials two halves are copies of one row each, which no mean or SD of a minibatch
+    hides; in the others rows of a group of the data are in both halves, if there are such groups.
+    """
+    half, num_trials = plate.subsample_size // 2, _NUM_ADDITIVITY_TRIALS
     minibatches = []
-    for _ in range(_NUM_ADDITIVITY_TRIALS):
+    for trial in range(num_trials):
         a, b = rng.integers(0, plate.size, (2, plate.subsample_size - half))
-        # Copies of one row each: no mean or SD of a minibatch hides them.
-        r, s = (np.full(half, row) for row in rng.integers(0, plate.size, 2))
+        r, s = rng.integers(0, plate.size, (2, half))
+        if trial < num_trials // 2:
+            r, s = np.full(half, r[0]), np.full(half, s[0])
         minibatches += [np.concatenate(halves) for halves in ((a, r), (b, s), (a, s), (b, r))]
         minibatches.append(rng.permutation(minibatches[-4]))
     position_index = np.repeat(np.arange(_NUM_ADDITIVITY_TRIALS) % len(positions), 5)
@@ -427,7 +432,8 @@ def _compare_minibatches(
         is_ordered = (
             np.abs(u_permuted - u_ar) > _MAX_MINIBATCH_EFFECT_FRACTION * own_effects + rounding
         )
-    return _in_most_trials(is_interacting), _in_most_trials(is_ordered)
+    interacts = any(_in_most_trials(trials) for trials in np.split(is_interacting, 2))
+    return interacts, _in_most_trials(is_ordered)
 
 
 def _depends_on_num_rows(

@@ -105,6 +105,39 @@ def test_nonadditive_plates_function_of_row_is_not_reported(name, offset, batch_
     assert not check_regression(make_model(ROW_BY_ROW[name], offset), batch_size, offset)
 
 
+# Groups of five rows: copies of one row hardly meet rows of their group.
+SMALL_GROUP = np.repeat(np.arange(400), 5)
+
+
+def sum_over_small_groups(values, group):
+    return jax.ops.segment_sum(values, group, len(SMALL_GROUP) // 5)[group]
+
+
+WITHIN_SMALL_GROUPS = {
+    "centred": lambda x, eta, g: eta - sum_over_small_groups(x, g) / sum_over_small_groups(x**0, g),
+    "conditional logit": lambda x, eta, g: eta - jnp.log(sum_over_small_groups(jnp.exp(eta), g)),
+    "number of rows": lambda x, eta, g: eta * sum_over_small_groups(x**0, g),
+    "sum": lambda x, eta, g: sum_over_small_groups(eta, g),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN_SMALL_GROUPS)
+@pytest.mark.parametrize("batch_size", [quick_if(size == 50, size) for size in (20, 50, 200)])
+def test_nonadditive_plates_statistic_within_small_groups_is_reported(name, batch_size):
+    def model(x, y, batch_size=None):
+        a = numpyro.sample("a", dist.Normal(0, 2))
+        b = numpyro.sample("b", dist.Normal(0, 2))
+        with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+            group = jnp.asarray(SMALL_GROUP)[i]
+            mean = WITHIN_SMALL_GROUPS[name](x[i], a + b * x[i], group)
+            numpyro.sample("y", dist.Normal(mean, 1), obs=y[i])
+
+    x, noise = np.random.default_rng(2).standard_normal((2, len(SMALL_GROUP))).astype(np.float32)
+    arguments = Arguments((x, x + noise), {"batch_size": batch_size})
+    found = check_additivity(model, arguments, [0.3, 0.3])
+    assert [warning.kind for warning in found] == [ModelWarningKind.NON_ADDITIVE]
+
+
 # --- Statements about the rows of a plate -------------------------------------------------------
 
 
