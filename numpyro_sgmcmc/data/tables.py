@@ -24,6 +24,8 @@ Names = str | Sequence[str]
 _ARROW_SUFFIXES = (".feather", ".arrow", ".ipc")
 # Names of columns in a message.
 _MAX_LISTED_NAMES = 8
+# Steps between numbers of an array's type, per SD of its column, from which values merge.
+_MAX_STEP_SDS = 1e-2
 
 
 class Table(NamedTuple):
@@ -69,6 +71,9 @@ def as_arrays(
     table = BlockTable([_FrameBlock(frame)], "`frame`", columns, categories)
     for name in table.column_names:
         _check_complete(name, len(find_nonfinite_rows(table.read_block(0, name))))
+    for part in table.layout.values():
+        for name in set(as_names(part)) - set(table.levels):
+            _check_precision(name, table.blocks[0].read(name), table.get_dtype(part))
     arrays = {name: table.read_block(0, part) for name, part in table.layout.items()}
     return Table(arrays, table.levels)
 
@@ -96,10 +101,12 @@ class _FrameBlock(_Block):
     """A data frame."""
 
     def __init__(self, frame: Any) -> None:
-        if not (hasattr(frame, "iloc") or hasattr(frame, "__arrow_c_stream__")):
+        has_rows = hasattr(frame, "iloc") or hasattr(frame, "__arrow_c_stream__")
+        if not has_rows or hasattr(frame, "to_frame"):  # a series
             raise InvalidArgumentError(
                 f"`frame` is of type {type(frame).__name__}, which is not a data frame.",
-                "pass a pandas or polars data frame (of a lazy frame, its collect()).",
+                "pass a pandas or polars data frame: of a lazy one its collect(), of a series its "
+                "to_frame().",
                 "table-columns",
             )
         self._frame, self.num_rows = frame, len(frame)
@@ -463,6 +470,21 @@ def _check_values(name: Any, blocks: Sequence[_Block], dtype: np.dtype) -> None:
                 "integer-range",
             )
     _check_complete(name, num_missing, "missing values")
+
+
+def _check_precision(name: Any, column: Any, dtype: np.dtype) -> None:
+    """Raise an error where an array's type is too coarse for the values of a column."""
+    if not np.issubdtype(dtype, np.floating):
+        return
+    values = np.asarray(column.to_numpy(), np.float64)
+    sd, step = values.std(), np.finfo(dtype).eps * np.abs(values).max(initial=0.0)
+    if 0.0 < _MAX_STEP_SDS * sd < step:
+        raise InvalidArgumentError(
+            f"Column '{name}' has an SD of {sd:.3g}, but {dtype} numbers of its size have steps of "
+            f"{step:.2g}.",
+            "subtract a constant from it, such as its mean.",
+            "table-columns",
+        )
 
 
 def _check_complete(name: Any, num_missing: int, what: str = "missing or infinite values") -> None:

@@ -147,6 +147,7 @@ def compute_log_scale(group, y):
     return mean, np.sqrt(np.average(np.square(grid - mean), weights=weights))
 
 
+@pytest.mark.slow
 def test_pilot_chains_of_noncentred_groups_reach_large_scales():
     """With the noise of minibatches of the model's size they do not."""
     mcmc = run_noncentred(num_warmup=0, num_samples=1)

@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from tests.processes import ended, environment
-from tests.quick import quick_if
 
 RUN = """
 import jax
@@ -28,7 +27,8 @@ IMPORTS = {
 }
 
 
-@pytest.mark.parametrize("order", [quick_if(order == "arviz first", order) for order in IMPORTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("order", IMPORTS)
 def test_from_numpyro_converts_a_run_in_any_import_order(order):
     command = [sys.executable, "-c", IMPORTS[order] + RUN]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

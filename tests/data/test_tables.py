@@ -81,6 +81,8 @@ BAD_FRAME = pandas.DataFrame(
         "city": ["a", "b", "c", None],
         "mixed": np.array([1, "a", 2.5, None], object),
         "when": pandas.to_datetime(["2020-01-01"] * 4),
+        "seconds": 1.7e9 + np.arange(4),
+        "number": 2**25 + np.arange(4),
         "fine": [1.0, 2.0, 3.0, 4.0],
     }
 )
@@ -98,8 +100,10 @@ BAD_FRAME = pandas.DataFrame(
         ("mixed", (), "Column 'mixed' has dtype object.*to_numeric"),
         ("mixed", "mixed", "Column 'mixed' cannot be encoded"),
         ("when", (), "Column 'when' has type timestamp.*convert"),
+        ("seconds", (), "Column 'seconds' has an SD of .* subtract"),
+        ({"M": ["number", "fine"]}, (), "Column 'number' has an SD of .* subtract"),
         ({"M": ["fine", "size"]}, (), "Array 'M' has numbers and codes"),
-        (["fine", "absent"], (), "no column 'absent'.*'fine'"),
+        (["fine", "absent"], (), "no column 'absent'.*'x'"),
         ("fine", "absent", "no column 'absent'"),
         ([], (), "selects no column"),
     ],
@@ -118,9 +122,10 @@ def test_as_arrays_of_unusable_columns_names_them(columns, categories, words):
         (polars.DataFrame({"x": [object()]}), "'x' has dtype object"),
         (polars.DataFrame({"x": [1.0]}).lazy(), "LazyFrame.*collect"),
         ({"x": [1.0]}, "dict.*data frame"),
+        (pandas.Series([1.0]), "Series.*to_frame"),
         (pandas.DataFrame(np.ones((2, 2)), columns=["x", "x"]), "several columns.*'x'"),
     ],
-    ids=["NaN", "null", "objects", "lazy", "dict", "twice"],
+    ids=["NaN", "null", "objects", "lazy", "dict", "series", "twice"],
 )
 def test_as_arrays_of_unusable_frames_raises(frame, words):
     with pytest.raises(InvalidArgumentError, match=words):

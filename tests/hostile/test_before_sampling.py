@@ -175,6 +175,7 @@ def test_run_with_a_zero_standard_deviation_of_a_minibatch_names_it():
         SGHMCSplit(standardised).init(jax.random.key(0), 2, None, (rare, Y, 50), {})
 
 
+@pytest.mark.slow
 def test_init_of_a_perfect_fit_raises_no_linear_algebra_error():
     """The scale converges to zero."""
 
