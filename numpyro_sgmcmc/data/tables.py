@@ -477,10 +477,11 @@ def _check_precision(name: Any, column: Any, dtype: np.dtype) -> None:
     if not np.issubdtype(dtype, np.floating):
         return
     values = np.asarray(column.to_numpy(), np.float64)
-    sd, step = values.std(), np.finfo(dtype).eps * np.abs(values).max(initial=0.0)
-    if 0.0 < _MAX_STEP_SDS * sd < step:
+    deviation = float(values.std())
+    step = float(np.finfo(dtype).eps * np.abs(values).max(initial=0.0))
+    if 0.0 < _MAX_STEP_SDS * deviation < step:
         raise InvalidArgumentError(
-            f"Column '{name}' has an SD of {sd:.3g}, but {dtype} numbers of its size have steps of "
+            f"Column '{name}' has an SD of {deviation:.3g}, but {dtype} numbers of its size have steps of "
             f"{step:.2g}.",
             "subtract a constant from it, such as its mean.",
             "table-columns",
