@@ -481,8 +481,8 @@ def _check_precision(name: Any, column: Any, dtype: np.dtype) -> None:
     step = float(np.finfo(dtype).eps * np.abs(values).max(initial=0.0))
     if 0.0 < _MAX_STEP_SDS * deviation < step:
         raise InvalidArgumentError(
-            f"Column '{name}' has an SD of {deviation:.3g}, but {dtype} numbers of its size have steps of "
-            f"{step:.2g}.",
+            f"Column '{name}' has an SD of {deviation:.3g}, but {dtype} numbers of its size have "
+            f"steps of {step:.2g}.",
             "subtract a constant from it, such as its mean.",
             "table-columns",
         )
