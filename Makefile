@@ -102,7 +102,7 @@ gallery: $(VENV)/.installed-examples
 # the pages of the site.
 benchmarks: export BENCHMARK_RESULTS = benchmarks/results
 benchmarks: $(VENV)/.installed-examples
-	$(bin)/python benchmarks/first_answer.py
+	$(bin)/python benchmarks/first_result.py
 	$(bin)/python benchmarks/scaling.py
 	$(bin)/python benchmarks/step_cost.py
 	$(bin)/python benchmarks/kernel_cost.py

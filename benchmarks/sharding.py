@@ -134,11 +134,11 @@ def main() -> None:
     from logistic_regression import DIM
     from timing import print_header, print_row
 
-    print_header(f"Rows spread over devices; D = {DIM}, N = {args.num_rows:,}, {CHAINS} chains")
+    print_header(f"Rows sharded over devices; D = {DIM}, N = {args.num_rows:,}, {CHAINS} chains")
     print_row(["rows on", "B", "µs a step", "ratio", "a sum alone"], WIDTHS)
     bare: dict[str, float] = {}
     for name, processes, devices in (
-        ("one device, not spread", 1, 0),
+        ("one device, not sharded", 1, 0),
         ("1 device", 1, 1),
         ("2 devices", 1, 2),
         ("4 devices", 1, 4),

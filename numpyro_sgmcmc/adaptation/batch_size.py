@@ -188,14 +188,14 @@ def _predict_draw(
     relaxation_time *= mean_bias.coupling.relaxation_factor
     num_steps = settings.num_steps or choose_num_steps(relaxation_time, step_size)
     is_whole = all(batch_sizes[p.name] == p.size for p in plates)
-    inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
+    variance_inflation = noise_limit.predict_variance_inflation(noise_stats, step_size)
     max_mean_bias = mean_bias.compute_max(step_size, batch_size_factor)
     return DrawPrediction(
         batch_sizes,
         sum(batch_sizes.values()) / (choice.estimator.relative_cost if is_whole else 1.0),
         num_steps,
         max(num_steps, relaxation_time / step_size),
-        inflation <= settings.target_sd_bias and max_mean_bias <= settings.max_mean_bias,
+        variance_inflation <= settings.target_sd_bias and max_mean_bias <= settings.max_mean_bias,
     )
 
 

@@ -95,19 +95,19 @@ class GradientNoiseStats(NamedTuple):
 
     def predict_variance_inflation(self, dynamics: Dynamics, step_size: float) -> float:
         """Return the predicted relative inflation of a unit posterior variance."""
-        inflation = dynamics.variance_inflation(
+        variance_inflation = dynamics.variance_inflation(
             self.variance, step_size, self.position_dependent_fraction
         )
         # A thermostat responds to the noise of each step, before any of it has cancelled.
         if self.batches_per_epoch == 0 or dynamics.has_thermostat:
-            return inflation
+            return variance_inflation
         fraction = compute_epoch_variance_fraction(
             dynamics, step_size, self.batches_per_epoch, self.noise_exponent
         )
         # Noise that depends on the position cancels only to first order; the second-order term is
         # a quarter of the squared inflation.
-        second_order = (self.noise_exponent > 0) * inflation / 4.0
-        return inflation * (fraction + second_order)
+        second_order = (self.noise_exponent > 0) * variance_inflation / 4.0
+        return variance_inflation * (fraction + second_order)
 
     @classmethod
     def from_variances(

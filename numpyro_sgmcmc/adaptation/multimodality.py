@@ -368,8 +368,8 @@ def rescale_to_prior(
         return None
     preconditioner = pilot.preconditioner._replace(factor=prior_sds, low_rank=None)
     rescaled = pilot.move_to(preconditioner, pilot.positions)
-    inflation = measure_minibatch_variance_inflation(inputs, rescaled)
-    return rescaled if inflation < MAX_TRIAL_VARIANCE_INFLATION else None
+    variance_inflation = measure_minibatch_variance_inflation(inputs, rescaled)
+    return rescaled if variance_inflation < MAX_TRIAL_VARIANCE_INFLATION else None
 
 
 def _has_effective_control_variates(bulk: BulkPositions, rng: np.random.Generator) -> bool:
@@ -397,8 +397,8 @@ def measure_minibatch_variance_inflation(inputs: WarmupInputs, pilot: PilotResul
     before, after = (
         inputs.batched_gradients.evaluate_on_subset(x)[0] for x in (pilot.positions, last_positions)
     )
-    inflation = float(np.mean(after) - np.mean(before)) / (0.5 * inputs.potential.dim)
-    return inflation if np.isfinite(inflation) else np.inf
+    variance_inflation = float(np.mean(after) - np.mean(before)) / (0.5 * inputs.potential.dim)
+    return variance_inflation if np.isfinite(variance_inflation) else np.inf
 
 
 def _estimate_prior_sds(inputs: WarmupInputs) -> np.ndarray | None:

@@ -111,12 +111,14 @@ class PredictedMeanBias(NamedTuple):
 
         :param batch_size_factor: batch size relative to the model's.
         """
-        inflation = self.variance_inflation * (step_size / self.reference_step_size) ** self.order
-        by_discretisation = self.bias_per_variance_inflation * inflation
+        variance_inflation = (
+            self.variance_inflation * (step_size / self.reference_step_size) ** self.order
+        )
+        by_discretisation = self.bias_per_variance_inflation * variance_inflation
         noisy_step_size = step_size / batch_size_factor
         by_noise = self.noise_bias_per_step_size * noisy_step_size
         by_coupling = self.coupling.compute_max_bias(
-            inflation, self.inflation_per_noise_variance * noisy_step_size
+            variance_inflation, self.inflation_per_noise_variance * noisy_step_size
         )
         return max(by_coupling, float(np.abs(by_noise + by_discretisation).max()))
 
@@ -291,9 +293,9 @@ class NoiseLimit:
         """
         if not self.is_compensated:
             return noise_stats.predict_variance_inflation(self.dynamics, step_size)
-        inflation = self.dynamics.variance_inflation(noise_stats.variance, step_size)
+        variance_inflation = self.dynamics.variance_inflation(noise_stats.variance, step_size)
         uncompensated = max(noise_stats.position_dependent_fraction, _COVARIANCE_RELATIVE_ERROR)
-        return uncompensated * min(inflation, 1.0) + max(inflation - 1.0, 0.0)
+        return uncompensated * min(variance_inflation, 1.0) + max(variance_inflation - 1.0, 0.0)
 
 
 def limit_step_size_by_discretisation(
@@ -413,14 +415,16 @@ def _predict_mean_bias(
     # at shorter ones it is smaller by the order of the integrator.
     integrator = bound_dynamics.integrators[settings.integrator]
     max_step_size = settings.dynamics.integrators[settings.integrator].step_size
-    inflation = compute_kick_variance_inflation(bound_dynamics, settings.integrator, max_step_size)
+    variance_inflation = compute_kick_variance_inflation(
+        bound_dynamics, settings.integrator, max_step_size
+    )
     per_inflation = np.zeros(inputs.potential.dim)
-    if inflation != 0.0 and not is_coupled:
+    if variance_inflation != 0.0 and not is_coupled:
         per_inflation = predict_mean_bias_per_variance_inflation(bulk, inputs.rng)
     mean_bias = PredictedMeanBias(
         by_noise / step_size,
         per_inflation,
-        inflation,
+        variance_inflation,
         max_step_size,
         integrator.order,
         coupling,

@@ -137,13 +137,13 @@ def choose_estimator(
     costs = []
     for estimator in estimators:
         noise_stats = noise[estimator]
-        step_size, inflation = limit.limit_step_size(noise_stats)
+        step_size, variance_inflation = limit.limit_step_size(noise_stats)
         # Where the target cannot be met, no step is shorter: the variance inflation counts.
-        penalty = max(1.0, 2.0 * inflation / limit.target_sd_bias)
+        penalty = max(1.0, 2.0 * variance_inflation / limit.target_sd_bias)
         relaxation_time = limit.dynamics.relaxation_time(step_size, noise_stats.variance)
         cost = estimator.relative_cost * penalty * relaxation_time / step_size
         choice = SubsamplingChoice(
-            estimator, subsampling, noise_stats, step_size, inflation, limit.max_curvature
+            estimator, subsampling, noise_stats, step_size, variance_inflation, limit.max_curvature
         )
         costs.append((cost, estimator.name, choice))
     return min(costs, key=lambda c: c[:2])[2]

@@ -122,8 +122,8 @@ def is_thermostat_active(
     inflation at which SDs reach the target.
     """
     dynamics = inputs.settings.dynamics
-    inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
-    return dynamics.has_thermostat and inflation > inputs.settings.target_sd_bias
+    variance_inflation = dynamics.variance_inflation(noise_stats.variance, step_size)
+    return dynamics.has_thermostat and variance_inflation > inputs.settings.target_sd_bias
 
 
 def find_noise_warnings(
@@ -259,11 +259,11 @@ def find_user_step_size_warnings(
     step_size, target = settings.step_size, settings.target_sd_bias
     if step_size is None or not settings.has_constant_step_size:
         return
-    noise_inflation = step.variance_inflation
+    noise_variance_inflation = step.variance_inflation
     if settings.noise_compensation:  # `find_compensation_warnings` covers this
-        noise_inflation = 0.0
+        noise_variance_inflation = 0.0
     elif (
-        noise_inflation > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target
+        noise_variance_inflation > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target
         and dynamics.has_thermostat
         and not dynamics.linear_approximation
     ):
@@ -271,26 +271,32 @@ def find_user_step_size_warnings(
         simulated = _simulate_variance_inflation(
             inputs, dynamics, step_size, choice.noise_stats.variance
         )
-        noise_inflation = min(noise_inflation, simulated)
-    discretisation_inflation = _compute_discretisation_inflation(
+        noise_variance_inflation = min(noise_variance_inflation, simulated)
+    discretisation_variance_inflation = _compute_discretisation_variance_inflation(
         inputs, choice.max_curvature, dynamics, step_size
     )
     # The share of the noise that does not cancel over an epoch, for means as for variances.
-    iid_inflation = dynamics.variance_inflation(
+    iid_variance_inflation = dynamics.variance_inflation(
         choice.noise_stats.variance, step_size, choice.noise_stats.position_dependent_fraction
     )
-    uncancelled = min(1.0, noise_inflation / iid_inflation) if iid_inflation > 0.0 else 1.0
+    uncancelled = (
+        min(1.0, noise_variance_inflation / iid_variance_inflation)
+        if iid_variance_inflation > 0.0
+        else 1.0
+    )
     bias = step.mean_bias._replace(
         noise_bias_per_step_size=uncancelled * step.mean_bias.noise_bias_per_step_size,
         inflation_per_noise_variance=uncancelled * step.mean_bias.inflation_per_noise_variance,
     )
     effects = []
     allowed_mean_bias = settings.max_mean_bias
-    total_inflation = noise_inflation + discretisation_inflation
-    if abs(total_inflation) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target:
-        effects.append(_describe_sd_bias(dynamics, discretisation_inflation, total_inflation))
+    total_variance_inflation = noise_variance_inflation + discretisation_variance_inflation
+    if abs(total_variance_inflation) > _MIN_WARNED_VARIANCE_INFLATION_RATIO * target:
+        effects.append(
+            _describe_sd_bias(dynamics, discretisation_variance_inflation, total_variance_inflation)
+        )
     max_mean_bias = bias.compute_max(step_size)
-    is_moving = -1.0 < discretisation_inflation < math.inf
+    is_moving = -1.0 < discretisation_variance_inflation < math.inf
     if is_moving and max_mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed_mean_bias:
         effects.append(f"bias means by up to {max_mean_bias:.2g} SD")
     if not effects:
@@ -298,7 +304,7 @@ def find_user_step_size_warnings(
     recommended = recommend_step_size(inputs, dynamics, choice, step.mean_bias)
     remedies = [f"step_size={recommended:.2g}, or leave `step_size` out"]
     batch_size_factor = max(
-        noise_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
+        noise_variance_inflation / target, bias.by_noise.compute_max(step_size) / allowed_mean_bias
     )
     if batch_size_factor > 2.0:  # otherwise it is not noise that makes them wrong
         sizes = scale_batch_sizes(inputs.potential.plates, batch_size_factor)
@@ -370,7 +376,7 @@ def _describe_batch_sizes(inputs: WarmupInputs, batch_sizes: dict[str, int]) -> 
     )
 
 
-def _compute_discretisation_inflation(
+def _compute_discretisation_variance_inflation(
     inputs: WarmupInputs, max_curvature: float, dynamics: Dynamics, step_size: float
 ) -> float:
     """Return the relative increase of variances by the discretisation error; infinite if unstable.
@@ -408,16 +414,16 @@ def _simulate_variance_inflation(
 
 
 def _describe_sd_bias(
-    dynamics: Dynamics, discretisation_inflation: float, total_inflation: float
+    dynamics: Dynamics, discretisation_variance_inflation: float, total_variance_inflation: float
 ) -> str:
     """Return the effect of a step size on posterior SDs, as a verb phrase."""
-    if math.isinf(discretisation_inflation):
+    if math.isinf(discretisation_variance_inflation):
         return "be unstable, so that chains diverge"
-    if discretisation_inflation == -1.0:
+    if discretisation_variance_inflation == -1.0:
         if isinstance(dynamics, UnderdampedLangevin):
             return f"stop chains at friction {dynamics.friction:g}"
         return "stop chains"
-    sd_inflation = math.sqrt(max(0.0, 1.0 + total_inflation)) - 1.0
+    sd_inflation = math.sqrt(max(0.0, 1.0 + total_variance_inflation)) - 1.0
     percent, direction = 100.0 * abs(sd_inflation), "wide" if sd_inflation > 0.0 else "narrow"
     percent_text = f"{percent:.2g}" if percent < 100.0 else f"{percent:.0f}"
     return f"make SDs up to {percent_text}% too {direction}"

@@ -1,6 +1,6 @@
 """Locking of a run's folder, and the processes that share a run.
 
-Processes share a run where a ``ShardedArray`` spreads the rows over them. Chains and draws are
+Processes share a run where a ``ShardedArray`` shards the rows over them. Chains and draws are
 bitwise equal in all of them, so the first process alone writes, the others wait until it has, and
 all read. They must agree on every decision (an error, Ctrl-C, the number of iterations of a
 chunk), or they would wait for each other in a collective that not all of them enter.
@@ -171,7 +171,7 @@ def get_process_group(arguments: Arguments) -> ProcessGroup:
         raise InvalidArgumentError(
             "The processes share no rows, so each would run separate chains.",
             "start them without jax.distributed.initialize, each with another `checkpoint`, or "
-            "spread the rows over all of them by ShardedArray.",
+            "shard the rows over all of them by ShardedArray.",
             "processes-share-nothing",
         )
     return ProcessGroup(jax.process_count(), jax.process_index())

@@ -92,7 +92,7 @@ class BiasReport:
         coordinates, or its diagonal; variances of the values for functions of the draws.
     :param posterior_covariance: the posterior's, of the same shape.
     :param mcse: Monte Carlo standard errors of the chains' mean and SDs, in SDs, shape ``(2, d)``.
-    :param heavy_tailed_coordinates: coordinates judged after a tail transform, shape ``(k,)``.
+    :param heavy_tailed_coordinates: coordinates diagnosed after a tail transform, shape ``(k,)``.
     :param funnel_necks: high-curvature regions that the chains do not reach.
     :param num_gradient_draws: draws at which gradients were taken after the run.
     :param noise_mean_bias: predicted mean bias by gradient noise, contained in the estimates, in
@@ -112,7 +112,7 @@ class BiasReport:
         which is a site, in place of the parameters.
     :param has_custom_dynamics: whether SDE or integrator are the user's.
     :param max_grad_norm: norm to which the run has clipped gradients, or None.
-    :param notes: further notes on what was judged.
+    :param notes: further notes on what was diagnosed.
     """
 
     coordinate_names: tuple[tuple[str, str], ...]
@@ -279,9 +279,9 @@ def bias_report(
 
         bias_report(mcmc, mean, X_test)
 
-    For NumPyro's Gibbs all continuous sites of all blocks are judged, by gradients on all rows at
-    draws; discrete sites are conditioned on. For models with latent sites inside the subsampled
-    plate the globals are judged, by gradients at draws with updated local values, which cost as
+    For NumPyro's Gibbs all continuous sites of all blocks are diagnosed, by gradients on all rows
+    at draws; discrete sites are conditioned on. For models with latent sites inside the subsampled
+    plate the globals are diagnosed, by gradients at draws with updated local values, which cost as
     much as these draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
@@ -449,17 +449,17 @@ def _report_on_globals(run: RunData, num_draws: int) -> BiasReport:
     return replace(
         _assemble_report(run, measured, full_data=True),
         max_ess=float(np.fmax.reduce(measured.convergence.ess)),
-        notes=(f"Only globals are judged, marginal over the local latent variables {names}.",),
+        notes=(f"Only globals are diagnosed, marginal over the local latent variables {names}.",),
     )
 
 
 def _report_on_gibbs(run: GibbsRunData, num_draws: int) -> BiasReport:
     """Report on all continuous sites of a run of NumPyro's Gibbs."""
     measured = measure_bias_of_gibbs(run, num_draws)
-    note = "All blocks of Gibbs are judged together"
+    note = "All blocks of Gibbs are diagnosed together"
     if run.discrete_samples:
         names = ", ".join(f"`{name}`" for name in run.discrete_samples)
-        note += f", given the discrete sites {names}, which are not judged"
+        note += f", given the discrete sites {names}, which are not diagnosed"
     discrete_warnings = find_unconverged_discrete_sites(run.discrete_samples)
     return BiasReport(
         **_flatten(measured),

@@ -615,12 +615,12 @@ def _format_noise_note(report: BiasReport) -> str:
     if np.isnan(report.gradient_noise_variance):
         reason = "" if report.notes else ", because all settings that depend on it were given"
         return f"Gradient noise: not measured{reason}."
-    inflation = f"at most {100 * report.noise_sd_inflation:.1f}%"
+    sd_inflation = f"at most {100 * report.noise_sd_inflation:.1f}%"
     if report.noise_sd_inflation > _MAX_PRINTED_BIAS:
-        inflation = f"more than {100 * _MAX_PRINTED_BIAS:,.0f}%"
+        sd_inflation = f"more than {100 * _MAX_PRINTED_BIAS:,.0f}%"
     note = (
         f"Gradient noise: variance {report.gradient_noise_variance:.3g} in the noisiest "
-        f"preconditioned coordinate; predicted to inflate SDs by {inflation}"
+        f"preconditioned coordinate; predicted to inflate SDs by {sd_inflation}"
     )
     is_unknown = np.isnan(report.noise_mean_bias)
     mean_bias = float(np.abs(report.noise_mean_bias[~is_unknown]).max(initial=0.0))

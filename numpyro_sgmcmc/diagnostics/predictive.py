@@ -3,10 +3,10 @@
 Only a chunk of rows and the result are in memory, whatever the number of rows.
 
 - :func:`log_likelihood` and :func:`posterior_predictive` evaluate the model at the run's own rows.
-- :func:`predictive_summary` judges the convergence of functions of the draws, such as predictions
-  at test points. The weights of a network, the components of a mixture and the factors of a matrix
-  can be permuted, rotated or reflected without changing the likelihood; their R-hat is large and
-  has no meaning, while chains may agree on every prediction.
+- :func:`predictive_summary` diagnoses the convergence of functions of the draws, such as
+  predictions at test points. The weights of a network, the components of a mixture and the factors
+  of a matrix can be permuted, rotated or reflected without changing the likelihood; their R-hat is
+  large and has no meaning, while chains may agree on every prediction.
 
 Reference: Franzese, Milios, Filippone and Michiardi (2021), *Revisiting the effects of
 stochasticity for Hamiltonian samplers*, appendix F.2, for the Kolmogorov distance of predictions.

@@ -34,7 +34,7 @@ from numpyro_sgmcmc.sampling.bias_monitor import RunningSums
 from numpyro_sgmcmc.sampling.gibbs import build_conditional_potential
 from numpyro_sgmcmc.sampling.kernel import SGMCMCKernel
 
-# Numbers in all draws together (1 GiB in float64): larger runs are judged by their sums alone.
+# Numbers in all draws together (1 GiB in float64): larger runs are diagnosed by their sums alone.
 _MAX_DRAW_ENTRIES = 2**27
 # Share of draws that must be finite in unconstrained space; the others repeat the previous one.
 _MIN_FINITE_FRACTION = 0.99

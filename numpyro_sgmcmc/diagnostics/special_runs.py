@@ -1,4 +1,4 @@
-r"""Runs that are judged by gradients at their draws alone, and the comparison with a finer run.
+r"""Runs that are diagnosed by gradients at their draws alone, and the comparison with a finer run.
 
 **Local latent variables.** The running sums of such a run are those of the globals given the local
 values, whose bias is not that of the globals' marginal. :func:`measure_bias_of_globals` takes
@@ -126,7 +126,7 @@ def find_unconverged_discrete_sites(discrete_samples: dict[str, Any]) -> list[Mo
         if r_hat > MAX_OK_R_HAT:
             message = (
                 f"The chains disagree on the discrete site `{name}` (R-hat up to "
-                f"{format_r_hat(r_hat)}), given which the other sites are judged. Fix: a longer "
+                f"{format_r_hat(r_hat)}), given which the other sites are diagnosed. Fix: a longer "
                 "run."
             )
             model_warnings.append(ModelWarning((), ModelWarningKind.NOT_CONVERGED, message))

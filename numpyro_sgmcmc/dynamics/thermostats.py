@@ -110,11 +110,11 @@ class ThermostatDynamics(UnderdampedDynamics):
     def variance_inflation(
         self, gradient_variance: Any, step_size: Any, position_dependent_fraction: float = 1.0
     ) -> float:
-        inflation = super().variance_inflation(gradient_variance, step_size)
+        variance_inflation = super().variance_inflation(gradient_variance, step_size)
         if not self.balances_constant_noise:
-            return inflation
+            return variance_inflation
         residual = _RESIDUAL_INFLATION * gradient_variance * step_size**2
-        return residual + position_dependent_fraction * inflation
+        return residual + position_dependent_fraction * variance_inflation
 
     def gradient_noise_fraction(self, step_size: Any) -> float:
         # The ratio of variances of one kick, in which the thermostats take no part.

@@ -113,7 +113,7 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    print_header("First answer")
+    print_header("First result")
     print_row(("", "cache", "wall s", "CPU s", "tracing", "compiling", "programs"), WIDTHS)
     for case in options.cases:
         with tempfile.TemporaryDirectory() as folder:
