@@ -17,9 +17,11 @@ from numpyro.infer import MCMC, NUTS, init_to_uniform
 from numpyro.infer.util import log_density, potential_energy
 
 from numpyro_sgmcmc import (
+    CheckpointedMCMC,
     HostArray,
     SGHMCSplit,
     ShardedArray,
+    bias_report,
     log_likelihood,
     loo,
     posterior_predictive,
@@ -534,6 +536,33 @@ def not_subsampled(batch_size):
 def test_states_that_cannot_be_summed_out_of_a_row_raise(model, match):
     with pytest.raises(ValueError, match=match):
         make_potential(model, B)
+
+
+def test_rows_of_a_sharded_array_have_the_potential_of_rows_in_memory():
+    x = jnp.asarray(X)
+    sharded, in_memory = (make_potential(host_mixture, a, N) for a in (ShardedArray(x), x))
+    q, rows = jnp.array([0.3, -0.2]), {"rows": jnp.arange(N)}
+    value = sharded.value(q, rows, Arguments((ShardedArray(x), N)))
+    np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((x, N))), rtol=1e-6)
+
+
+def test_checkpointed_run_has_the_draws_of_mcmc_and_a_report(tmp_path):
+    x = np.random.default_rng(1).normal(size=60).astype(np.float32)
+    kernel = SGHMCSplit(
+        host_mixture,
+        step_size=0.1,
+        num_steps=2,
+        gradient_estimator="minibatch",
+        subsampling="contiguous",
+    )
+    settings = {"num_warmup": 10, "num_samples": 20, "num_chains": 2, "progress_bar": False}
+    settings["chain_method"] = "vectorized"
+    plain = MCMC(kernel, **settings)
+    checkpointed = CheckpointedMCMC(kernel, checkpoint=tmp_path / "run", **settings)
+    for mcmc in (plain, checkpointed):
+        mcmc.run(jax.random.key(0), x, 20)
+    np.testing.assert_array_equal(checkpointed.get_samples()["mu"], plain.get_samples()["mu"])
+    assert [site.site for site in bias_report(checkpointed).sites] == ["mu"]
 
 
 def test_dependent_rows_of_a_sharded_array_raise():
