@@ -540,10 +540,10 @@ def test_states_that_cannot_be_summed_out_of_a_row_raise(model, match):
 
 def test_rows_of_a_sharded_array_have_the_potential_of_rows_in_memory():
     x = jnp.asarray(X)
-    sharded, in_memory = (make_potential(host_mixture, a, N) for a in (ShardedArray(x), x))
-    q, rows = jnp.array([0.3, -0.2]), {"rows": jnp.arange(N)}
-    value = sharded.value(q, rows, Arguments((ShardedArray(x), N)))
-    np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((x, N))), rtol=1e-6)
+    sharded, in_memory = (make_potential(host_mixture, a, B) for a in (ShardedArray(x), x))
+    q, rows = jnp.array([0.3, -0.2]), {"rows": jnp.array([4, 1])}
+    value = sharded.value(q, rows, Arguments((ShardedArray(x), B)))
+    np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((x, B))), rtol=1e-6)
 
 
 def test_checkpointed_run_has_the_draws_of_mcmc_and_a_report(tmp_path):
