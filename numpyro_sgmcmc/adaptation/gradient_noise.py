@@ -76,8 +76,9 @@ class GradientNoiseStats(NamedTuple):
     """Statistics of the gradient noise that the step size depends on.
 
     - **variance** - variance in the noisiest coordinate, or the mean over coordinates where
-      only few minibatches were seen. Of the effects of many groups it is their mean, or that of an
-      effect that is noisier at all positions: the largest of thousands of estimates is an error.
+      only few minibatches were seen. Of the effects of many groups it is their mean, or the
+      largest that exceeds its sampling error, since the largest of thousands of estimates is mostly
+      such an error.
     - **position_dependent_fraction** - SD of the variance over positions relative to its mean,
       from 0 to 1: over all coordinates, or of one that clearly varies more.
     - **mean_variance** - variance, mean over coordinates.
@@ -139,7 +140,7 @@ class GradientNoiseStats(NamedTuple):
             effects, shared = layout.split(variances)
             errors = effects.std(0, ddof=1) / np.sqrt(len(effects))
             significant = effects.mean(0) - _NUM_STANDARD_ERRORS_OF_EFFECT * errors
-            variance = max(effects.mean(), significant.max(), shared.mean(0).max(initial=0.0))
+            variance = max(mean.mean(), significant.max(), shared.mean(0).max(initial=0.0))
         return cls(float(variance), fraction, float(mean.mean()))
 
 
