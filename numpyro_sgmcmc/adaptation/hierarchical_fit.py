@@ -102,7 +102,10 @@ def fit_hierarchy_from_each(
         _, distance = layout.split(first.solve(fit.center - first.center))
         if np.abs(distance).max() > _MAX_FIT_DISTANCE_SD:
             return None
-    return first
+    if first is None or first.reference_hessian.pairs or layout.num_shared > _MAX_TREND_SHARED:
+        return first
+    trend = _estimate_sd_trend(inputs, layout, first)
+    return first._replace(factor=replace(first.factor, sd_trend=trend))
 
 
 def fit_hierarchy(
@@ -203,11 +206,7 @@ def _build_preconditioner(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
     preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
-    if not preconditioner.is_finite():
-        return None
-    if pairs is None and layout.num_shared <= _MAX_TREND_SHARED:
-        factor = replace(factor, sd_trend=_estimate_sd_trend(inputs, layout, preconditioner))
-    return preconditioner._replace(factor=factor)
+    return preconditioner if preconditioner.is_finite() else None
 
 
 def _estimate_sd_trend(

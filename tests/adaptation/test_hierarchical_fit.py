@@ -78,8 +78,9 @@ def fit(model, args, batch_size=100):
 
 
 def test_fit_has_trend_of_effects_sds_by_their_scale():
-    group, y = make_data()
-    layout, preconditioner = fit(make_model(), (group, y))
+    inputs = make_inputs(make_model(), make_data(), 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    preconditioner = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
     _, (_, log_scale) = layout.split(preconditioner.center)
     # The precision of an effect is the number of its rows, and that of its prior.
     prior_precision = np.exp(-2.0 * log_scale)
