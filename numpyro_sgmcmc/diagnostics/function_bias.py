@@ -65,7 +65,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Values whose gradients make the matrix S: a bound on the time of its inverse at each draw.
 _MAX_METRIC_VALUES = 64
-# Preconditioned curvature along the functions' gradients beyond which S is not the identity.
+# Default of `min_curvature_ratio`, in preconditioned coordinates.
 _MIN_CURVATURE_RATIO = 2.0
 # Share of that curvature in S; tuned on linear functions of Gaussians with narrow directions, see
 # tests/diagnostics/test_function_bias.py.
@@ -105,12 +105,15 @@ def estimate_function_bias(
     preconditioner: Preconditioner,
     constrain_fn: Callable[[Array], dict[str, Array]],
     run_estimates: SteinEstimates,
+    min_curvature_ratio: float = _MIN_CURVATURE_RATIO,
 ) -> tuple[tuple[tuple[str, str], ...], BiasMeasurements]:
     """Estimate the bias of each value from gradients at some of the draws.
 
     :param gradients_at_draws: some of the draws as flat positions, and the gradients there.
     :param preconditioner: coordinates in which Stein's identity is applied.
     :param run_estimates: estimates of the parameters, of which the temperatures are kept.
+    :param min_curvature_ratio: curvature along the functions' gradients beyond which S is not the
+        identity.
     :return: name of the function and of each of its values, and their bias.
     """
     shapes = functions.eval_shape(draws)
@@ -123,7 +126,9 @@ def estimate_function_bias(
         "direction": random.rademacher(random.key(_PROBE_SEED), positions.shape, dtype),
     }
     value_subset_fn = _make_value_subset_fn(functions, shapes, constrain_fn)
-    field, capacitance_inverse = SteinField.from_draws(value_subset_fn, points, preconditioner)
+    field, capacitance_inverse = SteinField.from_draws(
+        value_subset_fn, points, preconditioner, min_curvature_ratio
+    )
     if capacitance_inverse is not None:
         points["capacitance_inverse"] = capacitance_inverse
     stein_functions = DrawFunctions(
@@ -188,10 +193,12 @@ class SteinField(NamedTuple):
         values_fn: Callable[[Array], Array],
         points: Mapping[str, Array],
         preconditioner: Preconditioner,
+        min_curvature_ratio: float,
     ) -> tuple[SteinField, Array | None]:
         r"""Estimate the field's weights from gradients at draws.
 
         :param points: positions and gradients, axes of chains and draws first.
+        :param min_curvature_ratio: see :func:`estimate_function_bias`.
         :return: the field, and :math:`(I + c\,BB^\top)^{-1}` at each draw, shape ``(chains, draws,
             k, k)``; None if S is the identity.
         """
@@ -213,7 +220,7 @@ class SteinField(NamedTuple):
         precision = np.divide(1.0, variance, out=np.zeros_like(variance), where=variance > 0.0)
         squared_length = np.diagonal(products, axis1=-2, axis2=-1).mean((0, 1)) @ precision
         squared_work = np.square(work).mean((0, 1)) @ precision
-        if not squared_work > _MIN_CURVATURE_RATIO * squared_length:
+        if not squared_work > min_curvature_ratio * squared_length:
             return cls(preconditioner, values_fn, precision), None
         c = (squared_work - squared_length) / (
             precision @ np.square(products).mean((0, 1)) @ precision
