@@ -19,8 +19,9 @@ with stationary density :math:`\propto e^{-U(\theta) - K(p)}`.
 :class:`OverdampedDynamics` and :class:`UnderdampedDynamics` hold what these SDEs share with the
 thermostats, the Riemannian dynamics and the recipe: flows, noise variance, relaxation time.
 
-References: those of the kernels, and Leimkuhler and Matthews (2013), *Rational construction of
-stochastic numerical methods for molecular sampling* (BAOAB).
+References: those of the kernels; Leimkuhler and Matthews (2013), *Rational construction of
+stochastic numerical methods for molecular sampling* (BAOAB); Zapatero (2019), *Word series for the
+numerical integration of stochastic differential equations* (UBU).
 """
 
 from __future__ import annotations
@@ -405,6 +406,9 @@ class UnderdampedLangevin(UnderdampedDynamics):
             "lie_trotter": Integrator(
                 (half_drift, Part("kick"), half_drift, refreshment), order=2, step_size=0.3
             ),
+            "ubu": Integrator(
+                (Part("free_motion", 0.5), Part("kick"), Part("free_motion", 0.5)), 2, step_size=0.3
+            ),
             "mt3": Integrator((Part("mt3"),), order=3, step_size=0.5),
         }
         if self.is_fsal:
@@ -428,6 +432,7 @@ class UnderdampedLangevin(UnderdampedDynamics):
         return {
             **super().flows,
             "ornstein_uhlenbeck": Flow(self._ornstein_uhlenbeck, num_noise=1),
+            "free_motion": Flow(self._free_motion, num_noise=2),
             "kick": Flow(self._kick, num_gradients=1),
             "fsal_kick": Flow(self._fsal_kick),
             "mt3": Flow(self._mt3, num_gradients=3, num_noise=2),
@@ -456,6 +461,21 @@ class UnderdampedLangevin(UnderdampedDynamics):
         scale = jnp.sqrt(-jnp.expm1(-2.0 * self.friction * time))
         damped = self._apply_friction(state, time, gradient_fn, normals)
         return damped._replace(momentum=damped.momentum + scale * normals[0])
+
+    def _free_motion(self, state: Any, time: Any, gradient_fn: GradientFn, normals: Array) -> Any:
+        r"""Move without a force: :math:`d\theta = p\,dt`, p an Ornstein-Uhlenbeck process, exact.
+
+        Given both momenta, the position moves by :math:`\tanh(x)(p + p')/\gamma` with the variance
+        :math:`4(x - \tanh x)/\gamma^2`, where :math:`x = \gamma t/2`.
+        """
+        x = 0.5 * self.friction * jnp.asarray(time, state.position.dtype)
+        # x - tanh(x) cancels for small x; there a continued fraction of tanh gives it.
+        ratio = x**2 / (3.0 + x**2 / (5.0 + x**2 / (7.0 + x**2 / (9.0 + x**2 / 11.0))))
+        difference = jnp.where(x < 1.0, x * ratio / (1.0 + ratio), x - jnp.tanh(x))
+        moved = self._ornstein_uhlenbeck(state, time, gradient_fn, normals[:1])
+        mean = jnp.tanh(x) * (state.momentum + moved.momentum)
+        displacement = (mean + 2.0 * jnp.sqrt(difference) * normals[1]) / self.friction
+        return moved._replace(position=state.position + displacement)
 
     def _apply_gradient(self, state: UnderdampedState, time: Any, gradient: Array) -> Any:
         kicked = super()._apply_gradient(state, time, gradient)

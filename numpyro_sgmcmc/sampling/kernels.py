@@ -93,9 +93,9 @@ class SGHMCSplit(UnderdampedKernel):
     :param potential_fn: potential energy of a pytree of unconstrained values, instead of a model.
     :param float friction: friction coefficient :math:`\gamma` (:math:`D` in the paper), positive,
         in preconditioned units. Default 1.5.
-    :param str integrator: ``"symmetric"`` or ``"baoab"``. Default ``"symmetric"``; for a model with
-        effects of many groups ``"baoab"``, because each effect's discretisation error would add to
-        that of the scale which they share.
+    :param str integrator: ``"symmetric"``, ``"baoab"`` or ``"ubu"``. Default ``"symmetric"``; for a
+        model with effects of many groups ``"baoab"``, because each effect's discretisation error
+        would add to that of the scale which they share.
     :param options: the keywords of all kernels, see :class:`~numpyro_sgmcmc.kernel.Options`.
     :raises InvalidArgumentError: for an option out of range.
 
@@ -119,12 +119,12 @@ class SGHMCSplit(UnderdampedKernel):
         True
     """
 
-    integrators = ("symmetric", "baoab")
+    integrators = ("symmetric", "baoab", "ubu")
     hierarchy_integrator = "baoab"
 
 
 class SHMC(SGMCMCKernel):
-    r"""Stochastic-gradient HMC by any of seven integrators, among them HMC without accept/reject.
+    r"""Stochastic-gradient HMC by any of eight integrators, among them HMC without accept/reject.
 
     The SDE is that of :class:`~numpyro_sgmcmc.SGHMCSplit`. Choose this kernel to compare
     integrators, or for one whose properties the problem needs:
@@ -137,6 +137,7 @@ class SHMC(SGMCMCKernel):
     ``symmetric``    2      1          the splitting of SGHMCSplit
     ``baoab``        2      1          positions without bias on Gaussians
     ``obabo``        2      1          friction and noise outermost
+    ``ubu``          2      1          exact free motion; strong order 2
     ``mt3``          3      3          and one Hessian-vector product
     ``euler``        1      1          the integrator of SGHMC
     ===============  =====  =========  ============================================
@@ -158,7 +159,7 @@ class SHMC(SGMCMCKernel):
     :param options: see :class:`~numpyro_sgmcmc.SGHMCSplit`, also for ``model``, ``potential_fn``.
     """
 
-    integrators = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "mt3", "euler")
+    integrators = ("leapfrog", "lie_trotter", "symmetric", "baoab", "obabo", "ubu", "mt3", "euler")
 
     def __init__(
         self,

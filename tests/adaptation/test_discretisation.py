@@ -40,7 +40,7 @@ def test_kick_variance_baoab_and_lie_trotter_have_no_error():
     )
 
 
-@pytest.mark.parametrize("integrator", ["symmetric", "euler", "leapfrog", "mt3"])
+@pytest.mark.parametrize("integrator", ["symmetric", "euler", "leapfrog", "mt3", "ubu"])
 def test_kick_variance_error_falls_with_the_order(integrator):
     """One order less where gradients are taken at a position that is only close to the end's."""
     dynamics = UnderdampedLangevin()
@@ -125,6 +125,7 @@ def test_draw_variance_euler_overdamped_has_the_exact_value(curvature):
         quick_if(False, UnderdampedLangevin(40.0), "symmetric", 0.1),
         (UnderdampedLangevin(is_fsal=True), "obabo", 1.0),
         (UnderdampedLangevin(is_fsal=True), "baoab", 1.5),
+        (UnderdampedLangevin(), "ubu", 1.5),
     ],
 )
 def test_draw_variance_agrees_with_simulated_chains(dynamics, integrator, step_size):
@@ -140,6 +141,7 @@ def test_draw_variance_agrees_with_simulated_chains(dynamics, integrator, step_s
         (UnderdampedLangevin(), "mt3", 0.8),
         (UnderdampedLangevin(5.0), "symmetric", 0.2),
         (UnderdampedLangevin(is_fsal=True), "baoab", 0.8),
+        (UnderdampedLangevin(), "ubu", 0.8),
         (OverdampedLangevin(), "euler", 0.1),
     ],
 )

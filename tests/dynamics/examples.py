@@ -155,6 +155,7 @@ EXAMPLES = {
             "lie_trotter": 2,
             "baoab": 2,
             "obabo": 2,
+            "ubu": 2,
             "mt3": 3,
         },
         with_unit_momentum,

@@ -93,7 +93,9 @@ def test_compensated_step_has_the_covariance_of_the_exact_gradient(name, integra
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("integrator", ["euler", "leapfrog", "symmetric", "baoab", "obabo", "mt3"])
+@pytest.mark.parametrize(
+    "integrator", ["euler", "leapfrog", "symmetric", "baoab", "obabo", "ubu", "mt3"]
+)
 def test_compensated_stationary_variance_is_that_of_the_exact_gradient(integrator):
     dynamics = UnderdampedLangevin(FRICTION, None, integrator in ("baoab", "obabo"))
     h, variance = 0.1, 6.0

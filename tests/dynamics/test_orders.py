@@ -340,3 +340,74 @@ def test_thermostats_per_coordinate_balance_noise_that_is_the_same_everywhere(dy
     position_dependent = dynamics.variance_inflation(0.1, 1e-4)
     constant = dynamics.variance_inflation(0.1, 1e-4, position_dependent_fraction=0.0)
     assert constant / position_dependent == pytest.approx(ratio, abs=1e-4)
+
+
+# --- UBU: free motion and strong order ----------------------------------------------------------
+
+
+def free_motion(friction, time, dtype):
+    """Return the mean's matrix and the noise's factor of position and momentum, each 2 by 2."""
+    dynamics = UnderdampedLangevin(friction)
+
+    def move(z, normals):
+        state = UnderdampedState(z[:1], z[1:])
+        moved = dynamics.flows["free_motion"].apply(state, time, None, normals[:, None])
+        return jnp.concatenate([moved.position, moved.momentum])
+
+    zeros = jnp.zeros(2, dtype)
+    return [np.asarray(x, float) for x in jax.jacobian(move, (0, 1))(zeros, zeros)]
+
+
+@pytest.mark.parametrize("friction", [1e-3, 1.5, 40.0])
+@pytest.mark.parametrize("time", [1e-4, 0.15, 1.0])
+def test_free_motion_has_the_exact_moments_in_float32(friction, time):
+    """Reference: the integrals of the Ornstein-Uhlenbeck process by quadrature."""
+    mean, factor = free_motion(friction, jnp.float32(time), jnp.float32)
+    nodes, weights = np.polynomial.legendre.leggauss(60)
+    s, weights = time * (nodes + 1) / 2, time * weights / 2
+    by_noise = np.stack([-np.expm1(-friction * s) / friction, np.exp(-friction * s)])
+    covariance = 2 * friction * (by_noise * weights) @ by_noise.T
+    expected = [[1, -np.expm1(-friction * time) / friction], [0, np.exp(-friction * time)]]
+    np.testing.assert_allclose(mean, expected, rtol=2e-6)
+    np.testing.assert_allclose(factor @ factor.T, covariance, rtol=1e-5)
+    conditional = covariance[0, 0] - covariance[0, 1] ** 2 / covariance[1, 1]
+    np.testing.assert_allclose(factor[0, 1] ** 2, conditional, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("integrator", "order"), [("ubu", 2), ("symmetric", 1)])
+def test_strong_order_along_one_brownian_path(integrator, order):
+    """Paths of 16 to 128 steps on a quartic, from the increments of the finest."""
+    num_paths, num_finest = 200, 1024
+    fine_time = 2.0 / num_finest
+    _, factor = free_motion(FRICTION, fine_time / 2, float)
+    rng = np.random.default_rng(0)
+    # Noise of position and momentum over each half of the finest steps.
+    noise = rng.standard_normal((2 * num_finest, num_paths, 2)) @ factor.T
+    position = jnp.asarray(rng.standard_normal((num_paths, 1)))
+    step = UnderdampedLangevin(FRICTION).make_step(integrator)
+    gradient = jax.vmap(jax.grad(quartic))
+
+    def end(noise, time):
+        """Return positions after steps whose halves have the given noise."""
+        _, half_factor = free_motion(FRICTION, time / 2, float)
+        normals = (noise @ np.linalg.inv(half_factor).T).reshape(-1, 2, num_paths, 2)
+        # Per step: the normals of momentum and position in the first half, then in the second.
+        normals = np.moveaxis(normals, 3, 2).reshape(-1, 4, num_paths, 1)
+        if integrator == "symmetric":  # the momentum's noise alone, as one normal
+            normals = (normals[:, :1] + normals[:, 2:3]) / np.sqrt(2)
+        state = UnderdampedState(position, jnp.zeros_like(position))
+        run = jax.jit(
+            lambda s, n: jax.lax.scan(lambda s, n: (step(s, time, gradient, n), None), s, n)[0]
+        )
+        return np.asarray(run(state, normals).position)
+
+    times, ends = [], []
+    while len(noise) >= 32:
+        time = 4.0 / len(noise)
+        times.append(time)
+        ends.append(end(noise, time))
+        # The noise of two motions in a row.
+        mean, _ = free_motion(FRICTION, time / 2, float)
+        noise = noise[::2] @ mean.T + noise[1::2]
+    errors = [np.sqrt(np.square(e - ends[0]).mean()) for e in ends[3:]]
+    assert fitted_slope(times[3:], errors) == pytest.approx(order, abs=0.2)

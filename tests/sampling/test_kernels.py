@@ -62,6 +62,7 @@ VARIANTS = {
     "SHMC, Lie-Trotter": (SHMC, {"integrator": "lie_trotter", "num_leapfrog": 5}),
     "SHMC, BAOAB": (SHMC, {"integrator": "baoab"}),
     "SHMC, OBABO": (SHMC, {"integrator": "obabo"}),
+    "SHMC, UBU": (SHMC, {"integrator": "ubu"}),
     "SHMC, MT3": (SHMC, {"integrator": "mt3"}),
     "SGNHT, shared": (SGNHT, {"per_coordinate": False}),
     "SGNHT, minibatch gradient": (SGNHT, {"gradient_estimator": "minibatch"}),
