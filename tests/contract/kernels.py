@@ -62,8 +62,9 @@ KERNELS = [
     LangevinRecipe,
 ]
 
-# Run in `make test`: a splitting, a thermostat, a metric and the recipe.
-QUICK_KERNELS = {SGHMCSplit, SGNHT, SGRHMC, LangevinRecipe}
+# Run in `make test`: a splitting, a thermostat and a metric. The recipe has separate quick tests
+# (tests/dynamics).
+QUICK_KERNELS = {SGHMCSplit, SGNHT, SGRHMC}
 
 
 # Every kernel; those that are not quick by `make test-all` only.

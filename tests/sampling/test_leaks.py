@@ -69,6 +69,7 @@ def test_kernels_on_new_models_are_released_with_their_programs():
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compilation._MEMORY_MAPS_FILE.exists(), reason="needs Linux's /proc")
 def test_clear_compilation_cache_if_full_clears_programs_near_the_limit_only():
     jax.clear_caches()
