@@ -6,6 +6,7 @@ unknown scales the posterior is Gaussian or a one-dimensional integral; their gr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -268,6 +269,63 @@ def walk(length: int = 200, num: int = 10_000) -> Problem:
     return Problem(model, (jnp.asarray(time), y), 1_000, exact)
 
 
+def levels(num_schools: int = 110, num_districts: int = 30, num: int = 10_000) -> Problem:
+    """Schools in districts, with an intercept and a slope for each district, non-centred.
+
+    The rows are sorted by school.
+    """
+    groups = {"school": num_schools, "district": num_districts, "slope": num_districts}
+
+    def model(x: Any, school: Any, district: Any, y: Any, batch_size: int | None = None) -> None:
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        effects = {}
+        for name, size in groups.items():
+            scale = numpyro.sample(f"{name}_scale", dist.HalfNormal(1))
+            raw = numpyro.sample(f"{name}_raw", dist.Normal(0, 1).expand([size]).to_event(1))
+            effects[name] = numpyro.deterministic(name, scale * raw)
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            eta = mean + effects["school"][school[i]]
+            eta += effects["district"][district[i]] + effects["slope"][district[i]] * x[i]
+            numpyro.sample("y", dist.Normal(eta, 1), obs=y[i])
+
+    rng = np.random.default_rng(47)
+    school = np.sort(rng.integers(0, num_schools, num))
+    district = rng.integers(0, num_districts, num_schools)[school]
+    x = _float(rng.standard_normal(num))
+    columns = np.zeros((num, 1 + sum(groups.values())))
+    rows, starts = np.arange(num), 1 + np.cumsum([0, *groups.values()])
+    columns[:, 0] = columns[rows, starts[0] + school] = columns[rows, starts[1] + district] = 1.0
+    columns[rows, starts[2] + district] = x
+    truth = rng.standard_normal(columns.shape[1]) * np.repeat(
+        [1.0, 0.4, 0.5, 0.3], [1, *groups.values()]
+    )
+    y = _float(columns @ truth + rng.standard_normal(num))
+    gram, moment = columns.T @ columns, columns.T @ np.asarray(y, np.float64)
+    found = []
+    for scales in itertools.product(
+        0.4 * np.exp(np.linspace(-0.5, 0.5, 9)),
+        0.5 * np.exp(np.linspace(-0.9, 0.9, 11)),
+        0.3 * np.exp(np.linspace(-0.9, 0.9, 11)),
+    ):
+        # Given the scales, the mean and the effects are normal.
+        prior = np.repeat([2.0, *scales], [1, *groups.values()])
+        precision = gram + np.diag(1 / prior**2)
+        mean, sd = _gaussian(precision, moment)
+        log_weight = 0.5 * moment @ mean - 0.5 * np.linalg.slogdet(precision)[1]
+        # The grid's spacing is in logarithms.
+        log_weight += np.sum(np.log(scales)) - np.log(prior).sum() - np.sum(np.square(scales)) / 2
+        mean, sd = np.append(mean, scales), np.append(sd, np.zeros(3))
+        found.append((log_weight, mean, sd**2 + mean**2))
+    mean, sd = _mixed(*(np.array(x) for x in zip(*found, strict=True)))
+    names = ("mean", *groups, *(f"{name}_scale" for name in groups))
+    ends = [*starts, *(starts[-1] + np.arange(1, 3))]
+    exact = dict(
+        zip(names, zip(np.split(mean, ends), np.split(sd, ends), strict=True), strict=True)
+    )
+    args = (x, jnp.asarray(school), jnp.asarray(district), y)
+    return Problem(model, args, 500, exact)
+
+
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "slopes of 150 groups, centred": partial(slopes, True),
     "slopes of 150 groups, non-centred": partial(slopes, False),
@@ -275,6 +333,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "crossed effects, 90 by 60": partial(crossed, 90, 60, 6_000, 1_000),
     "abilities of 400 persons": items,
     "multinomial, 150 levels": multinomial,
+    "three levels, 110 schools in 30 districts, sorted": levels,
     "shares of 60 groups": shares,
     "walk of 200 steps": walk,
 }

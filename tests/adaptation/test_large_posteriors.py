@@ -61,6 +61,7 @@ def test_default_arguments_crossed_effects_have_exact_moments():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.DataOrderWarning")  # if rows are sorted
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.DiscretisationWarning")
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SubsampleSizeWarning")
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name != QUICK])
