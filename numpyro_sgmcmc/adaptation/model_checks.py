@@ -32,6 +32,7 @@ Otherwise the mean over minibatches is not the potential on all observations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -70,10 +71,11 @@ _ROUNDING_TOLERANCE_SDS, _MIN_ROUNDING_ULPS, _TRIMMED_FRACTION = 6.0, 4.0, 1 / 8
 # overflow elsewhere); multiples of a step back, at which the density that was left is searched for.
 _MAX_NEWTON_STEP_SD, _REVERSE_STEPS = 10.0, 4.0 ** np.arange(-4, 9)
 
-# Additivity: trials; interaction of the halves, and effect of the order and the number of the rows,
-# relative to the effects of halves and positions; rounding error of the potential in units in the
-# last place.
-_NUM_ADDITIVITY_TRIALS = 6
+# Additivity, 32 values for a plate at most: trials of four minibatches; those in which the order
+# changes; positions at which numbers of rows are compared. Interaction of the halves, and effect of
+# the order and the number of the rows, relative to the effects of halves and positions; rounding
+# error of the potential in units in the last place.
+_NUM_ADDITIVITY_TRIALS, _NUM_ORDER_TRIALS, _NUM_ROW_COUNT_POSITIONS = 6, 2, 3
 _MAX_INTERACTION_FRACTION = 1e-3
 _MAX_MINIBATCH_EFFECT_FRACTION = 1e-5
 _ADDITIVITY_ROUNDING_ULPS = 256.0
@@ -410,28 +412,33 @@ def _compare_minibatches(
     In half of the trials two halves are copies of one row each, which no mean or SD of a minibatch
     hides; in the others rows of a group of the data are in both halves, if there are such groups.
     """
-    half, num_trials = plate.subsample_size // 2, _NUM_ADDITIVITY_TRIALS
-    minibatches = []
+    batch_size, num_trials = plate.subsample_size, _NUM_ADDITIVITY_TRIALS
+    half, minibatches = batch_size // 2, []
     for trial in range(num_trials):
-        a, b = rng.integers(0, plate.size, (2, plate.subsample_size - half))
+        a, b = rng.integers(0, plate.size, (2, batch_size - half))
         r, s = rng.integers(0, plate.size, (2, half))
         if trial < num_trials // 2:
             r, s = np.full(half, r[0]), np.full(half, s[0])
         minibatches += [np.concatenate(halves) for halves in ((a, r), (b, s), (a, s), (b, r))]
-        minibatches.append(rng.permutation(minibatches[-4]))
-    position_index = np.repeat(np.arange(_NUM_ADDITIVITY_TRIALS) % len(positions), 5)
+    for original in minibatches[-4 * _NUM_ORDER_TRIALS :: 4]:
+        # A random cycle moves each row, also one of two.
+        cycle = rng.permutation(batch_size)
+        minibatches.append(original.copy())
+        minibatches[-1][cycle] = original[np.roll(cycle, 1)]
+    trials = np.arange(num_trials)
+    position_index = np.append(np.repeat(trials, 4), trials[-_NUM_ORDER_TRIALS:]) % len(positions)
     values = _evaluate_rows(
         batched_gradients, plate, np.stack(minibatches), positions, position_index
     )
-    u_ar, u_bs, u_as, u_br, u_permuted = values.reshape(_NUM_ADDITIVITY_TRIALS, 5).T
+    u_ar, u_bs, u_as, u_br = values[: 4 * num_trials].reshape(num_trials, 4).T
     rounding = _rounding_error(batched_gradients, values)
     with np.errstate(invalid="ignore"):
         own_effects = np.abs(u_ar - u_as) + np.abs(u_ar - u_br)
         interaction = np.abs((u_ar - u_as) - (u_br - u_bs))
         is_interacting = interaction > _MAX_INTERACTION_FRACTION * own_effects + rounding
-        is_ordered = (
-            np.abs(u_permuted - u_ar) > _MAX_MINIBATCH_EFFECT_FRACTION * own_effects + rounding
-        )
+        change = np.abs(values[4 * num_trials :] - u_ar[-_NUM_ORDER_TRIALS:])
+        tolerance = _MAX_MINIBATCH_EFFECT_FRACTION * own_effects + rounding
+        is_ordered = change > tolerance[-_NUM_ORDER_TRIALS:]
     interacts = any(_in_most_trials(trials) for trials in np.split(is_interacting, 2))
     return interacts, _in_most_trials(is_ordered)
 
@@ -442,31 +449,26 @@ def _depends_on_num_rows(
     positions: np.ndarray,
     rng: np.random.Generator,
 ) -> bool:
-    """Return whether, in most trials, the potential on copies of one row depends on their number.
+    """Return whether the potential on copies of some rows depends on the number of copies.
 
-    Each trial compares the change between two positions, because a constant does no harm.
+    Changes between positions are compared, because a constant does no harm.
     """
-    if len(positions) < 2:
-        return False
-    rows = np.repeat(rng.integers(0, plate.size, _NUM_ADDITIVITY_TRIALS), 2)
-    position_index = np.arange(len(rows)) % len(positions)
-    copies = np.tile(rows[:, None], plate.subsample_size)
+    positions = positions[:_NUM_ROW_COUNT_POSITIONS]
+    batch_size, half = plate.subsample_size, plate.subsample_size // 2
+    rows = rng.integers(0, plate.size, math.gcd(batch_size, half)).astype(np.int32)
+    copies = np.tile(rows, (len(positions), batch_size // len(rows)))
+    position_index = np.arange(len(positions))
     values = _evaluate_rows(batched_gradients, plate, copies, positions, position_index)
-    first_rows, half = _first_rows(batched_gradients), plate.subsample_size // 2
-    values_of_half = []
-    for row, position in zip(rows, positions[position_index], strict=True):
-        subset = {**first_rows, plate.name: np.full(half, row, np.int32)}
-        potential = JittedPotential(
-            batched_gradients.potential, batched_gradients.arguments, subset
-        )
-        values_of_half.append(potential.value(position))
-    pairs = np.stack([values, values_of_half]).reshape(2, _NUM_ADDITIVITY_TRIALS, 2)
+    subset = {**_first_rows(batched_gradients), plate.name: copies[0, :half]}
+    of_half = JittedPotential(batched_gradients.potential, batched_gradients.arguments, subset)
+    both = np.stack([values, [of_half.value(position) for position in positions]])
     with np.errstate(invalid="ignore"):
-        change, change_of_half = pairs[..., 1] - pairs[..., 0]
+        change, change_of_half = np.diff(both)
         own_effects = np.abs(change) + np.abs(change_of_half)
         tolerance = _MAX_MINIBATCH_EFFECT_FRACTION * own_effects
-        tolerance += _rounding_error(batched_gradients, pairs)
-        return _in_most_trials(np.abs(change - change_of_half) > tolerance)
+        tolerance += _rounding_error(batched_gradients, both)
+        # Rounding errors of a row are the same in all of its copies.
+        return bool((np.abs(change - change_of_half) > tolerance).any())
 
 
 def _in_most_trials(condition: np.ndarray) -> bool:

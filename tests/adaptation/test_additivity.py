@@ -11,13 +11,13 @@ from numpyro import handlers
 from numpyro.infer import init_to_uniform
 
 from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report
-from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients
+from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.model_checks import find_nonadditive_plates
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import ModelWarningKind, NonAdditiveLikelihoodWarning
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.subsampled import make_model_potential
-from tests.contract.kernels import quietly
+from tests.contract.kernels import num_compilations, quietly
 from tests.quick import quick_if
 
 N, K = 500, 3
@@ -60,12 +60,17 @@ ROW_BY_ROW = {
 }
 
 
-def check_additivity(model, arguments, center):
-    """Return the warnings of the check, at positions about a center."""
+def prepare(model, arguments, center):
+    """Return gradients, preconditioner and positions about a center."""
     potential = make_model_potential(model, arguments, init_to_uniform)
     preconditioner = Preconditioner(np.asarray(center, float), np.full(len(center), 0.05))
     q = np.random.default_rng(1).standard_normal((16, len(center)))
-    return find_nonadditive_plates(BatchedGradients(potential, arguments), preconditioner, q)
+    return BatchedGradients(potential, arguments), preconditioner, q
+
+
+def check_additivity(*inputs):
+    """Return the warnings of the check."""
+    return find_nonadditive_plates(*prepare(*inputs))
 
 
 def check_regression(model, batch_size, offset=0.0):
@@ -252,6 +257,33 @@ def test_nonadditive_plates_number_of_rows_is_reported(name):
     assert "number of rows" in warning.message
     assert "plate 'rows'" in warning.message
     assert "'y'" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("statement", "num_values", "num_programs"),
+    [(BY_POSITION["grid"], 26, 0), (BY_NUMBER["scale"], 32, 1)],
+    ids=["same for each number", "number of rows"],
+)
+def test_nonadditive_plates_evaluates_few_values(statement, num_values, num_programs, monkeypatch):
+    arguments = Arguments((), {"batch_size": 50})
+    inputs = prepare(make_plate_model(statement), arguments, [0.5, 0.1, -0.2, 0.3])
+    batched_gradients, preconditioner, q = inputs
+    batched_gradients.full_potentials(preconditioner.to_position(q))
+    counts = []
+
+    def count(cls, name, count_values):
+        method = getattr(cls, name)
+
+        def counted(self, *args):
+            counts.append(count_values(*args))
+            return method(self, *args)
+
+        monkeypatch.setattr(cls, name, counted)
+
+    count(BatchedGradients, "evaluate_minibatches", lambda *args: len(args[2]))
+    count(JittedPotential, "value", lambda position: 1)
+    assert num_compilations(lambda: find_nonadditive_plates(*inputs)) == num_programs
+    assert sum(counts) == num_values
 
 
 def test_nonadditive_plates_prior_outside_of_plate_that_uses_number_of_rows_is_reported():
