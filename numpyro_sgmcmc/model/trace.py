@@ -29,7 +29,7 @@ from numpyro.distributions import biject_to
 from numpyro.handlers import substitute
 
 from numpyro_sgmcmc.data.arguments import MAX_CONSTANT_BYTES, Arguments, is_array
-from numpyro_sgmcmc.data.host_array import HostArray, RowArray, RowIndexError
+from numpyro_sgmcmc.data.host_array import RowArray, RowIndexError
 from numpyro_sgmcmc.data.row_proxies import IndexingRecorder, PlateIndexRegistry, RowLookup
 from numpyro_sgmcmc.data.sharded_array import Shards
 from numpyro_sgmcmc.data.subsampling import Plate
@@ -376,10 +376,11 @@ def _find_unplated_dims(site: Any) -> tuple[int, ...]:
 
 _MAX_SOURCE_LINE_CHARS = 60  # of the user's line in a message
 
+# Errors of NumPy and pandas at a traced index, and all of traced values.
+_INDEX_ERRORS = jax.errors.TracerArrayConversionError, jax.errors.TracerIntegerConversionError
 _CONCRETIZATION_ERRORS = (
+    *_INDEX_ERRORS,
     jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
 
@@ -407,6 +408,13 @@ def translate_model_error(
                 )
             )
     reason, line = summarise_error(error), find_user_source_line(error)
+    if (array := _find_whole_array(error)) is not None:
+        return InvalidModelError(
+            f"The model fails{line}: {array!r} is used as a whole.",
+            "index it by the indices of its plate, an integer array or a slice, pass it through "
+            "numpyro.subsample, or compute before the run what depends on all of its rows.",
+            "host-array-index",
+        )
     if str(error).startswith("Inside numpyro.plate"):
         return InvalidModelError(f"{reason}.", "make the array as long as the plate.", "data-shape")
     if isinstance(error, AssertionError):
@@ -431,15 +439,6 @@ def translate_model_error(
     is_of_pandas = type(error).__module__.startswith("pandas")
     if not (is_concretization or is_of_pandas or isinstance(error, (TypeError, ValueError))):
         return error
-    if isinstance(error, RowIndexError):
-        if not isinstance(error.array, HostArray):
-            return error
-        return InvalidModelError(
-            f"The model fails{line}: {error.array!r} is used as a whole.",
-            "index it by the indices of its plate, an integer array or a slice, or pass it through "
-            "numpyro.subsample.",
-            "host-array-index",
-        )
     if fixes := [fix for name, x in named_arguments.items() for fix in _find_non_arrays(name, x)]:
         return InvalidArgumentError(
             f"The model cannot use {fixes[0][0]}.",
@@ -454,10 +453,15 @@ def translate_model_error(
             "in the model (rows on the host or over devices, or arrays of more than "
             f"{MAX_CONSTANT_BYTES / 2**20:.0f} MB together)"
         )
+        is_index = isinstance(error, _INDEX_ERRORS)
+        tables = (
+            "; index a table or list that is no argument as `jnp.asarray(df.g.values)[i]`, or pass "
+            "its columns as arguments, by numpyro_sgmcmc.as_arrays(df)"
+        )
         return InvalidModelError(
             f"The model turns a traced array into a Python or NumPy value{line}.",
             "use jax.numpy (jnp.where in place of `if`) for latent sites and plate indices"
-            f"{large if names else ''}. ({type(error).__name__})",
+            f"{large if names else ''}{tables if is_index else ''}. ({type(error).__name__})",
             "traced-value",
         )
     if not _fails_on_full_data(model, arguments):
@@ -488,6 +492,14 @@ def translate_model_error(
         f"check the shapes of its arguments: {shapes or 'none of them is an array'}. ({reason})",
         "model-fails",
     )
+
+
+def _find_whole_array(error: Exception) -> RowArray | None:
+    """Return the array of rows that a model uses as a whole, as in ``x.max()``, or None."""
+    array = error.array if isinstance(error, RowIndexError) else None
+    if isinstance(error, AttributeError) and hasattr(np.ndarray, str(error.name)):
+        array = error.obj
+    return array if isinstance(array, RowArray) else None
 
 
 def _fails_on_full_data(model: Callable, arguments: Arguments) -> bool:

@@ -18,7 +18,7 @@ from numpyro import handlers
 from numpyro.infer import MCMC, Predictive, init_to_uniform
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
 
-from numpyro_sgmcmc import HostArray, SGHMCSplit, bias_report, posterior_predictive
+from numpyro_sgmcmc import HostArray, SGHMCSplit, ShardedArray, bias_report, posterior_predictive
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
 from numpyro_sgmcmc.model.numpy_values import IndexableArray, NumPyArgumentsModel
@@ -332,6 +332,51 @@ def largest_of_two(group, levels_of, y):
     effects = vector(levels_of.max() + 1)
     with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
         numpyro.sample("y", dist.Normal(effects[group[i]], 0.5), obs=y[i])
+
+
+@pytest.mark.parametrize("statement", [lambda x: int(x.max()), lambda x: x.mean(0), np.unique])
+@pytest.mark.parametrize("make", [HostArray, lambda x: ShardedArray(HostArray(x))])
+def test_arrays_of_rows_that_are_used_as_a_whole_are_named(statement, make):
+    def model(group, x, y):
+        statement(group)
+        rows(vector(GROUPS), group, x, y)
+
+    arrays = make(GROUP), make(X), make(Y)
+    with pytest.raises(InvalidModelError, match=r"statement\(group\)`|Array.*whole") as caught:
+        make_potential(model, arrays)
+    assert caught.value.entry == "host-array-index"
+    assert "before the run" in caught.value.fix
+
+
+def test_other_attributes_that_do_not_exist_are_pythons_error():
+    with pytest.raises(AttributeError, match="maximum"):
+        make_potential(lambda group, x, y: group.maximum(), (HostArray(GROUP), X, Y))
+
+
+INDEXED_TABLES = {
+    "lists": ("dict", lambda table, i: np.array(table["group"])[i]),
+    "column": ("data frame", lambda frame, i: frame.group.values[i]),
+    "rows": ("data frame", lambda frame, i: frame.group.iloc[i].to_numpy()),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED_TABLES)
+def test_tables_that_are_no_arguments_are_an_error_that_says_how_to_index_them(name):
+    kind, get_rows = INDEXED_TABLES[name]
+    table = {"group": GROUP.tolist()}
+    if kind == "data frame":
+        table = pytest.importorskip("pandas").DataFrame(table)
+
+    def model(y):
+        effects = vector(GROUPS)
+        with numpyro.plate("rows", ROWS, subsample_size=BATCH) as i:
+            numpyro.sample("y", dist.Normal(effects[get_rows(table, i)], 0.5), obs=y[i])
+
+    with pytest.raises(InvalidModelError) as caught:
+        make_potential(model, (Y,))
+    assert caught.value.entry == "traced-value"
+    assert "jnp.asarray(df.g.values)[i]" in caught.value.fix
+    assert "as_arrays" in caught.value.fix
 
 
 INVALID_MODELS = {
