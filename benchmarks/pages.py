@@ -6,22 +6,20 @@ A page says where its tables go by two lines, of which what is between them is r
     <!-- end -->
 
 The tables of one script stand there, one after the other, or, by ``<!-- measured: memory 2 -->``,
-one of them; by ``<!-- measured: all -->`` a list of all tables, with the day and the versions of
-each. What two Pythons found of the same rows is one table, in whose cells the first stands before
-the second.
+one of them. What two Pythons found of the same rows is one table, in whose cells the first stands
+before the second.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from results import Table, key, read
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "scaling", "trust", "measured")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "scaling")]
 _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _LABELS = 2  # first cells, which are the labels of a row
 
@@ -43,8 +41,6 @@ def with_tables(page: str, measured: Sequence[list[Table]]) -> str:
 
     def place(match: re.Match[str]) -> str:
         begin, name, number, end = match.groups()
-        if name == "all":
-            return f"{begin}{_list(measured)}\n{end}"
         those = [tables for tables in measured if tables[0]["benchmark"] == name]
         if number:
             those = those[int(number) - 1 : int(number)]
@@ -83,16 +79,6 @@ def _when(table: Table) -> str:
 def _where(table: Table) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     return f"{versions}, {table['machine']}"
-
-
-def _list(measured: Iterable[Sequence[Table]]) -> str:
-    """Every table with its day, by what it was measured on."""
-    found: dict[str, list[list[str]]] = {}
-    for table in itertools.chain(*measured):
-        day = table["day"].replace("-", "\N{NON-BREAKING HYPHEN}")
-        row = [table["title"], f"`{table['benchmark']}.py`", day]
-        found.setdefault(_where(table), [["table", "script", "day"]]).append(row)
-    return "\n\n".join(f"{where}:\n\n{_markdown(rows)}" for where, rows in found.items())
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

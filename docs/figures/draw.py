@@ -1,4 +1,4 @@
-"""The figures of docs/understand/how-it-works.md: `make figures`, about a minute of CPU time.
+"""The figures of how-it-works.md and batch-size.md: `make figures`, two minutes of CPU time.
 
 python docs/figures/draw.py
 """
@@ -18,7 +18,7 @@ from numpyro.infer import MCMC
 from scipy.linalg import solve_discrete_lyapunov
 from scipy.stats import gaussian_kde
 
-from numpyro_sgmcmc import SGHMCSplit, bias_report
+from numpyro_sgmcmc import SGHMCSplit, bias_report, suggest_subsample_size
 from numpyro_sgmcmc.diagnostics import plot_warmup
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
@@ -226,8 +226,56 @@ def draw_runs() -> None:
     figure.savefig(FOLDER / "estimated-bias.png")  # vocabulary: ok
 
 
+# -- batch size: predicted steps and time of a draw, for a model with 200 groups --
+
+
+def counts(x, store, exposure, num_stores, sales=None, batch_size=None):
+    """The model of docs/batch-size.md."""
+    intercept = numpyro.sample("intercept", dist.Normal(0, 2))
+    slope = numpyro.sample("slope", dist.Normal(0, 1))
+    sd = numpyro.sample("sd", dist.HalfNormal(1))
+    with numpyro.plate("stores", num_stores):
+        effect = numpyro.sample("effect", dist.Normal(0, sd))
+    with numpyro.plate("rows", len(x), subsample_size=batch_size) as i:
+        log_rate = jnp.log(exposure[i]) + intercept + slope * x[i] + effect[store[i]]
+        numpyro.sample("sales", dist.Poisson(jnp.exp(log_rate)), obs=sales[i])
+
+
+def draw_batch_size() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    num_rows, num_stores = 50_000, 200
+    x = jax.random.normal(keys[0], (num_rows,))
+    store = jax.random.randint(keys[1], (num_rows,), 0, num_stores)
+    exposure = jax.random.uniform(keys[2], (num_rows,), minval=0.5, maxval=2.0)
+    effects = 0.5 * jax.random.normal(keys[3], (num_stores,))
+    rate = exposure * jnp.exp(-0.5 + 0.3 * x + effects[store])
+    sales = jax.random.poisson(keys[4], rate)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for gradient_estimator, colour, label in (
+        ("auto", BLUE, "second-order control variate (chosen)"),
+        ("control_variate", ORANGE, "control variate"),
+    ):
+        kernel = SGHMCSplit(counts, gradient_estimator=gradient_estimator)
+        suggestion = suggest_subsample_size(
+            kernel, x, store, exposure, num_stores, sales, batch_size=200
+        )
+        (sizes,) = suggestion.subsample_sizes.values()
+        milliseconds = 1e3 * np.array(suggestion.seconds_per_draw)
+        line = {"color": colour, "marker": "o", "markersize": 3}
+        left.plot(sizes, suggestion.steps_per_draw, label=label, **line)
+        right.plot(sizes, milliseconds, **line)
+        best = suggestion.best_index
+        right.plot(sizes[best], milliseconds[best], "o", color=colour, markersize=9, mfc="none")
+    log = {"xscale": "log", "yscale": "log", "xlabel": "batch size (rows)"}
+    left.set(**log, ylabel="gradient steps per draw", title="Steps per draw")
+    right.set(**log, ylabel="ms per effective draw, 4 chains", title="Time per effective draw")
+    left.legend(fontsize=8)
+    figure.savefig(FOLDER / "batch-size.png")
+
+
 if __name__ == "__main__":
     with plt.rc_context(STYLE):
         draw_splitting()
         draw_control_variates()
         draw_runs()
+        draw_batch_size()
