@@ -77,6 +77,7 @@ test-all: $(VENV)/.installed-test
 # The build is not incremental, since each page's navigation lists all pages. It takes ten seconds.
 sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
 docs: $(VENV)/.installed-docs
+	rm -rf docs/reference/api
 	$(bin)/python $(sphinx) docs docs/_build/html
 
 docs-links: $(VENV)/.installed-docs

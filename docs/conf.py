@@ -1,9 +1,13 @@
 """Configuration of the site, which `make docs` builds."""
 
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
+
+from docutils.nodes import reference
+from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
@@ -11,6 +15,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 import numpyro_sgmcmc  # noqa: E402
+from numpyro_sgmcmc.kernel import Options, SGMCMCKernel  # noqa: E402
 
 project = "numpyro-sgmcmc"
 copyright = "the numpyro-sgmcmc authors"
@@ -20,24 +25,59 @@ version = release = numpyro_sgmcmc.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "mathml",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "_templates"]
+templates_path = ["_templates"]
 html_math_renderer = "mathml"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"^(?!numpyro_sgmcmc\.).*"),  # other projects' names
-    ("py:.*", r"^numpyro_sgmcmc\.(adaptation|data|model|sampling)\..*"),  # not public
+    # not public
+    ("py:.*", r"^numpyro_sgmcmc\.(adaptation|data|model|sampling|[a-z_]+\.[a-z_]+)\..*"),
 ]
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3  # vocabulary: ok
 
-# A signature of twenty keywords is read a line each; what they mean stands below it.
+# One page for each name in an `autosummary` list, in reference/api.
+autosummary_generate = True
+NO_CONSTRUCTOR = ":exclude-members: __init__, __new__"
+parts = (HERE / "reference/examples.py").read_text().split("\n# -- ")[1:]
+autosummary_context = {
+    "examples": {name: lines for name, *lines in (part.strip().split("\n") for part in parts)},
+    "autodoc_options": {  # by object, the members shown on its page
+        f"numpyro_sgmcmc.{name}": options
+        for name, options in {
+            "CheckpointedMCMC": [
+                ":members: has_checkpoint, run, resume, get_samples, running_mean, "
+                "running_variance, print_summary"
+            ],
+            "HostArray": [":members: from_parquet"],
+            "diagnostics.BiasReport": [
+                ":members: sites, diagnosis, summary_line, is_ok, is_flagged, "
+                "has_many_divergences, mean_bias, sd_inflation, r_hat, ess, to_dataframe, "
+                "to_dataset, add_to"
+            ],
+            "diagnostics.PredictiveSummary": [":members: to_dataset"],
+            "diagnostics.Refinement": [":members: is_visible"],
+            "diagnostics.SubsampleSizeSuggestion": [":members: best"],
+            "dynamics.Dynamics": [":members:", NO_CONSTRUCTOR],
+            "kernel.KernelOptions": [NO_CONSTRUCTOR],
+            "kernel.Options": [NO_CONSTRUCTOR],
+            "kernel.SGMCMCKernel": [
+                ":members: model, options, settings, dynamics, integrator, noise_stats, init, "
+                "sample"
+            ],
+        }.items()
+    },
+}
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
 add_module_names = False
@@ -78,5 +118,37 @@ def _with_files(app, docname, source):
     source[0] = text
 
 
+def _without_shared_options(app, what, name, obj, options, signature, returns):
+    """A kernel's signature without the keywords of all kernels, which are described once."""
+    if what != "class" or not issubclass(obj, SGMCMCKernel) or obj is SGMCMCKernel:
+        return signature and (re.sub(r"<function (\w+)>", r"\1", signature), returns)
+    keywords = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(obj).parameters
+    own = [p for name, p in parameters.items() if name not in Options.__dataclass_fields__]
+    return stringify_signature(inspect.Signature([*own, keywords])), returns
+
+
+# Pages of other projects, by the beginning of a name. Their inventories are not read, so that the
+# site builds without a network.
+ELSEWHERE = {
+    "numpyro.infer.hmc_gibbs.": "https://num.pyro.ai/en/stable/mcmc.html#{name}",
+    "numpyro.infer.mcmc.": "https://num.pyro.ai/en/stable/mcmc.html#{name}",
+    "numpyro.handlers.": "https://num.pyro.ai/en/stable/handlers.html#{name}",
+    "jax.": "https://docs.jax.dev/en/latest/_autosummary/{name}.html",
+    "xarray.": "https://docs.xarray.dev/en/stable/generated/{name}.html",
+}
+
+
+def _link_elsewhere(app, env, node, content):
+    """A link to another project's page."""
+    name = node.get("reftarget", "")
+    for prefix, address in ELSEWHERE.items():
+        if name.startswith(prefix):
+            return reference("", "", content, refuri=address.format(name=name), internal=False)
+    return None
+
+
 def setup(app):
     app.connect("source-read", _with_files)
+    app.connect("autodoc-process-signature", _without_shared_options)
+    app.connect("missing-reference", _link_elsewhere)

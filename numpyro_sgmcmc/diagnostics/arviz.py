@@ -176,6 +176,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
         of which one site is observed, with one value per row.
     :param num_rows: rows to evaluate; all, if there are fewer. Default 1000.
     :param seed: seed of the random rows.
+    :return: the estimate of the expected log predictive density, with both standard errors.
     :raises ValueError: for a run of another kernel or before a run, and for another model.
     :raises ImportError: without ArviZ.
     """

@@ -272,12 +272,7 @@ def bias_report(
     With a function of the draws, such as a network's predictions, the report is on its values, by
     gradients at draws alone. It is exact for linear functions of a Gaussian's parameters that the
     run's preconditioner standardises, and rough elsewhere: of the SD inflation of a square it
-    shows half::
-
-        def mean(draw, X):
-            return X @ draw["beta"]
-
-        bias_report(mcmc, mean, X_test)
+    shows half.
 
     For NumPyro's Gibbs all continuous sites of all blocks are diagnosed, by gradients on all rows
     at draws; discrete sites are conditioned on. For models with latent sites inside the subsampled
@@ -296,6 +291,7 @@ def bias_report(
         data.
     :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
         with latent sites inside the subsampled plate. Default 400.
+    :return: the report; ``print`` shows it as a table with the recommended fixes.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
         are not real and finite; and with a function if gradients at draws are not available
         without ``full_data``.

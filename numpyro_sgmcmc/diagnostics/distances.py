@@ -54,6 +54,7 @@ def stein_discrepancy(
     :param length: :math:`\ell`, positive.
     :param unbiased: whether to leave out each draw's pair with itself and return the squared
         discrepancy, a U-statistic that may be negative. Default False.
+    :return: the discrepancy, or its square if ``unbiased``.
     :raises ValueError: for draws or scores that are not finite, or of different shapes.
     """
     draws = errors.validate_real_array("draws", draws)

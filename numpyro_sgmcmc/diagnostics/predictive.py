@@ -347,13 +347,6 @@ def predictive_summary(
 ) -> PredictiveSummary:
     """Return R-hat, ESS and Kolmogorov distances of functions of the draws.
 
-    ::
-
-        def mean(draw, X):
-            return X @ draw["beta"]
-
-        predictive_summary(mcmc, mean, X_test, reference=nuts)
-
     Rows are evaluated in chunks, so that not all predictions are in memory at once.
 
     :param mcmc: a run of any kernel, including NumPyro's; or a dict of draws by site, with axes
@@ -366,6 +359,7 @@ def predictive_summary(
         them as its model's arguments.
     :param reference: a trusted run, as ``mcmc``, for distances to it. Default: none.
     :param rng_key: for a ``Predictive`` that samples. Default: ``random.key(0)``.
+    :return: the summary; ``print`` shows it as a table.
     :raises ValueError: for runs without draws of a site that ``fn`` uses, rows that are not numbers
         or of different lengths, or results that are not numbers, not finite, or lack the rows'
         axis.

@@ -74,6 +74,7 @@ def running_moments(mcmc: MCMC, group_by_chain: bool = False) -> RunningMoments:
     :param mcmc: a run of one of this package's kernels with ``collect_sites``.
     :param group_by_chain: whether means, SDs, standard errors, quantiles and covariances are those
         of each chain, with a leading axis, and not of all chains together. Default False.
+    :return: the moments, each a dict of arrays by site.
     :raises ValueError: for another run, or before a run.
     """
     kernel = check_finished_run(mcmc, "running_moments", uses_moments=False)

@@ -47,6 +47,7 @@ def potential_metric(q: Array) -> Array:
     invariant. C = 1/2 as in the paper, and the value is about one at typical positions.
 
     :param q: preconditioned position, shape ``(d,)``.
+    :return: a positive scalar.
     """
     return jnp.sqrt((jnp.square(q).sum() + 1.0) / (q.size + 1.0))
 

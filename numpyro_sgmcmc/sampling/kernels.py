@@ -68,22 +68,21 @@ class UnderdampedKernel(SGMCMCKernel):
 class SGHMCSplit(UnderdampedKernel):
     r"""Stochastic-gradient HMC with the symmetric splitting integrator: the recommended kernel.
 
-    Weak order 2, one minibatch gradient per step (two with control variates). One step of size
-    :math:`h` from :math:`(\theta, p)`:
-
-    .. math::
-
-        \theta &\leftarrow \theta + \tfrac h2 p, \quad p \leftarrow e^{-\gamma h/2} p \\
-        p &\leftarrow p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta \\
-        p &\leftarrow e^{-\gamma h/2} p, \quad \theta \leftarrow \theta + \tfrac h2 p
+    Weak order 2, one minibatch gradient per step (two with control variates). The SDE is
 
     .. math::
 
         d\theta = p\,dt, \qquad
         dp = -\nabla U(\theta)\,dt - \gamma p\,dt + \sqrt{2\gamma}\,dW
 
-    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`, by half a drift, half the
-    friction, a kick with the minibatch gradient and noise, half the friction and half a drift.
+    with stationary density :math:`\propto e^{-U(\theta) - p^\top p/2}`. One step of size :math:`h`,
+    with a standard normal :math:`\zeta` and a minibatch gradient :math:`\nabla\tilde U`:
+
+    .. math::
+
+        \theta &\leftarrow \theta + \tfrac h2 p, \quad p \leftarrow e^{-\gamma h/2} p \\
+        p &\leftarrow p - h\nabla\tilde U(\theta) + \sqrt{2\gamma h}\,\zeta \\
+        p &\leftarrow e^{-\gamma h/2} p, \quad \theta \leftarrow \theta + \tfrac h2 p
 
     Reference: Chen, Ding and Carin (2015), *On the convergence of stochastic gradient MCMC
     algorithms with high-order integrators*, Algorithm 2 of the supplement (SGHMC-S) and equation

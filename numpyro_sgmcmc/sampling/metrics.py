@@ -113,6 +113,7 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     the h of this package; a mass matrix multiplies it.
 
     :param names: names of the Dirichlet sites in the model.
+    :return: function of the unconstrained values by site.
     :raises ValueError: if the model does not have such a site, or it is not reparametrised.
     """
     if not names or not all(isinstance(n, str) for n in names):

@@ -128,6 +128,7 @@ def optimal_decay_exponent(order: float, criterion: str) -> float:
 
     :param order: weak order K of the integrator.
     :param criterion: ``"bias"``: 1 / (K + 1), or ``"mse"``: 1 / (2 K + 1).
+    :return: the exponent.
     :raises ValueError: for another criterion.
 
     Reference: Chen, Ding and Carin (2015), theorem 5 and remark 7.
@@ -143,6 +144,7 @@ def first_step_size(schedule: Any) -> float:
     The schedule is checked at many steps.
 
     :param schedule: maps the number of steps so far to a step size.
+    :return: a positive number.
     :raises ValueError: if JAX cannot trace it, or a step size is not valid.
     """
 
@@ -205,6 +207,7 @@ def weighted_quantile(draws: Any, weights: Any, q: float) -> Any:
     :param draws: as in :func:`weighted_mean`.
     :param weights: as in :func:`weighted_mean`.
     :param q: fraction of the weight, in [0, 1].
+    :return: quantiles, without the axes of chains and draws.
     :raises ValueError: as :func:`weighted_mean`, and for ``q`` out of range.
     """
     q = errors.check_fraction("q", q, "[0, 1]")

@@ -3,18 +3,23 @@
 import importlib
 import inspect
 import re
+import runpy
+import warnings
 from collections import Counter
 from enum import Enum
 from pathlib import Path
 from typing import is_typeddict
 
 import jax
+import matplotlib as mpl
 import numpy as np
 import pytest
+from matplotlib import pyplot
 from numpyro import handlers
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.kernel import Options, SGMCMCKernel
+from tests.documentation.test_site import SEARCHES
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (ROOT / "numpyro_sgmcmc", ROOT)
@@ -62,10 +67,16 @@ def test_the_page_on_networks_runs(capsys):
     np.testing.assert_allclose(found, trace["y"]["fn"].loc, rtol=1e-4, atol=1e-5)
 
 
+def test_readers_words_are_on_the_pages_of_their_subject():
+    for word, address in SEARCHES.items():
+        page = ROOT / "docs" / address.replace(".html", ".md")
+        assert word.lower() in page.read_text().lower(), (word, address)
+
+
 def documented_names():
     """What the reference pages show, by the name under which they do."""
     pages = sorted((ROOT / "docs/reference").glob("*.md"))
-    entry = re.compile(r"^\.\. auto(?:class|function):: (\S+)$", re.MULTILINE)
+    entry = re.compile(r"^   (numpyro_sgmcmc\.\S+)$", re.MULTILINE)
     return [name for page in pages for name in entry.findall(page.read_text())]
 
 
@@ -85,6 +96,26 @@ def test_the_reference_is_complete_and_shows_nothing_private():
     times = {names[0]: sum(shown[name] for name in names) for names in public}
     assert {name: n for name, n in times.items() if n != 1} == {}
     assert set(shown) - {name for names in public for name in names} == set()
+
+
+def test_examples_of_the_reference_run():
+    path = ROOT / "docs/reference/examples.py"
+    examples = re.findall(r"^# -- (\S+)$", path.read_text(), re.MULTILINE)
+    assert set(examples) <= set(documented_names())
+    without = []
+    for names in public_names():
+        module, name = names[0].rsplit(".", 1)
+        public = getattr(importlib.import_module(module), name)
+        is_kernel = inspect.isclass(public) and SGMCMCKernel in public.__mro__[1:]
+        is_called = inspect.isfunction(public) or is_kernel
+        if is_called and not set(names) & set(examples) and ">>>" not in inspect.getdoc(public):
+            without.append(names[0])
+    assert without == []
+    mpl.use("Agg")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # toy sizes cause warnings
+        runpy.run_path(str(path))
+    pyplot.close("all")
 
 
 def test_every_argument_is_described():

@@ -1,0 +1,179 @@
+"""Examples of the API pages, run by tests/documentation/test_docs.py.
+
+A page shows the lines after the comment with the name of its object.
+"""
+
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from numpyro.infer import MCMC
+
+import numpyro_sgmcmc
+from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, diagnostics, dynamics, metrics, schedules
+
+X = jax.random.normal(jax.random.key(0), (2_000, 3))
+y = (X[:, 0] + jax.random.logistic(jax.random.key(1), (2_000,)) > 0).astype(jnp.int32)
+X_new = X[:5]
+folder = Path(tempfile.mkdtemp())
+
+
+def model(X, y=None, batch_size=None):
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
+        obs = None if y is None else y[i]
+        numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=obs)
+
+
+mcmc = MCMC(
+    SGHMCSplit(model), num_warmup=50, num_samples=200, num_chains=2, chain_method="vectorized",
+    progress_bar=False,
+)  # fmt: skip
+mcmc.run(jax.random.key(0), X, y, batch_size=100, extra_fields=("weight",))
+
+# -- numpyro_sgmcmc.SHMC
+kernel = numpyro_sgmcmc.SHMC(model, integrator="baoab")
+hmc = numpyro_sgmcmc.SHMC(model, integrator="lie_trotter", num_leapfrog=5, friction=10.0)
+
+# -- numpyro_sgmcmc.SGNHT
+kernel = numpyro_sgmcmc.SGNHT(model, gradient_estimator="minibatch")
+
+# -- numpyro_sgmcmc.SGMGT
+kernel = numpyro_sgmcmc.SGMGT(model, a=2.0)
+
+# -- numpyro_sgmcmc.SGLaplaceHMC
+kernel = numpyro_sgmcmc.SGLaplaceHMC(model)
+
+# -- numpyro_sgmcmc.SGRHMC
+kernel = numpyro_sgmcmc.SGRHMC(model, inverse_metric=lambda z: 1.0 + jnp.sum(z["beta"] ** 2))
+
+# -- numpyro_sgmcmc.SGRLD
+kernel = numpyro_sgmcmc.SGRLD(model, inverse_metric=lambda z: {"beta": 1.0 + z["beta"] ** 2})
+
+# -- numpyro_sgmcmc.SGHMC
+kernel = numpyro_sgmcmc.SGHMC(model, step_size=0.05)
+
+# -- numpyro_sgmcmc.SGLD
+kernel = numpyro_sgmcmc.SGLD(model, step_size=schedules.Polynomial(0.05))
+
+# -- numpyro_sgmcmc.kernel.Options
+kernel = SGHMCSplit(model, target_sd_bias=0.02, subsampling="shuffled")
+
+# -- numpyro_sgmcmc.CheckpointedMCMC
+stored = CheckpointedMCMC(
+    SGHMCSplit(model), num_warmup=20, num_samples=20, num_chains=2, chain_method="vectorized",
+    progress_bar=False, checkpoint=folder / "my-run",
+)  # fmt: skip
+stored.run(
+    jax.random.key(0), X, y, batch_size=100
+)  # after an interruption: stored.resume(X, y, ...)
+
+# -- numpyro_sgmcmc.open_draws
+data = numpyro_sgmcmc.open_draws(folder / "my-run")
+print(data["posterior"]["beta"].shape)
+
+# -- numpyro_sgmcmc.shuffle_rows
+columns = {"X": np.asarray(X), "y": np.asarray(y)}  # or "trips.parquet"
+arrays, levels = numpyro_sgmcmc.shuffle_rows(columns, folder / "shuffled", progress_bar=False)
+
+# -- numpyro_sgmcmc.open_rows
+arrays, levels = numpyro_sgmcmc.open_rows(folder / "shuffled")
+
+# -- numpyro_sgmcmc.dynamics.potential_metric
+print(dynamics.potential_metric(jnp.zeros(3)), dynamics.potential_metric(jnp.ones(3)))
+
+# -- numpyro_sgmcmc.metrics.expanded_mean
+inverse_metric = metrics.expanded_mean("topics")  # for SGRLD and SGRHMC
+
+# -- numpyro_sgmcmc.bias_report
+report = numpyro_sgmcmc.bias_report(mcmc)
+print(report)
+print(report.is_ok, report.to_dataframe().head())
+print(numpyro_sgmcmc.bias_report(mcmc, lambda draw, X: X @ draw["beta"], X_new))  # of predictions
+
+# -- numpyro_sgmcmc.print_summary
+numpyro_sgmcmc.print_summary(mcmc, prob=0.95)
+
+# -- numpyro_sgmcmc.warmup_report
+print(numpyro_sgmcmc.warmup_report(mcmc))
+
+# -- numpyro_sgmcmc.suggest_subsample_size
+suggestion = numpyro_sgmcmc.suggest_subsample_size(mcmc.sampler, X, y, batch_size=100)
+print(suggestion.best)
+
+# -- numpyro_sgmcmc.running_moments
+kernel = SGHMCSplit(model, collect_sites=["scale"])  # no draws of the other sites
+# moments = running_moments(mcmc); moments.mean["effect"], moments.sd["effect"]
+
+# -- numpyro_sgmcmc.to_arviz
+data = numpyro_sgmcmc.to_arviz(mcmc, log_likelihood=100)  # of 100 rows at random
+
+# -- numpyro_sgmcmc.log_likelihood
+values = numpyro_sgmcmc.log_likelihood(mcmc, np.arange(10))["y"]  # (chains, draws, 10)
+
+# -- numpyro_sgmcmc.posterior_predictive
+replicated = numpyro_sgmcmc.posterior_predictive(mcmc, jax.random.key(1), np.arange(10))["y"]
+
+# -- numpyro_sgmcmc.loo
+estimate = numpyro_sgmcmc.loo(mcmc, num_rows=200)
+print(estimate)
+
+# -- numpyro_sgmcmc.diagnostics.predictive_summary
+print(diagnostics.predictive_summary(mcmc, lambda draw, X: X @ draw["beta"], X_new))
+
+# -- numpyro_sgmcmc.diagnostics.plot_bias
+axes = diagnostics.plot_bias(numpyro_sgmcmc.bias_report(mcmc))
+
+# -- numpyro_sgmcmc.diagnostics.plot_warmup
+axes = diagnostics.plot_warmup(mcmc)
+
+# -- numpyro_sgmcmc.diagnostics.bias_corrected_samples
+corrected = diagnostics.bias_corrected_samples(mcmc)["beta"]
+
+# -- numpyro_sgmcmc.diagnostics.compare_with_finer
+finer = diagnostics.compare_with_finer(mcmc, jax.random.key(2))
+print(finer.is_visible)
+
+# -- numpyro_sgmcmc.diagnostics.ess_per_gradient
+print(diagnostics.ess_per_gradient(mcmc)["beta"])
+
+# -- numpyro_sgmcmc.diagnostics.kolmogorov_distance
+first, second = mcmc.get_samples(group_by_chain=True)["beta"]
+print(diagnostics.kolmogorov_distance(first, second))
+
+# -- numpyro_sgmcmc.diagnostics.stein_discrepancy
+normal = np.random.default_rng(0).standard_normal((500, 2))
+print(diagnostics.stein_discrepancy(normal, -normal))  # scores of the standard normal
+
+# -- numpyro_sgmcmc.diagnostics.check_invariance
+print(diagnostics.check_invariance(dynamics.UnderdampedLangevin(1.5)))
+
+# -- numpyro_sgmcmc.schedules.Polynomial
+kernel = SGHMCSplit(model, step_size=schedules.Polynomial(0.3, exponent=1 / 3))
+
+# -- numpyro_sgmcmc.schedules.Cyclical
+kernel = SGHMCSplit(model, step_size=schedules.Cyclical(0.3, period=1000))
+
+# -- numpyro_sgmcmc.schedules.optimal_decay_exponent
+exponent = schedules.optimal_decay_exponent(2, "mse")  # 1/5
+
+# -- numpyro_sgmcmc.schedules.first_step_size
+step_size = schedules.first_step_size(schedules.Polynomial(0.3))  # 0.3
+
+# -- numpyro_sgmcmc.schedules.weighted_mean
+draws = mcmc.get_samples(group_by_chain=True)
+weights = mcmc.get_extra_fields(group_by_chain=True)["weight"]
+mean = schedules.weighted_mean(draws, weights)["beta"]
+
+# -- numpyro_sgmcmc.schedules.weighted_quantile
+median = schedules.weighted_quantile(draws, weights, 0.5)["beta"]
+
+# -- numpyro_sgmcmc.schedules.drop_exploration
+kept, kept_weights = schedules.drop_exploration(draws, weights)
+
+# -- numpyro_sgmcmc.schedules.systematic_resample
+equal = schedules.systematic_resample(jax.random.key(3), draws, weights, num_draws=100)
