@@ -86,6 +86,7 @@ class GradientNoiseStats(NamedTuple):
       independent minibatches.
     - **noise_exponent** - power of the distance from the reference position that the noise is
       proportional to.
+    - **is_palindrome** - whether every second epoch reverses the one before.
     """
 
     variance: float
@@ -93,6 +94,14 @@ class GradientNoiseStats(NamedTuple):
     mean_variance: float
     batches_per_epoch: int = 0
     noise_exponent: int = 0
+    is_palindrome: bool = False
+
+    def for_epochs(self, subsampling: Subsampling, batches_per_epoch: int) -> GradientNoiseStats:
+        """Return the statistics with the noise that is left over the epochs of a subsampling."""
+        return self._replace(
+            batches_per_epoch=0 if subsampling.is_independent else batches_per_epoch,
+            is_palindrome=subsampling.is_palindrome,
+        )
 
     def predict_variance_inflation(self, dynamics: Dynamics, step_size: float) -> float:
         """Return the predicted relative inflation of a unit posterior variance."""
@@ -103,7 +112,11 @@ class GradientNoiseStats(NamedTuple):
         if self.batches_per_epoch == 0 or dynamics.has_thermostat:
             return variance_inflation
         fraction = compute_epoch_variance_fraction(
-            dynamics, step_size, self.batches_per_epoch, self.noise_exponent
+            dynamics,
+            step_size,
+            self.batches_per_epoch,
+            self.noise_exponent,
+            is_palindrome=self.is_palindrome,
         )
         # Noise that depends on the position cancels only to first order; the second-order term is
         # a quarter of the squared inflation.
@@ -154,7 +167,12 @@ NoiseStatsByEstimator: TypeAlias = dict[GradientEstimator, GradientNoiseStats]
 
 
 def compute_epoch_variance_fraction(
-    dynamics: Dynamics, step_size: float, batches_per_epoch: int, noise_exponent: int = 0
+    dynamics: Dynamics,
+    step_size: float,
+    batches_per_epoch: int,
+    noise_exponent: int = 0,
+    *,
+    is_palindrome: bool = False,
 ) -> float:
     r"""Return the fraction of the variance inflation that is left with shuffled minibatches.
 
@@ -163,10 +181,14 @@ def compute_epoch_variance_fraction(
 
     .. math:: 1 - \frac{2}{K - 1} \sum_{k=1}^{K-1} \left(1 - \frac{k}{K}\right) \rho(kh)
 
+    A palindrome of 2K minibatches has the autocovariance :math:`-(1 - k/2K) V / (K - 1)`, and at
+    odd lags :math:`V / 2(K - 1)` more: each minibatch returns once.
+
     The fraction is about 0 for epochs that are short compared with the relaxation time and 1 for
-    long ones. Noise that grows with the distance from the reference position changes while the
-    position moves and cancels less: its own correlation, a power of the position's, is another
-    factor under the sum.
+    long ones. With a momentum it starts as the square of the time of an epoch, with palindromes as
+    its cube; they are worse for epochs longer than about 1. Noise that grows with the distance from
+    the reference position changes while the position moves and cancels less: its own correlation,
+    a power of the position's, is another factor under the sum.
 
     :param noise_exponent: power of the distance that the noise is proportional to.
     """
@@ -174,11 +196,12 @@ def compute_epoch_variance_fraction(
         return 0.0
     # Beyond ten relaxation times the correlation is zero.
     num_correlated = int(10.0 * dynamics.relaxation_time(step_size) / step_size)
-    lags = np.arange(1, min(batches_per_epoch, num_correlated + 2))
+    period = batches_per_epoch * (1 + is_palindrome)
+    lags = np.arange(1, min(period, num_correlated + 2))
     correlation = dynamics.autocorrelation(lags * step_size, step_size)
     correlation = correlation * np.abs(correlation) ** noise_exponent
-    weighted_sum = np.sum((1.0 - lags / batches_per_epoch) * correlation)
-    fraction = 1.0 - 2.0 / (batches_per_epoch - 1) * weighted_sum
+    weights = 1.0 - lags / period - is_palindrome * (lags % 2) / 2.0
+    fraction = 1.0 - 2.0 / (batches_per_epoch - 1) * np.sum(weights * correlation)
     return float(np.clip(fraction, _MIN_EPOCH_VARIANCE_FRACTION * (noise_exponent > 0), 1.0))
 
 

@@ -193,11 +193,10 @@ def choose_step_size(
             "dynamics": dynamics_limit,
             "mean_bias": float(step_size),
         }
-    batches_per_epoch = 0
-    if not choice.subsampling.is_independent:
-        batches_per_epoch = bulk.batched_gradients.batches_per_epoch
-    noise_stats = noise_stats._replace(batches_per_epoch=batches_per_epoch)
-    if batches_per_epoch:
+    noise_stats = noise_stats.for_epochs(
+        choice.subsampling, bulk.batched_gradients.batches_per_epoch
+    )
+    if noise_stats.batches_per_epoch:
         variance_inflation = min(
             variance_inflation, noise_stats.predict_variance_inflation(dynamics, float(step_size))
         )

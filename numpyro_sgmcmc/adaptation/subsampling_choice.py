@@ -103,12 +103,12 @@ def measure_gradient_noise(
     noise = measure_noise_by_subsampling(bulk, candidates.estimators, rng)
     # Over an epoch noise cancels. That of minibatch gradients is so large that their step size
     # does not rely on it.
-    if candidates.subsampling is None or not candidates.subsampling.is_independent:
-        per_epoch = bulk.batched_gradients.batches_per_epoch
-        for stats_by_estimator in noise:
-            for estimator, stats in stats_by_estimator.items():
-                if estimator.needs_reference:
-                    stats_by_estimator[estimator] = stats._replace(batches_per_epoch=per_epoch)
+    subsampling = candidates.subsampling or ContiguousSubsampling()
+    per_epoch = bulk.batched_gradients.batches_per_epoch
+    for stats_by_estimator in noise:
+        for estimator, stats in stats_by_estimator.items():
+            if estimator.needs_reference:
+                stats_by_estimator[estimator] = stats.for_epochs(subsampling, per_epoch)
     return NoiseMeasurement(*noise, estimate_max_curvature(bulk, rng))
 
 

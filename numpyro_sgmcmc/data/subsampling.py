@@ -4,6 +4,7 @@ A :class:`Subsampling` maps the state of a stream to the row indices of the next
 
 - :class:`ContiguousSubsampling` - blocks of consecutive rows in random order;
 - :class:`ShuffledSubsampling` - random rows without replacement, each once per epoch;
+- :class:`PalindromeSubsampling` - the same, every second epoch in the reverse order of the first;
 - :class:`IIDSubsampling` - random rows with replacement.
 
 All give unbiased gradients. A further method is a subclass with an entry in :data:`SUBSAMPLINGS`.
@@ -63,6 +64,7 @@ class Subsampling:
     is_independent: ClassVar[bool] = False  # whether successive minibatches are independent
     # whether a minibatch consists of consecutive rows, which are alike in sorted data
     is_contiguous: ClassVar[bool] = False
+    is_palindrome: ClassVar[bool] = False  # whether every second epoch reverses the one before
 
     def sample_indices(
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
@@ -129,11 +131,28 @@ class ShuffledSubsampling(Subsampling):
         self, state: StreamState, rng_key: Array, num_steps: int, size: Any, batch_size: int
     ) -> tuple[StreamState, Array]:
         state, epochs, positions = _advance_stream(state, size, num_steps * batch_size)
+        if self.is_palindrome:
+            last = jnp.asarray(size, jnp.uint32) - 1
+            positions = jnp.where(epochs % 2 == 1, last - positions, positions)
+            epochs = epochs // 2
         indices = permute(epoch_seed(state.seed, epochs), positions, size)
         return state, indices.astype(jnp.int32).reshape(num_steps, batch_size)
 
     def has_distinct_rows(self, size: int, batch_size: int) -> bool:
         return size % batch_size == 0
+
+
+@dataclass(frozen=True)
+class PalindromeSubsampling(ShuffledSubsampling):
+    """Epochs in pairs: a random permutation, then the same one backwards.
+
+    Over a pair the noise of each minibatch has its mean time at the middle, as if all of it acted
+    there. Reference: Paulin, Whalley, Chada and Leimkuhler (2025), *Sampling from Bayesian neural
+    network posteriors with symmetric minibatch splitting Langevin dynamics*.
+    """
+
+    name = "palindrome"
+    is_palindrome = True
 
 
 @dataclass(frozen=True)
@@ -153,7 +172,13 @@ class IIDSubsampling(Subsampling):
 
 
 SUBSAMPLINGS: dict[str, Subsampling] = {
-    s.name: s for s in (IIDSubsampling(), ShuffledSubsampling(), ContiguousSubsampling())
+    s.name: s
+    for s in (
+        IIDSubsampling(),
+        ShuffledSubsampling(),
+        PalindromeSubsampling(),
+        ContiguousSubsampling(),
+    )
 }
 """Subsampling methods by name."""
 

@@ -34,6 +34,7 @@ _ESTIMATOR_LABELS = {
 _SUBSAMPLING_LABELS = {
     "contiguous": "Contiguous blocks of rows",
     "shuffled": "Shuffled rows (without replacement in an epoch)",
+    "palindrome": "Shuffled rows (every second epoch reverses the first)",
     "iid": "Independent random rows",
 }
 _STEP_SIZE_LIMIT_LABELS = {

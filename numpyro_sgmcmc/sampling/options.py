@@ -78,7 +78,8 @@ class Options:
         (default): the one of highest estimated efficiency per gradient evaluation, by the gradient
         noise measured in warm-up.
     :param subsampling: ``"contiguous"`` (consecutive rows), ``"shuffled"`` (random rows, each once
-        per epoch), ``"iid"`` (random rows with replacement), or ``"auto"`` (default): contiguous
+        per epoch), ``"palindrome"`` (the same, every second epoch in the reverse order of the
+        first), ``"iid"`` (random rows with replacement), or ``"auto"`` (default): contiguous
         minibatches, unless they are clearly noisier than random ones.
     :param noise_compensation: whether to inject less noise where the minibatch gradient adds noise:
         :math:`2\gamma h - h^2\hat V` instead of :math:`2\gamma h` (Ma, Chen and Fox 2015, equation
@@ -501,7 +502,7 @@ def _check_local_latents(potential: Potential, arguments: Arguments, options: Op
             "use subsampling='contiguous' or 'shuffled', and no `noise_compensation`.",
             "local-latents-subsampling",
         )
-    if options.subsampling == "shuffled" and size % batch_size:
+    if options.subsampling in ("shuffled", "palindrome") and size % batch_size:
         raise InvalidArgumentError(
             f"{site}, but a minibatch between epochs may hold a row twice.",
             f"use subsampling='contiguous', or a subsample_size that divides {size}, unlike "

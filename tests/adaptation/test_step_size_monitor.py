@@ -34,6 +34,7 @@ def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
 
 
 @pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("is_palindrome", [False, True])
 @pytest.mark.parametrize(
     ("dynamics", "integrator", "step_size", "batches_per_epoch"),
     [
@@ -45,7 +46,7 @@ def test_autocorrelation_is_that_of_the_damped_oscillator(friction):
     ],
 )
 def test_epoch_variance_fraction_agrees_with_the_response_to_a_permutation(
-    dynamics, integrator, step_size, batches_per_epoch
+    dynamics, integrator, step_size, batches_per_epoch, is_palindrome
 ):
     """The offsets of a random permutation act through the integrator's exact impulse response."""
     step = dynamics.make_step(integrator)
@@ -56,23 +57,27 @@ def test_epoch_variance_fraction_agrees_with_the_response_to_a_permutation(
         state = step(state, step_size, lambda q: q + offset, zeros, 0)
         return state, state.position[0]
 
-    num = batches_per_epoch * int(np.ceil(60 / (batches_per_epoch * step_size)))
-    impulse = jnp.zeros(num + batches_per_epoch).at[0].set(1.0)
+    period = batches_per_epoch * (1 + is_palindrome)
+    num = period * int(np.ceil(60 / (period * step_size)))
+    impulse = jnp.zeros(num + period).at[0].set(1.0)
     response = np.asarray(jax.lax.scan(run_step, state, impulse)[1])
     # The offsets of an epoch sum to zero, and all orders have the same probability.
     epoch_covariance = np.eye(batches_per_epoch) - 1 / batches_per_epoch
     epoch_covariance *= batches_per_epoch / (batches_per_epoch - 1)
+    if is_palindrome:
+        both = np.concatenate([epoch_covariance, epoch_covariance[::-1]])
+        epoch_covariance = np.concatenate([both, both[:, ::-1]], axis=1)
     variance = 0.0
-    for phase in range(batches_per_epoch):
+    for phase in range(period):
         shifted = np.concatenate([np.zeros(phase), response])[: num + phase]
-        shifted = np.pad(shifted, (0, -len(shifted) % batches_per_epoch))
-        shifted = shifted.reshape(-1, batches_per_epoch)
-        variance += np.sum(shifted @ epoch_covariance * shifted) / batches_per_epoch
+        shifted = np.pad(shifted, (0, -len(shifted) % period)).reshape(-1, period)
+        variance += np.sum(shifted @ epoch_covariance * shifted) / period
     fraction = variance / np.square(response).sum()
     assert 0.01 < fraction < 0.99
-    assert compute_epoch_variance_fraction(dynamics, step_size, batches_per_epoch) == pytest.approx(
-        fraction, rel=0.03, abs=0.01
+    predicted = compute_epoch_variance_fraction(
+        dynamics, step_size, batches_per_epoch, is_palindrome=is_palindrome
     )
+    assert predicted == pytest.approx(fraction, rel=0.03, abs=0.01)
 
 
 def test_predict_variance_inflation_noise_cancels_over_an_epoch():

@@ -174,7 +174,7 @@ def test_source_failing_while_sampling_raises_and_can_be_resumed(tmp_path, is_re
     [
         {"step_size": Polynomial(0.2, 0.5)},
         {"gradient_estimator": "minibatch", "noise_compensation": True},
-        {"gradient_estimator": "second_order_control_variate", "subsampling": "shuffled"},
+        {"gradient_estimator": "second_order_control_variate", "subsampling": "palindrome"},
         {"step_size": None, "num_steps": 40},
     ],
     ids=["schedule", "compensated", "second order", "adapted"],

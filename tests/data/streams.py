@@ -14,6 +14,7 @@ from numpyro_sgmcmc.data.subsampling import (
     SUBSAMPLINGS,
     ContiguousSubsampling,
     IIDSubsampling,
+    PalindromeSubsampling,
     ShuffledSubsampling,
     StreamState,
     Subsampling,
@@ -45,6 +46,10 @@ def iid(size, batch_size):
 
 def shuffled(size, batch_size):
     return Stream(ShuffledSubsampling(), size, batch_size)
+
+
+def palindrome(size, batch_size):
+    return Stream(PalindromeSubsampling(), size, batch_size)
 
 
 def contiguous(size, batch_size):

@@ -52,7 +52,7 @@ def long_run():
     ("model", "options"),
     [
         (by_index, {}),
-        (by_column, {"subsampling": "shuffled"}),
+        (by_column, {"subsampling": "palindrome"}),
         (by_subsample, {"subsampling": "iid", "gradient_estimator": "minibatch"}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

@@ -22,6 +22,7 @@ from tests.data.streams import (
     each_subsampling,
     iid,
     make_stream,
+    palindrome,
     sample_from_seeds,
     sample_from_states,
     sample_in_parts,
@@ -70,6 +71,19 @@ def test_contiguous_epoch_visits_no_row_twice(size, batch_size):
         assert np.unique(visited).size == num_blocks * batch_size
 
 
+@pytest.mark.parametrize(("size", "batch_size"), SIZES)
+def test_palindrome_epochs_are_pairs_of_reversed_permutations(size, batch_size):
+    num_rows = 6 * size
+    state, rows = sample_uncompiled(
+        palindrome(size, batch_size), batch_size, -(-num_rows // batch_size)
+    )
+    first, second = rows.ravel()[:num_rows].reshape(3, 2, size).swapaxes(0, 1)
+    np.testing.assert_array_equal(second, first[:, ::-1])
+    np.testing.assert_array_equal(np.sort(first, axis=1), np.tile(np.arange(size), (3, 1)))
+    assert size < 7 or len({tuple(order) for order in first}) == 3
+    assert (int(state.epoch), int(state.offset)) == divmod(rows.size, size)
+
+
 @each_subsampling
 @pytest.mark.parametrize(
     ("size", "batch_size"),
@@ -98,8 +112,8 @@ def test_subsampling_with_another_seed_gives_other_rows(name):
     assert (first != second).mean() > 0.9
 
 
-def test_shuffled_stream_in_parts_is_the_same_stream():
-    stream = shuffled(101, 7)
+@pytest.mark.parametrize("stream", [shuffled(101, 7), palindrome(101, 7)], ids=str)
+def test_stream_in_parts_is_the_same_stream(stream):
     _, whole = sample_in_parts(stream, 5, [60])
     _, parts = sample_in_parts(stream, 5, [1, 59])
     np.testing.assert_array_equal(whole, parts)
@@ -118,7 +132,14 @@ def test_permute_of_any_size_is_a_bijection():
 
 @pytest.mark.parametrize(
     "stream",
-    [iid(12, 4), shuffled(12, 4), shuffled(10, 4), contiguous(12, 4), contiguous(11, 5)],
+    [
+        iid(12, 4),
+        shuffled(12, 4),
+        shuffled(10, 4),
+        palindrome(10, 4),
+        contiguous(12, 4),
+        contiguous(11, 5),
+    ],
     ids=str,
 )
 def test_subsampling_position_has_a_uniform_row(stream):
@@ -150,6 +171,7 @@ def test_shuffled_pairs_are_equally_probable(size, positions):
         (iid(9, 2), (0, 0), (1, 0)),
         (shuffled(9, 3), (2, 2), (3, 0)),
         (shuffled(9, 3), (0, 0), (3, 0)),
+        (palindrome(9, 9), (1, 0), (2, 0)),
         (contiguous(9, 3), (2, 0), (3, 0)),
         (contiguous(9, 3), (0, 0), (3, 0)),
     ],
@@ -189,7 +211,7 @@ def test_iid_with_fresh_keys_gives_independent_rows():
     assert np.unique(np.concatenate([first, second])).size > 295
 
 
-@pytest.mark.parametrize("name", ["contiguous", "shuffled"])
+@pytest.mark.parametrize("name", ["contiguous", "shuffled", "palindrome"])
 def test_subsampling_without_replacement_ignores_the_key(name):
     stream = make_stream(name, 100, 7)
     state = stream.init(random.key(0))

@@ -59,7 +59,7 @@ SHARED: dict[str, Callable[[Any], bool]] = {
     "gradient_estimator": is_one_of(
         "auto", "minibatch", "control_variate", "second_order_control_variate"
     ),
-    "subsampling": is_one_of("auto", "contiguous", "shuffled", "iid"),
+    "subsampling": is_one_of("auto", "contiguous", "shuffled", "palindrome", "iid"),
     "max_grad_norm": or_none(is_positive_number),
     "target_sd_bias": lambda x: is_positive_number(x) and float(x) < 1,
     "init_strategy": callable,
@@ -103,7 +103,7 @@ def test_option_with_any_value_is_accepted_or_named(data, kernel):
     ("option", "value", "choices"),
     [
         ("gradient_estimator", "full", ("'minibatch'", "'control_variate'")),
-        ("subsampling", "all", ("'contiguous'", "'shuffled'", "'iid'")),
+        ("subsampling", "all", ("'contiguous'", "'shuffled'", "'palindrome'", "'iid'")),
         ("integrator", "leapfrog", ("'symmetric'",)),
     ],
 )
