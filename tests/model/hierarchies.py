@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from scipy import special
 
 NOISE = 0.8
 TRIALS = 6
@@ -133,6 +134,81 @@ def trials_data(rows: int = 2000) -> tuple[np.ndarray, np.ndarray]:
     x = rng.standard_normal((rows, TRIALS)).astype(np.float32)
     logits = 0.5 - 0.7 * x + rng.standard_normal((rows, 1))
     return x, (rng.uniform(size=x.shape) < 1 / (1 + np.exp(-logits))).astype(np.int32)
+
+
+def influential(X: Any, y: Any, batch_size: int | None = None) -> None:
+    """Normal regression with a latent value per row."""
+    b = numpyro.sample("b", dist.Normal(0, 5).expand([X.shape[1]]).to_event(1))
+    tau = numpyro.sample("tau", dist.HalfNormal(2))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        z = numpyro.sample("z", dist.Normal(X[i] @ b, tau))
+        numpyro.sample("y", dist.Normal(z, NOISE), obs=y[i])
+
+
+def influential_data(rows: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
+    """Return covariates, of which the last is not zero in ten rows only, and responses."""
+    rng = np.random.default_rng(6)
+    X = np.column_stack([np.ones(rows), rng.standard_normal(rows), np.arange(rows) % 1_000 == 7])
+    y = X @ [1.0, -0.5, 2.0] + np.hypot(1.0, NOISE) * rng.standard_normal(rows)
+    return X.astype(np.float32), y.astype(np.float32)
+
+
+def influential_posterior(X: Any, y: Any) -> dict[str, tuple[Any, Any]]:
+    """Return mean and SD of each global: given ``tau`` the coefficients are normal."""
+    X, y = (np.asarray(a, np.float64) for a in (X, y))
+    gram, moment, tau = X.T @ X, X.T @ y, np.linspace(0.8, 1.2, 401)
+    found = []
+    for variance in tau**2 + NOISE**2:
+        covariance = np.linalg.inv(gram / variance + np.eye(len(gram)) / 25)
+        mean = covariance @ moment / variance
+        log_density = -0.5 * (len(y) * np.log(variance) + y @ y / variance)
+        log_density += 0.5 * (mean @ moment / variance + np.linalg.slogdet(covariance)[1])
+        found.append((log_density, mean, np.diag(covariance) + mean**2))
+    log_density, mean, square = (np.array(x) for x in zip(*found, strict=True))
+    log_density -= tau**2 / 8
+    p = np.exp(log_density - log_density.max())
+    p /= p.sum()
+    return {
+        "b": (p @ mean, np.sqrt(p @ square - (p @ mean) ** 2)),
+        **grid_moments(log_density, {"tau": tau}),
+    }
+
+
+def overdispersed(x: Any, num: Any, y: Any, batch_size: int | None = None) -> None:
+    """Binomial counts whose probability differs by row, with a regression on its logit."""
+    a = numpyro.sample("a", dist.Normal(0, 2))
+    b = numpyro.sample("b", dist.Normal(0, 2))
+    log_size = numpyro.sample("log_size", dist.Normal(2, 1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        mean, size = 1 / (1 + jnp.exp(-a - b * x[i])), jnp.exp(log_size)
+        share = numpyro.sample("share", dist.Beta(mean * size, (1 - mean) * size))
+        numpyro.sample("y", dist.Binomial(num[i], share), obs=y[i])
+
+
+def overdispersed_data(rows: int = 2_000) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(7)
+    x, num = rng.standard_normal(rows).astype(np.float32), rng.integers(5, 40, rows)
+    mean = 1 / (1 + np.exp(0.5 - 0.4 * x))
+    return x, num, rng.binomial(num, rng.beta(8.0 * mean, 8.0 * (1 - mean)))
+
+
+def overdispersed_posterior(x: Any, num: Any, y: Any) -> dict[str, tuple[float, float]]:
+    """Return mean and SD of each global: the counts are beta-binomial."""
+    x = np.asarray(x, np.float64)
+
+    def log_density(theta: Any) -> float:
+        a, b, log_size = theta
+        mean, size = special.expit(a + b * x), np.exp(log_size)
+        likelihood = special.betaln(y + mean * size, num - y + (1 - mean) * size)
+        likelihood -= special.betaln(mean * size, (1 - mean) * size)
+        return likelihood.sum() - (a**2 + b**2) / 8 - (log_size - 2) ** 2 / 2
+
+    # Five SDs about the mean.
+    centre, width = np.array([-0.48, 0.425, 2.065]), np.array([0.1, 0.1, 0.22])
+    axes = [c + w * np.linspace(-1, 1, 13) for c, w in zip(centre, width, strict=True)]
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), -1)
+    values = dict(zip(("a", "b", "log_size"), np.moveaxis(grid, -1, 0), strict=True))
+    return grid_moments(np.apply_along_axis(log_density, -1, grid), values)
 
 
 def awkward(y: Any, batch_size: int | None = None) -> None:

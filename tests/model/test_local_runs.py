@@ -13,6 +13,7 @@ import pytest
 from numpyro.infer import MCMC, NUTS, Predictive
 
 from numpyro_sgmcmc import SGNHT, SGHMCSplit, bias_report, diagnostics, print_summary
+from numpyro_sgmcmc.diagnostics import Diagnosis
 from tests.contract.kernels import (
     assert_posterior,
     assert_same_distribution,
@@ -25,12 +26,18 @@ from tests.model.hierarchies import (
     draw_indicators,
     draw_normal_means,
     indicator_odds,
+    influential,
+    influential_data,
+    influential_posterior,
     mixture,
     mixture_data,
     mixture_posterior,
     normal_means,
     normal_means_data,
     normal_means_posterior,
+    overdispersed,
+    overdispersed_data,
+    overdispersed_posterior,
     trials,
     trials_data,
 )
@@ -193,6 +200,22 @@ def test_run_after_warmup_matches_posterior():
 def test_draws_other_kernels_match_marginal_posterior(kernel):
     y = normal_means_data()
     assert_globals(posterior_run(kernel, y), normal_means_posterior(y))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize(
+    ("model", "data", "posterior"),
+    [
+        (influential, influential_data(), influential_posterior),
+        (overdispersed, overdispersed_data(), overdispersed_posterior),
+    ],
+    ids=["a column known from ten rows", "beta-binomial shares"],
+)
+def test_draws_match_posterior_of_integrated_model(model, data, posterior):
+    mcmc = posterior_run(SGHMCSplit(model), *data)
+    assert_globals(mcmc, posterior(*data))
+    assert not any(site.diagnosis is Diagnosis.BIASED for site in bias_report(mcmc).sites)
 
 
 @pytest.mark.slow
