@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from docutils.nodes import reference
+from sphinx.addnodes import desc_signature
 from sphinx.util.inspect import stringify_signature
 
 HERE = Path(__file__).parent
@@ -128,27 +129,38 @@ def _without_shared_options(app, what, name, obj, options, signature, returns):
     return stringify_signature(inspect.Signature([*own, keywords])), returns
 
 
-# Pages of other projects, by the beginning of a name. Their inventories are not read, so that the
-# site builds without a network.
+# Pages of other projects, by project and object. Their inventories are not read, so that the site
+# builds without a network.
+NUMPYRO, JAX = "https://num.pyro.ai/en/stable", "https://docs.jax.dev/en/latest/_autosummary"
 ELSEWHERE = {
-    "numpyro.infer.hmc_gibbs.": "https://num.pyro.ai/en/stable/mcmc.html#{name}",
-    "numpyro.infer.mcmc.": "https://num.pyro.ai/en/stable/mcmc.html#{name}",
-    "numpyro.handlers.": "https://num.pyro.ai/en/stable/handlers.html#{name}",
-    "jax.": "https://docs.jax.dev/en/latest/_autosummary/{name}.html",
-    "xarray.": "https://docs.xarray.dev/en/stable/generated/{name}.html",
+    ("jax", "Array"): f"{JAX}/jax.Array.html",
+    ("jax", "Mesh"): f"{JAX}/jax.sharding.Mesh.html",
+    ("jax", "jit"): f"{JAX}/jax.jit.html",
+    ("numpyro", "HMCGibbs"): f"{NUMPYRO}/mcmc.html#numpyro.infer.hmc_gibbs.HMCGibbs",
+    ("numpyro", "MCMC"): f"{NUMPYRO}/mcmc.html#numpyro.infer.mcmc.MCMC",
+    ("numpyro", "Predictive"): f"{NUMPYRO}/utilities.html#numpyro.infer.util.Predictive",
+    ("numpyro", "reparam"): f"{NUMPYRO}/handlers.html#numpyro.handlers.reparam",
+    ("xarray", "Dataset"): "https://docs.xarray.dev/en/stable/generated/xarray.Dataset.html",
 }
 
 
 def _link_elsewhere(app, env, node, content):
     """A link to another project's page."""
-    name = node.get("reftarget", "")
-    for prefix, address in ELSEWHERE.items():
-        if name.startswith(prefix):
-            return reference("", "", content, refuri=address.format(name=name), internal=False)
-    return None
+    names = node.get("reftarget", "").split(".")
+    address = ELSEWHERE.get((names[0], names[-1]))
+    return address and reference("", "", content, refuri=address, internal=False)
+
+
+def _with_both_names(app, doctree):
+    """Anchors by both import paths: the pages of the source use one of them for a module."""
+    paths = {"numpyro_sgmcmc", "numpyro_sgmcmc.diagnostics"}
+    for signature in doctree.findall(desc_signature):
+        for other in paths - {signature["module"]} if signature["module"] in paths else ():
+            signature["ids"].append(f"{other}.{signature['fullname']}")
 
 
 def setup(app):
     app.connect("source-read", _with_files)
+    app.connect("doctree-read", _with_both_names)
     app.connect("autodoc-process-signature", _without_shared_options)
     app.connect("missing-reference", _link_elsewhere)

@@ -73,6 +73,11 @@ def test_readers_words_are_on_the_pages_of_their_subject():
         assert word.lower() in page.read_text().lower(), (word, address)
 
 
+def test_options_page_lists_every_option():
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs/options.md").read_text()))
+    assert set(Options.__dataclass_fields__) - named == set()
+
+
 def documented_names():
     """What the reference pages show, by the name under which they do."""
     pages = sorted((ROOT / "docs/reference").glob("*.md"))
