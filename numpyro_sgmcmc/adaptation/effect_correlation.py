@@ -178,8 +178,10 @@ def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
         scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
         eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
         eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
-        return np.moveaxis(scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :], 0, 2)
-    return np.moveaxis(np.swapaxes(np.linalg.inv(cholesky), 1, 2), 0, 2)
+        factors = scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :]
+    else:
+        factors = np.swapaxes(np.linalg.inv(cholesky), 1, 2)
+    return np.ascontiguousarray(np.moveaxis(factors, 0, 2))
 
 
 def find_nesting(

@@ -36,6 +36,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
     BlockArrowMatrix,
+    SharedStrips,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -55,6 +56,7 @@ _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE = 0.02, 1e-3
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 20, 2.0, 1.0
+_COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
@@ -80,10 +82,14 @@ class _Conditional:
 class _Linearisation:
     """Dependence of the effects on the shared parameters, and the curvature of these."""
 
-    coupling: np.ndarray  # W, shape `(s, k, G)`
+    strips: SharedStrips  # B
     shared_covariance: np.ndarray  # a first estimate, shape `(s, s)`
     factors: np.ndarray  # as in `_Conditional`
     correlation: EffectCorrelation | None  # of effects of several groupings
+
+    def apply_covariance(self, effects: np.ndarray) -> np.ndarray:
+        """Return the effects' covariance given the shared parameters times ``(k, G)``."""
+        return apply_covariance(self.factors, effects[None], self.correlation)[0]
 
 
 def fit_hierarchy_from_each(
@@ -139,7 +145,8 @@ def fit_hierarchy(
         step = -inverse_hessian @ gradient
         largest = np.abs(step).max()
         step = step * min(1.0, bound / largest) if largest > 0.0 else step
-        shift = layout.merge(-np.tensordot(step, linearisation.coupling, 1), step)
+        shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
+        shift = layout.merge(shift, step)
         moved = replace(conditional, position=conditional.position + shift)
         following = _update_effects(inputs, layout, linearisation, moved, signs, bound)
         if following.step > _MAX_EFFECT_STEP_SD:
@@ -189,8 +196,13 @@ def _build_preconditioner(
     """Return the coordinates of a fit that has converged."""
     gradient, hessian = evaluate_block_arrow(inputs, layout, conditional.position)
     factors, pairs = conditional.factors, hessian.pairs
-    correlation = EffectCorrelation.create(pairs, factorize_inverse_blocks(hessian.blocks))
-    coupling = apply_covariance(factors, hessian.strips, correlation)
+    coupling, num_shared = hessian.strips, layout.num_shared
+    # Products with strips and factors may take fewer numbers than those with the coupling.
+    num_values = layout.effects_per_group + len(coupling.values)
+    if not (has_strips := pairs is None and num_values < num_shared):
+        correlation = EffectCorrelation.create(pairs, factorize_inverse_blocks(hessian.blocks))
+        dense = apply_covariance(factors, coupling.multiply(np.eye(num_shared)), correlation)
+        coupling = SharedStrips.from_dense(dense)
     try:
         shared_factor = np.linalg.cholesky((shared_covariance + shared_covariance.T) / 2.0)
     except np.linalg.LinAlgError:
@@ -205,6 +217,7 @@ def _build_preconditioner(
     factor = BlockArrowFactor(
         factors, inverse_factors, coupling, shared_factor, layout, low_rank, nesting
     )
+    factor = replace(factor, has_strips=has_strips)
     preconditioner = Preconditioner(conditional.position, factor, gradient, hessian)
     return preconditioner if preconditioner.is_finite() else None
 
@@ -252,8 +265,11 @@ def _linearise(
         return None
     factors = factorize_inverse_blocks(hessian.blocks)
     correlation = EffectCorrelation.create(hessian.pairs, factors)
-    coupling = apply_covariance(factors, hessian.strips, correlation)
-    schur = hessian.corner - np.tensordot(hessian.strips, coupling, ((1, 2), (1, 2)))
+    schur, units = hessian.corner.copy(), np.eye(layout.num_shared)
+    for j in range(0, layout.num_shared, _COLUMNS_PER_PRODUCT):
+        columns = slice(j, j + _COLUMNS_PER_PRODUCT)
+        coupling = apply_covariance(factors, hessian.strips.multiply(units[columns]), correlation)
+        schur[columns] -= hessian.strips.sum_over_groups(coupling)
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
     floor = _MIN_SCALED_EIGENVALUE if correlation is None else _MIN_CONFOUNDED_EIGENVALUE
     # The corner bounds the curvature of the marginal where the effects are far from their means.
@@ -263,7 +279,7 @@ def _linearise(
             break
     eigenvalues = np.maximum(np.abs(eigenvalues), floor)
     covariance = (vectors / eigenvalues) @ vectors.T * np.outer(scale, scale)
-    return _Linearisation(coupling, covariance, factors, correlation)
+    return _Linearisation(hessian.strips, covariance, factors, correlation)
 
 
 def apply_covariance(
@@ -273,12 +289,10 @@ def apply_covariance(
 
     :param factors: factors F of the groups' covariances, shape ``(k, k, G)``.
     """
-    # Groups first, so that the products are those of matrices.
-    factors = np.moveaxis(factors, 2, 0)
-    scaled = np.moveaxis(v, 2, 0) @ factors
+    scaled = np.einsum("abg,nag->nbg", factors, v)
     if correlation is not None:
-        scaled = np.moveaxis(correlation.solve(np.moveaxis(scaled, 0, 2)), 2, 0)
-    return np.ascontiguousarray(np.moveaxis(scaled @ factors.swapaxes(1, 2), 0, 2))
+        scaled = correlation.solve(scaled)
+    return np.einsum("abg,nbg->nag", factors, scaled)
 
 
 def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: np.ndarray) -> bool:
@@ -326,7 +340,8 @@ def _update_effects(
     position = conditional.position + shift
     gradient, _ = evaluate(position, factors, probes[:0])
     of_effects, of_shared = layout.split(gradient)
-    marginal = of_shared - np.tensordot(linearisation.coupling, of_effects, 2)
+    shift = linearisation.apply_covariance(of_effects)
+    marginal = of_shared - linearisation.strips.sum_over_groups(shift)
     return _Conditional(position, factors, marginal, rms)
 
 

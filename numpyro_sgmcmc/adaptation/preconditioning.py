@@ -13,6 +13,7 @@ matrix:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -395,6 +396,8 @@ def _update_block_arrow(
     scale = factorize_spd(covariance) if is_covariance_off else np.eye(layout.num_shared)
     factor = factor.refit_shared(shared.mean(0), scale)
     gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    if factor.has_strips:
+        factor = replace(factor, coupling=hessian.strips)
     updated = Preconditioner(center, factor, gradient, hessian)
     return PreconditionerUpdate(updated, no_bounds) if updated.is_finite() else None
 

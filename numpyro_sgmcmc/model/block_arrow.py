@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import Any
 
 import jax
@@ -186,12 +186,13 @@ class BlockArrowLayout:
         :param with_shared: whether those of the shared parameters follow those of the effects.
         """
         num_effects, num_shared = self.num_effect_probes, self.num_shared * with_shared
-        effects = np.zeros((num_effects + num_shared, self.effects_per_group, self.num_groups))
+        shape = num_effects + num_shared, self.effects_per_group, self.num_groups
+        effects = np.zeros(shape, np.float32)
         probe = 0
         for columns, size in self.groupings:
             effects[probe + np.arange(size), np.arange(size), columns] = 1.0
             probe += size
-        shared = np.eye(num_effects + num_shared, self.num_shared, -num_effects)
+        shared = np.eye(num_effects + num_shared, self.num_shared, -num_effects, np.float32)
         return np.asarray(self.merge(effects, shared))
 
     def make_blocks(self, products: Any) -> Any:
@@ -305,13 +306,63 @@ class GroupNesting:
         return variances + _multiply(self.coupling**2, variances[..., self.parents])
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values"],
+    meta_fields=["columns", "num_shared"],
+)
+@dataclass(frozen=True)
+class SharedStrips:
+    """Strips that couple the effects of each group with the shared parameters.
+
+    An effect depends on few of these, such as its mean and its scale, the same ones in all groups.
+    All other entries are zero and left out, if there are at most eight for each effect.
+    """
+
+    values: Any  # shape `(n, k, G)`, or `(s, k, G)` with all entries
+    # shared parameter of each value, n tuples of k numbers; None where all entries are stored
+    columns: tuple[tuple[int, ...], ...] | None
+    num_shared: int
+
+    @classmethod
+    def from_dense(cls, strips: Any) -> SharedStrips:
+        """Leave out the zeros of strips ``(s, k, G)``."""
+        is_zero = np.asarray((strips == 0.0).all(-1))
+        num = max(1, (~is_zero).sum(0).max(initial=0))
+        if num > min(_MAX_UNROLLED_EFFECTS, len(strips) - 1):
+            return cls(strips, None, len(strips))
+        columns = np.argsort(is_zero, axis=0, kind="stable")[:num]
+        values = strips[columns, np.arange(strips.shape[1])]
+        return cls(values, tuple(map(tuple, columns.tolist())), len(strips))
+
+    def multiply(self, shared: Any) -> Any:
+        """Return each group's strip times the shared parameters, shape ``(..., k, G)``."""
+        if self.columns is None:
+            return _multiply_shared(self.values, shared)
+        shared = shared[..., np.array(self.columns)]
+        if not isinstance(shared, jax.Array):
+            return np.einsum("nkg,...nk->...kg", self.values, shared)
+        return sum(x * shared[..., n, :, None] for n, x in enumerate(self.values))
+
+    def sum_over_groups(self, effects: Any) -> Any:
+        """Return the sum of each group's transposed strip times its effects, ``(..., s)``."""
+        if self.columns is None:
+            return _sum_over_groups(self.values, effects)
+        if isinstance(effects, jax.Array):
+            sums = (self.values * effects[..., None, :, :]).sum(-1)
+        else:
+            sums = np.einsum("nkg,...kg->...nk", self.values, effects)
+        one_hot = np.eye(self.num_shared, dtype=sums.dtype)[np.ravel(self.columns)]
+        return sums.reshape(*sums.shape[:-2], -1) @ one_hot
+
+
 @partial(_register, data_fields=["blocks", "strips", "corner", "pairs"])
 @dataclass(frozen=True)
 class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
 
     blocks: Any  # shape `(k, k, G)`
-    strips: Any  # shape `(s, k, G)`
+    strips: SharedStrips
     corner: Any  # shape `(s, s)`
     layout: BlockArrowLayout
     pairs: GroupPairs | None = None  # of several groupings
@@ -323,19 +374,21 @@ class BlockArrowMatrix:
         """Build a matrix from its products with the probes."""
         effects, shared = layout.split(products[layout.num_effect_probes :])
         corner = (shared + shared.T) / 2.0
-        return cls(layout.make_blocks(products), effects, corner, layout, pairs)
+        strips = SharedStrips.from_dense(effects)
+        return cls(layout.make_blocks(products), strips, corner, layout, pairs)
 
     def __matmul__(self, v: Any) -> Any:
         effects, shared = self.layout.split(v)
-        of_effects = _multiply(self.blocks, effects) + _multiply_shared(self.strips, shared)
+        of_effects = _multiply(self.blocks, effects) + self.strips.multiply(shared)
         if self.pairs is not None:
             of_effects = of_effects + self.pairs.multiply(effects)
-        of_shared = shared @ self.corner + _sum_over_groups(self.strips, effects)
+        of_shared = shared @ self.corner + self.strips.sum_over_groups(effects)
         return self.layout.merge(of_effects, of_shared)
 
 
 @partial(
-    _register,
+    jax.tree_util.register_dataclass,
+    meta_fields=["layout", "has_strips"],
     data_fields=[
         "effect_factors",
         "inverse_effect_factors",
@@ -361,13 +414,14 @@ class BlockArrowFactor:
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
     inverse_effect_factors: Any  # their inverses, of the same shape
-    coupling: Any  # minus the derivative of the effects' means by the shared, shape `(s, k, G)`
+    coupling: SharedStrips  # W, minus the derivative of the effects' means by the shared
     shared_factor: Any  # factor of the covariance of the shared parameters, shape `(s, s)`
     layout: BlockArrowLayout
     correlation: LowRankFactor | None = None  # of the effects, in units of F
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
     # derivatives of log SDs of the effects' coordinates by the shared ones, shape `(s, k, G)`
     sd_trend: Any = None
+    has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
 
     def to_linear(self, q: Any, sign: float = 1.0) -> Any:
         """Return coordinates that L maps to displacements; with a sign of -1 the inverse."""
@@ -420,16 +474,18 @@ class BlockArrowFactor:
         effects, shared = self.layout.split(q)
         shared = shared @ self.shared_factor.T
         effects = self._correlate(effects, LowRankFactor.apply)
+        shift = self.coupling.multiply(shared)
+        if self.has_strips:
+            effects = effects - _multiply(self._transposed_factors, shift)
         effects = _multiply(self.effect_factors, effects)
         if self.nesting is not None:
             effects = self.nesting.apply(effects)
-        effects = effects - _multiply_shared(self.coupling, shared)
-        return self.layout.merge(effects, shared)
+        return self.layout.merge(effects if self.has_strips else effects - shift, shared)
 
     def solve(self, v: Any) -> Any:
         """Return ``L^-1 v``."""
         effects, shared = self.layout.split(v)
-        effects = effects + _multiply_shared(self.coupling, shared)
+        effects = effects + self._shift_means(shared)
         inv = jnp.linalg.inv if isinstance(shared, jax.Array) else np.linalg.inv
         if self.nesting is not None:
             effects = self.nesting.solve(effects)
@@ -439,11 +495,12 @@ class BlockArrowFactor:
 
     def apply_transpose(self, gradient: Any) -> Any:
         """Return ``L^T g``."""
-        effects, shared = self.layout.split(gradient)
-        shared = shared - _sum_over_groups(self.coupling, effects)
-        if self.nesting is not None:
-            effects = self.nesting.apply_transpose(effects)
-        effects = _multiply(self.effect_factors.swapaxes(-3, -2), effects)
+        of_effects, shared = self.layout.split(gradient)
+        effects = of_effects if self.nesting is None else self.nesting.apply_transpose(of_effects)
+        effects = _multiply(self._transposed_factors, effects)
+        if self.has_strips:
+            of_effects = _multiply(self.effect_factors, effects)
+        shared = shared - self.coupling.sum_over_groups(of_effects)
         effects = self._correlate(effects, LowRankFactor.apply)
         return self.layout.merge(effects, shared @ self.shared_factor)
 
@@ -451,11 +508,19 @@ class BlockArrowFactor:
         """Return the variances of ``L q`` from those of uncorrelated ``q``."""
         effects, shared = self.layout.split(variances)
         effects = self._correlate(effects, LowRankFactor.apply_squared)
-        combined = _multiply_shared(self.coupling, self.shared_factor.T)
         effects = _multiply(self.effect_factors**2, effects)
         if self.nesting is not None:
             effects = self.nesting.apply_squared(effects)
-        effects = effects + _multiply_shared(combined**2, shared)
+
+        def add_column(j: Any, total: Any) -> Any:
+            shift = self._shift_means(self.shared_factor[:, j])
+            return total + shift**2 * shared[..., j, None, None]
+
+        num_shared = self.layout.num_shared
+        if isinstance(shared, jax.Array):
+            effects = lax.fori_loop(0, num_shared, add_column, effects)
+        else:
+            effects = reduce(lambda total, j: add_column(j, total), range(num_shared), effects)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
 
     @property
@@ -465,6 +530,17 @@ class BlockArrowFactor:
         scales = 1.0 if self.correlation is None else self.correlation.scales
         log_dets = np.linalg.slogdet(factors)[1].sum() + np.linalg.slogdet(self.shared_factor)[1]
         return float(log_dets + np.log(scales).sum())
+
+    @property
+    def _transposed_factors(self) -> Any:
+        return self.effect_factors.swapaxes(-3, -2)
+
+    def _shift_means(self, shared: Any) -> Any:
+        """Return W times displacements of the shared parameters, shape ``(..., k, G)``."""
+        shift = self.coupling.multiply(shared)
+        if not self.has_strips:
+            return shift
+        return _multiply(self.effect_factors, _multiply(self._transposed_factors, shift))
 
     def _correlate(self, effects: Any, method: Callable[[LowRankFactor, Any], Any]) -> Any:
         """Return a method of the low-rank factor, applied to effects ``(..., k, G)``."""

@@ -19,7 +19,11 @@ from numpyro_sgmcmc.adaptation.effect_correlation import (
     find_nesting,
 )
 from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow
-from numpyro_sgmcmc.model.block_arrow import BlockArrowFactor, find_block_arrow_layout
+from numpyro_sgmcmc.model.block_arrow import (
+    BlockArrowFactor,
+    SharedStrips,
+    find_block_arrow_layout,
+)
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from tests.adaptation.inputs import make_inputs
@@ -156,7 +160,7 @@ def test_nested_effects_given_their_group_are_independent():
     nesting, factors, others = find_nesting(layout, hessian.pairs, factors, hessian.blocks)
     assert not others.values.any()
     inverses = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
-    coupling = np.zeros((layout.num_shared, 1, layout.num_groups))
+    coupling = SharedStrips.from_dense(np.zeros((layout.num_shared, 1, layout.num_groups)))
     shared = np.eye(layout.num_shared)
     factor = BlockArrowFactor(factors, inverses, coupling, shared, layout, None, nesting)
     identity = np.eye(layout.dim)

@@ -19,6 +19,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowMatrix,
     EffectSite,
     GroupPairs,
+    SharedStrips,
     find_block_arrow_layout,
 )
 from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate, make_gradient_fn
@@ -39,8 +40,11 @@ LAYOUTS = {
 }
 
 
-def make_dense(layout, seed=0):
-    """Return a positive definite matrix with the layout's zeros, in float64."""
+def make_dense(layout, seed=0, is_sparse=False):
+    """Return a positive definite matrix with the layout's zeros, in float64.
+
+    :param is_sparse: whether each effect of a group is coupled with one shared parameter only.
+    """
     rng = np.random.default_rng(seed)
     dim = layout.dim
     group = np.full(dim, -1)
@@ -49,25 +53,36 @@ def make_dense(layout, seed=0):
     matrix = rng.standard_normal((dim, dim))
     matrix = matrix + matrix.T
     is_zero = (group[:, None] != group) & (group[:, None] >= 0) & (group >= 0)
+    if is_sparse:
+        effects = np.tile(np.arange(layout.effects_per_group)[:, None], layout.num_groups)
+        column = layout.merge(effects % layout.num_shared, -1 - np.arange(layout.num_shared))
+        is_coupled = column[:, None] == -1 - column
+        is_strip = (group[:, None] < 0) != (group < 0)
+        is_zero |= is_strip & ~is_coupled
     return np.where(is_zero, 0.0, matrix) + 3.0 * dim * np.eye(dim)
 
 
-def make_factor(matrix):
+def make_factor(matrix, has_strips=False):
     """Return the factor of the inverse of a block-arrow matrix."""
     factors = factorize_inverse_blocks(matrix.blocks)
-    coupling = apply_covariance(factors, matrix.strips)
-    schur = matrix.corner - np.einsum("sag,tag->st", matrix.strips, coupling)
+    strips = matrix.strips.multiply(np.eye(matrix.layout.num_shared))
+    coupling = apply_covariance(factors, strips)
+    schur = matrix.corner - np.einsum("sag,tag->st", strips, coupling)
     inverses = np.moveaxis(np.linalg.inv(np.moveaxis(factors, 2, 0)), 0, 2)
     shared = np.linalg.cholesky(np.linalg.inv(schur))
-    return BlockArrowFactor(factors, inverses, coupling, shared, matrix.layout)
+    coupling = matrix.strips if has_strips else SharedStrips.from_dense(coupling)
+    factor = BlockArrowFactor(factors, inverses, coupling, shared, matrix.layout)
+    return replace(factor, has_strips=has_strips)
 
 
 @pytest.mark.parametrize("xp", [np, jnp], ids=["numpy", "jax"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_block_arrow_algebra_equals_dense(layout, xp):
-    dense = make_dense(layout)
+@pytest.mark.parametrize("has_strips", [False, True])
+def test_block_arrow_algebra_equals_dense(layout, has_strips, xp):
+    dense = make_dense(layout, is_sparse=has_strips)
     matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ dense)
-    factor = make_factor(matrix)
+    assert (matrix.strips.columns is not None) == has_strips
+    factor = make_factor(matrix, has_strips)
     v = np.random.default_rng(1).standard_normal((3, layout.dim))
     L = factor.apply(np.eye(layout.dim)).T
     np.testing.assert_allclose(L @ L.T, np.linalg.inv(dense), atol=1e-12)
