@@ -160,10 +160,7 @@ class RunData:
             num_draws=num_iterations // mcmc.thinning if diverging is None else np.size(diverging),
             num_divergences=0 if diverging is None else int(np.sum(diverging)),
             batch_sums=jax.tree.map(np.asarray, batch_sums),
-            preconditioners=tuple(
-                jax.tree.map(lambda x, c=c: x[c], preconditioner)
-                for c in range(len(preconditioner.center))
-            ),
+            preconditioners=preconditioner.split_chains(),
             coordinate_names=(
                 get_coordinate_names(kernel.potential)  # collected local sites left out
                 if kernel.has_potential

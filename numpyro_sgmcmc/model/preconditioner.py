@@ -139,6 +139,16 @@ class Preconditioner(NamedTuple):
             return self.factor.push_forward(q, gradient)
         return gradient if self.low_rank is None else self.low_rank.solve(gradient)
 
+    def split_chains(self) -> tuple[Preconditioner, ...]:
+        """Return the preconditioner of each chain, from arrays with a leading axis of chains.
+
+        The factor of a hierarchy has none where all chains have the same.
+        """
+        is_common = self.is_block_arrow and self.factor.shared_factor.ndim == 2
+        split = self._replace(factor=None) if is_common else self
+        chains = [jax.tree.map(lambda x, c=c: x[c], split) for c in range(len(self.center))]
+        return tuple(p._replace(factor=self.factor) if is_common else p for p in chains)
+
     def is_finite(self) -> bool:
         """Return whether all arrays are finite."""
         return all(np.isfinite(x).all() for x in jax.tree.leaves(self))
@@ -189,6 +199,8 @@ def _outer_product(factor: Any) -> Any:
 @jax.jit
 def _diagonal_of_outer_product(preconditioner: Preconditioner) -> Any:
     """Return the diagonal of ``L L^T`` of a block-arrow factor, of one chain or of each."""
-    if preconditioner.center.ndim > 1:
+    factor, center = preconditioner.factor, preconditioner.center
+    if factor.shared_factor.ndim > 2:
         return lax.map(_diagonal_of_outer_product, preconditioner)
-    return preconditioner.factor.apply_squared(jnp.ones_like(preconditioner.center))
+    variances = factor.apply_squared(jnp.ones(center.shape[-1], center.dtype))
+    return jnp.broadcast_to(variances, center.shape)

@@ -27,6 +27,7 @@ from numpyro_sgmcmc.sampling.state import (
     SGMCMCState,
     StaticSettings,
     has_chain_axis,
+    make_chain_axes,
 )
 
 # SD of the initial positions in posterior SDs: chains that agree then have converged, not started
@@ -80,7 +81,8 @@ def init_chains(
     inputs = rng_key, init_params, adapt_state, init_arguments, constants
     state = init_states(*inputs, potential=potential, dynamics=dynamics)
     attach = partial(attach_prefetch_buffer, config, num_chains=num_chains)
-    state = (jax.vmap(attach) if is_batch else attach)(state)
+    axes = make_chain_axes(preconditioner)
+    state = (jax.vmap(attach, (axes,), axes) if is_batch else attach)(state)
     if potential.local_latents is not None:
         init_locals = partial(_init_locals, config, arguments, init_params is not None)
         state = (jax.vmap(init_locals) if is_batch else init_locals)(state)
@@ -130,7 +132,8 @@ def _init_states(
         )
 
     if has_chain_axis(rng_key):
-        init_chain = jax.vmap(init_chain, (0, 0, 0 if adapt_state.step_size.ndim else None))
+        axes = make_chain_axes(adapt_state.preconditioner)
+        init_chain = jax.vmap(init_chain, (0, 0, 0 if adapt_state.step_size.ndim else None), axes)
     return init_chain(rng_key, init_params, adapt_state)
 
 

@@ -8,7 +8,7 @@ part of it that a step changes, and :class:`ChainConfig` what stays the same. :c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from numpyro_sgmcmc.data.subsampling import StreamState, Subsampling, sample_min
 from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import InvalidArgumentError
-from numpyro_sgmcmc.model.block_arrow import GroupPairs
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
 from numpyro_sgmcmc.model.local_moves import LocalLatentsState
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
@@ -68,13 +67,6 @@ class SGMCMCState(NamedTuple):
     prefetch_buffer: PrefetchBuffer | None = None
     local_state: LocalLatentsState | None = None
     site_moments: SiteMoments | None = None
-
-    def with_group_pairs(self, pairs: GroupPairs | None) -> SGMCMCState:
-        """Return the state with other pairs of groups in a hierarchy's reference Hessian."""
-        preconditioner = self.adapt_state.preconditioner
-        hessian = replace(preconditioner.reference_hessian, pairs=pairs)
-        preconditioner = preconditioner._replace(reference_hessian=hessian)
-        return self._replace(adapt_state=self.adapt_state._replace(preconditioner=preconditioner))
 
 
 def _raise_not_available(field: str, state: SGMCMCState) -> None:
@@ -169,6 +161,19 @@ class AdaptState(NamedTuple):
         return self._replace(
             preconditioner=self.preconditioner._replace(reference_gradient=gradient)
         )
+
+
+def make_chain_axes(preconditioner: Preconditioner) -> Any:
+    """Return the axes of chains of a batch of states, for ``vmap``.
+
+    The matrices of a hierarchy are the same for all chains and have none, so that a product reads
+    them once.
+    """
+    if not preconditioner.is_block_arrow:
+        return 0
+    adapt_state = AdaptState._make([0] * len(AdaptState._fields))
+    adapt_state = adapt_state._replace(preconditioner=Preconditioner(0, None, 0))
+    return SGMCMCState._make([0] * len(SGMCMCState._fields))._replace(adapt_state=adapt_state)
 
 
 class PrefetchCursor(NamedTuple):

@@ -41,6 +41,7 @@ from numpyro_sgmcmc.sampling.state import (
     Keys,
     SGMCMCState,
     StepCarry,
+    make_chain_axes,
     sample_iteration_indices,
 )
 
@@ -81,18 +82,8 @@ def run_iteration(
     run_chain = partial(_run_chain_iteration, config, arguments, buffer_index)
     if not state.i.ndim:
         return run_chain(state)
-    # Chains have the same pairs of groups: lookups by the same indices are one operation.
-    pairs = getattr(state.adapt_state.preconditioner.reference_hessian, "pairs", None)
-    if pairs is None:
-        return jax.vmap(run_chain, spmd_axis_name=chain_axis)(state)
-    of_first_chain = jax.tree.map(lambda x: x[0], pairs)
-
-    def run_without_pairs(state: SGMCMCState) -> SGMCMCState:
-        return run_chain(state.with_group_pairs(of_first_chain)).with_group_pairs(None)
-
-    without_pairs = state.with_group_pairs(None)
-    state = jax.vmap(run_without_pairs, spmd_axis_name=chain_axis)(without_pairs)
-    return state.with_group_pairs(pairs)
+    axes = make_chain_axes(state.adapt_state.preconditioner)
+    return jax.vmap(run_chain, (axes,), axes, spmd_axis_name=chain_axis)(state)
 
 
 def _run_chain_iteration(

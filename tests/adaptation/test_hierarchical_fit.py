@@ -200,6 +200,10 @@ def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
     adaptation = mcmc.sampler.adaptation
     assert adaptation.estimator.name == "second_order_control_variate"
     assert mcmc.sampler.integrator == "baoab"
+    # Matrices are those of all chains, and chains have variances.
+    adapt_state = mcmc.last_state.adapt_state
+    assert adapt_state.preconditioner.factor.shared_factor.shape == (2, 2)
+    assert all(len(x) == 4 for x in adapt_state.inverse_mass_matrix.values())
     mode, covariance = compute_exact_mode(*args)
     # The marginal density on a grid of 5 SDs about its mode.
     axes = [
