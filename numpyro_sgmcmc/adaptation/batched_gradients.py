@@ -325,7 +325,10 @@ def _sum_gradients_and_products(
         gradient, product = jax.linearize(
             lambda q: potential.gradient(q, indices, arguments), position
         )
-        values = gradient, jax.vmap(product)(directions)
+        if position.size > HIGH_DIM:  # where scatters of all products at once miss the cache
+            values = gradient, lax.map(product, directions)
+        else:
+            values = gradient, jax.vmap(product)(directions)
         return jax.tree.map(lambda t, x: t + weight * x, total, values), None
 
     zeros = jnp.zeros_like(position), jnp.zeros_like(directions)

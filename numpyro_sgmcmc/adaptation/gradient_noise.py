@@ -15,6 +15,7 @@ which the first few are used:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -289,15 +290,23 @@ def _evaluate_estimates(
         minibatch_index,
         potential,
     )
-    gradients = preconditioner.apply_transpose(np.concatenate([r.gradients for r in results]))
-    gradients = gradients.reshape(len(unique_points), num_minibatches, -1)
-    gradients_at = dict(zip(unique_points, gradients, strict=True))
-    return {
-        estimator: np.stack(
-            [sum(w * gradients_at[x.tobytes()] for x, w in points) for points in by_position]
-        )
-        for estimator, by_position in eval_points.items()
-    }
+    shape = len(bulk.q), num_minibatches, potential.dim
+    estimates = {estimator: np.zeros(shape) for estimator in estimators}
+    numbers = {key: number for number, key in enumerate(unique_points)}
+    # The estimates of which each point is a part, and its weight.
+    uses: list[list[tuple[np.ndarray, float]]] = [[] for _ in unique_points]
+    for estimator, by_position in eval_points.items():
+        for estimate, points in zip(estimates[estimator], by_position, strict=True):
+            for point, weight in points:
+                uses[numbers[point.tobytes()]].append((estimate, weight))
+    for result in results:
+        point, minibatch = position_index[result.pair_slice], minibatch_index[result.pair_slice]
+        for i, j, gradient in zip(point, minibatch, result.gradients, strict=True):
+            for estimate, weight in uses[i]:
+                estimate[j] += weight * gradient
+    for estimate in itertools.chain(*estimates.values()):  # one at a time: a bound on memory
+        estimate[:] = preconditioner.apply_transpose(estimate)
+    return estimates
 
 
 def measure_noise_at_coupled_draws(
