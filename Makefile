@@ -74,7 +74,7 @@ test-docs: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
 
-# The build is not incremental, since each page's navigation lists all pages. It takes ten seconds.
+# The build is not incremental, since each page's navigation lists all pages. It takes half a minute of CPU time.
 sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
 docs: $(VENV)/.installed-docs
 	rm -rf docs/reference/api

@@ -50,6 +50,11 @@ autosummary_generate = True
 NO_CONSTRUCTOR = ":exclude-members: __init__, __new__"
 parts = (HERE / "reference/examples.py").read_text().split("\n# -- ")[1:]
 autosummary_context = {
+    "figures": {
+        "numpyro_sgmcmc.diagnostics.plot_bias": "/gallery/wrong-run.png",
+        "numpyro_sgmcmc.diagnostics.plot_warmup": "/figures/warmup.png",
+        "numpyro_sgmcmc.suggest_subsample_size": "/figures/batch-size.png",
+    },
     "examples": {name: lines for name, *lines in (part.strip().split("\n") for part in parts)},
     "autodoc_options": {  # by object, the members shown on its page
         f"numpyro_sgmcmc.{name}": options

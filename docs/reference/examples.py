@@ -93,7 +93,9 @@ inverse_metric = metrics.expanded_mean("topics")  # for SGRLD and SGRHMC
 report = numpyro_sgmcmc.bias_report(mcmc)
 print(report)
 print(report.is_ok, report.to_dataframe().head())
-print(numpyro_sgmcmc.bias_report(mcmc, lambda draw, X: X @ draw["beta"], X_new))  # of predictions
+
+# Of predictions:
+print(numpyro_sgmcmc.bias_report(mcmc, lambda draw, X: X @ draw["beta"], X_new))
 
 # -- numpyro_sgmcmc.print_summary
 numpyro_sgmcmc.print_summary(mcmc, prob=0.95)
