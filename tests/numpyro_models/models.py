@@ -25,12 +25,14 @@ class Example(NamedTuple):
 
     - **batch_size** - subsample size; None for a model without a plate of its data.
     - **sites** - sites that are compared with NUTS; all where it is None.
+    - **warning** - part of a warning that the run issues, or an empty string.
     """
 
     model: Callable[..., None]
     args: tuple[Any, ...]
     batch_size: BatchSize
     sites: tuple[str, ...] | None = None
+    warning: str = ""
 
 
 def _float32(*arrays: Any) -> tuple[np.ndarray, ...]:
@@ -461,6 +463,63 @@ def _network() -> Example:
     return Example(network, arrays, 50, ("curve", "precision"))
 
 
+# --- Marketing mix and recommendations ------------------------------------------------------------
+
+
+def marketing_mix(spend: Any, sales: Any, batch_size: BatchSize = None) -> None:
+    """State sales of areas by spend whose effect decays over weeks and saturates."""
+    num_areas, _, num_channels = spend.shape
+    shape = [num_channels]
+    decay = numpyro.sample("decay", dist.Beta(2, 2).expand(shape).to_event(1))
+    half = numpyro.sample("half", dist.LogNormal(0, 0.5).expand(shape).to_event(1))
+    effect = numpyro.sample("effect", dist.HalfNormal(1).expand(shape).to_event(1))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    with numpyro.plate("area", num_areas):
+        level = numpyro.sample("level", dist.Normal(0, 5))
+
+    def add_week(stock: Any, new: Any) -> tuple[Any, Any]:
+        stock = decay * stock + new
+        return stock, stock
+
+    with numpyro.plate("areas", num_areas, subsample_size=batch_size) as i:
+        weeks = jnp.moveaxis(spend[i], 1, 0)
+        _, stock = jax.lax.scan(add_week, jnp.zeros(weeks.shape[1:]), weeks)
+        mean = level[i] + stock / (stock + half) @ effect
+        numpyro.sample("sales", dist.Normal(mean.T, noise).to_event(1), obs=sales[i])
+
+
+def _marketing_mix() -> Example:
+    """Return eight areas in 40 weeks; the last of three channels has no effect."""
+    rng = np.random.default_rng(18)
+    spend = rng.gamma(0.5, 1.0, (8, 40, 3))
+    stock = spend.copy()
+    for week in range(1, 40):
+        stock[:, week] += np.array([0.6, 0.3, 0.5]) * stock[:, week - 1]
+    sales = 5 + rng.standard_normal((8, 1)) + stock / (stock + 1) @ np.array([2.0, 1.0, 0.0])
+    arrays = _float32(spend, sales + 0.3 * rng.standard_normal((8, 40)))
+    return Example(marketing_mix, arrays, 6)
+
+
+def factorisation(person: Any, item: Any, rating: Any, batch_size: BatchSize = None) -> None:
+    """State ratings by two factors, which are identified up to a rotation."""
+    persons = numpyro.sample("persons", dist.Normal(0, 1).expand([20, 2]).to_event(2))
+    items = numpyro.sample("items", dist.Normal(0, 1).expand([12, 2]).to_event(2))
+    noise = numpyro.sample("noise", dist.HalfNormal(1))
+    numpyro.deterministic("means", persons @ items.T)
+    with numpyro.plate("ratings", len(rating), subsample_size=batch_size) as i:
+        mean = (persons[person[i]] * items[item[i]]).sum(-1)
+        numpyro.sample("rating", dist.Normal(mean, noise), obs=rating[i])
+
+
+def _factorisation() -> Example:
+    rng = np.random.default_rng(19)
+    person, item = rng.integers(0, 20, 600), rng.integers(0, 12, 600)
+    persons, items = rng.standard_normal((20, 2)), rng.standard_normal((12, 2))
+    rating = (persons[person] * items[item]).sum(-1) + 0.5 * rng.standard_normal(600)
+    arrays, sites = (person, item, *_float32(rating)), ("means", "noise")
+    return Example(factorisation, arrays, 100, sites, "components of `items`, `persons` rotated")
+
+
 EXAMPLES: dict[str, Example] = {
     "batting averages, one ability": _batting(one_ability),
     "batting averages, beta prior": _batting(beta_abilities),
@@ -482,6 +541,8 @@ EXAMPLES: dict[str, Example] = {
     "Gaussian process by sines": _approximate_process(),
     "Gaussian process": _exact_process(),
     "network": _network(),
+    "marketing mix": _marketing_mix(),
+    "matrix factorisation": _factorisation(),
 }
 """Models that run, by name."""
 

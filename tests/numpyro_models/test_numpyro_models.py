@@ -30,6 +30,7 @@ SLOW = {
     "adjusted experiment",
     "horseshoe",
     "proportions",
+    "matrix factorisation",
 }
 
 
@@ -55,9 +56,11 @@ def run(kernel, example, batch_size, **settings):
     chains = {"num_chains": 4, "chain_method": "vectorized"}
     mcmc = MCMC(kernel, progress_bar=False, **chains, **settings)
     # Prior values may be invalid where no chain ever is.
-    with warnings.catch_warnings(), validation_enabled(False):
-        warnings.simplefilter("ignore", SGMCMCWarning)
+    with warnings.catch_warnings(record=True) as caught, validation_enabled(False):
+        warnings.simplefilter("always", SGMCMCWarning)
         mcmc.run(jax.random.key(3), *example.args, batch_size=batch_size)
+    if isinstance(kernel, SGHMCSplit) and example.warning:
+        assert any(example.warning in str(warning.message) for warning in caught)
     draws = mcmc.get_samples(group_by_chain=True)
     return summarise({k: x for k, x in draws.items() if k in (example.sites or draws)})
 
