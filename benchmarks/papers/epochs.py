@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 from jax import Array, random
 
-from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling, StreamState
+from numpyro_sgmcmc.data.subsampling import ShuffledSubsampling, StreamState, Subsampling
+
+SHUFFLED = ShuffledSubsampling()
 
 
 def first_epoch(rng_key: Array, num_batches: int, runs: int) -> StreamState:
@@ -14,11 +16,14 @@ def first_epoch(rng_key: Array, num_batches: int, runs: int) -> StreamState:
 
 
 def next_batches(
-    orders: StreamState, num_batches: int, num_steps: int
+    orders: StreamState,
+    num_batches: int,
+    num_steps: int,
+    subsampling: Subsampling = SHUFFLED,
 ) -> tuple[StreamState, Array]:
     """The orders after so many steps, and the minibatches of these, shape ``(num_steps, runs)``."""
-    unused = random.key(0)
+    keys = random.split(random.key(0), len(orders.epoch))  # used by independent minibatches alone
     orders, batches = jax.vmap(
-        lambda state: ShuffledSubsampling().sample_indices(state, unused, num_steps, num_batches, 1)
-    )(orders)
+        lambda state, key: subsampling.sample_indices(state, key, num_steps, num_batches, 1)
+    )(orders, keys)
     return orders, batches[..., 0].T
