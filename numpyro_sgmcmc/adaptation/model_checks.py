@@ -25,8 +25,8 @@ Otherwise the mean over minibatches is not the potential on all observations.
   :math:`U(A, R) + U(B, S) = U(A, S) + U(B, R)`.
 - Position: ``arange(len(i))`` as a covariate, a walk over the minibatch. The order must not matter.
 - Number: ``1 / len(i)`` as a scale, a sum over the minibatch in each row. With N / B as the plate's
-  scale, :math:`U` on B copies of one row must not depend on B. Another size needs another program,
-  so that this is evaluated only where the traced model may depend on the number of rows
+  scale, :math:`U` on copies of some rows must not depend on their number. Another size needs
+  another program, so that this is evaluated only where the traced model may depend on the size
   (:mod:`~numpyro_sgmcmc.model.row_count`).
 """
 
