@@ -55,7 +55,8 @@ _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS le
 _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE = 0.02, 1e-3
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
-_MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 20, 2.0, 1.0
+_MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
+_MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
@@ -224,10 +225,10 @@ def _build_preconditioner(
 
 def _estimate_sd_trend(
     inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
-) -> np.ndarray | None:
-    """Return the derivatives of log SDs of the effects' coordinates by the shared ones.
+) -> SharedStrips | None:
+    """Return the derivatives of log SDs of the effects' coordinates by the shared parameters.
 
-    :return: shape ``(s, k, G)``; None where SDs hardly change over the posterior.
+    :return: None where SDs hardly change over the posterior.
     """
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
@@ -239,12 +240,23 @@ def _estimate_sd_trend(
         precisions = (factors * products).sum(0)
         return np.asarray(np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)))
 
-    steps = _TREND_STEP_SD * np.eye(layout.num_shared)
-    changes = [compute_log_precisions(x) - compute_log_precisions(-x) for x in steps]
-    trend = -np.stack(changes) / (4.0 * _TREND_STEP_SD)
+    # Along each shared parameter alone, as far as the others given.
+    shared_factor = preconditioner.factor.shared_factor
+    steps = np.linalg.inv(shared_factor).T
+    lengths = _TREND_STEP_SD / np.linalg.norm(steps, axis=1)
+    changes = [
+        compute_log_precisions(x) - compute_log_precisions(-x) for x in lengths[:, None] * steps
+    ]
+    trend = -np.stack(changes) / (4.0 * lengths[:, None, None])
     # What the effects' precisions add to the curvature along a shared coordinate.
-    curvatures = 2.0 * np.square(trend).sum((1, 2))
-    return trend if curvatures.max() > _MIN_TREND_CURVATURE else None
+    squares = shared_factor.T @ np.tensordot(trend, trend, ((1, 2), (1, 2))) @ shared_factor
+    if 2.0 * np.diagonal(squares).max() < _MIN_TREND_CURVATURE:
+        return None
+    sds = np.linalg.norm(shared_factor, axis=1)
+    sizes = np.sqrt(np.square(trend).mean(2)) * sds[:, None]
+    return SharedStrips.from_dense(
+        np.where((sizes > _MIN_RELATIVE_TREND * sizes.max(0))[:, :, None], trend, 0.0)
+    )
 
 
 def _linearise(

@@ -408,8 +408,8 @@ class BlockArrowFactor:
 
     The SDs of effects of groups with few rows change with the shared parameters, such as their
     scale. With a trend A of their logarithms the effects have coordinates
-    :math:`e^{-A q_\psi}` times linear ones, so that they are partially non-centred, each group by
-    as much as its rows require. :meth:`to_linear` is this map.
+    :math:`e^{-A \delta_\psi}` times linear ones, so that they are partially non-centred, each group
+    by as much as its rows require. :meth:`to_linear` is this map.
     """
 
     effect_factors: Any  # F with F F^T the covariances given the shared, shape `(k, k, G)`
@@ -419,8 +419,7 @@ class BlockArrowFactor:
     layout: BlockArrowLayout
     correlation: LowRankFactor | None = None  # of the effects, in units of F
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
-    # derivatives of log SDs of the effects' coordinates by the shared ones, shape `(s, k, G)`
-    sd_trend: Any = None
+    sd_trend: SharedStrips | None = None  # A, derivatives of log SDs by the shared parameters
     has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
 
     def to_linear(self, q: Any, sign: float = 1.0) -> Any:
@@ -440,8 +439,7 @@ class BlockArrowFactor:
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
         of_effects = of_effects * self._scale_effects(shared)
-        work = _sum_over_groups(self.sd_trend, of_effects * effects - 1.0)
-        return self.layout.merge(of_effects, of_shared + work)
+        return self.layout.merge(of_effects, of_shared + self._compute_work(of_effects * effects))
 
     def push_forward(self, q: Any, gradient: Any) -> Any:
         """Return the gradient in linear coordinates: the inverse of :meth:`pull_back`."""
@@ -449,12 +447,19 @@ class BlockArrowFactor:
             return gradient
         effects, shared = self.layout.split(q)
         of_effects, of_shared = self.layout.split(gradient)
-        work = _sum_over_groups(self.sd_trend, of_effects * effects - 1.0)
+        work = self._compute_work(of_effects * effects)
         return self.layout.merge(of_effects * self._scale_effects(-shared), of_shared - work)
 
     def _scale_effects(self, shared: Any) -> Any:
         xp = jnp if isinstance(shared, jax.Array) else np
-        return xp.exp(_multiply_shared(self.sd_trend, shared))
+        return xp.exp(self.sd_trend.multiply(shared @ self.shared_factor.T))
+
+    def _compute_work(self, products: Any) -> Any:
+        """Return the derivative by the shared coordinates of the effects' scales.
+
+        :param products: of coordinates and gradient, whose mean is one, shape ``(..., k, G)``.
+        """
+        return self.sd_trend.sum_over_groups(products - 1.0) @ self.shared_factor
 
     def refit_shared(self, mean: np.ndarray, factor: np.ndarray) -> BlockArrowFactor:
         """Return the factor in whose coordinates the shared ones are ``mean + factor q``."""
@@ -466,7 +471,6 @@ class BlockArrowFactor:
             refitted,
             effect_factors=self.effect_factors * scales,
             inverse_effect_factors=self.inverse_effect_factors / scales[:, None],
-            sd_trend=np.tensordot(factor.T, self.sd_trend, 1),
         )
 
     def apply(self, q: Any) -> Any:

@@ -85,10 +85,38 @@ def test_fit_has_trend_of_effects_sds_by_their_scale():
     # The precision of an effect is the number of its rows, and that of its prior.
     prior_precision = np.exp(-2.0 * log_scale)
     share = prior_precision / (prior_precision + ROWS_PER_GROUP)
-    expected = share * preconditioner.factor.shared_factor[1]
-    trend = preconditioner.factor.sd_trend[:, 0]
-    atol = 0.02 * np.abs(expected).max()
-    np.testing.assert_allclose(trend, np.tile(expected[:, None], GROUPS), atol=atol)
+    trend = preconditioner.factor.sd_trend
+    assert trend.columns == ((1,),)  # the mean does not change it
+    np.testing.assert_allclose(trend.values, share * np.ones((1, 1, GROUPS)), rtol=0.02)
+
+
+def test_fit_of_many_effects_has_sparse_strips_and_trend():
+    num_effects, num_groups, num_rows = 11, 40, 400
+
+    def model(group, x, y, batch_size=None):
+        shape = [num_effects]
+        mean = numpyro.sample("mean", dist.Normal(0, 2).expand(shape).to_event(1))
+        scale = numpyro.sample("scale", dist.HalfNormal(1).expand(shape).to_event(1))
+        with numpyro.plate("groups", num_groups):
+            effect = numpyro.sample("effect", dist.Normal(mean, scale).to_event(1))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            numpyro.sample("y", dist.Normal((effect[group[i]] * x[i]).sum(-1), 1.0), obs=y[i])
+
+    rng = np.random.default_rng(2)
+    group, x = np.arange(num_rows) % num_groups, rng.standard_normal((num_rows, num_effects))
+    effect = 0.7 * rng.standard_normal((num_groups, num_effects))
+    y = (effect[group] * x).sum(1) + rng.standard_normal(num_rows)
+    args = (jnp.asarray(group), jnp.asarray(x, "f"), jnp.asarray(y, "f"))
+    inputs = make_inputs(model, args, 100)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    fit = fit_hierarchy_from_each(inputs, layout, [np.zeros(inputs.potential.dim)])
+    # An effect depends on its mean and its scale alone.
+    own = np.arange(num_effects)
+    columns = np.sort(fit.reference_hessian.strips.columns, axis=0)
+    np.testing.assert_array_equal(columns, [own, num_effects + own])
+    assert fit.factor.has_strips
+    # Its SD changes with its scale.
+    assert (np.array(fit.factor.sd_trend.columns) == num_effects + own).any(0).all()
 
 
 def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():

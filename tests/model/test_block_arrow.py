@@ -136,7 +136,8 @@ def make_preconditioner_with_trend():
     layout, rng = LAYOUTS["two sites"], np.random.default_rng(6)
     matrix = BlockArrowMatrix.from_products(layout, layout.make_probes() @ make_dense(layout))
     shape = layout.num_shared, layout.effects_per_group, layout.num_groups
-    factor = replace(make_factor(matrix), sd_trend=0.3 * rng.standard_normal(shape))
+    trend = SharedStrips.from_dense(0.3 * rng.standard_normal(shape))
+    factor = replace(make_factor(matrix), sd_trend=trend)
     return Preconditioner(rng.standard_normal(layout.dim), factor), rng.standard_normal(layout.dim)
 
 
@@ -148,7 +149,8 @@ def test_trend_of_sds_gradient_is_that_of_the_transformed_density():
 
     def transformed(preconditioner, q):
         shared = preconditioner.factor.layout.take_shared(q)
-        log_det = shared @ preconditioner.factor.sd_trend.sum((1, 2))
+        factor = preconditioner.factor
+        log_det = (factor.shared_factor @ shared) @ factor.sd_trend.values.sum((1, 2))
         return potential(preconditioner.to_position(q)) - log_det
 
     expected = jax.grad(transformed, 1)(preconditioner.cast(jnp.float32), jnp.asarray(q))
