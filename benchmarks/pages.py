@@ -19,7 +19,7 @@ from pathlib import Path
 from results import Table, key, read
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "scaling")]
+PAGES = [ROOT / "docs" / "benchmarks.md"]
 _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _LABELS = 2  # first cells, which are the labels of a row
 
