@@ -1,0 +1,458 @@
+"""Time until means are within 0.1 SD and SDs within 10%, for this library and for other methods.
+
+``python benchmarks/time_to_accuracy.py --problems logistic --rows 100000`` runs every method on the
+problem and prints the wall and CPU seconds from the call until all means and SDs of unconstrained
+coordinates are that close to the reference, compilation included. Each method runs in a separate
+process. Samplers are looked at after each block of draws. Other methods get ten times the seconds
+of ``SGHMCSplit`` and at least a minute; one that does not reach the accuracy has the errors of its
+best result.
+
+``SGHMCSplit`` has no arguments but the batch size. The others get settings in their favour:
+
+- NUTS runs one chain with 500 iterations of warm-up, so that no chain repeats the adaptation.
+- SVI runs Adam with a cosine schedule for each of three learning rates and numbers of steps from
+  1,000 to 100,000, on all rows and on minibatches; only the quickest setting that reaches the
+  accuracy is counted, without the search.
+- HMCECS gets the posterior mean of the reference for its Taylor proxy.
+- Laplace's approximation uses Newton's method with the Hessian of all rows.
+
+``--reference`` stores references: Laplace's approximation with importance sampling where Pareto's k
+is below 0.5, else long runs of NUTS. They are in ``accuracy_references/``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import optax
+from jax import random
+from jax.flatten_util import ravel_pytree
+from numpyro.diagnostics import effective_sample_size
+from numpyro.infer import MCMC, NUTS, SVI, Trace_ELBO, init_to_median
+from numpyro.infer.autoguide import (
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from numpyro.infer.util import initialize_model
+from rivals import hmcecs, unconstrained
+from scalable_problems import SCALABLE_PROBLEMS
+from timing import print_header, print_row
+
+from numpyro_sgmcmc import SGHMCSplit
+
+_FOLDER = Path(__file__).parent / "accuracy_references"
+_MAX_MEAN_ERROR, _MAX_SD_ERROR = 0.1, 0.1  # posterior SDs; share of the SD
+_MAX_COORDINATES = 1_000  # compared, chosen at random where there are more
+_MAX_DENSE = 2_000  # coordinates of a dense covariance matrix
+_BLOCK = 250  # draws of a chain between two looks
+_NUM_APPROXIMATE_DRAWS = 4_000
+_LEARNING_RATES = (0.03, 0.01, 0.003)
+_NUM_STEPS = (1_000, 3_000, 10_000, 30_000, 100_000)
+_COLUMNS = {"method": 34, "wall s": 8, "CPU s": 8, "mean": 7, "SD": 9, "result": 44}
+
+
+class Summary(NamedTuple):
+    """Means and SDs of all unconstrained coordinates, in the order of the sites' names."""
+
+    mean: np.ndarray
+    sd: np.ndarray
+
+
+class Posterior:
+    """A problem with its data, on all rows and on minibatches."""
+
+    def __init__(self, name: str, num_rows: int) -> None:
+        self.problem = SCALABLE_PROBLEMS[name]
+        self.num_rows = num_rows
+        self.model, self.args = self.problem.build(num_rows, np.random.default_rng(1))
+        self.file = _FOLDER / f"{re.sub('[^a-z0-9]+', '-', name.lower())}-{num_rows}.npz"
+
+    def sort(self, sites: dict[str, Any], axes: int = 0) -> np.ndarray:
+        """Return unconstrained values as an array whose last axis is that of the coordinates."""
+        parts = [np.asarray(sites[k], np.float64) for k in sorted(sites)]
+        return np.concatenate([x.reshape(*x.shape[:axes], -1) for x in parts], -1)
+
+    def summarise(self, draws: dict[str, Any]) -> Summary:
+        """Return the summary of constrained draws, axes of chains and draws first."""
+        x = self.sort(unconstrained(self.model, self.args, draws), axes=2)
+        return Summary(x.mean((0, 1)), x.std((0, 1)))
+
+    def make_flat(self) -> tuple[Callable, np.ndarray, Callable]:
+        """Return the potential ``(position, arguments)``, an initial position, and its map."""
+        found = initialize_model(
+            random.key(0),
+            self.model,
+            init_strategy=init_to_median(num_samples=5),
+            dynamic_args=True,
+            model_args=self.args,
+        )
+        start, unravel = ravel_pytree(found.param_info.z)
+        return lambda q, args: found.potential_fn(*args)(unravel(q)), np.asarray(start), unravel
+
+    def subset(self, num_rows: int) -> tuple:
+        """Return the arguments with the first rows only; rows are in random order."""
+        return jax.tree.map(
+            lambda x: x[:num_rows] if getattr(x, "shape", ())[:1] == (self.num_rows,) else x,
+            self.args,
+        )
+
+
+def _blocks(posterior: Posterior, kernel: Any, args: tuple, **settings: Any) -> Iterator[Summary]:
+    """Run a sampler and return the summary of all draws after each block."""
+    batch_size = settings.pop("batch_size", None)
+    mcmc = MCMC(kernel, num_samples=_BLOCK, progress_bar=False, **settings)
+    key, blocks = random.key(0), []
+    while True:
+        mcmc.run(key, *args, batch_size=batch_size)
+        blocks.append(jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True)))
+        yield posterior.summarise(jax.tree.map(lambda *x: np.concatenate(x, 1), *blocks))
+        mcmc.post_warmup_state = mcmc.last_state
+        key = mcmc.last_state.rng_key
+
+
+def run_sgmcmc(posterior: Posterior) -> Iterator[Summary]:
+    yield from _blocks(
+        posterior,
+        SGHMCSplit(posterior.model),
+        posterior.args,
+        num_warmup=_BLOCK,
+        num_chains=4,
+        chain_method="vectorized",
+        batch_size=posterior.problem.batch_size,
+    )
+
+
+def run_nuts(
+    posterior: Posterior, dense_mass: bool = False, share: float = 1.0
+) -> Iterator[Summary]:
+    args = posterior.args if share == 1.0 else posterior.subset(int(share * posterior.num_rows))
+    yield from _blocks(
+        posterior, NUTS(posterior.model, dense_mass=dense_mass), args, num_warmup=500
+    )
+
+
+def run_hmcecs(posterior: Posterior) -> Iterator[Summary]:
+    _, start, unravel = posterior.make_flat()
+    mean = np.load(posterior.file)["mean"]
+    sites = unravel(jnp.asarray(start))
+    splits = np.cumsum([np.size(sites[k]) for k in sorted(sites)])[:-1]
+    parts = np.split(mean, splits)
+    point = {
+        k: jnp.asarray(x.reshape(np.shape(sites[k])), jnp.float32)
+        for k, x in zip(sorted(sites), parts, strict=True)
+    }
+    model = partial(posterior.model, batch_size=posterior.problem.batch_size)
+    mcmc = hmcecs(model, posterior.args, point, _BLOCK)
+    key, blocks = random.key(0), []
+    while True:
+        mcmc.run(key, *posterior.args)
+        blocks.append(jax.tree.map(np.asarray, mcmc.get_samples(group_by_chain=True)))
+        yield posterior.summarise(jax.tree.map(lambda *x: np.concatenate(x, 1), *blocks))
+        mcmc.post_warmup_state = mcmc.last_state
+        key = mcmc.last_state.rng_key
+
+
+def run_svi(
+    posterior: Posterior, guide: Any, is_full: bool, learning_rate: float, num_steps: int
+) -> Iterator[Summary]:
+    autoguide = guide(posterior.model, init_loc_fn=init_to_median)
+    schedule = optax.cosine_decay_schedule(learning_rate, num_steps)
+    optimizer = numpyro.optim.optax_to_numpyro(optax.adam(schedule))
+    svi = SVI(posterior.model, autoguide, optimizer, Trace_ELBO())
+    batch_size = None if is_full else posterior.problem.batch_size
+    found = svi.run(
+        random.key(0), num_steps, *posterior.args, batch_size=batch_size, progress_bar=False
+    )
+    draws = autoguide.sample_posterior(
+        random.key(1),
+        found.params,
+        *posterior.args,
+        sample_shape=(1, _NUM_APPROXIMATE_DRAWS),
+        batch_size=batch_size,
+    )
+    latent = {k: x for k, x in draws.items() if not k.startswith("_")}
+    yield posterior.summarise(latent)
+
+
+class Laplace(NamedTuple):
+    """Laplace's approximation in flat unconstrained coordinates."""
+
+    mode: np.ndarray
+    covariance: np.ndarray
+    value_fn: partial[Any]
+    unravel: Callable
+
+    @classmethod
+    def fit(cls, posterior: Posterior) -> Laplace:
+        """Minimise the potential on all rows by Newton's method with a line search."""
+        potential_fn, q, unravel = posterior.make_flat()
+        # Data as arguments: constants of this size are folded slowly by the compiler.
+        arrays = jax.tree.map(jnp.asarray, posterior.args)
+        gradient_fn = jax.grad(potential_fn)
+        value = jax.jit(potential_fn)
+
+        @jax.jit
+        def evaluate(q: Any, arrays: Any) -> tuple[Any, Any]:
+            def product(v: Any) -> Any:
+                return jax.jvp(lambda q: gradient_fn(q, arrays), (q,), (v,))[1]
+
+            return gradient_fn(q, arrays), jax.lax.map(product, jnp.eye(q.size), batch_size=8)
+
+        for _ in range(60):
+            gradient, hessian = (np.asarray(x, np.float64) for x in evaluate(q, arrays))
+            values, axes = np.linalg.eigh((hessian + hessian.T) / 2.0)
+            values = np.maximum(np.abs(values), 1e-6 * np.abs(values).max())
+            step = axes @ ((axes.T @ gradient) / values)
+            if gradient @ step < 1e-3:  # the step is below 0.03 SD
+                break
+            now, scale = float(value(q, arrays)), 1.0
+            while scale > 1e-4 and not float(value(np.float32(q - scale * step), arrays)) < now:
+                scale /= 2.0
+            q = np.float32(q - scale * step)
+        mode, covariance = np.asarray(q, np.float64) - step, (axes / values) @ axes.T
+        return cls(mode, covariance, partial(potential_fn, args=arrays), unravel)
+
+    def sample(self, num_draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return draws and the logarithms of their importance weights."""
+        normals = np.random.default_rng(seed).standard_normal((num_draws, self.mode.size))
+        draws = self.mode + normals @ np.linalg.cholesky(self.covariance).T
+        value_fn, arrays = self.value_fn.func, self.value_fn.keywords["args"]
+        evaluate = jax.jit(lambda x, arrays: jax.lax.map(lambda q: value_fn(q, arrays), x))
+        values = np.asarray(evaluate(np.float32(draws), arrays), np.float64)
+        return draws, 0.5 * (normals**2).sum(1) - values
+
+    def order(self, x: np.ndarray, posterior: Posterior) -> np.ndarray:
+        """Return flat values of shape ``(n, d)`` in the order of :class:`Summary`."""
+        sites = jax.vmap(self.unravel)(jnp.asarray(x, jnp.float32))
+        return posterior.sort(sites, axes=1)
+
+
+def run_laplace(posterior: Posterior, is_weighted: bool) -> Iterator[Summary]:
+    laplace = Laplace.fit(posterior)
+    if not is_weighted:
+        sd = np.sqrt(np.diag(laplace.covariance))
+        mean, sd = laplace.order(np.stack([laplace.mode, sd]), posterior)
+        yield Summary(mean, sd)
+        return
+    draws, log_weights = laplace.sample(_NUM_APPROXIMATE_DRAWS)
+    yield _weighted_summary(laplace.order(draws, posterior), log_weights)[0]
+
+
+def _weighted_summary(x: np.ndarray, log_weights: np.ndarray) -> tuple[Summary, float, float]:
+    """Return moments with Pareto-smoothed weights, Pareto's k, and the effective sample size."""
+    from arviz import psislw
+
+    smoothed, pareto_k = psislw(log_weights)
+    weights = np.exp(np.asarray(smoothed) - np.max(smoothed))
+    weights /= weights.sum()
+    mean = weights @ x
+    summary = Summary(mean, np.sqrt(weights @ (x - mean) ** 2))
+    return summary, float(pareto_k), float(1.0 / (weights**2).sum())
+
+
+def run_pathfinder(posterior: Posterior) -> Iterator[Summary]:
+    import blackjax
+
+    potential_fn, start, unravel = posterior.make_flat()
+    state, _ = blackjax.vi.pathfinder.approximate(
+        random.key(0),
+        lambda q: -potential_fn(q, posterior.args),
+        jnp.asarray(start),
+        num_samples=200,
+    )
+    draws, _ = blackjax.vi.pathfinder.sample(random.key(1), state, _NUM_APPROXIMATE_DRAWS)
+    x = posterior.sort(jax.vmap(unravel)(draws), axes=1)
+    yield Summary(x.mean(0), x.std(0))
+
+
+_GUIDES = {
+    "mean-field": AutoNormal,
+    "low-rank": partial(AutoLowRankMultivariateNormal, rank=10),
+    "dense": AutoMultivariateNormal,
+}
+
+
+def list_methods(posterior: Posterior, dim: int) -> dict[str, list[Callable]]:
+    """Return for each method its settings, each a function that iterates over summaries."""
+    methods: dict[str, list[Callable]] = {
+        "SGHMCSplit": [run_sgmcmc],
+        "NUTS": [run_nuts],
+        "NUTS, 10% of the rows": [partial(run_nuts, share=0.1)],
+    }
+    if posterior.problem.is_dense:
+        methods["NUTS, dense mass matrix"] = [partial(run_nuts, dense_mass=True)]
+    for name, guide in _GUIDES.items():
+        if name == "dense" and dim > _MAX_DENSE:
+            continue
+        for rows, is_full in (("minibatches", False), ("all rows", True)):
+            methods[f"SVI, {name}, {rows}"] = [
+                partial(run_svi, guide=guide, is_full=is_full, learning_rate=rate, num_steps=steps)
+                for steps in _NUM_STEPS
+                for rate in _LEARNING_RATES
+            ]
+    if dim <= _MAX_DENSE:
+        methods["Laplace"] = [partial(run_laplace, is_weighted=False)]
+        methods["Laplace, importance sampling"] = [partial(run_laplace, is_weighted=True)]
+    methods["pathfinder"] = [run_pathfinder]
+    if dim <= 100:
+        methods["HMCECS"] = [run_hmcecs]
+    return methods
+
+
+class Result(NamedTuple):
+    """
+    - **wall_seconds**, **cpu_seconds** - of the quickest setting that reaches the accuracy, or of
+      the one with the smallest error.
+    - **mean_error**, **sd_error** - largest errors, in posterior SDs and relative to the SD.
+    """
+
+    wall_seconds: float
+    cpu_seconds: float
+    mean_error: float
+    sd_error: float
+    is_reached: bool
+    note: str = ""
+
+
+def run_method(posterior: Posterior, settings: list[Callable], budget: float) -> Result:
+    """Run the settings of a method, until the seconds of all of them exceed the budget."""
+    reference = np.load(posterior.file)
+    chosen = np.arange(reference["mean"].size)
+    if chosen.size > _MAX_COORDINATES:
+        chosen = np.random.default_rng(0).choice(chosen, _MAX_COORDINATES, replace=False)
+    best, num_steps_of_best, spent = None, None, 0.0
+    for setting in settings:
+        num_steps = getattr(setting, "keywords", {}).get("num_steps")
+        if best is not None and best.is_reached and num_steps != num_steps_of_best:
+            break
+        wall, cpu, looking = time.perf_counter(), time.process_time(), np.zeros(2)
+        for summary in setting(posterior):
+            now = np.array([time.perf_counter() - wall, time.process_time() - cpu])
+            seconds = now - looking
+            errors = [
+                np.abs(summary.mean - reference["mean"]) / reference["sd"],
+                np.abs(summary.sd / reference["sd"] - 1.0),
+            ]
+            mean, sd = (float(np.nan_to_num(e[chosen], nan=np.inf).max()) for e in errors)
+            is_reached = mean <= _MAX_MEAN_ERROR and sd <= _MAX_SD_ERROR
+            found = Result(*map(float, seconds), mean, sd, is_reached)
+            if best is None or _rank(found) < _rank(best):
+                best, num_steps_of_best = found, num_steps
+            if is_reached or seconds[0] > budget:
+                break
+            looking += [time.perf_counter() - wall, time.process_time() - cpu] - now
+        spent += time.perf_counter() - wall
+        if spent > 3.0 * budget:
+            break
+    assert best is not None
+    return best
+
+
+def _rank(result: Result) -> tuple[bool, float]:
+    error = max(result.mean_error / _MAX_MEAN_ERROR, result.sd_error / _MAX_SD_ERROR)
+    return not result.is_reached, result.wall_seconds if result.is_reached else error
+
+
+def make_reference(posterior: Posterior) -> str:
+    """Store the reference of a posterior and return how it was found."""
+    _, start, _ = posterior.make_flat()
+    if start.size <= 100:
+        laplace = Laplace.fit(posterior)
+        draws, log_weights = laplace.sample(10_000)
+        summary, pareto_k, ess = _weighted_summary(laplace.order(draws, posterior), log_weights)
+        note = f"importance sampling, Pareto's k {pareto_k:.2f}, ESS {ess:.0f}"
+        if pareto_k < 0.5 and ess > 3_000:
+            np.savez(posterior.file, **summary._asdict(), note=note)
+            return note
+    mcmc = MCMC(
+        NUTS(posterior.model, dense_mass=posterior.problem.is_dense),
+        num_warmup=500,
+        num_samples=1_000,
+        num_chains=2,
+        progress_bar=False,
+        chain_method="parallel",
+    )
+    mcmc.run(random.key(7), *posterior.args)
+    samples = mcmc.get_samples(group_by_chain=True)
+    x = posterior.sort(unconstrained(posterior.model, posterior.args, samples), axes=2)
+    ess = float(np.min(effective_sample_size(x)))
+    note = f"NUTS, smallest ESS {ess:.0f}"
+    np.savez(posterior.file, mean=x.mean((0, 1)), sd=x.std((0, 1)), note=note)
+    return note
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--problems", nargs="+", choices=SCALABLE_PROBLEMS, default=list(SCALABLE_PROBLEMS)
+    )
+    parser.add_argument("--rows", nargs="+", type=int, default=[100_000])
+    parser.add_argument("--methods", nargs="+", help="words that select methods by their names")
+    parser.add_argument("--reference", action="store_true", help="store references")
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds at least")
+    options = parser.parse_args()
+    if options.run is not None or options.reference:
+        warnings.simplefilter("ignore")
+    if options.run is not None:
+        posterior = Posterior(options.problems[0], options.rows[0])
+        dim = np.load(posterior.file)["mean"].size
+        settings = list_methods(posterior, dim)[options.run]
+        print(json.dumps(run_method(posterior, settings, options.budget)._asdict()))
+        return
+    for problem in options.problems:
+        for num_rows in options.rows:
+            posterior = Posterior(problem, num_rows)
+            if options.reference:
+                numpyro.set_host_device_count(2)
+                _FOLDER.mkdir(exist_ok=True)
+                print(f"{problem}, {num_rows:,} rows: {make_reference(posterior)}", flush=True)
+            else:
+                compare(problem, posterior, options)
+
+
+def compare(problem: str, posterior: Posterior, options: argparse.Namespace) -> None:
+    """Print the table of a problem."""
+    reference = np.load(posterior.file)
+    dim = reference["mean"].size
+    print_header(f"{problem}, {posterior.num_rows:,} rows, {dim:,} parameters")
+    print_row(_COLUMNS, _COLUMNS.values())
+    budget = options.budget
+    for method in list_methods(posterior, dim):
+        if options.methods and not any(word in method for word in options.methods):
+            continue
+        command = [sys.executable, __file__, "--run", method, "--problems", problem]
+        command += ["--rows", str(posterior.num_rows), "--budget", str(budget)]
+        try:
+            out = subprocess.run(
+                command, stdout=subprocess.PIPE, check=True, text=True, timeout=6.0 * budget + 120.0
+            )
+            result = Result(**json.loads(out.stdout.splitlines()[-1]))
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            print_row([method, "", "", "", "", type(error).__name__], _COLUMNS.values())
+            continue
+        if method == "SGHMCSplit":
+            budget = max(budget, 10.0 * result.wall_seconds)
+        cells = [f"{result.wall_seconds:.1f}", f"{result.cpu_seconds:.1f}"]
+        cells += [f"{result.mean_error:.2f}", f"{100 * result.sd_error:.0f}%"]
+        print_row([method, *cells, "" if result.is_reached else "not reached"], _COLUMNS.values())
+    print()
+
+
+if __name__ == "__main__":
+    main()
