@@ -223,9 +223,11 @@ def _combine_estimates(
     diagnoses = [classify_bias(e, z, tolerance, detection_limit) for e in estimates]
     chosen = diagnoses.index(Diagnosis.BIASED) if Diagnosis.BIASED in diagnoses else 0
     value, error = estimates[chosen]
-    # The one whose limits are furthest from zero; NaN first.
-    distance = np.abs(value) - z * np.where(np.isfinite(error), error, 0.0)
-    k = np.argmax(np.where(np.isfinite(value), distance, np.inf))
+    # The one whose inner limit is furthest from zero; if the site is inconclusive, the outer one,
+    # which is why. NaN first.
+    margin = z * np.where(np.isfinite(error), error, 0.0)
+    sign = 1.0 if diagnoses[chosen] is Diagnosis.INCONCLUSIVE else -1.0
+    k = np.argmax(np.where(np.isfinite(value), np.abs(value) + sign * margin, np.inf))
     return (float(value[k]), float(error[k])), diagnoses[chosen]
 
 

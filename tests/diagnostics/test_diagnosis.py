@@ -107,6 +107,16 @@ def test_worst_coordinate_is_that_with_the_furthest_limits():
     assert "simultaneous 95% limits" in describe_site_bias(site)
 
 
+def test_coordinate_of_an_inconclusive_site_is_that_with_the_widest_limits():
+    """4% ± 0.5% is within the limit, and 1% ± 8% may be beyond it."""
+    zeros = np.zeros(2)
+    values, errors = np.array([0.04, 0.01]), np.array([0.005, 0.08])
+    estimates = BiasEstimate(Estimate(zeros, zeros + 0.001), Estimate(values, errors))
+    stats = ConvergenceStats(zeros + 1.0, zeros + 1000.0)
+    site = diagnose_site("x", np.arange(2), [estimates], stats)
+    assert (site.sd_inflation, site.diagnosis) == (0.01, "inconclusive")
+
+
 def test_diagnosis_equals_its_string():
     assert str(Diagnosis.NOT_CONVERGED) == Diagnosis.NOT_CONVERGED == "not converged"
     assert f"{Diagnosis.OK}" == "ok"
