@@ -11,8 +11,10 @@ are fitted given the shared parameters :math:`\psi`, group by group, as normals
 with the expectation over the effects (Fisher's identity; the second term is zero at
 :math:`m_g(\psi)`) and blocks of :mod:`~numpyro_sgmcmc.model.block_arrow`. The expectation is taken
 at two antithetic points :math:`m_g \pm D_g^{-1/2}\xi_g` of random signs, which is exact for
-quadratic functions up to the products of different effects of a group. BFGS finds the zero of M;
-its inverse Hessian is the covariance of the shared parameters.
+quadratic functions up to the products of different effects of a group. BFGS finds the zero of M.
+Differences of M along each shared parameter, of up to 50, are the inverse of their covariance; more
+shared parameters, and several groupings, have the inverse Hessian of BFGS. A last Newton step takes
+as many sign vectors as there are effects in a group, of which the products cancel.
 
 An iteration takes 2k + 4 gradients over the data with k effects per group, whatever the number of
 groups; 10 to 15 iterations are usual.
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.linalg import hadamard
 
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
@@ -56,6 +59,7 @@ _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE = 0.02, 1e-3
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
+_CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
@@ -111,8 +115,7 @@ def fit_hierarchy_from_each(
             return None
     if first is None or first.reference_hessian.pairs or layout.num_shared > _MAX_TREND_SHARED:
         return first
-    trend = _estimate_sd_trend(inputs, layout, first)
-    return first._replace(factor=replace(first.factor, sd_trend=trend))
+    return _refine_shared(inputs, layout, first)
 
 
 def fit_hierarchy(
@@ -223,40 +226,80 @@ def _build_preconditioner(
     return preconditioner if preconditioner.is_finite() else None
 
 
-def _estimate_sd_trend(
-    inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
-) -> SharedStrips | None:
-    """Return the derivatives of log SDs of the effects' coordinates by the shared parameters.
+def recenter_block_arrow(
+    inputs: WarmupInputs, preconditioner: Preconditioner, mean: np.ndarray, scale: np.ndarray
+) -> Preconditioner | None:
+    """Return coordinates in whose units the shared ones were ``mean + scale q``.
 
-    :return: None where SDs hardly change over the posterior.
+    :return: None where gradient or Hessian at the new center are not finite.
+    """
+    factor = preconditioner.factor
+    layout = factor.layout
+    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+    center = preconditioner.to_position(layout.merge(no_effects, mean))
+    factor = factor.refit_shared(mean, scale)
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    if factor.has_strips:
+        factor = replace(factor, coupling=hessian.strips)
+    recentered = Preconditioner(center, factor, gradient, hessian)
+    return recentered if recentered.is_finite() else None
+
+
+def _refine_shared(
+    inputs: WarmupInputs, layout: BlockArrowLayout, preconditioner: Preconditioner
+) -> Preconditioner | None:
+    """Return coordinates with a trend of the effects' SDs, and at a Newton step of the marginal.
+
+    BFGS finds the curvature of many shared parameters slowly; here M and the effects' precisions
+    are differentiated along each of them.
     """
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
-    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
+    no_effects, no_shared = np.zeros(factors.shape[1:]), np.zeros(layout.num_shared)
+    signs = np.random.default_rng(2).choice([-1.0, 1.0], factors.shape[1:])
 
-    def compute_log_precisions(shared: np.ndarray) -> np.ndarray:
+    def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
+        """Return logarithms of the precisions of the effects' coordinates, and M."""
         position = preconditioner.to_position(layout.merge(no_effects, shared))
         _, products = inputs.batched_gradients.large_pass_products(position, probes)
-        products = np.einsum("acg,cbg->abg", layout.make_blocks(products), factors)
-        precisions = (factors * products).sum(0)
-        return np.asarray(np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)))
+        blocks, gradients = layout.make_blocks(products), []
+        deviations = (factorize_inverse_blocks(blocks) * x for x in all_signs)
+        for deviation in (layout.merge(x.sum(1), no_shared) for x in deviations):
+            gradients += [
+                inputs.batched_gradients.large_pass_gradient(position + sign * deviation)
+                for sign in (1.0, -1.0)
+            ]
+        gradient = preconditioner.factor.apply_transpose(np.mean(gradients, 0))
+        precisions = (factors * np.einsum("acg,cbg->abg", blocks, factors)).sum(0)
+        return np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)), layout.split(gradient)[1]
 
     # Along each shared parameter alone, as far as the others given.
     shared_factor = preconditioner.factor.shared_factor
-    steps = np.linalg.inv(shared_factor).T
-    lengths = _TREND_STEP_SD / np.linalg.norm(steps, axis=1)
-    changes = [
-        compute_log_precisions(x) - compute_log_precisions(-x) for x in lengths[:, None] * steps
-    ]
+    units = np.linalg.inv(shared_factor).T
+    lengths = _TREND_STEP_SD / np.linalg.norm(units, axis=1)
+    steps, changes, marginal_changes = lengths[:, None] * units, [], []
+    for x in steps:
+        above, below = evaluate(x, [signs]), evaluate(-x, [signs])
+        changes.append(above[0] - below[0])
+        marginal_changes.append(above[1] - below[1])
     trend = -np.stack(changes) / (4.0 * lengths[:, None, None])
     # What the effects' precisions add to the curvature along a shared coordinate.
     squares = shared_factor.T @ np.tensordot(trend, trend, ((1, 2), (1, 2))) @ shared_factor
-    if 2.0 * np.diagonal(squares).max() < _MIN_TREND_CURVATURE:
-        return None
-    sds = np.linalg.norm(shared_factor, axis=1)
-    sizes = np.sqrt(np.square(trend).mean(2)) * sds[:, None]
-    return SharedStrips.from_dense(
-        np.where((sizes > _MIN_RELATIVE_TREND * sizes.max(0))[:, :, None], trend, 0.0)
-    )
+    if 2.0 * np.diagonal(squares).max() > _MIN_TREND_CURVATURE:
+        sds = np.linalg.norm(shared_factor, axis=1)
+        sizes = np.sqrt(np.square(trend).mean(2)) * sds[:, None]
+        is_kept = sizes > _MIN_RELATIVE_TREND * sizes.max(0)
+        strips = SharedStrips.from_dense(np.where(is_kept[:, :, None], trend, 0.0))
+        factor = replace(preconditioner.factor, sd_trend=strips)
+        preconditioner = preconditioner._replace(factor=factor)
+    curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / 2.0
+    eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
+    eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
+    # Signs of which the products of a group's effects cancel.
+    num_effects = layout.effects_per_group
+    patterns = hadamard(1 << (num_effects - 1).bit_length())[:, :num_effects]
+    _, marginal = evaluate(no_shared, [signs * x[:, None] for x in patterns])
+    step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
+    return recenter_block_arrow(inputs, preconditioner, step, vectors / np.sqrt(eigenvalues))
 
 
 def _linearise(

@@ -13,7 +13,6 @@ matrix:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
 from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
-from numpyro_sgmcmc.adaptation.hierarchical_fit import evaluate_block_arrow
+from numpyro_sgmcmc.adaptation.hierarchical_fit import recenter_block_arrow
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -381,8 +380,7 @@ def _update_block_arrow(
 
     The effects given the shared parameters are known better from their blocks than from draws.
     """
-    factor = preconditioner.factor
-    layout = factor.layout
+    layout = preconditioner.factor.layout
     shared = layout.take_shared(draws).astype(np.float64).reshape(-1, layout.num_shared)
     no_bounds = np.ones(draws.shape[-1])
     covariance = np.atleast_2d(np.cov(shared, rowvar=False))
@@ -391,15 +389,9 @@ def _update_block_arrow(
     is_center_off = np.abs(shared.mean(0)).max() > _MAX_SHARED_SHIFT_SD
     if not (is_covariance_off or is_center_off):
         return PreconditionerUpdate(preconditioner, no_bounds)
-    no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
-    center = preconditioner.to_position(layout.merge(no_effects, shared.mean(0)))
     scale = factorize_spd(covariance) if is_covariance_off else np.eye(layout.num_shared)
-    factor = factor.refit_shared(shared.mean(0), scale)
-    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
-    if factor.has_strips:
-        factor = replace(factor, coupling=hessian.strips)
-    updated = Preconditioner(center, factor, gradient, hessian)
-    return PreconditionerUpdate(updated, no_bounds) if updated.is_finite() else None
+    updated = recenter_block_arrow(inputs, preconditioner, shared.mean(0), scale)
+    return PreconditionerUpdate(updated, no_bounds) if updated is not None else None
 
 
 def _bound_variance_ratios(

@@ -419,7 +419,7 @@ class BlockArrowFactor:
     layout: BlockArrowLayout
     correlation: LowRankFactor | None = None  # of the effects, in units of F
     nesting: GroupNesting | None = None  # where F is that of groups given the group they belong to
-    sd_trend: SharedStrips | None = None  # A, derivatives of log SDs by the shared parameters
+    sd_trend: Any = None  # A, `SharedStrips` of derivatives of log SDs by the shared parameters
     has_strips: bool = False  # whether `coupling` has the Hessian's strips B, with W = F F^T B
 
     def to_linear(self, q: Any, sign: float = 1.0) -> Any:

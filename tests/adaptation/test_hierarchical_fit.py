@@ -90,8 +90,8 @@ def test_fit_has_trend_of_effects_sds_by_their_scale():
     np.testing.assert_allclose(trend.values, share * np.ones((1, 1, GROUPS)), rtol=0.02)
 
 
-def test_fit_of_many_effects_has_sparse_strips_and_trend():
-    num_effects, num_groups, num_rows = 11, 40, 400
+def test_fit_of_many_effects_is_near_the_marginal_mode():
+    num_effects, num_groups, num_rows = 6, 120, 960
 
     def model(group, x, y, batch_size=None):
         shape = [num_effects]
@@ -117,6 +117,26 @@ def test_fit_of_many_effects_has_sparse_strips_and_trend():
     assert fit.factor.has_strips
     # Its SD changes with its scale.
     assert (np.array(fit.factor.sd_trend.columns) == num_effects + own).any(0).all()
+
+    gram = np.stack([x[group == g].T @ x[group == g] for g in range(num_groups)])
+    linear = np.stack([x[group == g].T @ y[group == g] for g in range(num_groups)])
+
+    def potential(shared):
+        mean, log_scale = np.split(shared, 2)
+        precision = np.exp(-2.0 * log_scale)
+        right, matrices = linear + precision * mean, gram + np.diag(precision)
+        fitted = np.einsum("gi,gi->", right, np.linalg.solve(matrices, right[..., None])[..., 0])
+        quadratic = fitted - num_groups * precision @ mean**2
+        log_det = np.linalg.slogdet(matrices)[1].sum() + 2.0 * num_groups * log_scale.sum()
+        prior = mean @ mean / 8.0 + np.exp(2.0 * log_scale).sum() / 2.0 - log_scale.sum()
+        return (log_det - quadratic) / 2.0 + prior
+
+    mode, covariance = find_mode(potential, 2 * num_effects)
+    sds = np.sqrt(np.diagonal(covariance))
+    _, shared = layout.split(fit.center)
+    assert np.abs((shared - mode) / sds).max() < MAX_DISTANCE_SD
+    fitted_sds = np.linalg.norm(fit.factor.shared_factor, axis=1)
+    np.testing.assert_allclose(fitted_sds, sds, rtol=MAX_SD_ERROR)
 
 
 def test_fit_finds_marginal_mode_where_joint_mode_has_scale_zero():
