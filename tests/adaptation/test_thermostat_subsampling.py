@@ -21,7 +21,9 @@ def init(kernel):
         quick_if(True, SGHMCSplit, {"gradient_estimator": "minibatch"}, "contiguous"),
         quick_if(False, SGNHT, {}, "contiguous"),
         quick_if(True, SGNHT, {"gradient_estimator": "minibatch"}, "iid"),
-        quick_if(False, SGMGT, {"gradient_estimator": "minibatch"}, "contiguous"),
+        quick_if(
+            False, SGMGT, {"gradient_estimator": "minibatch", "step_size": 1e-3}, "contiguous"
+        ),
         quick_if(False, SGMGT, {"gradient_estimator": "minibatch", "step_size": 0.1}, "iid"),
     ],
 )
