@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -515,16 +515,8 @@ class BlockArrowFactor:
         effects = _multiply(self.effect_factors**2, effects)
         if self.nesting is not None:
             effects = self.nesting.apply_squared(effects)
-
-        def add_column(j: Any, total: Any) -> Any:
-            shift = self._shift_means(self.shared_factor[:, j])
-            return total + shift**2 * shared[..., j, None, None]
-
-        num_shared = self.layout.num_shared
-        if isinstance(shared, jax.Array):
-            effects = lax.fori_loop(0, num_shared, add_column, effects)
-        else:
-            effects = reduce(lambda total, j: add_column(j, total), range(num_shared), effects)
+        shifts = self._shift_means(self.shared_factor.T)
+        effects = effects + _multiply_shared(shifts**2, shared)
         return self.layout.merge(effects, shared @ (self.shared_factor**2).T)
 
     @property
