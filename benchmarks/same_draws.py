@@ -198,9 +198,13 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["local sites"] = lambda: run(
         sg.SGHMCSplit(hierarchies.normal_means), means, batch_size=40
     )
-    found["local sites, plain, collected"] = lambda: run(
+    found["local sites of gibbs_fn, plain, collected"] = lambda: run(
         sg.SGHMCSplit(
-            hierarchies.normal_means, gradient_estimator="minibatch", collect_local_sites=True
+            hierarchies.normal_means,
+            gradient_estimator="minibatch",
+            collect_local_sites=True,
+            gibbs_fn=hierarchies.draw_normal_means,
+            gibbs_sites=["z"],
         ),
         means,
         batch_size=40,
@@ -280,7 +284,7 @@ def bits(mcmc: Any) -> dict[str, np.ndarray]:
         parts |= {n: getattr(state, n) for n in (*STATE, "moments", "step_size_monitor")}
         parts |= {n: getattr(state.adapt_state, n) for n in ADAPTED}
         if (local := state.local_state) is not None:
-            parts["local_state"] = (local.values, local.scale, local.mean_accept_prob)
+            parts["local_state"] = local
     for name in ("calibrated", "likelihoods"):
         parts[name] = getattr(mcmc, name, None)
     arrays = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import tee
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from numpyro_sgmcmc.adaptation.warmup import warm_up_globals
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import ModelWarning
 from numpyro_sgmcmc.model.potential import Potential
+from numpyro_sgmcmc.model.validation import check_conditional_independence
 from numpyro_sgmcmc.progress import ProgressReporter
 
 __all__ = [
@@ -51,9 +53,12 @@ def adapt(
     if potential.dim == 0:
         return build_empty_adaptation(potential, settings)
     inputs = WarmupInputs.create(potential, arguments, settings, progress)
-    if potential.local_latents is None:
-        return warm_up_globals(inputs, init_positions)
-    return warm_up_locals(inputs, init_positions)
+    if potential.local_latents is not None:
+        return warm_up_locals(inputs, init_positions)
+    if potential.local_names:
+        init_positions, checked = tee(init_positions)
+        check_conditional_independence(potential, arguments, inputs.cast(next(checked)))
+    return warm_up_globals(inputs, init_positions)
 
 
 @np.errstate(all="ignore")

@@ -222,7 +222,7 @@ def measure_noise(
 ) -> NoiseStatsByEstimator:
     """Measure the gradient noise of each estimator."""
     potential = bulk.batched_gradients.step_potential
-    if not potential.plates:
+    if not potential.has_minibatches:
         return dict.fromkeys(estimators, NO_NOISE)
     bulk, num_minibatches = _limit_noise_work(bulk)
     minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
@@ -365,7 +365,7 @@ def compute_mean_biases_by_noise(
     :return: shape ``(n, minibatches, d)``.
     """
     potential = bulk.batched_gradients.potential
-    has_noise = potential.plates and variance_inflation_per_noise_variance > 0.0
+    has_noise = potential.has_minibatches and variance_inflation_per_noise_variance > 0.0
     if not has_noise or potential.is_stochastic:
         return np.zeros((len(bulk.q), 1, potential.dim))
     num = _choose_num_probes(bulk)

@@ -54,8 +54,8 @@ _MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are update
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Of the Schur complement with unit diagonal of the corner; smaller for several groupings, whose
-# means are nearly confounded with a common one.
-_MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE = 0.02, 1e-3
+# means are nearly confounded with a common one, and for effects whose groups are the rows.
+_MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 0.02, 1e-3, 1e-5
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
@@ -327,8 +327,13 @@ def _linearise(
         schur[columns] -= hessian.strips.sum_over_groups(coupling)
     scale = 1.0 / np.sqrt(np.maximum(np.abs(np.diagonal(hessian.corner)), np.finfo(float).tiny))
     floor = _MIN_SCALED_EIGENVALUE if correlation is None else _MIN_CONFOUNDED_EIGENVALUE
+    candidates: tuple[np.ndarray, ...] = schur, hessian.corner
+    if inputs.potential.local_names:
+        # A row may determine its value so tightly that the corner's steps are far too short; Newton
+        # steps by absolute eigenvalues descend where the marginal is concave.
+        candidates, floor = (schur,), _MIN_TIGHT_EIGENVALUE
     # The corner bounds the curvature of the marginal where the effects are far from their means.
-    for matrix in (schur, hessian.corner):
+    for matrix in candidates:
         eigenvalues, vectors = np.linalg.eigh(matrix * np.outer(scale, scale))
         if eigenvalues.min() > floor:
             break

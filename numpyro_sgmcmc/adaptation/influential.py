@@ -101,7 +101,7 @@ def _is_supported(potential: Potential, arguments: Arguments) -> bool:
         not (arguments.host_arrays or arguments.sharded_arrays)
         and potential.shards is None
         and len(potential.plates) == 1
-        and potential.plates[0].subsample_size < potential.plates[0].size
+        and potential.has_minibatches
         and not potential.is_stochastic
         and potential.local_latents is None
         and potential.dim <= HIGH_DIM

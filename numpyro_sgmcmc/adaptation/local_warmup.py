@@ -1,19 +1,15 @@
-"""The warm-up of models with local latent variables inside the subsampled plate.
+"""The warm-up of models with local latent variables that ``gibbs_fn`` samples.
 
-The joint mode of globals and local latents is not typical of the posterior: where a scale goes to
-zero with all that it scales, the density is unbounded. Local latents are therefore always sampled,
-never optimised:
+The joint mode of globals and local latents is not typical of the posterior. Local latents are
+therefore always sampled, never optimised:
 
-1. The length scales of the local moves come from the curvature of each observation's potential.
-2. Minibatch by minibatch, local latents are updated and Adam moves the globals. With local latents
+1. Minibatch by minibatch, local latents are updated and Adam moves the globals. With local latents
    sampled, the mean of its gradient is that of the globals' marginal posterior (Fisher's identity).
-3. A few sweeps over all local latents alternate with Newton steps of the globals given them (Monte
+2. A few sweeps over all local latents alternate with Newton steps of the globals given them (Monte
    Carlo EM), which do not depend on the scale of the coordinates.
-4. Pilot chains over globals and local latents run until the mean of the globals stays; the center
+3. Pilot chains over globals and local latents run until the mean of the globals stays; the center
    of the preconditioner moves there.
-   Where data determine local values tightly, the globals hardly move in a window given these.
-   Steps 3 and 4 are then done again with local values that move with the globals.
-5. The mean Hessian of the globals given the local latents, over the last positions of the pilot
+4. The mean Hessian of the globals given the local latents, over the last positions of the pilot
    chains, is the preconditioner: a step moves the globals with the local latents fixed, and can be
    no longer than that allows. The ratio of the posterior covariance to its inverse is the number of
    epochs between independent draws.
@@ -73,11 +69,7 @@ from numpyro_sgmcmc.errors import InitializationError, LocalLatentsWarning, warn
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator, make_gradient_fn
 from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
 from numpyro_sgmcmc.model.local_moves import (
-    LocalLatentsState,
-    compute_local_hessian_diagonal,
     init_local_values,
-    linearise_conditional_modes,
-    map_over_row_chunks,
     sweep_local_values,
     update_minibatch_locals,
     update_reference_gradient,
@@ -88,10 +80,7 @@ from numpyro_sgmcmc.model.validation import check_conditional_independence
 
 _MAX_HESSIAN_DIM = 200  # bounds the cost of a Hessian where no dense mass matrix is adapted
 
-# Length scales of the local moves: rounds from curvature and as many from acceptance rates, and the
-# local updates in each.
-_NUM_LOCAL_SCALE_ROUNDS, _NUM_UPDATES_PER_SWEEP = 8, 4
-_TARGET_ACCEPT_PROB = 0.8  # of local moves, as in NUTS
+_NUM_UPDATES_PER_SWEEP = 4  # of all local values
 
 # Adam: steps, at least so many and so many epochs, with a cosine decay of the learning rate.
 _MIN_ADAM_STEPS, _MIN_ADAM_EPOCHS = 1_000, 3
@@ -99,7 +88,6 @@ _INIT_LEARNING_RATE, _FINAL_LEARNING_RATE = 0.1, 0.003
 
 # Monte Carlo EM: Newton steps, and their longest root mean square in preconditioned coordinates.
 _NUM_NEWTON_STEPS, _MAX_NEWTON_STEP_RMS = 10, 3.0
-_MAX_NUM_HALVINGS = 10  # of a Newton step with slopes; the best of these lengths counts
 
 # Pilot chains: the first window takes so many steps and epochs at least, later ones up to four
 # times as many.
@@ -113,11 +101,8 @@ _STEPS_PER_CALL = 500
 _NUM_NOISE_POSITIONS = 16  # at which the gradient noise is measured after the last window
 
 # Epochs per draw for each unit of the ratio of marginal to conditional variance, and their bound,
-# which bounds the steps per draw. Beyond it local latents move with the globals, if the slopes
-# (rows times local and global coordinates) are at most so many numbers.
+# which bounds the steps per draw.
 _EPOCHS_PER_VARIANCE, _MAX_EPOCHS_PER_DRAW = 2.0, 20
-_MAX_VARIANCE = _MAX_EPOCHS_PER_DRAW / _EPOCHS_PER_VARIANCE
-_MAX_SLOPE_ELEMENTS = 2**22
 _MAX_SILENT_STEPS_PER_DRAW = 4 * MAX_NUM_STEPS  # beyond, a larger batch size is recommended
 
 _PILOT_STEP = PILOT_DYNAMICS.make_step("symmetric")
@@ -133,20 +118,18 @@ def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -
     inputs.progress.begin_stage("local latents")
     (position,) = find_finite_positions(inputs, init_positions, 1)
     values = init_local_values(potential, arguments, inputs.cast(position))
-    check_conditional_independence(potential, arguments, inputs.cast(position), values)
-    state = _adapt_local_scale(inputs, position, values, keys)
+    check_conditional_independence(
+        potential, with_local_values(arguments, values), inputs.cast(position)
+    )
+    values = _sweep(inputs, position, values, keys)
     if inputs.is_fully_specified:
-        adaptation = build_adaptation_from_settings(_condition(inputs, state), position)
-        values = jax.tree.map(lambda x: x[None], state.values)
+        adaptation = build_adaptation_from_settings(_condition(inputs, values), position)
         covariance_factor = jnp.ones(position.shape, potential.dtype)
-        local_init = LocalLatentsInit(values, state.scale, covariance_factor)
+        local_init = LocalLatentsInit(jax.tree.map(lambda x: x[None], values), covariance_factor)
         return adaptation._replace(local_init=local_init)
-    position, state = _run_adam(inputs, position, state, keys)
-    position, state = _run_monte_carlo_em(inputs, position, state, keys)
-    preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
-    if state.values.slope is not None:
-        position, state = _run_monte_carlo_em(inputs, positions[-1], state, keys)
-        preconditioner, state, positions = _run_local_pilot(inputs, position, state, keys)
+    position, values = _run_adam(inputs, position, values, keys)
+    position, values = _run_monte_carlo_em(inputs, position, values, keys)
+    preconditioner, values, positions = _run_local_pilot(inputs, position, values, keys)
 
     inputs.progress.begin_stage("gradient noise")
     q = preconditioner.solve(positions - preconditioner.center)
@@ -154,25 +137,15 @@ def warm_up_locals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) -
     noise_q = q[inputs.rng.choice(len(q), _NUM_NOISE_POSITIONS)]
     pilot = PilotResult(preconditioner, noise_q, is_converged=True, r_hat=1.0)
     candidates = list_candidates(inputs)
-    adaptation, pending = adapt_to_mode(_condition(inputs, state, 0), candidates, pilot, True)
+    adaptation, pending = adapt_to_mode(_condition(inputs, values, 0), candidates, pilot, True)
     issue_once(pending)
     num_steps = _choose_num_local_steps(inputs, adaptation, covariance)
     covariance_factor = inputs.cast(factorize_covariance(covariance))
     return adaptation._replace(
         # Gradients that count are evenly distributed in an iteration.
         num_steps=num_steps + -num_steps % max(1, adaptation.monitor_gradients.interval),
-        local_init=LocalLatentsInit(state.values, state.scale, covariance_factor),
+        local_init=LocalLatentsInit(values, covariance_factor),
     )
-
-
-def _linearise_locals(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState
-) -> LocalLatentsState:
-    """Return the same local values in coordinates in which they move with the globals."""
-    values = linearise_conditional_modes(
-        inputs.potential, inputs.cast(position), state.values, inputs.arguments
-    )
-    return state._replace(values=values)
 
 
 def _compute_covariance(preconditioner: Preconditioner, positions: np.ndarray) -> np.ndarray:
@@ -198,14 +171,13 @@ def _iterate_keys() -> Iterator[Array]:
         yield next_key
 
 
-def _condition(
-    inputs: WarmupInputs, state: LocalLatentsState, chain: int | None = None
-) -> WarmupInputs:
+def _condition(inputs: WarmupInputs, values: LocalValues, chain: int | None = None) -> WarmupInputs:
     """Return inputs of the globals' posterior given local values.
 
     :param chain: index of the chain where the values have a leading axis of chains.
     """
-    values = state.values if chain is None else jax.tree.map(lambda x: x[chain], state.values)
+    if chain is not None:
+        values = jax.tree.map(lambda x: x[chain], values)
     arguments = with_local_values(inputs.arguments, values)
     return replace(inputs, arguments=arguments.map_arrays(jnp.asarray))
 
@@ -246,126 +218,70 @@ def _num_batches_per_epoch(inputs: WarmupInputs) -> int:
     return -(-plate.size // plate.subsample_size)
 
 
-def _adapt_local_scale(
-    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
-) -> LocalLatentsState:
-    """Adapt the length scales of the local moves: by curvature, then by acceptance rates."""
-    potential, scale = inputs.potential, jnp.ones_like(values.hmc_position)
-    state = LocalLatentsState(values, scale, jnp.ones((), potential.dtype))
-    if not scale.size:
-        return state
-    curvature_sum = jnp.zeros_like(scale)
-    for n in range(_NUM_LOCAL_SCALE_ROUNDS):
-        curvature_sum += _compute_abs_local_curvature(
-            potential, inputs.cast(position), state.values, inputs.arguments, next(keys)
-        )
-        state = state._replace(scale=jnp.sqrt((n + 1) / curvature_sum))
-        state, _ = _sweep(inputs, position, state, keys)
-    for _ in range(_NUM_LOCAL_SCALE_ROUNDS):
-        state, accept_prob = _sweep(inputs, position, state, keys)
-        factor = jnp.exp(jnp.minimum(accept_prob - _TARGET_ACCEPT_PROB, 0.0))
-        state = state._replace(scale=state.scale * factor[:, None])
-    return state
-
-
 def _sweep(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
-) -> tuple[LocalLatentsState, Array]:
-    """Update all local values a few times; return their acceptance probabilities as well."""
-    values, accept_prob = _jitted_sweep(
+    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
+) -> LocalValues:
+    """Update all local values a few times."""
+    return _jitted_sweep(
         inputs.potential,
         inputs.cast(position),
-        state,
+        values,
         inputs.arguments,
         next(keys),
         _NUM_UPDATES_PER_SWEEP,
     )
-    return state._replace(values=values), accept_prob
 
 
 def _run_adam(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
-) -> tuple[np.ndarray, LocalLatentsState]:
+    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
+) -> tuple[np.ndarray, LocalValues]:
     """Move the globals to the bulk of their marginal posterior, with local latents sampled."""
     potential = inputs.potential
     num_steps = max(_MIN_ADAM_STEPS, _MIN_ADAM_EPOCHS * _num_batches_per_epoch(inputs))
     indices = sample_minibatch_indices(potential, inputs.rng, (num_steps,), ContiguousSubsampling())
     indices = jax.tree.map(jnp.asarray, dict(indices))
-    global_position, state = _optimize_globals(
-        potential, inputs.arguments, inputs.cast(position), state, indices, next(keys)
+    global_position, values = _optimize_globals(
+        potential, inputs.arguments, inputs.cast(position), values, indices, next(keys)
     )
     optimum = np.asarray(global_position, np.float64)
-    return (optimum if np.isfinite(optimum).all() else position), state
+    return (optimum if np.isfinite(optimum).all() else position), values
 
 
 def _run_monte_carlo_em(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
-) -> tuple[np.ndarray, LocalLatentsState]:
-    """Alternate Newton steps of the globals with sweeps over the local latents, and adapt these."""
+    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
+) -> tuple[np.ndarray, LocalValues]:
+    """Alternate Newton steps of the globals with sweeps over the local latents."""
     inputs.progress.begin_stage("curvature")
     for _ in range(_NUM_NEWTON_STEPS):
-        conditioned = _condition(inputs, state)
+        conditioned = _condition(inputs, values)
         preconditioner = _init_preconditioner(conditioned, position)
         check_finite_gradient(conditioned, preconditioner)
         step = preconditioner.apply_transpose(preconditioner.reference_gradient)
         step *= min(1.0, _MAX_NEWTON_STEP_RMS * math.sqrt(step.size) / np.linalg.norm(step))
-        steps = preconditioner.apply(step)
-        if state.values.slope is not None:
-            # The marginal curvature need not be positive far from the bulk of the posterior.
-            steps = 0.5 ** np.arange(_MAX_NUM_HALVINGS + 1.0)[:, None] * steps
-            potentials = conditioned.batched_gradients.full_potentials(position - steps)
-            steps = steps[np.nan_to_num(potentials, nan=np.inf).argmin()]
-        position = position - steps
-        state, _ = _sweep(inputs, position, state, keys)
-    if state.values.slope is not None:
-        state = _linearise_locals(inputs, position, state)
-    return position, _adapt_local_scale(inputs, position, state.values, keys)
-
-
-def _linearise_if_tight(
-    inputs: WarmupInputs,
-    preconditioner: Preconditioner,
-    positions: np.ndarray,
-    state: LocalLatentsState,
-) -> LocalLatentsState | None:
-    """Return the last chain's local values with slopes if the globals can then move much farther.
-
-    :param preconditioner: from the curvature given local values that stay.
-    :param positions: positions of the globals, those of the last chain at the end.
-    """
-    values = jax.tree.map(lambda x: x[-1], state.values)
-    linearised = _linearise_locals(inputs, positions[-1], state._replace(values=values))
-    factor = _factor_from_curvature(_condition(inputs, linearised), positions[-1])
-    rows = preconditioner.solve(factor.T)  # of the diagonal alone, where the factor is diagonal
-    covariance = np.square(rows) if rows.ndim == 1 else rows.T @ rows
-    return linearised if _max_variance(covariance) > _MAX_VARIANCE else None
+        position = position - preconditioner.apply(step)
+        values = _sweep(inputs, position, values, keys)
+    return position, values
 
 
 def _run_local_pilot(
-    inputs: WarmupInputs, position: np.ndarray, state: LocalLatentsState, keys: Iterator[Array]
-) -> tuple[Preconditioner, LocalLatentsState, np.ndarray]:
+    inputs: WarmupInputs, position: np.ndarray, values: LocalValues, keys: Iterator[Array]
+) -> tuple[Preconditioner, LocalValues, np.ndarray]:
     """Run windows of pilot chains until the mean of the globals stays.
 
-    :param state: local values from which all chains start.
+    :param values: local values from which all chains start.
     :return: coordinates, local latents of each chain at the end of the last window, and positions
-        of the globals in it, shape ``(n, d)``. Where local values are found to need slopes, they
-        are one chain's, with slopes, at the last position, and the windows have ended early.
+        of the globals in it, shape ``(n, d)``.
     """
     dim, rng = inputs.potential.dim, inputs.rng
     estimators = list_candidates(inputs).estimators
     min_window_steps = max(_MIN_WINDOW_STEPS, _MIN_WINDOW_EPOCHS * _num_batches_per_epoch(inputs))
-    preconditioner = _init_preconditioner(_condition(inputs, state), position)
+    preconditioner = _init_preconditioner(_condition(inputs, values), position)
     q = _INIT_PILOT_SD * rng.standard_normal((_NUM_PILOT_CHAINS, dim))
     pilot, positions, max_step_size = PilotResult(preconditioner, q), None, MAX_PILOT_STEP_SIZE
-    stacked = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (_NUM_PILOT_CHAINS, *x.shape)), state.values
-    )
-    num_slopes, has_slopes = dim * state.scale.size, state.values.slope is not None
-    can_linearise = 0 < num_slopes <= _MAX_SLOPE_ELEMENTS and not has_slopes
-    state = state._replace(values=stacked)
+    values = jax.tree.map(lambda x: jnp.broadcast_to(x, (_NUM_PILOT_CHAINS, *x.shape)), values)
     for window in range(_MAX_NUM_WINDOWS):
         preconditioner = pilot.preconditioner
-        batched_gradients = _condition(inputs, state, 0).batched_gradients
+        batched_gradients = _condition(inputs, values, 0).batched_gradients
         noise_q = np.concatenate([pilot.q, rng.standard_normal((_NUM_PILOT_CHAINS, dim))])
         bulk = BulkPositions(batched_gradients, preconditioner, noise_q)
         _, noise = measure_noise_by_subsampling(bulk, estimators, rng)
@@ -373,27 +289,21 @@ def _run_local_pilot(
         limit = NoiseLimit(PILOT_DYNAMICS, max_step_size, max_curvature, _PILOT_TARGET_SD_BIAS)
         choice = choose_estimator(estimators, ContiguousSubsampling(), noise, limit)
         num_steps = min(window + 1, _MAX_WINDOW_LENGTH_RATIO) * min_window_steps
-        draws, next_state = _run_local_chains(inputs, pilot, state, choice, num_steps, keys)
+        draws, next_values = _run_local_chains(inputs, pilot, values, choice, num_steps, keys)
         if not (np.isfinite(draws).all() and np.abs(draws).max() < _MAX_DISTANCE_SD):
             max_step_size *= LOST_STEP_FACTOR
             pilot = replace(pilot, q=pilot.q / 2.0)  # restart nearer to the center
             continue
-        state, q = next_state, draws.reshape(-1, dim)
+        values, q = next_values, draws.reshape(-1, dim)
         positions = preconditioner.to_position(q)
         last_positions = preconditioner.to_position(draws[:, -1])
         center = preconditioner.to_position(q.mean(0))
         factor = preconditioner.factor
         if inputs.settings.inverse_mass_matrix is None:
-            factor = _factor_from_mean_curvature(inputs, last_positions, state)
-        gradient = _condition(inputs, state, 0).batched_gradients.full_gradient(center)
+            factor = _factor_from_mean_curvature(inputs, last_positions, values)
+        gradient = _condition(inputs, values, 0).batched_gradients.full_gradient(center)
         pilot = pilot.move_to(Preconditioner(center, factor, gradient), last_positions)
         is_converged = (np.abs(q.mean(0)) < _MAX_CENTER_SHIFT_SD * q.std(0)).all()
-        variance = _max_variance(_compute_covariance(pilot.preconditioner, positions))
-        if can_linearise and variance > _MAX_VARIANCE:
-            can_linearise = False
-            linearised = _linearise_if_tight(inputs, pilot.preconditioner, positions, state)
-            if linearised is not None:
-                return pilot.preconditioner, linearised, positions
         if is_converged and window + 1 >= _MIN_NUM_WINDOWS:
             break
     if positions is None:
@@ -403,16 +313,16 @@ def _run_local_pilot(
             "`subsample_size`.",
             "pilot-chains-diverge",
         )
-    return pilot.preconditioner, state, positions
+    return pilot.preconditioner, values, positions
 
 
 def _factor_from_mean_curvature(
-    inputs: WarmupInputs, positions: np.ndarray, state: LocalLatentsState
+    inputs: WarmupInputs, positions: np.ndarray, values: LocalValues
 ) -> np.ndarray:
     """Return the factor from the mean curvature over the chains, each given its local latents."""
     precisions = []
     for chain, position in enumerate(positions):
-        factor = _factor_from_curvature(_condition(inputs, state, chain), position)
+        factor = _factor_from_curvature(_condition(inputs, values, chain), position)
         if factor.ndim == 1:
             precisions.append(1.0 / np.square(factor))
         else:
@@ -425,11 +335,11 @@ def _factor_from_mean_curvature(
 def _run_local_chains(
     inputs: WarmupInputs,
     pilot: PilotResult,
-    state: LocalLatentsState,
+    values: LocalValues,
     choice: SubsamplingChoice,
     num_steps: int,
     keys: Iterator[Array],
-) -> tuple[np.ndarray, LocalLatentsState]:
+) -> tuple[np.ndarray, LocalValues]:
     """Run pilot chains over globals and local latents.
 
     :return: preconditioned draws of the globals, the first half discarded, shape
@@ -438,12 +348,12 @@ def _run_local_chains(
     potential, preconditioner, rng = inputs.potential, pilot.preconditioner, inputs.rng
     reference_gradients = []
     for chain in range(_NUM_PILOT_CHAINS):
-        arguments = _condition(inputs, state, chain).arguments
+        arguments = _condition(inputs, values, chain).arguments
         gradient = JittedPotential(potential, arguments).gradient(preconditioner.center)
         reference_gradients.append(gradient)
     q = inputs.cast(pilot.q)
     dynamics_state = PILOT_DYNAMICS.State(q, inputs.cast(rng.standard_normal(q.shape)))
-    carry = dynamics_state, state.values, inputs.cast(np.stack(reference_gradients))
+    carry = dynamics_state, values, inputs.cast(np.stack(reference_gradients))
     draws = []
     for _ in range(-(-num_steps // _STEPS_PER_CALL)):
         inputs.progress.begin_stage("pilot chains")
@@ -456,12 +366,11 @@ def _run_local_chains(
             choice.estimator,
             inputs.arguments,
             preconditioner.cast(potential.dtype),
-            state.scale,
             inputs.cast(choice.step_size),
             (carry, indices, random.split(next(keys), _NUM_PILOT_CHAINS)),
         )
         draws.append(np.asarray(positions, np.float64))
-    return np.concatenate(draws[len(draws) // 2 :], axis=1), state._replace(values=carry[1])
+    return np.concatenate(draws[len(draws) // 2 :], axis=1), carry[1]
 
 
 def _choose_num_local_steps(
@@ -495,39 +404,14 @@ _jitted_sweep = jax.jit(sweep_local_values, static_argnames=("potential", "num_u
 
 
 @partial(jax.jit, static_argnames="potential")
-def _compute_abs_local_curvature(
-    potential: Potential,
-    global_position: Array,
-    local_values: LocalValues,
-    arguments: Arguments,
-    rng_key: Array,
-) -> Array:
-    """Return the absolute local curvature of all observations, bounded below; shape ``(N, k)``.
-
-    Values that are not finite are replaced by the median over observations; none is below 1% of it.
-    """
-    curvature = map_over_row_chunks(
-        lambda rows, key: compute_local_hessian_diagonal(
-            potential, global_position, rows, local_values.take(rows), arguments
-        ),
-        local_values.hmc_position.shape[0],
-        rng_key,
-    )
-    curvature = jnp.where(jnp.isfinite(curvature), jnp.abs(curvature), jnp.nan)
-    median = jnp.nan_to_num(jnp.nanmedian(curvature, axis=0), nan=1.0)
-    curvature = jnp.where(jnp.isnan(curvature), median, curvature)
-    return jnp.maximum(curvature, 1e-2 * jnp.maximum(median, 1e-12))
-
-
-@partial(jax.jit, static_argnames="potential")
 def _optimize_globals(
     potential: Potential,
     arguments: Arguments,
     global_position: Array,
-    local_state: LocalLatentsState,
+    values: LocalValues,
     indices: Indices,
     rng_key: Array,
-) -> tuple[Array, LocalLatentsState]:
+) -> tuple[Array, LocalValues]:
     """Run Adam on the globals, with the minibatch's local latents updated before each step."""
     num_steps = next(iter(indices.values())).shape[0]
     learning_rate = optax.cosine_decay_schedule(
@@ -536,21 +420,21 @@ def _optimize_globals(
     adam = optax.adam(learning_rate)
 
     def step(carry: Any, xs: Any) -> tuple[Any, None]:
-        theta, adam_state, local_state = carry
+        theta, adam_state, values = carry
         minibatch, key = xs
-        local_state, arguments_with_locals = update_minibatch_locals(
-            potential, local_state, theta, minibatch, arguments, key
+        values, arguments_with_locals = update_minibatch_locals(
+            potential, values, theta, minibatch, arguments, key
         )
         gradient = potential.gradient(theta, minibatch, arguments_with_locals)
         gradient = jnp.where(jnp.isfinite(gradient), gradient, 0.0)
         updates, adam_state = adam.update(gradient, adam_state, theta)
-        return (optax.apply_updates(theta, updates), adam_state, local_state), None
+        return (optax.apply_updates(theta, updates), adam_state, values), None
 
-    init = global_position, adam.init(global_position), local_state
-    (global_position, _, local_state), _ = lax.scan(
+    init = global_position, adam.init(global_position), values
+    (global_position, _, values), _ = lax.scan(
         step, init, (indices, random.split(rng_key, num_steps))
     )
-    return global_position, local_state
+    return global_position, values
 
 
 @partial(jax.jit, static_argnames=("potential", "estimator"))
@@ -559,7 +443,6 @@ def _run_local_pilot_steps(
     estimator: GradientEstimator,
     arguments: Arguments,
     preconditioner: Preconditioner,
-    local_scale: Array,
     step_size: Array,
     chains: tuple[Any, Indices, Array],
 ) -> tuple[Any, Array]:
@@ -579,11 +462,8 @@ def _run_local_pilot_steps(
             dynamics_state, local_values, reference_gradient = carry
             minibatch, normals, key = xs
             theta = preconditioner.to_position(dynamics_state.position)
-            local_state = LocalLatentsState(
-                local_values, local_scale, jnp.ones((), potential.dtype)
-            )
-            local_state, arguments_with_locals = update_minibatch_locals(
-                potential, local_state, theta, minibatch, arguments, key
+            next_values, arguments_with_locals = update_minibatch_locals(
+                potential, local_values, theta, minibatch, arguments, key
             )
             reference = preconditioner._replace(reference_gradient=reference_gradient)
             if estimator.needs_reference:
@@ -594,7 +474,7 @@ def _run_local_pilot_steps(
                 estimator, potential, arguments_with_locals, reference, minibatch
             )
             dynamics_state = _PILOT_STEP(dynamics_state, step_size, gradient, normals)
-            carry = dynamics_state, local_state.values, reference.reference_gradient
+            carry = dynamics_state, next_values, reference.reference_gradient
             return carry, dynamics_state.position
 
         xs = indices, normals, random.split(local_key, num_steps)

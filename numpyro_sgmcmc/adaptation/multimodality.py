@@ -375,7 +375,7 @@ def rescale_to_prior(
 def _has_effective_control_variates(bulk: BulkPositions, rng: np.random.Generator) -> bool:
     """Return whether control variates are clearly less noisy than minibatch gradients."""
     potential = bulk.batched_gradients.potential
-    if potential.is_stochastic or not potential.plates:
+    if potential.is_stochastic or not potential.has_minibatches:
         return False
     estimators = [MinibatchGradient(), ControlVariate()]
     minibatch, control_variate = measure_noise(bulk, estimators, IIDSubsampling(), rng).values()

@@ -122,7 +122,7 @@ class WarmupInputs:
         """True where the user fixed, or the model determines, all that a warm-up chooses."""
         settings = self.settings
         estimator, subsampling = settings.estimator, settings.subsampling
-        if not self.potential.plates:  # every step takes the whole data
+        if not self.potential.has_minibatches:  # every step takes the whole data
             estimator, subsampling = MinibatchGradient(), IIDSubsampling()
         given = (settings.step_size, settings.num_steps, estimator, subsampling)
         has_all = all(x is not None for x in (*given, settings.inverse_mass_matrix))
@@ -202,7 +202,6 @@ class LocalLatentsInit(NamedTuple):
 
     # local values of all observations, stacked along a leading axis of pilot chains
     values: LocalValues
-    scale: Array  # length scales of the local moves, shape `(N, k)`
     # R with `R R^T` the posterior covariance of the global parameters in preconditioned
     # coordinates, shape `(d, d)` or `(d,)`
     covariance_factor: Array

@@ -83,7 +83,7 @@ def list_candidates(inputs: WarmupInputs) -> Candidates:
     settings, potential = inputs.settings, inputs.potential
     estimators: tuple[GradientEstimator, ...]
     is_global = potential.local_latents is None
-    if is_global and (not potential.plates or potential.is_stochastic):
+    if is_global and (not potential.has_minibatches or potential.is_stochastic):
         estimators = (MinibatchGradient(),)
     elif settings.estimator is not None:
         estimators = (settings.estimator,)

@@ -112,7 +112,7 @@ def warm_up_globals(inputs: WarmupInputs, init_positions: Iterable[np.ndarray]) 
             budget=budget.for_hierarchy(),
             settings=settings.for_integrator(settings.hierarchy_integrator or settings.integrator),
         )
-        if candidates.is_estimator_free:
+        if candidates.is_estimator_free and inputs.potential.has_minibatches:
             # Noise of first order in each effect would bias the scales that many effects share.
             estimators = (MinibatchGradient(), SecondOrderControlVariate())
             candidates = replace(candidates, estimators=estimators)
@@ -259,7 +259,7 @@ def adapt_to_mode(
         pending += find_user_step_size_warnings(inputs, choice, step, bound_dynamics)
     chain_preconditioner = _add_reference_hessian(inputs, preconditioner, choice.estimator)
     noise_covariance = None
-    if settings.noise_compensation and potential.plates:
+    if settings.noise_compensation and potential.has_minibatches:
         chain_bulk = replace(bulk, preconditioner=chain_preconditioner)
         matrix = measure_noise_covariance(chain_bulk, choice.estimator, rng)
         noise_covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
@@ -271,7 +271,7 @@ def adapt_to_mode(
             2.0 * settings.target_sd_bias, _VARIANCE_INFLATION_TOLERANCE * step.variance_inflation
         )
     is_global = potential.local_latents is None
-    can_predict_sizes = has_dominant_mode and is_global and bool(potential.plates)
+    can_predict_sizes = has_dominant_mode and is_global and potential.has_minibatches
     adaptation = Adaptation(
         preconditioner=chain_preconditioner,
         step_size=step.step_size,
@@ -287,7 +287,7 @@ def adapt_to_mode(
         trace=AdaptationTrace(
             step_size_limits=step.trace,
             max_curvature=noise.max_curvature,
-            noise_variances=noise.tabulate_variances() if potential.plates else {},
+            noise_variances=noise.tabulate_variances() if potential.has_minibatches else {},
             variance_inflation=float(step.variance_inflation),
             mean_bias=step.mean_bias.compute_max(step_size),
             num_pilot_windows=len(pilot.window_medians),
@@ -324,7 +324,7 @@ def build_adaptation_from_settings(inputs: WarmupInputs, position: np.ndarray) -
     settings, potential = inputs.settings, inputs.potential
     step_size, num_steps = settings.step_size, settings.num_steps
     estimator, subsampling = settings.estimator, settings.subsampling
-    if not potential.plates:  # every step takes the whole data
+    if not potential.has_minibatches:  # every step takes the whole data
         estimator, subsampling = MinibatchGradient(), subsampling or IIDSubsampling()
     assert settings.inverse_mass_matrix is not None
     assert step_size is not None
@@ -347,7 +347,7 @@ def build_adaptation_from_settings(inputs: WarmupInputs, position: np.ndarray) -
         estimator=estimator,
         subsampling=subsampling,
         gradient_noise_covariance=None,
-        noise_stats=UNKNOWN_NOISE if potential.plates else NO_NOISE,
+        noise_stats=UNKNOWN_NOISE if potential.has_minibatches else NO_NOISE,
         monitor_gradients=separate or choose_step_gradients(potential.dim, num_steps),
         allowed_variance_inflation=None,
         relaxation_time=float(settings.dynamics.relaxation_time(step_size)),

@@ -103,6 +103,8 @@ def warn_slow_gradients(
     fix = (
         "use a smaller subsample_size" if plates else "give the plate of the rows a subsample_size"
     )
+    if local_names := inputs.potential.local_names:
+        fix = f"integrate the site '{local_names[0]}' out, or sample it by `gibbs_fn`"
     warn_user(
         f"Adaptation may take {math.ceil(num_gradients * seconds / 60.0)} minutes: up to "
         f"{num_gradients:,} gradients with {rows or 'all rows'}.",
@@ -141,7 +143,7 @@ def find_noise_warnings(
     mean_bias = step.mean_bias.by_noise.compute_max(step_size)
     is_wide = step.variance_inflation > 2.0 * target
     is_biased = mean_bias > _MIN_WARNED_MEAN_BIAS_RATIO * settings.max_mean_bias
-    if settings.step_size is None and potential.plates:
+    if settings.step_size is None and potential.has_minibatches:
         if is_wide:
             sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
             yield PendingWarning(

@@ -321,6 +321,8 @@ def _sample_shards(plate: Plate, sample: Callable[..., Any], rng_key: Array, *st
     if (shards := plate.shards) is None:
         random_part = plate.random_part
         next_state, indices = sample(random_part.size, random_part.subsample_size, rng_key, *state)
+        if plate.subsample_size == plate.size:
+            indices = jnp.broadcast_to(jnp.arange(plate.size, dtype=indices.dtype), indices.shape)
         return next_state, plate.add_included_rows(indices)
 
     def sample_shard(size: Any, key: Array, *state: Any) -> Any:

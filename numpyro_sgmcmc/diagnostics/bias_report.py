@@ -275,8 +275,8 @@ def bias_report(
     shows half.
 
     For NumPyro's Gibbs all continuous sites of all blocks are diagnosed, by gradients on all rows
-    at draws; discrete sites are conditioned on. For models with latent sites inside the subsampled
-    plate the globals are diagnosed, by gradients at draws with updated local values, which cost as
+    at draws; discrete sites are conditioned on. For models with sites that ``gibbs_fn`` samples
+    the other sites are diagnosed, by gradients at draws with updated local values, which cost as
     much as these draws in the run.
 
     :param mcmc: a run of one of this package's kernels, or of Gibbs with such a block.
@@ -290,7 +290,7 @@ def bias_report(
         minibatch gradients: more precise if these are noisy, for ``num_draws`` passes over the
         data.
     :param num_draws: number of evenly spaced draws for ``full_data``, for Gibbs, and for models
-        with latent sites inside the subsampled plate. Default 400.
+        with sites that ``gibbs_fn`` samples. Default 400.
     :return: the report; ``print`` shows it as a table with the recommended fixes.
     :raises ValueError: for a run of another kernel, or before a run; for a function whose values
         are not real and finite; and with a function if gradients at draws are not available
@@ -311,7 +311,7 @@ def bias_report(
     if fn is not None or full_data or run.local_state is not None:
         check_has_data(run.kernel, "bias_report")
     if run.local_state is not None:
-        _check_no_function(fn, "a model with latent sites inside the plate")
+        _check_no_function(fn, "a model with sites that `gibbs_fn` samples")
         return _report_on_globals(run, num_draws)
     functions = None
     if fn is not None:
@@ -437,7 +437,7 @@ def _estimate_function_bias(
 
 
 def _report_on_globals(run: RunData, num_draws: int) -> BiasReport:
-    """Report on the globals of a run with latent sites inside the subsampled plate."""
+    """Report on the globals of a run with sites that ``gibbs_fn`` samples."""
     measured = measure_bias_of_globals(run, num_draws)
     local_latents = run.kernel.potential.local_latents
     assert local_latents is not None

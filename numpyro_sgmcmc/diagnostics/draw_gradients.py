@@ -165,7 +165,8 @@ def predict_noise_mean_bias(run: RunData, draws: np.ndarray) -> Estimate:
     """
     potential, adaptation = run.kernel.potential, run.adaptation
     options = run.kernel.options
-    has_noise = potential.plates and not (options.noise_compensation or potential.is_stochastic)
+    is_known = options.noise_compensation or potential.is_stochastic
+    has_noise = potential.has_minibatches and not is_known
     # Noise acts in coordinates that are preconditioned by one mode's covariance.
     if (
         not has_noise

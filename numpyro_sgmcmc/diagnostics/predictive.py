@@ -142,7 +142,7 @@ def get_subsampled_plate(mcmc: MCMC, caller: str) -> Plate:
     plates = kernel.potential.plates
     if kernel.potential.local_latents is not None:
         raise InvalidModelError(
-            f"`{caller}` does not support models with latent sites inside the subsampled plate.",
+            f"`{caller}` does not support models with sites that `gibbs_fn` samples.",
             "use az.from_numpyro(mcmc, log_likelihood=True) or numpyro.infer.Predictive, with "
             "draws of a run with collect_local_sites=True.",
             "predict-local-latents",
@@ -213,6 +213,7 @@ def evaluate_plate_sites(
 
     def evaluate_draw(draw: Any, key: Array, rows: Array, arguments: Arguments) -> dict[str, Array]:
         model = set_subsample_indices(potential.user_model, {plate.name: rows})
+        draw = potential.take_rows(draw, rows)
         if enumerated is not None and rng_key is None:
             model = substitute(model, data=draw)
             axes[enumerated.row_name] = -1

@@ -26,7 +26,7 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, ModelWarning
-from numpyro_sgmcmc.model.local_moves import LocalLatentsState
+from numpyro_sgmcmc.model.local_latents import LocalValues
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.model.trace import trace_model
@@ -78,7 +78,7 @@ def check_finished_run(mcmc: Any, caller: str, uses_moments: bool = True) -> SGM
         raise _no_draws_error(caller)
     if state.local_state is not None and uses_moments:
         raise InvalidArgumentError(
-            f"`{caller}` does not support models with latent sites inside the subsampled plate.",
+            f"`{caller}` does not support models with sites that `gibbs_fn` samples.",
             "use `bias_report`, or compare with a run of half the step_size.",
             "bias-of-local-latents",
         )
@@ -130,7 +130,7 @@ class RunData:
     batch_sums: RunningSums
     preconditioners: tuple[Preconditioner, ...]
     coordinate_names: tuple[tuple[str, str], ...]
-    local_state: LocalLatentsState | None
+    local_state: LocalValues | None
     _get_samples: Callable[[], Any]
 
     @classmethod

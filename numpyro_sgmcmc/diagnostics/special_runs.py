@@ -90,8 +90,8 @@ def measure_bias_of_globals(run: RunData, num_draws: int) -> BiasMeasurements:
     gradients = []
     with unwrap_callback_errors(host_arrays), progress:
         for c, key in enumerate(keys):
-            local_state = jax.tree.map(lambda x, c=c: x[c], run.local_state)
-            inputs = potential, positions[c], local_state, cached_arguments, key
+            values = jax.tree.map(lambda x, c=c: x[c], run.local_state)
+            inputs = potential, positions[c], values, cached_arguments, key
             gradients.append(np.asarray(estimate_marginal_gradients(*inputs)))
     return estimate_bias_from_draws(draws, thinning, np.stack(gradients)[:, ::-1])
 

@@ -132,9 +132,9 @@ def suggest_subsample_size(
 def _check_plates(kernel: SGMCMCKernel, arguments: Arguments) -> None:
     """Check that draws with other batch sizes can be predicted, before the warm-up."""
     potential = kernel.get_potential(arguments)
-    if potential.local_latents is not None:
+    if potential.local_names:
         raise InvalidModelError(
-            f"Site '{potential.local_latents.names[0]}' is latent inside the subsampled plate: "
+            f"Site '{potential.local_names[0]}' is latent inside the subsampled plate: "
             "draws with other sizes are not predicted.",
             "compare short runs with several sizes; a larger one takes fewer steps per draw.",
             "suggest-subsample-size",

@@ -53,7 +53,7 @@ class Potential:
     dim: int  # number of coordinates d
     dtype: Any  # their type
     sites: tuple[LatentSite, ...] | None = None  # the global ones; None without a model
-    local_latents: LocalLatents | None = None  # the local sites that keep their values
+    local_latents: LocalLatents | None = None  # the sites of `gibbs_fn` that keep their values
     init_radius: float | None = None  # r where the initialisation strategy is uniform in (-r, r)
     plates: tuple[Plate, ...] = ()  # the subsampled plates
     # The same plates; those that enclose a common site are in one group.
@@ -131,6 +131,11 @@ class Potential:
         return True
 
     # --- Minibatches ----------------------------------------------------------------------------
+
+    @property
+    def has_minibatches(self) -> bool:
+        """True if a step takes some of the rows."""
+        return any(p.subsample_size < p.size for p in self.plates)
 
     def value(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None = None
@@ -274,16 +279,24 @@ class Potential:
 
     # --- Local latent variables -----------------------------------------------------------------
 
+    @property
+    def local_names(self) -> tuple[str, ...]:
+        """Names of the sites inside the subsampled plate that keep their values."""
+        if self.local_latents is not None:
+            return self.local_latents.names
+        return tuple(site.name for site in self.sites or () if site.row_axis is not None)
+
     def select_global_values(self, z: Any) -> Any:
-        """Return the sites of ``z`` without the local ones that it may hold."""
+        """Return the sites of ``z`` without those of ``gibbs_fn`` that it may hold."""
         local = () if self.local_latents is None else self.local_latents.names
         return {k: v for k, v in z.items() if k not in local} if local else z
 
     def constrain_with_locals(self, fn: Callable[[Any], Any], z: Any) -> Any:
-        """Return ``fn`` of the global sites, and the constrained local sites that ``z`` holds."""
+        """Return ``fn`` of the coordinates' sites, and those of ``gibbs_fn`` that ``z`` holds."""
         if self.local_latents is None:
             return fn(z)
-        return {**fn(self.select_global_values(z)), **self.local_latents.constrain(z)}
+        others = self.select_global_values(z)
+        return {**fn(others), **{k: v for k, v in z.items() if k not in others}}
 
     # --- All rows -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ model closes over, lives as long as a kernel has it or JAX has programs compiled
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MethodType
@@ -94,13 +94,22 @@ def build_potential(model_trace: ModelTrace) -> ModelPotential:
     """Return the potential of a model that has passed
     :func:`~numpyro_sgmcmc.model.validation.validate_model`.
     """
+    local_latents = find_local_latents(model_trace)
+    plates, plate_groups = tuple(model_trace.plates.values()), model_trace.plate_groups
     sites = []
     for site in model_trace.sample_sites:
-        if site.is_global:
-            assert site.unconstrained_shape is not None
-            support = site.support if is_fixed_support(site.support) else None
-            sites.append(LatentSite(site.name, site.unconstrained_shape, support))
-    local_latents = find_local_latents(model_trace)
+        shape, row_axis = site.unconstrained_shape, None
+        is_by_gibbs_fn = local_latents is not None and site.name in local_latents.names
+        if not (site.is_global or (site.is_local and not is_by_gibbs_fn)):
+            continue
+        assert shape is not None
+        if site.is_local:
+            # Every step takes all rows, because it moves the values of all of them.
+            plates = tuple(p._replace(subsample_size=p.size) for p in plates)
+            plate_groups, row_axis = (plates,), site.row_axis
+            shape = (*shape[:row_axis], plates[0].size, *shape[row_axis + 1 :])
+        support = site.support if is_fixed_support(site.support) else None
+        sites.append(LatentSite(site.name, shape, support, row_axis))
     keeps_values = local_latents is None or local_latents.num_sweeps is None
     init_strategy, init_radius = _validate_init_strategy(model_trace.init_strategy)
     potential = ModelPotential(
@@ -112,8 +121,8 @@ def build_potential(model_trace: ModelTrace) -> ModelPotential:
         enumerated_sites=model_trace.enumerated_sites,
         init_strategy=init_strategy,
         init_radius=init_radius,
-        plates=tuple(model_trace.plates.values()),
-        plate_groups=model_trace.plate_groups,
+        plates=plates,
+        plate_groups=plate_groups,
         host_lookups=tuple(x for x in model_trace.row_lookups if x.array.is_on_host),
         shards=model_trace.shards,
         model=model_trace.model_with_params,
@@ -143,7 +152,7 @@ def _select_deterministics(model_trace: ModelTrace, potential: ModelPotential) -
     """
     sites = {n: s for n, s in model_trace.traced_sites.items() if s.site_type == "deterministic"}
     kept = [name for name, site in sites.items() if not site.plates]
-    if kept and potential.plates:
+    if kept and potential.has_minibatches:
         zeros = potential.unravel(jnp.zeros(potential.dim, potential.dtype))
 
         def evaluate(indices: Indices, arguments: Arguments) -> list[Array]:
@@ -207,10 +216,25 @@ class ModelPotential(Potential):
 
     def _with_locals(
         self, model: Callable, z: Any, indices: Indices, arguments: Arguments
-    ) -> tuple[Callable, Any, Arguments]:
-        """Return model, unconstrained values and arguments with kept local values in place."""
+    ) -> tuple[Callable, Arguments]:
+        """Return the model with kept local values of ``gibbs_fn`` in place, and the arguments."""
         arguments = arguments.map_arrays(jnp.asarray)
         return insert_local_values(self.local_latents, model, z, indices, arguments)
+
+    def take_rows(self, values: Mapping[str, Any], rows: Any) -> dict[str, Any]:
+        """Return values of sites, with those of some rows at the sites inside the plate."""
+        axes = {s.name: s.row_axis for s in self.sites if s.row_axis is not None}
+        return {
+            name: jnp.take(x, rows, axes[name]) if name in axes else x for name, x in values.items()
+        }
+
+    def _take_minibatch(self, values: Any, indices: Indices) -> Any:
+        """Return values of sites for the rows of an evaluation; all rows are in order."""
+        if all(s.row_axis is None for s in self.sites):
+            return values
+        (plate,) = self.plates
+        rows = indices[plate.name]
+        return values if len(rows) == plate.size else self.take_rows(values, jnp.asarray(rows))
 
     def _resample_locals(
         self, global_values: Any, indices: Indices, arguments: Arguments, rng_key: Any
@@ -239,7 +263,8 @@ class ModelPotential(Potential):
         weights, sites = dict(weights or {}), self.enumerated_sites
         row_weights = None if sites is None else weights.pop(sites.plate, None)
         model = self._on_rows(indices, rng_key, weights)
-        model, z, arguments = self._with_locals(model, z, indices, arguments)
+        z = self._take_minibatch(z, indices)
+        model, arguments = self._with_locals(model, z, indices, arguments)
         model = disable_validation(substitute(model, data=resampled), frozenset(z))
         if sites is None:
             return potential_energy(model, arguments.args, arguments.kwargs, z)
@@ -273,6 +298,7 @@ class ModelPotential(Potential):
         ((name, rows),) = indices.items()
         plate_size = next(p.size for p in self.plates if p.name == name)
         values = self.constrain(self.unravel(position), arguments)
+        values = self._take_minibatch(values, indices)
         if (sites := self.enumerated_sites) is not None and sites.plate == name:
             model = substitute(self._on_rows(indices), data=values)
             return -compute_log_densities(model, sites, len(rows), arguments)[1].astype(self.dtype)
@@ -290,7 +316,8 @@ class ModelPotential(Potential):
     def evaluate_sites(self, z: Any, indices: Indices, arguments: Arguments) -> dict[str, Array]:
         """Return the values of all sites, constrained, including the deterministic ones."""
         model = self._on_rows(indices, self._fixed_rng_key)
-        model, z, arguments = self._with_locals(model, z, indices, arguments)
+        z = self._take_minibatch(z, indices)
+        model, arguments = self._with_locals(model, z, indices, arguments)
         return constrain_fn(model, arguments.args, arguments.kwargs, z, return_deterministic=True)
 
     def constrain(self, z: Any, arguments: Arguments) -> Any:
@@ -310,6 +337,7 @@ class ModelPotential(Potential):
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array
     ) -> dict[str, Any]:
         values = self.constrain(self.unravel(position), arguments)
+        values = self._take_minibatch(values, indices)
         sites = trace_run(self._on_rows(indices, rng_key), arguments, values)
         return {name: site["value"] for name, site in sites.items()}
 
@@ -337,7 +365,7 @@ class ModelPotential(Potential):
     def diagnose_nonfinite(self, position: Array, arguments: Arguments) -> tuple[str, str]:
         site_reasons = self._find_nonfinite_sites(position, arguments)
         local = self.local_latents or self.resampled_latents
-        for name in [s.name for s in local.gibbs_sites] if local else []:
+        for name in local.names if local else ():
             if name in site_reasons:
                 return (
                     f": site '{name}' ({site_reasons[name]})",
@@ -372,10 +400,9 @@ class ModelPotential(Potential):
             for p in self.plates
         }
         z, key = self.unravel(position), self._fixed_rng_key
-        values = self.constrain(z, arguments)
-        model, z, arguments = self._with_locals(self._on_rows(indices, key), z, indices, arguments)
-        if self.local_latents is not None:
-            values = values | self.local_latents.constrain(z)
+        values = self._take_minibatch(self.constrain(z, arguments), indices)
+        z = self._take_minibatch(z, indices)
+        model, arguments = self._with_locals(self._on_rows(indices, key), z, indices, arguments)
         values = values | self._resample_locals(values, indices, arguments, key)
         reasons, sites = {}, self.enumerated_sites
         with numpyro.validation_enabled(False):  # which would raise at the first invalid value
@@ -496,7 +523,6 @@ def _potential_cache_key(
 ) -> Hashable:
     """Return everything that distinguishes two potentials."""
     local, traced = potential.local_latents, potential.user_model
-    local_sites = (*local.hmc_sites, *local.gibbs_sites) if local else ()
     return (
         # Every access makes a new bound method, equal to the others of its object.
         model if isinstance(model, MethodType) else IdentityKey(model),
@@ -505,12 +531,12 @@ def _potential_cache_key(
         traced.digest if isinstance(traced, NumPyArgumentsModel) else None,
         potential.plates,
         potential.plate_groups,
-        tuple((s.name, s.shape) for s in potential.sites or ()),
+        tuple((s.name, s.shape, s.row_axis) for s in potential.sites or ()),
         potential.dtype,
         potential.is_stochastic,
         potential.forward_mode_differentiation,
         local and local.plate,
-        tuple(s._replace(support=None) for s in local_sites),
+        local and tuple(s._replace(support=None) for s in local.sites),
         local and local.gibbs_fn,
         potential.enumerated_sites,
         potential.host_lookups,
@@ -545,13 +571,10 @@ def _trace_potential(potential: Potential, arguments: Arguments) -> Any:
         if local is not None:
             rows = jnp.asarray(indices[local.plate.name])
             values = local.make_zero_values().take(rows)
-            scale = jnp.ones_like(values.hmc_position)
             outputs += [
-                update_local_values(potential, q, rows, values, scale, arguments, rng_key),
-                local.constrain(local.to_unconstrained_sites(values, q)),
+                update_local_values(potential, q, rows, values, arguments, rng_key),
+                potential.sample_conditional_prior(q, indices, arguments, rng_key),
             ]
-            if local.gibbs_sites:
-                outputs.append(potential.sample_conditional_prior(q, indices, arguments, rng_key))
         return outputs
 
     return jax.make_jaxpr(everything)(position, indices, arguments, random.key(0))

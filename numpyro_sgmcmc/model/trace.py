@@ -81,6 +81,11 @@ class SampleSite(NamedTuple):
         return bool(self.plate_frames) and not (self.is_observed or self.is_enumerated)
 
     @property
+    def row_axis(self) -> int:
+        """Axis of the rows in the value of a site inside a subsampled plate."""
+        return len(self.batch_shape) + self.plate_frames[0].dim
+
+    @property
     def is_global(self) -> bool:
         """True if it is a latent site outside of all subsampled plates."""
         return not self.plate_frames and not self.is_observed
@@ -90,12 +95,12 @@ class LatentSite(NamedTuple):
     """A latent site as coordinates of a position."""
 
     name: str  # name of the site
-    # Of the unconstrained value; inside a subsampled plate, of one row's value, constrained where
-    # `gibbs_fn` samples it.
+    # Of the unconstrained value, of all rows inside a subsampled plate; of one row's constrained
+    # value where `gibbs_fn` samples it.
     shape: tuple[int, ...]
     support: Any  # the distribution's support; None where it depends on other values
     # inside a subsampled plate, axis of the rows in the values that the model sees
-    row_axis: int = 0
+    row_axis: int | None = None
     dtype: Any = None  # inside a subsampled plate, type of the values
 
     @property

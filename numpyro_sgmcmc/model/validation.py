@@ -36,12 +36,6 @@ from numpyro_sgmcmc.jaxpr import propagate_labels
 from numpyro_sgmcmc.model.additivity import check_factorises_over_plates
 from numpyro_sgmcmc.model.enumeration import check_rows_are_independent
 from numpyro_sgmcmc.model.handlers import set_subsample_indices, trace_run
-from numpyro_sgmcmc.model.local_latents import (
-    BatchLocalValues,
-    LocalValues,
-    with_local_values,
-)
-from numpyro_sgmcmc.model.local_moves import make_pointwise_potentials
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.trace import ModelTrace, SampleSite, is_fixed_support
 
@@ -115,10 +109,10 @@ def _check_local_sites(model_trace: ModelTrace) -> None:
     if not sites:
         return
     name = _first_local_site(model_trace)
-    if gibbs.num_sweeps is not None and name not in gibbs.site_names:
+    if gibbs.gibbs_fn is not None and name not in gibbs.site_names:
         raise InvalidArgumentError(
             f"Site '{name}' is latent inside the plate, but `gibbs_fn` does not sample it.",
-            "name it in `gibbs_sites`, or leave out keep_locals=False, which needs this.",
+            "sample all latent sites of the plate by `gibbs_fn`, or none.",
             "gibbs-sites",
         )
     if len(plates) > 1:
@@ -363,64 +357,47 @@ def _check_sharding(model_trace: ModelTrace) -> None:
 
 
 def check_conditional_independence(
-    potential: Potential, arguments: Arguments, global_position: Array, values: LocalValues
+    potential: Potential, arguments: Arguments, position: Array
 ) -> None:
-    """Check that rows are independent given the sites outside of the plate.
+    """Check that rows with local latent variables are independent given the sites outside.
 
     A minibatch's potential must then be the mean of the potentials of its rows. It is not where a
     row's local value is used by other rows, or by a site outside of the plate.
+
+    :param arguments: with the values of the sites that ``gibbs_fn`` samples.
     """
-    local = potential.local_latents
-    assert local is not None
+    (plate,) = potential.plates
     rng = np.random.default_rng(3)
-    size = local.plate.size
-    num_rows = min(_NUM_CHECKED_ROWS, size)
+    num_rows = min(_NUM_CHECKED_ROWS, plate.size)
+    tolerance = _TOLERANCE_FLOAT32 if position.dtype == np.float32 else _TOLERANCE_FLOAT64
     for _ in range(_NUM_INDEPENDENCE_CHECKS):
-        start = rng.integers(size)
-        rows = jnp.asarray((start + np.arange(num_rows)) % size if num_rows > 1 else [start])
-        batch = values.take(rows)
-        normals = rng.standard_normal(batch.hmc_position.shape)
-        batch = batch._replace(hmc_position=jnp.asarray(normals, batch.hmc_position.dtype))
-        joint, mean = _compute_joint_and_pointwise(
-            potential, global_position, rows, batch, arguments
+        rows = (rng.integers(plate.size) + np.arange(num_rows)) % plate.size
+        q = position + jnp.asarray(rng.standard_normal(position.size), position.dtype)
+        joint, *singles = (
+            _evaluate_rows(potential, q, jnp.asarray(x, jnp.int32), arguments)
+            for x in (rows, *rows[:, None])
         )
-        if not (np.isfinite(joint[0]) and np.isfinite(mean[0])):
-            continue
-        is_float32 = joint[0].dtype == np.float32
-        tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_FLOAT64
-        for a, b in zip(map(np.asarray, joint), map(np.asarray, mean), strict=True):
-            scale = 1.0 + np.abs(a).max(initial=0.0) + np.abs(b).max(initial=0.0)
-            if np.abs(a - b).max(initial=0.0) > tolerance * scale:
-                names = " and ".join(f"'{n}'" for n in local.names)
-                raise InvalidModelError(
-                    f"Site {names} is latent inside the plate '{local.plate.name}', but its rows "
-                    "are dependent.",
-                    "move the sites that use the values of other rows, or of all rows, into the "
-                    "plate one row at a time, or give the plate no subsample_size.",
-                    "dependent-rows",
-                )
+        joint, mean = np.asarray(joint), np.mean(singles, 0)
+        scale = 1.0 + np.abs(singles).max(0) + np.abs(joint)
+        if (
+            np.isfinite(joint[0])
+            and np.isfinite(singles).all()
+            and (np.abs(joint - mean) > tolerance * scale).any()
+        ):
+            names = " and ".join(f"'{n}'" for n in potential.local_names)
+            raise InvalidModelError(
+                f"Site {names} is latent inside the plate '{plate.name}', but its rows are "
+                "dependent.",
+                "move the sites that use the values of other rows, or of all rows, into the plate "
+                "one row at a time, or give the plate no subsample_size.",
+                "dependent-rows",
+            )
 
 
 @partial(jax.jit, static_argnames="potential")
-def _compute_joint_and_pointwise(
-    potential: Potential,
-    global_position: Array,
-    indices: Array,
-    values: BatchLocalValues,
-    arguments: Arguments,
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return a minibatch's potential and the mean of its rows' potentials, with gradients."""
-    local = potential.local_latents
-    assert local is not None
-
-    def joint(position: Array) -> Array:
-        with_values = with_local_values(arguments, values._replace(hmc_position=position))
-        return potential.value(global_position, {local.plate.name: indices}, with_values)
-
-    potentials = make_pointwise_potentials(potential, global_position, indices, values, arguments)
-
-    def mean_over_rows(position: Array) -> Array:
-        return local.plate.size * potentials(position).mean()
-
-    position = values.hmc_position
-    return jax.value_and_grad(joint)(position), jax.value_and_grad(mean_over_rows)(position)
+def _evaluate_rows(
+    potential: Potential, position: Array, rows: Array, arguments: Arguments
+) -> Array:
+    """Return the potential and its gradient on some rows, shape ``(1 + d,)``."""
+    (plate,) = potential.plates
+    return jnp.append(*potential.value_and_grad(position, {plate.name: rows}, arguments))

@@ -15,8 +15,8 @@ from numpyro_sgmcmc.compilation import jit_low_optimization
 from numpyro_sgmcmc.data.arguments import Arguments, is_traced
 from numpyro_sgmcmc.data.subsampling import init_stream
 from numpyro_sgmcmc.dynamics import Dynamics
-from numpyro_sgmcmc.model.local_latents import with_local_values
-from numpyro_sgmcmc.model.local_moves import LocalLatentsState, sweep_local_values
+from numpyro_sgmcmc.model.local_latents import LocalValues, with_local_values
+from numpyro_sgmcmc.model.local_moves import sweep_local_values
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import stack_preconditioners
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor, get_split_factor
@@ -33,9 +33,9 @@ from numpyro_sgmcmc.sampling.state import (
 # SD of the initial positions in posterior SDs: chains that agree then have converged, not started
 # together. R-hat needs such initial positions (Gelman and Rubin 1992).
 _INIT_DISPERSION_SD = 2.0
-# Updates of the local latent variables before the first step. One is enough if `gibbs_fn` samples
-# all of them and the warm-up has estimated nothing.
-_NUM_INIT_LOCAL_UPDATES, _NUM_INIT_GIBBS_UPDATES = 20, 1
+# Updates of the local latent variables before the first step, and where the warm-up has estimated
+# nothing.
+_NUM_INIT_UPDATES, _NUM_INIT_UPDATES_WITHOUT_WARMUP = 20, 1
 
 
 def init_chains(
@@ -169,13 +169,12 @@ def _init_locals(
     num_pilot_chains = len(jax.tree.leaves(local_init.values)[0])
     pilot = random.randint(pilot_key, (), 0, num_pilot_chains)
     pilot_values = jax.tree.map(lambda x: x[pilot], local_init.values)
-    pilot_state = LocalLatentsState(pilot_values, local_init.scale, jnp.ones((), potential.dtype))
-    is_by_gibbs_fn = adaptation.uses_init_strategy and not local_latents.hmc_sites
-    num_updates = _NUM_INIT_GIBBS_UPDATES if is_by_gibbs_fn else _NUM_INIT_LOCAL_UPDATES
-    inputs = position, pilot_state, arguments, preconditioner.center, update_key, num_updates
+    has_warmup = not adaptation.uses_init_strategy
+    num_updates = _NUM_INIT_UPDATES if has_warmup else _NUM_INIT_UPDATES_WITHOUT_WARMUP
+    inputs = position, pilot_values, arguments, preconditioner.center, update_key, num_updates
     local_state, reference_gradient = _update_init_locals(potential, *inputs)
     z: Any = potential.unravel(position)
-    local_values = local_latents.to_unconstrained_sites(local_state.values, position)
+    local_values = local_latents.to_model_layout(local_state.by_site)
     return state._replace(
         z={**z, **{name: local_values[name] for name in config.collected_sites.local}},
         dynamics_state=dynamics_state,
@@ -189,15 +188,13 @@ def _init_locals(
 def _update_init_locals(
     potential: Potential,
     global_position: Array,
-    local_state: LocalLatentsState,
+    values: LocalValues,
     arguments: Arguments,
     reference: Array,
     rng_key: Array,
     num_updates: int,
-) -> tuple[LocalLatentsState, Array]:
+) -> tuple[LocalValues, Array]:
     """Return local variables updated given the global sites, and the gradient at the reference."""
-    values, accept_prob = sweep_local_values(
-        potential, global_position, local_state, arguments, rng_key, num_updates
-    )
+    values = sweep_local_values(potential, global_position, values, arguments, rng_key, num_updates)
     gradient = potential.full_gradient(reference, with_local_values(arguments, values))
-    return LocalLatentsState(values, local_state.scale, accept_prob.mean()), gradient
+    return values, gradient

@@ -104,7 +104,7 @@ def condition_on_variational_means(
 def recenter_state(potential: Potential, state: SGMCMCState, arguments: Arguments) -> SGMCMCState:
     """Return the state with the control variates' reference at its position."""
     if state.local_state is not None:
-        arguments = with_local_values(arguments, state.local_state.values)
+        arguments = with_local_values(arguments, state.local_state)
     center = ravel_pytree(potential.select_global_values(state.z))[0].astype(potential.dtype)
     adapt_state = state.adapt_state
     initial_center = adapt_state.initial_center

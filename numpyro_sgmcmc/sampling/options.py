@@ -118,13 +118,13 @@ class Options:
         sites is then right only as far as the calls converge, which is not checked. Default True.
     :param num_gibbs_sweeps: calls of ``gibbs_fn`` per minibatch with ``keep_locals=False``; one is
         enough if ``gibbs_fn`` samples all sites jointly. Default 1.
-    :param collect_local_sites: whether draws contain the sites inside the subsampled plate, for all
+    :param collect_local_sites: whether draws contain the sites that ``gibbs_fn`` samples, for all
         rows: a bool, or names of such sites. Default False, because a draw then takes memory
-        proportional to the number of rows.
+        proportional to the number of rows. Draws contain other sites inside the plate always.
     :param collect_sites: names of the sites of which draws are kept, deterministic ones included.
         Of the others, those of ``collect_local_sites`` included, running means and SDs are kept,
         which :func:`~numpyro_sgmcmc.running_moments` returns, so that memory does not grow with
-        the run. Default None: draws of all sites but local ones are kept.
+        the run. Default None: draws of all sites are kept, but for those of ``gibbs_sites``.
     :param running_quantiles: probabilities, between 0 and 1, of the quantiles that are estimated
         for the sites without draws. Default none.
     :param running_covariances: names of sites whose joint covariance matrix is computed although
@@ -450,9 +450,9 @@ def build_potential_from_model(
             "use gradient_estimator='minibatch' or 'auto'.",
             "random-likelihood",
         )
-    if options.forward_mode_differentiation and potential.local_latents is not None:
+    if options.forward_mode_differentiation and potential.local_names:
         raise InvalidArgumentError(
-            f"Site '{potential.local_latents.names[0]}' is latent in the subsampled plate: no "
+            f"Site '{potential.local_names[0]}' is latent in the subsampled plate: no "
             "forward_mode_differentiation.",
             "leave out `forward_mode_differentiation`.",
             "forward-mode-locals",
@@ -485,28 +485,44 @@ def build_potential_from_model(
 
 def _check_local_latents(potential: Potential, arguments: Arguments, options: Options) -> None:
     """Check the options and the data for a model with local latent variables."""
-    local = potential.local_latents
+    local, names = potential.local_latents, potential.local_names
+    if options.collect_local_sites and not names:
+        raise InvalidArgumentError(
+            "`collect_local_sites` needs latent sites inside a subsampled plate.",
+            "leave it out: the model has none.",
+            "collect-local-sites",
+        )
+    select_collected_sites(names, options.collect_local_sites)
+    if not names:
+        return
+    (plate,) = potential.plates
+    site = f"Site '{names[0]}' is latent inside the plate '{plate.name}'"
+    if potential.is_stochastic:
+        raise InvalidModelError(
+            f"{site}, but the model draws random keys (numpyro.prng_key).",
+            "make what they randomise a sample site, or integrate the site out.",
+            "local-latents-random",
+        )
     if local is None:
-        if options.collect_local_sites:
+        if arguments.host_arrays:
             raise InvalidArgumentError(
-                "`collect_local_sites` needs latent sites inside a subsampled plate.",
-                "leave it out: the model has none.",
-                "collect-local-sites",
+                f"{site}, and each step would read all rows of a HostArray.",
+                "pass arrays in memory, or sample the site by `gibbs_fn`.",
+                "local-latents-host-array",
             )
         return
-    site = f"Site '{local.names[0]}' is latent inside the plate '{local.plate.name}'"
-    size, batch_size = local.plate.size, local.plate.subsample_size
     if options.subsampling == "iid":
         raise InvalidArgumentError(
             f"{site}, but an iid minibatch may hold a row twice.",
             "use subsampling='contiguous' or 'shuffled', and no `noise_compensation`.",
             "local-latents-subsampling",
         )
-    if options.subsampling in ("shuffled", "palindrome") and size % batch_size:
+    cut_epochs = options.subsampling in ("shuffled", "palindrome")
+    if cut_epochs and plate.size % plate.subsample_size:
         raise InvalidArgumentError(
             f"{site}, but a minibatch between epochs may hold a row twice.",
-            f"use subsampling='contiguous', or a subsample_size that divides {size}, unlike "
-            f"{batch_size}.",
+            "use subsampling='contiguous', or a subsample_size that divides "
+            f"{plate.size}, unlike {plate.subsample_size}.",
             "local-latents-subsampling",
         )
     if options.gradient_estimator == "second_order_control_variate":
@@ -515,20 +531,6 @@ def _check_local_latents(potential: Potential, arguments: Arguments, options: Op
             "use gradient_estimator='control_variate'.",
             "local-latents-control-variate",
         )
-    if potential.is_stochastic:
-        raise InvalidModelError(
-            f"{site}, but the model draws random keys (numpyro.prng_key).",
-            "make what they randomise a sample site, or integrate the site out.",
-            "local-latents-random",
-        )
-    if arguments.host_arrays and local.hmc_sites:
-        raise InvalidArgumentError(
-            f"Site '{local.hmc_sites[0].name}' is latent inside the plate and needs gradients of "
-            "single rows of a HostArray.",
-            "pass arrays in memory, or sample the site by `gibbs_fn`.",
-            "local-latents-host-array",
-        )
-    select_collected_sites(local, options.collect_local_sites)
 
 
 def build_warmup_settings(

@@ -42,20 +42,20 @@ class CollectedSites(NamedTuple):
 
         :raises InvalidArgumentError: for a name that is not one of the model's sites.
         """
-        local = select_collected_sites(potential.local_latents, options.collect_local_sites)
+        names = () if potential.local_latents is None else potential.local_latents.names
+        local = select_collected_sites(names, options.collect_local_sites)
         if options.collect_sites is None:
             return cls(local)
         named = {
             "collect_sites": options.collect_sites,
             "running_covariances": options.running_covariances,
         }
-        if potential.local_latents is not None:
-            all_named = {name for names in named.values() for name in names}
-            local = tuple(n for n in potential.local_latents.names if n in {*local, *all_named})
+        all_named = {name for chosen in named.values() for name in chosen}
+        local = tuple(n for n in names if n in {*local, *all_named})
         deterministics = getattr(potential, "deterministics", ())
         sites = [*(s.name for s in potential.sites or ()), *local, *sorted(deterministics)]
-        for option, names in named.items():
-            if unknown := [name for name in names if name not in sites]:
+        for option, chosen in named.items():
+            if unknown := [name for name in chosen if name not in sites]:
                 raise InvalidArgumentError(
                     f"`{option}` names '{unknown[0]}', which is not a site that draws can hold.",
                     f"name some of {sites}.",

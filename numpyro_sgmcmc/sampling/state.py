@@ -22,7 +22,7 @@ from numpyro_sgmcmc.dynamics import Dynamics
 from numpyro_sgmcmc.dynamics.base import GradientNoiseCovariance
 from numpyro_sgmcmc.errors import InvalidArgumentError
 from numpyro_sgmcmc.model.gradient_estimators import GradientEstimator
-from numpyro_sgmcmc.model.local_moves import LocalLatentsState
+from numpyro_sgmcmc.model.local_latents import LocalValues
 from numpyro_sgmcmc.model.potential import IncludedRows, Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 from numpyro_sgmcmc.sampling.bias_monitor import Moments, StepSizeMonitor
@@ -48,7 +48,7 @@ class SGMCMCState(NamedTuple):
     - **step_size_monitor** - temperatures for the warm-up's check of the step size.
     - **rng_key** - random key of the next iteration.
     - **prefetch_buffer** - rows read ahead of the chain; None if all data are in memory.
-    - **local_state** - values of the latent sites inside the subsampled plate for all rows; None if
+    - **local_state** - values of the sites that ``gibbs_fn`` samples, for all rows; None if
       there are none.
     - **site_moments** - running moments of the sites whose draws are not kept; None if all are.
     """
@@ -65,7 +65,7 @@ class SGMCMCState(NamedTuple):
     step_size_monitor: StepSizeMonitor
     rng_key: Array
     prefetch_buffer: PrefetchBuffer | None = None
-    local_state: LocalLatentsState | None = None
+    local_state: LocalValues | None = None
     site_moments: SiteMoments | None = None
 
 
@@ -228,7 +228,7 @@ class StepCarry(NamedTuple):
     """
 
     dynamics_state: Any
-    local_state: LocalLatentsState | None = None
+    local_state: LocalValues | None = None
     reference_gradient: Array | None = None
 
     def update_preconditioner(self, preconditioner: Preconditioner) -> Preconditioner:

@@ -133,9 +133,7 @@ def _run_chain_iteration(
     if config.collected_sites.local:
         assert potential.local_latents is not None
         assert final.local_state is not None
-        local_values = potential.local_latents.to_unconstrained_sites(
-            final.local_state.values, position
-        )
+        local_values = potential.local_latents.to_model_layout(final.local_state.by_site)
         z |= {name: local_values[name] for name in config.collected_sites.local}
     site_moments = state.site_moments
     if site_moments is not None:
@@ -222,9 +220,7 @@ def make_step(
                 potential, before, position, indices, arguments, inputs.local_key
             )
             if estimator.needs_reference:
-                updated = update_reference_gradient(
-                    potential, updated, before.values, indices, arguments
-                )
+                updated = update_reference_gradient(potential, updated, before, indices, arguments)
             carry = StepCarry(carry.dynamics_state, local_state, updated.reference_gradient)
         gradient_fn = FirstGradientRecorder(
             make_gradient_fn(estimator, potential, arguments, updated, indices, inputs.model_key),
@@ -343,7 +339,7 @@ def _independent_gradient(
     potential, adaptation = config.potential, config.adaptation
     assert adaptation.monitor_gradients.estimator is not None
     if carry.local_state is not None:
-        arguments = with_local_values(arguments, carry.local_state.values)
+        arguments = with_local_values(arguments, carry.local_state)
     model_key, *plate_keys = random.split(rng_key, 1 + len(potential.plates))
     indices = {
         p.name: sample_independent_minibatch(adaptation.subsampling, p, key)

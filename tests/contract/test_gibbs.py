@@ -221,7 +221,7 @@ def test_values_of_another_block_are_indexed_by_the_minibatch():
 @pytest.mark.slow
 def test_kernel_with_local_latents_beside_a_discrete_block_has_the_exact_posterior():
     y = (0.2 + np.sqrt(2) * np.random.default_rng(2).standard_normal(400)).astype(np.float32)
-    kernel = SGHMCSplit(offset, collect_local_sites=True)
+    kernel = SGHMCSplit(offset)
     gibbs = Gibbs([(DiscreteGibbs(kernel.model), ["k"]), (kernel, None)])
     settings = {"num_warmup": 50, "num_samples": 1000, "num_chains": 2}
     mcmc = quietly(gibbs, chain_method="sequential", **settings)

@@ -273,9 +273,14 @@ def test_log_likelihood_of_local_latents_raises_and_draws_are_converted():
             local = numpyro.sample("local", dist.Normal(mean, 1))
             numpyro.sample("y", dist.Normal(local, 1), obs=y[i])
 
-    mcmc = MCMC(SGHMCSplit(means), num_warmup=2, num_samples=4, progress_bar=False)
+    def sample_local(rng_key, gibbs_sites, hmc_sites, rows, model_args):
+        mean = (hmc_sites["mean"] + model_args[1][rows]) / 2
+        return {"local": dist.Normal(mean, 0.5**0.5).sample(rng_key)}
+
+    kernel = SGHMCSplit(means, gibbs_fn=sample_local, gibbs_sites=["local"])
+    mcmc = MCMC(kernel, num_warmup=2, num_samples=4, progress_bar=False)
     mcmc.run(jax.random.key(0), X, Y, batch_size=40)
     assert to_arviz(mcmc)["posterior"]["mean"].shape == (1, 4)
     for call in (lambda: to_arviz(mcmc, log_likelihood=3), lambda: loo(mcmc)):
-        with pytest.raises(ValueError, match="latent sites inside"):
+        with pytest.raises(ValueError, match="`gibbs_fn` samples"):
             call()

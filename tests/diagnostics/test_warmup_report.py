@@ -113,7 +113,7 @@ def test_warmup_report_states_detected_properties_of_model_and_chains():
 
 
 def test_warmup_report_of_local_latents_states_the_origin_of_steps_and_preconditioner():
-    local_init = LocalLatentsInit(None, None, None)
+    local_init = LocalLatentsInit(None, None)
     sections = sections_of(replace_adaptation(local_init=local_init, num_steps=1_000))
     assert sections["Steps"].startswith("1,000 per draw")
     assert "local latent variables" in sections["Steps"]

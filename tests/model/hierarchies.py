@@ -52,10 +52,12 @@ def grid_moments(log_density: Any, values: dict[str, Any]) -> dict[str, tuple[fl
     return moments
 
 
-def draw_normal_means(rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any) -> Any:
-    """Sample the local values of :func:`normal_means` given the globals, for its default data."""
+def draw_normal_means(
+    rng_key: Any, gibbs_sites: Any, hmc_sites: Any, rows: Any, model_args: Any
+) -> Any:
+    """Sample the local values of :func:`normal_means` given the globals."""
     precision = 1 / NOISE**2 + 1 / hmc_sites["tau"] ** 2
-    y = jnp.asarray(normal_means_data())[rows]
+    y = model_args[0][rows]
     mean = (y / NOISE**2 + hmc_sites["mu"] / hmc_sites["tau"] ** 2) / precision
     return {"z": dist.Normal(mean, 1 / jnp.sqrt(precision)).sample(rng_key)}
 

@@ -8,7 +8,7 @@ from jax import random
 from numpyro_sgmcmc import CheckpointedMCMC, HostArray, SGHMCSplit
 from tests.checkpoint.runs import Killed, assert_bitwise_equal, end_at, kill, outcome
 from tests.contract.kernels import quietly
-from tests.model.hierarchies import indicator_odds, mixture, mixture_data, normal_means
+from tests.model.hierarchies import indicator_odds, mixture, mixture_data
 
 Y = mixture_data(60)
 GIVEN = {
@@ -64,16 +64,14 @@ def test_draws_host_array_match_array_in_memory(in_memory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gibbs_fn", pytest.param("hmc", marks=pytest.mark.slow)])
-def test_resume_killed_run_continues_bitwise(kind, tmp_path, monkeypatch):
+def test_resume_killed_run_continues_bitwise(tmp_path, monkeypatch):
     def stored(folder):
-        kernel = discrete_kernel() if kind == "gibbs_fn" else SGHMCSplit(normal_means, **GIVEN)
+        kernel = discrete_kernel()
         settings = {"num_warmup": 2, "num_samples": 6, "checkpoint_every": 2}
         return CheckpointedMCMC(kernel, checkpoint=folder, progress_bar=False, **settings)
 
     uninterrupted = run(stored(tmp_path / "whole"), Y)
-    if kind == "gibbs_fn":
-        assert_keeps_settings(uninterrupted)
+    assert_keeps_settings(uninterrupted)
     whole = outcome(uninterrupted)
     with monkeypatch.context() as patch:
         end_at(patch, 5, kill)

@@ -1,4 +1,4 @@
-"""Latent sites inside the subsampled plate: whole runs."""
+"""Latent sites inside the subsampled plate: whole runs, most with `gibbs_fn`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from tests.model.hierarchies import (
 )
 
 DRAWS = 160
+BY_GIBBS_FN = {"gibbs_fn": draw_normal_means, "gibbs_sites": ["z"]}
 
 
 def posterior_run(kernel: Any, *data: Any, batch: int = 100, **settings: Any) -> MCMC:
@@ -64,7 +65,7 @@ ROWS = normal_means_data(400)
 @pytest.fixture(scope="module")
 def collected_run():
     """Run with the local values of all rows collected."""
-    kernel = SGHMCSplit(normal_means, collect_local_sites=True)
+    kernel = SGHMCSplit(normal_means, collect_local_sites=True, **BY_GIBBS_FN)
     return posterior_run(kernel, ROWS, batch=40, num_samples=DRAWS)
 
 
@@ -100,7 +101,8 @@ def test_draws_local_values_change_between_draws(collected_run):
 
 def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run, capsys):
     y = ROWS
-    mcmc = posterior_run(SGHMCSplit(normal_means), y, batch=40, num_samples=10, num_warmup=4)
+    kernel = SGHMCSplit(normal_means, **BY_GIBBS_FN)
+    mcmc = posterior_run(kernel, y, batch=40, num_samples=10, num_warmup=4)
     assert sorted(mcmc.get_samples()) == ["mu", "tau"]
     print_summary(mcmc)
     assert "Bias" in capsys.readouterr().out
@@ -109,8 +111,7 @@ def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collec
     with pytest.raises(ValueError, match=r"latent.*collect_local_sites"):
         az.from_numpyro(mcmc, log_likelihood=True)
     state = mcmc.last_state.local_state
-    assert state.values.hmc_position.shape == (2, len(y), 1)
-    assert state.values.slope is None  # local values are free enough
+    assert state.by_site["z"].shape == (2, len(y))
     predicted = Predictive(mcmc.sampler.model, collected_run.get_samples())(jax.random.key(0), y)
     assert predicted["y"].shape == (2 * DRAWS, len(y))
     data = az.from_numpyro(collected_run, log_likelihood=True)
@@ -145,7 +146,7 @@ def test_bias_report_local_latents_estimates_bias_of_globals(collected_run):
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWarning")
 def test_bias_report_noisy_gradient_flags_globals():
     y = normal_means_data()
-    kernel = SGHMCSplit(normal_means, gradient_estimator="minibatch", step_size=0.2)
+    kernel = SGHMCSplit(normal_means, gradient_estimator="minibatch", step_size=0.2, **BY_GIBBS_FN)
     mcmc = posterior_run(kernel, y, batch=20)
     truth = true_bias(mcmc, normal_means_posterior(y))
     assert truth[1].max() > 0.1
@@ -158,7 +159,9 @@ def test_bias_report_noisy_gradient_flags_globals():
 @pytest.mark.usefixtures("optimised")
 def test_pickled_kernel_sequential_chains_matches_posterior():
     y = normal_means_data(400)
-    kernel = pickle.loads(pickle.dumps(SGHMCSplit(normal_means, collect_local_sites=["z"])))
+    kernel = pickle.loads(
+        pickle.dumps(SGHMCSplit(normal_means, collect_local_sites=["z"], **BY_GIBBS_FN))
+    )
     mcmc = posterior_run(kernel, y, chain_method="sequential", num_samples=300, batch=40)
     assert_globals(mcmc, normal_means_posterior(y))
     draws = mcmc.get_samples(group_by_chain=True)
@@ -171,9 +174,8 @@ def test_pickled_kernel_sequential_chains_matches_posterior():
 @pytest.mark.usefixtures("optimised")
 def test_run_after_warmup_matches_posterior():
     y = normal_means_data(400)
-    mcmc = quietly(
-        SGHMCSplit(normal_means, collect_local_sites=True), num_samples=300, num_warmup=50
-    )
+    kernel = SGHMCSplit(normal_means, collect_local_sites=True, **BY_GIBBS_FN)
+    mcmc = quietly(kernel, num_samples=300, num_warmup=50)
     mcmc.warmup(jax.random.key(0), y, batch_size=40)
     warm = mcmc.post_warmup_state
     mcmc.run(jax.random.key(1), y, batch_size=40)
@@ -189,12 +191,13 @@ def test_run_after_warmup_matches_posterior():
 @pytest.mark.parametrize(
     "kernel",
     [
-        SGHMCSplit(normal_means, gibbs_fn=draw_normal_means, gibbs_sites=["z"]),
-        SGHMCSplit(normal_means, subsampling="shuffled"),
+        SGHMCSplit(normal_means, **BY_GIBBS_FN),
+        SGHMCSplit(normal_means, subsampling="shuffled", **BY_GIBBS_FN),
+        SGNHT(normal_means, **BY_GIBBS_FN),
+        SGHMCSplit(normal_means, gradient_estimator="minibatch", **BY_GIBBS_FN),
         SGNHT(normal_means),
-        SGHMCSplit(normal_means, gradient_estimator="minibatch"),
     ],
-    ids=["gibbs_fn", "shuffled", "SGNHT", "minibatch"],
+    ids=["gibbs_fn", "shuffled", "SGNHT", "minibatch", "SGNHT without gibbs_fn"],
 )
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SGMCMCWarning")
 def test_draws_other_kernels_match_marginal_posterior(kernel):
@@ -249,7 +252,7 @@ def test_draws_match_nuts_on_joint_posterior(model, data):
         NUTS(model), num_warmup=500, num_samples=1500, num_chains=2, chain_method="vectorized"
     )
     nuts.run(jax.random.key(0), *args)
-    mcmc = posterior_run(SGHMCSplit(model, collect_local_sites=True), *args, num_samples=1000)
+    mcmc = posterior_run(SGHMCSplit(model), *args, num_samples=1000)
     nuts_draws, draws = (m.get_samples(group_by_chain=True) for m in (nuts, mcmc))
     totals = np.asarray(args[1]).reshape(2000, -1).sum(1)
     rows = np.argsort(totals)[[0, 3, 1000, 1001, 1996, 1999]]

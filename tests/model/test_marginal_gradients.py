@@ -7,8 +7,9 @@ import pytest
 
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.local_latents import LocalValues
-from numpyro_sgmcmc.model.local_moves import LocalLatentsState, estimate_marginal_gradients
+from numpyro_sgmcmc.model.local_moves import estimate_marginal_gradients
 from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.model.trace import GibbsConfig
 from numpyro_sgmcmc.sampling.options import Options
 from tests.model.hierarchies import NOISE, normal_means, normal_means_data
 
@@ -27,13 +28,21 @@ def marginal_potential(position, y):
 def test_estimate_marginal_gradients_any_initial_values_is_unbiased(offset):
     y = jnp.asarray(normal_means_data(ROWS))
     arguments = Arguments((y,), {"batch_size": 30})
-    potential = make_model_potential(normal_means, arguments, Options().init_strategy)
-    values = LocalValues(y[:, None] + offset, {})
-    state = LocalLatentsState(values, jnp.full((ROWS, 1), 0.6), jnp.ones(()))
+
+    def move(rng_key, gibbs_sites, hmc_sites, rows):
+        """Move half of the way to a sample: an autoregressive update with the same target."""
+        precision = 1 / NOISE**2 + 1 / hmc_sites["tau"] ** 2
+        mean = (y[rows] / NOISE**2 + hmc_sites["mu"] / hmc_sites["tau"] ** 2) / precision
+        normals = jax.random.normal(rng_key, rows.shape)
+        return {"z": mean + 0.5 * (gibbs_sites["z"] - mean) + jnp.sqrt(0.75 / precision) * normals}
+
+    gibbs = GibbsConfig(move, ("z",))
+    potential = make_model_potential(normal_means, arguments, Options().init_strategy, gibbs)
+    values = LocalValues({"z": y + offset})
 
     def estimate(key):
         return estimate_marginal_gradients(
-            potential, jnp.asarray(POSITIONS), state, arguments, key, 30
+            potential, jnp.asarray(POSITIONS), values, arguments, key, 30
         )
 
     estimates = np.stack([estimate(key) for key in jax.random.split(jax.random.key(0), 30)])

@@ -53,9 +53,8 @@ def closing_over(value):
 def local(y, batch_size=BATCH):
     mu = numpyro.sample("mu", dist.Normal(0, 1))
     with numpyro.plate("rows", ROWS, subsample_size=batch_size) as i:
-        z = numpyro.sample("z", dist.Normal(mu, 1))
         k = numpyro.sample("k", dist.Bernoulli(0.5))
-        numpyro.sample("y", dist.Normal(z + k, 1.0), obs=y[i])
+        numpyro.sample("y", dist.Normal(mu + k, 1.0), obs=y[i])
 
 
 SHIFT = 0

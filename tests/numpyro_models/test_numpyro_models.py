@@ -20,9 +20,6 @@ from tests.numpyro_models.models import EXAMPLES, SEPARATE
 from tests.quick import quick_if
 from tests.sampling.references import compute_violations, summarise
 
-WITH_LOCAL_SITES = ("batting averages, beta prior", "batting averages, logits")
-
-
 # Regressions of the same statements as others.
 SLOW = {
     "logistic regression",
@@ -34,9 +31,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [quick_if(n not in SLOW, n) for n in EXAMPLES if n not in WITH_LOCAL_SITES]
-)
+@pytest.mark.parametrize("name", [quick_if(n not in SLOW, n) for n in EXAMPLES])
 def test_gradient_is_that_of_numpyros_potential(name):
     example = EXAMPLES[name]
     arguments = Arguments(example.args, {"batch_size": example.batch_size})
