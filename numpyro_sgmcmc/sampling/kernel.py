@@ -64,7 +64,12 @@ from numpyro_sgmcmc.sampling.options import (
 )
 from numpyro_sgmcmc.sampling.prefetch import attach_prefetch_buffer
 from numpyro_sgmcmc.sampling.site_moments import CollectedSites, SiteMoments
-from numpyro_sgmcmc.sampling.state import ChainConfig, SGMCMCState, has_chain_axis
+from numpyro_sgmcmc.sampling.state import (
+    ChainConfig,
+    SGMCMCState,
+    has_chain_axis,
+    make_chain_axes,
+)
 from numpyro_sgmcmc.sampling.step import run_iteration
 
 # Characters of a value in a kernel's repr; longer values are printed as "...".
@@ -418,7 +423,8 @@ class SGMCMCKernel(MCMCKernel):
             potential=self.potential.with_batch_sizes(batch_sizes),
         )
         attach = partial(attach_prefetch_buffer, kernel._chain_config, num_chains=state.i.size)
-        return kernel, jax.vmap(attach)(state._replace(prefetch_buffer=None))
+        axes = make_chain_axes(state.adapt_state.preconditioner)
+        return kernel, jax.vmap(attach, (axes,), axes)(state._replace(prefetch_buffer=None))
 
     def restore(
         self,

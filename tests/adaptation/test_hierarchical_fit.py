@@ -9,7 +9,7 @@ from numpyro.diagnostics import effective_sample_size
 from numpyro.infer import MCMC
 from scipy.optimize import minimize
 
-from numpyro_sgmcmc import SGHMCSplit
+from numpyro_sgmcmc import SGHMCSplit, suggest_subsample_size
 from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy, fit_hierarchy_from_each
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from tests.adaptation.inputs import make_inputs
@@ -252,6 +252,8 @@ def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
     adapt_state = mcmc.last_state.adapt_state
     assert adapt_state.preconditioner.factor.shared_factor.shape == (2, 2)
     assert all(len(x) == 4 for x in adapt_state.inverse_mass_matrix.values())
+    suggestion = suggest_subsample_size(mcmc.sampler, *args, batch_size=100)
+    assert all(np.isfinite(suggestion.seconds_per_draw))
     mode, covariance = compute_exact_mode(*args)
     # The marginal density on a grid of 5 SDs about its mode.
     axes = [
