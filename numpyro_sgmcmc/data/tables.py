@@ -515,7 +515,9 @@ def _find_levels(name: Any, blocks: Sequence[_Block], is_encoded: bool) -> Any:
             if pa.types.is_dictionary(chunk.type):
                 if chunk.dictionary.null_count:
                     num_missing += chunk.dictionary_decode().null_count - chunk.null_count
-                values = values.dictionary_decode() if is_encoded else chunk.dictionary
+                # Not by Arrow's own decoding, which has no strings of polars.
+                levels_of_chunk = _normalise(values.dictionary)
+                values = levels_of_chunk.take(values.indices) if is_encoded else levels_of_chunk
             values = _normalise(values.drop_null())
             if levels is None:
                 levels = values

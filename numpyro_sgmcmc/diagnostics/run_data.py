@@ -283,7 +283,7 @@ def check_sites_kept(names: Sequence[str], samples: Any) -> None:
     if missing := [name for name in names if name not in samples]:
         raise InvalidArgumentError(
             f"The draws of site '{missing[0]}' were not kept.",
-            f"name it in `collect_sites`, or leave '~z.{missing[0]}' out of `extra_fields`.",
+            f"name it in `collect_sites`; leave out '~z.{missing[0]}' if `extra_fields` has it.",
             "sites-not-kept",
         )
 

@@ -7,9 +7,11 @@ For positions :math:`q` of the chain and unbiased gradients :math:`g` of the pot
     C = \operatorname{Cov}(q, g) = \Sigma_\text{chain}\,\Sigma_\text{posterior}^{-1}, \qquad
     m_\text{chain} - m_\text{posterior} = \Sigma_\text{posterior}\,E[g]
 
-exactly for a Gaussian posterior, and to first order in the bias for any other (Stein's identity,
-integration by parts: :math:`C = I` and :math:`E[g] = 0` for draws of the posterior). The identity
-holds however the draws were generated.
+exactly for a Gaussian posterior (Stein's identity, integration by parts: :math:`C = I` and
+:math:`E[g] = 0` for draws of the posterior). For any other posterior a small bias and its estimate
+are proportional, by a factor that depends on the shape: draws from :math:`e^{-U/T}` have
+:math:`C = T`, and SDs of :math:`T^{1/p}` where U grows as :math:`|q|^p`. The identity holds however
+the draws were generated.
 
 :func:`estimate_bias_from_sums` takes the sums that a chain accumulates, as NumPy arrays,
 :func:`estimate_bias_at_draws` gradients taken at draws after the run, and

@@ -165,6 +165,7 @@ def test_run_init_in_modes_one_mode_does_not_change_draws():
     np.testing.assert_array_equal(default, in_modes)
 
 
+@pytest.mark.slow
 def test_run_init_params_no_other_mode_is_searched_for():
     init_params = {"a": 2.0 * np.ones(4), "b": -2.0 * np.ones(4)}
     assert not run(unknown_sign, SQUARES, init_params=init_params, num_samples=10)[1]

@@ -71,8 +71,8 @@ def test_user_step_size_that_serves_is_not_reported(seed):
     ("kernel", "step_size", "effect"),
     [
         (SGHMCSplit, 2.0, r"SDs up to \d+% too narrow"),
-        (SGHMC, 1.5, "unstable"),
-        (SGLD, 1.0, r"SDs up to \d+% too wide"),
+        quick_if(False, SGHMC, 1.5, "unstable"),
+        quick_if(False, SGLD, 1.0, r"SDs up to \d+% too wide"),
         quick_if(False, SGNHT, 2.0, "SD"),
         quick_if(False, SGMGT, 3.0, "SD"),
     ],

@@ -54,6 +54,14 @@ def test_as_arrays_gives_values_codes_and_levels(library):
     np.testing.assert_array_equal(arrays["day"], [1, 0, 1, 0])
 
 
+@pytest.mark.parametrize("dtype", [polars.Categorical, polars.Enum(["b", "c", "a"])])
+def test_as_arrays_encodes_categories_of_polars(dtype):
+    frame = polars.DataFrame({"r": polars.Series(["b", "a", "b"]).cast(dtype)})
+    arrays, levels = as_arrays(frame, ["r"], categories=["r"])
+    assert list(levels["r"]) == ["a", "b"]
+    np.testing.assert_array_equal(arrays["r"], [1, 0, 1])
+
+
 @pytest.mark.parametrize(
     "names", [FRAME.columns[:2], np.array(["x", "late"])], ids=["Index", "array"]
 )

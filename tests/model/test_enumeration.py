@@ -193,7 +193,6 @@ def chain_without_scan(batch_size):
 
 STRUCTURES = (
     dependent_sites,
-    capture_recapture,
     abundance,
     scaled_by_the_user,
     second_plate,
@@ -202,6 +201,7 @@ MORE_STRUCTURES = (  # of parts that the others have
     mixture,
     annotators,
     markov_chain,
+    capture_recapture,
     zero_inflated,
     occupancy,
     two_independent_sites,
@@ -496,11 +496,18 @@ def not_subsampled(batch_size):
     host_mixture(jnp.asarray(X), None)
 
 
+FOUR_STATES = dist.Categorical(jnp.full(4, 0.25))
+
+
 @pytest.mark.parametrize(
     ("model", "match"),
     [
         (_with_states(lambda z: jnp.roll(z, 1)), "'y'.*states.*other rows"),
         (_with_states(lambda z: z.mean()), "'y'.*states.*other rows"),
+        (_with_states(lambda z: z.max(), FOUR_STATES), "'y'.*states.*other rows"),
+        (_with_states(lambda z: (z == 2).mean(), FOUR_STATES), "'y'.*states.*other rows"),
+        (_with_states(lambda z: (z == 3).any(), FOUR_STATES), "'y'.*states.*other rows"),
+        (_with_states(lambda z: (z == 3).all(), FOUR_STATES), "'y'.*states.*other rows"),
         (used_outside, "'total'.*states.*other rows"),
         (crossed, "'z'.*'y'.*'items' and 'rows'"),
         (not_subsampled, "'z'.*'rows', which is not subsampled.*give the plate a subsample_size"),
@@ -512,6 +519,10 @@ def not_subsampled(batch_size):
     ids=[
         "roll",
         "mean",
+        "max",
+        "mean of one state",
+        "any",
+        "all",
         "outside",
         "crossed",
         "full",
@@ -534,6 +545,7 @@ def test_rows_of_a_sharded_array_have_the_potential_of_rows_in_memory():
     np.testing.assert_allclose(value, in_memory.value(q, rows, Arguments((x, B))), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_checkpointed_run_has_the_draws_of_mcmc_and_a_report(tmp_path):
     x = np.random.default_rng(1).normal(size=60).astype(np.float32)
     kernel = SGHMCSplit(

@@ -49,6 +49,7 @@ def model(request, x64):
     return request.param
 
 
+@pytest.mark.slow
 def test_full_gradient_is_that_of_the_joint_potential(model):
     potential, arguments, position = make_case(model)
     (y,) = arguments.args
