@@ -264,11 +264,12 @@ def check_rows_are_independent(
             for name, site in before.items()
             if site["type"] == "sample" and not site["is_observed"]
         }
-        supports, backgrounds = {}, {}
+        supports, dims, backgrounds = {}, {}, {}
         for name in sites.names:
             fn, dim = before[name]["fn"], _find_row_dim(before[name], sites.plate)
             supports[name] = jnp.ravel(fn.enumerate_support(expand=False))
             assert dim is not None
+            dims[name] = dim
             rows = jnp.moveaxis(jnp.asarray(values[name]), dim, 0)
             ends = [jnp.full_like(rows, supports[name][k]) for k in (0, -1)]
             backgrounds[name] = jnp.stack([rows, *ends])
@@ -278,10 +279,9 @@ def check_rows_are_independent(
             """Return densities without those of the first row, which is in the given state."""
             changed = {}
             for name, rows in background.items():
-                dim = _find_row_dim(before[name], sites.plate)
                 support = supports[name]
-                changed[name] = rows.at[0].set(support[state % support.size])
-                changed[name] = jnp.moveaxis(changed[name], 0, dim)
+                moved = rows.at[0].set(support[state % support.size])
+                changed[name] = jnp.moveaxis(moved, 0, dims[name])
             trace = trace_run(
                 set_subsample_indices(seeded, indices), arguments, {**values, **changed}
             )
