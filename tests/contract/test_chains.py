@@ -140,6 +140,7 @@ def test_run_with_jit_model_args_accepts_other_data(progress_bar):
         assert_posterior(draws, *survey_posterior(data)["beta"])
 
 
+@pytest.mark.slow
 def test_run_with_jit_model_args_takes_the_steps_of_each_data_set():
     """Minibatch gradients of data with nine times the variance are nine times as noisy."""
 

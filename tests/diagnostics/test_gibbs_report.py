@@ -125,6 +125,7 @@ def test_draws_beside_a_discrete_block_have_the_exact_posterior(switched):
     np.testing.assert_allclose(draws["total"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_discrete_sites_are_conditioned_on(switched, capsys):
     report = bias_report(switched)
     assert [site.site for site in report.sites] == ["rate"]
@@ -134,6 +135,7 @@ def test_discrete_sites_are_conditioned_on(switched, capsys):
     assert report.summary_line in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sites", "shown", "left_out"),
     [(["k"], "k", "rate"), ("rate", "rate", "k"), (["~k"], "rate", "k"), (["~rate"], "k", "rate")],
@@ -157,6 +159,7 @@ def test_noise_beside_a_discrete_block_is_flagged():
     assert "not measured" in report.diagnosis
 
 
+@pytest.mark.slow
 def test_discrete_site_that_is_stuck_is_named(switched):
     state = switched._states
     stuck = jnp.zeros_like(state["z"]["k"]).at[1].set(2)
@@ -169,6 +172,7 @@ def test_discrete_site_that_is_stuck_is_named(switched):
         switched._states = state
 
 
+@pytest.mark.slow
 def test_unsupported_runs_of_gibbs_raise(switched):
     with pytest.raises(ValueError, match=r"`fn`.*Gibbs"):
         bias_report(switched, lambda draw: draw["rate"])

@@ -74,6 +74,7 @@ def test_draws_globals_match_marginal_posterior(collected_run):
     assert_globals(collected_run, normal_means_posterior(ROWS))
 
 
+@pytest.mark.slow
 def test_draws_local_values_match_conditional_posterior(collected_run):
     """Given the globals, each local value is normal with a known mean and SD."""
     y = ROWS
@@ -92,6 +93,7 @@ def test_draws_local_values_match_conditional_posterior(collected_run):
     assert np.abs(by_row[:, extreme_rows].mean(0)).max() < 5 * np.sqrt(2 / len(by_row))
 
 
+@pytest.mark.slow
 def test_draws_local_values_change_between_draws(collected_run):
     z = np.asarray(collected_run.get_samples(group_by_chain=True)["z"])
     assert (z[:, 1:] != z[:, :-1]).all(2).mean() > 0.9
@@ -99,6 +101,7 @@ def test_draws_local_values_change_between_draws(collected_run):
     assert num_steps >= len(ROWS) / 40
 
 
+@pytest.mark.slow
 def test_draws_without_collected_sites_hold_globals_for_numpyro_and_arviz(collected_run, capsys):
     y = ROWS
     kernel = SGHMCSplit(normal_means, **BY_GIBBS_FN)
