@@ -143,7 +143,8 @@ class Potential:
         """Return the minibatch potential, a scalar, unbiased for the full-data potential.
 
         :param indices: row indices of each subsampled plate, of any number of rows; sharded plates
-            take the same number from each device, in the devices' order.
+            take the same number from each device, in the devices' order. As many as there are rows
+            are in order, if latent sites inside the plate are coordinates.
         """
         return self.mean_over_shards(
             lambda shard, *batch: shard._jitted_value(position, *batch), indices, arguments, rng_key

@@ -17,6 +17,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.subsampled import make_model_potential
+from numpyro_sgmcmc.model.validation import check_conditional_independence
 from tests.contract.kernels import assert_posterior, quietly
 from tests.model.hierarchies import (
     NOISE,
@@ -26,6 +27,7 @@ from tests.model.hierarchies import (
     normal_means_posterior,
 )
 from tests.model.plated import assert_close
+from tests.quick import quick_if
 
 ROWS, BATCH = 40, 8
 
@@ -49,7 +51,14 @@ def model(request, x64):
     return request.param
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        quick_if(model is normal_means, model, id=model.__name__)
+        for model in (normal_means, awkward)
+    ],
+    indirect=True,
+)
 def test_full_gradient_is_that_of_the_joint_potential(model):
     potential, arguments, position = make_case(model)
     (y,) = arguments.args
@@ -59,6 +68,14 @@ def test_full_gradient_is_that_of_the_joint_potential(model):
 
     assert not potential.has_minibatches
     assert_close(_full_gradient(potential, position, arguments), jax.grad(joint)(position))
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+def test_few_rows_are_independent(num_rows):
+    """So few that the rows of a check are all rows."""
+    arguments = Arguments((normal_means_data(num_rows),), {"batch_size": 1})
+    potential = make_model_potential(normal_means, arguments, init_to_uniform)
+    check_conditional_independence(potential, arguments, jnp.zeros(potential.dim, jnp.float32))
 
 
 def test_gradients_of_a_partition_have_the_full_gradient_as_mean(model):
