@@ -422,6 +422,10 @@ def main() -> None:
                 numpyro.set_host_device_count(2)
                 _FOLDER.mkdir(exist_ok=True)
                 print(f"{problem}, {num_rows:,} rows: {make_reference(posterior)}", flush=True)
+            elif not posterior.file.exists():
+                parser.error(
+                    f"'{problem}' with {num_rows} rows has no reference: --reference first"
+                )
             else:
                 compare(problem, posterior, options)
 
