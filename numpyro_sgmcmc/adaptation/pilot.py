@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, random
+from scipy import stats
 
 from numpyro_sgmcmc.adaptation.batch_size import scale_batch_sizes
 from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions, sample_minibatch_indices
@@ -65,6 +66,7 @@ _NONFINITE_STEP_FACTOR = 0.5  # of steps after a window at whose mean the gradie
 # must be for them to run, and their step size relative to the others'.
 _NUM_REFINED_WINDOWS, _MAX_REFINED_ROW_GRADIENTS = 4, 2**26
 _MIN_REFINED_BATCH_SIZE_FACTOR, _REFINED_STEP_FACTOR = 4.0, 0.5
+_R_HAT_SIGNIFICANCE = 0.01  # probability that the R-hat of exact chains exceeds its bound
 _MIN_SEPARATION_SD = 0.3  # gap between two groups of draws, relative to the sum of their SDs
 _PILOT_STEP = PILOT_DYNAMICS.make_step("symmetric")
 
@@ -157,16 +159,19 @@ def run_pilot_windows(
         last_positions = pilot.preconditioner.to_position(last_q)
         chain_means = draws.mean(1, dtype=np.float64)
         median = pilot.preconditioner.to_position(np.median(chain_means, axis=0))
-        compared = draws
+        compared, max_r_hat = draws, MAX_CONVERGED_R_HAT
         if is_block_arrow:  # of thousands of effects some differ by chance
             layout = pilot.preconditioner.factor.layout
             compared = layout.take_shared(draws).astype(np.float64)
+            time = draws.shape[1] * PILOT_THINNING * step_size
+            num_independent = time / PILOT_DYNAMICS.relaxation_time(step_size)
+            max_r_hat = compute_max_r_hat(num_independent, len(draws), layout.num_shared)
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
         is_centered = np.abs(compared.mean((0, 1))).max() < _MAX_CENTER_SHIFT_SD
         pilot = replace(
             pilot,
-            is_converged=bool(r_hat < MAX_CONVERGED_R_HAT and is_centered),
+            is_converged=bool(r_hat < max_r_hat and is_centered),
             r_hat=r_hat,
             window_medians=(*pilot.window_medians, median),
         )
@@ -286,6 +291,21 @@ def compute_r_hat(chain_means: np.ndarray, within_variance: np.ndarray) -> np.nd
     :param within_variance: mean W of the chains' variances, shape ``(d,)``.
     """
     return np.asarray(np.sqrt(1.0 + chain_means.var(0, ddof=1) / within_variance))
+
+
+def compute_max_r_hat(num_draws: float, num_chains: int, num_coordinates: int) -> float:
+    """Return the R-hat below which chains count as converged.
+
+    It is 1.1, or the largest of so many coordinates that exact chains exceed with a probability of
+    1%: the F distribution is that of normal draws.
+
+    :param num_draws: independent draws of each chain, by the relaxation time of a standard normal.
+    """
+    num_draws = max(num_draws, 2.0)
+    degrees_of_freedom = num_chains - 1, num_chains * (num_draws - 1.0)
+    probability = 1.0 - _R_HAT_SIGNIFICANCE / num_coordinates
+    quantile = stats.f.ppf(probability, *degrees_of_freedom)
+    return max(MAX_CONVERGED_R_HAT, float(np.sqrt(1.0 + quantile / num_draws)))
 
 
 def find_separated_coordinates(positions: np.ndarray, other_positions: np.ndarray) -> np.ndarray:

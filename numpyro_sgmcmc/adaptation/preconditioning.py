@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpyro.diagnostics import effective_sample_size
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
@@ -52,8 +53,9 @@ _MAX_REFINED_DIRECTIONS, _NUM_DIRECTION_DRAWS = 32, 1_024
 # the variance 1 / 0.02 of the posterior along it.
 _TARGET_GRADIENT_NOISE_VARIANCE = 0.02
 # Mean of the shared parameters of a hierarchy in preconditioned units, and ratio of their variances
-# to one, beyond which they are refitted.
-_MAX_SHARED_SHIFT_SD, _MAX_SHARED_VARIANCE_RATIO = 0.3, 1.7
+# to one, beyond which they are refitted; the same relative to the sampling errors.
+_MAX_SHIFT_SD, _MAX_VARIANCE_RATIO = 0.3, 1.7
+_NUM_STANDARD_ERRORS_OF_SHIFT, _MAX_SAMPLED_VARIANCE_RATIO = 3.0, 1.2
 # Ratios of variances: draws where no other gradients are needed; standard errors of lower bounds.
 _NUM_RATIO_DRAWS, _NUM_STANDARD_ERRORS_OF_RATIO = 32, 2.0
 
@@ -380,18 +382,37 @@ def _update_block_arrow(
 
     The effects given the shared parameters are known better from their blocks than from draws.
     """
-    layout = preconditioner.factor.layout
-    shared = layout.take_shared(draws).astype(np.float64).reshape(-1, layout.num_shared)
+    shared = preconditioner.factor.layout.take_shared(draws).astype(np.float64)
     no_bounds = np.ones(draws.shape[-1])
-    covariance = np.atleast_2d(np.cov(shared, rowvar=False))
-    eigenvalues = np.linalg.eigvalsh(covariance)
-    is_covariance_off = max(eigenvalues.max(), 1.0 / eigenvalues.min()) > _MAX_SHARED_VARIANCE_RATIO
-    is_center_off = np.abs(shared.mean(0)).max() > _MAX_SHARED_SHIFT_SD
-    if not (is_covariance_off or is_center_off):
+    if (refit := refit_standard_normal(shared)) is None:
         return PreconditionerUpdate(preconditioner, no_bounds)
-    scale = factorize_spd(covariance) if is_covariance_off else np.eye(layout.num_shared)
-    updated = recenter_block_arrow(inputs, preconditioner, shared.mean(0), scale)
+    updated = recenter_block_arrow(inputs, preconditioner, *refit)
     return PreconditionerUpdate(updated, no_bounds) if updated is not None else None
+
+
+def refit_standard_normal(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return mean and factor of the covariance of draws, or None if they may be standard normal.
+
+    The covariance of few draws has eigenvalues far from one by chance (law of Marchenko and
+    Pastur): the covariance counts beyond these, and is shrunk towards the identity.
+
+    :param draws: shape ``(chains, draws, s)``.
+    """
+    num_draws, dim = float(np.median(effective_sample_size(draws))), draws.shape[-1]
+    draws = draws.reshape(-1, dim)
+    mean, covariance = draws.mean(0), np.atleast_2d(np.cov(draws, rowvar=False))
+    eigenvalues, error = np.linalg.eigvalsh(covariance), np.sqrt(dim / num_draws)
+    high = max(_MAX_VARIANCE_RATIO, _MAX_SAMPLED_VARIANCE_RATIO * (1.0 + error) ** 2)
+    low = max(1.0 - error, 0.0) ** 2 / _MAX_SAMPLED_VARIANCE_RATIO
+    low = min(1.0 / _MAX_VARIANCE_RATIO, low)
+    is_covariance_off = eigenvalues.max() > high or eigenvalues.min() < low
+    max_shift = max(_MAX_SHIFT_SD, _NUM_STANDARD_ERRORS_OF_SHIFT / np.sqrt(num_draws))
+    if not (is_covariance_off or np.abs(mean).max() > max_shift):
+        return None
+    if not is_covariance_off:
+        return mean, np.eye(dim)
+    weight = num_draws / (num_draws + dim)
+    return mean, factorize_spd(weight * covariance + (1.0 - weight) * np.eye(dim))
 
 
 def _bound_variance_ratios(

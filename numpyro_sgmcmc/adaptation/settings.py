@@ -218,6 +218,7 @@ class AdaptationTrace(NamedTuple):
     - **mean_bias** - largest predicted bias of a mean, in posterior SDs.
     - **num_pilot_windows** - windows of pilot chains; 0 for the warm-up with local latents.
     - **r_hat** - largest R-hat of the pilot chains in their last window.
+    - **is_converged** - whether these chains agreed.
     - **choice**, **predicted_mean_bias** - from which draws with minibatches of other sizes are
       predicted; None where nothing can be predicted.
     """
@@ -229,6 +230,7 @@ class AdaptationTrace(NamedTuple):
     mean_bias: float
     num_pilot_windows: int = 0
     r_hat: float = 1.0
+    is_converged: bool = True
     choice: SubsamplingChoice | None = None
     predicted_mean_bias: PredictedMeanBias | None = None
 

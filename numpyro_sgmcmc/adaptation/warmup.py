@@ -51,6 +51,7 @@ from numpyro_sgmcmc.adaptation.pilot import (
 )
 from numpyro_sgmcmc.adaptation.preconditioning import factorize_covariance
 from numpyro_sgmcmc.adaptation.settings import (
+    MAX_CONVERGED_R_HAT,
     Adaptation,
     AdaptationTrace,
     Candidates,
@@ -292,6 +293,7 @@ def adapt_to_mode(
             mean_bias=step.mean_bias.compute_max(step_size),
             num_pilot_windows=len(pilot.window_medians),
             r_hat=pilot.r_hat,
+            is_converged=pilot.is_converged or pilot.r_hat < MAX_CONVERGED_R_HAT,
             choice=choice if can_predict_sizes else None,
             predicted_mean_bias=step.mean_bias if can_predict_sizes else None,
         ),

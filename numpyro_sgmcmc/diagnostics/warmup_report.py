@@ -11,7 +11,6 @@ import numpy as np
 from numpyro.infer import MCMC
 
 from numpyro_sgmcmc.adaptation import Adaptation
-from numpyro_sgmcmc.adaptation.settings import MAX_CONVERGED_R_HAT
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS
 from numpyro_sgmcmc.diagnostics.diagnosis import format_r_hat
 from numpyro_sgmcmc.diagnostics.run_data import check_has_data, get_coordinate_names
@@ -162,8 +161,7 @@ def _describe_initialisation(adaptation: Adaptation) -> str:
         )
     num_modes = 1 + len(adaptation.other_mode_preconditioners)
     modes = f" {num_modes} modes, in which chains start in turn." * (num_modes > 1)
-    is_unconverged = trace.r_hat > MAX_CONVERGED_R_HAT
-    place = "which had not converged" if is_unconverged else "in the bulk of the posterior"
+    place = "in the bulk of the posterior" if trace.is_converged else "which had not converged"
     return f"Last positions of pilot chains, {place} ({r_hat}).{modes}"
 
 

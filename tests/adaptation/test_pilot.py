@@ -11,11 +11,15 @@ from numpyro_sgmcmc.adaptation.budget import WarmupBudget
 from numpyro_sgmcmc.adaptation.gradient_noise import NO_NOISE
 from numpyro_sgmcmc.adaptation.pilot import (
     PilotResult,
+    compute_max_r_hat,
     compute_r_hat,
     run_pilot,
     run_pilot_windows,
 )
-from numpyro_sgmcmc.adaptation.preconditioning import update_preconditioner
+from numpyro_sgmcmc.adaptation.preconditioning import (
+    refit_standard_normal,
+    update_preconditioner,
+)
 from numpyro_sgmcmc.adaptation.settings import WarmupInputs
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.model.gradient_estimators import MinibatchGradient
@@ -128,3 +132,53 @@ def test_update_preconditioner_heavy_tails_have_variance_ratio_of_one():
     for width in (1.0, 4.0):
         updated = update_preconditioner(inputs, preconditioner, width * draws, NO_NOISE, True)
         assert (updated.min_variance_ratios.max() > 1.5) == (width > 1.0)
+
+
+def make_correlated_draws(rng, num_chains, num_draws, factor, lag_correlation=0.8):
+    """Return draws of autoregressive chains with the covariance of a factor."""
+    x = rng.standard_normal((num_chains, num_draws, len(factor)))
+    for i in range(1, num_draws):
+        x[:, i] = lag_correlation * x[:, i - 1] + np.sqrt(1 - lag_correlation**2) * x[:, i]
+    return x @ factor.T
+
+
+def test_few_draws_of_many_shared_parameters_change_no_covariance():
+    # 160 draws, about 18 of them independent, have eigenvalues between 0.00 and 5 by chance.
+    draws = make_correlated_draws(np.random.default_rng(0), 8, 20, np.eye(41))
+    assert np.linalg.eigvalsh(np.cov(draws.reshape(-1, 41), rowvar=False)).min() < 0.1
+    refit = refit_standard_normal(draws)
+    assert refit is None or (refit[1] == np.eye(41)).all()
+
+
+def test_covariance_of_few_draws_is_shrunk():
+    factor = np.diag([6.0, *np.ones(40)])
+    draws = make_correlated_draws(np.random.default_rng(1), 8, 40, factor)
+    _, refitted = refit_standard_normal(draws)
+    covariance = refitted @ refitted.T
+    # The wide direction is found, and no other one is scaled by more than a factor of two.
+    assert 10.0 < covariance[0, 0] < 60.0
+    others = np.linalg.eigvalsh(covariance)[:-1]
+    assert others.min() > 0.25
+    assert others.max() < 4.0
+
+
+def test_covariance_of_many_draws_is_refitted():
+    factor = np.array([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    draws = make_correlated_draws(np.random.default_rng(2), 8, 400, factor)
+    mean, refitted = refit_standard_normal(0.5 + draws)
+    covariance = refitted @ refitted.T
+    np.testing.assert_allclose(covariance, factor @ factor.T, atol=0.8, rtol=0.25)
+    np.testing.assert_allclose(mean, 0.5, atol=0.4)
+
+
+def test_r_hat_of_exact_chains_is_below_its_bound():
+    rng = np.random.default_rng(3)
+    num_draws, num_chains, dim, num_trials = 7, 8, 41, 400
+    draws = rng.standard_normal((num_trials, num_chains, num_draws, dim))
+    r_hats = np.array([compute_r_hat(x.mean(1), x.var(1, ddof=1).mean(0)).max() for x in draws])
+    bound = compute_max_r_hat(num_draws, num_chains, dim)
+    # The bound is exceeded with a probability of 1%, and 1.1 nearly always.
+    assert (r_hats > bound).mean() < 0.03
+    assert np.quantile(r_hats, 0.9) > 0.92 * bound
+    assert np.mean(r_hats > 1.1) > 0.9
+    assert compute_max_r_hat(1e4, num_chains, dim) == 1.1
