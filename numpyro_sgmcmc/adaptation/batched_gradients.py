@@ -14,6 +14,7 @@ nothing, and the curvature of columns in very different units needs the precisio
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -51,6 +52,7 @@ _MIN_PASS_BATCH_SIZE = 64  # of a pass over many rows: with fewer, Python's over
 # Rows times directions per Hessian product (a bound on memory), and minibatches whose products are
 # summed in the model's precision before they are added in float64 (a bound on rounding errors).
 _MAX_HESSIAN_ROW_DIRECTIONS, _MAX_HESSIAN_MINIBATCHES_PER_CALL = 2**20, 32
+_MAX_MAPPED_DIRECTIONS = 4  # up to which products one by one are faster than all at once, on CPUs
 # Rows of a minibatch, and numbers that belong to these, in passes over all rows in which each
 # minibatch costs vectors of all coordinates: bounds of time and memory.
 _MIN_LARGE_PASS_ROWS, _MAX_LARGE_PASS_VALUES, _LARGE_PASS_VALUES_PER_ROW = 2**15, 2**25, 32
@@ -325,7 +327,8 @@ def _sum_gradients_and_products(
         gradient, product = jax.linearize(
             lambda q: potential.gradient(q, indices, arguments), position
         )
-        if position.size > HIGH_DIM:  # where scatters of all products at once miss the cache
+        # Scatters of all products at once miss the cache.
+        if position.size > HIGH_DIM or len(directions) <= _MAX_MAPPED_DIRECTIONS:
             values = gradient, lax.map(product, directions)
         else:
             values = gradient, jax.vmap(product)(directions)
@@ -333,6 +336,22 @@ def _sum_gradients_and_products(
 
     zeros = jnp.zeros_like(position), jnp.zeros_like(directions)
     return lax.scan(add_minibatch, zeros, (indices, weights))[0]
+
+
+def _call_ahead(
+    fn: Callable[..., Any], calls: Iterable[tuple[Any, tuple[Any, ...]]], dim: int
+) -> Iterator[tuple[Any, Any]]:
+    """Yield keys and results of a compiled function, of which the next call runs meanwhile.
+
+    :param calls: keys and arguments.
+    :param dim: number of coordinates, of which many leave no memory for two calls.
+    """
+    pending: deque[tuple[Any, Any]] = deque()
+    for key, arguments in calls:
+        pending.append((key, fn(*arguments)))
+        if len(pending) > (dim <= HIGH_DIM):
+            yield pending.popleft()
+    yield from pending
 
 
 class BatchedGradients:
@@ -529,31 +548,52 @@ class BatchedGradients:
             aot_compile(_sum_gradients_and_products, *next(calls)[1])
 
     def large_pass_products(
-        self, position: np.ndarray, directions: np.ndarray, directions_per_call: int = 0
+        self, positions: np.ndarray, directions: np.ndarray, directions_per_call: int = 0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradient on all rows ``(d,)``, and the Hessian times directions ``(n, d)``.
+        """Return gradients on all rows ``(k, d)``, and Hessians times directions ``(k, n, d)``.
 
         Minibatches are as large as memory allows: each costs some vectors of d numbers per
         direction.
 
+        :param positions: shape ``(k, d)``.
         :param directions_per_call: by default all, in one call.
         """
-        gradient, products = np.zeros(position.size), np.zeros(directions.shape)
-        for rows, inputs in self._iter_product_calls(
+        gradients = np.zeros(positions.shape)
+        products = np.zeros((len(positions), *directions.shape))
+        calls = (
+            ((k, rows), inputs)
+            for k, position in enumerate(positions)
+            for rows, inputs in self._iter_large_pass_calls(
+                position, directions, directions_per_call
+            )
+        )
+        for (k, rows), sums in _call_ahead(_sum_gradients_and_products, calls, self.potential.dim):
+            call_gradient, call_products = (np.asarray(x, np.float64) for x in sums)
+            if len(directions):
+                products[k, rows] += call_products[rows.start - rows.stop :]
+            gradients[k] += call_gradient * (rows.start == 0)
+        return gradients, products
+
+    def large_pass_gradients(self, positions: np.ndarray) -> np.ndarray:
+        """Return gradients on all rows, as :meth:`large_pass_products` does."""
+        return self.large_pass_products(positions, np.zeros((0, positions.shape[1])))[0]
+
+    def precompile_large_pass(self, num_directions: int) -> None:
+        """Start the compilation of :meth:`large_pass_products`, with and without directions."""
+        for num in (num_directions, 0):
+            position = np.zeros(self.potential.dim)
+            calls = self._iter_large_pass_calls(position, np.zeros((num, position.size)))
+            aot_compile(_sum_gradients_and_products, *next(calls)[1])
+
+    def _iter_large_pass_calls(
+        self, position: np.ndarray, directions: np.ndarray, directions_per_call: int = 0
+    ) -> Iterator[tuple[slice, tuple[Any, ...]]]:
+        return self._iter_product_calls(
             position,
             directions,
             self._large_pass_plate_groups,
             directions_per_call=directions_per_call or len(directions),
-        ):
-            sums = (np.asarray(x, np.float64) for x in _sum_gradients_and_products(*inputs))
-            call_gradient, call_products = sums
-            products[rows] += call_products[rows.start - rows.stop :] if len(directions) else 0.0
-            gradient += call_gradient * (rows.start == 0)
-        return gradient, products
-
-    def large_pass_gradient(self, position: np.ndarray) -> np.ndarray:
-        """Return the gradient on all rows, as :meth:`large_pass_products` does."""
-        return self.large_pass_products(position, np.zeros((0, position.size)))[0]
+        )
 
     @cached_property
     def _large_pass_plate_groups(self) -> list[list[Plate]]:

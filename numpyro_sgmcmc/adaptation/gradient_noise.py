@@ -423,7 +423,7 @@ def _compute_mean_biases(bulk: BulkPositions, perturbations: np.ndarray) -> np.n
     points = np.concatenate([q[:, None], q[:, None] + perturbations, q[:, None] - perturbations], 1)
     positions = preconditioner.to_position(points.reshape(-1, dim))
     if preconditioner.is_block_arrow:  # a subset would have few rows of each group
-        gradients = np.stack([bulk.batched_gradients.large_pass_gradient(x) for x in positions])
+        gradients = bulk.batched_gradients.large_pass_gradients(positions)
         values = np.zeros(len(gradients))
     else:
         values, gradients = bulk.batched_gradients.evaluate_on_subset(positions)
@@ -537,19 +537,19 @@ def _estimate_max_block_arrow_curvature(bulk: BulkPositions, rng: np.random.Gene
     preconditioner, batched_gradients = bulk.preconditioner, bulk.batched_gradients
     factor, largest = preconditioner.factor, 1.0
 
-    def compute_gradient(q: np.ndarray) -> np.ndarray:
-        gradient = batched_gradients.large_pass_gradient(preconditioner.to_position(q))
-        return np.asarray(preconditioner.pull_back(q, gradient))
+    def compute_gradients(q: np.ndarray) -> np.ndarray:
+        gradients = batched_gradients.large_pass_gradients(preconditioner.to_position(q))
+        return np.asarray(preconditioner.pull_back(q, gradients))
 
     def multiply_hessian(q: np.ndarray, directions: np.ndarray) -> np.ndarray:
         if factor.sd_trend is None:
-            _, products = batched_gradients.large_pass_products(
-                preconditioner.to_position(q), preconditioner.apply(directions)
+            _, (products,) = batched_gradients.large_pass_products(
+                preconditioner.to_position(q[None]), preconditioner.apply(directions)
             )
             return np.asarray(preconditioner.apply_transpose(products))
         steps = _NONLINEAR_STEP_LENGTH * directions
-        changes = [compute_gradient(q + x) - compute_gradient(q - x) for x in steps]
-        return np.stack(changes) / (2.0 * _NONLINEAR_STEP_LENGTH)
+        above, below = np.split(compute_gradients(np.concatenate([q + steps, q - steps])), 2)
+        return (above - below) / (2.0 * _NONLINEAR_STEP_LENGTH)
 
     num_directions = factor.layout.num_effect_probes if factor.sd_trend is None else 1
     for q in bulk.q[:_MAX_CURVATURE_POSITIONS_ON_ALL_ROWS]:

@@ -22,8 +22,9 @@ groups; 10 to 15 iterations are usual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.linalg import hadamard
@@ -50,7 +51,7 @@ _CONVERGED_DECREMENT, _NUM_CONVERGED = 0.1, 2
 # Bound on the change of each coordinate in one iteration, in unconstrained units; it doubles while
 # steps reduce the gradient.
 _INIT_STEP_BOUND = 0.7
-_MAX_EFFECT_STEP_SD = 0.2  # RMS step of the effects above which they are updated once more
+_MAX_EFFECT_STEP_SD = 0.2  # RMS Newton step of the effects above which they take one more
 _REFRESH_DISTANCE = 1.0  # change of the shared parameters after which their coupling is refreshed
 _MIN_CURVATURE_RATIO = 1e-2  # of a secant over the model's, below which BFGS leaves it out
 # Of the Schur complement with unit diagonal of the corner; smaller for several groupings, whose
@@ -63,6 +64,8 @@ _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFG
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
 _MAX_FIT_DISTANCE_SD = 3.0  # between the shared parameters of fits of the same mode
+# Newton decrement and distance at which a further fit is certain to end there.
+_NEAR_DECREMENT, _NEAR_DISTANCE_SD = 1.0, 2.0
 # Relative error of a product with a random vector up to which the Hessian is a block-arrow matrix.
 _MAX_STRUCTURE_ERROR = 2e-3
 
@@ -73,14 +76,12 @@ class _Conditional:
 
     - **position** - shared parameters and means of the effects, shape ``(d,)``.
     - **factors** - F with F F^T the covariances of the effects, shape ``(k, k, G)``.
-    - **marginal_gradient** - M, shape ``(s,)``.
-    - **step** - RMS of the last step of the effects, in their SDs.
+    - **gradient** - its expectation over the effects, shape ``(d,)``.
     """
 
     position: np.ndarray
     factors: np.ndarray
-    marginal_gradient: np.ndarray
-    step: float
+    gradient: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -96,26 +97,38 @@ class _Linearisation:
         """Return the effects' covariance given the shared parameters times ``(k, G)``."""
         return apply_covariance(self.factors, effects[None], self.correlation)[0]
 
+    def compute_marginal_gradient(self, layout: BlockArrowLayout, gradient: np.ndarray) -> Any:
+        """Return M, shape ``(s,)``, from the expectation of the gradient."""
+        of_effects, of_shared = layout.split(gradient)
+        return of_shared - self.strips.sum_over_groups(self.apply_covariance(of_effects))
+
 
 def fit_hierarchy_from_each(
-    inputs: WarmupInputs, layout: BlockArrowLayout, positions: Sequence[np.ndarray]
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    positions: Sequence[np.ndarray],
+    start_compilation: Callable[[Preconditioner], None] = lambda fit: None,
 ) -> Preconditioner | None:
     """Return the coordinates of :func:`fit_hierarchy` if its fits from initial positions agree.
 
+    :param start_compilation: called with the coordinates before the other fits.
     :return: None where no fit converges, and where two differ, because there are other modes.
     """
-    first: Preconditioner | None = None
-    for position in positions:
-        fit = fit_hierarchy(inputs, layout, position)
-        if fit is None:
-            continue
-        first = first or fit
-        _, distance = layout.split(first.solve(fit.center - first.center))
-        if np.abs(distance).max() > _MAX_FIT_DISTANCE_SD:
+    remaining = iter(positions)
+    fits = (fit_hierarchy(inputs, layout, position) for position in remaining)
+    first = next((fit for fit in fits if fit is not None), None)
+    if first is None:
+        return None
+    if not first.reference_hessian.pairs and layout.num_shared <= _MAX_TREND_SHARED:
+        first = _refine_shared(inputs, layout, first)
+    if first is None:
+        return None
+    start_compilation(first)
+    for position in remaining:
+        fit = _fit_marginal(inputs, layout, position, first)
+        if fit and _compute_distance(layout, first, fit[0].position) > _MAX_FIT_DISTANCE_SD:
             return None
-    if first is None or first.reference_hessian.pairs or layout.num_shared > _MAX_TREND_SHARED:
-        return first
-    return _refine_shared(inputs, layout, first)
+    return first
 
 
 def fit_hierarchy(
@@ -125,54 +138,83 @@ def fit_hierarchy(
 
     :return: None where the Hessian is no block-arrow matrix, and where the fit does not converge.
     """
+    fit = _fit_marginal(inputs, layout, position)
+    return None if fit is None else _build_preconditioner(inputs, layout, *fit)
+
+
+def _compute_distance(layout: BlockArrowLayout, fit: Preconditioner, position: np.ndarray) -> float:
+    """Return how far the shared parameters are from those of a fit, in posterior SDs."""
+    return float(np.abs(layout.take_shared(fit.solve(position - fit.center))).max())
+
+
+def _fit_marginal(
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    position: np.ndarray,
+    known: Preconditioner | None = None,
+) -> tuple[_Conditional, np.ndarray] | None:
+    """Return the effects at the mode of the marginal, and the covariance of shared parameters.
+
+    :param known: a fit, near which this one need not converge.
+    """
     signs = np.random.default_rng(0).choice(
         [-1.0, 1.0], (layout.effects_per_group, layout.num_groups)
     )
     if not inputs.settings.has_init_params:
         # Random effects of the initialisation strategy say nothing about their scale.
-        _, shared = layout.split(position)
+        shared = layout.take_shared(position)
         position = layout.merge(np.zeros_like(signs), shared)
-    linearisation = _linearise(inputs, layout, position, check_structure=True)
+    linearisation = _linearise(inputs, layout, position, check_structure=known is None)
     if linearisation is None:
         return None
-    conditional = _Conditional(position, linearisation.factors, np.zeros(layout.num_shared), np.inf)
+    conditional = _Conditional(position, linearisation.factors, np.zeros_like(position))
     bound = _INIT_STEP_BOUND
     for _ in range(2):
         conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
     linearisation = _linearise(inputs, layout, conditional.position)
     if linearisation is None:
         return None
-    inverse_hessian, distance, num_converged = linearisation.shared_covariance, 0.0, 0
+    inverse_hessian, num_converged = linearisation.shared_covariance, 0
+    distance = 0.0
+    gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
     for _ in range(_MAX_ITERATIONS):
         inputs.progress.advance(1)
-        gradient = conditional.marginal_gradient
         step = -inverse_hessian @ gradient
         largest = np.abs(step).max()
         step = step * min(1.0, bound / largest) if largest > 0.0 else step
         shift = -linearisation.apply_covariance(linearisation.strips.multiply(step))
         shift = layout.merge(shift, step)
-        moved = replace(conditional, position=conditional.position + shift)
-        following = _update_effects(inputs, layout, linearisation, moved, signs, bound)
-        if following.step > _MAX_EFFECT_STEP_SD:
-            following = _update_effects(inputs, layout, linearisation, following, signs, bound)
-        if not np.isfinite(following.marginal_gradient).all():
+        conditional = replace(conditional, position=conditional.position + shift)
+        for _ in range(2):
+            conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
+            of_effects, _ = layout.split(conditional.gradient)
+            remaining = np.einsum("abg,ag->bg", conditional.factors, of_effects)
+            if np.mean(np.square(remaining)) < _MAX_EFFECT_STEP_SD**2:
+                break
+        distance += np.abs(step).max()
+        following = linearisation.compute_marginal_gradient(layout, conditional.gradient)
+        if not np.isfinite(following).all():
             return None
-        change = following.marginal_gradient - gradient
         decrement = _compute_decrement(inverse_hessian, gradient)
-        has_improved = _compute_decrement(inverse_hessian, following.marginal_gradient) < decrement
+        has_improved = _compute_decrement(inverse_hessian, following) < decrement
         bound = 2.0 * bound if has_improved and largest > bound else _INIT_STEP_BOUND
-        inverse_hessian = _update_bfgs(inverse_hessian, step, change, gradient)
-        conditional, distance = following, distance + np.abs(step).max()
+        inverse_hessian = _update_bfgs(inverse_hessian, step, following - gradient, gradient)
+        gradient = following
         if distance > _REFRESH_DISTANCE:
             linearisation = _linearise(inputs, layout, conditional.position)
             if linearisation is None:
                 return None
             inverse_hessian, distance = linearisation.shared_covariance, 0.0
-            conditional = _update_effects(inputs, layout, linearisation, conditional, signs, bound)
-        decrement = _compute_decrement(inverse_hessian, conditional.marginal_gradient)
+            gradient = linearisation.compute_marginal_gradient(layout, conditional.gradient)
+        decrement = _compute_decrement(inverse_hessian, gradient)
         num_converged = num_converged + 1 if decrement < _CONVERGED_DECREMENT else 0
-        if num_converged == _NUM_CONVERGED:
-            return _build_preconditioner(inputs, layout, conditional, inverse_hessian)
+        is_near = (
+            known is not None
+            and decrement < _NEAR_DECREMENT
+            and _compute_distance(layout, known, conditional.position) < _NEAR_DISTANCE_SD
+        )
+        if is_near or num_converged == _NUM_CONVERGED:
+            return conditional, inverse_hessian
     return None
 
 
@@ -180,8 +222,8 @@ def evaluate_block_arrow(
     inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
     """Return gradient and Hessian on all rows."""
-    gradient, products = inputs.batched_gradients.large_pass_products(
-        position, layout.make_probes(), layout.num_effect_probes
+    (gradient,), (products,) = inputs.batched_gradients.large_pass_products(
+        position[None], layout.make_probes(), layout.num_effect_probes
     )
     pairs = None
     if len(layout.groupings) > 1:
@@ -254,21 +296,20 @@ def _refine_shared(
     are differentiated along each of them.
     """
     factors, probes = preconditioner.factor.effect_factors, layout.make_probes(with_shared=False)
-    no_effects, no_shared = np.zeros(factors.shape[1:]), np.zeros(layout.num_shared)
+    no_effects = np.zeros(factors.shape[1:])
     signs = np.random.default_rng(2).choice([-1.0, 1.0], factors.shape[1:])
 
     def evaluate(shared: np.ndarray, all_signs: Sequence[np.ndarray]) -> tuple:
         """Return logarithms of the precisions of the effects' coordinates, and M."""
         position = preconditioner.to_position(layout.merge(no_effects, shared))
-        _, products = inputs.batched_gradients.large_pass_products(position, probes)
-        blocks, gradients = layout.make_blocks(products), []
-        deviations = (factorize_inverse_blocks(blocks) * x for x in all_signs)
-        for deviation in (layout.merge(x.sum(1), no_shared) for x in deviations):
-            gradients += [
-                inputs.batched_gradients.large_pass_gradient(position + sign * deviation)
-                for sign in (1.0, -1.0)
-            ]
-        gradient = preconditioner.factor.apply_transpose(np.mean(gradients, 0))
+        _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
+        blocks = layout.make_blocks(products)
+        deviations = np.stack([(factorize_inverse_blocks(blocks) * x).sum(1) for x in all_signs])
+        deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
+        gradients = inputs.batched_gradients.large_pass_gradients(
+            position + np.concatenate([deviations, -deviations])
+        )
+        gradient = preconditioner.factor.apply_transpose(gradients.mean(0))
         precisions = (factors * np.einsum("acg,cbg->abg", blocks, factors)).sum(0)
         return np.log(np.maximum(precisions, _MIN_SCALED_EIGENVALUE)), layout.split(gradient)[1]
 
@@ -297,7 +338,7 @@ def _refine_shared(
     # Signs of which the products of a group's effects cancel.
     num_effects = layout.effects_per_group
     patterns = hadamard(1 << (num_effects - 1).bit_length())[:, :num_effects]
-    _, marginal = evaluate(no_shared, [signs * x[:, None] for x in patterns])
+    _, marginal = evaluate(np.zeros(layout.num_shared), [signs * x[:, None] for x in patterns])
     step = -(vectors / eigenvalues) @ (vectors.T @ marginal)
     return recenter_block_arrow(inputs, preconditioner, step, vectors / np.sqrt(eigenvalues))
 
@@ -364,7 +405,7 @@ def _is_block_arrow(inputs: WarmupInputs, hessian: BlockArrowMatrix, position: n
     scale = 1.0 / np.sqrt(np.maximum(np.abs(diagonal), np.finfo(float).tiny))
     vector = scale * np.random.default_rng(1).standard_normal(position.size)
     directions = np.tile(vector, (layout.num_effect_probes, 1))  # of a shape that is compiled
-    _, products = inputs.batched_gradients.large_pass_products(position, directions)
+    _, (products,) = inputs.batched_gradients.large_pass_products(position[None], directions)
     expected = scale * (hessian @ vector)
     error = scale * products[0] - expected
     return bool(np.linalg.norm(error) < _MAX_STRUCTURE_ERROR * np.linalg.norm(expected))
@@ -378,31 +419,25 @@ def _update_effects(
     signs: np.ndarray,
     bound: float,
 ) -> _Conditional:
-    """Take a Newton step of the effects given the shared parameters, and evaluate M there."""
+    """Take a Newton step of the effects given the shared parameters."""
     probes = layout.make_probes(with_shared=False)
 
-    def evaluate(position: np.ndarray, factors: np.ndarray, directions: np.ndarray) -> tuple:
+    def evaluate(position: np.ndarray, factors: np.ndarray, directions: np.ndarray) -> Any:
         """Return means over two antithetic points of gradient and products."""
         effects = np.einsum("abg,bg->ag", factors, signs)
         deviation = layout.merge(effects, np.zeros(layout.num_shared))
-        both = [
-            inputs.batched_gradients.large_pass_products(position + sign * deviation, directions)
-            for sign in (1.0, -1.0)
-        ]
-        return tuple((a + b) / 2.0 for a, b in zip(*both, strict=True))
+        points = position + np.stack([deviation, -deviation])
+        results = inputs.batched_gradients.large_pass_products(points, directions)
+        return (x.mean(0) for x in results)
 
     gradient, products = evaluate(conditional.position, conditional.factors, probes)
-    of_effects, _ = layout.split(gradient)
+    of_effects, of_shared = layout.split(gradient)
     factors = factorize_inverse_blocks(layout.make_blocks(products))
     (step,) = -apply_covariance(factors, of_effects[None], linearisation.correlation)
-    rms = float(np.sqrt(np.mean(np.square(np.einsum("abg,ag->bg", factors, of_effects)))))
-    shift = layout.merge(np.clip(step, -bound, bound), np.zeros(layout.num_shared))
+    shift = layout.merge(np.clip(step, -bound, bound), np.zeros_like(of_shared))
     position = conditional.position + shift
     gradient, _ = evaluate(position, factors, probes[:0])
-    of_effects, of_shared = layout.split(gradient)
-    shift = linearisation.apply_covariance(of_effects)
-    marginal = of_shared - linearisation.strips.sum_over_groups(shift)
-    return _Conditional(position, factors, marginal, rms)
+    return _Conditional(position, factors, gradient)
 
 
 def _update_bfgs(

@@ -388,8 +388,11 @@ def run_pilot(
     return np.concatenate(draws, axis=1)
 
 
-def precompile_pilot(inputs: WarmupInputs) -> None:
-    """Start to compile :func:`run_pilot` for the first window, which has no low-rank factor."""
+def precompile_pilot(inputs: WarmupInputs, preconditioner: Preconditioner | None = None) -> None:
+    """Start to compile :func:`run_pilot` for the first window.
+
+    :param preconditioner: by default one without a low-rank factor.
+    """
     potential, settings, budget = inputs.potential, inputs.settings, inputs.budget
     matrix, dim, num_chains = settings.inverse_mass_matrix, potential.dim, budget.num_pilot_chains
     is_dense = settings.is_dense if matrix is None else matrix.ndim == 2
@@ -402,12 +405,16 @@ def precompile_pilot(inputs: WarmupInputs) -> None:
         p.name: jax.ShapeDtypeStruct((steps, p.subsample_size), np.int32) for p in potential.plates
     }
     keys = random.split(random.key(0), steps) if potential.is_stochastic else None
-    factor = shaped(dim, dim) if is_dense else shaped(dim)
+    if preconditioner is None:
+        factor = shaped(dim, dim) if is_dense else shaped(dim)
+        preconditioner = Preconditioner(shaped(dim), factor, shaped(dim))
+    else:
+        preconditioner = preconditioner.cast(potential.dtype)
     aot_compile(
         _run_pilot_steps,
         potential,
         inputs.arguments,
-        Preconditioner(shaped(dim), factor, shaped(dim)),
+        preconditioner,
         UnderdampedState(shaped(num_chains, dim), shaped(num_chains, dim)),
         shaped(),
         shaped(),

@@ -181,11 +181,19 @@ def _fit_hierarchy(
     if layout is None:
         return None
     inputs.progress.begin_stage("variational fit")
+    inputs.batched_gradients.precompile_large_pass(layout.num_effect_probes)
     num_inits = (
         1 if settings.has_init_params else min(_NUM_HIERARCHY_INITS, inputs.budget.num_inits)
     )
     positions = find_finite_positions(inputs, init_positions, num_inits)
-    return fit_hierarchy_from_each(inputs, layout, positions)
+    pilot_inputs = replace(inputs, budget=inputs.budget.for_hierarchy())
+
+    def start_compilation(fit: Preconditioner) -> None:
+        if _can_include_rows(inputs):
+            precompile_influential_rows(potential, inputs.arguments)
+        precompile_pilot(pilot_inputs, fit)
+
+    return fit_hierarchy_from_each(inputs, layout, positions, start_compilation)
 
 
 def _start_compilation(inputs: WarmupInputs, candidates: Candidates) -> None:
