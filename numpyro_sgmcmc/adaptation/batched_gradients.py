@@ -443,25 +443,24 @@ class BatchedGradients:
             ),
             _MAX_PAIRS_PER_CALL_HIGH_DIM if dim > HIGH_DIM else _MAX_PAIRS_PER_CALL,
         )
-        for first in range(0, len(position_index), pairs_per_call):
-            num_pairs = min(pairs_per_call, len(position_index) - first)
-            # The last call is filled up with the first pair, so that all calls have one shape.
-            pairs = np.zeros(pairs_per_call, int)
-            pairs[:num_pairs] = np.arange(first, first + num_pairs)
-            keys = None
-            if potential.is_stochastic:
-                keys = random.split(random.key(self._num_evaluated_pairs), pairs_per_call)
-            self._num_evaluated_pairs += num_pairs
-            values, gradients = _evaluate_pairs(
-                potential,
-                self.arguments,
-                positions[position_index[pairs]],
-                {name: rows[minibatch_index[pairs]] for name, rows in indices.items()},
-                keys,
-            )
-            values, gradients = np.asarray(values, np.float64), np.asarray(gradients, np.float64)
-            pair_slice = slice(first, first + num_pairs)
-            yield PairResults(pair_slice, values[:num_pairs], gradients[:num_pairs])
+
+        def iter_calls() -> Iterator[tuple[slice, tuple[Any, ...]]]:
+            for first in range(0, len(position_index), pairs_per_call):
+                num_pairs = min(pairs_per_call, len(position_index) - first)
+                # The last call is filled up with the first pair, so that all calls have one shape.
+                pairs = np.zeros(pairs_per_call, int)
+                pairs[:num_pairs] = np.arange(first, first + num_pairs)
+                keys = None
+                if potential.is_stochastic:
+                    keys = random.split(random.key(self._num_evaluated_pairs), pairs_per_call)
+                self._num_evaluated_pairs += num_pairs
+                rows = {name: rows[minibatch_index[pairs]] for name, rows in indices.items()}
+                at = positions[position_index[pairs]]
+                yield slice(first, first + num_pairs), (potential, self.arguments, at, rows, keys)
+
+        for pair_slice, results in _call_ahead(_evaluate_pairs, iter_calls(), dim):
+            num_pairs = pair_slice.stop - pair_slice.start
+            yield PairResults(pair_slice, *(np.asarray(x, np.float64)[:num_pairs] for x in results))
 
     def weighted_mean(
         self, positions: np.ndarray, weighted_minibatches: Iterable[WeightedMinibatch]

@@ -27,6 +27,8 @@ _MIN_VI_STEPS, _VI_STEPS_MULTIPLE = 1_000, 250
 
 # Lines of a hierarchy along which values are compared with gradients: enough to measure rounding.
 _MIN_HIERARCHY_LINES = 16
+# Minibatches per position by which its bias of means is predicted: each has noise of all groups.
+_MAX_HIERARCHY_BIAS_PROBES = 2
 
 # Pilot windows that always run. Each ends with a pass over all rows, which on disk is all its time.
 _MIN_PILOT_WINDOWS, _MAX_ON_DISK_WINDOWS = 2, 2
@@ -69,6 +71,7 @@ class WarmupBudget:
             self,
             num_pilot_chains=8,
             pilot_window_steps=(200, 400, 400),
+            num_bias_probes=min(_MAX_HIERARCHY_BIAS_PROBES, self.num_bias_probes),
             num_consistency_lines=max(_MIN_HIERARCHY_LINES, self.num_consistency_lines),
         )
 

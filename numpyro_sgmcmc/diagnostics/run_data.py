@@ -148,17 +148,17 @@ class RunData:
         preconditioner, batch_sums, local_state, z = by_chain
         preconditioner = jax.tree.map(lambda x: np.asarray(x, np.float64), preconditioner)
         step_sizes = np.asarray(state.adapt_state.step_size)
-        num_iterations = int(np.sum(state.moments.num_iterations))
+        num_iterations = int(np.asarray(state.moments.num_iterations).sum())
         diverging = mcmc.get_extra_fields().get("diverging")
         return cls(
             kernel=kernel,
             arguments=Arguments(mcmc._args, mcmc._kwargs),
-            num_steps=int(np.max(state.num_steps)),
+            num_steps=int(np.asarray(state.num_steps).max()),
             step_size=float(np.max(step_sizes)),
             mean_step_size=float(np.mean(step_sizes)),
             num_iterations=num_iterations,
             num_draws=num_iterations // mcmc.thinning if diverging is None else np.size(diverging),
-            num_divergences=0 if diverging is None else int(np.sum(diverging)),
+            num_divergences=0 if diverging is None else int(np.asarray(diverging).sum()),
             batch_sums=jax.tree.map(np.asarray, batch_sums),
             preconditioners=preconditioner.split_chains(),
             coordinate_names=(
@@ -381,7 +381,7 @@ class GibbsRunData:
             discrete_samples=discrete_samples,
             weak_order=min(k.dynamics.integrators[k.integrator].order for k in kernels),
             step_size=step_sizes.pop() if len(step_sizes) == 1 else np.nan,
-            num_draws=max(int(np.sum(state.moments.num_iterations)) for state in states),
+            num_draws=max(int(np.asarray(state.moments.num_iterations).sum()) for state in states),
             num_divergences=sum(map(_count_block_divergences, kernels, states)),
             block_warnings=tuple(dict.fromkeys(w for a in adaptations for w in a.model_warnings)),
         )
