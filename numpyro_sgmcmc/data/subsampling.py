@@ -28,7 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, random
+from jax import Array, lax, random
 
 from numpyro_sgmcmc.data.sharded_array import Shards
 
@@ -377,14 +377,17 @@ def permute(seed: Array, positions: Array, size: Any) -> Array:
     n = jnp.asarray(size, jnp.uint32)
     positions = positions + seed % n
     positions = jnp.where(positions >= n, positions - n, positions)
-    for i in range(1, _NUM_SHUFFLE_ROUNDS + 1):
-        round_key = _hash_uint32(seed + jnp.uint32((_GOLDEN_RATIO_UINT32 * i) & 0xFFFFFFFF))
+
+    def shuffle(i: Array, positions: Array) -> Array:
+        round_key = _hash_uint32(seed + jnp.uint32(_GOLDEN_RATIO_UINT32) * i.astype(jnp.uint32))
         pivot = round_key % n
         partner = jnp.where(pivot >= positions, pivot - positions, pivot + (n - positions))
         pair = jnp.maximum(positions, partner)
         coin = _hash_uint32(pair * jnp.uint32(_GOLDEN_RATIO_UINT32) + round_key) >> 31
-        positions = jnp.where(coin == 1, partner, positions)
-    return positions
+        return jnp.where(coin == 1, partner, positions)
+
+    # Unrolled rounds take a tenth of the compilation of a chain.
+    return lax.fori_loop(1, _NUM_SHUFFLE_ROUNDS + 1, shuffle, positions)
 
 
 def _hash_uint32(x: Array) -> Array:
