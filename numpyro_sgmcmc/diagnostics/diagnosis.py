@@ -592,7 +592,9 @@ def _format_notes(report: BiasReport) -> list[str]:
         subject = f"Each row is the worst of up to {largest} {unit}s of a {owner}"
         limits = ", diagnosed by simultaneous 95% limits"
     space = "" if report.is_for_functions else ", in unconstrained space"
-    sources = ["gradients on all rows" if report.full_data else "the run's minibatch gradients"]
+    has_noise = report.gradient_noise_variance != 0.0  # else every step takes all rows
+    source = "the run's minibatch gradients" if has_noise else "the run's gradients"
+    sources = ["gradients on all rows" if report.full_data else source]
     if report.num_gradient_draws or report.is_for_functions:
         sources.append(f"gradients at {report.num_gradient_draws} draws")
     source = sources[-1] if report.is_for_functions else " and ".join(sources)
@@ -617,6 +619,8 @@ def _format_noise_note(report: BiasReport) -> str:
     if np.isnan(report.gradient_noise_variance):
         reason = "" if report.notes else ", because all settings that depend on it were given"
         return f"Gradient noise: not measured{reason}."
+    if report.gradient_noise_variance == 0.0:
+        return "Gradient noise: none, because every step takes all rows."
     sd_inflation = f"at most {100 * report.noise_sd_inflation:.1f}%"
     if report.noise_sd_inflation > _MAX_PRINTED_BIAS:
         sd_inflation = f"more than {100 * _MAX_PRINTED_BIAS:,.0f}%"

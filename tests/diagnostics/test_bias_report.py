@@ -134,6 +134,15 @@ def test_kinetic_temperature_is_that_of_the_momenta():
     assert report.kinetic_temperature.value == pytest.approx(0.817, abs=0.03)
 
 
+def test_report_of_a_run_on_all_rows_names_no_minibatches():
+    kernel = SGHMCSplit(potential_fn=lambda q: jnp.square(q).sum() / 2)
+    mcmc = MCMC(kernel, num_warmup=10, num_samples=100, progress_bar=False)
+    mcmc.run(jax.random.key(0), init_params=jnp.zeros(2))
+    report = str(bias_report(mcmc))
+    assert "minibatch gradients" not in report
+    assert "Gradient noise: none, because every step takes all rows." in report
+
+
 def test_overdamped_report_has_no_kinetic_temperature():
     options = {**GIVEN, "step_size": 1e-3}
     report = bias_report(run(SGLD(survey, **options), num_samples=50))
