@@ -16,7 +16,7 @@ bin := $(VENV)/bin
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help quickstart reference example test test-all test-docs docs docs-links figures gallery benchmarks
-.PHONY: disk papers networks thermostats latent trust lint format dist clean
+.PHONY: benchmarks-all disk papers networks thermostats latent trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
@@ -36,6 +36,7 @@ help:
 	@echo "make thermostats  thermostats: Boltzmann machines and music (half an hour)"
 	@echo "make latent       local latent variables: topics of documents, belief net of digits"
 	@echo "make trust        accuracy and diagnoses compared with NUTS and others (hours)"
+	@echo "make benchmarks-all   every measurement that a page shows (a night)"
 	@echo "make lint         check style, format, types, layers and vocabulary"
 	@echo "make format       format the code"
 	@echo "make dist         build wheel and sdist into dist/ and check them"
@@ -99,9 +100,13 @@ gallery: $(VENV)/.installed-examples
 	$(bin)/python examples/network.py --output docs/gallery/network.png
 	$(bin)/python examples/topics.py --output docs/gallery/topics.png
 
-# Tables are also stored in benchmarks/results, one file per Python version, and copied from there to
-# the pages of the site.
-benchmarks: export BENCHMARK_RESULTS = benchmarks/results
+# Tables are also stored in benchmarks/results, one file per Python version, with date and commit, and
+# copied from there to the pages of the site.
+benchmarks-all benchmarks disk trust papers networks thermostats latent: \
+	export BENCHMARK_RESULTS = $(abspath benchmarks/results)
+benchmarks-all: benchmarks disk trust papers networks thermostats latent
+	$(bin)/python benchmarks/pages.py
+
 benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/first_result.py
 	$(bin)/python benchmarks/scaling.py
@@ -111,6 +116,7 @@ benchmarks: $(VENV)/.installed-examples
 	$(bin)/python benchmarks/memory.py
 	$(bin)/python benchmarks/many_weights.py
 	$(bin)/python benchmarks/leaks.py
+	$(bin)/python benchmarks/hierarchies.py
 	$(bin)/python benchmarks/sharding.py
 	$(bin)/python benchmarks/pages.py
 

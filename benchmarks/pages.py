@@ -19,7 +19,11 @@ from pathlib import Path
 from results import Table, key, read
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs" / "benchmarks.md"]
+PAGES = [
+    page
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if "_build" not in page.parts and "<!-- measured: " in page.read_text()
+]
 _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 _LABELS = 2  # first cells, which are the labels of a row
 
@@ -73,7 +77,10 @@ def _cell(found: Sequence[str]) -> str:
 
 
 def _when(table: Table) -> str:
-    return f"{_where(table)} ({table['day']})"
+    when = table["day"]
+    if "commit" in table:
+        when += f", commit {table['commit']}, load {table['load']} before"
+    return f"{_where(table)} ({when})"
 
 
 def _where(table: Table) -> str:

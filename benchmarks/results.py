@@ -1,4 +1,4 @@
-"""Store printed tables as JSON, each with its day, versions and machine.
+"""Store printed tables as JSON, each with its day, commit, versions, machine and load.
 
 If the environment variable BENCHMARK_RESULTS is a folder, the tables of a script go into its
 ``python-3.13.json`` (by the Python version) and replace the same tables of an earlier run.
@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,6 +39,8 @@ def begin(title: str) -> None:
             "benchmark": Path(sys.argv[0]).stem,
             "title": title,
             "day": datetime.date.today().isoformat(),
+            "commit": _describe_commit(),
+            "load": round(os.getloadavg()[0], 1),  # processes, mean over the minute before
             "versions": {
                 "Python": platform.python_version(),
                 "JAX": jax.__version__,
@@ -47,6 +50,24 @@ def begin(title: str) -> None:
             "rows": [],
         }
     )
+
+
+def _describe_commit() -> str:
+    """Return the short name of the commit, with a plus sign where files have changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+
+    def run(*arguments: str) -> str:
+        out = subprocess.run([*git, *arguments], capture_output=True, check=True, text=True)
+        return out.stdout.strip()
+
+    try:
+        changes = run(
+            "status", "--porcelain", "--untracked-files=no", "--", "../numpyro_sgmcmc", "."
+        )
+        is_changed = any(not line.endswith(".json") for line in changes.splitlines())
+        return run("rev-parse", "--short", "HEAD") + "+" * is_changed
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def add(cells: Iterable[Any]) -> None:

@@ -1,6 +1,7 @@
 """Tables that benchmarks print are stored, shown on a page, and compared."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,8 @@ def test_tables_are_kept_and_those_of_later_runs_take_their_place(benchmarks, tm
         files.append(results.read(file))
         assert [t["benchmark"] for t in files[-1]] == ["things", "others"]
         assert files[-1][0]["rows"] == [["thing", "", "µs", "share"], *rows]
+        assert files[-1][0]["load"] >= 0.0
+        assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", files[-1][0]["commit"])
     found = [c for c in compare.changes(*files, more_than=0.1) if c.table == "Widths of things"]
     ratios = [(c.row, c.column, round(c.ratio, 2)) for c in found[: len(found) // 2]]
     assert ratios == [("a x", "µs", 2.0), ("a x", "share", 1.2), ("b y", "share", 0.5)]
@@ -107,6 +110,14 @@ def test_the_pages_have_what_was_kept(benchmarks):
         text = page.read_text()
         assert "<!-- measured: " in text
         assert pages.with_tables(text, measured) == text, f"python benchmarks/pages.py, for {page}"
+
+
+def test_table_names_its_commit_and_load(benchmarks):
+    import pages
+
+    found = table("3.13", OLD) | {"commit": "0123abc", "load": 0.2}
+    page = "<!-- measured: things -->\n<!-- end -->\n"
+    assert "(2026-01-01, commit 0123abc, load 0.2 before)" in pages.with_tables(page, [[found]])
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path):
