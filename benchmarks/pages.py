@@ -6,8 +6,8 @@ A page says where its tables go by two lines, of which what is between them is r
     <!-- end -->
 
 The tables of one script stand there, one after the other, or, by ``<!-- measured: memory 2 -->``,
-one of them. What two Pythons found of the same rows is one table, in whose cells the first stands
-before the second.
+one of them; ``<!-- measured: memory 2 without draws MB; 10,000 -->`` leaves out the columns of such
+titles and the rows with such cells. A table is that of the newest Python that has it.
 """
 
 from __future__ import annotations
@@ -24,56 +24,43 @@ PAGES = [
     for page in sorted((ROOT / "docs").rglob("*.md"))
     if "_build" not in page.parts and "<!-- measured: " in page.read_text()
 ]
-_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\d+))? -->\n).*?(<!-- end -->)", re.DOTALL)
-_LABELS = 2  # first cells, which are the labels of a row
+_PLACE = re.compile(
+    r"(<!-- measured: (\w+)(?: (\d+))?(?: without ([^\n]+))? -->\n).*?(<!-- end -->)", re.DOTALL
+)
 
 
-def kept() -> list[list[Table]]:
-    """What was measured: for each table those of the Pythons that have it, the oldest first."""
-    found: dict[tuple[str, str], list[Table]] = {}
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        for table in read(path):
-            found.setdefault(key(table), []).append(table)
-    return list(found.values())
+def kept() -> list[Table]:
+    """Read what was measured, each table by the newest Python that has it."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    return list({key(table): table for path in files for table in read(path)}.values())
 
 
-def with_tables(page: str, measured: Sequence[list[Table]]) -> str:
+def with_tables(page: str, measured: Sequence[Table]) -> str:
     """The text of a page with its tables.
 
     :raises KeyError: where a script that the page names has kept no table.
     """
 
     def place(match: re.Match[str]) -> str:
-        begin, name, number, end = match.groups()
-        those = [tables for tables in measured if tables[0]["benchmark"] == name]
+        begin, name, number, without, end = match.groups()
+        tables = [table for table in measured if table["benchmark"] == name]
         if number:
-            those = those[int(number) - 1 : int(number)]
-        if not those:
+            tables = tables[int(number) - 1 : int(number)]
+        if not tables:
             raise KeyError(f"benchmarks/{name}.py has kept no table {number or ''}".rstrip())
-        tables = "\n\n".join(map(_shown, those))
-        return f"{begin}{tables}\n{end}"
+        left_out = set(without.split("; ")) if without else set()
+        return begin + "\n\n".join(_shown(table, left_out) for table in tables) + "\n" + end
 
     return _PLACE.sub(place, page)
 
 
-def _shown(tables: Sequence[Table]) -> str:
-    """A table as each Python found it: one, where the rows are of the same things."""
-    labels = [[row[:_LABELS] for row in table["rows"]] for table in tables]
-    if any(other != labels[0] for other in labels):
-        return "\n\n".join(_shown([table]) for table in tables)
-    beside = zip(*(table["rows"] for table in tables), strict=True)
-    rows = [[_cell(cells) for cells in zip(*row, strict=True)] for row in beside]
-    return f"{tables[0]['title']}: {' / '.join(map(_when, tables))}.\n\n{_markdown(rows)}"
-
-
-def _cell(found: Sequence[str]) -> str:
-    """Numbers side by side; a unit that they share stands once."""
-    if len(set(found)) == 1:
-        return found[0]
-    units = {cell.partition(" ")[2] for cell in found}
-    if len(units) == 1:
-        found = [*(cell.partition(" ")[0] for cell in found[:-1]), found[-1]]
-    return " / ".join(found)
+def _shown(table: Table, left_out: set[str]) -> str:
+    """Return a table with its caption, without these columns and the rows with these cells."""
+    head, *rows = table["rows"]
+    columns = [i for i, title in enumerate(head) if title not in left_out]
+    rows = [head, *(row for row in rows if left_out.isdisjoint(row))]
+    shown = _markdown([[row[i] for i in columns] for row in rows])
+    return f"{table['title']}: {_when(table)}.\n\n{shown}"
 
 
 def _when(table: Table) -> str:

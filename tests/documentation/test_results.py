@@ -81,25 +81,42 @@ def test_a_page_has_the_tables_that_it_names(benchmarks):
     import pages
 
     measured = [
-        [table("3.11", OLD), table("3.13", NEW)],
-        [table("3.11", OLD, title="Other things"), table("3.13", NEW[:2], title="Other things")],
-        [table("3.13", [["c", "z", "7", "8"]], "others")],
+        table("3.13", NEW),
+        table("3.13", NEW[:2], title="Other things"),
+        table("3.13", [["c", "z", "7", "8"]], "others"),
     ]
     page = "A\n<!-- measured: {} -->\nstale\n<!-- end -->\nB <!-- end -->\n"
 
     one = pages.with_tables(page.format("things 1"), measured)
-    assert one.startswith("A\n<!-- measured: things 1 -->\nWidths of things: Python 3.11, JAX 1.0")
+    assert one.startswith("A\n<!-- measured: things 1 -->\nWidths of things: Python 3.13, JAX 1.0")
     assert one.endswith("\n<!-- end -->\nB <!-- end -->\n")
-    assert "| a | x | 10 / 20 us | 5 / 6 MB |\n" in one, "two Pythons' numbers"
+    assert "| a | x | 20 us | 6 MB |\n" in one
     assert "stale" not in one
     assert "Other" not in one
     assert pages.with_tables(one, measured) == one
+    assert pages.with_tables(page.format("things"), measured).count("| thing |") == 2
 
-    both = pages.with_tables(page.format("things"), measured)
-    assert both.count("| thing |") == 3, "tables with other rows stand one after the other"
+    shorter = page.format("things 1 without share; 20 us")
+    shown = [line for line in pages.with_tables(shorter, measured).split("\n") if "|" in line]
+    assert shown == ["| thing |  | µs |", "| --- | --- | --- |", *shown[2:]]
+    assert shown[2:] == ["| a | x | 1,250 us |", "| b | y | 3 us |"]
+
     for unknown in ("nothing", "things 3"):
         with pytest.raises(KeyError, match="has kept no table"):
             pages.with_tables(page.format(unknown), measured)
+
+
+def test_a_table_is_that_of_the_newest_python(benchmarks, monkeypatch, tmp_path):
+    import pages
+
+    kept = tmp_path / "benchmarks" / "results"
+    kept.mkdir(parents=True)
+    only_old = table("3.11", OLD, "others")
+    by_python = {"3.11": [table("3.11", OLD), only_old], "3.13": [table("3.13", NEW)]}
+    for python, tables in by_python.items():
+        (kept / f"python-{python}.json").write_text(json.dumps(tables))
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.kept() == [table("3.13", NEW), only_old]
 
 
 def test_the_pages_have_what_was_kept(benchmarks):
@@ -117,7 +134,7 @@ def test_table_names_its_commit_and_load(benchmarks):
 
     found = table("3.13", OLD) | {"commit": "0123abc", "load": 0.2}
     page = "<!-- measured: things -->\n<!-- end -->\n"
-    assert "(2026-01-01, commit 0123abc, load 0.2 before)" in pages.with_tables(page, [[found]])
+    assert "(2026-01-01, commit 0123abc, load 0.2 before)" in pages.with_tables(page, [found])
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path):
