@@ -156,7 +156,7 @@ class BlockArrowLayout:
             if num_missing := self.effects_per_group - num_effects:
                 shape = (*v.shape[:-1], num_missing, effects[0].shape[-1])
                 effects.append(xp.zeros(shape, v.dtype))
-            parts.append(xp.concatenate(effects, -2))
+            parts.append(effects[0] if len(effects) == 1 else xp.concatenate(effects, -2))
         all_effects = parts[0] if len(parts) == 1 else xp.concatenate(parts, -1)
         return all_effects, self.take_shared(v)
 
@@ -199,6 +199,8 @@ class BlockArrowLayout:
         """Return the blocks of a matrix from its products with the effects' probes."""
         xp = jnp if isinstance(products, jax.Array) else np
         effects, _ = self.split(products[: self.num_effect_probes])
+        if len(self.groupings) == 1:
+            return (effects + effects.swapaxes(0, 1)) / 2.0
         parts, probe = [], 0
         for columns, size in self.groupings:
             # Effects that a group does not have are independent of all others.
