@@ -28,11 +28,11 @@ def model(x, y, batch_size=None):
 
 
 def listed_path(name):
-    """Read the numbered functions of a path, and the files that the page names beside it."""
+    """Read the numbered functions of a path, and the files that the page names besides."""
     section = re.split(rf"\n### The path of a {name}\n", PAGE.read_text())[1].split("\n### ")[0]
     steps = re.findall(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)`", section, re.MULTILINE)
-    beside = re.findall(r"`([\w/]+\.py)`", section.split("\nBeside")[1])
-    return steps, beside
+    further = re.findall(r"`([\w/]+\.py)`", section.split("\nFurther files")[1])
+    return steps, further
 
 
 class CallRecorder:
@@ -101,6 +101,6 @@ def test_architecture_path_is_the_one_a_run_takes(recorded, name):
 
 @pytest.mark.parametrize("name", MAX_FILES)
 def test_architecture_path_names_every_file_a_run_enters(recorded, name):
-    steps, beside = listed_path(name)
+    steps, further = listed_path(name)
     entered = {path for path, _ in recorded[name]}
-    assert entered - {path for path, _ in steps} - set(beside) == set()
+    assert entered - {path for path, _ in steps} - set(further) == set()
