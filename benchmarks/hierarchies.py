@@ -232,9 +232,13 @@ def run_reference(case: str, compared: np.ndarray) -> Reference:
         return Reference(*(found[field] for field in Reference._fields))
 
 
-def run(name: str) -> dict[str, Any]:
-    """Run a case and return the cells of its row, and notes."""
+def run(name: str, num_samples: int | None) -> dict[str, Any]:
+    """Run a case and return the cells of its row, and notes.
+
+    :param num_samples: draws of each chain; None for those of the case.
+    """
     case = CASES[name]
+    case = case._replace(num_samples=num_samples or case.num_samples)
     rng = np.random.default_rng(0)
     compared = np.sort(
         rng.choice(case.num_groups, min(_NUM_COMPARED_GROUPS, case.num_groups), False)
@@ -308,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE", default=None)
     parser.add_argument("--long", action="store_true", help="run the cases with 20 effects too")
+    parser.add_argument("--num-samples", type=int, help="draws of each chain")
     parser.add_argument("--run", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--reference", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -317,12 +322,13 @@ def main() -> None:
         np.savez(file, **compute_reference(CASES[case], np.load(groups))._asdict())
         return
     if options.run:
-        print(json.dumps(run(options.run)))
+        print(json.dumps(run(options.run, options.num_samples)))
         return
     print_header("Hierarchies of thousands of groups")
     print_row(_COLUMNS, _COLUMNS.values())
     for case in options.cases or [c for c in CASES if options.long or c not in _LONG_CASES]:
         command = [sys.executable, __file__, "--run", case]
+        command += ["--num-samples", str(options.num_samples)] if options.num_samples else []
         out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         found = json.loads(out.stdout.splitlines()[-1])
         print_row([found["cells"][c] for c in _COLUMNS], _COLUMNS.values())
