@@ -106,7 +106,7 @@ class GradientNoiseWarning(SGMCMCWarning):
 
 
 class SubsampleSizeWarning(SGMCMCWarning):
-    """Another ``subsample_size`` is predicted to halve the time per effective draw."""
+    """Draws are predicted to be faster with another batch size, or adaptation to be slow."""
 
 
 class DiscretisationWarning(SGMCMCWarning):

@@ -68,11 +68,11 @@ class CheckpointedMCMC(MCMC):
     :param sampler: a kernel of this package.
     :param num_warmup: as for ``MCMC``, like all parameters that are not listed here.
     :param num_samples: draws per chain, before thinning.
-    :param checkpoint: folder of the run, which need not exist. One run uses it at a time; processes
-        that share the rows have the same one.
-    :param checkpoint_every: draws per chain from checkpoint to checkpoint, after thinning; in
-        warm-up, the iterations of as many. So many draws are in memory. Default None: a twentieth
-        of the draws.
+    :param checkpoint: folder of the run, which need not exist. Only one run may use it at a time;
+        processes that share rows use the same folder.
+    :param checkpoint_every: draws per chain between checkpoints, after thinning; in warm-up, the
+        iterations of as many draws. These draws are in memory. Default None: a twentieth of the
+        draws.
     :param keep_draws: whether to store the draws of the sites. If False, there are only
         :meth:`running_mean` and :meth:`running_variance`; fields such as ``diverging`` are stored
         all the same. Default True.

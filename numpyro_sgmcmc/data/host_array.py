@@ -229,15 +229,15 @@ def find_nonfinite_rows(values: np.ndarray) -> np.ndarray:
 class HostArray(RowArray):
     """Rows that stay on disk or on the host until a minibatch needs them.
 
-    Pass it to ``mcmc.run`` in place of the array; the model does not change. It may ask for
+    Pass it to ``mcmc.run`` in place of the array; the model does not change. The model may use
     ``X.shape``, index the rows by a plate's indices (``X[i]``, ``X[i, 0]``), or call
     ``numpyro.subsample(X, event_dim=...)``. It cannot use the whole array, which is never in
     memory. Rows are read one block of iterations ahead, on a separate thread, while the chain
-    computes on the block before; passes of the warm-up over all data go by chunks. With the same
-    key and settings, the draws are those of the same rows in memory; the warm-up may choose other
+    computes on the block before; passes of the warm-up over all data read chunks. With the same key
+    and settings, the draws are those of the same rows in memory; the warm-up may choose other
     settings for rows on the host.
 
-    Two of these are equal only if they are the same object.
+    Two HostArrays are equal only if they are the same object.
 
     :param source: anything with ``shape``, ``dtype`` and indexing by an integer array along the
         first axis: ``numpy.memmap``, an ``h5py.Dataset``, a Zarr array, or a reader class. Shape
@@ -338,7 +338,7 @@ class HostArray(RowArray):
         by :func:`as_arrays`, with the same codes in all files; :attr:`levels` has their levels.
 
         :param path: file, list of files, or folder, whose files are read in the order of their
-            names; folders such as ``year=2020`` are a column.
+            names; folders such as ``year=2020`` become a column.
         :param columns: a column, or a list of columns, which are those of a matrix. Default: all.
         :param categories: columns of strings or identifiers to encode, with sorted levels.
         :param name: name in messages. Default: the path.

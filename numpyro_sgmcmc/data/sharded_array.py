@@ -119,10 +119,10 @@ class Shards(NamedTuple):
 class ShardedArray(RowArray):
     """Rows sharded over devices, for ``mcmc.run`` in place of the array; the model does not change.
 
-    The model may ask for ``X.shape``, which is that of all rows, index the rows by a plate's
-    indices (``X[i]``, ``X[i, 0]``), or call ``numpyro.subsample(X, event_dim=...)``. Every device
-    samples its part of a minibatch and computes the likelihood where the rows are; the gradient is
-    one sum over the devices. A ``jax.Array`` that is sharded by rows is converted to a
+    The model may use ``X.shape``, which is that of all rows, index the rows by a plate's indices
+    (``X[i]``, ``X[i, 0]``), or call ``numpyro.subsample(X, event_dim=...)``. Every device samples
+    its part of a minibatch and computes the likelihood where the rows are; the gradient is one sum
+    over the devices. A ``jax.Array`` that is sharded by rows is converted to a
     :class:`ShardedArray`.
 
     With several processes (``jax.distributed``), each passes the rows that it has, and all run the

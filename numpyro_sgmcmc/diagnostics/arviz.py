@@ -46,7 +46,7 @@ class LooDifference(NamedTuple):
     """The difference in predictive density of two models, ``loo(one) - loo(another)``.
 
     - **elpd** - difference of the expected log pointwise predictive densities of all rows.
-    - **se** - its standard error for rows as a sample of a population, from the differences by row.
+    - **se** - its standard error if rows are a sample from a population, from differences by row.
     - **subsampling_se** - its standard error from evaluating a subset of the rows.
     """
 
@@ -65,7 +65,7 @@ class LooEstimate(NamedTuple):
     """The LOO estimate of one model. Two at the same rows can be subtracted.
 
     - **elpd** - expected log pointwise predictive density of all rows, each left out.
-    - **se** - its standard error for rows as a sample of a population, as in ArviZ.
+    - **se** - its standard error if rows are a sample from a population, as in ArviZ.
     - **subsampling_se** - its standard error from evaluating a subset of the rows; NaN for one row.
     - **p_loo** - effective number of parameters.
     - **pareto_k** - Pareto k of the evaluated rows, shape ``(m,)``; a row's elpd is unreliable
@@ -120,13 +120,12 @@ def to_arviz(mcmc: MCMC, log_likelihood: Any = False, seed: int = 0) -> Any:
     """Return a run as an ArviZ object, for ArviZ 0.23 and 1.x.
 
     It has the draws, the fields of ``extra_fields``, the observed data where they are in memory,
-    and the log likelihood if asked for, evaluated by chunks of rows: only the result is in memory,
+    and on request the log likelihood, evaluated by chunks of rows: only the result is in memory,
     one number per draw and row.
 
     :param mcmc: a run of one of this package's kernels.
-    :param log_likelihood: False (default) for none, True for that of all rows, a number for that
-        of so many random rows, or the indices of rows, shape ``(n,)``. The indices are the
-        coordinate of the plate.
+    :param log_likelihood: False (default), True for all rows, a number of random rows, or indices
+        of rows, shape ``(n,)``. The indices are the coordinate of the plate.
     :param seed: seed of the random rows.
     :return: ``InferenceData`` for ArviZ 0.x, ``DataTree`` for 1.x.
     :raises ValueError: for a run of another kernel or before a run, and indices out of range.
@@ -177,7 +176,7 @@ def loo(mcmc: MCMC, num_rows: int = 1000, seed: int = 0) -> LooEstimate:
     :param num_rows: rows to evaluate; all, if there are fewer. Default 1000.
     :param seed: seed of the random rows.
     :return: the estimate of the expected log predictive density, with both standard errors.
-    :raises ValueError: for a run of another kernel or before a run, and for another model.
+    :raises ValueError: for a run of another kernel, of another model, or before a run.
     :raises ImportError: without ArviZ.
     """
     num_all = get_subsampled_plate(mcmc, "loo").size

@@ -89,23 +89,23 @@ class BiasReport:
     :param configurational_temperature: configurational temperature, 1 for an exact sampler.
     :param kinetic_temperature: mean square of the momenta; NaN without momenta.
     :param chain_covariance: the chains' covariance in the first chain's preconditioned
-        coordinates, or its diagonal; variances of the values for functions of the draws.
+        coordinates, or its diagonal; for functions of the draws, variances of their values.
     :param posterior_covariance: the posterior's, of the same shape.
     :param mcse: Monte Carlo standard errors of the chains' mean and SDs, in SDs, shape ``(2, d)``.
     :param heavy_tailed_coordinates: coordinates diagnosed after a tail transform, shape ``(k,)``.
     :param funnel_necks: high-curvature regions that the chains do not reach.
-    :param num_gradient_draws: draws at which gradients were taken after the run.
+    :param num_gradient_draws: number of draws at which gradients were taken after the run.
     :param noise_mean_bias: predicted mean bias by gradient noise, contained in the estimates, in
         posterior SDs; shape ``(d,)``, or ``(0,)`` if it was not predicted. NaN where third
-        derivatives at draws differ so much that their mean is noise.
+        derivatives differ too much between draws.
     :param model_warnings: problems that the warm-up has detected, whatever the chains show.
     :param step_size: last step size, the largest of all chains.
     :param weak_order: weak order of the integrator.
     :param gradient_noise_variance: variance of the preconditioned gradient's noise as measured in
         the warm-up; NaN if it was not measured.
     :param noise_sd_inflation: upper bound of the predicted SD inflation by that noise.
-    :param num_divergences: diverging iterations.
-    :param num_draws: draws of all chains.
+    :param num_divergences: number of diverging iterations.
+    :param num_draws: number of draws of all chains.
     :param max_ess: upper bound of the ESS: time of the run over the relaxation time of a Gaussian.
     :param full_data: whether gradients were taken on all rows.
     :param is_for_functions: whether the report is on values of functions of the draws, each of
@@ -260,22 +260,22 @@ def bias_report(
     full_data: bool = False,
     num_draws: int = 400,
 ) -> BiasReport:
-    """Measure how far a finished run's means and SDs are from the posterior's.
+    """Estimate the bias of a finished run's means and SDs.
 
-    Running sums of positions and gradients show the bias of each coordinate, whether by
-    discretisation, gradient noise or too few draws (Stein's identity). The report adds gradients
-    at about a thousand draws, which take a few seconds and show bias that averages to zero in the
-    sums; the curvature there, which shows regions that the chains do not reach; R-hat and
-    effective sample sizes; a tail transform where tails are heavy; and the warnings of the
-    warm-up. A mode in which no chain was initialised stays undetected.
+    Running sums of positions and gradients show biased SDs and chains that have not converged
+    (Stein's identity). The report adds gradients at about a thousand draws, which take a few
+    seconds and show bias that averages to zero in the sums; the curvature there, which shows
+    regions that the chains do not reach; R-hat and effective sample sizes; a tail transform for
+    heavy tails; and the warnings of the warm-up. A mode in which no chain was initialised stays
+    undetected.
 
     With a function of the draws, such as a network's predictions, the report is on its values, by
-    gradients at draws alone. It is exact for linear functions of a Gaussian's parameters that the
-    run's preconditioner standardises, and rough elsewhere: of the SD inflation of a square it
-    shows half.
+    gradients at draws alone. It is exact for linear functions of Gaussian parameters that the
+    preconditioner standardises, and approximate otherwise: for a square it shows half of the SD
+    inflation.
 
     For NumPyro's Gibbs all continuous sites of all blocks are diagnosed, by gradients on all rows
-    at draws; discrete sites are conditioned on. For models with sites that ``gibbs_fn`` samples
+    at draws, conditional on the discrete sites. For models with sites that ``gibbs_fn`` samples
     the other sites are diagnosed, by gradients at draws with updated local values, which cost as
     much as these draws in the run.
 
@@ -284,8 +284,8 @@ def bias_report(
         returns real numbers or a dict of arrays of them and has second derivatives; as in
         :func:`~numpyro_sgmcmc.diagnostics.predictive_summary`. Default: none.
     :param row_arrays: arrays with equal numbers of rows, passed to ``fn`` in chunks of rows after
-        the draw. The first axis of its results must be the rows', each of which must depend on its
-        own row alone.
+        the draw. The first axis of its results must be that of the rows, and each entry must
+        depend on its own row alone.
     :param full_data: whether to take gradients on all rows at some draws in place of the run's
         minibatch gradients: more precise if these are noisy, for ``num_draws`` passes over the
         data.
@@ -522,10 +522,10 @@ def bias_corrected_samples(
 ) -> dict[str, Any]:
     """Return the draws rescaled about their mean to the posterior's estimated covariance.
 
-    An approximation in unconstrained space: a linear map of all coordinates up to 64 of them, one
-    scale each beyond. Means are not changed. It is right for posteriors that are approximately
-    Gaussian in unconstrained space and moderate errors of the SDs, and no substitute for a smaller
-    step size. Deterministic sites are recomputed.
+    The map acts in unconstrained space: linear for up to 64 coordinates, with one scale per
+    coordinate for more. Means are not changed. It is accurate for posteriors that are approximately
+    Gaussian in unconstrained space and for moderate errors of the SDs, and no substitute for a
+    smaller step size. Deterministic sites are recomputed.
 
     :param mcmc: a run of one of this package's kernels.
     :param report: result of :func:`~numpyro_sgmcmc.bias_report`; default: computed here.

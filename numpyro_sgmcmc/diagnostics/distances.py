@@ -137,8 +137,8 @@ class KolmogorovDistance(NamedTuple):
 def kolmogorov_distance(draws: Any, reference: Any) -> KolmogorovDistance:
     """Return the Kolmogorov distance of marginals, for example of predictions at test points.
 
-    It depends on the numbers of effective draws: compare it with the self-distance, and draws with
-    a reference of as many effective draws.
+    It depends on the effective sample sizes: use a reference with the ESS of the draws, and compare
+    the distance with that between two independent references.
 
     :param draws: shape ``(n, ...)``, one marginal for each index of the other axes.
     :param reference: draws of a trusted run, shape ``(m, ...)``.

@@ -52,10 +52,10 @@ def check_invariance(
 ) -> np.ndarray:
     r"""Return Fokker-Planck residuals of an SDE's step at random states, in float64.
 
-    Below about 1e-9 the density :math:`\propto e^{-U(\theta) - \text{energy}}` is stationary; a
-    wrong drift, noise or correction gives 0.01 or more. This holds for rates (frictions,
-    curvatures) of about one: from steps of 0.003 to 0.024, rates of 50 are extrapolated with an
-    error of 1e-4. Variables that a sampler only resamples now and then are not tested.
+    If residuals are below about 1e-9, the density :math:`\propto e^{-U(\theta) - \text{energy}}` is
+    stationary; a wrong drift, noise or correction gives 0.01 or more. This holds for rates
+    (frictions, curvatures) of about one. Residuals are extrapolated from steps of 0.003 to 0.024,
+    for rates of 50 with an error of 1e-4. Periodic resampling of variables is not tested.
 
     The drift of a :class:`~numpyro_sgmcmc.dynamics.Recipe` is derived from D, Q and h. These are
     checked first, as at the start of a run.

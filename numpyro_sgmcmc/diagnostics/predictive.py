@@ -68,10 +68,10 @@ _TABLE_NOTE = "Largest R-hat and smallest ESS; Kolmogorov distances, from 0 to 1
 def log_likelihood(mcmc: MCMC, rows: Any = None) -> dict[str, np.ndarray]:
     """Return the log likelihood of each draw at each row, by chunks of rows.
 
-    It equals ``numpyro.infer.log_likelihood(kernel.model, ...)``, for data that are not loaded
-    whole: only a chunk of rows and the result, one number per draw and row, are in memory. Rows
-    with discrete sites that are summed out have one value, the log of the sum over their states,
-    under the name of their observed site or, where there are several, of the plate.
+    It equals ``numpyro.infer.log_likelihood(kernel.model, ...)``, but only a chunk of rows and the
+    result, one number per draw and row, are in memory. Rows with discrete sites that are summed out
+    have one value, the log of the sum over their states, under the name of their observed site; if
+    there are several, under that of the plate.
 
     :param mcmc: a run of one of this package's kernels, on a model with one subsampled plate.
     :param rows: indices of the rows, integers of shape ``(n,)``. Default None: all.
@@ -93,10 +93,9 @@ def posterior_predictive(
 ) -> dict[str, np.ndarray]:
     """Sample replicated data at the run's rows, for posterior predictive checks.
 
-    It equals ``numpyro.infer.Predictive(kernel.model, ...)`` where the data are ``None``, for data
-    that are not loaded whole, and for models in which the observed values cannot be left out.
-    Deterministic sites inside the plate are returned too. For other rows than the run's, use
-    ``Predictive``.
+    It is ``numpyro.infer.Predictive(kernel.model, ...)`` with data ``None``, by chunks of rows, and
+    also for models in which the observed values cannot be left out. Deterministic sites inside the
+    plate are returned too. For other rows than the run's, use ``Predictive``.
 
     :param mcmc: a run of one of this package's kernels, on a model with one subsampled plate.
     :param rng_key: random key.
@@ -355,9 +354,9 @@ def predictive_summary(
     :param fn: a function of one draw, a dict of values by site, and rows, that returns an array or
         a dict of arrays; or a :class:`~numpyro.infer.Predictive`, of which model, parameters and
         sites are used.
-    :param rows: arrays to cut into chunks of rows, with as many rows each; ``fn`` gets the chunks
-        after the draw, and the first axis of its results must be the rows'. A ``Predictive`` gets
-        them as its model's arguments.
+    :param rows: arrays with equal numbers of rows, passed to ``fn`` in chunks of rows after the
+        draw; the first axis of its results must be that of the rows. A ``Predictive`` gets them as
+        its model's arguments.
     :param reference: a trusted run, as ``mcmc``, for distances to it. Default: none.
     :param rng_key: for a ``Predictive`` that samples. Default: ``random.key(0)``.
     :return: the summary; ``print`` shows it as a table.

@@ -159,8 +159,8 @@ class Refinement(NamedTuple):
 def compare_with_finer(mcmc: MCMC, rng_key: Array, change: str = "step") -> Refinement:
     """Run on from the last state with half the step size or twice the batch size, and compare.
 
-    If halving the step halves (order one) or quarters (order two) an error, the error that is left
-    in the finer run is as large as the difference, or a third of it.
+    The remaining error of the finer run is as large as the difference if the weak order is one, and
+    a third of it if the weak order is two.
 
     :param mcmc: a run of one of this package's kernels.
     :param rng_key: key of the second run.

@@ -239,10 +239,10 @@ class SGMGT(SGMCMCKernel):
 
     Weak order 2 with the default integrator, 1 if ``sigma_theta`` is positive or with ``"euler"``;
     one minibatch gradient per step (two with control variates). Choose it to try momenta with
-    heavier tails than Gaussian ones, or thermostats whose momenta are resampled: on five wells the
-    resampling, more than the tails, increased the number of crossings. ``a=0.5`` with ``m=2`` and
-    without resampling is SGNHT with a thermostat per coordinate, ``a=1`` and ``a=2`` are the
-    paper's; larger ``a`` needs shorter steps.
+    heavier tails than Gaussian ones, or thermostats whose momenta are resampled: with a potential
+    of five wells, resampling increased the number of crossings more than the tails did. ``a=0.5``
+    with ``m=2`` and without resampling is SGNHT with a thermostat per coordinate, ``a=1`` and
+    ``a=2`` are the paper's; larger ``a`` needs shorter steps.
 
     .. math::
 

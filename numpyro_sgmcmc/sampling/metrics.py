@@ -109,8 +109,8 @@ def expanded_mean(*names: str) -> Callable[[Mapping[str, Array]], dict[str, Any]
     """Return the Fisher metric of simplex sites, for ``inverse_metric`` of a Riemannian kernel.
 
     For sites reparametrised by :class:`ExpandedMean` its inverse is diag(:math:`|t|`), for all
-    others 1. With ``adapt_mass_matrix=False`` it is that of the reference, whose step size is twice
-    the h of this package; a mass matrix multiplies it.
+    others 1. With ``adapt_mass_matrix=False`` it is the metric of Patterson and Teh (2013), whose
+    step size is twice the h of this package; otherwise the mass matrix multiplies it.
 
     :param names: names of the Dirichlet sites in the model.
     :return: function of the unconstrained values by site.

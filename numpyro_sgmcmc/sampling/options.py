@@ -103,13 +103,12 @@ class Options:
         random. Default False: all chains start in the mode of best fit, with a warning if there are
         others.
     :param gibbs_fn: samples sites inside the subsampled plate from their conditional distribution,
-        as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch:
-        ``gibbs_fn(rng_key, gibbs_sites, hmc_sites, rows)``, called with these keywords, dicts of
-        constrained values (those of the minibatch for sites inside the plate) and the indices of
-        the rows, returns a dict of new values of all ``gibbs_sites``. If its signature has
-        ``model_args`` and ``model_kwargs``, it gets the model's arguments, of which arrays on the
-        host can be indexed by ``rows``. That the values come from the conditional distribution is
-        not checked.
+        as in :class:`~numpyro.infer.hmc_gibbs.HMCGibbs`, for the rows of a minibatch. It is called
+        with the keywords ``rng_key``, ``gibbs_sites`` and ``hmc_sites`` (dicts of constrained
+        values; of the minibatch for sites inside the plate), and ``rows`` (indices). It returns a
+        dict of new values of all ``gibbs_sites``. If its signature has ``model_args`` and
+        ``model_kwargs``, it gets the model's arguments; arrays on the host can be indexed by
+        ``rows``. Its distribution is not checked.
     :param gibbs_sites: names of those sites, which may be discrete.
     :param keep_locals: whether the values of ``gibbs_sites`` are kept from one visit of a row to
         the next. If False, they are sampled from their prior given the global sites at each
@@ -121,10 +120,10 @@ class Options:
     :param collect_local_sites: whether draws contain the sites that ``gibbs_fn`` samples, for all
         rows: a bool, or names of such sites. Default False, because a draw then takes memory
         proportional to the number of rows. Draws contain other sites inside the plate always.
-    :param collect_sites: names of the sites of which draws are kept, deterministic ones included.
-        Of the others, those of ``collect_local_sites`` included, running means and SDs are kept,
-        which :func:`~numpyro_sgmcmc.running_moments` returns, so that memory does not grow with
-        the run. Default None: draws of all sites are kept, but for those of ``gibbs_sites``.
+    :param collect_sites: names of the sites whose draws are kept, deterministic ones included. For
+        the others, those of ``collect_local_sites`` included, running means and SDs are kept
+        (:func:`~numpyro_sgmcmc.running_moments`), so that memory does not grow with the run.
+        Default None: draws of all sites but ``gibbs_sites`` are kept.
     :param running_quantiles: probabilities, between 0 and 1, of the quantiles that are estimated
         for the sites without draws. Default none.
     :param running_covariances: names of sites whose joint covariance matrix is computed although

@@ -40,9 +40,10 @@ class SGMCMCState(NamedTuple):
     - **num_steps** - stochastic-gradient steps per iteration.
     - **weight** - weight of the draw in averages: the sum of the iteration's step sizes, zero
       where a schedule explores.
-    - **diverging** - whether the iteration reached numbers that are not finite or did not move.
-      The chain then restarts from the position at the iteration's start; in warm-up, and after a
-      second failure in a row, halfway between it and the center.
+    - **diverging** - whether the iteration reached numbers that are not finite, moved by 1,000
+      posterior SDs or more, or did not move. The chain then restarts from the position at the
+      iteration's start; in warm-up, and after a second divergence in a row, halfway between it and
+      the center.
     - **adapt_state** - an :class:`AdaptState`.
     - **moments** - running sums for estimates of the chain's bias.
     - **step_size_monitor** - temperatures for the warm-up's check of the step size.
