@@ -1,8 +1,8 @@
-"""Other methods for the same model: SVI, HMCECS and the samplers of BlackJAX.
+"""Other methods for the same model: SVI, HMCECS, samplers of BlackJAX and packages of mixed models.
 
-Each returns draws in unconstrained space. All have better settings than a user would choose at
-first: the step size of SVI decays to zero on a cosine, HMCECS gets the posterior mean for its
-Taylor proxy, and BlackJAX's samplers start there, with the best of several step sizes by the
+Each but the last returns draws in unconstrained space. All have better settings than a user would
+choose at first: the step size of SVI decays to zero on a cosine, HMCECS gets the posterior mean for
+its Taylor proxy, and BlackJAX's samplers start there, with the best of several step sizes by the
 distance to the reference.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro
 import optax
 from jax import random
@@ -23,7 +24,15 @@ from numpyro.infer import HMCECS, MCMC, NUTS, SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from numpyro.infer.util import potential_energy
 
-__all__ = ["STEP_SIZES", "blackjax_draws", "hmcecs", "hmcecs_draws", "svi_draws", "unconstrained"]
+__all__ = [
+    "MIXED_MODELS",
+    "STEP_SIZES",
+    "blackjax_draws",
+    "hmcecs",
+    "hmcecs_draws",
+    "svi_draws",
+    "unconstrained",
+]
 
 Draws = dict[str, Any]
 
@@ -131,3 +140,73 @@ def blackjax_draws(
         return jax.tree.map(lambda x: x[_ITERATIONS // 10 :: 5], draws)
 
     return jax.jit(jax.vmap(chain))(random.split(rng_key, 4))
+
+
+def _fit_gpboost(
+    likelihood: str, group: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    import gpboost
+
+    model = gpboost.GPModel(
+        likelihood={"gaussian": "gaussian", "logistic": "bernoulli_logit"}[likelihood],
+        group_data=group,
+        group_rand_coef_data=x[:, 1:].astype(float),
+        ind_effect_group_rand_coef=[1] * (x.shape[1] - 1),
+        matrix_inversion_method="cholesky",  # quicker here than the default
+    )
+    # The default tolerance of 1e-6 of the log likelihood stops before its maximum.
+    model.fit(y=y.astype(float), X=x.astype(float), params={"delta_rel_conv": 1e-9})
+    coefficients = model.get_coef(std_err=True).to_numpy()
+    variances = model.get_cov_pars(std_err=True).to_numpy()
+    if likelihood == "gaussian":  # the variance of the rows comes first
+        variances = np.roll(variances, -1, axis=1)
+    of_rows = model.predict_training_data_random_effects(predict_var=True).to_numpy()
+    effect, variance = np.split(of_rows[np.unique(group, return_index=True)[1]], 2, axis=1)
+    return _summarise_mixed_model(effect, variance, coefficients, variances)
+
+
+def _fit_statsmodels(
+    likelihood: str, group: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    k, num_groups = x.shape[1], int(group.max()) + 1
+    if likelihood == "gaussian":
+        from statsmodels.regression.mixed_linear_model import MixedLM, MixedLMParams
+
+        free = MixedLMParams.from_components(np.ones(k), np.eye(k))  # independent effects
+        fit = MixedLM(y.astype(float), x.astype(float), group, x).fit(free=free, method="lbfgs")
+        of_scales = fit.bse_re[[i * (i + 3) // 2 for i in range(k)]]
+        variances = np.array([[*np.diag(fit.cov_re), fit.scale], [*of_scales, np.nan]])
+        effect = np.array([fit.random_effects[g] for g in range(num_groups)])
+        variance = np.array([np.diag(fit.random_effects_cov[g]) for g in range(num_groups)])
+        return _summarise_mixed_model(effect, variance, [fit.fe_params, fit.bse_fe], variances)
+    from scipy import sparse
+    from statsmodels.genmod.bayes_mixed_glm import BinomialBayesMixedGLM
+
+    rows = np.arange(len(y))
+    columns = [sparse.csr_matrix((x[:, i], (rows, group))) for i in range(k)]
+    ident = np.repeat(np.arange(k), num_groups)
+    fit = BinomialBayesMixedGLM(y, x, sparse.hstack(columns).tocsr(), ident).fit_vb()
+    effect = fit.fe_mean + fit.vc_mean.reshape(k, num_groups).T
+    sd = fit.vc_sd.reshape(k, num_groups).T
+    return (
+        np.concatenate([effect.ravel(), fit.fe_mean, fit.vcp_mean]),
+        np.concatenate([sd.ravel(), fit.fe_sd, fit.vcp_sd]),
+    )
+
+
+def _summarise_mixed_model(
+    effect: np.ndarray, variance: np.ndarray, coefficients: Any, variances: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return estimates and standard errors, those of scales as logarithms.
+
+    :param coefficients: population means and their standard errors.
+    :param variances: of the effects and the rows, and their standard errors.
+    """
+    mean = [(coefficients[0] + effect).ravel(), coefficients[0], 0.5 * np.log(variances[0])]
+    sd = [np.sqrt(variance).ravel(), coefficients[1], 0.5 * variances[1] / variances[0]]
+    return np.concatenate(mean), np.concatenate(sd)
+
+
+MIXED_MODELS = {"gpboost": _fit_gpboost, "statsmodels": _fit_statsmodels}
+"""Packages of mixed models: their estimates and standard errors, in the order of the effects, their
+population means, and the logarithms of scales."""

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+from hierarchies import Case, make_data
+from hierarchies import model as hierarchy
 
 __all__ = ["SCALABLE_PROBLEMS", "ScalableProblem"]
 
@@ -27,11 +29,13 @@ class ScalableProblem(NamedTuple):
     - **build** - makes the model and its arguments from the number of rows and a random generator.
     - **batch_size** - rows in a minibatch.
     - **is_dense** - whether NUTS with a dense mass matrix is tried.
+    - **hierarchy** - the case of ``hierarchies.py``, which has an exact reference.
     """
 
     build: Callable[[int, np.random.Generator], Built]
     batch_size: int
     is_dense: bool = True
+    hierarchy: Case | None = None
 
 
 def _float(x: Any) -> Any:
@@ -147,22 +151,15 @@ def _poisson(num_rows: int, rng: np.random.Generator) -> Built:
     return model, (_float(x), jnp.asarray(group, jnp.int32), jnp.asarray(y, jnp.int32))
 
 
-def _slopes(num_groups: int, num_rows: int, rng: np.random.Generator) -> Built:
-    """Logistic regression whose intercept and slope vary over groups; centred."""
+def _slopes(likelihood: str, num_groups: int, batch_size: int) -> ScalableProblem:
+    """Regression whose intercept and slope vary over groups; centred."""
+    case = Case(likelihood, num_groups, 2, 0, batch_size)
 
-    def model(x: Any, group: Any, y: Any, batch_size: int | None = None) -> None:
-        mean = numpyro.sample("mean", dist.Normal(0, 2).expand([2]).to_event(1))
-        scale = numpyro.sample("scale", dist.HalfNormal(1).expand([2]).to_event(1))
-        with numpyro.plate("groups", num_groups):
-            effect = numpyro.sample("effect", dist.Normal(mean, scale).to_event(1))
-        with _rows(y, batch_size) as i:
-            at = effect[group[i]]
-            numpyro.sample("y", dist.Bernoulli(logits=at[:, 0] + at[:, 1] * x[i]), obs=y[i])
+    def build(num_rows: int, rng: np.random.Generator) -> Built:
+        data = map(jnp.asarray, make_data(case._replace(num_rows=num_rows)))
+        return partial(hierarchy, likelihood, num_groups), tuple(data)
 
-    group, x = rng.integers(0, num_groups, num_rows), rng.standard_normal(num_rows)
-    effect = np.array([-0.5, 0.4]) + np.array([0.7, 0.3]) * rng.standard_normal((num_groups, 2))
-    y = rng.random(num_rows) < _sigmoid(effect[group, 0] + effect[group, 1] * x)
-    return model, (_float(x), jnp.asarray(group, jnp.int32), jnp.asarray(y, jnp.int32))
+    return ScalableProblem(build, batch_size, is_dense=False, hierarchy=case)
 
 
 def _items(num_rows: int, rng: np.random.Generator) -> Built:
@@ -255,8 +252,10 @@ SCALABLE_PROBLEMS = {
     "ordinal": ScalableProblem(_ordinal, 100),
     "negative binomial": ScalableProblem(_negative_binomial, 100),
     "hierarchical Poisson": ScalableProblem(_poisson, 500),
-    "slopes of 500 groups": ScalableProblem(partial(_slopes, 500), 2_000, is_dense=False),
-    "slopes of 10,000 groups": ScalableProblem(partial(_slopes, 10_000), 10_000, is_dense=False),
+    "Gaussian, 1,000 groups": _slopes("gaussian", 1_000, 2_000),
+    "logistic, 1,000 groups": _slopes("logistic", 1_000, 2_000),
+    "Gaussian, 10,000 groups": _slopes("gaussian", 10_000, 20_000),
+    "logistic, 10,000 groups": _slopes("logistic", 10_000, 20_000),
     "item response": ScalableProblem(_items, 5_000, is_dense=False),
     "crossed effects": ScalableProblem(_crossed, 5_000, is_dense=False),
     "spline": ScalableProblem(_spline, 500),

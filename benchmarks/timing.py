@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -36,6 +37,17 @@ def interleaved(
             jax.block_until_ready(run())
             seconds[name].append(clock() - start)
     return {name: np.array(s) for name, s in seconds.items()}
+
+
+def use_empty_compilation_cache() -> tempfile.TemporaryDirectory:
+    """Use a new folder for JAX's compilation cache, as long as the returned object lives.
+
+    NumPyro traces the loop of each run of an MCMC object anew; with the cache, continued runs do
+    not compile it again.
+    """
+    folder = tempfile.TemporaryDirectory()
+    jax.config.update("jax_compilation_cache_dir", folder.name)
+    return folder
 
 
 def print_header(title: str) -> None:
