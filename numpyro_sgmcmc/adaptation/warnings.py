@@ -328,7 +328,7 @@ def _find_discretisation_warnings(
     """Yield a warning where the discretisation error biases means, or shortens the step."""
     step_size, allowed = float(step.step_size), inputs.settings.max_mean_bias
     bias = step.mean_bias.by_discretisation.compute_max(step_size)
-    fix = "use SHMC(model, integrator='baoab'), which does not have this error."
+    fix = "use SGHMCSplit(model, integrator='baoab'), which does not have this error."
     if bias > _MIN_WARNED_MEAN_BIAS_RATIO * allowed:
         yield PendingWarning(
             f"Discretisation is predicted to bias posterior means by {bias:.2g} SD at step size "
