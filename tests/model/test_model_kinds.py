@@ -185,6 +185,7 @@ def test_warnings_have_the_users_line(fitted):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.GradientNoiseWarning")
+@pytest.mark.filterwarnings("ignore::numpyro_sgmcmc.errors.SubsampleSizeWarning")
 def test_draws_nested_plates_and_dependent_support_match_exact_posterior():
     """Both rows and columns of a table are subsampled, and a prior is ``Uniform(0, top)``."""
 
