@@ -9,26 +9,23 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
-NAME ?= network
 
 bin := $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart reference example test test-all test-docs docs docs-links figures gallery benchmarks
+.PHONY: help quickstart reference test test-all test-docs docs docs-links figures benchmarks
 .PHONY: benchmarks-all disk papers networks thermostats latent trust lint format dist clean
 
 help:
 	@echo "make quickstart   fit the flights model; plots and draws go to quickstart-output/"
 	@echo "make reference    the same, and NUTS on the full data (long)"
-	@echo "make example      another example: NAME=network (uncertainty of a neural network)"
 	@echo "make test         run the quick tests"
 	@echo "make test-docs    run the code of the pages and of the papers, and check the site in a browser"
 	@echo "make test-all     run all tests"
 	@echo "make docs         build the site in docs/_build/html; warnings are errors"
 	@echo "make docs-links   check every link of the site (needs the network)"
 	@echo "make figures      redraw the figures of the site"
-	@echo "make gallery      run the examples of the gallery and redraw their figures"
 	@echo "make benchmarks   time and memory compared with a gradient loop and NUTS (long)"
 	@echo "make disk         data and draws on disk, and killed runs (long; 24 GB)"
 	@echo "make papers       synthetic experiments of five papers (20 minutes)"
@@ -54,15 +51,12 @@ quickstart: $(VENV)/.installed-examples
 reference: $(VENV)/.installed-examples
 	$(bin)/python examples/flights.py --reference $(ARGS)
 
-example: $(VENV)/.installed-examples
-	$(bin)/python examples/$(NAME).py $(ARGS)
-
 # Compilation takes most of the time of the tests, so workers and later runs share a compilation
 # cache. The tests of a file share sampler runs, so one worker runs them all.
 pytest := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test test-docs test-all: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
-test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
-test test-docs test-all: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
+test test-docs test-all docs docs-links: export JAX_COMPILATION_CACHE_DIR = $(abspath $(VENV))/jax-cache
+test test-docs test-all docs docs-links: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
+test test-docs test-all docs docs-links: export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES = -1
 # Random examples per test of invalid input, in place of a few fixed ones.
 test-all: export HOSTILE_EXAMPLES = 100
 
@@ -75,30 +69,19 @@ test-docs: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python $(pytest) $(ARGS)
 
-# The build is not incremental, since each page's navigation lists all pages. It takes half a minute of CPU time.
+# The build is not incremental, since each page's navigation lists all pages. It takes half a minute of
+# CPU time, and about ten minutes more where cached outputs of tutorials are of other code. For a preview
+# without outputs: ARGS="-D nb_execution_mode=off".
 sphinx := -m sphinx -W --keep-going --quiet --fresh-env --write-all -j auto
 docs: $(VENV)/.installed-docs
 	rm -rf docs/reference/api
-	$(bin)/python $(sphinx) docs docs/_build/html
+	$(bin)/python $(sphinx) $(ARGS) docs docs/_build/html
 
 docs-links: $(VENV)/.installed-docs
 	$(bin)/python $(sphinx) -b linkcheck docs docs/_build/links
 
 figures: $(VENV)/.installed-docs
 	$(bin)/python docs/figures/draw.py
-
-gallery: $(VENV)/.installed-examples
-	$(bin)/python examples/routes.py --output docs/gallery/routes.png
-	$(bin)/python examples/lateness.py --output docs/gallery/lateness.png
-	$(bin)/python examples/made_up_time.py --output docs/gallery/made-up-time.png
-	$(bin)/python examples/return_time.py --output docs/gallery/return-time.png
-	$(bin)/python examples/cancellations.py --output docs/gallery/cancellations.png
-	$(bin)/python examples/item_response.py --output docs/gallery/item-response.png
-	$(bin)/python examples/on_disk.py --output docs/gallery/on-disk.png
-	$(bin)/python examples/wrong_run.py --output docs/gallery/wrong-run.png
-	$(bin)/python examples/wells.py --output docs/gallery/wells.gif
-	$(bin)/python examples/network.py --output docs/gallery/network.png
-	$(bin)/python examples/topics.py --output docs/gallery/topics.png
 
 # Tables are also stored in benchmarks/results, one file per Python version, with date and commit, and
 # copied from there to the pages of the site.

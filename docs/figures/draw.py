@@ -1,9 +1,8 @@
-"""The figures of how-it-works.md and batch-size.md: `make figures`, two minutes of CPU time.
+"""The figures of how-it-works.md, batch-size.md and the reference: `make figures`, two CPU minutes.
 
 python docs/figures/draw.py
 """
 
-import sys
 import warnings
 from pathlib import Path
 
@@ -19,19 +18,15 @@ from scipy.linalg import solve_discrete_lyapunov
 from scipy.stats import gaussian_kde
 
 from numpyro_sgmcmc import SGHMCSplit, bias_report, suggest_subsample_size
-from numpyro_sgmcmc.diagnostics import plot_warmup
+from numpyro_sgmcmc.diagnostics import plot_bias, plot_warmup
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullLocator
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from nycflights import style
-
 FOLDER = Path(__file__).parent
 BLUE, ORANGE, GREEN, RED = "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
-STYLE = {**style, "savefig.dpi": 150}
 
 
 # -- splitting: stationary SDs of the library's own steps on a standard normal, solved exactly --
@@ -172,6 +167,8 @@ def draw_runs() -> None:
     plot_warmup(right)
     plt.savefig(FOLDER / "warmup.png")
     wrong = run(gradient_estimator="minibatch", step_size=0.1)
+    plot_bias(wrong)
+    plt.savefig(FOLDER / "bias.png")
     draws = np.asarray(wrong.get_samples(group_by_chain=True)["beta"][..., 0])
     truth = np.asarray(right.get_samples()["beta"])
     figure, (left, ax) = plt.subplots(
@@ -274,7 +271,7 @@ def draw_batch_size() -> None:
 
 
 if __name__ == "__main__":
-    with plt.rc_context(STYLE):
+    with plt.style.context(FOLDER / "style.mplstyle"):
         draw_splitting()
         draw_control_variates()
         draw_runs()

@@ -43,7 +43,8 @@ def test_named_files_exist(page):
 def test_code_fits_its_box():
     """A box of the site is 90 characters wide on a desktop; what is longer must be scrolled."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    code = {p: re.findall(r"^```python\n(.*?)^```", p.read_text(), re.M | re.S) for p in pages}
+    box = r"^```(?:python|\{code-cell\} ipython3)\n(?:---\n.*?^---\n)?(.*?)^```"
+    code = {p: re.findall(box, p.read_text(), re.M | re.S) for p in pages}
     lines = [(p.name, line) for p in pages for line in "".join(code[p]).splitlines()]
     assert len(lines) > 400
     assert [(page, line) for page, line in lines if len(line) > 90] == []

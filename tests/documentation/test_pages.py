@@ -1,4 +1,7 @@
-"""The code of the site's pages runs, block after block, at toy size."""
+"""The code of the site's pages runs, block after block, at toy size.
+
+Tutorials are run by `make docs`, and by the tests of the site.
+"""
 
 import re
 import textwrap
@@ -13,6 +16,7 @@ from matplotlib import pyplot
 from tests.quick import quick_if
 
 DOCS = Path(__file__).parents[2] / "docs"
+TUTORIALS = sorted(p for p in (DOCS / "tutorials").glob("*.md") if p.stem != "index")
 ROWS = """
 import jax
 X = jax.random.normal(jax.random.key(0), (2_000, 3))
@@ -146,7 +150,9 @@ TOLD = {  # what a page says, and whether it came out so
 
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    """Return the code of a page: its blocks of Python, or the cells of a notebook."""
+    cell = r"^```(?:python|\{code-cell\} ipython3)\n(?:---\n.*?^---\n)?(.*?)^```"
+    return re.findall(cell, (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def run(page):
@@ -172,7 +178,24 @@ def test_every_page_is_run():
     pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
     with_code = {page for page in pages if blocks(page)}
     own_tests = {"networks.md", "troubleshooting.md"}
-    assert with_code - own_tests == set(PAGES) - {"../README.md"}
+    tutorials = {f"tutorials/{p.name}" for p in TUTORIALS}  # run when the site is built
+    assert with_code - own_tests - tutorials == set(PAGES) - {"../README.md"}
+
+
+@pytest.mark.parametrize("path", [DOCS / "start.md", *TUTORIALS], ids=lambda path: path.stem)
+def test_tutorials_are_complete(path):
+    text = path.read_text()
+    for cell in re.findall(r"^```\{code-cell\} ipython3\n(.*?)^```", text, re.M | re.S):
+        if re.search(r"plt\.(subplots|figure)|az\.plot|plt\.subfigures", cell):
+            assert "    alt: " in cell, cell
+            assert "    caption: " in cell, cell
+    assert f"{{nb-download}}`{path.stem}.ipynb`" in text
+    assert f"{path.stem}.md)" in (DOCS / "tutorials/index.md").read_text()
+    if path in TUTORIALS:
+        assert text.startswith("---\nfile_format: mystnb\n")
+        assert "**Question.**" in text
+        assert "## For your data" in text
+        assert "$$" in text
 
 
 def test_code_of_the_troubleshooting_page_compiles():
