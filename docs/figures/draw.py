@@ -1,8 +1,10 @@
-"""The figures of how-it-works.md, batch-size.md and the reference: `make figures`, two CPU minutes.
+"""Figures of index.md, how-it-works.md, batch-size.md and the reference: `make figures`, three CPU
+minutes.
 
 python docs/figures/draw.py
 """
 
+import json
 import warnings
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from numpyro.diagnostics import gelman_rubin
-from numpyro.infer import MCMC
+from numpyro.infer import MCMC, NUTS
 from scipy.linalg import solve_discrete_lyapunov
 from scipy.stats import gaussian_kde
 
@@ -27,6 +29,66 @@ from matplotlib.ticker import NullLocator
 
 FOLDER = Path(__file__).parent
 BLUE, ORANGE, GREEN, RED = "#2b6a99", "#d9822b", "#3c8d5a", "#c0392b"
+
+
+# -- front page: a posterior beside that of NUTS, and measured effective draws per second --
+
+
+def logistic(X, y, batch_size=None):
+    """The model of docs/index.md."""
+    beta = numpyro.sample("beta", dist.Normal(0, 1).expand([X.shape[1]]).to_event(1))
+    with numpyro.plate("rows", X.shape[0], subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=y[i])
+
+
+def draw_front() -> None:
+    num_rows, num_columns = 10_000, 12
+    keys = jax.random.split(jax.random.key(0), 3)
+    X = jax.random.normal(keys[0], (num_rows, num_columns))
+    truth = 0.08 * jax.random.normal(keys[1], (num_columns,))
+    y = jax.random.bernoulli(keys[2], jax.nn.sigmoid(X @ truth)).astype(jnp.float32)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for kernel, batch_size, colour, shift in (
+        (NUTS(logistic), None, ORANGE, -0.17),
+        (SGHMCSplit(logistic), 100, BLUE, 0.17),
+    ):
+        mcmc = MCMC(
+            kernel,
+            num_warmup=500,
+            num_samples=1000,
+            num_chains=4,
+            chain_method="vectorized",
+            progress_bar=False,
+        )
+        mcmc.run(jax.random.key(1), X, y, batch_size=batch_size)
+        draws = np.asarray(mcmc.get_samples()["beta"])
+        low, mean, high = np.quantile(draws, [0.025, 0.5, 0.975], axis=0)
+        left.errorbar(
+            np.arange(num_columns) + shift,
+            mean,
+            [mean - low, high - mean],
+            fmt="o",
+            markersize=2,
+            color=colour,
+            label=type(kernel).__name__,
+        )
+    left.set(xlabel="coefficient", ylabel="posterior median and 95% interval")
+    left.set_title(f"Posterior of a logistic regression, {num_rows:,} rows")
+    left.legend()
+    # The newest Python's table of benchmarks/scaling.py.
+    *_, newest = sorted((FOLDER.parents[1] / "benchmarks" / "results").glob("*.json"))
+    (table,) = (t for t in json.loads(newest.read_text()) if t["benchmark"] == "scaling")
+    for kernel, colour in (("NUTS", ORANGE), ("SGHMCSplit", BLUE)):
+        rows = [row for row in table["rows"] if row[1] == kernel]
+        num_rows, ess = (
+            [float(row[k].replace(",", "")) for row in rows]
+            for k in (0, table["rows"][0].index("ESS/s"))
+        )
+        right.plot(num_rows, ess, "o-", markersize=4, color=colour, label=kernel)
+    right.set(xscale="log", yscale="log", xlabel="rows", ylabel="effective draws per second")
+    right.set_title("Speed of sampling by number of rows")
+    right.legend()
+    figure.savefig(FOLDER / "front.svg")
 
 
 # -- splitting: stationary SDs of the library's own steps on a standard normal, solved exactly --
@@ -272,6 +334,7 @@ def draw_batch_size() -> None:
 
 if __name__ == "__main__":
     with plt.style.context(FOLDER / "style.mplstyle"):
+        draw_front()
         draw_splitting()
         draw_control_variates()
         draw_runs()
