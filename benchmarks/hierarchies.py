@@ -50,7 +50,8 @@ from numpyro_sgmcmc.diagnostics import Diagnosis
 
 _NUM_COMPARED_GROUPS = 1_000  # whose coefficients are compared with the reference
 _NUM_REFERENCE_DRAWS = 400  # of the normal at the mode
-_NUM_NODES = 7  # of the quadrature, in each coefficient
+# Nodes of the quadrature in each coefficient, and with fewer rows per group than so many.
+_NUM_NODES, _NUM_NODES_FEW_ROWS, _FEW_ROWS_PER_GROUP = 7, 15, 50
 _COLUMNS = {
     "case": 34,
     "B": 7,
@@ -230,7 +231,7 @@ def integrate_by_quadrature(case: Case) -> Marginal:
     """Return the marginal density of logistic or Poisson rows.
 
     Gauss-Hermite quadrature at the mode of each group's coefficients, with
-    ``_NUM_NODES ** num_effects`` nodes. Nodes stay where they are while the shared parameters vary
+    7 or 15 nodes in each coefficient. Nodes stay where they are while the shared parameters vary
     within their posterior, so that the rows are read once.
     """
     group, x, y = make_data(case)
@@ -240,7 +241,9 @@ def integrate_by_quadrature(case: Case) -> Marginal:
     normalizer = jax.nn.softplus if case.likelihood == "logistic" else jnp.exp
     derivative = jax.vmap(jax.grad(normalizer))
     second_derivative = jax.vmap(jax.grad(jax.grad(normalizer)))
-    points, weights = np.polynomial.hermite.hermgauss(_NUM_NODES)
+    has_few_rows = case.num_rows < _FEW_ROWS_PER_GROUP * case.num_groups
+    num_nodes = _NUM_NODES_FEW_ROWS if has_few_rows else _NUM_NODES
+    points, weights = np.polynomial.hermite.hermgauss(num_nodes)
     points = np.stack(np.meshgrid(*[points] * k), -1).reshape(-1, k)
     log_weights = np.log(np.stack(np.meshgrid(*[weights] * k), -1)).sum(-1).ravel()
     log_weights += (points**2).sum(-1)
