@@ -106,7 +106,10 @@ class Modes:
 
 def find_modes(inputs: WarmupInputs, pilot: PilotResult, fits: Sequence[MeanField]) -> Modes:
     """Return the mode of the pilot chains, which started from the first fit, and other modes."""
-    if rescaled := rescale_to_prior(inputs, pilot):
+    # A hierarchy has its coordinates only if its fit converged; its chains may still be slow, as
+    # where a scale may be zero.
+    has_fit = pilot.preconditioner.is_block_arrow
+    if not has_fit and (rescaled := rescale_to_prior(inputs, pilot)):
         return Modes(rescaled, (), has_dominant_mode=False)
     others = find_other_modes(inputs, pilot, fits)
     return Modes(pilot, others, has_dominant_mode=True)

@@ -160,11 +160,11 @@ def run_pilot_windows(
         chain_means = draws.mean(1, dtype=np.float64)
         median = pilot.preconditioner.to_position(np.median(chain_means, axis=0))
         compared, max_r_hat = draws, MAX_CONVERGED_R_HAT
+        time = draws.shape[1] * PILOT_THINNING * step_size
+        num_independent = time / PILOT_DYNAMICS.relaxation_time(step_size)
         if is_block_arrow:  # of thousands of effects some differ by chance
             layout = pilot.preconditioner.factor.layout
             compared = layout.take_shared(draws).astype(np.float64)
-            time = draws.shape[1] * PILOT_THINNING * step_size
-            num_independent = time / PILOT_DYNAMICS.relaxation_time(step_size)
             max_r_hat = compute_max_r_hat(num_independent, len(draws), layout.num_shared)
         within_variance = np.maximum(compared.var(1).mean(0), np.finfo(float).tiny)
         r_hat = float(compute_r_hat(compared.mean(1), within_variance).max())
@@ -178,7 +178,12 @@ def run_pilot_windows(
         if not is_distinct(pilot, last_positions):
             return replace(pilot.move_to(pilot.preconditioner, last_positions), is_distinct=False)
         updated = update_preconditioner(
-            inputs, pilot.preconditioner, draws, noise_stats, pilot.is_converged
+            inputs,
+            pilot.preconditioner,
+            draws,
+            noise_stats,
+            pilot.is_converged,
+            len(draws) * num_independent,
         )
         if updated is None:
             max_step_size *= _NONFINITE_STEP_FACTOR

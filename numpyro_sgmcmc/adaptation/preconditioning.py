@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpyro.diagnostics import effective_sample_size
 
 from numpyro_sgmcmc.adaptation.batched_gradients import BatchedGradients, JittedPotential
 from numpyro_sgmcmc.adaptation.budget import count_rows_per_gradient
@@ -312,18 +311,20 @@ def update_preconditioner(
     draws: np.ndarray,
     noise_stats: GradientNoiseStats,
     is_converged: bool,
+    num_independent: float = np.inf,
 ) -> PreconditionerUpdate | None:
     """Move the center to the mean of the draws, and refit the factor.
 
     :param draws: preconditioned draws, shape ``(chains, draws, d)``.
     :param noise_stats: gradient noise of the control variate.
     :param is_converged: whether the chains are stationary; if not, another window follows.
+    :param num_independent: independent draws of all chains, by the relaxation time.
     :return: None where the gradient at the new center is not finite.
     """
     settings, budget, potential = inputs.settings, inputs.budget, inputs.potential
     batched_gradients = inputs.batched_gradients
     if preconditioner.is_block_arrow:
-        return _update_block_arrow(inputs, preconditioner, draws)
+        return _update_block_arrow(inputs, preconditioner, draws, num_independent)
     center, dim = preconditioner.to_position(draws.mean((0, 1))), draws.shape[-1]
     num_rows = budget.num_representative_rows
     if settings.inverse_mass_matrix is not None:
@@ -376,7 +377,7 @@ def update_preconditioner(
 
 
 def _update_block_arrow(
-    inputs: WarmupInputs, preconditioner: Preconditioner, draws: np.ndarray
+    inputs: WarmupInputs, preconditioner: Preconditioner, draws: np.ndarray, num_independent: float
 ) -> PreconditionerUpdate | None:
     """Refit mean and covariance of the shared parameters of a hierarchy, where these are off.
 
@@ -384,21 +385,25 @@ def _update_block_arrow(
     """
     shared = preconditioner.factor.layout.take_shared(draws).astype(np.float64)
     no_bounds = np.ones(draws.shape[-1])
-    if (refit := refit_standard_normal(shared)) is None:
+    if (refit := refit_standard_normal(shared, num_independent)) is None:
         return PreconditionerUpdate(preconditioner, no_bounds)
     updated = recenter_block_arrow(inputs, preconditioner, *refit)
     return PreconditionerUpdate(updated, no_bounds) if updated is not None else None
 
 
-def refit_standard_normal(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+def refit_standard_normal(
+    draws: np.ndarray, num_independent: float
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Return mean and factor of the covariance of draws, or None if they may be standard normal.
 
     The covariance of few draws has eigenvalues far from one by chance (law of Marchenko and
     Pastur): the covariance counts beyond these, and is shrunk towards the identity.
 
     :param draws: shape ``(chains, draws, s)``.
+    :param num_independent: independent draws of all chains if these are standard normal. Where they
+        are not, chains move slowly, and their effective sample size would excuse it.
     """
-    num_draws, dim = float(np.median(effective_sample_size(draws))), draws.shape[-1]
+    num_draws, dim = min(num_independent, draws.shape[0] * draws.shape[1]), draws.shape[-1]
     draws = draws.reshape(-1, dim)
     mean, covariance = draws.mean(0), np.atleast_2d(np.cov(draws, rowvar=False))
     eigenvalues, error = np.linalg.eigvalsh(covariance), np.sqrt(dim / num_draws)

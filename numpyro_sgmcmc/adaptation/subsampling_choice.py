@@ -46,6 +46,9 @@ from numpyro_sgmcmc.model.gradient_estimators import (
     MinibatchGradient,
 )
 
+# Gradient noise variance in the noisiest preconditioned coordinate of a hierarchy, with iid
+# minibatches, up to which the minibatches of an epoch may depend on each other.
+_MAX_HIERARCHY_NOISE_OF_EPOCHS = 0.3
 _MAX_HESSIAN_DIM = 200  # bounds the cost of the reference Hessian of an estimator
 # Variance of contiguous over that of iid minibatches beyond which the data count as sorted.
 _MIN_NOISE_VARIANCE_RATIO = 1.5
@@ -104,12 +107,26 @@ def measure_gradient_noise(
     # Over an epoch noise cancels. That of minibatch gradients is so large that their step size
     # does not rely on it.
     subsampling = candidates.subsampling or ContiguousSubsampling()
+    if candidates.subsampling is None and _needs_independent_minibatches(bulk, noise[0]):
+        subsampling = IIDSubsampling()
     per_epoch = bulk.batched_gradients.batches_per_epoch
     for stats_by_estimator in noise:
         for estimator, stats in stats_by_estimator.items():
             if estimator.needs_reference:
                 stats_by_estimator[estimator] = stats.for_epochs(subsampling, per_epoch)
     return NoiseMeasurement(*noise, estimate_max_curvature(bulk, rng))
+
+
+def _needs_independent_minibatches(bulk: BulkPositions, noise: NoiseStatsByEstimator) -> bool:
+    """Return whether the gradients of a hierarchy's shared parameters need independent minibatches.
+
+    Thousands of effects respond to the minibatches of an epoch: they fit the rows seen better than
+    those to come. Each does so hardly at all, but a scale of the rows depends on the sum.
+
+    :param noise: with iid minibatches.
+    """
+    variance = min(stats.variance for stats in noise.values())
+    return bulk.preconditioner.is_block_arrow and variance > _MAX_HIERARCHY_NOISE_OF_EPOCHS
 
 
 def choose_subsampling(
@@ -170,6 +187,8 @@ def _choose_subsampling(
 
     if not is_allowed(ShuffledSubsampling()):
         return ContiguousSubsampling()
+    if _needs_independent_minibatches(bulk, noise.iid):
+        return IIDSubsampling()
     # Noise that cancels over an epoch changes momenta, and not positions. A thermostat would take
     # it for a kinetic temperature that is too high.
     if is_thermostat_active(inputs, iid.noise_stats, settings.step_size or iid.step_size):

@@ -146,14 +146,14 @@ def test_few_draws_of_many_shared_parameters_change_no_covariance():
     # 160 draws, about 18 of them independent, have eigenvalues between 0.00 and 5 by chance.
     draws = make_correlated_draws(np.random.default_rng(0), 8, 20, np.eye(41))
     assert np.linalg.eigvalsh(np.cov(draws.reshape(-1, 41), rowvar=False)).min() < 0.1
-    refit = refit_standard_normal(draws)
+    refit = refit_standard_normal(draws, 18.0)
     assert refit is None or (refit[1] == np.eye(41)).all()
 
 
 def test_covariance_of_few_draws_is_shrunk():
     factor = np.diag([6.0, *np.ones(40)])
     draws = make_correlated_draws(np.random.default_rng(1), 8, 40, factor)
-    _, refitted = refit_standard_normal(draws)
+    _, refitted = refit_standard_normal(draws, 35.0)
     covariance = refitted @ refitted.T
     # The wide direction is found, and no other one is scaled by more than a factor of two.
     assert 10.0 < covariance[0, 0] < 60.0
@@ -165,7 +165,7 @@ def test_covariance_of_few_draws_is_shrunk():
 def test_covariance_of_many_draws_is_refitted():
     factor = np.array([[2.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 0.0, 1.0]])
     draws = make_correlated_draws(np.random.default_rng(2), 8, 400, factor)
-    mean, refitted = refit_standard_normal(0.5 + draws)
+    mean, refitted = refit_standard_normal(0.5 + draws, 350.0)
     covariance = refitted @ refitted.T
     np.testing.assert_allclose(covariance, factor @ factor.T, atol=0.8, rtol=0.25)
     np.testing.assert_allclose(mean, 0.5, atol=0.4)
