@@ -10,7 +10,7 @@ each group for other rows. What is left is the marginal density of the shared pa
 approximated by a normal at its mode; draws of that normal are weighted with the density, and
 Pareto's k of the weights is shown.
 
-*mean* and *sd* are the largest error of a mean of a shared parameter in posterior SDs, and the
+*means off* and *SDs off* are the largest error of a mean of a shared parameter in posterior SDs, and the
 errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of means of
 1,000 groups' coefficients, and 95% of the errors of their SDs. *report* has the worst diagnosis of
 a shared parameter, and that of the coefficients.
@@ -61,8 +61,8 @@ _COLUMNS = {
     "GB": 6,
     "ESS": 6,
     "R-hat": 7,
-    "mean": 7,
-    "sd": 14,
+    "means off": 10,
+    "SDs off": 14,
     "effects": 22,
     "report": 18,
 }
