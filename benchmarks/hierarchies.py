@@ -10,8 +10,8 @@ each group for other rows. What is left is the marginal density of the shared pa
 approximated by a normal at its mode; draws of that normal are weighted with the density, and
 Pareto's k of the weights is shown.
 
-*means off* and *SDs off* are the largest error of a mean of a shared parameter in posterior SDs, and the
-errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of means of
+*means off* and *SDs off* are the largest error of a mean of a shared parameter in posterior SDs, and
+the errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of means of
 1,000 groups' coefficients, and 95% of the errors of their SDs. *report* has the worst diagnosis of
 a shared parameter, and that of the coefficients.
 
@@ -469,8 +469,8 @@ def run(case: Case) -> dict[str, Any]:
         "GB": f"{gigabytes:.1f}",
         "ESS": f"{ess.min():.0f}",
         "R-hat": f"{r_hat.max():.3f}",
-        "mean": f"{np.abs(off).max():.2f}",
-        "sd": f"{100 * ratio.min():+.0f} to {100 * ratio.max():+.0f}%",
+        "means off": f"{np.abs(off).max():.2f}",
+        "SDs off": f"{100 * ratio.min():+.0f} to {100 * ratio.max():+.0f}%",
         "effects": f"{np.sqrt(np.mean(effects_off**2)):.2f}, {low:+.0f} to {high:+.0f}%",
         "report": f"{min(of_shared, key=list(Diagnosis).index)}, {of_effects}",
     }
