@@ -10,10 +10,10 @@ each group for other rows. What is left is the marginal density of the shared pa
 approximated by a normal at its mode; draws of that normal are weighted with the density, and
 Pareto's k of the weights is shown.
 
-*means off* and *SDs off* are the largest error of a mean of a shared parameter in posterior SDs, and
-the errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of means of
-1,000 groups' coefficients, and 95% of the errors of their SDs. *report* has the worst diagnosis of
-a shared parameter, and that of the coefficients.
+*means off* and *SDs off* are the largest error of a mean of a shared parameter in posterior SDs,
+and the errors of SDs, scales as logarithms. *effects* are the root mean square of the errors of
+means of 1,000 groups' coefficients, and 95% of the errors of their SDs. *report* has the worst
+diagnosis of a shared parameter, and that of the coefficients.
 
 ``--growth`` prints CPU seconds of the warm-up and CPU milliseconds per effective draw against the
 numbers of groups and rows, with the slopes of their logarithms. Compilation is part of the warm-up.
