@@ -120,8 +120,9 @@ def measure_gradient_noise(
 def _needs_independent_minibatches(bulk: BulkPositions, noise: NoiseStatsByEstimator) -> bool:
     """Return whether the gradients of a hierarchy's shared parameters need independent minibatches.
 
-    Thousands of effects respond to the minibatches of an epoch: they fit the rows seen better than
-    those to come. Each does so hardly at all, but a scale of the rows depends on the sum.
+    Positions depend on the earlier minibatches of an epoch, and these on the next one, so that its
+    gradient is biased given the position. The scale of the rows sums this over all effects: with
+    5,000 groups of 20 effects and ten rows, noise of variance 1.2 biased it by 0.4 posterior SDs.
 
     :param noise: with iid minibatches.
     """
