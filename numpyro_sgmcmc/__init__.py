@@ -17,6 +17,7 @@ from numpyro_sgmcmc.diagnostics import (
     to_arviz,
     warmup_report,
 )
+from numpyro_sgmcmc.model.handlers import localised
 from numpyro_sgmcmc.sampling import *  # noqa: F403
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Table",
     "as_arrays",
     "bias_report",
+    "localised",
     "log_likelihood",
     "loo",
     "open_draws",

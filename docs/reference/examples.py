@@ -63,6 +63,10 @@ kernel = numpyro_sgmcmc.SGLD(model, step_size=schedules.Polynomial(0.05))
 # -- numpyro_sgmcmc.kernel.Options
 kernel = SGHMCSplit(model, target_sd_bias=0.02, subsampling="shuffled")
 
+# -- numpyro_sgmcmc.localised
+center = {"beta": jnp.array([1.5, 0.0, 0.0])}  # such as guide.median(params)
+kernel = SGHMCSplit(numpyro_sgmcmc.localised(model, center, precision=100.0))
+
 # -- numpyro_sgmcmc.CheckpointedMCMC
 stored = CheckpointedMCMC(
     SGHMCSplit(model), num_warmup=20, num_samples=20, num_chains=2, chain_method="vectorized",

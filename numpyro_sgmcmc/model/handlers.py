@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array, random
-from numpyro import validation_enabled
+from numpyro import factor, validation_enabled
 from numpyro.handlers import condition, seed, substitute, trace
 from numpyro.infer import init_to_sample
 from numpyro.infer.gibbs import GIBBS_SITES_KWARG
@@ -24,7 +25,13 @@ from numpyro.primitives import _PYRO_STACK, Messenger
 from numpyro_sgmcmc.data.arguments import Arguments, as_jax_arrays
 from numpyro_sgmcmc.data.row_proxies import is_row_array_or_proxy
 from numpyro_sgmcmc.data.subsampling import Indices
-from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError
+from numpyro_sgmcmc.errors import (
+    InvalidArgumentError,
+    InvalidModelError,
+    check_callable,
+    describe_value,
+    validate_real_array,
+)
 from numpyro_sgmcmc.model.numpy_values import NumPyArgumentsModel
 
 ChooseIndices = Callable[[str, int, int], Any]
@@ -107,6 +114,91 @@ def plate_array_length_error(
         f"give '{plate}' the length of the array as its size, or pass an array of {plate_size} "
         "rows. JAX would clamp indices that are out of range and read wrong rows silently.",
         "plate-array-length",
+    )
+
+
+class localised(Messenger):
+    r"""Restrict a model's posterior to a neighbourhood of ``center``, by a normal density about it.
+
+    The log density has the additional term
+
+    .. math:: -\frac{\gamma}{2} \sum_j (x_j - c_j)^2
+
+    with values x of the named sites, center c and precision :math:`\gamma`: the localising Gaussian
+    of singular learning theory. Draws are therefore not of the model's posterior, but of its
+    product with this density: of one mode, and of SD at most about :math:`\gamma^{-1/2}` in
+    directions that the data do not determine. The term is the same for every minibatch. Plates,
+    predictions and flax modules are unchanged; the trace has a further site, ``localised``.
+
+    Reference: Lau, Furman, Wang, Murfet and Wei (2025), *The local learning coefficient: a
+    singularity-aware complexity measure*.
+
+    :param model: NumPyro model.
+    :param center: values by site, constrained as those of draws and of
+        :func:`~numpyro.infer.initialization.init_to_value`. Each site is latent or deterministic,
+        outside of subsampled plates; others are not restricted.
+    :param precision: positive number, the inverse variance; or a dict of numbers or arrays, of the
+        sites' shapes, by site.
+    :raises ValueError: for other precisions or values; in a run of the model, for other sites or
+        shapes.
+    """
+
+    def __init__(
+        self, model: Callable, center: Mapping[str, Any], precision: float | Mapping[str, Any]
+    ) -> None:
+        check_callable("model", model)
+        is_dict = isinstance(center, Mapping) and len(center) > 0
+        by_site = dict.fromkeys(center if is_dict else (), precision)
+        by_site = dict(precision) if isinstance(precision, Mapping) else by_site
+        problem = ""
+        if not is_dict:
+            problem = f"`center` is {describe_value(center)}, which is not a dict of values by site"
+        elif by_site.keys() != center.keys():
+            problem = f"`precision` has sites {sorted(by_site)}, and `center` {sorted(center)}"
+        else:
+            real = jnp.result_type(float)
+            self.center, self.precision = (
+                {name: validate_real_array(kind, x).astype(real) for name, x in values.items()}
+                for kind, values in (("center", center), ("precision", by_site))
+            )
+            for name, gamma in self.precision.items():
+                is_finite = np.isfinite(self.center[name]).all() and np.isfinite(gamma).all()
+                if not (is_finite and (gamma > 0).all()):
+                    problem = f"`center` or `precision` of '{name}' is not finite, or not positive"
+        if problem:
+            raise InvalidArgumentError(
+                f"{problem}.",
+                "pass values by site, such as guide.median(params), and a positive precision.",
+                "localised",
+            )
+        super().__init__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with trace() as sites:
+            result = self.fn(*args, **kwargs)
+        shapes = {n: jnp.shape(s["value"]) for n, s in sites.items() if _is_global(s, sites)}
+        terms = []
+        for name, x in self.center.items():
+            gamma, shape = self.precision[name], shapes.get(name)
+            if x.shape != shape or gamma.shape not in ((), shape):
+                found = "no site outside of subsampled plates" if shape is None else shape
+                raise InvalidArgumentError(
+                    f"`center` of '{name}' has shape {x.shape}, `precision` {gamma.shape}, and the "
+                    f"model {found}.",
+                    f"use sites and shapes of {shapes}.",
+                    "localised",
+                )
+            terms.append((gamma * jnp.square(sites[name]["value"] - x)).sum())
+        factor("localised", -0.5 * sum(terms))
+        return result
+
+
+def _is_global(site: Any, sites: Mapping[str, Any]) -> bool:
+    """Return whether a traced site is latent or deterministic, outside of subsampled plates."""
+    is_latent = site["type"] == "sample" and not site["is_observed"]
+    return (is_latent or site["type"] == "deterministic") and all(
+        frame.name not in sites or frame.size == sites[frame.name]["args"][0]
+        for frame in site.get("cond_indep_stack", ())
     )
 
 
