@@ -221,20 +221,46 @@ def measure_noise(
     rng: np.random.Generator,
 ) -> NoiseStatsByEstimator:
     """Measure the gradient noise of each estimator."""
-    potential = bulk.batched_gradients.step_potential
-    if not potential.has_minibatches:
+    if not bulk.batched_gradients.step_potential.has_minibatches:
         return dict.fromkeys(estimators, NO_NOISE)
     bulk, num_minibatches = _limit_noise_work(bulk)
-    minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
-    estimates = _evaluate_estimates(bulk, estimators, minibatches)
+    variances = _measure_noise_variances(bulk, num_minibatches, estimators, subsampling, rng)
     is_enough = len(bulk.q) * num_minibatches >= _MIN_MINIBATCHES_FOR_MAX_VARIANCE
     layout = bulk.preconditioner.factor.layout if bulk.preconditioner.is_block_arrow else None
     return {
         estimator: GradientNoiseStats.from_variances(
-            gradients.var(1, ddof=1), num_minibatches, is_enough, layout
+            variances[estimator], num_minibatches, is_enough, layout
         )._replace(noise_exponent=estimator.noise_exponent)
-        for estimator, gradients in estimates.items()
+        for estimator in estimators
     }
+
+
+def measure_shared_noise(
+    bulk: BulkPositions, estimator: GradientEstimator, rng: np.random.Generator
+) -> np.ndarray:
+    """Measure the noise variance in each shared parameter of a hierarchy, in posterior SDs."""
+    preconditioner, positions = bulk.preconditioner, bulk.preconditioner.to_position(bulk.q)
+    factor = preconditioner.factor
+    sds = np.linalg.norm(factor.shared_factor, axis=1)
+    preconditioner = preconditioner._replace(factor=replace(factor, shared_factor=np.diag(sds)))
+    q = preconditioner.from_position(positions)
+    bulk, num = _limit_noise_work(replace(bulk, preconditioner=preconditioner, q=q))
+    (variances,) = _measure_noise_variances(bulk, num, [estimator], IIDSubsampling(), rng).values()
+    return factor.layout.take_shared(variances.mean(0))
+
+
+def _measure_noise_variances(
+    bulk: BulkPositions,
+    num_minibatches: int,
+    estimators: Sequence[GradientEstimator],
+    subsampling: Subsampling,
+    rng: np.random.Generator,
+) -> dict[GradientEstimator, np.ndarray]:
+    """Return the noise variances of each estimator at each position, shape ``(n, d)``."""
+    potential = bulk.batched_gradients.step_potential
+    minibatches = sample_minibatch_indices(potential, rng, (num_minibatches,), subsampling)
+    estimates = _evaluate_estimates(bulk, estimators, minibatches)
+    return {estimator: gradients.var(1, ddof=1) for estimator, gradients in estimates.items()}
 
 
 def measure_order_noise_ratio(bulk: BulkPositions, estimator: GradientEstimator) -> float:
@@ -294,7 +320,7 @@ def _evaluate_estimates(
     estimates = {estimator: np.zeros(shape) for estimator in estimators}
     numbers = {key: number for number, key in enumerate(unique_points)}
     # The estimates of which each point is a part, and its weight.
-    uses: list[list[tuple[np.ndarray, float]]] = [[] for _ in unique_points]
+    uses: list[list[tuple[np.ndarray, float | np.ndarray]]] = [[] for _ in unique_points]
     for estimator, by_position in eval_points.items():
         for estimate, points in zip(estimates[estimator], by_position, strict=True):
             for point, weight in points:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import hadamard
 
+from numpyro_sgmcmc.adaptation.block_differences import add_differences, add_needed_differences
 from numpyro_sgmcmc.adaptation.effect_correlation import (
     EffectCorrelation,
     factorize_inverse_blocks,
@@ -40,6 +41,7 @@ from numpyro_sgmcmc.model.block_arrow import (
     BlockArrowFactor,
     BlockArrowLayout,
     BlockArrowMatrix,
+    BlockDifferences,
     SharedStrips,
 )
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -123,6 +125,7 @@ def fit_hierarchy_from_each(
         first = _refine_shared(inputs, layout, first)
     if first is None:
         return None
+    first = add_needed_differences(inputs, first)
     start_compilation(first)
     for position in remaining:
         fit = _fit_marginal(inputs, layout, position, first)
@@ -219,9 +222,15 @@ def _fit_marginal(
 
 
 def evaluate_block_arrow(
-    inputs: WarmupInputs, layout: BlockArrowLayout, position: np.ndarray
+    inputs: WarmupInputs,
+    layout: BlockArrowLayout,
+    position: np.ndarray,
+    differences: BlockDifferences | None = None,
 ) -> tuple[np.ndarray, BlockArrowMatrix]:
-    """Return gradient and Hessian on all rows."""
+    """Return gradient and Hessian on all rows.
+
+    :param differences: those of another Hessian, of which this one has the same.
+    """
     (gradient,), (products,) = inputs.batched_gradients.large_pass_products(
         position[None], layout.make_probes(), layout.num_effect_probes
     )
@@ -230,7 +239,10 @@ def evaluate_block_arrow(
         pairs = sum_row_couplings(
             inputs.potential, inputs.batched_gradients.arguments, layout, position
         )
-    return gradient, BlockArrowMatrix.from_products(layout, products, pairs)
+    hessian = BlockArrowMatrix.from_products(layout, products, pairs)
+    if differences is not None:
+        hessian = add_differences(inputs, position, hessian, differences.columns, differences.steps)
+    return gradient, hessian
 
 
 def _build_preconditioner(
@@ -280,7 +292,8 @@ def recenter_block_arrow(
     no_effects = np.zeros((layout.effects_per_group, layout.num_groups))
     center = preconditioner.to_position(layout.merge(no_effects, mean))
     factor = factor.refit_shared(mean, scale)
-    gradient, hessian = evaluate_block_arrow(inputs, layout, center)
+    differences = preconditioner.reference_hessian.differences
+    gradient, hessian = evaluate_block_arrow(inputs, layout, center, differences)
     if factor.has_strips:
         factor = replace(factor, coupling=hessian.strips)
     recentered = Preconditioner(center, factor, gradient, hessian)

@@ -464,11 +464,17 @@ def _run_pilot_steps(
             )
             reference = preconditioner.reference_gradient - gradients[-1]
             if (hessian := preconditioner.reference_hessian) is not None:
-                _, product = jax.linearize(
-                    lambda x: potential.gradient(x, indices, arguments, key), preconditioner.center
+                gradient_fn = partial(
+                    potential.gradient, indices=indices, arguments=arguments, rng_key=key
                 )
-                displacements = positions[:-1] - preconditioner.center
+                center, displacements = preconditioner.center, positions[:-1] - preconditioner.center
+                _, product = jax.linearize(gradient_fn, center)
                 reference += hessian @ displacements - jax.vmap(product)(displacements)
+                if preconditioner.is_block_arrow:
+                    reference = hessian.add_second_order(reference, displacements)
+                    reference = hessian.subtract_second_order_of(
+                        gradient_fn, center, reference, displacements
+                    )
             return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
 
         return _PILOT_STEP(state, step_size, gradient, normals), None

@@ -35,7 +35,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from scipy import sparse
 
 from numpyro_sgmcmc.compilation import jit_low_optimization
@@ -358,7 +358,48 @@ class SharedStrips:
         return sums.reshape(*sums.shape[:-2], -1) @ one_hot
 
 
-@partial(_register, data_fields=["blocks", "strips", "corner", "pairs"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"]
+)
+@dataclass(frozen=True)
+class BlockDifferences:
+    r"""Central differences of the blocks along some shared parameters.
+
+    With :math:`\Delta_j D_g` the difference of a block over a step of the shared parameter j, its
+    gradient has the second-order term :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the effects.
+    The steps are finite, so that a minibatch can have exactly the same differences on its rows.
+    """
+
+    values: Any  # half of them, for effects n apart in a cycle, shape `(c, k // 2 + 1, k, G)`
+    steps: Any  # of each shared parameter, to either side, shape `(c,)`
+    columns: tuple[int, ...]  # these parameters, by their number
+
+    @classmethod
+    def from_dense(cls, values: Any, steps: Any, columns: tuple[int, ...]) -> BlockDifferences:
+        """Store each pair of effects of symmetric differences ``(c, k, k, G)`` once."""
+        num = values.shape[1]
+        first, apart = np.arange(num), np.arange(num // 2 + 1)[:, None]
+        # A pair of different effects counts twice, except where the cycle has both of its orders.
+        weights = np.where((apart == 0) | (2 * apart == num), 0.5, 1.0)
+        pairs = values[:, first, (first + apart) % num]
+        return cls(pairs * weights[..., None], steps, columns)
+
+    def sum_over_groups(self, effects: Any) -> Any:
+        """Return the second-order terms of effects ``(..., k, G)``, shape ``(..., c)``."""
+        num, cycle = effects.shape[-2], jnp.concatenate([effects, effects], -2)
+
+        def add_products(n: Any, total: Any) -> Any:
+            shifted = lax.dynamic_slice_in_dim(cycle, n, num, -2)
+            return total + self.values[:, n] * shifted[..., None, :, :]
+
+        shape = (*effects.shape[:-2], len(self.columns), *effects.shape[-2:])
+        unroll = num <= _MAX_UNROLLED_EFFECTS
+        zeros = jnp.zeros(shape, effects.dtype)
+        total = lax.fori_loop(0, num // 2 + 1, add_products, zeros, unroll=unroll)
+        return (total * effects[..., None, :, :]).sum((-2, -1))
+
+
+@partial(_register, data_fields=["blocks", "strips", "corner", "pairs", "differences"])
 @dataclass(frozen=True)
 class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
@@ -368,6 +409,7 @@ class BlockArrowMatrix:
     corner: Any  # shape `(s, s)`
     layout: BlockArrowLayout
     pairs: GroupPairs | None = None  # of several groupings
+    differences: BlockDifferences | None = None
 
     @classmethod
     def from_products(
@@ -386,6 +428,39 @@ class BlockArrowMatrix:
             of_effects = of_effects + self.pairs.multiply(effects)
         of_shared = shared @ self.corner + self.strips.sum_over_groups(effects)
         return self.layout.merge(of_effects, of_shared)
+
+    def add_second_order(self, gradient: Any, displacement: Any) -> Any:
+        """Add the second-order terms that :class:`BlockDifferences` has to a gradient."""
+        if self.differences is None:
+            return gradient
+        terms = self.differences.sum_over_groups(self.layout.split(displacement)[0])
+        return gradient.at[..., self.difference_coordinates].add(terms)
+
+    def subtract_second_order_of(
+        self, gradient_fn: Callable[[Array], Array], center: Array, gradient: Any, displacement: Any
+    ) -> Any:
+        """Subtract those of a minibatch.
+
+        :param gradient_fn: its gradient at a position.
+        """
+        if self.differences is None:
+            return gradient
+        effects, shared = self.layout.split(displacement)
+        tangents = self.layout.merge(effects, jnp.zeros_like(shared))
+        for j, coordinate in enumerate(self.difference_coordinates):
+            step, products = self.differences.steps[j], []
+            for point in (center.at[coordinate].add(step), center.at[coordinate].add(-step)):
+                _, product = jax.linearize(gradient_fn, point)
+                products.append(jnp.vectorize(product, signature="(d)->(d)")(tangents))
+            term = ((products[0] - products[1]) * tangents).sum(-1) / (4.0 * step)
+            gradient = gradient.at[..., coordinate].add(-term)
+        return gradient
+
+    @property
+    def difference_coordinates(self) -> np.ndarray:
+        """Coordinates of the shared parameters that have differences."""
+        columns = () if self.differences is None else self.differences.columns
+        return np.asarray(self.layout.take_shared(np.arange(self.layout.dim))[np.array(columns, int)])
 
 
 @partial(

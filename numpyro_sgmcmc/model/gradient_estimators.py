@@ -12,7 +12,9 @@ With :math:`\tilde U` the minibatch potential, :math:`U` the full-data potential
 - :class:`SecondOrderControlVariate`: the first-order expansion of :math:`\nabla\tilde U` about the
   reference point is replaced by that of :math:`\nabla U`, which needs the full-data Hessian. Its
   noise SD grows with :math:`|\theta - \hat\theta|^2`. It is for models with few coordinates in
-  which a few influential observations determine one of them.
+  which a few influential observations determine one of them, and for hierarchies. There the
+  gradient of some shared parameters, such as the scale of the rows, is expanded to second order in
+  the effects, of which it sums the squares (:class:`~.block_arrow.BlockDifferences`).
 
 :data:`GRADIENT_ESTIMATORS` lists them by name, and :func:`make_gradient_fn` evaluates one.
 """
@@ -41,8 +43,8 @@ MeanOverShards: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
 """Evaluates a function that is linear in the minibatch gradient function; where rows are sharded,
 the mean of its values on the shards, weighted by their numbers of rows."""
 
-WeightedPoints: TypeAlias = list[tuple[np.ndarray, float]]
-"""Positions of shape ``(d,)``, each with a weight."""
+WeightedPoints: TypeAlias = list[tuple[np.ndarray, float | np.ndarray]]
+"""Positions of shape ``(d,)``, each with a weight, or one of each coordinate."""
 
 
 class GradientEstimator:
@@ -150,27 +152,47 @@ class SecondOrderControlVariate(GradientEstimator):
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
         displacement, reference = preconditioner.to_displacement(q), preconditioner.center
+        hessian = preconditioner.reference_hessian
 
         def remainder(gradient: GradientFn) -> Array:
             at_reference, first_order = jax.jvp(gradient, (reference,), (displacement,))
-            return gradient(reference + displacement) - at_reference - first_order
+            terms = gradient(reference + displacement) - at_reference - first_order
+            if not preconditioner.is_block_arrow:
+                return terms
+            return hessian.subtract_second_order_of(gradient, reference, terms, displacement)
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out.
-        if preconditioner.reference_hessian is not None:
-            expansion = expansion + preconditioner.reference_hessian @ displacement
+        if hessian is not None:
+            expansion = expansion + hessian @ displacement
+        if preconditioner.is_block_arrow:
+            expansion = hessian.add_second_order(expansion, displacement)
         return preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         # The derivative along the displacement, by a central difference.
-        step = _FINITE_DIFFERENCE_FRACTION * preconditioner.to_displacement(q)
+        displacement, center = preconditioner.to_displacement(q), preconditioner.center
+        step = _FINITE_DIFFERENCE_FRACTION * displacement
         weight = 0.5 / _FINITE_DIFFERENCE_FRACTION
-        return [
+        points: WeightedPoints = [
             (preconditioner.to_position(q), 1.0),
-            (preconditioner.center, -1.0),
-            (preconditioner.center + step, -weight),
-            (preconditioner.center - step, weight),
+            (center, -1.0),
+            (center + step, -weight),
+            (center - step, weight),
         ]
+        hessian = preconditioner.reference_hessian
+        if preconditioner.is_block_arrow and hessian.differences is not None:
+            # The second derivative of these gradients along the effects' displacement.
+            effects, shared = hessian.layout.split(displacement)
+            step = hessian.layout.merge(effects, np.zeros_like(shared)) / 2.0
+            has_differences = np.zeros(displacement.size)
+            has_differences[hessian.difference_coordinates] = 1.0
+            points += [
+                (center + step, -2.0 * has_differences),
+                (center - step, -2.0 * has_differences),
+                (center, 4.0 * has_differences),
+            ]
+        return points
 
 
 GRADIENT_ESTIMATORS: dict[str, GradientEstimator] = {

@@ -1,0 +1,82 @@
+"""Second-order terms of shared parameters' gradients in the effects of a hierarchy.
+
+The gradient of the scale of the rows sums the squared displacements of all effects. The
+second-order control variate has only its first-order expansion, so that minibatches add much noise
+where many effects have few rows each. :class:`~.block_arrow.BlockDifferences` of these parameters
+remove it; each costs about half a product with the Hessian in a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
+from numpyro_sgmcmc.adaptation.settings import WarmupInputs
+from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix, BlockDifferences
+from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
+from numpyro_sgmcmc.model.preconditioner import Preconditioner
+
+# Noise variance in units of the posterior SD from which on a shared parameter has differences, and
+# the fraction of it that they must remove.
+_MIN_NOISE_VARIANCE, _MIN_REMOVED_FRACTION = 0.05, 0.5
+_MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
+_NUM_POSITIONS = 4  # at which the noise is measured, normals of the fit
+
+
+def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Preconditioner:
+    """Return the coordinates of a fit with differences for the shared parameters that need them."""
+    potential, estimator = inputs.potential, SecondOrderControlVariate()
+    if not potential.has_minibatches or inputs.settings.estimator not in (None, estimator):
+        return fit
+    rng = np.random.default_rng(3)  # so that other random numbers of the warm-up do not change
+    layout, hessian = fit.factor.layout, fit.reference_hessian
+    bulk = BulkPositions(
+        inputs.batched_gradients, fit, rng.standard_normal((_NUM_POSITIONS, potential.dim))
+    )
+    noise = measure_shared_noise(bulk, estimator, rng)
+    if noise.max() < _MIN_NOISE_VARIANCE:
+        return fit
+    steps = np.linalg.norm(fit.factor.shared_factor, axis=1)  # posterior SDs
+    all_columns = tuple(range(layout.num_shared))
+    without_values = BlockDifferences(np.zeros(0), steps, all_columns)
+    trial = fit._replace(reference_hessian=replace(hessian, differences=without_values))
+    remaining = measure_shared_noise(replace(bulk, preconditioner=trial), estimator, rng)
+    is_needed = (noise >= _MIN_NOISE_VARIANCE) & (
+        remaining <= (1.0 - _MIN_REMOVED_FRACTION) * noise
+    )
+    noisiest = np.argsort(-noise, kind="stable")
+    columns = tuple(sorted(int(j) for j in noisiest[is_needed[noisiest]][:_MAX_NUM_DIFFERENCES]))
+    if not columns:
+        return fit
+    hessian = add_differences(inputs, fit.center, hessian, columns, steps[list(columns)])
+    return fit._replace(reference_hessian=hessian)
+
+
+def add_differences(
+    inputs: WarmupInputs,
+    center: np.ndarray,
+    hessian: BlockArrowMatrix,
+    columns: tuple[int, ...],
+    steps: np.ndarray,
+) -> BlockArrowMatrix:
+    """Return a Hessian with differences of its blocks along some shared parameters.
+
+    :param columns: these parameters.
+    :param steps: along each of them, in the units of the position.
+    """
+    layout, dtype = hessian.layout, inputs.potential.dtype
+    probes = layout.make_probes(with_shared=False)
+    coordinates = layout.take_shared(np.arange(layout.dim))[list(columns)]
+    values = []
+    for coordinate, step in zip(coordinates, steps.astype(dtype), strict=True):
+        # In the precision of the chains, whose minibatches have the same differences.
+        points = np.stack([center, center]).astype(dtype)
+        points[:, coordinate] += step, -step
+        _, products = inputs.batched_gradients.large_pass_products(points, probes)
+        above, below = map(layout.make_blocks, products)
+        values.append((above - below) / (2.0 * step))
+    differences = BlockDifferences.from_dense(np.stack(values), steps, columns)
+    return replace(hessian, differences=differences)
