@@ -170,18 +170,33 @@ def _evaluate_row_forms(
 
 def factorize_inverse_blocks(blocks: np.ndarray) -> np.ndarray:
     """Return F with ``F F^T`` the inverse of each block, made positive definite where it is not."""
+    with np.errstate(invalid="ignore"):
+        inverse = _invert_cholesky(blocks)
+    if np.isfinite(inverse).all():
+        return np.ascontiguousarray(inverse.swapaxes(0, 1))
     matrices = np.moveaxis(blocks, 2, 0)
-    try:
-        cholesky = np.linalg.cholesky(matrices)
-    except np.linalg.LinAlgError:
-        diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))
-        scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
-        eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
-        eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
-        factors = scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :]
-    else:
-        factors = np.swapaxes(np.linalg.inv(cholesky), 1, 2)
+    diagonal = np.abs(np.diagonal(matrices, axis1=1, axis2=2))
+    scale = 1.0 / np.sqrt(np.maximum(diagonal, _MIN_BLOCK_EIGENVALUE * np.median(diagonal, 0)))
+    eigenvalues, vectors = np.linalg.eigh(matrices * scale[:, :, None] * scale[:, None, :])
+    eigenvalues = np.maximum(np.abs(eigenvalues), _MIN_BLOCK_EIGENVALUE)
+    factors = scale[:, :, None] * vectors / np.sqrt(eigenvalues)[:, None, :]
     return np.ascontiguousarray(np.moveaxis(factors, 0, 2))
+
+
+def _invert_cholesky(blocks: np.ndarray) -> np.ndarray:
+    """Return the inverses of the Cholesky factors, not finite where a block has none.
+
+    Loops over the effects of a group, with arrays of groups, are faster than LAPACK for each group.
+    """
+    num = len(blocks)
+    lower, inverse = np.zeros(blocks.shape), np.zeros(blocks.shape)
+    for j in range(num):
+        column = blocks[j:, j] - np.einsum("img,mg->ig", lower[j:, :j], lower[j, :j])
+        lower[j:, j] = column / np.sqrt(column[0])
+        inverse[j, :j] = -np.einsum("mg,mig->ig", lower[j, :j], inverse[:j, :j])
+        inverse[j, j] = 1.0
+        inverse[j, : j + 1] /= lower[j, j]
+    return inverse
 
 
 def find_nesting(

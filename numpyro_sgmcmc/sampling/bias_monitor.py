@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from scipy.special import ndtri
 
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
 from numpyro_sgmcmc.model.low_rank import LowRankFactor
@@ -31,9 +32,9 @@ FULL_MOMENTS_MAX_DIM = 64
 # Batches per chain, and fewer above this number of coordinates: a bound on memory.
 _NUM_MOMENT_BATCHES, _NUM_MOMENT_BATCHES_HIGH_DIM, _MOMENTS_HIGH_DIM = 16, 8, 10_000
 
-# A temperature differs from one beyond this many standard errors; with so many coordinates and
-# chains a smaller number would often be exceeded by chance.
-_NUM_STANDARD_ERRORS = 4.0
+# A temperature differs from one beyond this many standard errors, and beyond as many as one of all
+# coordinates exceeds by chance with this probability.
+_MIN_NUM_STANDARD_ERRORS, _MAX_ERROR_PROBABILITY = 4.0, 0.003
 # Iterations below which standard errors are not reliable.
 _MIN_MONITORED_ITERATIONS = 20.0
 # Range of the factor by which one check shortens the step.
@@ -209,7 +210,8 @@ class StepSizeMonitor(NamedTuple):
         # error that is too small. The SD of such a mean, sqrt(2 / ESS), is a lower bound there.
         min_error = jnp.sqrt(2.0 / (size * ess_per_iteration)) * (deviation < 0.0)
         error = jnp.maximum(error, min_error.at[-1].set(0.0))
-        lower_limit = jnp.abs(deviation) - _NUM_STANDARD_ERRORS * error
+        num_errors = -ndtri(_MAX_ERROR_PROBABILITY / (mean.shape[-1] - 1))
+        lower_limit = jnp.abs(deviation) - max(_MIN_NUM_STANDARD_ERRORS, num_errors) * error
         is_significant = lower_limit > allowed_variance_inflation
         is_significant &= self.num_iterations >= _MIN_MONITORED_ITERATIONS
         largest = jnp.where(is_significant, jnp.abs(deviation), 0.0).max()

@@ -132,6 +132,14 @@ def test_step_scale_exact_draws_rarely_shorten_the_step(num):
     assert np.mean(np.array(scales) < 1) <= 0.01
 
 
+@pytest.mark.parametrize("num", [25, 60])
+def test_step_scale_exact_draws_of_many_coordinates_do_not_shorten_the_step(num):
+    """Some temperatures of a hierarchy's many effects are far from one by chance."""
+    for seed in range(3):
+        q, noise = np.random.default_rng(seed).standard_normal((2, num, 100_000))
+        assert compute_scale(q * (q + noise), allowed=0.02) == 1
+
+
 @pytest.mark.parametrize(
     ("temperature", "scale"),
     [
