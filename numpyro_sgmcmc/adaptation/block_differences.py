@@ -41,8 +41,8 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
         return fit
     steps = np.linalg.norm(fit.factor.shared_factor, axis=1)  # posterior SDs
     all_columns = tuple(range(layout.num_shared))
-    without_values = BlockDifferences(np.zeros(0), steps, all_columns)
-    trial = fit._replace(reference_hessian=replace(hessian, differences=without_values))
+    structure = BlockDifferences(None, None, all_columns)
+    trial = fit._replace(reference_hessian=replace(hessian, differences=structure))
     remaining = measure_shared_noise(replace(bulk, preconditioner=trial), estimator, rng)
     is_needed = (noise >= _MIN_NOISE_VARIANCE) & (
         remaining <= (1.0 - _MIN_REMOVED_FRACTION) * noise

@@ -62,6 +62,8 @@ _MIN_SCALED_EIGENVALUE, _MIN_CONFOUNDED_EIGENVALUE, _MIN_TIGHT_EIGENVALUE = 0.02
 # Shared parameters up to which the change of the effects' SDs is measured, at points at this
 # distance in posterior SDs; the curvature above which it counts, relative to a normal's.
 _MAX_TREND_SHARED, _TREND_STEP_SD, _MIN_TREND_CURVATURE = 50, 2.0, 1.0
+# Groups from which on the marginal is so close to a normal that differences on one side suffice.
+_MIN_GROUPS_OF_ONE_SIDE = 3_000
 _CURVATURE_RATIOS = 0.01, 100.0  # bounds on curvatures relative to those of BFGS
 _MIN_RELATIVE_TREND = 0.25  # RMS over groups, relative to an effect's largest, from which it counts
 _COLUMNS_PER_PRODUCT = 8  # shared parameters whose coupling is in memory at once
@@ -317,7 +319,8 @@ def _refine_shared(
         position = preconditioner.to_position(layout.merge(no_effects, shared))
         _, (products,) = inputs.batched_gradients.large_pass_products(position[None], probes)
         blocks = layout.make_blocks(products)
-        deviations = np.stack([(factorize_inverse_blocks(blocks) * x).sum(1) for x in all_signs])
+        inverse_factors = factorize_inverse_blocks(blocks)
+        deviations = np.stack([np.einsum("abg,bg->ag", inverse_factors, x) for x in all_signs])
         deviations = layout.merge(deviations, np.zeros((len(deviations), layout.num_shared)))
         gradients = inputs.batched_gradients.large_pass_gradients(
             position + np.concatenate([deviations, -deviations])
@@ -331,11 +334,14 @@ def _refine_shared(
     units = np.linalg.inv(shared_factor).T
     lengths = _TREND_STEP_SD / np.linalg.norm(units, axis=1)
     steps, changes, marginal_changes = lengths[:, None] * units, [], []
+    is_one_sided = layout.num_groups >= _MIN_GROUPS_OF_ONE_SIDE
+    at_mode = evaluate(np.zeros(layout.num_shared), [signs]) if is_one_sided else None
     for x in steps:
-        above, below = evaluate(x, [signs]), evaluate(-x, [signs])
+        above, below = evaluate(x, [signs]), at_mode or evaluate(-x, [signs])
         changes.append(above[0] - below[0])
         marginal_changes.append(above[1] - below[1])
-    trend = -np.stack(changes) / (4.0 * lengths[:, None, None])
+    num_sides = 1 if is_one_sided else 2
+    trend = -np.stack(changes) / (2.0 * num_sides * lengths[:, None, None])
     # What the effects' precisions add to the curvature along a shared coordinate.
     squares = shared_factor.T @ np.tensordot(trend, trend, ((1, 2), (1, 2))) @ shared_factor
     if 2.0 * np.diagonal(squares).max() > _MIN_TREND_CURVATURE:
@@ -345,7 +351,7 @@ def _refine_shared(
         strips = SharedStrips.from_dense(np.where(is_kept[:, :, None], trend, 0.0))
         factor = replace(preconditioner.factor, sd_trend=strips)
         preconditioner = preconditioner._replace(factor=factor)
-    curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / 2.0
+    curvature = np.linalg.solve(steps, np.stack(marginal_changes)) / num_sides
     eigenvalues, vectors = np.linalg.eigh((curvature + curvature.T) / 2.0)
     eigenvalues = np.clip(np.abs(eigenvalues), *_CURVATURE_RATIOS)
     # Signs of which the products of a group's effects cancel.

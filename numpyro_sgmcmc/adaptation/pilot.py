@@ -38,6 +38,7 @@ from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import IIDSubsampling
 from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.dynamics.langevin import UnderdampedState
+from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
     GradientEstimator,
@@ -467,10 +468,13 @@ def _run_pilot_steps(
                 gradient_fn = partial(
                     potential.gradient, indices=indices, arguments=arguments, rng_key=key
                 )
-                center, displacements = preconditioner.center, positions[:-1] - preconditioner.center
+                center, displacements = (
+                    preconditioner.center,
+                    positions[:-1] - preconditioner.center,
+                )
                 _, product = jax.linearize(gradient_fn, center)
                 reference += hessian @ displacements - jax.vmap(product)(displacements)
-                if preconditioner.is_block_arrow:
+                if isinstance(hessian, BlockArrowMatrix):
                     reference = hessian.add_second_order(reference, displacements)
                     reference = hessian.subtract_second_order_of(
                         gradient_fn, center, reference, displacements

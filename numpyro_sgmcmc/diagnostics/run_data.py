@@ -26,6 +26,7 @@ from numpyro.infer.util import unconstrain_fn
 from numpyro_sgmcmc.adaptation import Adaptation
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.errors import InvalidArgumentError, InvalidModelError, ModelWarning
+from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix
 from numpyro_sgmcmc.model.local_latents import LocalValues
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
@@ -141,7 +142,10 @@ class RunData:
         """
         kernel = check_finished_run(mcmc, caller, uses_moments=not allow_local_latents)
         state = mcmc.last_state
-        preconditioner = state.adapt_state.preconditioner._replace(reference_hessian=None)
+        preconditioner = state.adapt_state.preconditioner
+        hessian = preconditioner.reference_hessian
+        structure = hessian.without_values() if isinstance(hessian, BlockArrowMatrix) else None
+        preconditioner = preconditioner._replace(reference_hessian=structure)
         by_chain = preconditioner, state.moments.batches, state.local_state, state.z
         if not state.i.ndim:
             by_chain = jax.tree.map(lambda x: x[None], by_chain)

@@ -358,15 +358,14 @@ class SharedStrips:
         return sums.reshape(*sums.shape[:-2], -1) @ one_hot
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "steps"], meta_fields=["columns"])
 @dataclass(frozen=True)
 class BlockDifferences:
     r"""Central differences of the blocks along some shared parameters.
 
-    With :math:`\Delta_j D_g` the difference of a block over a step of the shared parameter j, its
-    gradient has the second-order term :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the effects.
+    With :math:`\Delta_j D_g` the difference of a block over a step of the shared parameter j, the
+    gradient of j has the second-order term :math:`\frac12 \sum_g e_g^\top \Delta_j D_g e_g` in the
+    effects.
     The steps are finite, so that a minibatch can have exactly the same differences on its rows.
     """
 
@@ -405,7 +404,7 @@ class BlockArrowMatrix:
     """A symmetric block-arrow matrix."""
 
     blocks: Any  # shape `(k, k, G)`
-    strips: SharedStrips
+    strips: Any  # `SharedStrips`
     corner: Any  # shape `(s, s)`
     layout: BlockArrowLayout
     pairs: GroupPairs | None = None  # of several groupings
@@ -428,6 +427,11 @@ class BlockArrowMatrix:
             of_effects = of_effects + self.pairs.multiply(effects)
         of_shared = shared @ self.corner + self.strips.sum_over_groups(effects)
         return self.layout.merge(of_effects, of_shared)
+
+    def without_values(self) -> BlockArrowMatrix:
+        """Return the structure alone: the noise of minibatches does not depend on the values."""
+        differences = self.differences and replace(self.differences, values=None, steps=None)
+        return BlockArrowMatrix(None, None, None, self.layout, differences=differences)
 
     def add_second_order(self, gradient: Any, displacement: Any) -> Any:
         """Add the second-order terms that :class:`BlockDifferences` has to a gradient."""
@@ -460,7 +464,9 @@ class BlockArrowMatrix:
     def difference_coordinates(self) -> np.ndarray:
         """Coordinates of the shared parameters that have differences."""
         columns = () if self.differences is None else self.differences.columns
-        return np.asarray(self.layout.take_shared(np.arange(self.layout.dim))[np.array(columns, int)])
+        return np.asarray(
+            self.layout.take_shared(np.arange(self.layout.dim))[np.array(columns, int)]
+        )
 
 
 @partial(

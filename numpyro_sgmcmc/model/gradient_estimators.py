@@ -32,6 +32,7 @@ from jax import Array
 from numpyro_sgmcmc.data.arguments import Arguments
 from numpyro_sgmcmc.data.subsampling import Indices
 from numpyro_sgmcmc.dynamics.integrators import GradientFn
+from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix
 from numpyro_sgmcmc.model.potential import Potential
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
@@ -157,7 +158,7 @@ class SecondOrderControlVariate(GradientEstimator):
         def remainder(gradient: GradientFn) -> Array:
             at_reference, first_order = jax.jvp(gradient, (reference,), (displacement,))
             terms = gradient(reference + displacement) - at_reference - first_order
-            if not preconditioner.is_block_arrow:
+            if not isinstance(hessian, BlockArrowMatrix):
                 return terms
             return hessian.subtract_second_order_of(gradient, reference, terms, displacement)
 
@@ -165,7 +166,7 @@ class SecondOrderControlVariate(GradientEstimator):
         # To measure noise the Hessian, which adds none, may be left out.
         if hessian is not None:
             expansion = expansion + hessian @ displacement
-        if preconditioner.is_block_arrow:
+        if isinstance(hessian, BlockArrowMatrix):
             expansion = hessian.add_second_order(expansion, displacement)
         return preconditioner.pull_back(q, mean_over_shards(remainder) + expansion)
 
@@ -181,7 +182,7 @@ class SecondOrderControlVariate(GradientEstimator):
             (center - step, weight),
         ]
         hessian = preconditioner.reference_hessian
-        if preconditioner.is_block_arrow and hessian.differences is not None:
+        if isinstance(hessian, BlockArrowMatrix) and hessian.differences is not None:
             # The second derivative of these gradients along the effects' displacement.
             effects, shared = hessian.layout.split(displacement)
             step = hessian.layout.merge(effects, np.zeros_like(shared)) / 2.0

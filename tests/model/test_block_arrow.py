@@ -302,9 +302,7 @@ def test_second_order_terms_equal_dense(layout):
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("has_differences", "max_relative_noise"), [(False, 0.05), (True, 0.001)]
-)
+@pytest.mark.parametrize(("has_differences", "max_relative_noise"), [(False, 0.05), (True, 0.001)])
 def test_epoch_mean_of_second_order_control_variate_is_full_gradient(
     has_differences, max_relative_noise
 ):
