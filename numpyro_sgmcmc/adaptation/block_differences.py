@@ -21,7 +21,7 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Noise variance in units of the posterior SD from which on a shared parameter has differences, and
 # the fraction of it that they must remove.
-_MIN_NOISE_VARIANCE, _MIN_REMOVED_FRACTION = 0.05, 0.5
+_MIN_NOISE_VARIANCE, _MIN_REMOVED_FRACTION = 0.2, 0.5
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
 _NUM_POSITIONS = 4  # at which the noise is measured, normals of the fit
 
