@@ -1,0 +1,71 @@
+"""The gradient of the scale of the rows has second-order terms where it would be noisy."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import pytest
+
+from numpyro_sgmcmc.adaptation.batched_gradients import BulkPositions
+from numpyro_sgmcmc.adaptation.gradient_noise import measure_shared_noise
+from numpyro_sgmcmc.adaptation.hierarchical_fit import fit_hierarchy_from_each, recenter_block_arrow
+from numpyro_sgmcmc.model.block_arrow import find_block_arrow_layout
+from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
+from tests.adaptation.inputs import make_inputs
+
+GROUPS, ROWS_PER_GROUP = 200, 4
+ROW_SCALE = 1  # its number: the order of the shared parameters is that of their names
+
+
+def model(group, y, batch_size=None):
+    mean = numpyro.sample("mean", dist.Normal(0, 2))
+    scale = numpyro.sample("scale", dist.HalfNormal(1))
+    with numpyro.plate("groups", GROUPS):
+        effect = numpyro.sample("effect", dist.Normal(mean, scale))
+    row_scale = numpyro.sample("row_scale", dist.HalfNormal(1))
+    with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+        numpyro.sample("y", dist.Normal(effect[group[i]], row_scale), obs=y[i])
+
+
+def fit(batch_size):
+    rng = np.random.default_rng(5)
+    group = rng.permutation(np.repeat(np.arange(GROUPS), ROWS_PER_GROUP))
+    effect = 0.5 + 0.8 * rng.standard_normal(GROUPS)
+    y = (effect[group] + 0.7 * rng.standard_normal(group.size)).astype(np.float32)
+    inputs = make_inputs(model, (jnp.asarray(group), jnp.asarray(y)), batch_size)
+    layout = find_block_arrow_layout(inputs.potential, inputs.arguments)
+    position = np.zeros(inputs.potential.dim)
+    return inputs, fit_hierarchy_from_each(inputs, layout, [position])
+
+
+@pytest.mark.parametrize(("batch_size", "columns"), [(20, (ROW_SCALE,)), (400, None)])
+def test_noisy_scale_of_rows_has_differences(batch_size, columns):
+    _, preconditioner = fit(batch_size)
+    differences = preconditioner.reference_hessian.differences
+    assert columns == (None if differences is None else differences.columns)
+
+
+def test_differences_remove_the_noise_and_follow_the_center():
+    inputs, preconditioner = fit(20)
+    hessian = preconditioner.reference_hessian
+    q = np.random.default_rng(1).standard_normal((4, inputs.potential.dim))
+
+    def measure(hessian):
+        at = preconditioner._replace(reference_hessian=hessian)
+        bulk = BulkPositions(inputs.batched_gradients, at, q)
+        rng = np.random.default_rng(2)
+        return measure_shared_noise(bulk, SecondOrderControlVariate(), rng)
+
+    before, after = measure(replace(hessian, differences=None)), measure(hessian)
+    assert before[ROW_SCALE] > 0.2
+    assert after[ROW_SCALE] < 0.1 * before[ROW_SCALE]
+    others = np.arange(3) != ROW_SCALE
+    np.testing.assert_allclose(after[others], before[others])
+    # The precision that each group's rows add is proportional to the inverse variance of the rows.
+    shift = np.eye(3)[ROW_SCALE]
+    moved = recenter_block_arrow(inputs, preconditioner, shift, np.eye(3)).reference_hessian
+    change = preconditioner.factor.shared_factor @ shift
+    ratio = moved.differences.values / hessian.differences.values
+    np.testing.assert_allclose(ratio, np.exp(-2.0 * change[ROW_SCALE]), rtol=2e-3)
