@@ -15,6 +15,7 @@ from numpyro.infer import MCMC
 
 import numpyro_sgmcmc
 from numpyro_sgmcmc import CheckpointedMCMC, SGHMCSplit, diagnostics, dynamics, metrics, schedules
+from numpyro_sgmcmc.errors import ModelWarningKind
 
 X = jax.random.normal(jax.random.key(0), (2_000, 3))
 y = (X[:, 0] + jax.random.logistic(jax.random.key(1), (2_000,)) > 0).astype(jnp.int32)
@@ -24,6 +25,7 @@ folder = Path(tempfile.mkdtemp())
 
 def model(X, y=None, batch_size=None):
     beta = numpyro.sample("beta", dist.Normal(0, 1).expand([3]).to_event(1))
+    numpyro.deterministic("odds_ratio", jnp.exp(beta))
     with numpyro.plate("rows", len(X), subsample_size=batch_size) as i:
         obs = None if y is None else y[i]
         numpyro.sample("y", dist.Bernoulli(logits=X[i] @ beta), obs=obs)
@@ -67,9 +69,14 @@ kernel = SGHMCSplit(model, target_sd_bias=0.02, subsampling="shuffled")
 center = {"beta": jnp.array([1.5, 0.0, 0.0])}  # such as guide.median(params)
 kernel = SGHMCSplit(numpyro_sgmcmc.localised(model, center, precision=100.0))
 
+# -- numpyro_sgmcmc.kernel.SGMCMCState
+state = mcmc.last_state
+print(state.num_steps, state.adapt_state.step_size)  # one value per chain
+
 # -- numpyro_sgmcmc.CheckpointedMCMC
+kernel = SGHMCSplit(model, collect_sites=["odds_ratio"])  # draws of `beta` are not kept
 stored = CheckpointedMCMC(
-    SGHMCSplit(model), num_warmup=20, num_samples=20, num_chains=2, chain_method="vectorized",
+    kernel, num_warmup=20, num_samples=20, num_chains=2, chain_method="vectorized",
     progress_bar=False, checkpoint=folder / "my-run",
 )  # fmt: skip
 stored.run(
@@ -78,7 +85,7 @@ stored.run(
 
 # -- numpyro_sgmcmc.open_draws
 data = numpyro_sgmcmc.open_draws(folder / "my-run")
-print(data["posterior"]["beta"].shape)
+print(data["posterior"]["odds_ratio"].shape)
 
 # -- numpyro_sgmcmc.shuffle_rows
 columns = {"X": np.asarray(X), "y": np.asarray(y)}  # or "trips.parquet"
@@ -87,8 +94,28 @@ arrays, levels = numpyro_sgmcmc.shuffle_rows(columns, folder / "shuffled", progr
 # -- numpyro_sgmcmc.open_rows
 arrays, levels = numpyro_sgmcmc.open_rows(folder / "shuffled")
 
+# -- numpyro_sgmcmc.Table
+table = numpyro_sgmcmc.open_rows(folder / "shuffled")
+print(table.arrays["X"].shape, table.levels)  # no categorical columns
+
 # -- numpyro_sgmcmc.dynamics.potential_metric
 print(dynamics.potential_metric(jnp.zeros(3)), dynamics.potential_metric(jnp.ones(3)))
+
+# -- numpyro_sgmcmc.dynamics.UnderdampedLangevin
+langevin = dynamics.UnderdampedLangevin(friction=1.5)
+print({name: integrator.order for name, integrator in langevin.integrators.items()})
+
+# -- numpyro_sgmcmc.dynamics.NoseHooverThermostat
+thermostat = dynamics.NoseHooverThermostat(friction=1.5)
+print(diagnostics.check_invariance(thermostat).max())
+
+# -- numpyro_sgmcmc.dynamics.Kinetics
+kinetics = dynamics.Kinetics(a=1.0, mass=1.0, softening=3.0)
+print(kinetics.velocity(jnp.array([0.1, 10.0])))  # bounded for a = 1
+
+# -- numpyro_sgmcmc.dynamics.Integrator
+integrator = dynamics.UnderdampedLangevin(1.5).integrators["symmetric"]
+print([part.flow_name for part in integrator.parts], integrator.step_size)
 
 # -- numpyro_sgmcmc.metrics.expanded_mean
 inverse_metric = metrics.expanded_mean("topics")  # for SGRLD and SGRHMC
@@ -101,19 +128,57 @@ print(report.is_ok, report.to_dataframe().head())
 # Of predictions:
 print(numpyro_sgmcmc.bias_report(mcmc, lambda draw, X: X @ draw["beta"], X_new))
 
+# -- numpyro_sgmcmc.diagnostics.BiasReport
+# report = bias_report(mcmc)
+print(report.is_ok, report.is_flagged, report.diagnosis)
+print(report.mean_bias.value, report.sd_inflation.error)  # one value per coordinate
+table = report.to_dataframe()  # one row per coordinate; to_dataset() is for ArviZ
+
+# -- numpyro_sgmcmc.diagnostics.SiteBias
+# report = bias_report(mcmc)
+for site_bias in report.sites:
+    print(site_bias.site, site_bias.mean_bias, site_bias.sd_inflation, site_bias.diagnosis)
+
+# -- numpyro_sgmcmc.diagnostics.Diagnosis
+# report = bias_report(mcmc)
+to_extend = [s.site for s in report.sites if s.diagnosis == diagnostics.Diagnosis.INCONCLUSIVE]
+
+# -- numpyro_sgmcmc.errors.ModelWarning
+# report = bias_report(mcmc)
+for model_warning in report.model_warnings:  # none for this model
+    print(model_warning.kind, model_warning.sites, model_warning.message)
+
+# -- numpyro_sgmcmc.errors.ModelWarningKind
+# report = bias_report(mcmc)
+kinds = {w.kind for w in report.model_warnings}
+print(ModelWarningKind.MULTIMODAL in kinds)
+
 # -- numpyro_sgmcmc.print_summary
 numpyro_sgmcmc.print_summary(mcmc, prob=0.95)
 
 # -- numpyro_sgmcmc.warmup_report
 print(numpyro_sgmcmc.warmup_report(mcmc))
 
+# -- numpyro_sgmcmc.diagnostics.WarmupReport
+for heading, text in numpyro_sgmcmc.warmup_report(mcmc).sections:
+    print(heading, len(text))
+
 # -- numpyro_sgmcmc.suggest_subsample_size
 suggestion = numpyro_sgmcmc.suggest_subsample_size(mcmc.sampler, X, y, batch_size=100)
 print(suggestion.best)
 
+# -- numpyro_sgmcmc.diagnostics.SubsampleSizeSuggestion
+# suggestion = suggest_subsample_size(kernel, X, y, batch_size=100)
+print(suggestion.subsample_sizes["rows"], suggestion.seconds_per_draw, suggestion.best)
+
 # -- numpyro_sgmcmc.running_moments
-kernel = SGHMCSplit(model, collect_sites=["scale"])  # no draws of the other sites
-# moments = running_moments(mcmc); moments.mean["effect"], moments.sd["effect"]
+# stored = CheckpointedMCMC(SGHMCSplit(model, collect_sites=["odds_ratio"]), ...)
+moments = numpyro_sgmcmc.running_moments(stored)
+print(moments)  # of `beta`, whose draws are not kept
+
+# -- numpyro_sgmcmc.diagnostics.RunningMoments
+# moments = running_moments(stored)
+print(moments.mean["beta"], moments.sd["beta"], moments.mcse["beta"])
 
 # -- numpyro_sgmcmc.to_arviz
 data = numpyro_sgmcmc.to_arviz(mcmc, log_likelihood=100)  # of 100 rows at random
@@ -128,8 +193,28 @@ replicated = numpyro_sgmcmc.posterior_predictive(mcmc, jax.random.key(1), np.ara
 estimate = numpyro_sgmcmc.loo(mcmc, num_rows=200)
 print(estimate)
 
+# -- numpyro_sgmcmc.diagnostics.LooEstimate
+# estimate = loo(mcmc, num_rows=200)
+print(estimate.elpd, estimate.se, estimate.subsampling_se)
+unreliable = estimate.indices[estimate.pareto_k > 0.7]  # rows
+
+# -- numpyro_sgmcmc.diagnostics.LooDifference
+# estimate = loo(mcmc, num_rows=200), and another model's at the same rows
+difference = estimate - estimate
+print(difference.elpd, difference.se)
+
 # -- numpyro_sgmcmc.diagnostics.predictive_summary
 print(diagnostics.predictive_summary(mcmc, lambda draw, X: X @ draw["beta"], X_new))
+
+# -- numpyro_sgmcmc.diagnostics.PredictiveSummary
+summary = diagnostics.predictive_summary(mcmc, lambda draw, X: X @ draw["beta"], X_new)
+print(summary.functions.keys())
+dataset = summary.to_dataset()
+
+# -- numpyro_sgmcmc.diagnostics.FunctionSummary
+# summary = predictive_summary(mcmc, lambda draw, X: X @ draw["beta"], X_new)
+(logits,) = summary.functions.values()
+print(logits.mean, logits.sd, logits.ess)  # one value per row of X_new
 
 # -- numpyro_sgmcmc.diagnostics.plot_bias
 axes = diagnostics.plot_bias(numpyro_sgmcmc.bias_report(mcmc))
@@ -143,6 +228,10 @@ corrected = diagnostics.bias_corrected_samples(mcmc)["beta"]
 # -- numpyro_sgmcmc.diagnostics.compare_with_finer
 finer = diagnostics.compare_with_finer(mcmc, jax.random.key(2))
 print(finer.is_visible)
+
+# -- numpyro_sgmcmc.diagnostics.Refinement
+# finer = compare_with_finer(mcmc, jax.random.key(2))
+print(finer.names, finer.sd_inflation.value, finer.sd_inflation.error)
 
 # -- numpyro_sgmcmc.diagnostics.ess_per_gradient
 print(diagnostics.ess_per_gradient(mcmc)["beta"])
