@@ -20,8 +20,8 @@ from numpyro_sgmcmc.model.gradient_estimators import SecondOrderControlVariate
 from numpyro_sgmcmc.model.preconditioner import Preconditioner
 
 # Noise variance in units of the posterior SD from which on a shared parameter has differences, and
-# the fraction of it that they must remove.
-_MIN_NOISE_VARIANCE, _MIN_REMOVED_FRACTION = 0.2, 0.5
+# the fraction of it that these may leave.
+_MIN_NOISE_VARIANCE, _MAX_REMAINING_FRACTION = 0.2, 0.5
 _MAX_NUM_DIFFERENCES = 4  # shared parameters, a bound on memory and on the cost of a step
 _NUM_POSITIONS = 4  # at which the noise is measured, normals of the fit
 
@@ -44,11 +44,9 @@ def add_needed_differences(inputs: WarmupInputs, fit: Preconditioner) -> Precond
     structure = BlockDifferences(None, None, all_columns)
     trial = fit._replace(reference_hessian=replace(hessian, differences=structure))
     remaining = measure_shared_noise(replace(bulk, preconditioner=trial), estimator, rng)
-    is_needed = (noise >= _MIN_NOISE_VARIANCE) & (
-        remaining <= (1.0 - _MIN_REMOVED_FRACTION) * noise
-    )
-    noisiest = np.argsort(-noise, kind="stable")
-    columns = tuple(sorted(int(j) for j in noisiest[is_needed[noisiest]][:_MAX_NUM_DIFFERENCES]))
+    is_needed = (noise >= _MIN_NOISE_VARIANCE) & (remaining <= _MAX_REMAINING_FRACTION * noise)
+    noisiest = np.argsort(-np.where(is_needed, noise, 0.0), kind="stable")
+    columns = tuple(sorted(noisiest[: min(is_needed.sum(), _MAX_NUM_DIFFERENCES)].tolist()))
     if not columns:
         return fit
     hessian = add_differences(inputs, fit.center, hessian, columns, steps[list(columns)])
