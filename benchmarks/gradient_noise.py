@@ -65,8 +65,8 @@ class Target(NamedTuple):
     - **potential** - of a position.
     - **mean** - exact, shape ``(d,)``.
     - **sd** - exact, shape ``(d,)``.
-    - **precision** - variance of the isotropic noise of all rows together: the geometric mean of the
-      posterior's precisions, as of the rows of a regression.
+    - **precision** - sum of the variances of the rows' isotropic noise: as in a regression, the
+      precision of the posterior (of its principal directions, the geometric mean).
     """
 
     potential: Callable[[Array], Array]

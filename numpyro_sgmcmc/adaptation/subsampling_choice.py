@@ -217,15 +217,20 @@ def choose_monitor_gradients(
     noise: NoiseMeasurement,
     step_size: float,
     num_steps: int,
+    mean_bias: float,
 ) -> MonitorGradients:
-    """Choose the gradients from which the chains estimate their bias."""
-    potential, subsampling = inputs.potential, choice.subsampling
+    """Choose the gradients from which the chains estimate their bias.
+
+    :param mean_bias: largest predicted bias of a mean by gradient noise, in posterior SDs.
+    """
+    settings, potential, subsampling = inputs.settings, inputs.potential, choice.subsampling
     noise_stats = noise.for_subsampling(subsampling)
     own_stats = noise_stats[choice.estimator]
-    variance_inflation = inputs.settings.dynamics.variance_inflation(own_stats.variance, step_size)
+    variance_inflation = settings.dynamics.variance_inflation(own_stats.variance, step_size)
     # Separate gradients in few steps cost so much that a little dependence is accepted.
     negligible = _NEGLIGIBLE_VARIANCE_INFLATION * (1.0 if num_steps >= MONITOR_INTERVAL else 4.0)
-    is_independent = subsampling.is_independent or variance_inflation <= negligible
+    is_negligible = variance_inflation <= negligible and mean_bias <= settings.max_mean_bias
+    is_independent = subsampling.is_independent or is_negligible
     if is_independent and own_stats.mean_variance <= num_steps:
         return choose_step_gradients(potential.dim, num_steps)
     if list(noise_stats) == [MinibatchGradient()] and not potential.is_stochastic:

@@ -273,7 +273,10 @@ def adapt_to_mode(
         matrix = measure_noise_covariance(chain_bulk, choice.estimator, rng)
         noise_covariance = GradientNoiseCovariance.from_covariance(inputs.cast(matrix))
         pending += find_compensation_warnings(inputs, noise_covariance, step_size)
-    monitor_gradients = choose_monitor_gradients(inputs, bulk, choice, noise, step_size, num_steps)
+    mean_bias = step.mean_bias.by_noise.compute_max(step_size)
+    monitor_gradients = choose_monitor_gradients(
+        inputs, bulk, choice, noise, step_size, num_steps, mean_bias
+    )
     allowed_variance_inflation = None
     if settings.step_size is None:
         allowed_variance_inflation = max(

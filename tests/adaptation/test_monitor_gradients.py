@@ -1,13 +1,20 @@
 """Gradients from which the bias is estimated: those of the steps, or on separate minibatches."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from numpyro_sgmcmc.adaptation.settings import MonitorGradients
+from numpyro_sgmcmc.adaptation.gradient_noise import GradientNoiseStats
+from numpyro_sgmcmc.adaptation.settings import MonitorGradients, SubsamplingChoice
 from numpyro_sgmcmc.adaptation.step_size import MAX_NUM_STEPS, MONITOR_INTERVAL, choose_num_steps
 from numpyro_sgmcmc.adaptation.subsampling_choice import (
+    NoiseMeasurement,
+    choose_monitor_gradients,
     choose_separate_gradients,
     choose_step_gradients,
 )
+from numpyro_sgmcmc.data.subsampling import ContiguousSubsampling
+from numpyro_sgmcmc.dynamics import UnderdampedLangevin
 from numpyro_sgmcmc.model.gradient_estimators import GRADIENT_ESTIMATORS
 
 MINIBATCH = GRADIENT_ESTIMATORS["minibatch"]
@@ -52,3 +59,23 @@ def test_choose_separate_gradients_independent_minibatches_need_a_lower_variance
 ):
     gradients = choose_separate_gradients(noise_variances, MINIBATCH, True, 500)
     assert (gradients is not None) == is_separate
+
+
+@pytest.mark.parametrize(("mean_bias", "is_separate"), [(0.05, False), (0.5, True)])
+def test_choose_monitor_gradients_biased_means_need_separate_minibatches(mean_bias, is_separate):
+    """Noise that moves means, however little variance it adds, depends on the position."""
+    stats = {CONTROL_VARIATE: GradientNoiseStats(0.1, 0.5, 0.1)}
+    settings = SimpleNamespace(dynamics=UnderdampedLangevin(1.5), max_mean_bias=0.1)
+    potential = SimpleNamespace(dim=2, is_stochastic=False)
+    gradients = choose_monitor_gradients(
+        SimpleNamespace(settings=settings, potential=potential),
+        None,
+        SubsamplingChoice(
+            CONTROL_VARIATE, ContiguousSubsampling(), stats[CONTROL_VARIATE], 0.006, 0.0, 1.0
+        ),
+        NoiseMeasurement(stats, stats, 1.0),
+        0.006,
+        500,
+        mean_bias,
+    )
+    assert (gradients.estimator is not None) == is_separate
