@@ -116,6 +116,7 @@ trust: $(VENV)/.installed-benchmarks
 	$(bin)/python benchmarks/trust.py --bad --kernels SGHMCSplit
 	$(bin)/python benchmarks/trust.py --rivals
 	$(bin)/python benchmarks/gradient_noise.py
+	$(bin)/python benchmarks/tuner.py
 	$(bin)/python benchmarks/large.py
 	$(bin)/python benchmarks/large.py --small
 	$(bin)/python benchmarks/verdicts.py --seeds 10  # vocabulary: ok
