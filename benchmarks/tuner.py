@@ -254,7 +254,7 @@ def show(
     """Print a row: the errors of all draws, and the discrepancy of evenly spaced ones."""
     exact = np.asarray(draws, np.float64)
     mean = (exact.mean(0) - posterior.mean) / posterior.sd
-    sd = 100 * (exact.std(0) / posterior.sd - 1)
+    inflation = 100 * (exact.std(0) / posterior.sd - 1)
     cells = [
         method,
         f"{arm.step_size:.1g}" if arm else "",
@@ -264,7 +264,7 @@ def show(
         len(draws),
         f"{score(draws, posterior, MAX_SCORED):.1f}",
         f"{np.abs(mean).max():.2f}",
-        f"{sd.min():+.0f}% to {sd.max():+.0f}%",
+        f"{inflation.min():+.0f}% to {inflation.max():+.0f}%",
     ]
     print_row(cells, COLUMNS.values())
 
