@@ -8,7 +8,8 @@ import numpyro.distributions as dist
 import pytest
 from numpyro.infer import Predictive, init_to_sample
 
-from numpyro_sgmcmc import SGHMCSplit, posterior_predictive
+from numpyro_sgmcmc import SGHMCSplit, localised, posterior_predictive
+from numpyro_sgmcmc.diagnostics import predictive_summary
 from tests.contract.kernels import quietly
 
 ROWS, FILTERS = 2_000, 4
@@ -95,3 +96,19 @@ def test_one_draw_an_epoch_predicts_classes(model):
     replicated = posterior_predictive(mcmc, jax.random.key(2), np.arange(300))["y"]
     assert replicated.shape == (1, 10, 300)
     assert (replicated == np.asarray(y[:300])).mean() > 0.7
+
+
+@pytest.mark.slow  # the warm-up takes a minute
+def test_no_arguments_about_a_trained_network():
+    x, y = make_images(0, ROWS)
+    trained = quietly(SGHMCSplit(classify, **GIVEN), num_warmup=30, num_samples=20)
+    trained.run(jax.random.key(3), x, y, batch_size=100)
+    center = {name: np.asarray(w[-1]) for name, w in trained.get_samples().items()}
+    kernel = SGHMCSplit(localised(classify, center, 100.0))
+    mcmc = quietly(kernel, num_warmup=50, num_samples=100, num_chains=2, chain_method="vectorized")
+    init_params = {name: np.stack([w, w]) for name, w in center.items()}
+    mcmc.run(jax.random.key(0), x, y, batch_size=100, init_params=init_params)
+    assert compute_accuracy(classify, mcmc) > 0.8
+    predict = Predictive(classify, mcmc.get_samples(), return_sites=["logits"])
+    summary = predictive_summary(mcmc, predict, make_images(1, 100)[0])
+    assert summary["logits"].r_hat.max() < 1.1
