@@ -42,6 +42,7 @@ from numpyro_sgmcmc.model.block_arrow import BlockArrowMatrix
 from numpyro_sgmcmc.model.gradient_estimators import (
     ControlVariate,
     GradientEstimator,
+    Minibatch,
     MinibatchGradient,
     SecondOrderControlVariate,
 )
@@ -465,19 +466,17 @@ def _run_pilot_steps(
             )
             reference = preconditioner.reference_gradient - gradients[-1]
             if (hessian := preconditioner.reference_hessian) is not None:
-                gradient_fn = partial(
-                    potential.gradient, indices=indices, arguments=arguments, rng_key=key
-                )
+                minibatch = Minibatch(potential, indices, arguments, key)
                 center, displacements = (
                     preconditioner.center,
                     positions[:-1] - preconditioner.center,
                 )
-                _, product = jax.linearize(gradient_fn, center)
+                _, product = jax.linearize(minibatch.gradient, center)
                 reference += hessian @ displacements - jax.vmap(product)(displacements)
                 if isinstance(hessian, BlockArrowMatrix):
                     reference = hessian.add_second_order(reference, displacements)
                     reference = hessian.subtract_second_order_of(
-                        gradient_fn, center, reference, displacements
+                        minibatch.value, center, reference, displacements
                     )
             return preconditioner.pull_back(q, gradients[:-1] + control_variate_weight * reference)
 

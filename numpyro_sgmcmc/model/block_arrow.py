@@ -441,23 +441,23 @@ class BlockArrowMatrix:
         return gradient.at[..., self.difference_coordinates].add(terms)
 
     def subtract_second_order_of(
-        self, gradient_fn: Callable[[Array], Array], center: Array, gradient: Any, displacement: Any
+        self, potential: Callable[[Array], Array], center: Array, gradient: Any, displacement: Any
     ) -> Any:
         """Subtract those of a minibatch.
 
-        :param gradient_fn: its gradient at a position.
+        :param potential: that of the minibatch, as a function of the position.
         """
         if self.differences is None:
             return gradient
         effects, shared = self.layout.split(displacement)
         tangents = self.layout.merge(effects, jnp.zeros_like(shared))
-        for j, coordinate in enumerate(self.difference_coordinates):
-            step, products = self.differences.steps[j], []
-            for point in (center.at[coordinate].add(step), center.at[coordinate].add(-step)):
-                _, product = jax.linearize(gradient_fn, point)
-                products.append(jnp.vectorize(product, signature="(d)->(d)")(tangents))
-            term = ((products[0] - products[1]) * tangents).sum(-1) / (4.0 * step)
-            gradient = gradient.at[..., coordinate].add(-term)
+        coordinates = self.difference_coordinates
+        for coordinate, step in zip(coordinates, self.differences.steps, strict=True):
+            above, below = (
+                _second_derivative(potential, center.at[coordinate].add(x), tangents)
+                for x in (step, -step)
+            )
+            gradient = gradient.at[..., coordinate].add((below - above) / (4.0 * step))
         return gradient
 
     @property
@@ -627,6 +627,19 @@ class BlockArrowFactor:
             return effects
         flat = effects.reshape(*effects.shape[:-2], -1)
         return method(self.correlation, flat).reshape(effects.shape)
+
+
+def _second_derivative(fn: Callable[[Array], Array], position: Array, tangents: Array) -> Array:
+    """Return the second derivatives of a scalar function along tangents ``(..., d)``."""
+
+    def along(tangent: Array) -> Array:
+        def slope(x: Array) -> Array:
+            return jax.jvp(fn, (x,), (tangent,))[1]
+
+        return jax.jvp(slope, (position,), (tangent,))[1]
+
+    # Forward mode: reverse mode would scatter the products to vectors of length d.
+    return jnp.vectorize(along, signature="(d)->()")(tangents)
 
 
 def _multiply(blocks: Any, effects: Any) -> Any:

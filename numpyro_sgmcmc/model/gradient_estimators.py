@@ -40,9 +40,28 @@ from numpyro_sgmcmc.model.preconditioner import Preconditioner
 # that displacement: small against the scale on which curvature varies, large against rounding.
 _FINITE_DIFFERENCE_FRACTION = 0.1
 
-MeanOverShards: TypeAlias = Callable[[Callable[[GradientFn], Array]], Array]
-"""Evaluates a function that is linear in the minibatch gradient function; where rows are sharded,
-the mean of its values on the shards, weighted by their numbers of rows."""
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Potential energy of one minibatch, or of its rows on one shard, as function of a position."""
+
+    potential: Potential
+    indices: Indices
+    arguments: Arguments
+    rng_key: Array | None = None
+
+    def value(self, position: Array) -> Array:
+        """Return the potential, a scalar."""
+        return self.potential.value(position, self.indices, self.arguments, self.rng_key)
+
+    def gradient(self, position: Array) -> Array:
+        """Return its gradient, shape ``(d,)``."""
+        return self.potential.gradient(position, self.indices, self.arguments, self.rng_key)
+
+
+MeanOverShards: TypeAlias = Callable[[Callable[[Minibatch], Array]], Array]
+"""Evaluates a function that is linear in the minibatch potential; where rows are sharded, the mean
+of its values on the shards, weighted by their numbers of rows."""
 
 WeightedPoints: TypeAlias = list[tuple[np.ndarray, float | np.ndarray]]
 """Positions of shape ``(d,)``, each with a weight, or one of each coordinate."""
@@ -93,9 +112,9 @@ def make_gradient_fn(
 ) -> GradientFn:
     """Return a function that estimates the preconditioned gradient at ``q`` from one minibatch."""
 
-    def mean_over_shards(fn: Callable[[GradientFn], Array]) -> Array:
+    def mean_over_shards(fn: Callable[[Minibatch], Array]) -> Array:
         def on_shard(shard: Potential, *batch: Any) -> Array:
-            return fn(lambda position: shard.gradient(position, *batch))
+            return fn(Minibatch(shard, *batch))
 
         return potential.mean_over_shards(on_shard, indices, arguments, rng_key)
 
@@ -114,7 +133,7 @@ class MinibatchGradient(GradientEstimator):
         self, q: Array, preconditioner: Preconditioner, mean_over_shards: MeanOverShards
     ) -> Array:
         position = preconditioner.to_position(q)
-        return preconditioner.pull_back(q, mean_over_shards(lambda gradient: gradient(position)))
+        return preconditioner.pull_back(q, mean_over_shards(lambda x: x.gradient(position)))
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
         return [(preconditioner.to_position(q), 1.0)]
@@ -133,7 +152,7 @@ class ControlVariate(GradientEstimator):
     ) -> Array:
         # XLA merges the two lookups of the same rows into one gather.
         position, reference = preconditioner.to_position(q), preconditioner.center
-        difference = mean_over_shards(lambda gradient: gradient(position) - gradient(reference))
+        difference = mean_over_shards(lambda x: x.gradient(position) - x.gradient(reference))
         return preconditioner.pull_back(q, difference + preconditioner.reference_gradient)
 
     def noise_eval_points(self, q: np.ndarray, preconditioner: Preconditioner) -> WeightedPoints:
@@ -155,12 +174,13 @@ class SecondOrderControlVariate(GradientEstimator):
         displacement, reference = preconditioner.to_displacement(q), preconditioner.center
         hessian = preconditioner.reference_hessian
 
-        def remainder(gradient: GradientFn) -> Array:
+        def remainder(minibatch: Minibatch) -> Array:
+            gradient = minibatch.gradient
             at_reference, first_order = jax.jvp(gradient, (reference,), (displacement,))
             terms = gradient(reference + displacement) - at_reference - first_order
             if not isinstance(hessian, BlockArrowMatrix):
                 return terms
-            return hessian.subtract_second_order_of(gradient, reference, terms, displacement)
+            return hessian.subtract_second_order_of(minibatch.value, reference, terms, displacement)
 
         expansion = preconditioner.reference_gradient
         # To measure noise the Hessian, which adds none, may be left out.

@@ -147,7 +147,7 @@ class Potential:
             are in order, if latent sites inside the plate are coordinates.
         """
         return self.mean_over_shards(
-            lambda shard, *batch: shard._jitted_value(position, *batch), indices, arguments, rng_key
+            lambda shard, *batch: shard._value(position, *batch), indices, arguments, rng_key
         )
 
     def gradient(
@@ -242,10 +242,17 @@ class Potential:
             self.unravel(position), indices, arguments, rng_key, weights or None
         )
 
+    def _value(
+        self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
+    ) -> Array:
+        # Prefetched rows are recognised by the identity of the indices, which jit does not keep.
+        is_prefetched = has_prefetched_rows(arguments)
+        fn = self._minibatch_value if is_prefetched else self._jitted_value
+        return fn(position, indices, arguments, rng_key)
+
     def _minibatch_value_and_grad(
         self, position: Array, indices: Indices, arguments: Arguments, rng_key: Array | None
     ) -> tuple[Array, Array]:
-        # Prefetched rows are recognised by the identity of the indices, which jit does not keep.
         if has_prefetched_rows(arguments):
             return self._differentiate(self._minibatch_value)(position, indices, arguments, rng_key)
         return self._jitted_value_and_grad(position, indices, arguments, rng_key)
