@@ -376,6 +376,8 @@ def _linearise(
     gradient, hessian = evaluate_block_arrow(inputs, layout, position)
     if not (np.isfinite(gradient).all() and np.isfinite(hessian.blocks).all()):
         return None
+    if not np.diagonal(hessian.blocks).all():  # effects without a density
+        return None
     if check_structure and not _is_block_arrow(inputs, hessian, position):
         return None
     factors = factorize_inverse_blocks(hessian.blocks)

@@ -147,7 +147,7 @@ def find_noise_warnings(
         if is_wide:
             sd_inflation = math.sqrt(1.0 + step.variance_inflation) - 1.0
             yield PendingWarning(
-                f"Posterior SDs are predicted to be {100 * sd_inflation:.2g}% too wide by gradient "
+                f"Posterior SDs are predicted to be {100 * sd_inflation:.0f}% too wide by gradient "
                 f"noise (target_sd_bias: {100 * target:.2g}%).",
                 GradientNoiseWarning,
                 _describe_remedies(inputs, _find_fastest_draw(inputs, choice, step)),

@@ -54,7 +54,8 @@ def as_arrays(
     :param columns: names of columns; or a dict from the names of arrays to a column each, or to a
         list of columns that become the columns of a matrix. Default: all columns.
     :param categories: columns of strings or identifiers to encode, with sorted levels. Categorical
-        columns are encoded in any case, and keep their levels.
+        columns are encoded in any case, and keep the order of their levels. Each call makes its own
+        codes: those of new rows are ``pandas.Index(levels[name]).get_indexer(column)``.
     :return: a pair ``arrays, levels``.
     :raises ValueError: for columns that do not exist, have missing or infinite values, or cannot be
         converted.

@@ -525,7 +525,11 @@ def _find_non_arrays(name: str, x: Any) -> Iterable[tuple[str, str]]:
         if x and all(isinstance(leaf, (bool, int, float)) for leaf in jax.tree.leaves(x)):
             yield f"{described} of numbers", f"pass numpy.asarray({name})"
     elif isinstance(x, np.ndarray) and not is_array(x):
-        yield f"`{name}`, an array of type {x.dtype}", f"pass an array of numbers as {name}"
+        yield (
+            f"`{name}`, an array of type {x.dtype}",
+            f"pass an array of numbers as {name}; of strings the codes, such as "
+            f"numpy.unique({name}, return_inverse=True)[1]",
+        )
     elif hasattr(x, "__arrow_c_stream__") and hasattr(x, "columns"):
         yield (
             described,

@@ -278,3 +278,17 @@ def test_default_arguments_sample_a_hierarchy_with_few_rows_per_group():
         # Four standard errors.
         assert abs(float(draws.mean()) - exact_mean) < 4.0 / np.sqrt(ess) * exact_sd
         assert abs(float(draws.std()) / exact_sd - 1.0) < 4.0 / np.sqrt(2.0 * ess_of_squares)
+
+
+def test_effects_without_density_have_no_fit():
+    is_masked = jnp.arange(GROUPS) < GROUPS // 2
+
+    def model(group, y, batch_size=None):
+        mean = numpyro.sample("mean", dist.Normal(0, 2))
+        with numpyro.plate("groups", GROUPS):
+            effect = numpyro.sample("effect", dist.Normal(mean, 1).mask(~is_masked))
+        with numpyro.plate("rows", len(y), subsample_size=batch_size) as i:
+            at = jnp.where(is_masked[group[i]], 0.0, effect[group[i]])
+            numpyro.sample("y", dist.Normal(at, 1.0), obs=y[i])
+
+    assert fit(model, make_data())[1] is None
